@@ -3,7 +3,7 @@
 #   make image                                   # with CUDA inside (VARIANT=cuda)
 #   make image VARIANT=cpu                       # several GB smaller
 #   make image BASE=my-registry/python:3.12      # another base; it needs Python 3.11 or newer with venv and pip
-#   docker run --rm -v sparsebp:/data sparsebp:latest run recipes/quickstart.yaml
+#   docker run --rm -v sparsebp:/data sparsebp:latest run quickstart
 ARG BASE=python:3.12-slim
 
 # What pip installs, alone: the layer with torch in it is built again only when this list changes.
@@ -29,7 +29,8 @@ RUN python3 -m venv /venv \
 COPY pyproject.toml README.md LICENSE NOTICE ./
 COPY sparsebp_cli sparsebp_cli
 COPY recipes recipes
-RUN /venv/bin/pip wheel --no-cache-dir --no-deps ${PIP_OPTIONS} --wheel-dir dist . \
+COPY plugins/sparsebp-shelf shelf
+RUN /venv/bin/pip wheel --no-cache-dir --no-deps ${PIP_OPTIONS} --wheel-dir dist . ./shelf \
  && /venv/bin/pip install --no-cache-dir --no-deps dist/*.whl
 
 FROM ${BASE}

@@ -57,7 +57,7 @@ bare-test: .venv/develop  ## the same with every requirement from the package in
 
 test-oldest:  ## the tests with the oldest PyTorch and transformers that are allowed (fetches gigabytes)
 	test -x .venv-oldest/bin/python || $(PYTHON) -m venv .venv-oldest
-	.venv-oldest/bin/python -m pip install --quiet --editable '.[test]' --editable plugins/sparsebp-stride torch==2.11.0 transformers==5.17.0
+	.venv-oldest/bin/python -m pip install --quiet --editable '.[test]' --editable plugins/sparsebp-shelf --editable plugins/sparsebp-stride torch==2.11.0 transformers==5.17.0
 	.venv-oldest/bin/pytest -n 2 --dist loadgroup
 
 test-long: .venv/develop  ## the longest tests, each a larger form of one that `make test` runs
@@ -81,7 +81,7 @@ check: style docs  ## style, types, layers, docstrings, docs
 
 style: .venv/develop
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
-	$(BIN)/mypy && $(BIN)/mypy plugins/sparsebp-stride/sparsebp_stride.py plugins/sparsebp-rare/sparsebp_rare.py
+	$(BIN)/mypy && $(BIN)/mypy plugins/sparsebp-stride/sparsebp_stride.py plugins/sparsebp-rare/sparsebp_rare.py plugins/sparsebp-folder/sparsebp_folder.py plugins/sparsebp-depth/sparsebp_depth plugins/sparsebp-shelf/sparsebp_shelf
 	$(BIN)/lint-imports
 	$(BIN)/pydoclint --quiet sparsebp_cli plugins
 	$(BIN)/pytest -q -m types tests/test_public_names.py
@@ -122,7 +122,7 @@ clean:  ## remove what was installed and built
 	$(BIN)/python -m pip install --editable .
 	touch $@
 
-.venv/develop: pyproject.toml
+.venv/develop: pyproject.toml plugins/sparsebp-shelf/pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --editable '.[test,check,docs]' --editable plugins/sparsebp-stride
+	$(BIN)/python -m pip install --quiet --editable '.[test,check,docs]' --editable plugins/sparsebp-shelf --editable plugins/sparsebp-stride
 	touch $@ .venv/runtime

@@ -31,8 +31,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig  # noqa: E402
 
 from sparsebp_cli.backward import attach  # noqa: E402
 from sparsebp_cli.memory import memory_trace  # noqa: E402
+from sparsebp_cli.optimizers.apollo import Apollo  # noqa: E402
 from sparsebp_cli.run.memory import MemoryCurve, MemorySplit  # noqa: E402
-from sparsebp_cli.worker.apollo import Apollo  # noqa: E402
 
 UPDATES = ("deferred", "eager")
 TINY = ["--layers", "4", "--hidden", "64", "--intermediate", "172", "--vocabulary", "128", "--tokens", "16"]

@@ -166,6 +166,38 @@ def measure(paths: Iterable[Path]) -> Size:
     return Size(files, code, comments, uses, noqa)
 
 
+READERS = {"startswith", "endswith", "partition", "rpartition", "removeprefix", "removesuffix"}
+
+
+def find_read_sentences(root: Path) -> list[tuple[str, int, str]]:
+    """Return file, line and literal of each place where the package or its benchmarks read a text of several words, or
+    take a name apart at a slash: a sentence of our own that is read back is data that lost its type."""
+    found = []
+    for folder in (PACKAGE, "benchmarks"):
+        for path in sorted((root / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                texts = [text for text in _read_texts(node) if " " in text.strip() or text == "/"]
+                found += [(path.relative_to(root).as_posix(), node.lineno, text) for text in texts]  # type: ignore[attr-defined]
+    return found
+
+
+def _read_texts(node: ast.AST) -> list[str]:
+    """The literals with which a call or a comparison reads a text."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in READERS and node.args:
+        texts = _literals(node.args[0])
+        return texts if node.func.attr in {"partition", "rpartition"} else [text for text in texts if text != "/"]
+    if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn):
+        one = isinstance(node.comparators[0], ast.Name | ast.Attribute | ast.Call | ast.Subscript)
+        return [text for text in _literals(node.left) if text != "/"] if one else []
+    return []
+
+
+def _literals(node: ast.expr) -> list[str]:
+    if isinstance(node, ast.Tuple):
+        return [text for element in node.elts for text in _literals(element)]
+    return [node.value] if isinstance(node, ast.Constant) and isinstance(node.value, str) else []
+
+
 def main() -> None:
     """Print the counts of a checkout."""
     parser = argparse.ArgumentParser(description=__doc__)

@@ -22,7 +22,7 @@ import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from checkout import ROOT, use_checkout
@@ -31,8 +31,6 @@ use_checkout()
 
 import jinja2  # noqa: E402
 import yaml  # noqa: E402
-
-from sparsebp_cli.compare.verdict import find_outcome  # noqa: E402
 
 FOLDER = ROOT / "docs" / "results" / "leaderboard"
 QUICKSTART = ROOT / "docs" / "results" / "quickstart" / "study.yaml"
@@ -53,7 +51,7 @@ COLUMNS = (
     "cost",
     "run",
 )
-STATEMENTS = ("lower", "higher", "no difference shown")  # trainings of unequal length are not called better
+STATEMENTS = ("lower", "higher", "no difference shown")  # outcomes that the page counts, even where there is none
 
 
 @dataclass(frozen=True)
@@ -65,6 +63,7 @@ class Task:
     study: dict[str, Any]
     title: str
     comparison: dict[str, Any]
+    later: dict[str, Any] | None = None  # of runs beside other dense rates that were tried after the study
 
     @property
     def baseline(self) -> dict[str, Any]:
@@ -107,29 +106,36 @@ def name_of(file: Path) -> str:
 
 
 def run_study(file: Path) -> None:
-    """Train what a study misses, and archive the runs that its report counts."""
+    """Train what a study misses, and archive it."""
     subprocess.run([*SPARSEBP, "study", str(file)], check=True)
     archive_study(file)
 
 
 def archive_study(file: Path) -> None:
-    """Write the runs of a study's report into its archive."""
+    """Write all of a study into its archive, rehearsals and tuning too, so that its choices can be rebuilt."""
     name = yaml.safe_load(file.read_text(encoding="utf-8"))["study"]
-    found = json.loads(call("compare", "--study", name, "--baseline", "dense", "-o", "json"))
-    runs = [run["run_id"] for run in found["runs"] if run["counts"]]
-    call("archive", *runs, "-o", str(archive_of(file)))
+    call("archive", f"@{name}", "-o", str(archive_of(file)))
 
 
 def read_task(file: Path) -> Task:
     """Return a task with the comparison of its archive."""
     text = file.read_text(encoding="utf-8")
     study = yaml.safe_load(text)
-    plain = compare(file, "dense")
-    plain = compare(file, "dense", "--metric", VALIDATION[plain["groups"][0]["recipe"]["dataset"]["format"]])
+    title, name = text.split("\n", 1)[0].removeprefix("# "), name_of(file)
+    rates = ROOT / "docs" / "results" / f"{name}-rates.tar.gz"
+    later = compare_with_best(rates) if rates.exists() else None
+    return Task(name, file, study, title, compare_with_best(archive_of(file)), later)
+
+
+def compare_with_best(archive: Path) -> dict[str, Any]:
+    """Return the comparison of an archive's runs with the best dense arm among them, by validation."""
+    plain = compare(archive, None)
+    metric = VALIDATION[plain["groups"][0]["recipe"]["dataset"]["format"]]
+    plain = compare(archive, None, "--metric", metric)
     way = -1 if plain["better"] == "higher" else 1
     best = min(find_dense(plain["groups"]), key=lambda group: way * group["quality"]["final"]["mean"])["label"]
-    title = text.split("\n", 1)[0].removeprefix("# ")
-    return Task(name_of(file), file, study, title, compare(file, best))
+    found: dict[str, Any] = compare(archive, best)
+    return found
 
 
 def find_dense(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -137,11 +143,15 @@ def find_dense(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [g for g in groups if g["policies"] == ["dense"] and g["recipe"]["model"]["lora"] is None]
 
 
-def compare(file: Path, baseline: str, *more: str) -> Any:
-    """Return the comparison of an archive's runs."""
-    there = {line.split("/")[1] for line in _members(archive_of(file)) if line.startswith("runs/")}
-    source = ("--from", str(archive_of(file)), "--baseline", baseline)
-    return json.loads(call("compare", *sorted(there), *source, *more, "-o", "json"))
+def compare(archive: Path, baseline: str | None, *more: str) -> Any:
+    """Return the comparison of an archive's runs, of a whole study's those of its report; without a baseline with the
+    one that `compare` takes."""
+    paths = [*map(PurePosixPath, _members(archive))]
+    there = {path.parts[1] for path in paths if path.parts[0] == "runs" and len(path.parts) > 1}
+    studies = [path.stem for path in paths if path.parts[0] == "studies"]
+    chosen = ["--study", *studies] if studies else sorted(there)
+    source = ("--from", str(archive), *(("--baseline", baseline) if baseline else ()))
+    return json.loads(call("compare", *chosen, *source, *more, "-o", "json"))
 
 
 def _members(archive: Path) -> list[str]:
@@ -187,8 +197,10 @@ def write_data(tasks: list[Task]) -> str:
 
 
 def cost_of(task: Task, group: dict[str, Any]) -> float:
-    """Return what a run of a group costs, in dense steps of the task's own batch."""
+    """Return what a run of a group costs, in dense steps of the task's own batch; by FLOPs where steps have a price."""
     dense = next(g for g in task.comparison["groups"] if g["label"] == "dense")
+    if (spent := group["speed"]["spent_flops"]) is not None and (paid := dense["speed"]["spent_flops"]) is not None:
+        return float(dense["recipe"]["training"]["max_steps"] * spent / paid)
     return float(group["recipe"]["training"]["max_steps"] * units_of(group) / units_of(dense))
 
 
@@ -196,7 +208,7 @@ def units_of(group: dict[str, Any]) -> float:
     """Return what a step of a group costs, in dense forwards and backwards of one example, as a study's budget counts:
     the passes by the probes, and the update by its share of the passes' time in the same runs."""
     speed = group["speed"]
-    update = speed["optimizer"]["median"] / (speed["forward"]["median"] + speed["backward"]["median"])
+    update = speed["update_share"]
     cost = (speed["step_cost"] or {"median": 1.0})["median"]  # passes (1 + update) / (1 + passes update)
     passes = cost / (1.0 + update - cost * update)
     return float(group["recipe"]["training"]["per_device_train_batch_size"] * passes * (1.0 + update))
@@ -214,7 +226,7 @@ def make_row(task: Task, group: dict[str, Any]) -> dict[str, Any]:
         "options": json.dumps(task.study["arms"].get(group["label"], {})),
         "quality": final,
         "difference": difference,
-        "statement": "best dense" if group["baseline"] else find_statement(group["verdict"]),
+        "statement": "best dense" if group["baseline"] else group["statements"][0]["outcome"],
         "steps": training["max_steps"],
         "batch": training["per_device_train_batch_size"],
         "rate": training["learning_rate"],
@@ -229,10 +241,26 @@ def make_row(task: Task, group: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def find_statement(verdict: str) -> str:
-    """Return what the verdict of `compare` says of the quality, in a word or two; empty if it says nothing."""
-    outcome = find_outcome(verdict)
-    return next((word for word in STATEMENTS if outcome.startswith(word)), outcome)
+def describe_later(task: Task) -> list[str]:
+    """Say what dense rates that were tried after the study change."""
+    assert task.later is not None
+    best, *others = task.later["groups"]
+    training = best["recipe"]["training"]
+    batch, rate = training["per_device_train_batch_size"], training["learning_rate"]
+    mine, best_of_study = (one["quality"]["final"]["mean"] for one in (best, task.baseline))
+    lines = [
+        f"dense with a batch of {batch} and a rate of {rate:g} has {mine:.4f}, where the best dense arm of the study "
+        f"has {best_of_study:.4f}"
+    ]
+    for group in others:
+        statement = group["statements"][0]
+        if group["policies"] != ["dense"] and statement["numbers"]:
+            number = statement["numbers"][0]
+            lines.append(
+                f"{group['label']} beside it: {statement['outcome']}, {number['value']:+.4f} "
+                f"[{number['low']:+.3f}, {number['high']:+.3f}]"
+            )
+    return lines
 
 
 def make_command(task: Task, group: dict[str, Any]) -> str:
@@ -278,8 +306,10 @@ def render(tasks: list[Task]) -> str:
         rates = sorted({row["rate"] for row in rows})
         good = {"lower": "lower", "higher": "higher"}[task.comparison["better"]]
         paths = {"study": task.file.relative_to(ROOT), "archive": archive_of(task.file).relative_to(ROOT)}
+        is_priced = all(group["speed"]["spent_flops"] is not None for group in task.comparison["groups"])
         shown.append(
             {"task": task, "rows": rows, "counts": counts, "missing": missing, "rates": rates, "good": good, **paths}
+            | {"later": None if task.later is None else describe_later(task), "is_priced": is_priced}
         )
     waiting = [name_of(file) for file in find_studies() if not archive_of(file).exists()]
     return environment.get_template("page.html").render(shown=shown, waiting=waiting) + "\n"

@@ -3,7 +3,7 @@
     python benchmarks/study.py recipes/study --baseline dense --controls tokens-random --out docs/results/study
 
 It runs every recipe of the folder with three seeds, one run after the other. Then it runs the dense controls that
-`compare` reports as missing, with the commands that it prints: their steps and batches cost as much on this machine.
+`compare` reports as missing: their steps and batches cost as much on this machine.
 Last it writes the report as page, text and JSON. Runs are kept in a folder of their own (below build/results, or
 $SPARSEBP_HOME), and finished ones are not repeated, so an interrupted study continues.
 """
@@ -37,12 +37,19 @@ def main() -> None:
             call("run", str(file), "--seeds", ",".join(map(str, missing)), *changes)
     for label in arguments.controls:  # in order: a control of the first may also serve the second
         for control in compare(arguments, "-o", "json", is_read=True)["controls"]:
-            if control["label"] == label and control["kind"] in arguments.kinds and control["command"]:
-                call(*shlex.split(control["command"])[1:])
+            if control["label"] == label and control["kind"] in arguments.kinds and control["runs"]:
+                call(*make_words(control["runs"]))
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     found = compare(arguments, "-o", "json", "--html", str(arguments.out.with_suffix(".html")), is_read=True)
     arguments.out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     arguments.out.with_suffix(".txt").write_text(compare(arguments), encoding="utf-8")
+
+
+def make_words(runs: dict[str, Any]) -> list[str]:
+    """Return the command that makes a control, in words, from its runs as the comparison's JSON has them."""
+    changes = [word for change in runs["changes"] for word in ("--set", change)]
+    seeds = ["--seeds", ",".join(map(str, runs["seeds"]))] if runs["seeds"] else []
+    return ["run", "--like", runs["like"], "--name", runs["name"], *changes, *seeds]
 
 
 def read_arguments() -> argparse.Namespace:

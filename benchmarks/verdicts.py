@@ -24,7 +24,7 @@ import numpy as np
 from sparsebp_cli.compare import margin
 from sparsebp_cli.compare.choose import RunCandidate, describe_left_out
 from sparsebp_cli.compare.example import correct_examples
-from sparsebp_cli.compare.family import correct_family
+from sparsebp_cli.compare.family import correct_all, correct_family
 from sparsebp_cli.compare.load import mark_repeats
 from sparsebp_cli.compare.loaded import LoadedRun
 from sparsebp_cli.compare.margin import decide_all, withhold
@@ -32,7 +32,6 @@ from sparsebp_cli.compare.measured import ExampleDifference
 from sparsebp_cli.compare.sequential import Trial
 from sparsebp_cli.compare.statistics import (
     Difference,
-    correct_all,
     paired_difference,
     paired_ratio,
     summarise,

@@ -18,6 +18,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from sparsebp_cli.errors import (
+    AbsentDataError,
     ChangedError,
     CheckpointError,
     DataError,
@@ -36,6 +37,7 @@ from sparsebp_cli.errors import (
 
 __version__ = version("sparsebp")
 __all__ = [
+    "AbsentDataError",
     "BackwardOptions",
     "ChangedError",
     "CheckpointError",

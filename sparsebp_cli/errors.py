@@ -1,4 +1,4 @@
-"""Every error that a user of SparseBP can meet, drawn as a tree.
+"""PUBLIC. Every error that a user of SparseBP can meet, drawn as a tree.
 
     SparseBPError                  any of the below; ``exit_code`` is what the command line ends with
     ├── UsageError            2    an argument, option or call that makes no sense
@@ -7,6 +7,7 @@
     │   ├── UnsupportedError  2    a combination that is not built, refused by name before anything starts
     │   ├── ChangedError      2    a run whose recipe, code or data differ from those of its checkpoint
     │   └── DataError         2    a model or dataset that cannot be found, read or trusted
+    │       └── AbsentDataError 2  one that is not on this machine; another one may have it
     ├── RunNotFoundError    102    a name matches no run, or more than one
     ├── RunBusyError        101    the run is being written by another process
     ├── UnreachableError    101    a target cannot be reached, so nothing is known of its runs
@@ -21,8 +22,28 @@ The text of an error says what is wrong, the value got, and what is allowed, in 
 from __future__ import annotations
 
 import difflib
+import errno
 from collections.abc import Iterable, Sequence
 from typing import ClassVar
+
+__all__ = [
+    "AbsentDataError",
+    "ChangedError",
+    "CheckpointError",
+    "DataError",
+    "DivergedError",
+    "PolicyError",
+    "RecipeError",
+    "RunBusyError",
+    "RunFailedError",
+    "RunNotFoundError",
+    "SparseBPError",
+    "TrackingError",
+    "UnreachableError",
+    "UnsupportedError",
+    "UsageError",
+    "did_you_mean",
+]
 
 
 class SparseBPError(Exception):
@@ -69,6 +90,10 @@ class UnsupportedError(UsageError):
 
 class DataError(UsageError):
     """A model or dataset that cannot be found, read or trusted."""
+
+
+class AbsentDataError(DataError):
+    """A model or dataset that is not on this machine; another one may have it."""
 
 
 class ChangedError(UsageError):
@@ -126,6 +151,19 @@ class TrackingError(SparseBPError):
     """The tracking store cannot be used."""
 
 
+def first_line(error: BaseException | str) -> str:
+    """Return the first line of an error's text that is not empty, which foreign ones often begin with.
+
+    Args:
+        error: Of any library.
+
+    Returns:
+        Its text, or the name of its class if there is none.
+    """
+    lines = (line.strip() for line in str(error).splitlines())
+    return next(filter(None, lines), type(error).__name__ if isinstance(error, BaseException) else "")
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return ``; did you mean X?`` for the nearest known name, or an empty string.
 
@@ -138,3 +176,32 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """
     near = difflib.get_close_matches(name, [str(k) for k in known], n=1, cutoff=0.6)
     return f"; did you mean {near[0]}?" if near else ""
+
+
+# What the system refuses, in words, and the way out.
+_SYSTEM = {
+    errno.ENOSPC: "the disk is full: make room (`sparsebp prune` deletes checkpoints of finished runs), then repeat",
+    errno.EDQUOT: "your quota is used up: make room, as `sparsebp prune` does, then repeat",
+    errno.EROFS: "it is on a file system that can only be read: set SPARSEBP_HOME to a folder that can be written",
+    errno.EACCES: "you may not write or read there: set SPARSEBP_HOME, or the path, to a folder of yours",
+    errno.EPERM: "you may not do this there: set SPARSEBP_HOME, or the path, to a folder of yours",
+    errno.EFBIG: "the file would be larger than this shell allows: raise `ulimit -f`",
+    errno.EIO: "the disk reports a fault: look at the system's log before you trust what is on it",
+    errno.EMFILE: "too many files are open: raise `ulimit -n`",
+    errno.ENFILE: "too many files are open on this machine",
+    errno.ENOSYS: "the file system cannot do this, such as lock a file: set SPARSEBP_HOME to a local disk",
+    errno.ENOLCK: "the file system has no locks: set SPARSEBP_HOME to a local disk",
+    errno.EOPNOTSUPP: "the file system cannot do this, such as lock a file: set SPARSEBP_HOME to a local disk",
+    errno.ESTALE: "the file server has lost this file: mount it again, then repeat it",
+    errno.EXDEV: "it lies on two file systems: keep the folder of runs, not its parts, on one",
+    errno.EBUSY: "it is in use, such as a mount point: unmount it first",
+}
+
+
+def explain_system_error(error: OSError) -> str:
+    """Return what the system refused and the way out, in one sentence; empty for an error without a known one."""
+    text = _SYSTEM.get(error.errno or 0, "")
+    place = str(error.filename or "")
+    folder, _, name = place.rpartition("/")
+    shown = folder if name.startswith(".part-") else place  # the user has never heard of a part
+    return f"{shown}: {text}" if text and shown else text

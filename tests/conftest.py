@@ -89,6 +89,10 @@ DYNAMO_WARNS = (
 )
 
 
+# What MLflow's libraries say about themselves when the first test of a process opens a store, whichever that is.
+MLFLOW_WARNS = "ignore:The ``noload`` loader strategy is deprecated:DeprecationWarning"
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add ``--trials FILE``, ``--fast`` and ``--architectures``."""
     trials.add_option(parser)
@@ -103,6 +107,7 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.register_profile("the same examples every time", derandomize=True)
     settings.load_profile("the same examples every time")
     trials.register(config)
+    config.addinivalue_line("filterwarnings", MLFLOW_WARNS)
     if config.getoption("fast"):
         sys.meta_path.insert(0, tier.Barrier())
 

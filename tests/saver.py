@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
@@ -61,8 +62,10 @@ def saving_by_hand(
 
         module.forward = forward
 
-    modules = [module for module in model.modules() if isinstance(module, nn.Linear | Conv1D)]
     names = {module: name for name, module in reversed(list(model.named_modules()))}
+    modules = [module for module in model.modules() if isinstance(module, nn.Linear | Conv1D)]
+    if policy.where is not None:
+        modules = [module for module in modules if any(fnmatchcase(names[module], glob) for glob in policy.where)]
     for module in modules:
         install(names[module], module)
     try:

@@ -58,3 +58,51 @@ def test_names_of_tests_have_at_most_80_characters() -> None:
     ]
     assert len(names) > 1000
     assert [name for name in names if len(name) > 80] == []
+
+
+# Texts of other programs, paths and addresses, which have no other form: each with whose it is.
+FOREIGN = {
+    "npm error": "npm's output",
+    "npm error ": "npm's output",
+    "already in use": "docker's output",
+    "response from daemon": "docker's output",
+    "model name": "/proc/cpuinfo",
+    "Math Kernel": "torch's build configuration",
+    "can't allocate memory": "torch's error",
+    "allocate memory": "torch's error",
+    "timed out": "errors of torch.distributed",
+    "wait timeout": "errors of torch.distributed",
+    "test worker: slow from step": "what the worker of a test prints, as the logs of a target give it back",
+    "lower half": "the name of a case of a benchmark, given on its command line",
+}
+PATHS = {  # files that take a path or an address apart at a slash
+    "sparsebp_cli/asset/fetched.py",
+    "sparsebp_cli/cli/completion.py",
+    "sparsebp_cli/errors.py",
+    "sparsebp_cli/recipe/json_schema.py",
+    "sparsebp_cli/recipe/schema.py",
+    "sparsebp_cli/run/visible.py",
+    "sparsebp_cli/source/name.py",
+    "sparsebp_cli/starter/shipped.py",
+    "sparsebp_cli/tracking/content.py",
+}
+
+
+def test_no_sentence_of_our_own_is_read_back_as_data() -> None:
+    found = house.find_read_sentences(ROOT)
+    assert [one for one in found if one[2] not in FOREIGN and not (one[2] == "/" and one[0] in PATHS)] == []
+    assert {text for _, _, text in found} >= set(FOREIGN)  # what is allowed is there
+
+
+def test_a_sentence_that_is_read_back_is_found(tmp_path: Path) -> None:
+    room = tmp_path / house.PACKAGE / "room"
+    room.mkdir(parents=True)
+    (tmp_path / "benchmarks").mkdir()
+    lines = [
+        'x = text.startswith(("exact", "no difference in "))',
+        'y = key.partition("/")',
+        'z = " is worse " in first',
+    ]
+    (room / "first.py").write_text("\n".join([*lines, 'ok = "a b" in ("a b", "c")', 'fine = name.startswith("cuda")']))
+    texts = [text for _, _, text in house.find_read_sentences(tmp_path)]
+    assert texts == ["no difference in ", "/", " is worse "]

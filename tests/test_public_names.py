@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
@@ -12,9 +15,14 @@ import pytest
 
 import sparsebp_cli as sbp
 from sparsebp_cli import errors
+from tests.docs.block import blocks
+from tests.plugin import PLUGINS, SHELF_TESTS
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "docs" / "reference" / name for name in ("api.md", "errors.md")]
+sys.path.insert(0, str(ROOT / "docs"))
+from generator import public  # noqa: E402
+
+PUBLIC = public.find_public()
 
 MISTAKES = """\
 from torch import nn
@@ -43,13 +51,82 @@ def test_every_error_is_exported() -> None:
     assert sbp.DivergedError is errors.DivergedError
 
 
-@pytest.mark.parametrize("module", ["sparsebp_cli", "sparsebp_cli.policy", "sparsebp_cli.testing"])
+@pytest.mark.parametrize("module", PUBLIC)
 def test_every_public_name_can_be_imported_and_is_documented(module: str) -> None:
-    names = import_module(module).__all__
-    assert [name for name in names if not hasattr(import_module(module), name)] == []
-    text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
-    text += "".join(file.read_text(encoding="utf-8") for file in (ROOT / "docs" / "guide").glob("*.md"))
-    assert [name for name in names if not re.search(rf"\b{name}\b", text) and name != "__version__"] == []
+    assert [name for name in PUBLIC[module] if not hasattr(import_module(module), name)] == []
+    assert PUBLIC[module] == sorted(PUBLIC[module], key=str.swapcase) or PUBLIC[module] == sorted(PUBLIC[module])
+    page = public.page(ROOT)
+    rows = dict(
+        re.findall(
+            r"^\| `(\w+)` \| (.+) \|$", page.partition(f"## `{module}`\n")[2].partition("\n## ")[0], re.MULTILINE
+        )
+    )
+    assert list(rows) == PUBLIC[module]
+    assert [name for name, meaning in rows.items() if len(meaning) < 10] == []
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_every_public_name_has_types(module: str) -> None:
+    functions = [
+        part
+        for found in (getattr(import_module(module), name) for name in PUBLIC[module])
+        for part in [found, *(vars(found).values() if inspect.isclass(found) else ())]
+        if inspect.isfunction(part) and not part.__name__.startswith("_")
+    ]
+    assert [function.__qualname__ for function in functions if _lacks_types(function)] == []
+
+
+def test_the_page_on_stability_leads_to_the_list() -> None:
+    text = (ROOT / "docs" / "reference" / "stability.md").read_text(encoding="utf-8")
+    assert "(public.md)" in text
+
+
+def test_example_plugins_and_the_guide_use_public_names_only() -> None:
+    # The shelf's own tests look inside, as ours do.
+    files = [file for file in PLUGINS.rglob("*.py") if not file.is_relative_to(SHELF_TESTS)]
+    pieces = {str(file.relative_to(ROOT)): file.read_text(encoding="utf-8") for file in files}
+    pieces |= {block.place: block.text for block in blocks("python")}
+    assert len(pieces) > 30
+    private = {place: names for place, text in pieces.items() if (names := _find_private(text))}
+    assert private == {}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from sparsebp_cli.target.engine import TargetEngine",
+        "from sparsebp_cli.run.journal import FILE",
+        "from sparsebp_cli.policy import hidden_state",
+        "import sparsebp_cli.worker",
+        "import sparsebp_cli as sbp\nsbp.worker.train()",
+    ],
+)
+def test_a_use_of_a_private_name_is_found(line: str) -> None:
+    assert _find_private(line) != []
+
+
+def _lacks_types(function: Callable[..., object]) -> bool:
+    signature = inspect.signature(function)
+    parameters = [each.annotation for name, each in signature.parameters.items() if name not in {"self", "cls"}]
+    return inspect.Signature.empty in [*parameters, signature.return_annotation]
+
+
+def _find_private(text: str) -> list[str]:
+    """Return what a piece of Python uses of SparseBP beside the public names."""
+    found, package = [], set()
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == sbp.__name__:
+            names = PUBLIC.get(node.module or "", [])
+            found += [f"{node.module}.{each.name}" for each in node.names if each.name not in names]
+        elif isinstance(node, ast.Import):
+            ours = [each for each in node.names if each.name.partition(".")[0] == sbp.__name__]
+            found += [each.name for each in ours if each.name not in PUBLIC]
+            package |= {each.asname for each in ours if each.name == sbp.__name__ and each.asname}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in package:
+            found += [node.attr] if node.attr not in sbp.__all__ else []
+    return found
 
 
 @pytest.mark.types

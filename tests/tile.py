@@ -10,7 +10,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from sparsebp_cli.policy import AttentionTiles, Step, TileSelector
+from sparsebp_cli.policy import Step
+from sparsebp_shelf.tile import AttentionTiles, TileSelector
 
 NAME = "torch.nn.functional.scaled_dot_product_attention"
 

@@ -51,6 +51,8 @@ def fake_cuda() -> Iterator[Counter[str]]:
         stack.enter_context(patch("sparsebp_cli.backward.linear.site._is_plain", lambda _: True))
         stack.enter_context(patch.object(Step, "generator", lambda *_, **__: None))
         stack.enter_context(patch.object(torch.nn.functional, "scaled_dot_product_attention", _attend))
+        # A build for CUDA has it, one for CPUs does not, and fake tensors have no kernel of it.
+        stack.enter_context(patch.object(torch.backends.cusparselt, "is_available", lambda: False))
         for name, function in cuda.items():
             stack.enter_context(patch.object(torch.cuda, name, function))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))

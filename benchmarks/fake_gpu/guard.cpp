@@ -1,5 +1,6 @@
-// A CUDA device that does nothing: fake tensors, which hold no data, need a device guard and CUDA's hooks all the same,
-// and a PyTorch that was built for CPUs has neither. Loaded before torch is imported (see guard.py).
+// A CUDA device that does nothing: fake tensors, which hold no data, need a device guard and CUDA's hooks all the same.
+// A PyTorch that was built for CPUs has neither; those of a build for CUDA ask for a driver. Loaded before torch is
+// imported, and put in force after it (see guard.py).
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
@@ -14,9 +15,10 @@ struct Guard : public c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> {
   c10::Stream exchangeStream(c10::Stream stream) const noexcept override { return stream; }
 };
 
-c10::impl::DeviceGuardImplRegistrar guard(c10::DeviceType::CUDA, new Guard());
-
 }  // namespace
+
+// A build for CUDA registers its own guard when torch is imported, and the last one is in force.
+extern "C" void install_guard() { c10::impl::DeviceGuardImplRegistrar(c10::DeviceType::CUDA, new Guard()); }
 
 namespace at {
 
@@ -36,10 +38,12 @@ struct Hooks : public CUDAHooksInterface {
   int getNumGPUs() const override { return 1; }
 };
 
+// Preferred, since a build for CUDA registers hooks by this name too, before or after.
 static const bool registered = [] {
-  CUDAHooksRegistry()->Register("CUDAHooks", [](CUDAHooksArgs arguments) -> std::unique_ptr<CUDAHooksInterface> {
-    return std::make_unique<Hooks>(arguments);
-  });
+  CUDAHooksRegistry()->Register(
+      "CUDAHooks",
+      [](CUDAHooksArgs arguments) -> std::unique_ptr<CUDAHooksInterface> { return std::make_unique<Hooks>(arguments); },
+      c10::REGISTRY_PREFERRED);
   return true;
 }();
 

@@ -1,4 +1,4 @@
-"""Loads ``guard.cpp``, compiled against the installed torch, before torch is imported."""
+"""Loads ``guard.cpp``, compiled against the installed torch, and imports torch between its two steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SOURCE = Path(__file__).with_name("guard.cpp")
 
 
 def load() -> None:
-    """Compile the guard, once a machine, and load it.
+    """Compile the guard, once a machine, load it, import torch, and put it in force.
 
     Raises:
         RuntimeError: torch was imported already.
@@ -36,4 +36,6 @@ def load() -> None:
         command = ["g++", "-std=c++20", "-shared", "-fPIC", "-O1", *includes, str(SOURCE), "-o", str(part), *links]
         subprocess.run(command, check=True)
         part.replace(library)
-    ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    loaded = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    importlib.import_module("torch")
+    loaded.install_guard()

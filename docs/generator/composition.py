@@ -10,9 +10,11 @@ from pathlib import Path
 from types import ModuleType
 
 from generator.markdown import code, head, table
-from sparsebp_cli.composition import RULES, Rule
-from sparsebp_cli.composition.rule import Conditions, Match
+from generator.policy import KINDS
+from sparsebp_cli.composition import Rule, make_rules
 from sparsebp_cli.errors import RecipeError
+from sparsebp_cli.policy.known_kind import KnownKinds
+from sparsebp_cli.policy.rule import AllBut, Conditions, Match
 from sparsebp_cli.recipe import load_stored
 
 TEXT = """The tables show every policy at every site in every way of training. Each cell is a test: ✓ means that a
@@ -57,7 +59,8 @@ LOOPS = {"worker": "a recipe", "own": "your own loop", "trainer": "a `transforme
 def page(root: Path) -> str:  # noqa: ARG001 - the signature of every page
     """Return the page."""
     matrix, ways = _load("matrix"), _load("way")
-    refused = table(("what", "with", "where", "sentence", "why"), map(_describe_row, RULES))
+    rules = make_rules(KnownKinds(KINDS))
+    refused = table(("what", "with", "where", "sentence", "why"), sorted(map(_describe_row, rules)))
     parts = [head("Supported combinations"), f"## What is refused\n\n{TABLE}\n", refused]
     parts += [*_choices(_load("choice")), f"## Ways of training\n\n{TEXT}\n"]
     numbered = [(str(number), *pair) for number, pair in enumerate(matrix.COMPOSITIONS.items(), start=1)]
@@ -84,6 +87,7 @@ def _describe_row(rule: Rule) -> tuple[str, ...]:
 def _describe_conditions(conditions: Conditions) -> str:
     parts = []
     for name, wanted in conditions.items():
+        assert not isinstance(wanted, AllBut), "resolved by make_rules"
         values = [wanted.value] if isinstance(wanted, Match) else [str(value) or "any other" for value in wanted]
         parts.append(f"{code(name)}: {' or '.join(values)}")
     return ", ".join(parts)

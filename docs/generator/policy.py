@@ -14,9 +14,12 @@ from generator.markdown import code, head, table, unwrap
 from sparsebp_cli.backward.linear.function import kernel_share
 from sparsebp_cli.cli.policies import describe_policy
 from sparsebp_cli.policy import Budget, FoundPolicy, GradientSelector, InformedSelector, Policy, find_policies
+from sparsebp_cli.policy.known_kind import find_kinds
+from sparsebp_cli.policy.shelf import SHELF
 
-TEXT = """This page lists every policy that comes with SparseBP. `sparsebp policies` lists these and those of installed
-plugins. To write one, see [write a policy](../guide/policy.md).
+TEXT = """This page lists every policy that comes with SparseBP, those of the package `sparsebp-shelf` among them, which
+`make setup` installs from a checkout: SHELVED.
+`sparsebp policies` lists these and those of installed plugins. To write one, see [write a policy](../guide/policy.md).
 
 The tables of claims show what each policy declares with the given options. *Exact*: every gradient equals the dense
 one. *Unbiased*: a site's selected gradient has the dense one as its mean over random draws. *Budget*: share of the
@@ -33,54 +36,22 @@ of rows that are computed. What else a step does (attention, norms, head, optimi
 
 NUMBERS = (0.25, 0.5, 1.0)  # values of a share for which claims are shown
 
-BY_KIND = {
-    "BatchPacker": "Decides before each forward of training whether rows are left out. Always exact up to "
-    "rounding; the gradient is compared with the plain one. [Same gradient, less work](../guide/lossless.md)\n",
-    "EdgeRouter": "Decides at `sites: nodes`. Never exact unless every edge is followed, and never unbiased: the edges "
-    "that are followed cannot be weighted for the others. Claims no FLOPs beforehand; the run counts them.\n",
-    "BlockDropper": "Decides at the start of each step. Exact if nothing is dropped, else biased: no weight makes up "
-    "for what is missing in the gradient, even where the mean of each output is the dense one. Parameters of a "
-    "dropped block have no gradient at that step. "
-    "[Drop residual blocks](../guide/blocks.md)\n",
-    "InputSaver": "Decides in the forward, once for all linears that read one input. The gradients of inputs and "
-    "biases are dense; exact if inputs are kept as they are, unbiased if what is restored has the input as its mean. "
-    "[Save less of inputs](../guide/saved.md)\n",
-    "ParameterSelector": "Decides at the start of each step. Parameters not trained at a step have no gradient.\n",
-    "PartSelector": "Decides once, before the first step. Never exact: what is outside of the parts is not trained. "
-    "The gradient of a part is the dense one of its entries. "
-    "[Train a part of each weight](../guide/frozen.md#train-a-part-of-each-weight)\n",
-    "TileSelector": "Decides in the backward, example by example, by the attention weights in each tile. Exact if "
-    "every tile has a backward. Claims no FLOPs beforehand, since they depend on the weights; the run counts them. "
-    "[Skip tiles of attention](../guide/attention.md)\n",
-    "TokenRouter": "Decides in the forward of training, layer by layer, for the examples of the micro-batch. Exact if "
-    "all positions go through every layer, else biased: what is trained is another model than the one that is "
-    "evaluated. [Send some positions through each layer](../guide/tokens.md#send-some-positions-through-each-layer)\n",
-    "TokenSelector": "Decides before each forward of training, by the scores that it needs, whose cost is counted. "
-    "Exact if all targets are trained and all gradient is carried; unbiased if they are drawn from the whole "
-    "batch and all gradient is carried. [Choose tokens and examples](../guide/scoring.md)\n",
-    "EpochSelector": "Decides at the start of each epoch, by the losses that its examples had when they were last "
-    "trained on, or by a state that follows them. Exact if every epoch visits every example once with the weight 1; "
-    "unbiased if the weight of each example, 0 if it is left out, is 1 in the mean over draws. "
-    "[Choose the examples of an epoch](../guide/scoring.md#choose-the-examples-of-an-epoch)\n",
-    "GradientEstimator": "Estimates the gradient of a step from losses at shifted weights: there is no backward. Never "
-    "exact; unbiased if the mean over draws is the gradient of every quadratic loss. "
-    "[Estimate gradients without a backward](../guide/library.md#estimate-gradients-without-a-backward)\n",
-    "ExampleSelector": "Decides before each forward of training, by the losses that it needs, whose cost is counted. "
-    "Exact if all examples are chosen. Without weights it is biased else, because the loss is a mean over the targets "
-    "of examples of unequal length. With weights it is unbiased if that of each example, 0 where it is left out, is 1 "
-    "in the mean over draws, and the targets of the whole batch divide the loss. "
-    "[Choose tokens and examples](../guide/scoring.md)\n",
-}
+OURS = {"sparsebp": "sparsebp_cli", SHELF: "sparsebp_shelf"}  # distributions of this repository, and what they hold
+KINDS = tuple(kind for kind in find_kinds().kinds if kind.policy.__module__.partition(".")[0] in OURS.values())
+KINDS_BY_NAME = {kind.name: kind for kind in KINDS}
 
 
 def built_in() -> dict[str, FoundPolicy]:
-    """Return the policies of the distribution ``sparsebp``; other installed policies are on no page."""
-    return {name: found for name, found in find_policies().items() if found.source.split()[0] == "sparsebp"}
+    """Return the policies of this repository; other installed policies are on no page."""
+    found = {name: policy for name, policy in find_policies().items() if policy.source.split()[0] in OURS}
+    assert {policy.source.split()[0] for policy in found.values()} == set(OURS), "make setup installs the shelf"
+    return found
 
 
 def page(root: Path) -> str:  # noqa: ARG001 - the signature of every page
     """Return the page."""
-    parts = [head("Policies", TEXT), _catalogue(), CARD_TEXT]
+    shelved = ", ".join(code(name) for name, found in built_in().items() if found.source.split()[0] == SHELF)
+    parts = [head("Policies", TEXT.replace("SHELVED", shelved)), _catalogue(), CARD_TEXT]
     for name, found in built_in().items():
         assert found.policy_class is not None, found.problem
         parts += _policy(name, found, found.policy_class)
@@ -138,7 +109,7 @@ def _policy(name: str, found: FoundPolicy, policy_class: type[Policy]) -> list[s
         unwrap(_module(policy_class).__doc__) + "\n",
         _card(policy_class),
         options,
-        _claims(policy_class) if issubclass(policy_class, GradientSelector) else BY_KIND[found.kind],
+        _claims(policy_class) if issubclass(policy_class, GradientSelector) else KINDS_BY_NAME[found.kind].asked,
     ]
 
 

@@ -19,7 +19,7 @@ PROMISES = {
         "the run falls back to the checkpoint before, with one warning, and ends with the same result",
     ),
     "R3": (
-        "the disk is full",
+        "the disk is full, here or on the machine of a target",
         "earlier checkpoints stay intact, the run stops with one line, and resumes to the same result",
     ),
     "R4": (
@@ -70,7 +70,7 @@ PROMISES = {
         "it is refused by its resolved path",
     ),
     "R22": (
-        "a run, a journal line, a neighbour of a checkpoint or a row of a store cannot be read",
+        "a run, a journal line, a neighbour of a checkpoint or a row of a store cannot be read, or a file never ends",
         "one line names it, and the command goes on with the others",
     ),
     "R23": ("an update makes weights that are not finite", "no checkpoint holds them, and the run ends as diverged"),
@@ -82,6 +82,50 @@ PROMISES = {
     "R26": (
         "a run on several nodes loses a rank, a launcher or a node, or one of them hangs",
         "the run ends with one line that names it, or goes back into the queue and resumes; it never hangs",
+    ),
+    "R27": (
+        "the power fails at any moment of a run, a study, a fetch from a target, a prune (disks of ext4 and XFS)",
+        "what was told finished is finished and whole; no copy was deleted in favour of one that is not",
+    ),
+    "R28": (
+        "`target.json` or `plan.json` is there and cannot be read",
+        "a run elsewhere is unreachable, not over; a study makes the plan again",
+    ),
+    "R29": (
+        "a login shell or a line of `setup` prints something, fails, or sets options of the shell",
+        "none of it is taken for data or for a job's number; a failed line ends the command and is named",
+    ),
+    "R30": (
+        "a job is warned each time before it has made a new checkpoint",
+        "it goes back into the queue three times more, then the run ends and says why",
+    ),
+    "R31": (
+        "a message names a command, whatever went wrong",
+        "in the state that printed it the command does what the message says; a new message without its story fails",
+    ),
+    "R32": (
+        "archives, workers' answers, journals, plans, weights and configs are larger than they can be",
+        "one line refuses them by size, in less than 256 MiB",
+    ),
+    "R33": (
+        "a recipe's `base` names a file of secrets",
+        "it is refused outside the recipe's folder or repository, and no error quotes what is no recipe",
+    ),
+    "R36": (
+        "a model has 10,000 linears",
+        "each policy is attached in time proportional to their number (CPU time is counted, not promised)",
+    ),
+    "R37": (
+        "a store of MLflow has texts, bytes or numbers beyond all in the place of values, or a pipe as an artifact",
+        "those values are left out, the other runs are compared, and nothing waits",
+    ),
+    "R38": (
+        "a file system answers reads and writes with an error (EIO), or becomes read-only at work",
+        "the run stops with one line, earlier checkpoints stay whole, and it resumes to the same result",
+    ),
+    "R39": (
+        "50 runs wait for their turn at once",
+        "each is trained once, no more than the limit at a time, and one stop ends all of them",
     ),
 }
 TEXT = """This page lists what SparseBP guarantees when something goes wrong, and how often tests tried it. A trial is

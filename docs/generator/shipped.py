@@ -7,16 +7,27 @@ from pathlib import Path
 from generator.markdown import code, head, table
 from sparsebp_cli.recipe import Recipe, load_recipe
 
-TEXT = """This page lists the recipes in `recipes/`, which are in the package too: `sparsebp recipes copy NAME` copies
-one. Each runs without a network. They are written for two CPU cores."""
+TEXT = """This page lists the recipes in `recipes/`, which are in the package too: `sparsebp run NAME` runs one, with or
+without the name of its folder, and `sparsebp recipes copy NAME` copies it. Each runs without a network. They are
+written for two CPU cores. `recipes/study`, `recipes/masked` and `recipes/pretrained` hold the recipes of measured
+comparisons; their names need the folder, as in `study/dense`, and those of `pretrained` need `sparsebp fetch` once."""
+
+FOLDERS = {
+    "start": "Begin here: the quickstart, a fine-tuning with every gradient, and one with a quarter of the rows.",
+    "exact": "The same gradient as dense, for less work or memory, or computed another way.",
+    "methods": "One method each, most of them from a publication, with its control where it has one.",
+    "training": "Other models and data, and keys that a recipe of your own may need.",
+}
 
 
 def page(root: Path) -> str:
     """Return the page."""
-    files = sorted((root / "recipes").glob("*.yaml"))
-    rows = [_row(file, load_recipe(file)) for file in files]
     columns = ("recipe", "what", "model", "data", "policy", "steps")
-    return "\n".join([head("Shipped recipes", TEXT), table(columns, rows)])
+    parts = [head("Shipped recipes", TEXT)]
+    for folder, text in FOLDERS.items():
+        rows = [_row(file, load_recipe(file)) for file in sorted((root / "recipes" / folder).glob("*.yaml"))]
+        parts += [f"## `recipes/{folder}`\n", f"{text}\n", table(columns, rows)]
+    return "\n".join(parts)
 
 
 def _row(file: Path, recipe: Recipe) -> tuple[str, ...]:

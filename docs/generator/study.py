@@ -12,7 +12,7 @@ from pathlib import Path
 
 PAGE = "docs/guide/study.md"
 PLACE = re.compile(r"(<!-- report: (\w+) -->\n).*?(<!-- end of report -->)", re.DOTALL)
-CLAIM = re.compile(r'<!-- claim: (\w+) (\S+) (not )?"([^"]+)" -->')
+CLAIM = re.compile(r'<!-- claim: ([\w-]+) (\S+) (not )?"([^"]+)" -->')
 TABLES = ("Quality:", "Controls", "Dense at equal cost", "Speed")
 
 

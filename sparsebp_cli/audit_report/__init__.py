@@ -1,7 +1,8 @@
 """The result of an audit: findings, the work of each module, and their rendering as text and HTML."""
 
 from sparsebp_cli.audit_report.applied import Applied, StepTimes
-from sparsebp_cli.audit_report.kind import BY_LOSSLESS, KINDS, LOSSLESS_ADVICE, Kind
+from sparsebp_cli.audit_report.isolation import BatchJudgement, IsolationReport, LossJudgement, MixedPair
+from sparsebp_cli.audit_report.kind import BY_LOSSLESS, KINDS, LOSSLESS_ADVICE, FindingKind
 from sparsebp_cli.audit_report.page import render_page, write_page
 from sparsebp_cli.audit_report.report import SCHEMA, THRESHOLD, AuditReport, Finding, ModuleWork
 
@@ -13,8 +14,12 @@ __all__ = [
     "THRESHOLD",
     "Applied",
     "AuditReport",
+    "BatchJudgement",
     "Finding",
-    "Kind",
+    "FindingKind",
+    "IsolationReport",
+    "LossJudgement",
+    "MixedPair",
     "ModuleWork",
     "StepTimes",
     "render_page",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Kind:
+class FindingKind:
     """One kind of waste."""
 
     title: str
@@ -15,76 +15,76 @@ class Kind:
 
 
 BY_LOSSLESS = ("ignored-logits", "padding", "zero-rows", "shared-prefix")  # left out by the policy of that name
-LOSSLESS_ADVICE = "; the policy lossless does this for you: sparsebp audit --apply tries it"
+LOSSLESS_ADVICE = "; the policy lossless does this for you: `sparsebp audit --apply` tries it"
 
-KINDS: dict[str, Kind] = {
-    "frozen-wgrad": Kind(
+KINDS: dict[str, FindingKind] = {
+    "frozen-wgrad": FindingKind(
         "weight gradients of frozen parameters",
         "ask ctx.needs_input_grad in the Function's backward and multiply, and save the input, only where it is true",
     ),
-    "dropped-gradient": Kind(
+    "dropped-gradient": FindingKind(
         "gradients that autograd drops",
         "return None for inputs that need no gradient: ctx.needs_input_grad tells which",
     ),
-    "unread-leaf": Kind(
+    "unread-leaf": FindingKind(
         "gradients of inputs that nobody reads",
         "leave requires_grad_() of the inputs out, or name what is wanted: backward(inputs=...); under checkpointing "
         "use use_reentrant=False, which needs none",
     ),
-    "ignored-logits": Kind(
+    "ignored-logits": FindingKind(
         "logits whose gradient is zero: their labels are ignored",
         "give the head only the rows that have a label: logits_to_keep, or select hidden states before the head",
     ),
-    "padding": Kind(
+    "padding": FindingKind(
         "padding positions",
         "put examples of like length together, pad to the longest of the batch, or pack without padding",
     ),
-    "zero-rows": Kind(
+    "zero-rows": FindingKind(
         "products with rows of the gradient that are exactly zero",
         "cut each batch after its last trained position; what is left of it, only a backward that skips rows can save",
     ),
-    "shared-prefix": Kind(
+    "shared-prefix": FindingKind(
         "prefixes that examples of a batch share",
         "compute each prefix once: it has the same hidden states in every example that begins with it",
     ),
-    "unread-saved": Kind(
+    "unread-saved": FindingKind(
         "tensors saved for the backward that it never reads",
         "save only what the backward will read: ctx.save_for_backward where ctx.needs_input_grad says so",
     ),
-    "unvisited-saved": Kind(
+    "unvisited-saved": FindingKind(
         "activations saved where no backward came",
         "compute what is not part of the loss under torch.no_grad(), or detach its input",
     ),
-    "unheld": Kind(
+    "unheld": FindingKind(
         "gradients of parameters that no optimizer holds",
         "call requires_grad_(False) on them before the forward: nothing below the lowest trained parameter is computed",
     ),
-    "zero-rate": Kind(
+    "zero-rate": FindingKind(
         "gradients of parameters whose learning rate is zero",
         "call requires_grad_(False) on them for as long as their learning rate is zero",
     ),
-    "idle-state": Kind(
+    "idle-state": FindingKind(
         "optimizer state of parameters that were not trained at the last step",
         "free it when a parameter's turn ends, del optimizer.state[parameter], if memory is the point of turns; the "
         "parameter's next turn then starts anew",
         exact=False,
     ),
-    "zero-gradient": Kind(
+    "zero-gradient": FindingKind(
         "gradients that were all zero in every step",
         "find out why nothing reaches them (a dead unit, a mask, a detached branch); freeze them if that is meant",
         exact=False,
     ),
-    "lost-update": Kind(
+    "lost-update": FindingKind(
         "parameters that did not move although they had a gradient",
         "the update is smaller than the last bit of the parameter: keep float32 weights, or raise the learning rate",
         exact=False,
     ),
-    "discarded": Kind(
+    "discarded": FindingKind(
         "gradients that were cleared before a step used them",
         "clear gradients after optimizer.step(), not between the backward passes of one step; those that nobody wants, "
         "as of a discriminator in its generator's step, need requires_grad_(False) or backward(inputs=...)",
     ),
-    "scanning-hooks": Kind(
+    "scanning-hooks": FindingKind(
         "hooks that go through many parameters at every call",
         "let a parameter's hook look at its own parameter only: with P parameters, P calls that visit P are P*P visits",
     ),

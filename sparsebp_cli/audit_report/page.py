@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from sparsebp_cli import durable
 from sparsebp_cli.audit_report.report import AuditReport, Finding, ModuleWork
 from sparsebp_cli.page import check_path, render
 
@@ -72,7 +73,7 @@ def where(modules: Iterable[str], most: int = 3) -> str:
 
 def _star(name: str) -> str:
     """Replace a module's layer prefix and number by a star; a layer's own name keeps its prefix."""
-    return re.sub(r"\.\d+$", ".*", re.sub(r"(^|.*?\.)\d+(?=\.)", "*", name, count=1))
+    return re.sub(r"\.\d+$", ".*", re.sub(r"^(.*?\.)?\d+(?=\.)", "*", name, count=1))
 
 
 def _cell(value: float, unit: str = "") -> str:
@@ -90,7 +91,7 @@ def write_page(report: AuditReport, path: Path, command: str = "") -> Path:
     ``command`` is the one that was audited; empty leaves it out. Raise UsageError for another ending, or if the folder
     does not exist."""
     check_path(path)
-    path.write_text(render_page(report, command), encoding="utf-8")
+    durable.write_file(path, render_page(report, command))
     return path
 
 

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from sparsebp_cli.audit_report.applied import Applied
+from sparsebp_cli.audit_report.isolation import IsolationReport
 
 SCHEMA = 1  # of the JSON; increased when a field changes its meaning or is removed
 THRESHOLD = 0.005  # share of the step above which a finding is shown
@@ -101,6 +102,7 @@ class AuditReport:
         notes: What is needed although it may look like waste, and what could not be judged.
         modules: Every module that computed or saved anything, the most work first.
         applied: What ``--apply`` left out while the training ran on; None without it.
+        examples: Whether examples were as if alone, which ``--examples`` judges; None without it.
         schema: Of these fields.
     """
 
@@ -124,6 +126,7 @@ class AuditReport:
     notes: tuple[str, ...]
     modules: tuple[ModuleWork, ...]
     applied: Applied | None = None
+    examples: IsolationReport | None = None
     schema: int = field(default=SCHEMA)
 
     @property
@@ -167,4 +170,6 @@ class AuditReport:
         plain["findings"] = tuple(Finding(**(item | {"modules": tuple(item["modules"])})) for item in plain["findings"])
         plain["modules"] = tuple(ModuleWork(**item) for item in plain["modules"])
         plain["applied"] = None if plain.get("applied") is None else Applied.from_dict(plain["applied"])
+        judged = plain.get("examples")
+        plain["examples"] = None if judged is None else IsolationReport.from_dict(judged)
         return cls(**(plain | {"notes": tuple(plain["notes"])}))

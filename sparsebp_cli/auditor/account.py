@@ -68,6 +68,7 @@ def make_report(session: Session, threshold: float) -> AuditReport:
         findings=shown,
         notes=(*_notes(session, verdict, waste), *_note_refusal(shown, refusal)),
         modules=_modules(session, work, saved, waste, steps, passes),
+        examples=None if session.referee is None else session.referee.report(),
     )
 
 

@@ -21,10 +21,12 @@ from sparsebp_cli.auditor.judge import judge_leaves
 from sparsebp_cli.auditor.operation import AGAIN
 from sparsebp_cli.auditor.runner import is_flat, is_sharded
 from sparsebp_cli.auditor.session import Session
+from sparsebp_cli.backward.attachment import refuse_model
 from sparsebp_cli.backward.packing.refusal import find_model
 from sparsebp_cli.backward.packing.script import ScriptPacking
-from sparsebp_cli.backward.patch.forward import ForwardOverride
-from sparsebp_cli.errors import UnsupportedError
+from sparsebp_cli.composition import BackwardOptions
+from sparsebp_cli.errors import UnsupportedError, UsageError
+from sparsebp_cli.policy import make_policies
 
 TIMED = 20  # steps of each kind
 TURN = (False, True, True, False)  # which of four steps have less work; a drift of the machine meets both kinds alike
@@ -37,6 +39,8 @@ class Application:
 
     ``say`` gets lines for the user; ``on_done`` is called when nothing is left to measure.
     """
+
+    is_running: bool
 
     def __init__(self, session: Session, say: Callable[[str], None], on_done: Callable[[], None]) -> None:
         self._session, self._say, self._on_done = session, say, on_done
@@ -60,7 +64,7 @@ class Application:
             self._packing = ScriptPacking(model)
             self._packing.install()
             self._result = Applied(model=type(find_model(model)).__name__)
-        except UnsupportedError as error:
+        except (UnsupportedError, UsageError) as error:
             self._result = Applied(refusal=str(error))
             self._say(self._result.headline)
         names, left_on = self._find_unread()
@@ -215,6 +219,8 @@ class Application:
 class StepCount:
     """Steps of the optimizer with most; of several optimizers, the first one counts a step."""
 
+    num_steps: int
+
     def __init__(self, num_steps: int = 0, made: dict[Any, int] | None = None) -> None:
         self.num_steps = num_steps
         self._made: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary(made or {})
@@ -240,8 +246,7 @@ def _find_trained(session: Session) -> nn.Module:
         for where, module in root.named_modules():
             if is_sharded(module) or any(map(is_flat, module.parameters(recurse=False))):
                 raise UnsupportedError(f"the weights are sharded (at {where or 'the model'!r})")
-            if isinstance(module.__dict__.get("forward"), ForwardOverride):
-                raise UnsupportedError(f"the script attaches policies itself (at {where or 'the model'!r})")
+        refuse_model(root, make_policies("lossless"), dict(BackwardOptions.of({})))
     models: dict[int, nn.Module] = {}
     refusal = "no model was called in training mode"
     for root in roots:

@@ -9,6 +9,7 @@ from torch import nn
 
 from sparsebp_cli.audit_report import THRESHOLD, AuditReport
 from sparsebp_cli.auditor.account import make_report
+from sparsebp_cli.auditor.referee import Referee
 from sparsebp_cli.auditor.session import Session
 from sparsebp_cli.errors import UsageError
 
@@ -25,6 +26,8 @@ class Audit:
         model: Its modules give the names; None: the first model that is called.
         steps: Optimizer steps after which the audit stops, at least 1; None: at the end of the block.
         threshold: Share of a step above which a finding is shown, in [0, 1).
+        examples: Whether to judge as well, in the first optimizer step, if each example's gradient is that of the
+            example alone.
         on_step: Called after each optimizer step with its number and ``steps``, 0 for None.
         on_end: Called after the last of ``steps``.
 
@@ -38,6 +41,7 @@ class Audit:
         *,
         steps: int | None = None,
         threshold: float = THRESHOLD,
+        examples: bool = False,
         on_step: Callable[[int, int], None] | None = None,
         on_end: Callable[[], None] | None = None,
     ) -> None:
@@ -45,7 +49,7 @@ class Audit:
             raise UsageError(f"steps must be at least 1, got {steps}")
         if not 0.0 <= threshold < 1.0:
             raise UsageError(f"threshold must be in [0, 1), got {threshold}")
-        self._session, self._threshold = Session(steps, on_step, on_end), threshold
+        self._session, self._threshold = Session(steps, on_step, on_end, Referee() if examples else None), threshold
         if model is not None:
             self._session.add_model(model)
 
@@ -106,15 +110,23 @@ class Audit:
 
 
 @overload
-def audit(subject: nn.Module | None = None, *, steps: int | None = None, threshold: float = THRESHOLD) -> Audit: ...  # type: ignore[overload-overlap]
+def audit(  # type: ignore[overload-overlap]
+    subject: nn.Module | None = None, *, steps: int | None = None, threshold: float = THRESHOLD, examples: bool = False
+) -> Audit: ...
 
 
 @overload
-def audit(subject: Callable[[], object], *, steps: int | None = None, threshold: float = THRESHOLD) -> AuditReport: ...
+def audit(
+    subject: Callable[[], object], *, steps: int | None = None, threshold: float = THRESHOLD, examples: bool = False
+) -> AuditReport: ...
 
 
 def audit(
-    subject: nn.Module | Callable[[], object] | None = None, *, steps: int | None = None, threshold: float = THRESHOLD
+    subject: nn.Module | Callable[[], object] | None = None,
+    *,
+    steps: int | None = None,
+    threshold: float = THRESHOLD,
+    examples: bool = False,
 ) -> Audit | AuditReport:
     """Audit a training.
 
@@ -123,6 +135,8 @@ def audit(
             without arguments and audit the call.
         steps: Optimizer steps after which the audit stops, at least 1; None: when the block or call ends.
         threshold: Share of a step above which a finding is shown, in [0, 1).
+        examples: Whether to judge as well if each example's gradient is that of the example alone: the report's
+            ``examples``. Each batch of the first optimizer step is run some times more, without dropout.
 
     Returns:
         The audit; for a function, its report.
@@ -131,9 +145,9 @@ def audit(
         UsageError: A number is out of range, the subject is neither, or the function ran no backward pass.
     """
     if subject is None or isinstance(subject, nn.Module):
-        return Audit(subject, steps=steps, threshold=threshold)
+        return Audit(subject, steps=steps, threshold=threshold, examples=examples)
     if not callable(subject):
         raise UsageError(f"audit takes a model or a function without arguments, got {type(subject).__name__}")
-    with Audit(steps=steps, threshold=threshold) as running:
+    with Audit(steps=steps, threshold=threshold, examples=examples) as running:
         subject()
     return running.report()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 import torch
@@ -24,14 +25,18 @@ class AnyModules(ModuleTrace):
 
     It replaces ``nn.Module.__call__`` while entered, because global module hooks do not get keyword arguments.
     ``at_root`` is called before the forward of an outermost module, with the module, its arguments and keyword
-    arguments.
+    arguments, and ``after_root`` with its output.
     """
 
     has_compiled: bool
 
-    def __init__(self, at_root: Callable[[nn.Module, tuple[object, ...], dict[str, object]], None]) -> None:
+    def __init__(
+        self,
+        at_root: Callable[[nn.Module, tuple[object, ...], dict[str, object]], None],
+        after_root: Callable[[nn.Module, object], None] = lambda _module, _output: None,
+    ) -> None:
         super().__init__(nn.Module())
-        self._at_root = at_root
+        self._at_root, self._after_root = at_root, after_root
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._roots: set[str] = set()
         self._patches = FunctionPatches()
@@ -54,6 +59,15 @@ class AnyModules(ModuleTrace):
         self._is_entered = False
         self._patches.restore()
         super().__exit__(kind, error, trace)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let modules that the block calls pass unseen."""
+        self._is_entered = False
+        try:
+            yield
+        finally:
+            self._is_entered = True
 
     def add_root(self, root: nn.Module) -> bool:
         """Name a root model and its modules, keeping names given before; return whether the root is new."""
@@ -96,9 +110,12 @@ class AnyModules(ModuleTrace):
                 return call(module, *args, **kwargs)
             name = enter(module, args, kwargs)
             try:
-                return call(module, *args, **kwargs)
+                output = call(module, *args, **kwargs)
             finally:
                 leave(name)
+            if not self.is_running:
+                self._after_root(module, output)
+            return output
 
         return watched
 

@@ -6,8 +6,8 @@ import functools
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import TypeVar
 
 import torch
@@ -20,6 +20,7 @@ from sparsebp_cli.auditor.hook import FunctionPatches, Hooks
 from sparsebp_cli.auditor.ledger import AuditLedger, PassRecord
 from sparsebp_cli.auditor.module import AnyModules
 from sparsebp_cli.auditor.parameter import Parameters
+from sparsebp_cli.auditor.referee import Referee
 from sparsebp_cli.auditor.runner import PassRunner, find_gathered, is_sharded
 from sparsebp_cli.auditor.saved import Kept, SavedTensors, suspend_hooks
 from sparsebp_cli.auditor.storage import Weights, has_storage
@@ -39,7 +40,7 @@ class Session:
     """Watches the trainings of this process for ``steps`` optimizer steps, or until :meth:`stop`.
 
     ``on_step`` is called after each step with its number and the number of all, and may raise; ``on_end`` after the
-    last.
+    last. ``referee``: judges the examples of the first step as well.
     """
 
     wanted: int | None
@@ -55,11 +56,16 @@ class Session:
     seconds: float
 
     def __init__(
-        self, steps: int | None, on_step: Progress | None = None, on_end: Callable[[], None] | None = None
+        self,
+        steps: int | None,
+        on_step: Progress | None = None,
+        on_end: Callable[[], None] | None = None,
+        referee: Referee | None = None,
     ) -> None:
+        self.referee = referee
         self.wanted, self._on_step, self._on_end = steps, on_step, on_end
         self.ledger, self.weights, self.parameters, self.hooks = AuditLedger(), Weights(), Parameters(), Hooks()
-        self.modules = AnyModules(self._on_root)
+        self.modules = AnyModules(self._on_root, self._after_root)
         self.saved = SavedTensors(self.modules, self.weights)
         self.watch = OperatorWatch(
             self.ledger, self.modules, self.weights, self.saved, self._shape_of, self.parameters.bit_of
@@ -154,11 +160,35 @@ class Session:
             return  # a repeated part under checkpointing; the model's own inputs still apply
         self.watch.is_graded = torch.is_grad_enabled()
         if self.watch.is_graded:
+            if self.referee is not None and self._is_trained(module):
+                with self._paused():
+                    self.referee.before_call(module, args, kwargs)
             self._install()
             self._begin_clock()
             self._record_mask(module, args, kwargs)
-            if module.training and not self.modules.has_no_parameters(module):
+            if self._is_trained(module):
                 self._record_rows(module, kwargs)
+
+    def _after_root(self, module: nn.Module, output: object) -> None:
+        if self.referee is not None and not is_in_backward() and torch.is_grad_enabled() and self._is_trained(module):
+            self.referee.after_call(output)
+
+    def _is_trained(self, module: nn.Module) -> bool:
+        return module.training and not self.modules.has_no_parameters(module)
+
+    @contextmanager
+    def _paused(self) -> Iterator[None]:
+        """Run the block unseen: what it computes is no part of the training."""
+        was_installed, self.is_running = self._is_installed, False
+        self._uninstall()
+        was_active, self.watch.is_active = self.watch.is_active, False
+        try:
+            with self.modules.paused():
+                yield
+        finally:
+            self.is_running, self.watch.is_active = True, was_active
+            if was_installed:
+                self._install()
 
     def _record_rows(self, module: nn.Module, kwargs: dict[str, object]) -> None:
         """Count what packing would leave out of a batch of a causal language model."""
@@ -208,6 +238,9 @@ class Session:
     def _run_backward(self, outputs: Sequence[object], *args: object, **kwargs: object) -> object:
         if not self.is_running or torch.compiler.is_compiling():
             return self._run(outputs, *args, **kwargs)
+        if self.referee is not None and self.runner.current is None:
+            with self._paused():
+                self.referee.before_backward(outputs, args[0] if args else ())
         self._install()
         self._begin_clock()
         if self.runner.current is None:
@@ -255,6 +288,8 @@ class Session:
     def end_step(self) -> None:
         """Report a step that has ended, and stop after the last."""
         made = self.parameters.num_steps
+        if self.referee is not None:
+            self.referee.end_step()
         if self._on_step is not None and not self._is_due:
             self._on_step(made, self.wanted or 0)
         if self.wanted is not None and made >= self.wanted:

@@ -74,6 +74,7 @@ class GradientReads:
     """Gradients of inputs and parameters, and which of them something has read."""
 
     read_elsewhere: int
+    measured_elsewhere: int
 
     def __init__(self, ledger: AuditLedger) -> None:
         self._ledger = ledger

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias, Unpack
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal, Unpack
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from sparsebp_cli.backward.branch.site import BranchAdapter
 from sparsebp_cli.backward.core.decision import SiteDecisions
 from sparsebp_cli.backward.core.engine import Engine
 from sparsebp_cli.backward.core.extension import EngineExtension, SiteAdapter
+from sparsebp_cli.backward.core.given import FindPlaces, Given, MakeExtension
 from sparsebp_cli.backward.core.policy_state import PolicyStates
 from sparsebp_cli.backward.core.process import SEVERAL, count_processes
+from sparsebp_cli.backward.core.scope import Scope
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
 from sparsebp_cli.backward.execution.eager.clipping import Clipping
 from sparsebp_cli.backward.execution.eager.update import choose_update
@@ -23,45 +27,24 @@ from sparsebp_cli.backward.linear.float8 import find_float8
 from sparsebp_cli.backward.linear.form_choice import FormChoice
 from sparsebp_cli.backward.linear.saving import InputSaving, connect
 from sparsebp_cli.backward.linear.site import LinearAdapter
-from sparsebp_cli.backward.node.router import Routing
 from sparsebp_cli.backward.node.site import NodeAdapter
 from sparsebp_cli.backward.observe.attribution import is_watched
-from sparsebp_cli.backward.packing.extension import PackingExtension
 from sparsebp_cli.backward.patch.forward import ForwardOverride
-from sparsebp_cli.backward.selection.block.extension import BlockExtension
-from sparsebp_cli.backward.selection.block.layout import find_blocks
-from sparsebp_cli.backward.selection.estimate import EstimatorExtension
-from sparsebp_cli.backward.selection.example import ExampleExtension
-from sparsebp_cli.backward.selection.layer import LayerExtension
-from sparsebp_cli.backward.selection.learning_rate import LearningRates
-from sparsebp_cli.backward.selection.parameter import ParameterExtension, find_parameters, refuse_lazy
-from sparsebp_cli.backward.selection.part import Linears, PartExtension, find_divisible, show_weights
-from sparsebp_cli.backward.selection.tile.extension import TileExtension
-from sparsebp_cli.backward.selection.token.extension import make_extensions
-from sparsebp_cli.backward.selection.token.routing import RoutingExtension
 from sparsebp_cli.composition import BackwardChoices, BackwardOptions, PolicyFacts, Setup, refuse
 from sparsebp_cli.errors import UnsupportedError, UsageError
 from sparsebp_cli.policy import (
-    BatchPacker,
-    BlockDropper,
-    EdgeRouter,
-    ExampleSelector,
-    GradientEstimator,
     GradientSelector,
     InputSaver,
-    LayerSampler,
-    ParameterSelector,
-    PartSelector,
     Policy,
     PolicyLike,
     ReferenceReader,
     Stateful,
     Step,
-    TileSelector,
-    TokenRouter,
     make_policies,
 )
 from sparsebp_cli.policy.example import EXAMPLE_ROW
+from sparsebp_cli.policy.kind import Kind, load
+from sparsebp_cli.policy.known_kind import find_aspects, find_facts, find_kind, list_kinds
 from sparsebp_cli.policy.scheduled_option import needs_length
 
 
@@ -113,51 +96,40 @@ def attach(  # noqa: PLR0913 - what a training loop may give
     options = BackwardOptions.of(choices)
     clipping = Clipping(max_grad_norm, options.eager_clip)
     chosen = {**dict(options), "max_grad_norm": max_grad_norm, "optimizer": optimizer}
-    _refuse_unbuilt(model, policies, chosen)
+    inner = refuse_model(model, policies, chosen)
     selectors = [policy for policy in policies if isinstance(policy, GradientSelector)]
     check_scoring(policies, num_steps, num_examples, reference, validation)
-    wrapped, model = model, _unwrap(model)
-    _refuse_attached(model)
-    refuse_lazy(model)
+    wrapped, model = model, inner
     layers = LayerNumbers(model)
-    savers = [InputSaving(p, model, len(layers.layers)) for p in policies if isinstance(p, InputSaver)]
     decisions = SiteDecisions(selectors, len(layers.layers))
     forms = FormChoice() if options.time_forms else None
-    adapter = _make_adapter(model, policies, options, next(iter(savers), None), forms)
+    adapter = _make_adapter(model, policies, options, forms)
     if selectors and adapter.names:  # at nodes they are known after the first backward only
-        decisions.check_disjoint(adapter.names, layers.number_of)
-    linears = adapter.sites if isinstance(adapter, LinearAdapter) else ()
+        savers = [(policy, Scope(policy, len(layers.layers))) for policy in policies if isinstance(policy, InputSaver)]
+        decisions.check_disjoint(adapter.names, layers.number_of, savers)
     if forms is not None and isinstance(adapter, LinearAdapter):
         forms.cover(adapter, selectors, len(layers.layers))
-    divisible: Linears = {}
-    for policy in policies:
-        if isinstance(policy, PartSelector):
-            divisible = find_divisible(model, options.exclude, frozen=policy.of_frozen)
-    places: _Places = {  # of a policy with state
-        GradientSelector: lambda policy: decisions.sites_of(policy, linears),
-        InputSaver: lambda _: [site for site in linears if savers[0].scope.contains(site.name, site.layer)],  # the one
-        ParameterSelector: lambda _: find_parameters(model)[0],
-        PartSelector: lambda _: show_weights(model, divisible),
-        ExampleSelector: lambda policy: range(num_examples or 0) if policy.reads_rows else (),
-        BlockDropper: lambda policy: find_blocks(model, type(policy).__name__)[0],
-    }
+    given = Given(
+        optimizer=optimizer,
+        first=Step(0, seed=seed, num_steps=num_steps),
+        num_layers=len(layers.layers),
+        linears=adapter.sites if isinstance(adapter, LinearAdapter) else (),
+        num_examples=num_examples,
+        reference=reference,
+        validation=validation,
+        exclude=options.exclude,
+    )
     states = PolicyStates(
-        [(policy, _find_places(policy, places)) for policy in policies],
+        [(policy, _find_places(policy, model, decisions, given)) for policy in policies],
         lambda: {name: p.grad for name, p in model.named_parameters() if p.grad is not None},
     )
-    connect(savers, states, optimizer)
-    given = _Given(
-        states,
-        optimizer,
-        Step(0, seed=seed, num_steps=num_steps),
-        divisible,
-        num_examples,
-        reference,
-        validation,
-        options.exclude,
-    )
-    tokens = make_extensions(policies, model, reference, states)
-    eager = choose_update(wrapped, optimizer, options.update, clipping)
+    given = replace(given, states=states)
+    extensions = _make_extensions(policies, model, given)
+    savings = [extension for _, extension in extensions if isinstance(extension, InputSaving)]
+    connect(savings, optimizer)
+    for saving in savings:
+        assert isinstance(adapter, LinearAdapter), "refused at other sites"
+        adapter.save_by(saving)
     attached = Engine(
         adapter,
         decisions,
@@ -169,113 +141,89 @@ def attach(  # noqa: PLR0913 - what a training loop may give
         num_steps=num_steps,
         states=states,
         extensions=[
-            *tokens,
-            *savers,
-            *(
-                make(policy, model, given)
-                for kind, make in _EXTENSIONS.items()
-                for policy in policies
-                if isinstance(policy, kind)
-            ),
-            *eager,
-            *(
-                LearningRates(policy, model, states, optimizer)
-                for policy in policies
-                if isinstance(policy, ParameterSelector) and policy.sets_rates and optimizer is not None
-            ),
+            *(extension for number, extension in extensions if number < Kind.EAGER_UPDATE),
+            *choose_update(wrapped, optimizer, options.update, clipping),
+            *(extension for number, extension in extensions if number >= Kind.EAGER_UPDATE),
             *([] if options.segments is None else [Segments(model, options.segments)]),
             *([] if forms is None else [forms]),
         ],
     )
-    if any(_names_layers(policy) for policy in policies):
+    if any(find_facts(policy).get("names_layers") for policy in policies):
         attached.notes["layers"] = layers.describe()
     return attached
 
 
 def _make_adapter(
-    model: nn.Module,
-    policies: Sequence[Policy],
-    options: BackwardOptions,
-    saving: InputSaving | None,
-    forms: FormChoice | None,
+    model: nn.Module, policies: Sequence[Policy], options: BackwardOptions, forms: FormChoice | None
 ) -> SiteAdapter:
     """Return what installs the engine at the sites that the policies and options ask for."""
-    router = next((policy for policy in policies if isinstance(policy, EdgeRouter)), None)
-    if router is not None:
-        return NodeAdapter(model, options.exclude, Routing(router))
+    kinds = list_kinds(policies)
+    for policy, kind in zip(policies, kinds, strict=True):
+        if kind.adapter:
+            adapter: SiteAdapter = load(kind.adapter)(policy, model, Given(exclude=options.exclude))
+            return adapter
     if options.sites != "linears":
         return (BranchAdapter if options.sites == "branches" else NodeAdapter)(model, options.exclude)
-    if any(isinstance(policy, GradientSelector) for policy in policies):
-        return LinearAdapter(model, options.exclude, forms=forms)
-    acts_before = bool(policies) and all(isinstance(policy, _ACT_BEFORE) for policy in policies)
-    # Without a saver it may be a model without a linear, such as a convolutional one.
+    # A model without a linear, such as a convolutional one, goes with policies that do not decide about linears.
     return LinearAdapter(
-        model, options.exclude, may_be_empty=saving is None, installs=not acts_before, saving=saving, forms=forms
+        model,
+        options.exclude,
+        may_be_empty=not any(kind.needs_linears for kind in kinds),
+        installs=not kinds or any(kind.at_sites for kind in kinds),
+        forms=forms,
     )
 
 
-def _find_places(policy: Policy, places: _Places) -> Sequence[object]:
+def _find_places(policy: Policy, model: nn.Module, decisions: SiteDecisions, given: Given) -> Sequence[object]:
     """Return where a policy with state decides."""
     if not isinstance(policy, Stateful):
         return ()
-    return next((find(policy) for kind, find in places.items() if isinstance(policy, kind)), ())
+    if isinstance(policy, GradientSelector):
+        return decisions.sites_of(policy, given.linears)
+    kind = find_kind(policy)
+    find: FindPlaces | None = load(kind.places) if kind is not None and kind.places else None
+    return () if find is None else find(policy, model, given)
 
 
-def _names_layers(policy: Policy) -> bool:
-    if isinstance(policy, GradientSelector | InputSaver):
-        return policy.layers is not None
-    return isinstance(policy, ParameterSelector) and policy.changes
+def _make_extensions(
+    policies: Sequence[Policy], model: nn.Module, given: Given
+) -> Sequence[tuple[int, EngineExtension]]:
+    """Return what carries policies out, in the order in which it changes the model, each with its number in it."""
+    declared = [
+        (number, name, policy)
+        for policy in policies
+        for each in (find_kind(policy), *find_aspects(policy))
+        if each is not None
+        for number, name in each.extensions
+    ]
+    found = list[tuple[int, EngineExtension]]()
+    for number, name, policy in sorted(declared, key=lambda entry: entry[0]):
+        make: MakeExtension = load(name)
+        extension = make(policy, model, given)
+        if extension is not None:
+            found.append((number, extension))
+    return found
 
 
-_Places: TypeAlias = Mapping[Any, Callable[[Any], Sequence[object]]]  # by kind, of one policy
-# No site decides or counts.
-_ACT_BEFORE = (BatchPacker, BlockDropper, GradientEstimator, PartSelector, TileSelector, TokenRouter)
+def refuse_model(model: nn.Module, policies: Sequence[Policy], chosen: Mapping[str, Any]) -> nn.Module:
+    """Refuse a model into which policies cannot be put, before anything of it is changed, through whichever door.
 
+    Args:
+        model: As :func:`attach` takes it.
+        policies: All of them.
+        chosen: Options of the backward, and of ``attach``, by name.
 
-class _Given(NamedTuple):
-    """What extensions share with the engine."""
+    Returns:
+        The model without wrappers.
 
-    states: PolicyStates
-    optimizer: torch.optim.Optimizer | None
-    first: Step
-    divisible: Linears  # of whose weights parts can be trained
-    num_examples: int | None  # rows of the training data
-    reference: nn.Module | str | None  # as attach takes it
-    validation: Mapping[str, torch.Tensor] | None
-    exclude: Sequence[str]
-
-    @property
-    def trained_by(self) -> torch.optim.Optimizer:
-        """The optimizer, of policies that are refused without one."""
-        assert self.optimizer is not None
-        return self.optimizer
-
-
-# Who carries out the policies that are not asked at sites, in the order in which they change the model.
-_EXTENSIONS: dict[Any, Callable[[Any, nn.Module, _Given], EngineExtension]] = {
-    ParameterSelector: lambda policy, model, given: ParameterExtension(
-        policy, model, given.states, given.optimizer, given.first
-    ),
-    BlockDropper: lambda policy, model, given: BlockExtension(policy, model, given.states),
-    BatchPacker: lambda policy, model, _: PackingExtension(policy, model),
-    ExampleSelector: lambda policy, model, given: ExampleExtension(
-        policy,
-        model,
-        given.states,
-        num_examples=given.num_examples,
-        reference=given.reference if isinstance(given.reference, nn.Module) else None,
-        validation=given.validation,
-        optimizer=given.optimizer,
-        exclude=given.exclude,
-    ),
-    LayerSampler: lambda policy, model, given: LayerExtension(policy, model, given.states),
-    GradientEstimator: lambda policy, model, _: EstimatorExtension(policy, model),
-    TokenRouter: lambda policy, model, _: RoutingExtension(policy, model),
-    TileSelector: lambda policy, model, _: TileExtension(policy, model),
-    PartSelector: lambda policy, model, given: PartExtension(
-        policy, model, given.divisible, given.states, given.trained_by, given.first
-    ),
-}
+    Raises:
+        UnsupportedError: By name.
+    """
+    _refuse_unbuilt(model, policies, chosen)
+    inner = _unwrap(model)
+    _refuse_attached(inner)
+    _refuse_lazy(inner)
+    return inner
 
 
 def _unwrap(model: nn.Module) -> nn.Module:
@@ -295,7 +243,13 @@ def _refuse_attached(model: nn.Module) -> None:
             raise UnsupportedError(f"the model is already attached{where}: call detach() of its engine first")
 
 
-def _refuse_unbuilt(model: nn.Module, policies: Sequence[Policy], chosen: dict[str, Any]) -> None:
+def _refuse_lazy(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise UsageError(f"{name!r} has no shape before the model has run: run it once, and attach then")
+
+
+def _refuse_unbuilt(model: nn.Module, policies: Sequence[Policy], chosen: Mapping[str, Any]) -> None:
     """Hold what the user chose against the table of what goes with what."""
     float8 = find_float8(model)
     wrapped = "compiled" if "_orig_mod" in dict(model.named_children()) else None
@@ -331,17 +285,14 @@ def check_scoring(
     """
     for policy in policies:
         needs_length(policy, num_steps)
-        if isinstance(policy, ExampleSelector) and policy.needs_num_steps and num_steps is None:
-            name = type(policy).__name__
-            raise UsageError(f"{name}: start and end are shares of the training: give attach(num_steps=...)")
-        if isinstance(policy, ExampleSelector) and policy.reads_rows and num_examples is None:
+        facts, name = find_facts(policy), type(policy).__name__
+        if facts.get("needs_num_steps") and num_steps is None:
+            raise UsageError(f"{name}: {facts['needs_num_steps']}: give attach(num_steps=...)")
+        if facts.get("reads_rows") and num_examples is None:
             raise UsageError(
-                f"{type(policy).__name__} keeps something for each example of the data: give attach(num_examples=...), "
-                f"and each batch the column {EXAMPLE_ROW!r}; data without rows, such as a stream, do not go with it"
+                f"{name} keeps something for each example of the data: give attach(num_examples=...), and each batch "
+                f"the column {EXAMPLE_ROW!r}; data without rows, such as a stream, do not go with it"
             )
-        if isinstance(policy, TokenRouter) and policy.needs_num_steps and num_steps is None:
-            name = type(policy).__name__
-            raise UsageError(f"{name}: its number of positions grows over the training: give attach(num_steps=...)")
     readers = [p for p in policies if isinstance(p, ReferenceReader) and p.reads_reference]
     if readers and reference is None:
         raise UsageError(
@@ -364,11 +315,16 @@ def validates(policy: Policy) -> bool:
     Returns:
         Whether it does.
     """
-    return isinstance(policy, ExampleSelector) and policy.num_validation > 0
+    return _count_validation(policy) > 0
+
+
+def _count_validation(policy: Policy) -> int:
+    number = find_facts(policy).get("num_validation", 0)
+    return number if isinstance(number, int) else 0
 
 
 def _check_validation(policies: Sequence[Policy], validation: Mapping[str, torch.Tensor] | None) -> None:
-    readers = [policy for policy in policies if isinstance(policy, ExampleSelector) and validates(policy)]
+    readers = [policy for policy in policies if validates(policy)]
     if validation is None:
         if readers:
             raise UsageError(
@@ -380,7 +336,7 @@ def _check_validation(policies: Sequence[Policy], validation: Mapping[str, torch
         raise UsageError("validation is given, and no policy compares with validation examples")
     if "labels" not in validation:
         raise UsageError(f"validation must have labels, got {', '.join(sorted(validation)) or 'nothing'}")
-    number, most = len(validation["labels"]), max(policy.num_validation for policy in readers)
+    number, most = len(validation["labels"]), max(_count_validation(policy) for policy in readers)
     if number < most:
         raise UsageError(
             f"validation must have {most} examples or more, as {type(readers[0]).__name__} draws, got {number}"

@@ -101,15 +101,23 @@ class PhasedEngine:
         """The phase that makes the next step."""
         return self._phase
 
-    def backward(self, loss: Tensor, backward: Callable[..., object] | None = None, *, is_last: bool = True) -> None:
+    def backward(
+        self,
+        loss: Tensor,
+        backward: Callable[..., object] | None = None,
+        *,
+        is_last: bool = True,
+        loss_scale: float | Tensor | None = None,
+    ) -> None:
         """Run the backward pass with the policies of the current phase.
 
         Args:
             loss: As for ``loss.backward()``.
             backward: As for :meth:`Engine.backward`.
             is_last: As for :meth:`Engine.backward`.
+            loss_scale: As for :meth:`Engine.backward`.
         """
-        self.engine.backward(loss, backward, is_last=is_last)
+        self.engine.backward(loss, backward, is_last=is_last, loss_scale=loss_scale)
 
     def report(self) -> Report:
         """Return what happened at every site in all phases so far; synchronises with the device."""

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 from sparsebp_cli.bench.form import Form
 from sparsebp_cli.recipe.schema import ModelSection, Recipe
 
-MODEL = "austen-llama"  # model, length and batch are those of recipes/python-docs.yaml
+MODEL = "austen-llama"  # model, length and batch are those of recipes/start/python-docs.yaml
 LENGTH, BATCH = 128, 16
 
 
@@ -41,7 +41,7 @@ class Request(BaseModel):
             policy=policy,
             forms=forms,
             model=recipe.model,
-            classification=recipe.dataset.format == "classification",
+            classification=recipe.dataset.format in ("classification", "regression"),
             batch=recipe.training.per_device_train_batch_size,
             length=recipe.dataset.max_seq_length,
             exclude=tuple(recipe.backward.exclude),

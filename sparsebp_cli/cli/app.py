@@ -5,7 +5,6 @@ Nothing heavy is imported here or at the top of a verb's file, so that `sparsebp
 
 from __future__ import annotations
 
-import io
 import sys
 import traceback
 from collections.abc import Callable
@@ -21,9 +20,12 @@ from sparsebp_cli.cli.audit import audit
 from sparsebp_cli.cli.bench import bench
 from sparsebp_cli.cli.compare import compare
 from sparsebp_cli.cli.control import cancel, logs, resume
+from sparsebp_cli.cli.data import data
 from sparsebp_cli.cli.difference import diff
+from sparsebp_cli.cli.evaluate import evaluate
 from sparsebp_cli.cli.housekeeping import prune, rm
 from sparsebp_cli.cli.label import note, tag
+from sparsebp_cli.cli.outlet import Outlets
 from sparsebp_cli.cli.policies import policies
 from sparsebp_cli.cli.quickstart import quickstart
 from sparsebp_cli.cli.rerun import rerun
@@ -37,7 +39,8 @@ from sparsebp_cli.cli.targets import doctor, targets
 from sparsebp_cli.cli.top import top
 from sparsebp_cli.cli.tracking import sync, ui
 from sparsebp_cli.cli.validate import schema, validate
-from sparsebp_cli.errors import SparseBPError
+from sparsebp_cli.cli.worth import worth
+from sparsebp_cli.errors import SparseBPError, explain_system_error
 from sparsebp_cli.run import home, keep_private
 
 
@@ -50,7 +53,9 @@ class Crash:
     def describe(self, error: Exception) -> str:
         """Show the traceback or write it to a file, and return one line for the user."""
         line = " ".join(f"{type(error).__name__}: {error}".split())
-        if isinstance(error, OSError):  # a full disk or a missing permission: its text is enough
+        if isinstance(error, OSError):  # a full disk or a missing permission is no defect, and needs no traceback
+            if (text := explain_system_error(error)) and not self.shown:
+                return text
             line = " ".join(str(error).split())
         trace = "".join(traceback.format_exception(error))
         if self.shown:
@@ -60,8 +65,8 @@ class Crash:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(trace, encoding="utf-8")
         except OSError:
-            return f"{line} (`sparsebp --debug` shows the traceback)"
-        return f"{line} (the traceback is in {file}; `sparsebp --debug` shows it)"
+            return f"{line} (`--debug` before the verb shows the traceback)"
+        return f"{line} (the traceback is in {file}; `--debug` before the verb shows it)"
 
 
 app: typer.Typer = typer.Typer(
@@ -77,8 +82,8 @@ crash: Crash = Crash()
 VERBS: dict[str, tuple[Callable[..., None], ...]] = {
     "Begin": (quickstart, init, new, recipes),
     "Runs": (run, study, resume, rerun, cancel, logs, tag, note, archive, prune, rm),
-    "Results": (compare, diff, runs, top, show, sync, ui),
-    "Recipes": (validate, export, schema, policies, models, datasets, fetch),
+    "Results": (compare, evaluate, diff, runs, top, show, sync, ui),
+    "Recipes": (validate, worth, data, export, schema, policies, models, datasets, fetch),
     "This machine and others": (doctor, audit, bench, targets),
 }
 # Verbs that write runs or the store; keep_private() applies to them. Other verbs write only files that the user names.
@@ -97,6 +102,7 @@ WRITING = {
     "sync",
     "ui",
     "doctor",
+    "evaluate",
 }
 for panel, verbs in VERBS.items():
     for verb in verbs:
@@ -125,14 +131,12 @@ def _main(
 
 def main() -> None:
     """Run the command line of this process and exit."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal that cannot encode ± shows a question mark instead
-    try:
-        app(prog_name="sparsebp")
-    except SparseBPError as error:
-        print_line(f"error: {' '.join(str(error).split())}", stderr=True)
-        sys.exit(error.exit_code)
-    except Exception as error:
-        print_line(f"error: {crash.describe(error)}", stderr=True)
-        sys.exit(SparseBPError.exit_code)
+    with Outlets():
+        try:
+            app(prog_name="sparsebp")
+        except SparseBPError as error:
+            print_line(f"error: {' '.join(str(error).split())}", stderr=True)
+            sys.exit(error.exit_code)
+        except Exception as error:
+            print_line(f"error: {crash.describe(error)}", stderr=True)
+            sys.exit(SparseBPError.exit_code)

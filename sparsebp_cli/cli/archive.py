@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shlex
 from collections.abc import Iterator, Sequence
@@ -13,12 +14,13 @@ import typer
 from sparsebp_cli.cli.option import ManyRuns
 from sparsebp_cli.cli.quantity import show_count
 from sparsebp_cli.cli.screen import print_line
-from sparsebp_cli.cli.stored_run import find_all
+from sparsebp_cli.cli.stored_run import find_all, find_study
 from sparsebp_cli.errors import RunBusyError, SparseBPError
 from sparsebp_cli.run import History, RunFolder
 
 if TYPE_CHECKING:
     from sparsebp_cli.compare.archive import Member
+    from sparsebp_cli.study.store import StudyRecord
 
 
 def archive(
@@ -27,7 +29,8 @@ def archive(
 ) -> None:
     """Write runs into one file: plans, journals, labels, environments and their report, without models.
 
-    `compare --from FILE` and `show --from FILE` read it. A run that is alive or damaged is refused, and then nothing is
+    `compare --from FILE` and `show --from FILE` read it. `archive @STUDY` has rehearsals and tuning as well, of which
+    `study YAML --from FILE` rebuilds what was chosen. A run that is alive or damaged is refused, and then nothing is
     written.
     """
     from sparsebp_cli.compare.archive import check_archive_path, write_archive
@@ -40,12 +43,18 @@ def archive(
             raise RunBusyError(
                 f"run {folder.run_id} is {state}, and an archive has runs that are over; nothing was written"
             )
-    write_archive(file, _make_members(folders, f"sparsebp compare --from {shlex.quote(file.name)}"))
+    studies = [record for word in runs if (record := find_study(word)) is not None]
+    study = studies[0] if len(studies) == len(runs) == 1 else None  # alone, its report is that of the study
+    command = f"sparsebp compare --from {shlex.quote(file.name)}"
+    if study is not None:
+        command = f"sparsebp compare --study {study.study} --from {shlex.quote(file.name)}"
+    members = _make_members(folders, study, command)
+    write_archive(file, itertools.chain((record.pack() for record in studies), members))
     count = "1 run" if len(folders) == 1 else f"{len(folders)} runs"
     print_line(f"{file}: {count}, {show_count(file.stat().st_size, 'B')}")
 
 
-def _make_members(folders: Sequence[RunFolder], command: str) -> Iterator[Member]:
+def _make_members(folders: Sequence[RunFolder], study: StudyRecord | None, command: str) -> Iterator[Member]:
     from sparsebp_cli.compare.archive import list_members
 
     environments: dict[str, list[dict[str, object]]] = {}
@@ -56,17 +65,23 @@ def _make_members(folders: Sequence[RunFolder], command: str) -> Iterator[Member
             print_line(f"warning: {folder.run_id}: {problem} by every reader", stderr=True)
         yield from list_members(folder)
     yield "environment.json", (json.dumps(environments, indent=1) + "\n").encode()
-    if report := _make_report(folders, command):
+    if report := _make_report(folders, study, command):
         yield "report.html", report.encode()
 
 
-def _make_report(folders: Sequence[RunFolder], command: str) -> str:
-    """Return the report of the runs; empty, with a warning, where they cannot be compared."""
+def _make_report(folders: Sequence[RunFolder], study: StudyRecord | None, command: str) -> str:
+    """Return the report of the runs, of a study those of its report; empty, with a warning, where they cannot be
+    compared."""
     from sparsebp_cli.compare import REPORT_CURVES, Question, compare_runs
     from sparsebp_cli.compare.report import render_report
+    from sparsebp_cli.study.selection import select
 
     try:
-        return render_report(compare_runs(folders, Question(curves=REPORT_CURVES)), command)
+        if study is None:
+            return render_report(compare_runs(folders, Question(curves=REPORT_CURVES)), command)
+        found = select(study)
+        question = Question(curves=REPORT_CURVES, choice=found.choice, is_complete=found.is_complete)
+        return render_report(compare_runs(found.runs, question), command)
     except SparseBPError as error:
         print_line(f"warning: the archive has no report: {error}", stderr=True)
         return ""

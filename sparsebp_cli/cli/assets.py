@@ -66,7 +66,7 @@ def _list(group: str, output: Output) -> None:
     console().print(table)
     absent = [str(one["name"]) for one in found if one["where"] == "to fetch"]
     if absent:
-        print_line(f"get one: sparsebp fetch {absent[0]}; the size is that of the download")
+        print_line(f"get one: `sparsebp fetch {absent[0]}`; the size is that of the download")
 
 
 ABOUT = ("licence", "summary")

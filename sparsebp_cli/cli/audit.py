@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from sparsebp_cli import interpreter
 from sparsebp_cli.cli.option import Changes
 from sparsebp_cli.cli.screen import Output, print_json, print_line
 from sparsebp_cli.errors import UnsupportedError, UsageError
@@ -36,6 +37,14 @@ def audit(  # noqa: PLR0913, PLR0917 - one parameter an option
             rich_help_panel=WHAT,
         ),
     ] = False,
+    examples: Annotated[
+        bool,
+        typer.Option(
+            "--examples",
+            help="Also judge, in the first step, if each example's gradient is that of the example alone.",
+            rich_help_panel=WHAT,
+        ),
+    ] = False,
     threshold: Annotated[
         float, typer.Option(metavar="SHARE", help="Findings below this share of a step are not shown.")
     ] = 0.005,
@@ -47,6 +56,14 @@ def audit(  # noqa: PLR0913, PLR0917 - one parameter an option
             rich_help_panel=GATE,
         ),
     ] = None,
+    fail_if_mixed: Annotated[
+        bool,
+        typer.Option(
+            "--fail-if-mixed",
+            help="With --examples: end with 1 if an example's gradient is not that of the example alone.",
+            rich_help_panel=GATE,
+        ),
+    ] = False,
     output: Annotated[
         Output, typer.Option("-o", "--output", help="A table for people, or JSON for programs.", rich_help_panel=FILE)
     ] = Output.TABLE,
@@ -58,13 +75,15 @@ def audit(  # noqa: PLR0913, PLR0917 - one parameter an option
     for name, share in (("--threshold", threshold), ("--fail-if-waste", fail_if_waste or 0.0)):
         if not 0.0 <= share < 1.0:
             raise UsageError(f"{name} must be in [0, 1), got {share:g}")
+    if fail_if_mixed and not examples:
+        raise UsageError("--fail-if-mixed needs --examples, which judges whether examples are mixed")
     if html is not None:
         from sparsebp_cli.page import check_path
 
         check_path(html)
     from sparsebp_cli.cli.audit_process import run_audited
 
-    settings = {"steps": steps, "threshold": threshold, "stop": stop, "apply": apply}
+    settings = {"steps": steps, "threshold": threshold, "stop": stop, "apply": apply, "examples": examples}
     with tempfile.TemporaryDirectory(prefix="sparsebp-audit-") as place:
         is_recipe = Path(words[0]).suffix in {".yaml", ".yml"}
         if is_recipe and apply:
@@ -87,6 +106,9 @@ def audit(  # noqa: PLR0913, PLR0917 - one parameter an option
     if audited.exit_code:
         raise typer.Exit(audited.exit_code)
     assert audited.report is not None
+    if fail_if_mixed and audited.report.examples is not None and audited.report.examples.is_mixed:
+        print_line(f"failed: {audited.report.examples.headline}", stderr=True)
+        raise typer.Exit(1)
     if fail_if_waste is not None and audited.report.waste_share > fail_if_waste:
         print_line(
             f"failed: {audited.report.waste_share:.2%} could be left out, allowed {fail_if_waste:.2%}", stderr=True
@@ -96,14 +118,15 @@ def audit(  # noqa: PLR0913, PLR0917 - one parameter an option
 
 def _train_command(words: list[str], changes: list[str] | None, steps: int, place: Path) -> list[str]:
     """The worker's command for a recipe, without evaluations, probes and checkpoints, which are no part of a step."""
-    import sys
 
     from sparsebp_cli.plan import make_plan
     from sparsebp_cli.recipe import load_recipe
+    from sparsebp_cli.recipe.evaluation import without_generation
+    from sparsebp_cli.starter import resolve_recipe
 
     if len(words) > 1:
         raise UsageError(f"one recipe at a time, got {len(words)}: {' '.join(words)}")
-    file = Path(words[0])
+    file = resolve_recipe(Path(words[0]))
     plan = make_plan(load_recipe(file, changes or []), file)
     recipe = plan.recipe
     if recipe.target.kind != "local":
@@ -112,6 +135,7 @@ def _train_command(words: list[str], changes: list[str] | None, steps: int, plac
         raise UnsupportedError(f"target.processes: an audit watches 1, got {recipe.target.options['processes']}")
     if recipe.training.max_steps < steps:
         raise UsageError(f"--steps must be at most training.max_steps ({recipe.training.max_steps}), got {steps}")
+    recipe = without_generation(recipe)
     measure = recipe.measure.model_copy(
         update={
             "probe_every": None,
@@ -126,7 +150,7 @@ def _train_command(words: list[str], changes: list[str] | None, steps: int, plac
     run.mkdir()
     recipe = recipe.model_copy(update={"measure": measure, "checkpoint": checkpoint})
     saved = plan.model_copy(update={"recipe": recipe}).save(run)
-    return [sys.executable, "-P", "-m", "sparsebp_cli.worker", str(saved)]
+    return interpreter.command("-m", "sparsebp_cli.worker", str(saved))
 
 
 def _write_results(report: AuditReport, output: Output, html: Path | None, command: str) -> None:

@@ -31,10 +31,10 @@ class AuditedCommand:
 def run_audited(
     command: list[str], settings: Mapping[str, float], place: Path, give: Callable[[AuditReport], None], *, quiet: bool
 ) -> AuditedCommand:
-    """Run a command to its end. ``settings`` are ``steps``, ``threshold``, ``stop`` and ``apply``; its processes write
-    to the empty folder ``place``. ``give`` is called with the first rank's report as soon as it exists, with ``apply``
-    at the end; at the end with another rank's, if only that exists. ``quiet`` sends its standard output to standard
-    error. Raises ``UsageError`` if there is no such program."""
+    """Run a command to its end. ``settings`` are ``steps``, ``threshold``, ``stop``, ``apply`` and ``examples``; its
+    processes write to the empty folder ``place``. ``give`` is called with the first rank's report as soon as it
+    exists, with ``apply`` at the end; at the end with another rank's, if only that exists. ``quiet`` sends its standard
+    output to standard error. Raises ``UsageError`` if there is no such program."""
     found = place / "found"
     found.mkdir()
     path = os.pathsep.join(part for part in (str(SITE), os.environ.get("PYTHONPATH", "")) if part)

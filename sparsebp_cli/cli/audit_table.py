@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from rich.padding import Padding
 from rich.text import Text
 
-from sparsebp_cli.audit_report import Applied, AuditReport, Finding
+from sparsebp_cli.audit_report import Applied, AuditReport, Finding, IsolationReport
 from sparsebp_cli.audit_report.page import BOUND, COLUMNS, count, rows, summary, where
 from sparsebp_cli.cli.screen import console, make_table, print_line
 
@@ -13,9 +14,11 @@ MOST_MODULES = 24  # groups in the table; JSON and the page have all of them
 
 
 def print_audit(report: AuditReport) -> None:
-    """Print a summary, the findings with advice, the notes, and the work by module."""
+    """Print a summary, the judgement of examples, the findings with advice, the notes, and the work by module."""
     for line in summary(report):
         print_line(line)
+    if report.examples is not None:
+        _print_examples(report.examples)
     if report.findings:
         table = make_table("waste", *NUMBERS, numbers=NUMBERS)
         for finding in report.findings:
@@ -47,6 +50,15 @@ def _print_applied(applied: Applied) -> None:
     console().print(Text.assemble(("lossless", "bold"), f" {headline}"))
     for line in others:
         console().print(f"  {line}")
+
+
+def _print_examples(examples: IsolationReport) -> None:
+    out = console()
+    out.print(Text.assemble(("examples", "bold"), f": {examples.headline}"))
+    for headline, sentences in examples.lines():
+        out.print(Padding(headline, (0, 0, 0, 2), expand=False))
+        for sentence in sentences:
+            out.print(Padding(sentence, (0, 0, 0, 4), expand=False))
 
 
 def _cells(finding: Finding) -> tuple[str, ...]:

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from sparsebp_cli import durable
 from sparsebp_cli.cli.completion import complete_policy
+from sparsebp_cli.cli.option import resolve_one
 from sparsebp_cli.cli.screen import Output, print_json, print_line
 from sparsebp_cli.errors import UsageError, did_you_mean
 
@@ -26,7 +28,9 @@ def bench(  # noqa: PLR0913, PLR0917 - one parameter an option
     ],
     recipe: Annotated[
         Path | None,
-        typer.Option(help="Model, threads, batch size and length of this recipe.", rich_help_panel=WHAT),
+        typer.Option(
+            help="Model, threads, batch size and length of this recipe.", callback=resolve_one, rich_help_panel=WHAT
+        ),
     ] = None,
     model: Annotated[
         str | None,
@@ -90,9 +94,10 @@ def bench(  # noqa: PLR0913, PLR0917 - one parameter an option
         from sparsebp_cli.run.picture import check_path
 
         check_path(png)
-    from sparsebp_cli.cli.bench_process import measure
+    from sparsebp_cli.bench import Benchmark
+    from sparsebp_cli.cli.worker_process import measure_apart
 
-    found = measure(request)
+    found = Benchmark.model_validate(measure_apart("bench", request.model_dump_json()))
     found = found.model_copy(update={"command": shlex.join(["sparsebp", *sys.argv[1:]])})
     _write_results(found, output, out, png)
 
@@ -100,7 +105,7 @@ def bench(  # noqa: PLR0913, PLR0917 - one parameter an option
 def _write_results(found: Benchmark, output: Output, out: Path | None, png: Path | None) -> None:
     """Print a benchmark, and write the files that were requested."""
     if out is not None:  # before printing: a closed pipe must not lose minutes of measuring
-        out.write_text(found.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        durable.write_file(out, found.model_dump_json(indent=1) + "\n")
     if output is Output.JSON:
         print_json(found.model_dump(mode="json"))
     else:

@@ -16,9 +16,11 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+from sparsebp_cli import interpreter
 from sparsebp_cli.cli.quantity import show_count
-from sparsebp_cli.errors import SparseBPError
+from sparsebp_cli.errors import SparseBPError, explain_system_error, first_line
 from sparsebp_cli.run import home
+from sparsebp_cli.run.folder import check_locks
 from sparsebp_cli.target.contract import CheckResult
 
 PACKAGES = ("sparsebp", "torch", "transformers", "accelerate", "peft", "datasets", "mlflow")
@@ -58,7 +60,9 @@ def check_packages() -> CheckResult:
 
 def check_torch() -> list[CheckResult]:
     """Whether torch can be imported, and its devices."""
-    done = subprocess.run([sys.executable, "-P", "-c", TORCH], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        interpreter.command("-c", TORCH), env=interpreter.environment(), capture_output=True, text=True, check=False
+    )
     try:
         torch: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     except (ValueError, IndexError):
@@ -81,9 +85,13 @@ def check_home() -> CheckResult:
         home().mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=home()) as file:
             file.write(b"x" * 4096)
+        check_locks(home())
     except OSError as error:
         return CheckResult(
-            "fail", "home", f"{home()}: {error.strerror}", "set SPARSEBP_HOME to a folder that can be written"
+            "fail",
+            "home",
+            explain_system_error(error) or f"{home()}: {error.strerror}",
+            "set SPARSEBP_HOME to a folder that can be written",
         )
     return CheckResult("ok", "home", str(home()))
 
@@ -101,9 +109,10 @@ def check_space() -> CheckResult:
 
 def check_store() -> CheckResult:
     """Whether the tracking store answers. Nothing is created."""
+    from sparsebp_cli.recipe.store_address import sqlite_file
     from sparsebp_cli.run.visible import mask
     from sparsebp_cli.tracking import resolve_uri
-    from sparsebp_cli.tracking.store import is_server, is_sqlite, sqlite_file
+    from sparsebp_cli.tracking.store import is_server, is_sqlite
 
     try:
         uri = resolve_uri(None)
@@ -154,7 +163,5 @@ def check_schema() -> CheckResult:
     try:
         schema = recipe_schema()
     except Exception as error:  # a plugin's options may break it in any way
-        return CheckResult(
-            "fail", "recipes", f"{type(error).__name__}: {error}".splitlines()[0], "see `sparsebp policies`"
-        )
+        return CheckResult("fail", "recipes", f"{type(error).__name__}: {first_line(error)}", "see `sparsebp policies`")
     return CheckResult("ok", "recipes", f"schema with {len(schema['$defs'])} sections")

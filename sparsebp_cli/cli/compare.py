@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from sparsebp_cli.compare import Comparison, LoadedRun, Question, View
     from sparsebp_cli.compare.grid import Grid
     from sparsebp_cli.compare.view import Kind as ViewKind
-    from sparsebp_cli.study.selection import TunedLine
+    from sparsebp_cli.study.selection import StudySelection, TunedLine
 
 
 class ComparisonFormat(StrEnum):
@@ -48,6 +48,7 @@ class Axis(StrEnum):
 
     STEP = "step"
     TOKENS = "tokens"
+    COST = "cost"
     WALL_TIME = "wall_time"
 
 
@@ -152,9 +153,11 @@ def compare(  # noqa: PLR0913, PLR0917 - one parameter an option
     if study is None:
         chosen, left_out = find_runs(runs or [], where, place)
     else:
-        if runs or where is not None or place is not None:
-            raise UsageError("--study chooses the runs by itself: leave out names, --where and --from")
-        chosen, tuning, left_out = _find_study(study)
+        if runs or where is not None:
+            raise UsageError("--study chooses the runs by itself: leave out names and --where")
+        found = _find_study(study, place)
+        chosen, tuning, left_out = list(found.runs), found.tuning, list(found.warnings)
+        question = replace(question, choice=found.choice, is_complete=found.is_complete)
     comparison = compare_runs(chosen, question)
     comparison = replace(comparison, warnings=(*left_out, *comparison.warnings))
     if where is not None and (outcomes := find_outcomes(where)):
@@ -247,12 +250,15 @@ def _list_studies(word: str) -> Sequence[str]:
     return list_studies() if word.startswith("@") else ()
 
 
-def _find_study(name: str) -> tuple[list[LoadedRun], Sequence[TunedLine], list[str]]:
+def _find_study(name: str, place: str | None) -> StudySelection:
+    """Read a study of this machine, or of the archive that ``--from`` names."""
     from sparsebp_cli.study.selection import select
-    from sparsebp_cli.study.store import find_record
+    from sparsebp_cli.study.store import find_archived, find_record
 
-    found = select(find_record(name))
-    return list(found.runs), found.tuning, list(found.warnings)
+    if place is None:
+        return select(find_record(name))
+    folder = find_folder(place)
+    return select(find_archived(name, folder), folder)
 
 
 def _tabulate(tuning: Sequence[TunedLine]) -> Table:

@@ -28,16 +28,27 @@ def complete_study(incomplete: str) -> list[str]:
     return [name for name in names if name.startswith(incomplete)]
 
 
-def complete_recipe(incomplete: str) -> list[str]:
-    """Return the recipe files and folders that begin with the typed text; folders end in a slash."""
+def complete_recipe(incomplete: str) -> list[str] | list[tuple[str, str]]:
+    """Return the recipe files and folders that begin with the typed text; folders end in a slash. If there are none,
+    the names of recipes that ship."""
     folder = Path(incomplete if incomplete.endswith("/") else Path(incomplete).parent)
     start = "" if incomplete.endswith("/") else Path(incomplete).name
     try:
         files = sorted(path for path in folder.iterdir() if path.name.startswith(start))
     except OSError:
-        return []
+        files = []
     found = [f"{path}/" if path.is_dir() else str(path) for path in files if not path.name.startswith(".")]
-    return [path for path in found if path.endswith(("/", ".yaml", ".yml"))]
+    files_here = [path for path in found if path.endswith(("/", ".yaml", ".yml"))]
+    return files_here or complete_shipped(incomplete)
+
+
+def complete_shipped(incomplete: str) -> list[tuple[str, str]]:
+    """Return the names of the recipes that ship and begin with the typed text, with or without their folder, and what
+    they show."""
+    from sparsebp_cli.starter import list_shipped
+
+    found = [(name, one.summary) for one in list_shipped() for name in dict.fromkeys((one.short_name, one.name))]
+    return [(name, summary) for name, summary in found if name.startswith(incomplete)]
 
 
 def complete_metric(incomplete: str) -> list[tuple[str, str]]:

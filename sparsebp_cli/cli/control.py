@@ -11,9 +11,9 @@ from sparsebp_cli.cli.follow import follow_all, print_end, watch
 from sparsebp_cli.cli.interrupt import Interrupts
 from sparsebp_cli.cli.option import Detach, ManyRuns, OneRun
 from sparsebp_cli.cli.screen import print_line
-from sparsebp_cli.cli.stored_run import find_all, find_one, reattach, submit_all
+from sparsebp_cli.cli.stored_run import ask_target, find_all, find_one, reattach, submit_all
 from sparsebp_cli.errors import RunBusyError, UsageError
-from sparsebp_cli.run import JournalWriter, RunFolder, State
+from sparsebp_cli.run import History, JournalWriter, RunFolder, State
 
 
 def resume(
@@ -41,8 +41,9 @@ def resume(
         _refuse_cancelled(folders)
     if not folders:
         return
-    if allow_change:
-        for folder in folders:
+    for folder in folders:
+        _pass_stop(folder)
+        if allow_change:
             _allow(folder, allow_change)
     seen = [journal.stat().st_size if (journal := f.path / "journal.jsonl").exists() else 0 for f in folders]
     with Interrupts() as interrupts:
@@ -65,6 +66,19 @@ def _refuse_cancelled(folders: Sequence[RunFolder]) -> None:
         raise UsageError(f"{shown} {word} cancelled; `sparsebp resume {shown} --cancelled` goes on all the same")
 
 
+def _pass_stop(folder: RunFolder) -> None:
+    """Let a run that has stopped at ``checkpoint.stop_at`` go on to its end."""
+    from sparsebp_cli.plan import Plan
+    from sparsebp_cli.study.trial import with_stop
+
+    plan, ends = Plan.load(folder.plan_file), History.load(folder.path).ends
+    stop_at = plan.recipe.checkpoint.stop_at
+    if stop_at is not None and folder.state() is State.INTERRUPTED and ends and ends[-1]["step"] >= stop_at:
+        with folder.lock("target"):
+            plan.model_copy(update={"recipe": with_stop(plan.recipe, None)}).save(folder.path)
+        print_line(f"{folder.run_id} goes on beyond checkpoint.stop_at {stop_at}, to its last step")
+
+
 def _allow(folder: RunFolder, fields: Sequence[str]) -> None:
     """Write the changes that the next attempt accepts into the journal, which goes with the run to its target."""
     if not folder.state().over:
@@ -82,6 +96,7 @@ def cancel(
 ) -> None:
     """Stop runs for good, with a last checkpoint. A run that is over stays as it is."""
     for folder in reversed(find_all(runs)):  # the last first, so that a queue starts none in between
+        ask_target(folder)
         before = folder.state()
         if before.over:
             print_line(f"{folder.run_id} is {before} already")

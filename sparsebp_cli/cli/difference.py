@@ -13,8 +13,10 @@ from sparsebp_cli.errors import UsageError
 from sparsebp_cli.run import History, RunFolder, metric
 
 LAST = (
-    *(metric.EVAL_LOSS, metric.EVAL_ACCURACY, metric.EVAL_MACRO_F1),
-    *(metric.TEST_LOSS, metric.TEST_ACCURACY, metric.TEST_MACRO_F1),
+    *(metric.EVAL_LOSS, metric.EVAL_ACCURACY, metric.EVAL_MACRO_F1, metric.EVAL_MCC, metric.EVAL_F1),
+    *(metric.EVAL_PEARSON, metric.EVAL_SPEARMAN),
+    *(metric.TEST_LOSS, metric.TEST_ACCURACY, metric.TEST_MACRO_F1, metric.TEST_MCC, metric.TEST_F1),
+    *(metric.TEST_PEARSON, metric.TEST_SPEARMAN),
 )
 MEDIAN = (metric.STEP_SECONDS, metric.SPEEDUP, metric.PEAK_ALLOCATED_BYTES, metric.PEAK_RESIDENT_BYTES)
 LONGEST = 200  # of a value in the table; JSON has all of it
@@ -74,7 +76,7 @@ def _describe(run: RunFolder) -> dict[str, Mapping[str, Any]]:
     provenance = {key: plan.get("provenance", {}).get(key) or None for key in ("git_sha", "git_diff_sha256")}
     environment = flatten(history.environments[-1]) if history.environments else {}
     digest = history.facts.get("dataset_digest") or (seal.data if seal else None) or None
-    last = {one.name: history.last(one.name) for one in LAST}
+    last = {name: history.last(name) for name in (*(one.name for one in LAST), *history.facts.get("metrics", {}))}
     medians = {one.name: history.median(one.name) for one in MEDIAN}
     steps = max((max(points) for points in history.metrics.values() if points), default=0)
     return {

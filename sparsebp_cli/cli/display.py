@@ -23,7 +23,7 @@ class Display(ABC):
     def add(self, record: Record) -> None:
         """Add one record of the journal, and print its notes."""
         self.progress.add(record)
-        if record["kind"] == "note":
+        if record["kind"] == "note" and record["level"] != "detail":
             self.print_text(record["text"] if record["level"] == "info" else f"{record['level']}: {record['text']}")
 
     @abstractmethod

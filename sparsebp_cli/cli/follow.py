@@ -28,16 +28,17 @@ STOPPING = "stopping after this step, with a checkpoint; Ctrl-C again ends it at
 KILLING = "ending it at once"
 
 
-def follow_all(jobs: Sequence[Job], interrupts: Interrupts, *, seen: Sequence[int] = ()) -> int:
+def follow_all(jobs: Sequence[Job], interrupts: Interrupts, *, seen: Sequence[int] = (), is_brief: bool = False) -> int:
     """Show the runs of jobs in order, each with a summary. Ctrl-C and SIGTERM are forwarded to the worker.
     ``interrupts`` is the context in which the jobs were submitted, so that no signal is lost in between. ``seen`` are
-    the bytes of each journal that belong to earlier attempts; empty: all journals are new. Returns the exit code of the
+    the bytes of each journal that belong to earlier attempts; empty: all journals are new. ``is_brief`` leaves out the
+    summaries of finished runs, which ``show`` has. Returns the exit code of the
     first run that did not finish; 130 or 143 after a signal."""
     codes: list[int] = []
     runs = [job.run for job in jobs]
     for number, job in enumerate(jobs):
         _follow(job, interrupts, seen[number] if seen else 0)
-        codes.append(print_end(job, together=runs if number == len(jobs) - 1 else ()))
+        codes.append(print_end(job, together=runs if number == len(jobs) - 1 else (), is_brief=is_brief))
         if interrupts.received:
             _print_not_started(jobs[number + 1 :])
             return interrupts.exit_code
@@ -121,16 +122,21 @@ def _report_connection(job: Job, display: Display, lost: bool) -> bool:
     return is_lost
 
 
-def print_end(job: Job, *, together: Sequence[RunFolder] = ()) -> int:
-    """Print the summary of a finished run, or how else it ended, and return the exit code. ``together``: see
-    :func:`~sparsebp_cli.cli.summary.summarise`."""
+def print_end(job: Job, *, together: Sequence[RunFolder] = (), is_brief: bool = False) -> int:
+    """Print the summary of a finished run, if it is not to be brief, or how else it ended, and return the exit code.
+    ``together``: see :func:`~sparsebp_cli.cli.summary.summarise`."""
     from sparsebp_cli.cli.summary import summarise
 
     state = job.status()
+    if job.run.is_gone():
+        print_line(f"error: run {job.run.run_id}: {job.run.describe_move()}", stderr=True)
+        return NOT_FINISHED
     if job.warning():
         print_line(f"warning: {job.warning()}", stderr=True)
+    if state is State.FINISHED and is_brief:
+        return 0
     if state is State.FINISHED:
-        console().print(summarise(job.run, together=together, warning=job.warning()))
+        console().print(summarise(job.run, History.load(job.run.path), together=together, warning=job.warning()))
         return 0
     print_line(f"error: run {job.run.run_id} {describe_end(job)}", stderr=True)
     if state is State.INTERRUPTED:
@@ -164,4 +170,4 @@ def _find_changes(run: RunFolder) -> list[list[str]]:
 def _print_not_started(jobs: Sequence[Job]) -> None:
     if waiting := [job for job in jobs if not History.load(job.run.path).environments]:
         names = " ".join(job.run.run_id for job in waiting)
-        print_line(f"not started: {names}; `sparsebp resume` starts them", stderr=True)
+        print_line(f"not started: {names}; `sparsebp resume {names}` starts them", stderr=True)

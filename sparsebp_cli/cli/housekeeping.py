@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
+import stat
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from sparsebp_cli import durable
 from sparsebp_cli.cli.completion import complete_run
 from sparsebp_cli.cli.option import RUN_HELP, ManyRuns
 from sparsebp_cli.cli.quantity import show_count
 from sparsebp_cli.cli.screen import print_line
-from sparsebp_cli.cli.stored_run import find_all
+from sparsebp_cli.cli.stored_run import ask_target, find_all
 from sparsebp_cli.errors import RunBusyError, UsageError
 from sparsebp_cli.run import RunFolder, State, home, list_runs
+from sparsebp_cli.run.folder import DELETED
 
 MOST_NAMED = 10  # runs that the question names
+MOST_ATTEMPTS = 3  # to delete a folder into which somebody writes meanwhile
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
 
 
 def rm(
@@ -31,11 +37,13 @@ def rm(
     A run that is queued, running, or whose target does not answer is refused, and then nothing is deleted.
     """
     folders = find_all(runs)
+    for folder in folders:
+        ask_target(folder)
     _refuse_alive(folders)
     size = sum(_size(folder.path) for folder in folders)
     if not yes:
         _ask(folders, size)
-    _empty_bin()
+    _finish_deletions()
     for folder in folders:
         _delete(folder)
     print_line(f"{len(folders)} {_runs(folders)} deleted, {show_count(size, 'B')} freed")
@@ -48,7 +56,7 @@ def prune(
     """Delete the checkpoints of finished runs, by default of all. Model, metrics and report data stay.
 
     Checkpoints hold the optimizer's state beside the weights; only a run that is not finished goes on from them. If a
-    finished run has no model, its newest checkpoint stays.
+    finished run has no model that matches its checksums, its newest whole checkpoint stays.
     """
     folders = find_all(runs) if runs else list_runs()[::-1]
     unfinished = [folder for folder in folders if folder.state() is not State.FINISHED]
@@ -65,21 +73,31 @@ def prune(
         if not dry_run:
             with _held(folder):
                 for place in places:
-                    shutil.rmtree(place)
+                    durable.remove(place)
         print_line(f"{folder.run_id} {folder.brief()[0]}: {show_count(size, 'B')}")
     print_line(f"{show_count(freed, 'B')} {'would be ' if dry_run else ''}freed")
 
 
 def _find_superfluous(folder: RunFolder) -> list[Path]:
-    """Return the checkpoints of a finished run that nothing needs."""
+    """Return the checkpoints of a finished run that nothing needs: all if its model is whole, else all but the newest
+    whole one; without either, none."""
     places = sorted((folder.path / "checkpoints").glob("step-*"))
-    return places if (folder.path / "model").is_dir() else places[:-1]
+    if not places:
+        return []
+    damage = durable.find_damage(folder.path / "model")
+    if not damage:
+        return places
+    needed = next((place for place in reversed(places) if not durable.find_damage(place)), None)
+    if (folder.path / "model").is_dir() and damage:
+        kept = f"{needed.name} stays" if needed else "its checkpoints stay"
+        print_line(f"warning: {folder.run_id}: its model cannot be verified ({damage}): {kept}", stderr=True)
+    return [place for place in places if place != needed] if needed else []
 
 
 def _refuse_alive(folders: Sequence[RunFolder]) -> None:
     for folder in folders:
         state, name = folder.state(), folder.run_id
-        if not state.over:
+        if not state.over and folder.plan_file.exists():  # else another command has just deleted it
             raise RunBusyError(f"run {name} is {state}: `sparsebp cancel {name}` ends it; nothing was deleted")
 
 
@@ -94,37 +112,70 @@ def _ask(folders: Sequence[RunFolder], size: int) -> None:
 
 
 def _delete(folder: RunFolder) -> None:
-    """Delete one run; it is gone as a whole or there as a whole, whenever this process dies."""
+    """Delete one run, unless another command has done so meanwhile; it is gone as a whole or there as a whole, whenever
+    this process dies. Its new name is beside the old one: on the same file system, and with no need for a new folder
+    where a disk is full."""
+    gone = folder.path.with_name(f"{DELETED}{folder.run_id}")
+    try:
+        with _held(folder):
+            if folder.plan_file.exists():
+                folder.path.rename(gone)
+            else:  # deleted between the search and the lock, which has made the folder again
+                gone = folder.path
+            _destroy(gone)
+    except (FileNotFoundError, FileExistsError):  # the second, where it went away while the lock was making it
+        return
+
+
+def _destroy(place: Path) -> None:
+    """Delete the record in MLflow and then the files of a run that has lost its name. Only what remains names the
+    record, so a deletion that dies midway can be finished by :func:`_finish_deletions`."""
     from sparsebp_cli.tracking import delete_record
 
-    with _held(folder):
-        if problem := delete_record(folder):
-            print_line(f"warning: {folder.run_id}: its record in MLflow stays: {problem}", stderr=True)
-        target = _bin() / folder.run_id
-        target.parent.mkdir(mode=0o700, exist_ok=True)
-        folder.path.rename(target)
-    _empty_bin()
+    if problem := delete_record(RunFolder(place)):
+        name = place.name.removeprefix(DELETED)
+        print_line(f"warning: {name}: its record in MLflow stays: {problem}", stderr=True)
+    # Again where another command, which finishes this deletion, has put its lock into the folder meanwhile.
+    for _ in range(MOST_ATTEMPTS):
+        shutil.rmtree(place.resolve(), ignore_errors=True)  # a run's folder may be a link to another disk
+        if not place.exists():
+            break
+    if place.is_symlink():
+        place.unlink()
+    elif place.exists():
+        shutil.rmtree(place)  # once more, to raise what prevents it
+
+
+def _finish_deletions() -> None:
+    """Finish what an earlier command began to delete; what a living one deletes is left to it."""
+    for place in (home() / "runs").glob(f"{DELETED}*"):
+        # Python says that a folder exists, where it went away while the lock was making it.
+        with suppress(RunBusyError, FileNotFoundError, FileExistsError), _held(RunFolder(place)):
+            _destroy(place)
 
 
 @contextmanager
 def _held(folder: RunFolder) -> Iterator[None]:
     """Keep others from starting the run; raises RunBusyError if somebody works on it."""
-    with folder.lock("target"), folder.lock("worker"):
+    with ExitStack() as locks:
+        for role in ("target", "worker"):
+            try:
+                locks.enter_context(folder.lock(role))
+            except OSError as error:
+                # No room for the file of a lock: then there is none, and nobody holds it.
+                if error.errno not in NO_ROOM or (folder.path / f"{role}.lock").exists():
+                    raise
         yield
-
-
-def _bin() -> Path:
-    """Return where runs lie between their deletion and that of their files; on the file system of the runs."""
-    return home() / "deleted"
-
-
-def _empty_bin() -> None:
-    shutil.rmtree(_bin(), ignore_errors=True)
 
 
 def _size(path: Path) -> int:
     """Return the bytes of the files of a folder; a hard-linked file counts once."""
-    found = {(s.st_dev, s.st_ino): s.st_size for file in path.rglob("*") if (s := file.lstat()) and not file.is_dir()}
+    found: dict[tuple[int, int], int] = {}
+    for file in path.rglob("*"):
+        with suppress(FileNotFoundError):  # another command may delete it meanwhile
+            about = file.lstat()
+            if not stat.S_ISDIR(about.st_mode):
+                found[about.st_dev, about.st_ino] = about.st_size
     return sum(found.values())
 
 

@@ -12,14 +12,32 @@ from sparsebp_cli.cli.screen import Output
 
 RUN_HELP = "An id, its beginning, a recipe's name, @last, @N for the newest N, or @TAG."
 
+RECIPE_HELP = "Recipe files (YAML), or names of `sparsebp recipes`."
+
+
+def resolve_all(given: list[Path] | None) -> list[Path] | None:
+    """Return the files that typed recipes name; see :func:`~sparsebp_cli.starter.resolve_recipe`."""
+    from sparsebp_cli.starter import resolve_recipe
+
+    return given and [resolve_recipe(path) for path in given]
+
+
+def resolve_one(given: Path | None) -> Path | None:
+    """Return the file that a typed recipe names."""
+    from sparsebp_cli.starter import resolve_recipe
+
+    return given and resolve_recipe(given)
+
+
 OneRun = Annotated[str, typer.Argument(metavar="RUN", help=RUN_HELP, autocompletion=complete_run)]
 ManyRuns = Annotated[list[str], typer.Argument(metavar="RUN", help=RUN_HELP, autocompletion=complete_run)]
 Recipes = Annotated[
-    list[Path], typer.Argument(metavar="RECIPE", help="Recipe files (YAML).", autocompletion=complete_recipe)
+    list[Path],
+    typer.Argument(metavar="RECIPE", help=RECIPE_HELP, callback=resolve_all, autocompletion=complete_recipe),
 ]
 OptionalRecipes = Annotated[
     list[Path] | None,
-    typer.Argument(metavar="RECIPE", help="Recipe files (YAML).", autocompletion=complete_recipe),
+    typer.Argument(metavar="RECIPE", help=RECIPE_HELP, callback=resolve_all, autocompletion=complete_recipe),
 ]
 Like = Annotated[
     str | None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,32 +23,33 @@ def quickstart(
     ids: Annotated[Path | None, typer.Option(metavar="FILE", help=IDS)] = None,
 ) -> None:
     """Train dense and with the same gradient for less work, and compare the two: a minute or two on two cores."""
-    from sparsebp_cli.compare import Question, View, compare_runs, load_all, table
+    from sparsebp_cli.compare import Question, compare_runs, load_all
     from sparsebp_cli.compare.choose import choose, local_candidates
     from sparsebp_cli.starter import find_shipped
 
     plans = make_plans([find_shipped(name).file for name in RECIPES], changes or [], None)
     if ids is not None:
         write_ids(ids, plans)
-    if code := execute_plans(plans, max_parallel=1):
+    if code := execute_plans(plans, max_parallel=1, is_brief=True):
         raise typer.Exit(code)
-    runs, _ = load_all(choose(local_candidates(None), [plan.run_id for plan in plans], None, ""))
-    comparison = compare_runs(runs, Question())
-    console().print(*table(comparison, View()), sep="\n", crop=False)
-    console().print(*describe_lesson(comparison, plans[1].run_id), sep="\n")
+    run_ids = [plan.run_id for plan in plans]
+    runs, _ = load_all(choose(local_candidates(None), run_ids, None, ""))
+    console().print(*describe_lesson(compare_runs(runs, Question()), run_ids), sep="\n")
 
 
-def describe_lesson(comparison: Comparison, run_id: str) -> list[str]:
-    """Return what was seen, in the words of the comparison's verdict; how to use it; and where to go on."""
-    from sparsebp_cli.compare.verdict import split_statements
+def describe_lesson(comparison: Comparison, ids: Sequence[str]) -> list[str]:
+    """Return what was seen, in words of the comparison's statements; how to use it; and where the rest stands. ``ids``
+    are those of the runs, the baseline's first."""
+    from sparsebp_cli.compare.report.board import find_time
+    from sparsebp_cli.compare.words import say
 
     group = comparison.groups[-1]
     executed, dense = group.cost.executed_flops, group.cost.dense_flops
     share = f", and its backward executed {executed / dense:.0%} of the multiplications" if executed and dense else ""
-    quality, *further = split_statements(group.verdict)
-    seen = "; ".join([quality, *further[:1]])  # the second statement is about time; the rest stands in the comparison
+    seen = "; ".join(say(found) for found in (group.find("quality"), find_time(group)) if found)
     return [
         f"Seen: {group.label} is {seen}{share}.",
         'Use: `policy: lossless` in a recipe, `sbp.attach(model, "lossless")` in your own loop.',
-        f"Next: `sparsebp init study` (your model and data), `sparsebp recipes`, `sparsebp show {run_id}`.",
+        f"Next: `sparsebp compare {' '.join(ids)}` (every number), `sparsebp show {ids[-1]}` (the run and its notes), "
+        "`sparsebp init study` (your model and data).",
     ]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from sparsebp_cli import durable
 from sparsebp_cli.cli.follow import follow_all
 from sparsebp_cli.cli.interrupt import Interrupts
 from sparsebp_cli.cli.option import Changes, Detach, Like, OptionalRecipes, Recipes, Seeds
@@ -108,11 +109,12 @@ def _find_recipes(recipes: Sequence[Path], like: str | None) -> list[Path]:
     return [find_one(like).plan_file] if like is not None else list(recipes)
 
 
-def execute_plans(plans: Sequence[Plan], max_parallel: int) -> int:
-    """Run plans to their end; return the exit code."""
+def execute_plans(plans: Sequence[Plan], max_parallel: int, *, is_brief: bool = False) -> int:
+    """Run plans to their end, without summaries if brief; return the exit code."""
     check_plans(plans)
     with Interrupts() as interrupts:
-        return follow_all(submit_all([_write_plan(plan) for plan in plans], max_parallel), interrupts)
+        jobs = submit_all([_write_plan(plan) for plan in plans], max_parallel)
+        return follow_all(jobs, interrupts, is_brief=is_brief)
 
 
 def _write_plan(plan: Plan) -> RunFolder:
@@ -124,7 +126,7 @@ def _write_plan(plan: Plan) -> RunFolder:
 def write_ids(file: Path, plans: Sequence[Plan]) -> None:
     """Write the ids of plans to a file, one a line."""
     try:
-        file.write_text("".join(f"{plan.run_id}\n" for plan in plans), encoding="utf-8")
+        durable.write_file(file, "".join(f"{plan.run_id}\n" for plan in plans))
     except OSError as error:
         raise UsageError(f"--ids: cannot write {file}: {error.strerror}") from None
 

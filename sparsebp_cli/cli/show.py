@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from sparsebp_cli.cli.census_table import census_table
 from sparsebp_cli.cli.compare import find_one_in
 from sparsebp_cli.cli.option import OneRun
 from sparsebp_cli.cli.proof import proof_table, read_rows
@@ -18,6 +20,8 @@ from sparsebp_cli.cli.stored_run import find_one
 from sparsebp_cli.cli.summary import summarise
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.run import History, RunFolder
+from sparsebp_cli.run.census import Census
+from sparsebp_cli.run.journal import list_samples
 from sparsebp_cli.run.label import Labels
 from sparsebp_cli.run.memory import PARTS, PHASES, MemoryCurve
 from sparsebp_cli.run.picture import PART_WORDS, save_curves
@@ -25,6 +29,9 @@ from sparsebp_cli.run.record_type import CurveValues
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+
+LONGEST = 160  # of a generated text in the table; JSON has more
 
 
 class ShowFormat(StrEnum):
@@ -95,6 +102,7 @@ def describe(folder: RunFolder, plan: dict[str, Any], history: History) -> dict[
         "metrics": metrics,
         "layers": history.layers,
         "memory": history.memory,
+        "samples": history.samples,
         "proofs": {step: read_rows(proof) for step, proof in history.proofs.items()},
         "notes": [{"attempt": attempt, "level": level, "text": text} for attempt, level, text in history.notes],
         "ends": history.ends,
@@ -113,7 +121,7 @@ def _draw_layers(folder: RunFolder, path: Path) -> Path:
 
 
 def _print(folder: RunFolder, plan: dict[str, Any], history: History) -> None:
-    console().print(summarise(folder))
+    console().print(summarise(folder, history))
     labels = Labels.load(folder.path)
     if labels.tags:
         print_line(f"tags: {', '.join(labels.tags)}")
@@ -123,16 +131,12 @@ def _print(folder: RunFolder, plan: dict[str, Any], history: History) -> None:
         if end["text"]:
             print_line(f"{end['status']}: {end['text']}")
     for _, level, text in history.notes:
-        console().print(f"{level}: {text}")
-    if history.proofs:
-        step = max(history.proofs)
+        console().print(text if level == "detail" else f"{level}: {text}")
+    facts: dict[str, Any] = dict(history.facts)
+    for table in _tables(history, facts.pop("census", None)):
         console().print()
-        console().print(proof_table(history.proofs[step], step))
-    if history.memory:
-        step = max(history.memory)
-        console().print()
-        console().print(memory_table(history.memory[step], step))
-    sections: dict[str, object] = {"facts": history.facts, "machine": (history.environments or [{}])[-1]}
+        console().print(table)
+    sections: dict[str, object] = {"facts": facts, "machine": (history.environments or [{}])[-1]}
     provenance = {key: value for key, value in plan["provenance"].items() if value and key != "git_diff"}
     if plan["provenance"].get("git_diff"):
         provenance["git_diff"] = "the text of changes is in plan.json"
@@ -140,6 +144,29 @@ def _print(folder: RunFolder, plan: dict[str, Any], history: History) -> None:
     for title, content in sections.items():
         if content:
             print_line("\n" + _to_yaml({title: content}))
+
+
+def _tables(history: History, census: Census | None) -> Iterator[Table]:
+    if history.proofs:
+        step = max(history.proofs)
+        yield proof_table(history.proofs[step], step)
+    if history.memory:
+        step = max(history.memory)
+        yield memory_table(history.memory[step], step)
+    if history.samples:
+        yield samples_table(history)
+    if census:
+        yield census_table(census)
+
+
+def samples_table(history: History) -> Table:
+    """Return the generated texts of the first, the middle and the last generation beside what the data have there."""
+    title = "generated: of the first validation prompts, at the first, middle and last generation"
+    table = make_table("step", "prompt", "reference", "generated", numbers=["step"], title=title)
+    for step, *texts in list_samples(history):
+        prompt, *answers = (" ".join(text.split()) for text in texts)
+        table.add_row(str(step), prompt[-LONGEST:], *(answer[:LONGEST] for answer in answers))
+    return table
 
 
 def _to_yaml(content: object) -> str:

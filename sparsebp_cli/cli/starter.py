@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from sparsebp_cli.cli.completion import complete_shipped
 from sparsebp_cli.cli.option import Format
 from sparsebp_cli.cli.screen import Output, console, make_table, print_json, print_line
 from sparsebp_cli.errors import RecipeError, UsageError
@@ -20,13 +21,6 @@ class RecipeAction(StrEnum):
     """Actions on the recipes that ship."""
 
     COPY = "copy"
-
-
-def complete_shipped(incomplete: str) -> list[tuple[str, str]]:
-    """Return the names of the recipes that ship and begin with the typed text, and what they show."""
-    from sparsebp_cli.starter import list_shipped
-
-    return [(recipe.name, recipe.summary) for recipe in list_shipped() if recipe.name.startswith(incomplete)]
 
 
 def recipes(
@@ -55,9 +49,9 @@ def recipes(
     table = make_table("name", "what it shows")
     table.columns[0].no_wrap = True  # names to copy
     for one in found:
-        table.add_row(one.name, one.summary)
+        table.add_row(one.short_name, one.summary)
     console().print(table)
-    print_line("copy one: sparsebp recipes copy NAME [TO]")
+    print_line("run one: sparsebp run NAME; copy one: sparsebp recipes copy NAME [TO]")
 
 
 def init(
@@ -110,7 +104,7 @@ def _check_recipes(files: dict[str, str]) -> None:
 
     recipes = {name: text for name, text in files.items() if name.endswith(".yaml") and name != "targets.yaml"}
     with tempfile.TemporaryDirectory(prefix="sparsebp-") as folder:
-        write_files(Path(folder), recipes)
+        write_files(Path(folder), {name: text for name, text in files.items() if "/" not in name})
         for name in recipes:
             try:
                 load_checked(Path(folder) / name, [])

@@ -12,6 +12,7 @@ from sparsebp_cli.run.label import Labels
 
 if TYPE_CHECKING:
     from sparsebp_cli.plan import Plan
+    from sparsebp_cli.study.store import StudyRecord
     from sparsebp_cli.target import Job, Target
 
 
@@ -26,19 +27,25 @@ def find_all(words: list[str]) -> list[RunFolder]:
     return list({run.run_id: run for word in words for run in _find_trials(word) or find_run(word)}.values())
 
 
-def _find_trials(word: str) -> list[RunFolder]:
-    """Return the runs of a study's trials that were begun; none if the word names no study, or the newest runs. Raise
-    UsageError for a word that is a tag as well."""
+def find_study(word: str) -> StudyRecord | None:
+    """Return the study that ``@STUDY`` names; None if the word names none, or the newest runs. Raise UsageError for a
+    word that is a tag as well."""
     name = word.removeprefix("@")
     if not word.startswith("@") or name == "last" or name.isdecimal() or name != Path(name).name:
-        return []
+        return None
     from sparsebp_cli.study.store import StudyRecord
 
     if (record := StudyRecord.load(name)) is None:
-        return []
+        return None
     if any(name in Labels.load(run.path).tags for run in list_runs()):
         raise UsageError(f"{word} is a study and a tag of runs: name the runs, or remove the tag")
-    runs = (RunFolder(home() / "runs" / trial.run_id) for trial in record.trials)
+    return record
+
+
+def _find_trials(word: str) -> list[RunFolder]:
+    """Return the runs of a study's trials that were begun; none if the word names no study."""
+    record = find_study(word)
+    runs = (RunFolder(home() / "runs" / trial.run_id) for trial in (record.trials if record else ()))
     return [run for run in runs if run.plan_file.is_file()]
 
 
@@ -48,6 +55,18 @@ def target_of(run: RunFolder) -> Target:
     from sparsebp_cli.target import make_target
 
     return make_target(Plan.load(run.plan_file).recipe.target)
+
+
+def ask_target(run: RunFolder) -> None:
+    """Ask the target of a run elsewhere for its worker, if the folder here does not tell how its last start ended; a
+    worker that is found makes the run unreachable, until a dispatcher follows it again. Raise UnreachableError if the
+    target does not answer."""
+    from sparsebp_cli.errors import RunNotFoundError
+
+    try:
+        target_of(run).recover(run)
+    except RunNotFoundError:
+        return  # nobody can say where it is; its folder is all that there is
 
 
 def submit_all(folders: Sequence[RunFolder], max_parallel: int = 1) -> list[Job]:
@@ -66,10 +85,13 @@ def submit_all(folders: Sequence[RunFolder], max_parallel: int = 1) -> list[Job]
 
 
 def check_plans(plans: Sequence[Plan]) -> None:
-    """Raise ``UsageError`` for a plan that its target cannot run, before anything is written or started."""
+    """Raise ``UsageError`` for a plan that its target cannot run, ``TrackingError`` for one whose store has an address
+    that cannot be used, before anything is written or started."""
     from sparsebp_cli.target import make_target
+    from sparsebp_cli.tracking import resolve_uri
 
     for plan in plans:
+        resolve_uri(plan.recipe.tracking.uri)
         make_target(plan.recipe.target).check_plan(plan)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from sparsebp_cli.cli.completion import complete_recipe
 from sparsebp_cli.cli.interrupt import Interrupts
 from sparsebp_cli.cli.screen import console, print_line
 from sparsebp_cli.cli.study_page import make_page, make_plan_table
-from sparsebp_cli.errors import DivergedError, RunFailedError
+from sparsebp_cli.errors import DivergedError, RunFailedError, UsageError
 
 if TYPE_CHECKING:
     from sparsebp_cli.study.course import Course
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 0.2
 NOT_FINISHED = 101
+FROM = "Train nothing: rebuild the choices from an archive of the study."
 STOPPING = "stopping: what runs ends with a checkpoint, and the same command goes on; Ctrl-C again ends it at once"
 KILLING = "ending it at once"
 
@@ -34,11 +36,17 @@ def study(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The study (YAML).", autocompletion=complete_recipe)],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be trained; start nothing.")] = False,
     again: Annotated[bool, typer.Option("--again", help="Train everything again, finished trials too.")] = False,
+    archive: Annotated[Path | None, typer.Option("--from", metavar="ARCHIVE", help=FROM)] = None,
 ) -> None:
     """Tune arms, train them with fresh seeds at the same budget, add controls. What is done is not trained again.
 
-    A study that was interrupted or killed goes on with the same command.
+    A study that was interrupted or killed goes on with the same command. With --from nothing is trained: the choices
+    are rebuilt from archived trials, and it ends with 1 if one differs.
     """
+    if archive is not None:
+        if dry_run or again:
+            raise UsageError("--from trains nothing: leave out --dry-run and --again")
+        raise typer.Exit(_rebuild(file, archive))
     session = _open(file, again=again, asks=not dry_run)
     if dry_run:
         console().print(make_plan_table(session.loaded, session.summarise(), session.places))
@@ -48,15 +56,37 @@ def study(
     raise typer.Exit(_report(session, interrupts))
 
 
+def _rebuild(file: Path, archive: Path) -> int:
+    """Print what a study's archived trials choose, and return the exit code."""
+    from sparsebp_cli.compare.archive import open_archive
+    from sparsebp_cli.study.loader import load_study
+    from sparsebp_cli.study.rebuild import rebuild
+
+    loaded = load_study(file)
+    if not archive.is_file():
+        raise UsageError(f"--from must be an archive of `sparsebp archive @{loaded.study.study}`, got {str(archive)!r}")
+    rebuilt = rebuild(loaded, open_archive(archive))
+    print_line(f"{loaded.study.study}: choices rebuilt from {rebuilt.num_trials} trials of {archive}")
+    for arm in rebuilt.arms:
+        print_line(arm.describe())
+    for line in rebuilt.edges:
+        print_line(f"note: {line}")
+    for fault in rebuilt.faults:
+        print_line(f"fault: {fault}")
+    return 0 if rebuilt.is_as_chosen else 1
+
+
 def _open(file: Path, *, again: bool, asks: bool) -> StudySession:
     from sparsebp_cli.cli.validate import check_sources
     from sparsebp_cli.study.loader import load_study
     from sparsebp_cli.study.place import find_places
     from sparsebp_cli.study.store import StudyRecord, TrialStore
     from sparsebp_cli.study.trial import TrialMaker
+    from sparsebp_cli.tracking import resolve_uri
 
     loaded = load_study(file)
     for arm in loaded.study.arms:
+        resolve_uri(loaded.firsts[arm].placed.recipe.tracking.uri)
         check_sources(loaded.firsts[arm].placed, loaded.folders)
     places = find_places(loaded)
     record = StudyRecord.load(loaded.study.study)
@@ -82,23 +112,26 @@ class StudySession:
         self.driver: Driver = Driver(self.places, self.store, find_provenance(self.loaded.file))
         self.course: Course
         self.controls: list[StudyTrial] = []
+        self.edges: list[str] = []  # choices at an edge of a grid that is extended no more
         self.plan()
 
     def plan(self) -> None:
         """Derive what is to be trained from the file and the store."""
         from sparsebp_cli.study.control import plan_controls
         from sparsebp_cli.study.course import plan_course
+        from sparsebp_cli.study.extension import plan_extended
 
-        self.course = plan_course(self.loaded, self.maker, self.store)
+        self.loaded, self.course, self.edges = plan_extended(self.loaded, self.maker, self.store)
         if self.loaded.study.search.is_sampled:
             from sparsebp_cli.study.search import Search
 
             search = Search(self.loaded, self.maker, sum(place.slots for place in self.places))
-            known = None
-            while known != self.loaded.variants:  # a client that was killed may have left results that nobody has told
+            while True:  # a client that was killed may have left results that nobody has told
                 known = self.loaded.variants
                 self.loaded = search.advance(self.course.tuned, asks=self.asks)
                 self.course = plan_course(self.loaded, self.maker, self.store)
+                if known == self.loaded.variants:
+                    break
         self.controls = plan_controls(self.loaded, self.course, self.maker, self.store)
         self.driver.add(self.trials)
 
@@ -176,13 +209,15 @@ def _report(session: StudySession, interrupts: Interrupts) -> int:
             print_line(f"error: {what} (run {entry.run.run_id}) {entry.status}{problem}", stderr=True)
     done = len(session.entries()) - len(left)
     unknown = sum(sum(of.values()) for of in session.course.missing_of(session.loaded).values())
-    name = session.loaded.study.study
+    name, file = session.loaded.study.study, shlex.quote(str(session.loaded.file))
+    for line in session.edges:
+        print_line(f"note: {line}")
     print_line(f"{name}: {done} of {len(session.entries()) + unknown} trials have finished")
     if interrupts.received:
-        print_line(f"next: sparsebp study {session.loaded.file}")
+        print_line(f"next: sparsebp study {file}")
         return interrupts.exit_code
     if left or unknown:
-        print_line(f"next: sparsebp study {session.loaded.file} tries again what failed, and goes on")
+        print_line(f"next: `sparsebp study {file}` tries again what failed, and goes on")
         statuses = {entry.status for entry in left}
         if statuses == {Status.DIVERGED}:
             return DivergedError.exit_code

@@ -111,6 +111,8 @@ def _show_time(lines: Sequence[ArmLine], slots: int) -> str:
 class Page(ABC):
     """Shows a study while it runs."""
 
+    slots: int
+
     def __init__(self, loaded: LoadedStudy, slots: int) -> None:
         self.loaded, self.slots = loaded, slots
 

@@ -16,8 +16,15 @@ from sparsebp_cli.run.policy_phase import Phases, read_phases, weigh_series
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-DURING = (metric.EVAL_LOSS, metric.EVAL_ACCURACY, metric.EVAL_MACRO_F1)
-AFTER = (metric.TEST_LOSS, metric.TEST_ACCURACY, metric.TEST_MACRO_F1)
+DURING = (
+    *(metric.EVAL_LOSS, metric.EVAL_ACCURACY, metric.EVAL_MACRO_F1, metric.EVAL_MCC, metric.EVAL_F1),
+    *(metric.EVAL_PEARSON, metric.EVAL_SPEARMAN),
+)
+AFTER = (
+    *(metric.TEST_LOSS, metric.TEST_ACCURACY, metric.TEST_MACRO_F1, metric.TEST_MCC, metric.TEST_F1),
+    *(metric.TEST_PEARSON, metric.TEST_SPEARMAN),
+)
+JUDGED = ("loss", "accuracy", "macro-F1", "MCC", "F1", "Pearson", "Spearman")
 PHASES = (
     (metric.FORWARD_SECONDS, "forward"),
     (metric.BACKWARD_SECONDS, "backward"),
@@ -46,14 +53,16 @@ STEP_MEMORY = (
 )
 
 
-def summarise(run: RunFolder, *, together: Sequence[RunFolder] = (), warning: str = "") -> RenderableType:
+def summarise(
+    run: RunFolder, history: History, *, together: Sequence[RunFolder] = (), warning: str = ""
+) -> RenderableType:
     """Return the summary for rich. ``warning`` is a problem apart from the run, such as metrics that were not sent.
     ``together`` are all runs of this command, given with its last one: they are in the next command."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
-    history, recipe = History.load(run.path), run.read_plan()["recipe"]
+    recipe = run.read_plan()["recipe"]
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
@@ -74,12 +83,13 @@ def summarise(run: RunFolder, *, together: Sequence[RunFolder] = (), warning: st
 
 def summary_rows(history: History, phases: Phases[dict[str, Any]]) -> Iterator[tuple[str, str]]:
     """Yield the known values of a run as label and text. What probes tell of each phase is averaged over the steps."""
-    for key, label in zip(DURING, ("eval loss", "eval accuracy", "eval macro-F1"), strict=True):
+    for key, label in zip(DURING, JUDGED, strict=True):
         if values := list(history.series(key.name).values()):
-            yield label, f"first {values[0]:.4f}, last {values[-1]:.4f}"
-    for key, label in zip(AFTER, ("test loss", "test accuracy", "test macro-F1"), strict=True):
+            yield f"eval {label}", f"first {values[0]:.4f}, last {values[-1]:.4f}"
+    for key, label in zip(AFTER, JUDGED, strict=True):
         if (value := history.last(key.name)) is not None:
-            yield label, f"{value:.4f} on the test split, after the last step"
+            yield f"test {label}", f"{value:.4f} on the test split, after the last step"
+    yield from _declared_rows(history)
     if text := _step_time(history):
         yield "step time", text
         yield "training", _training(history)
@@ -97,6 +107,18 @@ def summary_rows(history: History, phases: Phases[dict[str, Any]]) -> Iterator[t
         yield "trials", f"{show_count(sum(trials.values()), 'FLOP')} of trial passes, before step {when}"
     last = (("forms", read_use(history.facts)[0]), ("proof", _proof(history, phases)), ("fidelity", _fidelity(history)))
     yield from ((label, text) for label, text in last if text)
+
+
+def _declared_rows(history: History) -> Iterator[tuple[str, str]]:
+    """Yield the metrics that are the recipe's own, as those of generated texts are."""
+    for name in history.facts.get("metrics", {}):
+        values = list(history.series(name).values())
+        if not values:
+            continue
+        if name.startswith("test/"):
+            yield name.replace("/", " "), f"{values[-1]:.4f} on the test split, after the last step"
+        else:
+            yield name.replace("/", " "), f"first {values[0]:.4f}, last {values[-1]:.4f}"
 
 
 def _last(history: History, which: Metric, phases: Phases[dict[str, Any]]) -> float | None:
@@ -163,6 +185,8 @@ def _speed(history: History, phases: Phases[dict[str, Any]]) -> str:
     """Describe the median over the probes, which time dense and policy in turn: a single one may be disturbed."""
     from sparsebp_cli.plan.selection_gain import realised_share
 
+    if all(entry["name"] == "dense" for phase in phases for entry in phase.policies):
+        return ""  # dense against dense measures the machine
     speedup = weigh_series(history.series(metric.SPEEDUP.name), phases, median, is_speedup=True)
     ceilings = history.series(metric.CEILING.name)
     ceiling = weigh_series(ceilings, phases, lambda values: values[-1], is_speedup=True)
@@ -178,13 +202,15 @@ def _speed(history: History, phases: Phases[dict[str, Any]]) -> str:
 
 
 def _memory(history: History) -> str:
-    peaks = (history.last(metric.PEAK_ALLOCATED_BYTES.name), history.last(metric.PEAK_RESIDENT_BYTES.name))
-    peak = next((value for value in peaks if value is not None), None)
-    if peak is None:
-        return ""
-    whole = history.last(metric.STEP_PEAK_BYTES.name)
+    device, process, whole = (
+        history.last(which.name)
+        for which in (metric.PEAK_ALLOCATED_BYTES, metric.PEAK_RESIDENT_BYTES, metric.STEP_PEAK_BYTES)
+    )
     parts = [(word, history.last(key.name)) for key, word in (MEMORY if whole is None else STEP_MEMORY)]
     split = ", ".join(f"{word} {show_count(value, 'B')}" for word, value in parts if value is not None)
     if whole is not None:
         split = f"a step's tensors {show_count(whole, 'B')} at most ({split})"
-    return f"peak {show_count(peak, 'B')}" + (f": {split}" if split else "")
+    if device is not None:
+        return f"peak {show_count(device, 'B')}" + (f": {split}" if split else "")
+    rest = f"the process had {show_count(process, 'B')} with its libraries" if process is not None else ""
+    return "; ".join(filter(None, (split, rest)))

@@ -131,6 +131,7 @@ def draw_spark(values: Sequence[float]) -> str:
         return ""
     parts = min(SPARK_WIDTH, len(finite))
     edges = [len(finite) * part // parts for part in range(parts + 1)]
-    means = [sum(finite[a:b]) / (b - a) for a, b in pairwise(edges)]
+    # Halves, because the difference of the largest numbers is infinite.
+    means = [sum(value / (2 * (b - a)) for value in finite[a:b]) for a, b in pairwise(edges)]
     low, span = min(means), max(means) - min(means)
     return "".join(BARS[round((mean - low) / span * (len(BARS) - 1)) if span else 0] for mean in means)

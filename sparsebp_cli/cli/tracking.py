@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from sparsebp_cli import interpreter
 from sparsebp_cli.cli.completion import complete_run
 from sparsebp_cli.cli.option import RUN_HELP
 from sparsebp_cli.cli.screen import print_line
@@ -40,7 +41,8 @@ def ui(
     command = ui_command(store, chosen)
     page = runs_page(f"http://127.0.0.1:{chosen}", store)
     # Not in the user's working folder, from which the server could import modules.
-    process = subprocess.Popen(command, cwd=home() if home().is_dir() else "/", env=os.environ | ui_environment())
+    folder = home() if home().is_dir() else "/"
+    process = subprocess.Popen(command, cwd=folder, env=interpreter.environment(ui_environment()))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the server ends with this process
     try:
         while process.poll() is None and not is_listening(process.pid, chosen):
@@ -64,19 +66,26 @@ def ui(
 def sync(
     runs: Annotated[list[str] | None, typer.Argument(metavar="RUN", help=RUN_HELP, autocompletion=complete_run)] = None,
     everything: Annotated[bool, typer.Option("--all", help="Every run of this machine.")] = False,
+    uri: Annotated[
+        str | None, typer.Option(help="Another server or database than that of each run's recipe or this environment.")
+    ] = None,
 ) -> None:
-    """Send runs to MLflow: what was not sent while it was away. Twice changes nothing."""
+    """Send unsent records of runs to MLflow; safe to repeat."""
     if bool(runs) == everything:
         raise UsageError("sync needs runs, or --all for every run")
+    from sparsebp_cli.recipe.store_address import find_problem
     from sparsebp_cli.tracking import sync as send
 
+    if uri is not None and (problem := find_problem(uri)):
+        raise UsageError(f"--uri {problem}")
     problems = 0
     for folder in list_runs()[::-1] if everything else find_all(runs or []):
-        result = send(folder)
+        result = send(folder, uri)
         if result.complete:
             print_line(f"{folder.run_id} {folder.brief()[0]}: {result.points_sent} points sent to {result.uri}")
         else:
             problems += 1
-            print_line(f"warning: {folder.run_id}: {result.problem}", stderr=True)
+            where = f"; {result.elsewhere(folder.run_id)}" if result.is_refused else ""
+            print_line(f"warning: {folder.run_id}: {result.problem}{where}", stderr=True)
     if problems:
         raise typer.Exit(TrackingError.exit_code)

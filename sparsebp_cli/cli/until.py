@@ -32,7 +32,6 @@ def run_until(
     ``UsageError`` for too few seeds, no recipe besides the baseline, or a metric without a better direction.
     """
     from sparsebp_cli.compare import parse_margin
-    from sparsebp_cli.compare.question import better
     from sparsebp_cli.compare.sequential import Looks, Trial
     from sparsebp_cli.recipe import parse_seeds
 
@@ -42,13 +41,12 @@ def run_until(
         time.monotonic(),
     )
     metric = metric or "eval/loss"
-    if not better(metric):
-        raise UsageError(f"--until-ci: whether more of {metric} is better is not known")
     first = make_plans(str(pool[0]))
+    way = _find_way(metric, first)
     baseline, *groups = _baseline_first(first)
     if not groups:
         raise UsageError("--until-ci compares: give a recipe for the baseline and at least one more")
-    trial = Trial(groups, len(pool), margin, worse_is_up=better(metric) == "lower")
+    trial = Trial(groups, len(pool), margin, worse_is_up=way == "lower")
     made: tuple[int, ...] = ()
     chosen: list[RunFolder] = []
     for count in trial.looks:
@@ -71,6 +69,18 @@ def run_until(
     _send_looks(chosen)
     _print_answers(trial, {plan.group: plan.recipe.name for plan in first}, metric)
     return 0
+
+
+def _find_way(metric: str, plans: Sequence[Plan]) -> str:
+    """Return the better direction of a metric, which a recipe may declare; raise UsageError where nobody does."""
+    from sparsebp_cli.compare.question import better
+    from sparsebp_cli.recipe.evaluation import declare_generated
+
+    declared = {way.better for plan in plans if (way := declare_generated(plan.recipe).get(metric)) is not None}
+    found = declared.pop() if len(declared) == 1 else better(metric)
+    if not found:
+        raise UsageError(f"--until-ci: whether more of {metric} is better is not known")
+    return found
 
 
 def _baseline_first(plans: Sequence[Plan]) -> list[str]:

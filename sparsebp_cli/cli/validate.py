@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from sparsebp_cli.cli.option import Changes, Recipes, Seeds
 from sparsebp_cli.cli.screen import print_json, print_line
-from sparsebp_cli.errors import RunFailedError, SparseBPError, UsageError
+from sparsebp_cli.cli.worker_answer import ask_worker
+from sparsebp_cli.errors import SparseBPError, UsageError
 from sparsebp_cli.recipe.description import describe_policies
 from sparsebp_cli.run import RunFolder
 
@@ -41,8 +38,8 @@ def validate(recipes: Recipes, changes: Changes = None, seeds: Seeds = None, pro
     num_runs, wrong = len(parse_seeds(seeds)) if seeds is not None else 1, 0
     for file in recipes:
         try:
-            recipe, _, unknown = load_checked(file, changes or [])
-            lines = preview(make_plan(recipe, file)) if probe else []
+            recipe, origin, unknown = load_checked(file, changes or [])
+            lines = [*warn_of_data(recipe, origin, unknown), *(preview(make_plan(recipe, file)) if probe else [])]
         except SparseBPError as error:
             print_line(f"error: {error}", stderr=True)
             wrong += 1
@@ -60,24 +57,25 @@ def validate(recipes: Recipes, changes: Changes = None, seeds: Seeds = None, pro
         raise typer.Exit(UsageError.exit_code)
 
 
-COMMAND = [sys.executable, "-m", "sparsebp_cli.worker.preview"]
-
-
 def preview(plan: Plan) -> list[str]:
     """Return one or two lines: a step's cost against dense, and the largest possible gain of choosing. Nothing is
-    trained. The plan is rehearsed on this machine in one process, whatever its target. Raises ``UsageError`` if model
-    or data cannot be loaded as the recipe says, ``RunFailedError`` if the process failed."""
-    with tempfile.TemporaryDirectory(prefix="sparsebp-") as folder:
-        command = [*COMMAND, str(plan.save(Path(folder)))]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    try:
-        answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    except (IndexError, ValueError):
-        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        raise RunFailedError(f"the process that rehearses a step ended with {done.returncode}: {last}") from None
-    if "error" in answer:
-        raise UsageError(answer["error"]) if answer["code"] == UsageError.exit_code else RunFailedError(answer["error"])
-    return [str(line) for line in answer["lines"]]
+    trained. Raises ``UsageError`` if model or data cannot be loaded as the recipe says, ``RunFailedError`` if the
+    process failed."""
+    return [str(line) for line in ask_worker("preview", plan, "rehearses a step")["lines"]]
+
+
+def warn_of_data(recipe: Recipe, origin: Path, unknown: Sequence[str]) -> list[str]:
+    """Return a line on each thing that is wrong with what the data become, by tokenising them; nothing where they are
+    not on this machine, or no text can be too long. Raises ``UsageError`` if no example would be left."""
+    from sparsebp_cli.plan import make_plan
+    from sparsebp_cli.source import may_lose_rows
+
+    if any(text.startswith(("model", "dataset")) for text in unknown):
+        return []
+    if not may_lose_rows(recipe.dataset, [origin.resolve().parent, Path.cwd()]):
+        return []
+    answer = ask_worker("data_preview", make_plan(recipe, origin), "reads the data")
+    return [f"{level}: {text}" for level, text in answer["warnings"] if level == "warning"]
 
 
 PLAN = "plan.json"

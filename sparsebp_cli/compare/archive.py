@@ -3,6 +3,7 @@
     runs/ID/plan.json      with the password of a tracking store hidden
     runs/ID/journal.jsonl  all results
     runs/ID/...            labels.json, trial.json, cancelled, where the run has them
+    studies/NAME.json      the trials of a study that is archived as a whole, and the digests of their journals
     environment.json       packages and hardware of each attempt, by run
     report.html            the comparison of these runs
 
@@ -25,8 +26,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import IO
 
+from sparsebp_cli import durable
 from sparsebp_cli.errors import SparseBPError, UsageError
 from sparsebp_cli.run import RunFolder
+from sparsebp_cli.run.budget import LARGEST_PLAN, LARGEST_SMALL, BudgetError, open_regular, open_tar, read_members
 from sparsebp_cli.run.journal import FILE as JOURNAL
 from sparsebp_cli.run.label import FILE as LABELS
 from sparsebp_cli.run.visible import mask
@@ -37,6 +40,7 @@ FILES = (PLAN, JOURNAL, LABELS, "trial.json", "cancelled")
 RUN_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 LARGEST_BYTES = 2 * 2**30  # unpacked; a small file could unpack to any size
 CHUNK = 1 << 20
+PREFIX = "sparsebp-archive-"
 
 Member = tuple[str, bytes]  # name in the archive, content
 
@@ -53,7 +57,8 @@ def list_members(run: RunFolder) -> Iterator[Member]:
     """Yield the files of a run that is over, as an archive has them."""
     for name in FILES:
         try:
-            content = (run.path / name).read_bytes()
+            with open_regular(run.path / name) as file:
+                content = file.read()
         except FileNotFoundError:
             continue
         yield f"runs/{run.run_id}/{name}", _hide_password(content) if name == PLAN else content
@@ -63,48 +68,62 @@ def write_archive(path: Path, members: Iterable[Member]) -> None:
     """Write an archive: as a whole, or not at all if the disk is full or this process dies. Equal members make equal
     bytes. Raises ``SparseBPError`` if it cannot be written."""
     check_archive_path(path)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        with part.open("wb") as file:
-            with (
-                gzip.GzipFile(filename="", mode="wb", fileobj=file, mtime=0) as packed,
-                tarfile.open(fileobj=packed, mode="w|", format=tarfile.PAX_FORMAT) as archive,
-            ):
-                for name, content in members:
-                    member = tarfile.TarInfo(name)
-                    member.size, member.mode = len(content), 0o644
-                    archive.addfile(member, io.BytesIO(content))
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
+        with (
+            durable.replacing(path) as file,
+            gzip.GzipFile(filename="", mode="wb", fileobj=file, mtime=0) as packed,
+            tarfile.open(fileobj=packed, mode="w|", format=tarfile.PAX_FORMAT) as archive,
+        ):
+            for name, content in members:
+                member = tarfile.TarInfo(name)
+                member.size, member.mode = len(content), 0o644
+                archive.addfile(member, io.BytesIO(content))
     except OSError as error:
         raise SparseBPError(f"{path} was not written: {error.strerror or error}") from None
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def open_archive(path: Path) -> Path:
     """Unpack the runs of an archive into a folder that exists as long as this process, and return the folder. Raises
     ``UsageError`` for another file, a damaged archive, and one that unpacks to more than 2 GiB."""
-    folder = Path(tempfile.mkdtemp(prefix="sparsebp-archive-"))
+    _remove_left()
+    folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     try:
         with path.open("rb") as file, _Limited(fileobj=file, mode="rb") as packed:
-            with tarfile.open(fileobj=packed, mode="r|") as archive:
-                for member in archive:
+            with open_tar(packed) as archive:
+                for member in read_members(archive):
                     if _is_expected(member) and (content := archive.extractfile(member)):
+                        _check_size(member)
                         _unpack(content, folder / member.name)
             while packed.read(CHUNK):  # to the end, where the checksum is
                 pass
-    except (tarfile.TarError, EOFError, ValueError, gzip.BadGzipFile, zlib.error) as error:
+    except BudgetError as error:
+        raise UsageError(f"{path} is not an archive of `sparsebp archive`: {error}") from None
+    except (tarfile.TarError, EOFError, ValueError, gzip.BadGzipFile, zlib.error, RecursionError) as error:
         raise UsageError(f"{path} is not an archive of `sparsebp archive`, or it is damaged: {error}") from None
     return folder
 
 
 def _is_expected(member: tarfile.TarInfo) -> bool:
     parts: Sequence[str] = PurePosixPath(member.name).parts
-    is_file = member.isreg() and not member.issparse()
-    return is_file and len(parts) == 3 and parts[0] == "runs" and bool(RUN_ID.fullmatch(parts[1])) and parts[2] in FILES
+    if not member.isreg() or member.issparse() or len(parts) < 2 or not RUN_ID.fullmatch(parts[1]):
+        return False
+    return (parts[0], *parts[2:]) in {("studies",), *(("runs", name) for name in FILES)}
+
+
+def _check_size(member: tarfile.TarInfo) -> None:
+    name = PurePosixPath(member.name).name
+    largest = {JOURNAL: LARGEST_BYTES, PLAN: LARGEST_PLAN}.get(name, LARGEST_SMALL)
+    if member.size > largest:
+        raise BudgetError(f"{name} may have {largest} bytes, this one has {member.size}")
+
+
+def _remove_left() -> None:
+    """Remove what processes that were killed had unpacked."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*-*"):
+        owner = folder.name.removeprefix(PREFIX).partition("-")[0]
+        if owner.isdecimal() and folder.lstat().st_uid == os.getuid() and not Path("/proc", owner).exists():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _unpack(content: IO[bytes], place: Path) -> None:

@@ -19,7 +19,7 @@ from sparsebp_cli.compare.load import load_folder
 from sparsebp_cli.compare.loaded import POLICY_KEYS, LoadedRun, flatten
 from sparsebp_cli.errors import RunNotFoundError, UsageError, did_you_mean
 from sparsebp_cli.run import RunFolder, home
-from sparsebp_cli.run.folder import SHORTEST_PREFIX
+from sparsebp_cli.run.folder import SHORTEST_PREFIX, list_folders
 from sparsebp_cli.run.label import Labels
 from sparsebp_cli.run.metric import METRICS
 
@@ -105,8 +105,8 @@ def local_candidates(folder: Path | None = None) -> list[RunCandidate]:
     or is one, or is another machine's ``$SPARSEBP_HOME``. Runs with damaged plans come last, with their ids alone."""
     root = home() if folder is None else folder
     root = root / "runs" if (root / "runs").is_dir() else root
-    plans = [root / "plan.json"] if (root / "plan.json").is_file() else root.glob("*/plan.json")
-    found = [_describe(RunFolder(plan.parent.absolute())) for plan in plans]
+    folders = [root] if (root / "plan.json").is_file() else list_folders(root)
+    found = [_describe(RunFolder(path.absolute())) for path in folders]
     return sorted(found, key=lambda candidate: (candidate.created, candidate.run_id), reverse=True)
 
 
@@ -159,9 +159,11 @@ def describe_left_out(candidates: Sequence[RunCandidate], chosen: Sequence[RunCa
 
 
 def _without_seed(candidate: RunCandidate) -> tuple[tuple[str, str], ...]:
-    """The part of a recipe that makes its group."""
+    """The part of a recipe that makes its group, and its experiment: the same parameters in another one are another
+    question."""
     flat = candidate.flat.items()
-    return tuple(sorted((key, str(value)) for key, value in flat if not key.startswith(OUTSIDE) and key != "name"))
+    kept = sorted((key, str(value)) for key, value in flat if not key.startswith(OUTSIDE) and key != "name")
+    return (*kept, *(("experiment", str(name)) for name in candidate.find("experiment")))
 
 
 def find_outcomes(where: str) -> list[str]:

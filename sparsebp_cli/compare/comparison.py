@@ -12,6 +12,7 @@ from typing import Literal
 from sparsebp_cli.compare.family import Family
 from sparsebp_cli.compare.loaded import Point
 from sparsebp_cli.compare.measured import Cost, Layers, Quality, Speed, StepMemory
+from sparsebp_cli.compare.statement import Statement, Subject, find_statement
 from sparsebp_cli.compare.statistics import Difference
 
 
@@ -24,7 +25,24 @@ class Change:
     value: object
 
 
-Kind = Literal["dense", "random", "fewer_steps", "smaller_batch", "fewer_examples", "own_learning_rate"]
+Kind = Literal["dense", "random", "fewer_steps", "smaller_batch", "fewer_examples", "by_length", "own_learning_rate"]
+
+
+@dataclass(frozen=True)
+class ControlRuns:
+    """The runs that a missing control consists of.
+
+    Args:
+        like: Id of the run whose recipe they have.
+        name: Their name.
+        changes: Of that recipe, as ``--set`` takes them.
+        seeds: Their seeds; empty: the recipe's own.
+    """
+
+    like: str
+    name: str
+    changes: tuple[str, ...]
+    seeds: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -33,13 +51,14 @@ class Control:
 
     Args:
         kind: ``dense`` (as many steps without the policy), ``random`` (drawn at random at the same budget), or dense
-            at the cost of the policy: with ``fewer_steps``, a ``smaller_batch``, ``fewer_examples`` as often, or its
-            ``own_learning_rate``.
+            at the cost of the policy: with ``fewer_steps``, a ``smaller_batch``, ``fewer_examples`` as often, batches
+            ``by_length``, or its ``own_learning_rate``.
         group: Hash of the group that needs it.
         label: Of that group.
         found: Label of the group that is this control; empty when it is missing.
         difference: The policy's quality minus the control's; None when it is missing.
-        command: Command that makes it; empty when it exists.
+        runs: The runs that make it; None when it exists, or cannot be made here.
+        command: Their command line, to be read by people; empty without.
         cost: Cost of a control at equal cost, as a multiple of the policy's, at least 1; None for the others.
         is_best: Whether it is the best of those of equal cost, on the seeds that it shares with the policy.
     """
@@ -49,6 +68,7 @@ class Control:
     label: str
     found: str = ""
     difference: Difference | None = None
+    runs: ControlRuns | None = None
     command: str = ""
     cost: float | None = None
     is_best: bool = False
@@ -73,7 +93,8 @@ class Group:
         cost: See :class:`Cost`.
         layers: See :class:`Layers`.
         memory: Of the last watched step of the newest run; None without one, or where only a store has the runs.
-        verdict: In words, never stronger than the numbers.
+        statements: What is stated of it, the one on quality first. Every output reads these.
+        verdict: The same in words, for people.
     """
 
     group: str
@@ -90,7 +111,37 @@ class Group:
     cost: Cost
     layers: Layers
     memory: StepMemory | None
+    statements: tuple[Statement, ...]
     verdict: str
+
+    def find(self, subject: Subject) -> Statement | None:
+        """Return the first statement on a subject; None where there is none."""
+        return find_statement(self.statements, subject)
+
+
+@dataclass(frozen=True)
+class Exclusion:
+    """Why a run is in no number: ``half sent`` to its store, ``unfinished``, ``diverged``, or ``repeats`` a seed."""
+
+    kind: Literal["half sent", "unfinished", "diverged", "repeats"]
+    text: str  # in one line
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A generated text.
+
+    Args:
+        step: Optimizer steps done before.
+        prompt: What the model was given, its end.
+        reference: What the data have there, its beginning.
+        prediction: What the model wrote, its beginning.
+    """
+
+    step: int
+    prompt: str
+    reference: str
+    prediction: str
 
 
 @dataclass(frozen=True)
@@ -104,7 +155,8 @@ class RunLine:
         seed: Its seed; None when unknown.
         state: Its state.
         counts: Whether it is in the group's numbers.
-        reason: Why not, in one line; empty when it counts.
+        excluded: What kept it out: ``half sent``, ``unfinished``, ``diverged``, ``repeats``; empty when it counts.
+        reason: The same in one line.
         steps: Optimizer steps done.
         attempts: 1 and the number of times it was resumed.
         created: Seconds since 1970.
@@ -114,8 +166,9 @@ class RunLine:
         dirty: Whether the code had uncommitted changes.
         environment: Of its last attempt: packages, hardware.
         quality: The metric after the reducer; None when there is none or it is not finite.
-        step_seconds: Median step after warm-up.
+        step_seconds: Median step after warm-up; None where it is withheld.
         curves: Metric to [step, tokens, seconds of training, value], thinned to at most 400 points.
+        samples: Texts that it generated from validation prompts, at its first, middle and last generation.
     """
 
     run_id: str
@@ -124,6 +177,7 @@ class RunLine:
     seed: int | None
     state: str
     counts: bool
+    excluded: Literal["half sent", "unfinished", "diverged", "repeats", ""]
     reason: str
     steps: int
     attempts: int
@@ -136,6 +190,7 @@ class RunLine:
     quality: float | None
     step_seconds: float | None
     curves: dict[str, tuple[Point, ...]]
+    samples: tuple[Sample, ...]
 
 
 COMPILATION = "torch.compile"  # the confound that a run was compiled
@@ -161,6 +216,7 @@ class Comparison:
     Args:
         schema: Version of this structure.
         metric: Name of the quality metric.
+        course: The metric that is evaluated during training: the same, or for one of the test split the validation's.
         unit: Its unit.
         better: ``lower``, ``higher``, or empty when neither.
         reducer: How a run's evaluations become one number, in words.
@@ -175,8 +231,9 @@ class Comparison:
         warnings: One line each.
     """
 
-    schema: Literal[3]
+    schema: Literal[4]
     metric: str
+    course: str
     unit: str
     better: Literal["lower", "higher", ""]
     reducer: str
@@ -198,6 +255,11 @@ class Comparison:
         with_seeds = [set(group.seeds) for group in self.groups if base & set(group.seeds)]
         shared = base.intersection(*with_seeds)
         return () if all(seeds == shared for seeds in with_seeds) else tuple(sorted(shared))
+
+    def is_gain(self, group: Group, subject: Subject) -> bool:
+        """Whether a statement shows a gain of a group over the baseline: such numbers are bold wherever they stand."""
+        statement = group.find(subject)
+        return statement is not None and statement.is_gain(self.better if subject == "quality" else "lower")
 
     def comparable_runs(self, group: Group) -> list[RunLine]:
         """Return a group's counting runs with shared seeds; all if none has any, or if all groups have the same."""

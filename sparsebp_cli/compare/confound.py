@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from sparsebp_cli.compare.comparison import COMPILATION, Change, Confound, Group
+from sparsebp_cli.compare.grid import tidy
 from sparsebp_cli.compare.grouping import Grouping
 from sparsebp_cli.compare.load import ran_together
 from sparsebp_cli.compare.loaded import POLICY_KEYS, LoadedRun, flatten
@@ -14,6 +15,7 @@ from sparsebp_cli.recipe.description import describe_policies
 from sparsebp_cli.recipe.loader import rename_keys
 from sparsebp_cli.run import metric
 from sparsebp_cli.run.break_even import read_use
+from sparsebp_cli.run.census import summarise_census
 
 MOST_NOTES = 5
 FORMS = "forms of products"  # that were timed: which are used
@@ -22,6 +24,11 @@ TOLERANCE = 1.05  # executed over claimed FLOPs: counts are exact, claims omit s
 
 def _fact(name: str) -> Callable[[LoadedRun], object]:
     return lambda run: run.history.facts.get(name)
+
+
+def _census(run: LoadedRun) -> str | None:
+    census: Any = run.history.facts.get("census")
+    return summarise_census(census) if census else None
 
 
 def _machine(name: str) -> Callable[[LoadedRun], object]:
@@ -61,6 +68,7 @@ SOURCES: dict[str, Callable[[LoadedRun], object]] = {
     COMPILATION: _is_compiled,
     "tokens a step": _fact("tokens_per_step"),
     "dataset digest": _fact("dataset_digest"),
+    "data census": _census,
     "training examples": _fact("train_examples"),
     "evaluation examples": _fact("eval_examples"),
     FORMS: lambda run: "; ".join(read_use(run.history.facts)[1]) or None,
@@ -103,6 +111,8 @@ def find_hardware(runs: Sequence[LoadedRun], others: Sequence[LoadedRun]) -> tup
 
 
 SOFTWARE = ("torch", "transformers")
+DATA_WORDS = ("data", "split", "corpus")  # in the name of another program's parameter
+NOT_DATA = ("dataloader", "database", "metadata", "seed")
 
 
 def find_sources(runs: Sequence[LoadedRun], others: Sequence[LoadedRun]) -> tuple[str, ...]:
@@ -112,6 +122,7 @@ def find_sources(runs: Sequence[LoadedRun], others: Sequence[LoadedRun]) -> tupl
     digests = [_values("dataset digest", some) for some in (runs, others)]
     if all(digests) and digests[0] != digests[1]:
         found.append("the data are others than the baseline's, which can explain all of that")
+    found += [f"{text}, which can explain all of that" for text in _other_data(runs, others)]
     for name in SOFTWARE:
         here, there = (_values(name, some) for some in (runs, others))
         if here and there and here != there:
@@ -120,6 +131,34 @@ def find_sources(runs: Sequence[LoadedRun], others: Sequence[LoadedRun]) -> tupl
     if dirty := sum(run.dirty for run in both):
         found.append(f"{dirty} of {len(both)} runs had uncommitted changes in the checkout, so their code may differ")
     return tuple(found)
+
+
+def _other_data(runs: Sequence[LoadedRun], others: Sequence[LoadedRun]) -> Iterator[str]:
+    """Name the parameters of other programs' runs that speak of data and differ: nothing else tells of their data."""
+    both = [*runs, *others]
+    if not runs or not others or any(run.is_ours for run in both):
+        return
+    for key in dict.fromkeys(key for run in both for key in run.flat):
+        name = key.lower()
+        if any(word in name for word in DATA_WORDS) and not any(word in name for word in NOT_DATA):
+            here, there = ({str(run.flat.get(key)) for run in some} for some in (runs, others))
+            if here != there:
+                shown = " against ".join(", ".join(sorted(values)) for values in (here, there))
+                yield f"{tidy(key)} differs ({tidy(shown)}): perhaps other data than the baseline's"
+
+
+def ask_about_scale(metric: str, value: float | None, there: float | None) -> str:
+    """Ask about a share beside a percentage of the same name, such as 0.8 and 80; empty where there is no doubt. Losses
+    may differ by so much, shares and percentages of one quantity seldom do."""
+    if value is None or there is None or any(word in metric.lower() for word in ("loss", "perplexity", "ppl")):
+        return ""
+    small, large = sorted((abs(value), abs(there)))
+    if not (0.0 < small <= 1.0 < large <= 100.0 and PERCENT[0] <= large / small <= PERCENT[1]):
+        return ""
+    return f"{metric} is {value:.3g} here and {there:.3g} in the baseline: is one of them in percent?"
+
+
+PERCENT = (50.0, 200.0)  # how far a percentage may be from 100 times a share of a like result
 
 
 def _values(name: str, runs: Sequence[LoadedRun]) -> set[str]:
@@ -183,7 +222,7 @@ def _notes(runs: Sequence[LoadedRun], groups: Sequence[Group]) -> list[str]:
     groups_by_text: dict[str, dict[str, None]] = {}
     for run in runs:
         for _, level, text in run.history.notes:
-            if level != "info":
+            if level not in {"info", "detail"}:
                 groups_by_text.setdefault(text, {})[labels[run.group]] = None
     lines = [f"{', '.join(where)}: {text}" for text, where in groups_by_text.items()]
     more = len(lines) - MOST_NOTES

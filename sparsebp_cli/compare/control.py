@@ -2,7 +2,7 @@
 
 Published gains have vanished against each of them. Dense can spend a cost in several ways: on fewer steps, on smaller
 batches, on fewer examples as often, and with its own learning rate. The best of the existing ones counts. A missing
-control is reported with the command that makes it.
+control is reported with the runs that make it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from functools import cache, partial
 
 from pydantic import ValidationError
 
-from sparsebp_cli.compare.comparison import Control, Kind
-from sparsebp_cli.compare.cost import SAVES, StepCost, count_examples, find_step_cost, is_near, whole
+from sparsebp_cli.compare.comparison import Control, ControlRuns, Kind
+from sparsebp_cli.compare.cost import SAVES, StepCost, count_examples, find_price, find_step_cost, is_near, whole
 from sparsebp_cli.compare.example import have_other_examples
 from sparsebp_cli.compare.grid import tidy
 from sparsebp_cli.compare.loaded import POLICY_KEYS, LoadedRun
@@ -36,51 +36,29 @@ OWN = (
     "dataset.max_train_examples",
     "training.max_steps",
     "training.warmup_steps",
+    "training.warmup_ratio",
     "training.learning_rate",
     "training.lr_scheduler_type",
     "training.per_device_train_batch_size",
     "training.gradient_accumulation_steps",
     "training.max_grad_norm",
+    "training.weight_decay",
     "training.optim_args.",
+    "training.max_flops",
+    *(CHANGES_BATCH := ("training.group_by",)),
 )
-EQUAL_COST: tuple[Kind, ...] = ("fewer_steps", "smaller_batch", "fewer_examples", "own_learning_rate")
+EQUAL_COST: tuple[Kind, ...] = ("fewer_steps", "smaller_batch", "fewer_examples", "by_length", "own_learning_rate")
 WORDS: dict[Kind, str] = {
     "dense": "dense, as many steps",
     "random": "random at the same budget",
     "fewer_steps": "dense with fewer steps",
     "smaller_batch": "dense with a smaller batch",
     "fewer_examples": "dense with fewer examples",
+    "by_length": "dense with batches of similar length",
     "own_learning_rate": "dense with a learning rate of its own",
 }
 
 Entry = dict[str, object]
-
-
-@dataclass(frozen=True)
-class ControlRuns:
-    """The runs that a missing control consists of, and the command that makes them."""
-
-    like: str  # id of the run whose recipe they have
-    name: str
-    changes: tuple[str, ...]  # of that recipe, as --set takes them
-    seeds: tuple[int, ...]  # empty: the recipe's own
-
-    @property
-    def command(self) -> str:
-        """The command line that makes them."""
-        given = " ".join(f"--set {shlex.quote(change)}" for change in self.changes)
-        seeds = f" --seeds {','.join(map(str, self.seeds))}" if self.seeds else ""
-        return f"sparsebp run --like {shlex.quote(self.like)} --name {shlex.quote(self.name)} {given}{seeds}"
-
-    @classmethod
-    def parse(cls, command: str) -> ControlRuns:
-        """Read what :attr:`command` wrote."""
-        words = shlex.split(command)[2:]
-        given = list(zip(words[::2], words[1::2], strict=True))
-        single = dict(given)
-        changes = tuple(value for option, value in given if option == "--set")
-        seeds = tuple(int(seed) for seed in single.get("--seeds", "").split(",") if seed)
-        return cls(single["--like"], single["--name"], changes, seeds)
 
 
 @dataclass(frozen=True)
@@ -97,12 +75,26 @@ class ControlSearch:
     sign: float  # 1.0 where a lower quality is better, -1.0 where a higher one is, 0.0 where unknown
 
     def control(
-        self, kind: Kind, group: str, found: str, command: Callable[[], str], cost: float | None = None
+        self,
+        kind: Kind,
+        group: str,
+        found: str,
+        make: Callable[[], ControlRuns | None],
+        cost: float | None = None,
     ) -> Control:
-        """Make the entry of a control that was found, or of a missing one with the command that makes it."""
+        """Make the entry of a control that was found, or of a missing one with the runs that make it."""
+        label = self.labels[group]
         if found:
-            return Control(kind, group, self.labels[group], self.labels[found], self.compare(group, found), "", cost)
-        return Control(kind, group, self.labels[group], command=command())
+            return Control(kind, group, label, self.labels[found], self.compare(group, found), cost=cost)
+        runs = make()
+        return Control(kind, group, label, runs=runs, command="" if runs is None else write_command(runs))
+
+
+def write_command(runs: ControlRuns) -> str:
+    """Return the command line that makes the runs of a control, for people to copy."""
+    given = " ".join(f"--set {shlex.quote(change)}" for change in runs.changes)
+    seeds = f" --seeds {','.join(map(str, runs.seeds))}" if runs.seeds else ""
+    return f"sparsebp run --like {shlex.quote(runs.like)} --name {shlex.quote(runs.name)} {given}{seeds}"
 
 
 def find_controls(search: ControlSearch) -> tuple[Control, ...]:
@@ -125,7 +117,7 @@ def _find(group: str, search: ControlSearch) -> list[Control]:
         random = next((g for g, some in others.items() if _is_random_at_budget(some[-1], newest, drawn)), "")
         controls.append(search.control("random", group, random, lambda: _run_random(runs, drawn)))
     cost = find_step_cost(search.counted[group])
-    if cost is None or cost.dense_steps > SAVES:
+    if cost is None or _in_dense_steps(cost) > SAVES:
         return controls
     return controls + _find_equal(group, search, cost, dense, search.members[plain][-1] if plain else None)
 
@@ -144,7 +136,7 @@ def _find_equal(
     for kind in EQUAL_COST:
         if kind in found:
             other, relative = _choose(kind, group, found[kind], search)
-            controls.append(search.control(kind, group, other, str, relative))
+            controls.append(search.control(kind, group, other, lambda: None, relative))
         elif kind in wanted:
             changes = [*([] if start else ["policy=dense"]), *wanted[kind]]
             command = partial(_run, runs, start or newest, changes, _name(kind, wanted[kind]))
@@ -182,13 +174,23 @@ def _relative_cost(
     steps, num_steps, examples = newest.steps_to_end, some[-1].steps_to_end, count_examples(some[-1])
     if not steps or not num_steps or not examples:
         return None
-    own = find_step_cost(counted)  # an exact policy may save, too
-    if own is None and any(entry.get("name") != "dense" for entry in some[-1].policies):
+    size = int(some[-1].flat["training.per_device_train_batch_size"])
+    own = find_price(counted)
+    if cost.price is not None and own is not None:  # in FLOPs, whatever the batches are
+        relative = num_steps * own.flops / (steps * cost.price.flops)
+        if num_steps == steps:
+            less = 1.0 - (own.dense_flops - own.dense_update) / own.dense_flops / size
+        else:
+            less = 1.0 - 1.0 / num_steps
+        return relative if is_near(relative, relative * less) else None
+    if not _same_but(some[-1], newest, tuple(key for key in OWN if key not in CHANGES_BATCH)):
         return None
-    ratio = 1.0 if own is None else own.ratio.median
+    timed = find_step_cost(counted)  # an exact policy may save, too
+    if timed is None and any(entry.get("name") != "dense" for entry in some[-1].policies):
+        return None
+    ratio = 1.0 if timed is None else timed.ratio.median
     relative = cost.relative(steps, examples, num_steps, ratio)
     if num_steps == steps:  # the batch was fitted to the cost, so the next smaller one has one example less
-        size = int(some[-1].flat["training.per_device_train_batch_size"])
         one_less = cost.relative(steps, examples - examples // size, num_steps, ratio)
     else:
         one_less = cost.relative(steps, examples, num_steps - 1, ratio)
@@ -196,7 +198,10 @@ def _relative_cost(
 
 
 def _kind_of(dense: LoadedRun, run: LoadedRun) -> Kind:
-    """Classify dense by the way it saves; its own learning rate comes first, because the rest was chosen with it."""
+    """Classify dense by the way it saves; batches by length come first, since nothing else makes a step so much
+    cheaper, and then its own learning rate, because the rest was chosen with it."""
+    if dense.flat.get("training.group_by") != run.flat.get("training.group_by"):
+        return "by_length"
     if dense.flat.get("training.learning_rate") != run.flat.get("training.learning_rate"):
         return "own_learning_rate"
     if _num_train(dense) < _num_train(run):
@@ -212,10 +217,11 @@ def _num_train(run: LoadedRun) -> float:
 def _ways(run: LoadedRun, cost: StepCost) -> dict[Kind, list[str]]:
     """The ways in which dense can spend the cost of a run, each as changes to its recipe."""
     steps, size = run.steps_to_end or 1, int(run.flat["training.per_device_train_batch_size"])
-    fewer = whole(steps * cost.dense_steps)
+    fewer = whole(steps * _in_dense_steps(cost))
     shorter = [f"training.max_steps={fewer}", *_warmup(run, fewer / steps)]
     ways: dict[Kind, list[str]] = {"fewer_steps": shorter}
-    smaller = math.ceil((cost.units - cost.update) * size / cost.examples - 1e-9)
+    share = (cost.units - cost.update) / cost.examples if cost.price is None else cost.price.same_passes
+    smaller = math.ceil(share * size - 1e-9)
     if 1 <= smaller < size:
         ways["smaller_batch"] = [f"training.per_device_train_batch_size={smaller}"]
     seen, there = steps * cost.examples, run.history.facts.get("train_examples")
@@ -224,6 +230,10 @@ def _ways(run: LoadedRun, cost: StepCost) -> dict[Kind, list[str]]:
     rate = float(run.flat.get("training.learning_rate") or 0.0)
     ways["own_learning_rate"] = [*shorter, f"training.learning_rate={2 * rate:g}"]
     return ways
+
+
+def _in_dense_steps(cost: StepCost) -> float:
+    return cost.dense_steps if cost.price is None else cost.price.dense_steps
 
 
 def _warmup(run: LoadedRun, share: float) -> list[str]:
@@ -325,10 +335,10 @@ def _has(entry: Mapping[str, object], wanted: Mapping[str, object]) -> bool:
     return all(found.get(key) == value for key, value in wanted.items())
 
 
-def _run_random(runs: Sequence[LoadedRun], drawn: Sequence[Entry | None]) -> str:
-    """The command that makes the random control; empty where one of the policies is not installed here."""
+def _run_random(runs: Sequence[LoadedRun], drawn: Sequence[Entry | None]) -> ControlRuns | None:
+    """The runs that make the random control; None where one of the policies is not installed here."""
     if UNKNOWN in drawn:
-        return ""
+        return None
     wanted = [control or entry for control, entry in zip(drawn, runs[-1].policies, strict=True)]
     given = iter([{key: value for key, value in entry.items() if value is not None} for entry in wanted])
     phases = [
@@ -339,8 +349,8 @@ def _run_random(runs: Sequence[LoadedRun], drawn: Sequence[Entry | None]) -> str
     return _run(runs, runs[-1], [change], f"{tidy(runs[-1].name)}-random"[:64])
 
 
-def _run(runs: Sequence[LoadedRun], start: LoadedRun, changes: Sequence[str], name: str) -> str:
-    """The command that makes a control from a run's stored recipe, whose file may have changed or be elsewhere. The
+def _run(runs: Sequence[LoadedRun], start: LoadedRun, changes: Sequence[str], name: str) -> ControlRuns:
+    """The runs that make a control from a run's stored recipe, whose file may have changed or be elsewhere. The
     command writes no file: a name such as ``dense.yaml`` may be one that the reader has."""
     seeds = sorted({run.seed for run in runs if run.seed is not None})
-    return ControlRuns(tidy(start.run_id), name, tuple(changes), tuple(seeds)).command
+    return ControlRuns(tidy(start.run_id), name, tuple(changes), tuple(seeds))

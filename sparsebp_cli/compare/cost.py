@@ -1,14 +1,18 @@
-"""The cost of a run counted in dense steps, so that dense can be given as much and not less.
+"""The cost of a run, so that dense can be given as much and not less.
 
-The cost of a policy's step is ``B P + u``, in units of dense forward and backward of one example: B examples a step, P
-the time of forward and backward with the policy over that of dense, u the update. A dense step of b examples costs
-``b + u``, whatever its learning rate; a run costs its steps times that.
+Runs have the price of each of their steps in FLOPs of forward, backward, update and trial passes
+(:mod:`sparsebp_cli.worker.price`), and a run costs the sum. So whatever makes a batch, a model or an update smaller is
+part of the cost. Seconds stand beside it and decide nothing: they are those of one machine and one implementation.
 
-P is the median over all probes of all seeds; with a schedule, the mean of that over its phases. In a probe, dense and
-policy alternate on one batch, so that a busy machine slows down both. Without probes, counted FLOPs stand in. Trial
-passes before a step add their FLOPs, over those of a dense step, spread over all steps. Work that was counted as equal
-to dense costs as much as dense: if two clocks disagree about equal work, they measured the machine. u is the time of
-the update over that of forward and backward in the same steps. Seconds of different runs are never compared.
+Older runs have no price. Their cost is a ratio on the same batch: ``B P + u`` a step, in units of dense forward and
+backward of one example: B examples a step, P the time of forward and backward with the policy over that of dense, u the
+update. A dense step of b examples costs ``b + u``, and a run its steps times that. P is the median over all probes of
+all seeds; with a schedule, the mean of that over its phases. In a probe, dense and policy alternate on one batch, so
+that a busy machine slows down both. Without probes, counted FLOPs stand in. Trial passes before a step add their FLOPs,
+over those of a dense step, spread over all steps. Work that was counted as equal to dense costs as much as dense: if
+two clocks disagree about equal work, they measured the machine. u is the time of the update over that of forward and
+backward in the same steps. Seconds of different runs are never compared there. What changes the batch itself, such as
+``training.group_by``, is outside of such a ratio, so older runs that differ in it are never controls of each other.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 from typing import Literal
 
 from sparsebp_cli.compare.loaded import LoadedRun
@@ -30,6 +34,25 @@ EQUAL_WORK = 1e-3  # FLOPs that differ by less are the same work
 
 
 @dataclass(frozen=True)
+class Price:
+    """FLOPs of an optimizer step, on average over all steps of all runs of a group."""
+
+    flops: float  # forward, backward, update and trial passes
+    dense_flops: float  # of a dense step over the same batches
+    dense_update: float  # of these, the update of all parameters that dense trains
+
+    @property
+    def dense_steps(self) -> float:
+        """The price as a multiple of that of a dense step over the same batches."""
+        return self.flops / self.dense_flops
+
+    @property
+    def same_passes(self) -> float:
+        """The share of the batch with which a dense step costs as much, its update included."""
+        return (self.flops - self.dense_update) / (self.dense_flops - self.dense_update)
+
+
+@dataclass(frozen=True)
 class StepCost:
     """The cost of an optimizer step."""
 
@@ -38,6 +61,7 @@ class StepCost:
     by: Literal["probe", "flops", "dense"]
     update: float  # the update, in units of dense forward and backward of one example
     examples: int  # examples a step
+    price: Price | None = None  # in FLOPs; None of older runs
 
     @property
     def units(self) -> float:
@@ -73,7 +97,44 @@ def find_step_cost(runs: Sequence[LoadedRun]) -> StepCost | None:
         return None
     ratio, by = found
     updates = [share for run in runs if (share := _update_share(run)) is not None]
-    return StepCost(ratio, by, examples * ratio.median * (median(updates) if updates else 0.0), examples)
+    update = examples * ratio.median * (median(updates) if updates else 0.0)
+    return StepCost(ratio, by, update, examples, find_price(runs))
+
+
+def find_price(runs: Sequence[LoadedRun]) -> Price | None:
+    """Return the price of a step of a group's runs; None where a run has none."""
+    names = (metric.STEP_FLOPS, metric.DENSE_STEP_FLOPS, metric.DENSE_UPDATE_FLOPS)
+    found = [[run.values(name.name) for name in names] for run in runs]
+    if not found or not all(all(values) for values in found):
+        return None
+    return Price(*(fmean(fmean(values) for values in some) for some in zip(*found, strict=True)))
+
+
+def sum_flops(run: LoadedRun) -> float | None:
+    """Return what a run has spent in FLOPs; None where its steps have no price."""
+    return sum(run.series(metric.STEP_FLOPS.name).values()) or None
+
+
+def count_work(runs: Sequence[LoadedRun], others: Sequence[LoadedRun]) -> tuple[float, float, float] | None:
+    """Return the cost of a step of each group in one unit, and of a dense step of the first; None if no unit fits
+    both."""
+    if not runs or not others:
+        return None
+    models = [
+        {key: value for key, value in some[-1].flat.items() if key.startswith("model.")} for some in (runs, others)
+    ]
+    here, there = find_step_cost(runs), find_step_cost(others)
+    if here is None or there is None or models[0] != models[1]:
+        return None
+    update = here.update if there.by == "dense" else there.update
+    both = [cost.examples * cost.ratio.median + update for cost in (here, there)]
+    return both[0], both[1], here.examples + update
+
+
+def find_relative_cost(runs: Sequence[LoadedRun], baseline: Sequence[LoadedRun]) -> float | None:
+    """Return the cost of a group's step in dense steps of the baseline's batch; None where it is not known."""
+    found = count_work(baseline, runs)
+    return None if found is None else found[1] / found[2]
 
 
 def count_examples(run: LoadedRun) -> int | None:
@@ -131,17 +192,24 @@ def probe_ratio(runs: Iterable[LoadedRun]) -> Quartiles | None:
 
 
 def _counted(run: LoadedRun) -> dict[int, float]:
-    """FLOPs of forward and backward over those of dense, by step; the forward's are dense's, without those of
-    choosing."""
+    """FLOPs of forward and backward over those of dense, by step. Older runs lack the dense forward, but have the ratio
+    of the first step of each phase."""
+    if not run.series(metric.DENSE_FORWARD.name) and (first := run.series(metric.CHOICE_COST.name)):
+        return {max(1, step): ratio for step, ratio in first.items()}
     forward, executed = (run.series(x.name) for x in (metric.FORWARD_FLOPS, metric.BACKWARD_EXECUTED))
     return {s: (forward[s] + executed[s]) / dense for s, dense in _dense_flops(run).items() if s in executed}
 
 
 def _dense_flops(run: LoadedRun) -> dict[int, float]:
-    """Return the FLOPs of a dense forward and backward of one micro-batch, at each step with a probe."""
-    forward, scoring, dense = (
-        run.series(x.name) for x in (metric.FORWARD_FLOPS, metric.SCORING_FLOPS, metric.BACKWARD_DENSE)
+    """Return the FLOPs of a dense forward and backward of one micro-batch, at each step with a probe. Older runs lack
+    the dense forward; that of the policy without its scores stands in, which is too little where a policy changes the
+    forward itself."""
+    forward, scoring, dense, whole = (
+        run.series(x.name)
+        for x in (metric.FORWARD_FLOPS, metric.SCORING_FLOPS, metric.BACKWARD_DENSE, metric.DENSE_FORWARD)
     )
+    if whole:
+        return {s: whole[s] + dense[s] for s in whole if dense.get(s, 0.0) > 0.0}
     return {s: forward[s] - scoring.get(s, 0.0) + dense[s] for s in forward if dense.get(s, 0.0) > 0.0}
 
 
@@ -150,6 +218,6 @@ def _update_share(run: LoadedRun) -> float | None:
     update, forward, backward = (
         run.steady(x.name) for x in (metric.OPTIMIZER_SECONDS, metric.FORWARD_SECONDS, metric.BACKWARD_SECONDS)
     )
-    passes = {step: forward[step] + backward[step] for step in forward.keys() & backward.keys() & update.keys()}
-    shares = [update[step] / seconds for step, seconds in passes.items() if seconds > 0.0]
+    both = ((step, forward[step] + backward[step]) for step in update if step in forward and step in backward)
+    shares = [update[step] / seconds for step, seconds in both if seconds > 0.0]
     return median(shares) if shares else None

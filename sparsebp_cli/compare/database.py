@@ -6,6 +6,7 @@ The tables are MLflow's and may change: a file without the expected columns is r
 from __future__ import annotations
 
 import json
+import math
 import sqlite3
 import tempfile
 from collections import defaultdict
@@ -14,10 +15,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 from urllib.parse import unquote, urlsplit
 
 from sparsebp_cli.compare.stored import MetricRow, Point, StoredRun
+from sparsebp_cli.run.budget import read_bounded
 from sparsebp_cli.tracking.store import open_client
 
 if TYPE_CHECKING:
@@ -39,6 +41,7 @@ IDS_AT_ONCE = 500  # in one query; old builds of sqlite take 999
 REQUESTS_AT_ONCE = 8  # to a server
 LARGEST_ARTIFACT_BYTES = 256 * 2**20
 NAN = float("nan")
+LATEST_MS = 253_402_300_800_000  # the end of the year 9999
 BUSY_SECONDS = 30.0  # a run may be writing
 
 ACTIVE = "experiments.lifecycle_stage = 'active' AND runs.lifecycle_stage = 'active'"
@@ -84,7 +87,7 @@ class Database:
                 run_id,
                 str(name or tags[run_id].get("mlflow.runName") or ""),
                 str(status or ""),
-                (start or 0) / 1000,
+                _whole(start) / 1000,
                 str(experiment),
                 params[run_id],
                 tags[run_id],
@@ -102,7 +105,8 @@ class Database:
                 some = run_ids[start : start + IDS_AT_ONCE]
                 question = SERIES.format(", ".join("?" * len(some)))
                 for run_id, step, time_ms, value, is_nan in database.execute(question, (name, *some)):
-                    found[run_id].append((step, time_ms, NAN if is_nan else value))
+                    if is_number(step) and is_number(time_ms):  # sqlite takes a text in any column
+                        found[run_id].append((int(step), int(time_ms), _value(value, is_nan)))
         return found
 
     def read_artifact(self, run: StoredRun, name: str) -> dict[str, object] | None:
@@ -112,9 +116,7 @@ class Database:
             return self._elsewhere(run, name)
         file = Path(unquote(address.path)) / name
         try:
-            if file.stat().st_size > LARGEST_ARTIFACT_BYTES:
-                return None
-            content = json.loads(file.read_bytes())
+            content = json.loads(read_bounded(file, LARGEST_ARTIFACT_BYTES))
         except (OSError, ValueError, RecursionError):
             return None
         return content if isinstance(content, dict) else None
@@ -123,8 +125,22 @@ class Database:
         return sqlite3.connect(self._address, uri=True, timeout=BUSY_SECONDS)
 
 
-def _row(step: int | None, time_ms: int | None, value: float, is_nan: int) -> MetricRow:
-    return MetricRow(int(step or 0), int(time_ms or 0), float("nan") if is_nan else float(value))
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Whether a value of the store is a finite number."""
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _row(step: object, time_ms: object, value: object, is_nan: object) -> MetricRow:
+    return MetricRow(_whole(step), _whole(time_ms), _value(value, is_nan))
+
+
+def _value(value: object, is_nan: object) -> float:
+    return float(value) if isinstance(value, int | float) and not is_nan else NAN
+
+
+def _whole(value: object) -> int:
+    """Return a number of the store; 0 for what is none, or is beyond every calendar."""
+    return int(value) if is_number(value) and abs(value) < LATEST_MS else 0
 
 
 def _pairs(rows: Iterator[tuple[str, str, object]]) -> dict[str, dict[str, str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from sparsebp_cli.compare.cost import count_examples, find_step_cost
+from sparsebp_cli.compare.cost import count_examples, count_work
 from sparsebp_cli.compare.figure import by_seed
 from sparsebp_cli.compare.loaded import LoadedRun, Point
 from sparsebp_cli.compare.measured import AtEqual, Unequal
@@ -27,7 +27,7 @@ def compare_at_equal(
     known."""
     if not runs or not others:
         return None
-    if (units := _count_work(runs, others)) is not None:
+    if (units := count_work(runs, others)) is not None:
         here, there, dense_step = units
         budget = min(max(run.steps for run in runs) * here, max(run.steps for run in others) * there)
         values = (
@@ -38,7 +38,7 @@ def compare_at_equal(
     if not is_timed:
         return None
     budget = min(max(run.training_seconds for run in some) for some in (runs, others))
-    both = (_last(some, name, budget, lambda p: p.seconds) for some in (runs, others))
+    both = (_last(some, name, budget, lambda p: p.seconds or 0.0) for some in (runs, others))
     return _entry(label, "time", budget, *both) if budget else None
 
 
@@ -53,31 +53,20 @@ def find_unequal(runs: Sequence[LoadedRun], others: Sequence[LoadedRun], name: s
         [_tokens(some[-1]) for some in (runs, others)],
     )
     words = f"{steps[0]:,} steps against {steps[1]:,}" if steps[0] != steps[1] else ""
+    steps_alone = words
     if None not in examples and examples[0] != examples[1]:
         words += f"{' and ' * bool(words)}{examples[0]:,} examples a step against {examples[1]:,}"
     elif None not in tokens and tokens[0] != tokens[1]:
         words += f"{' and ' * bool(words)}{tokens[0]:,.0f} tokens a step against {tokens[1]:,.0f}"
     if not words:
         return None
+    same_batch = steps_alone == words
     common = set.intersection(*(set(run.series(name)) for run in (*runs, *others))) - {0}
     if not common:
-        return Unequal(words)
+        return Unequal(words, same_batch)
     last = max(common)
     here, there = (by_seed(some, lambda run: run.series(name)[last]) for some in (runs, others))
-    return Unequal(words, last, name, paired_difference(here, there))
-
-
-def _count_work(runs: Sequence[LoadedRun], others: Sequence[LoadedRun]) -> tuple[float, float, float] | None:
-    """The cost of a step of each group in one unit, and of a dense step of the first; None if no unit fits both."""
-    models = [
-        {key: value for key, value in some[-1].flat.items() if key.startswith("model.")} for some in (runs, others)
-    ]
-    here, there = find_step_cost(runs), find_step_cost(others)
-    if here is None or there is None or models[0] != models[1]:
-        return None
-    update = here.update if there.by == "dense" else there.update
-    both = [cost.examples * cost.ratio.median + update for cost in (here, there)]
-    return both[0], both[1], here.examples + update
+    return Unequal(words, same_batch, last, name, paired_difference(here, there))
 
 
 def _last(runs: Sequence[LoadedRun], name: str, budget: float, place: Place) -> Values:

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
+from sparsebp_cli.compare.family import correct_all
 from sparsebp_cli.compare.loaded import LoadedRun
 from sparsebp_cli.compare.measured import ExampleDifference
-from sparsebp_cli.compare.statistics import FEWEST_PAIRS, correct_all, summarise_clusters
+from sparsebp_cli.compare.statistics import FEWEST_PAIRS, summarise_clusters
 
 FEWEST_DOCUMENTS = 10  # below this the t quantile grows fast and one long document decides
 NUM_BLOCKS = 10  # of consecutive examples, each longer than most documents

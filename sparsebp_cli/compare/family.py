@@ -57,6 +57,16 @@ def correct_family(
     ]
 
 
+def correct_all(differences: Sequence[Difference | None], *, ratio: bool = False) -> list[Difference | None]:
+    """Correct differences of one kind for their number, each with its own spread: p (Holm), and simultaneous intervals
+    that agree with it. A single statement stays as it is. ``ratio`` tells whether they are ratios."""
+    count = count_statements(differences)
+    if count < 2:
+        return list(differences)
+    p_values = holm([None if d is None else d.p for d in differences])
+    return [None if d is None else _widen(d, p, count, ratio=ratio) for d, p in zip(differences, p_values, strict=True)]
+
+
 def count_statements(differences: Sequence[Difference | None]) -> int:
     """Return the number of differences that can be tested."""
     return sum(d is not None and d.p is not None for d in differences)
@@ -99,8 +109,10 @@ def standard_error(difference: Difference) -> tuple[float, float] | None:
     if difference.p is None or not difference.sd:
         return None
     if difference.error is None or difference.df is None:
-        return difference.sd / math.sqrt(difference.n), difference.n - 1.0
-    return difference.error, difference.df
+        error, df = difference.sd / math.sqrt(difference.n), difference.n - 1.0
+    else:
+        error, df = difference.error, difference.df
+    return math.hypot(error, difference.choice_error), df
 
 
 def _test(difference: Difference | None, ratio: bool) -> float | None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 from typing import Literal, TypeVar
 
-from sparsebp_cli.compare.cost import find_step_cost, probe_ratio
+from sparsebp_cli.compare.cost import find_relative_cost, find_step_cost, probe_ratio, sum_flops
 from sparsebp_cli.compare.loaded import LoadedRun
 from sparsebp_cli.compare.measured import Busy, Choice, Cost, Layers, Speed, StepMemory
 from sparsebp_cli.compare.statistics import Difference, Quartiles, paired_ratio, spread
@@ -38,21 +38,36 @@ def measure_speed(runs: Sequence[LoadedRun], baseline: Sequence[LoadedRun]) -> S
         ceiling=_ceiling(runs),
         realised_share=_realised_share(runs),
         probe_ratio=probe_ratio(runs),
+        update_share=_update_share(runs),
         step_cost=None if cost is None else cost.spread,
         cost_by="" if cost is None else cost.by,
+        relative_cost=find_relative_cost(runs, baseline or runs),
+        step_price=None if cost is None or cost.price is None else cost.price.dense_steps,
+        spent_flops=None if cost is None or cost.price is None else fmean(sum_flops(run) or 0.0 for run in runs),
+        spent_ratio=_ratio(runs, baseline, sum_flops),
+        seconds_ratio=_ratio(runs, baseline, _spent_seconds),
         busy=find_busy(runs),
     )
+
+
+def _spent_seconds(run: LoadedRun) -> float | None:
+    """Return the CPU seconds of all steps of a run with prices, on CUDA their seconds; steps of warm-up, and those
+    without a time of their own, count as the mean of the others."""
+    which = metric.STEP_SECONDS if run.series(metric.PEAK_ALLOCATED_BYTES.name) else metric.STEP_CPU_SECONDS
+    values = run.values(which.name, after_warmup=True)
+    return fmean(values) * run.steps if values and sum_flops(run) is not None else None
 
 
 def measure_cost(runs: Sequence[LoadedRun], baseline: Sequence[LoadedRun]) -> Cost:
     """Return a group's memory, FLOPs and gradient figures; ``baseline`` is empty for the baseline itself."""
     device, process = _largest(runs, metric.PEAK_ALLOCATED_BYTES), _largest(runs, metric.PEAK_RESIDENT_BYTES)
     peak_of: Literal["device", "process", ""] = "device" if device else "process" if process else ""
-    peak = metric.PEAK_ALLOCATED_BYTES if device else metric.PEAK_RESIDENT_BYTES
+    held = metric.PEAK_ALLOCATED_BYTES if device else metric.STEP_PEAK_BYTES
     return Cost(
+        held_bytes=_largest(runs, held),
+        held_ratio=_ratio(runs, baseline, lambda run: _largest([run], held)),
         peak_bytes=device or process,
         peak_of=peak_of,
-        peak_ratio=_ratio(runs, baseline, lambda run: _largest([run], peak)),
         weight_bytes=_largest(runs, metric.WEIGHT_BYTES),
         gradient_bytes=_largest(runs, metric.GRADIENT_BYTES),
         optimizer_bytes=_largest(runs, metric.OPTIMIZER_BYTES),
@@ -69,6 +84,16 @@ def measure_cost(runs: Sequence[LoadedRun], baseline: Sequence[LoadedRun]) -> Co
         dense_independent_cosine=_median(runs, metric.DENSE_INDEPENDENT_COSINE),
         choice=_choice(runs),
     )
+
+
+def _update_share(runs: Sequence[LoadedRun]) -> float | None:
+    """The update's median time over those of forward and backward: of the same runs, so a busy machine slows all."""
+    update, forward, backward = (
+        _times(runs, which) for which in (metric.OPTIMIZER_SECONDS, metric.FORWARD_SECONDS, metric.BACKWARD_SECONDS)
+    )
+    if update is None or forward is None or backward is None:
+        return None
+    return update.median / (forward.median + backward.median)
 
 
 def by_seed(runs: Iterable[LoadedRun], of: Callable[[LoadedRun], float | None]) -> dict[int, float]:
@@ -121,7 +146,8 @@ def _proven_claims(run: LoadedRun) -> dict[int, float]:
     )
     saving = [step for step in done if step in dense and step in executed and step in claimed and done[step] < 1.0]
     nothing = {step: dense[step] for step in claimed if claimed[step] == 1.0 and step in dense}  # as a dense phase does
-    return nothing | {s: dense[s] - (1.0 - claimed[s]) * (dense[s] - executed[s]) / (1.0 - done[s]) for s in saving}
+    found = {s: dense[s] - (1.0 - claimed[s]) * (dense[s] - executed[s]) / (1.0 - done[s]) for s in saving}
+    return dict(sorted((nothing | found).items()))
 
 
 def _times(runs: Iterable[LoadedRun], which: Metric) -> Quartiles | None:

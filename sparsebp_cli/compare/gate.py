@@ -2,8 +2,8 @@
 
 Names: ``METRIC.mean``, ``METRIC.delta`` (and ``.low``, ``.high``, ``.p``), ``time/step_seconds.ratio``, and more:
 :func:`figures` has them all. ``LABEL:NAME`` chooses a group; without a label, every group but the baseline is checked,
-and one that meets the condition is enough. A missing number fails as well, with the reason. Step times of a busy
-machine count as missing.
+and one that meets the condition is enough. A missing number fails as well, with the reason; what is withheld, such as
+the step times of a busy machine, is missing.
 """
 
 from __future__ import annotations
@@ -52,22 +52,25 @@ def figures(comparison: Comparison, group: Group) -> dict[str, object]:
     """Return every figure of a group by its name in conditions; None where it is missing."""
     quality, speed, cost = group.quality, group.speed, group.cost
     final = quality.final
-    busy, base_busy = (some.speed.busy is not None for some in (group, comparison.groups[0]))
+    statement = group.find("quality")
     executed = cost.executed_flops / cost.dense_flops if cost.executed_flops and cost.dense_flops else None
     found: dict[str, object] = {
         f"{comparison.metric}.mean": final.mean if final else None,
         f"{comparison.metric}.sd": final.sd if final else None,
         f"{comparison.metric}.n": final.n if final else 0,
         **_of_difference(f"{comparison.metric}.delta", quality.difference),
+        "outcome": statement.outcome if statement else None,
         "margin.answer": quality.not_worse.answer if quality.not_worse else None,
         "margin.equivalent": quality.not_worse.equivalent if quality.not_worse else None,
         "margin.anytime": quality.not_worse.anytime if quality.not_worse else None,
-        f"{metric.STEP_SECONDS.name}.median": speed.step.median if speed.step and not busy else None,
-        **_of_difference(f"{metric.STEP_SECONDS.name}.ratio", None if busy or base_busy else speed.step_ratio),
+        f"{metric.STEP_SECONDS.name}.median": speed.step.median if speed.step else None,
+        **_of_difference(f"{metric.STEP_SECONDS.name}.ratio", speed.step_ratio),
+        "cost/step": speed.relative_cost,
         f"{metric.CEILING.name}": speed.ceiling,
         f"{metric.REALISED_SHARE.name}": speed.realised_share.median if speed.realised_share else None,
         "memory/peak_bytes": cost.peak_bytes,
-        **_of_difference("memory/peak_bytes.ratio", cost.peak_ratio),
+        "memory/held_bytes": cost.held_bytes,
+        **_of_difference("memory/held_bytes.ratio", cost.held_ratio),
         f"{metric.BACKWARD_EXECUTED.name}.share": executed,
         f"{metric.KEPT_SHARE.name}": cost.kept_share,
         f"{metric.COSINE.name}": cost.cosine,

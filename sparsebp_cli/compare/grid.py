@@ -25,6 +25,7 @@ class Grid:
     aside: int = 1  # number of leading columns that hold words; the others hold numbers and are aligned right
     words_last: bool = False  # whether the last column holds words, too
     commands: tuple[str, ...] = ()  # under the note, never wrapped, so that they can be copied
+    bold: frozenset[tuple[int, int]] = frozenset()  # row and column of the cells that a statement shows to be a gain
 
     def has_words(self, place: int) -> bool:
         """Whether a column holds words, which may be folded; numbers may not."""

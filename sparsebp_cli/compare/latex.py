@@ -1,4 +1,4 @@
-"""The leaderboard as a LaTeX table for a paper: booktabs, intervals, the best mean of a column in bold."""
+"""The leaderboard as a LaTeX table for a paper: booktabs, intervals, in bold what a statement shows to be a gain."""
 
 from __future__ import annotations
 
@@ -6,31 +6,28 @@ import re
 from collections.abc import Sequence
 
 from sparsebp_cli.compare.comparison import Comparison
-from sparsebp_cli.compare.report.board import Board, Cell, find_busy, make_board
+from sparsebp_cli.compare.report.board import Cell, find_withheld, make_board
 from sparsebp_cli.run.visible import make_visible
 
 SPECIAL = {"\\": r"\textbackslash{}", "^": r"\textasciicircum{}", "~": r"\textasciitilde{}", "±": r"$\pm$", "<": "$<$"}
 SPECIAL |= {">": "$>$", "|": "$|$"} | {letter: f"\\{letter}" for letter in "&%$#_{}"}
-COST_COLUMNS = {"step time", "peak memory"}
 
 
 def to_latex(comparison: Comparison) -> str:
     """Return a ``tabular`` with the rows of the leaderboard; its comments say what it needs and what it means."""
-    board = make_board(comparison, find_busy(comparison))
-    best = _find_best(board, comparison)
+    board, withheld = make_board(comparison), find_withheld(comparison)
     lines = [
         "% needs \\usepackage{booktabs}",
         f"% {_comment(board.note)}",
-        "% Bold: the best mean of a column, whether or not a difference was shown; the verdicts below say which were.",
+        "% Bold: shown to be better than the baseline, or cheaper; the verdicts below say how.",
+        *(f"% {_comment(f'Step times are withheld: {label}')}" for label in withheld),
         *(f"% {_comment(f'{group.label}: {group.verdict}')}" for group in comparison.groups),
         f"\\begin{{tabular}}{{l{'r' * len(board.columns)}}}",
         "\\toprule",
         _row(["", *map(escape, board.columns)]),
         "\\midrule",
     ]
-    for row in board.rows:
-        cells = [_number(cell, is_best=row.number == best[place]) for place, cell in enumerate(row.cells)]
-        lines.append(_row([escape(row.label), *cells]))
+    lines += [_row([escape(row.label), *map(_number, row.cells)]) for row in board.rows]
     return "\n".join([*lines, "\\bottomrule", "\\end{tabular}"]) + "\n"
 
 
@@ -39,25 +36,10 @@ def escape(text: str) -> str:
     return "".join(SPECIAL.get(letter, letter) for letter in make_visible(text))
 
 
-def _find_best(board: Board, comparison: Comparison) -> list[int | None]:
-    """Return the number of the best row of each column; None where the direction is unknown, or where no difference
-    is better than none."""
-    found: list[int | None] = []
-    for place, column in enumerate(board.columns):
-        is_cost = column in COST_COLUMNS
-        sign = 1.0 if is_cost else {"lower": 1.0, "higher": -1.0, "": 0.0}[comparison.better]
-        values = {row.number: sign * value for row in board.rows if (value := row.cells[place].value) is not None}
-        number = min(values, key=lambda key: values[key]) if values and sign else None
-        limit = None if place == 0 else 1.0 if is_cost else 0.0
-        is_better = number is not None and (limit is None or values[number] < limit)
-        found.append(number if is_better else None)
-    return found
-
-
-def _number(cell: Cell, *, is_best: bool) -> str:
-    value, gap, interval = cell.text.partition(" [")
-    shown = _signs(escape(value))
-    return (f"\\textbf{{{shown}}}" if is_best else shown) + (f" {{[}}{_signs(escape(interval))}" if gap else "")
+def _number(cell: Cell) -> str:
+    shown = _signs(escape(cell.text))
+    interval = f" {{[}}{_signs(escape(cell.interval.removeprefix('[')))}" if cell.interval else ""
+    return (f"\\textbf{{{shown}}}" if cell.is_gain else shown) + interval
 
 
 def _signs(text: str) -> str:

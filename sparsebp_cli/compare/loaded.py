@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
 import statistics
+from array import array
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from heapq import merge
 from typing import Any, NamedTuple
 
 from sparsebp_cli.compare.sequential import Looks
@@ -17,9 +18,9 @@ from sparsebp_cli.policy import make_policy
 from sparsebp_cli.run import History, State
 from sparsebp_cli.run import metric as names
 from sparsebp_cli.run.policy_phase import PolicyPhase, read_phases
+from sparsebp_cli.run.series import select
 
 POLICY_KEYS = ("policy.", "schedule.")  # of a recipe, by dotted path: its policies, or those of its phases
-DIVERGED = re.compile(r"diverged: |the (loss|gradient norm) is (nan|-?inf)")  # older runs lack the word
 
 
 class Point(NamedTuple):
@@ -27,7 +28,7 @@ class Point(NamedTuple):
 
     step: int
     tokens: float | None
-    seconds: float
+    seconds: float | None  # None where step times are withheld
     value: float
 
 
@@ -95,8 +96,10 @@ class LoadedRun:
     @property
     def broke_down(self) -> str:
         """The non-finite loss or gradient that ended the run; empty for every other run."""
-        text = str(self.history.ends[-1].get("text", "")) if self.history.ends else ""
-        return text.removeprefix("diverged: ") if self.state is State.FAILED and DIVERGED.match(text) else ""
+        end = self.history.ends[-1] if self.history.ends else None
+        if end is None or self.state is not State.FAILED or end.get("cause") != "diverged":
+            return ""
+        return end["text"].removeprefix("diverged: ")
 
     @property
     def missing_steps(self) -> int:
@@ -108,8 +111,8 @@ class LoadedRun:
     @property
     def has_reached_limit(self) -> bool:
         """Whether ``training.max_seconds`` or ``max_cost`` ended it before its last step."""
-        text = str(self.history.ends[-1].get("text", "")) if self.history.ends else ""
-        return self.state is State.FINISHED and text.startswith("training.max_")
+        ends = self.history.ends
+        return self.state is State.FINISHED and bool(ends) and ends[-1].get("cause") == "limit"
 
     @property
     def steps_to_end(self) -> int | None:
@@ -136,14 +139,17 @@ class LoadedRun:
         return flatten(self.recipe)
 
     @cached_property
-    def _series(self) -> dict[str, dict[int, float]]:
+    def _series(self) -> dict[str, Mapping[int, float]]:
         return {}
 
-    def series(self, name: str) -> dict[int, float]:
+    def series(self, name: str) -> Mapping[int, float]:
         """Return a metric's values by step, sorted once, because a comparison reads them many times."""
         if name not in self._series:
             self._series[name] = self.history.series(name)
         return self._series[name]
+
+    def _timed(self, name: str) -> Iterable[tuple[float, float]]:
+        return self.history.metrics[name].values() if name in self.history.metrics else ()
 
     def values(self, name: str, *, after_warmup: bool = False) -> list[float]:
         """Return a metric's finite values in the order of steps; ``after_warmup`` omits the slower first steps of each
@@ -152,16 +158,15 @@ class LoadedRun:
             return list(self.steady(name).values())
         return [value for value in self.series(name).values() if math.isfinite(value)]
 
-    def steady(self, name: str) -> dict[int, float]:
+    def steady(self, name: str) -> Mapping[int, float]:
         """Return step to value of a metric, without the slower first steps of every attempt."""
         if name not in self._steady:
-            series, cold = self.series(name), self._warmup_steps
-            found = {step: value for step, value in series.items() if step not in cold and math.isfinite(value)}
-            self._steady[name] = found
+            cold = self._warmup_steps
+            self._steady[name] = select(self.series(name), lambda step, x: step not in cold and math.isfinite(x))
         return self._steady[name]
 
     @cached_property
-    def _steady(self) -> dict[str, dict[int, float]]:
+    def _steady(self) -> dict[str, Mapping[int, float]]:
         return {}
 
     def evaluations(self, name: str) -> list[float]:
@@ -178,9 +183,9 @@ class LoadedRun:
         done, seconds = self._clock
         tokens = self.series(names.TRAIN_TOKENS.name)
         per_step = self.history.facts.get("tokens_per_step")
-        born = min((time for time, _ in self.history.metrics.get(name, {}).values()), default=0.0)
+        born = min((time for time, _ in self._timed(name)), default=0.0)
         points = []
-        for step, (time, value) in sorted(self.history.metrics.get(name, {}).items()):
+        for step, (time, value) in self.history.metrics[name].items() if name in self.history.metrics else ():
             if math.isfinite(value):
                 before = bisect_right(done, step)
                 passed = (seconds[before - 1] if before else 0.0) if done else time - born
@@ -199,14 +204,14 @@ class LoadedRun:
         return bool(self._clock[0])
 
     @cached_property
-    def _clock(self) -> tuple[list[int], list[float]]:
+    def _clock(self) -> tuple[array[int], array[float]]:
         series, cold = self.series(names.STEP_SECONDS.name), self._warmup_steps
-        warm = [value for step, value in series.items() if step not in cold]
+        warm = array("d", (value for step, value in series.items() if step not in cold))
         usual = statistics.median(warm) if warm else None
-        done, seconds, total = [], [], 0.0
+        done, seconds, total = array("q"), array("d"), 0.0
         # A step whose memory was watched has no time of its own.
         watched = self.series(names.STEP_PEAK_BYTES.name) if usual is not None else {}
-        for step in sorted({*series, *watched}):
+        for step in merge(series, (step for step in watched if step not in series)):
             total += usual if usual is not None and (step in cold or step not in series) else series[step]
             done.append(step)
             seconds.append(total)
@@ -237,9 +242,9 @@ class LoadedRun:
             return None
 
     @cached_property
-    def step_times(self) -> list[float]:
+    def step_times(self) -> Sequence[float]:
         """End times of its steps, seconds since 1970, sorted."""
-        return sorted(time for time, _ in self.history.metrics.get(names.STEP_SECONDS.name, {}).values())
+        return array("d", sorted(time for time, _ in self._timed(names.STEP_SECONDS.name)))
 
 
 def flatten(recipe: Mapping[str, object]) -> dict[str, Any]:

@@ -42,8 +42,8 @@ class Reach:
         of: Runs that count, and those that failed or diverged.
         steps: Until then; None where a run did not reach it.
         seconds: Of training until then; None where a run did not reach it.
-        ratio: Of these seconds to the baseline's, paired by seed; None for the baseline, and where a run of either
-            did not reach it.
+        ratio: Of these seconds to the baseline's, paired by seed; None for the baseline, where a run of either did not
+            reach it, and where step times are withheld, as the seconds are then.
         at_least_steps: Mean steps where some runs did not reach it and count with all of their steps: a lower bound.
         at_least_seconds: The same of seconds of training.
         censored: Whether a run of the group or of the baseline did not reach it.
@@ -88,12 +88,14 @@ class Unequal:
 
     Args:
         words: Such as ``1000 steps against 500``.
+        same_batch: Whether a step of both has as many examples and tokens.
         common_step: The last step at which both were evaluated; None when there is none after the start.
         metric: The metric at that step.
         difference: At that step, paired by seed.
     """
 
     words: str
+    same_batch: bool = True
     common_step: int | None = None
     metric: str = ""
     difference: Difference | None = None
@@ -142,9 +144,15 @@ class Busy:
     load: float | None
 
 
+CURRENCIES_AGREE = 0.1  # seconds and FLOPs of one run over another may differ by this share
+
+
 @dataclass(frozen=True)
 class Speed:
     """Step times in seconds, over all steps after warm-up of all runs that count.
+
+    Times that other work on the machine spoilt are withheld: None, with the reason in ``withheld``. What the probes
+    of a run timed in turns stays.
 
     Args:
         step: A whole optimizer step.
@@ -158,10 +166,19 @@ class Speed:
         ceiling: The largest speed-up of forward and backward that the policy could give.
         realised_share: Share of the saving in time that was realised, from dense and policy timed in turn.
         probe_ratio: Forward and backward over those of dense, timed in turn in each run's probes.
+        update_share: The update's time over that of forward and backward in the same runs.
         step_cost: Of a whole step in dense steps of the same batch: median and quartiles over probes, else over counts
             of FLOPs.
         cost_by: How the cost is known: ``probe``, ``flops``, or ``dense`` (the same work was counted); empty: unknown.
+        relative_cost: Of a whole step in dense steps of the baseline's batch; None where either cost is unknown or
+            their models differ.
+        step_price: FLOPs of a whole step, update included, over those of a dense step of the same batches; controls at
+            equal cost are chosen by FLOPs. None for older runs, where ``step_cost`` chooses them.
+        spent_flops: FLOPs of all steps of a run, on average; None for older runs.
+        spent_ratio: The same as a multiple of the baseline's, paired by seed; None for the baseline.
+        seconds_ratio: CPU seconds of all steps (on CUDA: seconds) as a multiple of the baseline's, paired by seed.
         busy: Whether the machine had other work; None without a sign of it.
+        withheld: Why times of whole steps, or their ratios, are not given; empty where none is withheld.
     """
 
     step: Quartiles | None = None
@@ -175,9 +192,23 @@ class Speed:
     ceiling: float | None = None
     realised_share: Quartiles | None = None
     probe_ratio: Quartiles | None = None
+    update_share: float | None = None
     step_cost: Quartiles | None = None
     cost_by: Literal["probe", "flops", "dense", ""] = ""
+    relative_cost: float | None = None
+    step_price: float | None = None
+    spent_flops: float | None = None
+    spent_ratio: Difference | None = None
+    seconds_ratio: Difference | None = None
     busy: Busy | None = None
+    withheld: str = ""
+
+    @property
+    def currencies_disagree(self) -> bool:
+        """Whether seconds and FLOPs name costs that differ by more than a tenth."""
+        if self.spent_ratio is None or self.seconds_ratio is None:
+            return False
+        return abs(self.seconds_ratio.mean / self.spent_ratio.mean - 1.0) > CURRENCIES_AGREE
 
 
 @dataclass(frozen=True)
@@ -206,9 +237,12 @@ class Cost:
     """The memory and FLOPs of a step, and the fidelity of its gradient.
 
     Args:
+        held_bytes: What a step holds at its highest moment, the largest of all runs: by the allocator of CUDA, else by
+            the tensors of a watched step; None where neither was recorded.
+        held_ratio: The same of a run as a multiple of the baseline's, paired by seed; None for the baseline.
         peak_bytes: Largest over all runs that count.
-        peak_of: Where it was read: ``device`` (the allocator of CUDA) or ``process``.
-        peak_ratio: A run's peak as a multiple of the baseline's, paired by seed; None for the baseline.
+        peak_of: Where it was read: ``device`` (the allocator of CUDA) or ``process``, which also holds libraries, data
+            and what it kept from before, and so is compared with nothing.
         weight_bytes: Of it, weights.
         gradient_bytes: Gradients.
         optimizer_bytes: Optimizer state.
@@ -226,9 +260,10 @@ class Cost:
         choice: The possible gain of choosing, as the runs found before their first step; None where none did.
     """
 
+    held_bytes: float | None = None
+    held_ratio: Difference | None = None
     peak_bytes: float | None = None
     peak_of: Literal["device", "process", ""] = ""
-    peak_ratio: Difference | None = None
     weight_bytes: float | None = None
     gradient_bytes: float | None = None
     optimizer_bytes: float | None = None

@@ -39,20 +39,24 @@ def of_spread(value: Spread | None, digits: int = 4) -> str:
     return f"{value.mean:.{places}f} ± {value.sd:.{places}f} ({value.n})"
 
 
-def of_difference(value: Difference | None) -> str:
-    """Return ``+0.050 [+0.031, +0.069]``; without an interval where there is none."""
+def split_difference(value: Difference | None) -> tuple[str, str]:
+    """Return ``+0.050`` and ``[+0.031, +0.069]``; an empty interval where there is none."""
     if value is None:
-        return NONE
+        return NONE, ""
     low, high = value.shown
     if low is None or high is None:
-        return f"{value.mean:+.3g}"
+        return f"{value.mean:+.3g}", ""
     mean, first, last = _alike(low, high, value.mean, low, high)
-    return f"{mean} [{first}, {last}]"
+    return mean, f"[{first}, {last}]"
 
 
-def show_interval(value: Difference) -> str:
-    """Return ``+0.031 to +0.069``."""
-    low, high = value.shown
+def of_difference(value: Difference | None) -> str:
+    """Return ``+0.050 [+0.031, +0.069]``; without an interval where there is none."""
+    return " ".join(filter(None, split_difference(value)))
+
+
+def show_ends(low: float | None, high: float | None) -> str:
+    """Return the ends of an interval, ``+0.031 to +0.069``; a dash for None."""
     if low is None or high is None:
         return NONE
     return " to ".join(_alike(low, high, low, high))
@@ -110,12 +114,26 @@ def of_cost(value: Quartiles | None) -> str:
     return f"{value.median:.2f}" + (f" [{value.low:.2f}, {value.high:.2f}]" if value.low < value.high else "")
 
 
+def split_change(value: Difference | None) -> tuple[str, str]:
+    """Return a ratio as ``-18.4 %`` and ``[-19.6, -17.1]``; an empty interval where there is none."""
+    if value is None:
+        return NONE, ""
+    return _split_ratio(value.mean, *value.shown)
+
+
 def of_change(value: Difference | None) -> str:
     """Return a ratio as ``-18.4 % [-19.6, -17.1]``; without an interval where there is none."""
-    if value is None:
-        return NONE
-    mean, low, high = (None if x is None else f"{100 * (x - 1.0):+.1f}" for x in (value.mean, *value.shown))
-    return f"{mean} %" if low is None or high is None else f"{mean} % [{low}, {high}]"
+    return " ".join(filter(None, split_change(value)))
+
+
+def show_change(mean: float, low: float | None, high: float | None) -> str:
+    """Return a ratio and the ends of its interval, as :func:`of_change` does."""
+    return " ".join(filter(None, _split_ratio(mean, low, high)))
+
+
+def _split_ratio(*ratio: float | None) -> tuple[str, str]:
+    mean, low, high = (None if x is None else f"{100 * (x - 1.0):+.1f}" for x in ratio)
+    return f"{mean} %", "" if low is None or high is None else f"[{low}, {high}]"
 
 
 def of_p(value: Difference | None) -> str:

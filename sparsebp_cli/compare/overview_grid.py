@@ -11,7 +11,7 @@ from sparsebp_cli.compare.control import WORDS
 from sparsebp_cli.compare.grid import Grid
 from sparsebp_cli.compare.measured import Cost
 from sparsebp_cli.compare.number import BYTES, FLOPS, NONE, SECONDS
-from sparsebp_cli.compare.question import COURSES, find_course
+from sparsebp_cli.compare.statement import Subject
 from sparsebp_cli.compare.statistics import Spread, spread
 from sparsebp_cli.plan.selection_gain import HOW_SURE
 from sparsebp_cli.run.memory import PARTS
@@ -24,7 +24,14 @@ def grids(comparison: Comparison, *, everything: bool = False) -> list[Grid]:
     """Return every table that has rows: differences, quality, controls, speed, cost, the gain of choosing, excluded
     runs. ``everything`` adds the examples of groups that have enough seeds, for which a terminal has no room."""
     tables = [*_changes(comparison), _confounds(comparison), *quality_grids(comparison, everything=everything)]
-    tables += [_speed(comparison), *memory_grids(comparison), _work(comparison), _choice(comparison)]
+    spent = _spent(comparison)
+    tables += [
+        *([spent] if spent.rows else []),
+        _speed(comparison),
+        *memory_grids(comparison),
+        _work(comparison),
+        _choice(comparison),
+    ]
     tables.append(_left_out(comparison))
     return [table for table in tables if table.rows]
 
@@ -60,9 +67,9 @@ def _speed(comparison: Comparison) -> Grid:
         rows.append(
             (
                 group.label,
-                show.of_quartiles(s.step, SECONDS),
+                WITHHELD if s.withheld and s.step is None else show.of_quartiles(s.step, SECONDS),
                 show.of_phases([q.median if q else None for q in (s.forward, s.backward, s.optimizer)], s.step),
-                "" if group.baseline else show.of_change(s.step_ratio) + (" busy" if s.busy else ""),
+                "" if group.baseline else WITHHELD if s.withheld else show.of_change(s.step_ratio),
                 show.of_cost(s.step_cost),
                 show.of_factor(s.ceiling),
                 show.of_share(s.realised_share.median if s.realised_share else None),
@@ -72,11 +79,44 @@ def _speed(comparison: Comparison) -> Grid:
     note = (
         "Step: median [quartiles], without warm-up, evaluation and checkpoints; beside it the medians of forward, "
         "backward and optimizer. To baseline: geometric mean of the ratios of whole steps, paired by seed [95% "
-        "interval on the logarithm, simultaneous as that of quality is]; busy: the machine had other work then. Cost: "
-        "of a step in dense steps of its batch, by probes inside each run, where dense and policy take turns. Ceiling "
-        "(a factor) and realised share: of forward and backward, by the same probes."
+        "interval on the logarithm, simultaneous as that of quality is]; withheld: the machine was busy, or drifted. "
+        "Cost: of a step in dense steps of its batch, by probes inside each run, where dense and policy take turns. "
+        "Ceiling (a factor) and realised share: of forward and backward, by the same probes."
     )
-    return Grid("Speed", columns, tuple(rows), note)
+    return Grid("Speed", columns, tuple(rows), note, bold=_find_gains(comparison, comparison.groups, "step time", 3))
+
+
+WITHHELD = "withheld"
+
+
+def _find_gains(
+    comparison: Comparison, groups: Sequence[Group], subject: Subject, column: int
+) -> frozenset[tuple[int, int]]:
+    """The cells of a column that a statement on the subject shows to be a gain."""
+    return frozenset((row, column) for row, group in enumerate(groups) if comparison.is_gain(group, subject))
+
+
+def _spent(comparison: Comparison) -> Grid:
+    """Return the table of what runs have spent; without rows where steps have no price."""
+    rows = [
+        (
+            group.label,
+            show.scaled(s.spent_flops, FLOPS),
+            "" if group.baseline else show.of_change(s.spent_ratio),
+            "" if group.baseline else show.of_change(s.seconds_ratio),
+            "differ" if s.currencies_disagree else "",
+        )
+        for group in comparison.groups
+        if (s := group.speed).spent_flops is not None
+    ]
+    note = (
+        "FLOPs of all steps of a run: forward, backward, update and trial passes over the batches that it had. To "
+        "baseline: ratios, paired by seed [95% interval]. Seconds: of the CPU, on CUDA of the steps; they are those of "
+        "this machine, these kernels and this optimizer. Differ: by more than a tenth, so other controls are of equal "
+        "cost in seconds."
+    )
+    columns = ("group", "FLOPs", "to baseline", "seconds to baseline", "FLOPs and seconds")
+    return Grid("Spent", columns, tuple(rows), note)
 
 
 def memory_grids(comparison: Comparison) -> list[Grid]:
@@ -104,19 +144,24 @@ def _step_memory(costs: Sequence[tuple[str, Cost]]) -> Grid:
 
 
 def _memory(comparison: Comparison) -> Grid:
-    rows = []
+    rows, shown = [], []
     for group in comparison.groups:
         c = group.cost
         peak = f"{show.scaled(c.peak_bytes, BYTES)}{f' ({c.peak_of})' if c.peak_of else ''}"
         parts = (c.weight_bytes, c.gradient_bytes, c.optimizer_bytes, c.saved_bytes)
-        if c.peak_bytes is not None or any(part is not None for part in parts):
-            change = "" if group.baseline else show.of_change(c.peak_ratio)
-            rows.append((group.label, peak, change, *(show.scaled(part, BYTES) for part in parts)))
-    columns = ("group", "peak", "to baseline", "weights", "gradients", "optimizer", "saved")
+        if c.peak_bytes is not None or c.held_bytes is not None or any(part is not None for part in parts):
+            change = "" if group.baseline else show.of_change(c.held_ratio)
+            held = show.scaled(c.held_bytes, BYTES)
+            rows.append((group.label, held, change, *(show.scaled(part, BYTES) for part in parts), peak))
+            shown.append(group)
+    columns = ("group", "held", "to baseline", "weights", "gradients", "optimizer", "saved", "peak")
     note = (
-        "Peak: the largest of all runs. Saved: what autograd holds between forward and backward, parameters left out."
+        "Held: the most that a step holds, by the allocator of CUDA, else by the tensors of a watched step; "
+        "the ratio is paired by seed. Saved: what autograd holds between forward and backward, "
+        "parameters left out. Peak: the largest of all runs; that of a process also holds libraries, data and what it "
+        "kept from before, and is compared with nothing."
     )
-    return Grid("Memory", columns, tuple(rows), note)
+    return Grid("Memory", columns, tuple(rows), note, bold=_find_gains(comparison, shown, "memory", 2))
 
 
 def _work(comparison: Comparison) -> Grid:
@@ -231,11 +276,12 @@ def _quality(comparison: Comparison) -> Grid:
         note += f" Means are over the seeds that the groups share: {', '.join(map(str, comparison.shared_seeds))}."
     if corrected:
         note += f" {_describe_families(comparison)}"
-    if comparison.metric in COURSES.values():
+    if comparison.metric == comparison.course and comparison.metric.startswith("eval/"):
         note += " One split did both: choices that were made by it are flattered on it."
     if comparison.reducer == "best":
         note += " The best of many evaluations favours runs that were evaluated more often."
-    return Grid(title, columns, tuple(rows), note, aside=2)
+    bold = _find_gains(comparison, comparison.groups, "quality", 3)
+    return Grid(title, columns, tuple(rows), note, aside=2, bold=bold)
 
 
 def _over_shared_seeds(comparison: Comparison, group: Group) -> Spread | None:
@@ -250,10 +296,12 @@ def _describe_families(comparison: Comparison) -> str:
     several = len(comparison.families) > 1
     each = f" in each of these {len(comparison.families)} families" if several else ""
     in_all = f", in all of them together at most {5 * len(comparison.families)}%" if several else ""
+    tuned = any(one.quality.difference and one.quality.difference.choice_error for one in comparison.groups)
+    values = "" if tuned else " How the values of these recipes were chosen is in no interval."
     return (
-        "Intervals to the baseline are simultaneous and p is corrected (Holm), over quality, step time and memory of "
-        "all groups; both rest on the larger of a group's own spread and that of all groups. Statements that are "
-        f"tested: {counts}. The chance that any of them is false is at most 5%{each}{in_all}."
+        "Intervals to the baseline are simultaneous and p is corrected (Holm), over quality, step time and memory held "
+        "of all groups; both rest on the larger of a group's own spread and that of all groups. Statements that are "
+        f"tested: {counts}. The chance that any of them is false is at most 5%{each}{in_all}.{values}"
     )
 
 
@@ -295,7 +343,7 @@ def _at_equal(comparison: Comparison) -> Grid:
     )
     if any(row[3] == show.NONE for row in rows):
         note += " A dash: one of the two was not evaluated near there; measure.eval_every says how often to evaluate."
-    metric = find_course(comparison.metric)
+    metric = comparison.course
     columns = ("group", "against", "after", metric, "of the other", "difference")
     return Grid("At equal cost, pair by pair", columns, tuple(rows), note, aside=3)
 

@@ -10,8 +10,8 @@ from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from sparsebp_cli.compare.comparison import Comparison, Group
-from sparsebp_cli.compare.question import find_course
-from sparsebp_cli.compare.trade import find_trades
+from sparsebp_cli.compare.number import split_change
+from sparsebp_cli.compare.trade import find_costs, find_trades
 from sparsebp_cli.compare.view import Along, View, place
 from sparsebp_cli.run.memory import PARTS, Part
 from sparsebp_cli.run.metric import METRICS
@@ -45,6 +45,7 @@ PHASES = (("forward", "#56B4E9", ""), ("backward", "#D55E00", "//"), ("optimizer
 AXES: dict[Along, str] = {
     "step": "optimizer steps",
     "tokens": "tokens seen",
+    "cost": "cost in dense steps, by probes",
     "wall_time": "seconds of training, evaluation left out",
 }
 FEW = 40  # points of a curve that get a marker each
@@ -64,7 +65,7 @@ def picture(comparison: Comparison, path: Path, view: View | None = None) -> Pat
         figure = Figure(layout="constrained")
         match view.kind:
             case "curves":
-                draw_curve_page(figure, comparison, view.metric or find_course(comparison.metric), view.along)
+                draw_curve_page(figure, comparison, view.metric or comparison.course, view.along)
             case "pareto":
                 draw_pareto(figure, comparison)
             case "layers":
@@ -107,11 +108,12 @@ def grid_lines(axes: Axes) -> None:
     axes.set_axisbelow(True)
 
 
-def quality_label(comparison: Comparison) -> str:
-    """Return the metric, its unit and its better direction."""
+def quality_label(comparison: Comparison, metric: str) -> str:
+    """Return a metric that is drawn, its unit and its better direction. It may be the validation's counterpart of the
+    comparison's, which is read once, on the test split."""
     unit = f" ({comparison.unit})" if comparison.unit else ""
     which = f", {comparison.better} is better" if comparison.better else ""
-    return f"{comparison.metric}{unit}{which}"
+    return f"{metric}{unit}{which}"
 
 
 def draw_layers(figure: Figure, comparison: Comparison) -> None:
@@ -150,15 +152,28 @@ def draw_layers(figure: Figure, comparison: Comparison) -> None:
             figure.colorbar(drawn, ax=axes, shrink=0.9)
 
 
+COSTS = {
+    "dense_steps": ("cost of a step, in dense steps by probes", "quality and cost", 1.0),
+    "step_seconds": ("milliseconds a step (median)", "quality and time", 1000.0),
+    "held_bytes": ("memory that a step holds (MB)", "quality and memory", 1e-6),
+}
+
+
 def draw_pareto(figure: Figure, comparison: Comparison) -> None:
-    """Draw every group as a point, and join those on the front."""
-    figure.set_size_inches(10, 4.4 + legend_room(comparison, 4))
-    time, memory = figure.subplots(1, 2, sharey=True)
-    _draw(time, comparison, "step_seconds", 1000.0)
-    _draw(memory, comparison, "peak_bytes", 1e-9)
-    time.set(xlabel="milliseconds a step (median)", ylabel=quality_label(comparison), title="quality and time")
-    memory.set(xlabel="peak memory (GB)", title="quality and memory")
-    handles, labels = time.get_legend_handles_labels()
+    """Draw every group as a point in each cost that is known, and join those on the front."""
+    costs = find_costs(find_trades(comparison))
+    if not costs:
+        figure.set_size_inches(6, 2)
+        figure.text(0.5, 0.5, "no cost is known", ha="center", va="center")
+        return
+    figure.set_size_inches(max(6.0, 4.2 * len(costs)), 4.4 + legend_room(comparison, 4))
+    panels = figure.subplots(1, len(costs), sharey=True, squeeze=False)[0]
+    for axes, cost in zip(panels, costs, strict=True):
+        label, title, scale = COSTS[cost]
+        _draw(axes, comparison, cost, scale)
+        axes.set(xlabel=label, title=title)
+    panels[0].set(ylabel=quality_label(comparison, comparison.metric))
+    handles, labels = panels[0].get_legend_handles_labels()
     if handles:
         figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)), frameon=False)
 
@@ -258,61 +273,82 @@ def _bar_label(group: Group, sum_megabytes: float) -> str:
 
 
 def draw_overview(figure: Figure, comparison: Comparison) -> None:
-    """Draw curves at equal steps and at equal time, and the phases of a step."""
+    """Draw curves at equal steps and at equal cost, and what a step costs; where no cost is known, time instead."""
     figure.set_size_inches(11, 3.8 + legend_room(comparison, 4) + 0.2 * max(0, len(comparison.groups) - 12))
-    steps, seconds, phases = figure.subplots(1, 3, width_ratios=(1, 1, 0.9))
-    draw_curves(steps, comparison, find_course(comparison.metric), "step")
-    draw_curves(seconds, comparison, find_course(comparison.metric), "wall_time")
-    _draw_phases(phases, comparison.groups)
-    _cut_the_start(steps, seconds, comparison)
-    steps.set(xlabel="optimizer steps", ylabel=quality_label(comparison), title="at equal steps")
-    seconds.set(xlabel="seconds of training, evaluation left out", title="at equal time")
+    steps, costs, bars = figure.subplots(1, 3, width_ratios=(1, 1, 0.9))
+    course, is_priced = comparison.course, any(g.speed.relative_cost for g in comparison.groups)
+    along: Along = "cost" if is_priced else "wall_time"
+    draw_curves(steps, comparison, course, "step")
+    draw_curves(costs, comparison, course, along)
+    _draw_costs(bars, comparison) if is_priced else _draw_phases(bars, comparison)
+    _cut_the_start(steps, costs, comparison)
+    steps.set(xlabel=AXES["step"], ylabel=quality_label(comparison, course), title="at equal steps")
+    costs.set(xlabel=AXES[along], title="at equal cost" if is_priced else "at equal time")
     handles, labels = steps.get_legend_handles_labels()
     if handles:
         figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)), frameon=False)
 
 
-def _cut_the_start(steps: Axes, seconds: Axes, comparison: Comparison) -> None:
+def _cut_the_start(steps: Axes, costs: Axes, comparison: Comparison) -> None:
     """Leave a value before training that is far from all later ones out of the axes, and write it as text instead."""
-    points = [point for run in comparison.runs if run.counts for point in run.curves[find_course(comparison.metric)]]
+    points = [point for run in comparison.runs if run.counts for point in run.curves[comparison.course]]
     first, later = ([p.value for p in points if (p.step == 0) == at_start] for at_start in (True, False))
     span = max(later, default=0.0) - min(later, default=0.0)
     if not first or not span or all(min(later) - span < value < max(later) + span for value in first):
         return
-    for axes in (steps, seconds):
+    for axes in (steps, costs):
         axes.set_ylim(min(later) - 0.08 * span, max(later) + 0.08 * span)
     text = f"before training: {sum(first) / len(first):.3g} (outside)"
     steps.text(0.98, 0.97, text, transform=steps.transAxes, ha="right", va="top", fontsize=8, color="#555555")
 
 
-def _draw_phases(axes: Axes, groups: tuple[Group, ...]) -> None:
-    timed = [group for group in groups if group.speed.step]
+def _draw_costs(axes: Axes, comparison: Comparison) -> None:
+    """Draw what a step costs by probes, and write the change of whole steps beside it where it is not withheld."""
+    groups = [group for group in comparison.groups if group.speed.relative_cost is not None]
+    for row, group in enumerate(groups):
+        cost = group.speed.relative_cost or 0.0
+        axes.barh([row], [cost], color=COLOURS[comparison.groups.index(group) % len(COLOURS)], height=0.55)
+        axes.text(cost, row, f" {cost:.2f}{_describe_time(comparison, group)}", va="center", fontsize=8)
+    _name_rows(axes, groups)
+    axes.set(xlabel="dense steps of the baseline's batch, by probes", title="what a step costs")
+
+
+def _draw_phases(axes: Axes, comparison: Comparison) -> None:
+    """Draw the phases of a step, of groups whose step times are not withheld."""
+    timed = [group for group in comparison.groups if group.speed.step]
     left = [0.0] * len(timed)
     for phase, colour, hatch in PHASES:
         widths = [1000 * (getattr(g.speed, phase).median if getattr(g.speed, phase) else 0.0) for g in timed]
         axes.barh(range(len(timed)), widths, left=left, color=colour, hatch=hatch, edgecolor="white", label=phase)
         left = [a + b for a, b in zip(left, widths, strict=True)]
     for row, group in enumerate(timed):
-        ratio = group.speed.step_ratio
-        change = "" if ratio is None else f"  {100 * (ratio.mean - 1):+.0f} %"
-        axes.text(left[row], row, f" {1000 * _step(group):.0f} ms{change}", va="center", fontsize=8)
-    axes.set_yticks(range(len(timed)), [name(group.label) for group in timed])
-    axes.invert_yaxis()
-    axes.margins(x=0.35)
+        axes.text(left[row], row, _describe_time(comparison, group), va="center", fontsize=8)
+    _name_rows(axes, timed)
     axes.set(xlabel="milliseconds a step, median of each phase", title="where a step's time goes")
     if timed:
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3, frameon=False, fontsize=8)
 
 
-def _step(group: Group) -> float:
-    return group.speed.step.median if group.speed.step else 0.0
+def _describe_time(comparison: Comparison, group: Group) -> str:
+    """The median of a step and its change; bold is left to tables."""
+    step, ratio = group.speed.step, group.speed.step_ratio
+    if step is None:
+        return ", times withheld" if group.speed.withheld else ""
+    change = "" if ratio is None or group is comparison.groups[0] else f", {split_change(ratio)[0]}"
+    return f", {1000 * step.median:.0f} ms{change}"
+
+
+def _name_rows(axes: Axes, groups: list[Group]) -> None:
+    axes.set_yticks(range(len(groups)), [name(group.label) for group in groups])
+    axes.invert_yaxis()
+    axes.margins(x=0.6)
 
 
 def draw_curves(axes: Axes, comparison: Comparison, metric: str, along: Along) -> None:
     """Draw one line for each counting run with a shared seed; the legend has each group once."""
     for number, group in enumerate(comparison.groups):
         lines = [
-            [(x, point.value) for point in run.curves.get(metric, ()) if (x := place(point, along)) is not None]
+            [(x, point.value) for point in run.curves.get(metric, ()) if (x := place(point, along, group)) is not None]
             for run in comparison.comparable_runs(group)
         ]
         lines = [line for line in lines if line]
@@ -335,7 +371,8 @@ def draw_curve_page(figure: Figure, comparison: Comparison, metric: str, along: 
     figure.set_size_inches(7.5, 4.5 + legend_room(comparison, 3))
     axes = figure.subplots()
     draw_curves(axes, comparison, metric, along)
-    unit = METRICS[metric].unit if metric in METRICS else ""
+    own = comparison.unit if metric in {comparison.metric, comparison.course} else ""
+    unit = METRICS[metric].unit if metric in METRICS else own
     axes.set(xlabel=AXES[along], ylabel=f"{metric} ({unit})" if unit else metric)
     handles, labels = axes.get_legend_handles_labels()
     if handles:

@@ -6,7 +6,7 @@ import math
 import re
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -15,7 +15,7 @@ from sparsebp_cli.compare.grouping import Grouping
 from sparsebp_cli.compare.loaded import LoadedRun
 from sparsebp_cli.errors import UsageError, did_you_mean
 from sparsebp_cli.run import metric as names
-from sparsebp_cli.run.metric import METRICS
+from sparsebp_cli.run.metric import METRICS, Metric, find_known
 
 Way = Literal["lower", "higher", ""]
 
@@ -82,6 +82,10 @@ COURSES = {
     names.TEST_LOSS.name: names.EVAL_LOSS.name,
     names.TEST_ACCURACY.name: names.EVAL_ACCURACY.name,
     names.TEST_MACRO_F1.name: names.EVAL_MACRO_F1.name,
+    names.TEST_MCC.name: names.EVAL_MCC.name,
+    names.TEST_F1.name: names.EVAL_F1.name,
+    names.TEST_PEARSON.name: names.EVAL_PEARSON.name,
+    names.TEST_SPEARMAN.name: names.EVAL_SPEARMAN.name,
 }
 
 Members = Mapping[str, Sequence[LoadedRun]]
@@ -104,6 +108,9 @@ class Question:
     curves: tuple[str, ...] = ()  # further metrics whose curves are needed
     better: Way = ""  # the better direction of the metric; empty: by its name
     grouping: Grouping = field(default_factory=Grouping)  # the keys that decide which runs form a group
+    # of a study: run name to the standard error of what tuning chose for it, in the metric's unit, by metric
+    choice: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    is_complete: bool = True  # whether all runs that were planned are there; without them nothing is stated on quality
 
 
 def find_baseline(members: Members, wanted: str | None, labels: Mapping[str, str]) -> str:
@@ -128,33 +135,50 @@ def find_baseline(members: Members, wanted: str | None, labels: Mapping[str, str
     raise UsageError(f"--baseline must name one of the runs compared ({', '.join(known)}), got {wanted!r}{near}")
 
 
-def find_course(metric: str) -> str:
-    """Return the metric that is evaluated during training: for a test metric the validation's."""
+def find_course(metric: str, declared: Collection[str] = ()) -> str:
+    """Return the metric that is evaluated during training: for a test metric the validation's. ``declared`` are the
+    names that runs declared themselves, both splits of each."""
+    if metric in declared and metric.startswith("test/"):
+        return f"eval/{metric.removeprefix('test/')}"
     return COURSES.get(metric, metric)
+
+
+def find_declared(runs: Iterable[LoadedRun], metric: str) -> Metric | None:
+    """Return a metric of SparseBP, or one that runs declared when they measured it; None where nobody did. Raise
+    ``UsageError`` if two runs declared different directions."""
+    declared = [run.history.facts.get("metrics", {}) for run in runs]
+    ways = sorted({one[metric]["better"] for one in declared if metric in one})
+    if len(ways) > 1 and metric not in METRICS:
+        raise UsageError(f"some of these runs declare {metric} better when {ways[0]}, others when {ways[1]}")
+    return find_known(metric, declared)
 
 
 def choose_metric(runs: Sequence[LoadedRun], question: Question) -> str:
     if question.metric is not None:
         check_logged(runs, question.metric, "--metric")
         return question.metric
+    wanted = {run.flat.get("measure.metric") for run in runs}
     classify = all(run.flat.get("dataset.format") == "classification" for run in runs)
     scored = any(names.EVAL_ACCURACY.name in run.history.metrics for run in runs)
-    held_out, test = (
-        (names.EVAL_ACCURACY, names.TEST_ACCURACY) if classify and scored else (names.EVAL_LOSS, names.TEST_LOSS)
-    )
+    usual = names.EVAL_ACCURACY if classify and scored else names.EVAL_LOSS
+    # What all recipes say that they are judged by.
+    named = next(iter(wanted)) if len(wanted) == 1 else None
+    held_out = named if isinstance(named, str) else usual.name
+    test = held_out.replace("eval/", "test/", 1)
     finished = [run for run in runs if run.finished]
-    is_tested = bool(finished) and all(test.name in run.history.metrics for run in finished)
+    is_tested = bool(finished) and all(test in run.history.metrics for run in finished)
     is_of_course = question.target is not None or question.reducer.kind != "final"  # these need several evaluations
-    return test.name if is_tested and not is_of_course else held_out.name
+    return test if is_tested and not is_of_course else held_out
 
 
-def choose_way(question: Question, metric: str) -> Way:
-    """Return the better direction of the metric, by the user's option, else by its name; empty: unknown. Raises
-    ``UsageError`` if the option contradicts a metric of SparseBP, or a question needs a direction."""
-    ours = names.METRICS[metric].better if metric in names.METRICS else ""
+def choose_way(question: Question, metric: str, known: Metric | None = None) -> Way:
+    """Return the better direction of the metric: as ``known``, which declares it, else by the user's option, else by
+    its name; empty: unknown. Raises ``UsageError`` if the option contradicts a declaration, or a question needs a
+    direction."""
+    ours = known.better if known is not None else ""
     if ours and question.better and question.better != ours:
         raise UsageError(f"--better: {metric} is better when {ours}, got {question.better!r}")
-    way = question.better or better(metric)
+    way = question.better or ours or better(metric)
     needy = {
         "--margin": question.margin is not None,
         "--reach": question.target is not None,

@@ -62,7 +62,7 @@ def measure_reach(
         return found.get(run.run_id) or (curve[-1] if curve else None)
 
     bounds = [point for run in runs if (point := longest(run))]
-    steps, times = [float(point.step) for point in bounds], [point.seconds for point in bounds]
+    steps, times = [float(point.step) for point in bounds], [point.seconds or 0.0 for point in bounds]
     return Reach(
         reached=len(mine),
         of=len(runs) + lost,

@@ -76,7 +76,7 @@ def _to_markdown(comparison: Comparison, view: View) -> str:
     for grid in grids(comparison) if whole else view_grids(comparison, view):
         rule = ["---" if number < grid.aside else "--:" for number in range(len(grid.columns))]
         lines += [f"### {_cell(grid.title)}", "", _row(grid.columns), _row(rule)]
-        lines += [_row(row) for row in grid.rows]
+        lines += [_row(_embolden(grid, place)) for place in range(len(grid.rows))]
         lines += ["", *([_cell(grid.note), ""] if grid.note else [])]
         lines += ["```console", *(f"$ {command}" for command in grid.commands), "```", ""] if grid.commands else []
     if not whole:
@@ -93,6 +93,10 @@ def _to_markdown(comparison: Comparison, view: View) -> str:
 
 def _row(cells: tuple[str, ...] | list[str]) -> str:
     return f"| {' | '.join(_cell(cell) for cell in cells)} |"
+
+
+def _embolden(grid: Grid, place: int) -> list[str]:
+    return [f"**{cell}**" if (place, column) in grid.bold else cell for column, cell in enumerate(grid.rows[place])]
 
 
 def _cell(text: str) -> str:
@@ -168,6 +172,6 @@ def _draw(grid: Grid) -> Table:
             no_wrap=not words,
             header_style="dim",
         )
-    for row in grid.rows:
-        drawn.add_row(*(Text(cell) for cell in row))
+    for place, row in enumerate(grid.rows):
+        drawn.add_row(*(Text(cell, style="bold" if (place, n) in grid.bold else "") for n, cell in enumerate(row)))
     return drawn

@@ -15,10 +15,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from sparsebp_cli import durable
 from sparsebp_cli.compare.margin import LEVEL, NotWorse, decide_all
 from sparsebp_cli.compare.statistics import FEWEST_PAIRS, paired_difference
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.run import RunFolder
+from sparsebp_cli.run.budget import LARGEST_SMALL, read_bounded
 
 GROWTH = 1.5
 
@@ -77,15 +79,13 @@ class Looks:
     def save(self, run_folder: Path) -> None:
         """Write the file into a run's folder, atomically; a later trial replaces it."""
         file = RunFolder(run_folder).trial_file
-        part = file.with_name(f"{file.name}.part")
-        part.write_text(json.dumps(asdict(self)), encoding="utf-8")
-        part.replace(file)
+        durable.write_file(file, json.dumps(asdict(self)))
 
     @classmethod
     def load(cls, run_folder: Path) -> Looks | None:
         """Read a run's file; None when it is missing or damaged."""
         try:
-            return cls.parse(RunFolder(run_folder).trial_file.read_text(encoding="utf-8"))
+            return cls.parse(read_bounded(RunFolder(run_folder).trial_file, LARGEST_SMALL).decode())
         except (OSError, ValueError):
             return None
 

@@ -74,6 +74,8 @@ class Difference:
         df: Degrees of freedom of that error; None: n - 1.
         family_low: Lower end of the simultaneous 95% interval: all of the family hold at once with that chance.
         family_high: Upper end.
+        choice_error: Standard error of what was chosen for both sides by tuning, part of every other number here; 0
+            without tuning.
         rank_p: Of Wilcoxon's signed-rank test of the same pairs, which is robust to outliers; None under six pairs,
             where it cannot be significant.
     """
@@ -92,6 +94,7 @@ class Difference:
     family_low: float | None = None
     family_high: float | None = None
     rank_p: float | None = None
+    choice_error: float = 0.0
 
     @property
     def shown(self) -> tuple[float | None, float | None]:
@@ -102,6 +105,21 @@ class Difference:
     def decisive_p(self) -> float | None:
         """The p value that a statement rests on."""
         return self.p if self.p_holm is None else self.p_holm
+
+
+def add_choice(difference: Difference, error: float) -> Difference:
+    """Return a difference whose interval and p include the error of a choice by tuning, which seeds do not show."""
+    if not error or difference.p is None or difference.sd is None:
+        return difference
+    whole, df = math.hypot(difference.sd / math.sqrt(difference.n), error), difference.n - 1
+    half = quantile_t(0.5 + LEVEL / 2, df) * whole
+    low, high, p = difference.mean - half, difference.mean + half, two_sided_p(difference.mean / whole, df)
+    return replace(difference, low=low, high=high, p=p, choice_error=error)
+
+
+def withhold_statement(difference: Difference) -> Difference:
+    """Return a difference of which nothing is stated."""
+    return replace(difference, low=None, high=None, p=None, rank_p=None)
 
 
 def spread(values: Sequence[float]) -> Spread | None:
@@ -211,7 +229,7 @@ def summarise_clusters(differences: Sequence[float], clusters: Sequence[int]) ->
     error = math.sqrt(count / (count - 1) * float(sums @ sums)) / len(values)
     half = quantile_t(0.5 + LEVEL / 2, count - 1) * error
     p = two_sided_p(plain.mean / error, count - 1) if error else 0.0
-    return replace(plain, low=plain.mean - half, high=plain.mean + half, p=p)
+    return replace(plain, low=plain.mean - half, high=plain.mean + half, p=p, error=error, df=count - 1.0)
 
 
 def holm(p_values: Sequence[float | None]) -> list[float | None]:
@@ -225,12 +243,3 @@ def holm(p_values: Sequence[float | None]) -> list[float | None]:
         largest = max(largest, min(1.0, (len(made) - done) * p))
         found[place] = largest
     return found
-
-
-def correct_all(differences: Sequence[Difference | None]) -> list[Difference | None]:
-    """Return differences of one kind with p values corrected for their number; a single one stays as it is."""
-    p_values = [None if d is None else d.p for d in differences]
-    if sum(p is not None for p in p_values) < 2:
-        return list(differences)
-    corrected = holm(p_values)
-    return [None if d is None else replace(d, p_holm=p) for d, p in zip(differences, corrected, strict=True)]

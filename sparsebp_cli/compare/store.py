@@ -24,12 +24,14 @@ from sparsebp_cli.compare.sequential import Looks
 from sparsebp_cli.compare.stored import Batch, Point, Source, StoredMetrics, StoredRun
 from sparsebp_cli.errors import RunNotFoundError, TrackingError
 from sparsebp_cli.plan import Plan
+from sparsebp_cli.recipe.store_address import sqlite_file
 from sparsebp_cli.run import History, State
+from sparsebp_cli.run.journal import name_cause
 from sparsebp_cli.run.record_type import EndRecord
 from sparsebp_cli.run.visible import mask
 from sparsebp_cli.tracking import resolve_uri
 from sparsebp_cli.tracking.content import RUN_ID, TRIAL, read_labels
-from sparsebp_cli.tracking.store import is_server, is_sqlite, one_line, sqlite_file
+from sparsebp_cli.tracking.store import is_server, is_sqlite, one_line
 
 STATES = {
     "SCHEDULED": State.QUEUED,
@@ -163,7 +165,8 @@ class _Store:
         kept = self._source.read_artifact(run, "history.json")
         if kept is None:
             if text := run.tags.get("sparsebp.text"):
-                history.ends = [EndRecord(kind="end", attempt=1, time=0.0, status=str(_state(run)), step=0, text=text)]
+                end = EndRecord(kind="end", attempt=1, time=0.0, status=str(_state(run)), step=0, text=text)
+                history.ends = [name_cause(end)]
         else:
             history.take(kept)
 

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequenc
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from sparsebp_cli.run.series import Series
+
 Point = tuple[int, int, float]  # of one run and one metric: step, milliseconds since 1970, value
 
 
@@ -73,7 +75,7 @@ class Batch:
         return known[run_id]
 
 
-class StoredMetrics(MutableMapping[str, dict[int, tuple[float, float]]]):
+class StoredMetrics(MutableMapping[str, Series]):
     """The metrics of one run, as :class:`~sparsebp_cli.run.History` holds them: name to step to (seconds, value)."""
 
     def __init__(self, batch: Batch, run: StoredRun, *, first_counts: bool) -> None:
@@ -81,10 +83,10 @@ class StoredMetrics(MutableMapping[str, dict[int, tuple[float, float]]]):
         ``first_counts``, as in SparseBP's journals; else the latest, as in the store's list."""
         batch.runs[run.run_id] = None
         self._batch, self._run, self._first_counts = batch, run, first_counts
-        self._known: dict[str, dict[int, tuple[float, float]]] = {}
+        self._known: dict[str, Series] = {}
         self._names = dict.fromkeys(run.latest)
 
-    def __getitem__(self, name: str) -> dict[int, tuple[float, float]]:
+    def __getitem__(self, name: str) -> Series:
         if name not in self._names:
             raise KeyError(name)
         if name not in self._known:
@@ -93,10 +95,10 @@ class StoredMetrics(MutableMapping[str, dict[int, tuple[float, float]]]):
             if len(found) < len(points):  # some step has several values: choose one
                 points = sorted(points, key=sort_by_time, reverse=self._first_counts)
                 found = {step: (time_ms / 1000, value) for step, time_ms, value in points}
-            self._known[name] = found
+            self._known[name] = Series(dict(sorted(found.items())))
         return self._known[name]
 
-    def __setitem__(self, name: str, points: dict[int, tuple[float, float]]) -> None:
+    def __setitem__(self, name: str, points: Series) -> None:
         self._known[name] = points
         self._names[name] = None
 

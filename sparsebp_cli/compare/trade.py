@@ -1,8 +1,9 @@
-"""The trade-off of quality and cost for each group, consistent with the verdicts.
+"""The trade-off of quality and cost for each group, consistent with the statements.
 
 Means over different seeds are not comparable: dense with three harder seeds looks worse than a policy that lost every
-pair. So a group's quality is the baseline's mean plus its paired difference, its costs are the baseline's times their
-paired ratio, and one group beats another over the seeds that both have. Step times of a busy machine are left out.
+pair. So a group's quality is the baseline's mean plus its paired difference, its times and memory are the baseline's
+times their paired ratio, and one group beats another over the seeds that both have. The first cost is that of the
+probes, which hold on a busy machine as well; what is withheld is unknown here.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from sparsebp_cli.compare.comparison import Comparison, Group
-from sparsebp_cli.compare.verdict import find_outcome
 
-COSTS = ("step_seconds", "peak_bytes")
+# Of a step: in dense steps of the baseline's batch, by probes; median seconds; the most that it holds.
+COSTS = ("dense_steps", "step_seconds", "held_bytes")
 
 
 @dataclass(frozen=True)
@@ -25,22 +26,25 @@ class Trade:
     # the baseline's mean plus the paired difference; the group's own mean where no seed is shared
     quality: float | None
     sd: float | None  # standard deviation over seeds
-    # ``step_seconds`` (median) and ``peak_bytes``, by the ratio to the baseline; None where not measured, and for step
-    # times of a group or a baseline that a busy machine slowed down
-    costs: dict[str, float | None]
+    costs: dict[str, float | None]  # by the names of ``COSTS``; None where not measured, or withheld
     beaten_by: tuple[str, ...]  # labels of groups that are nowhere worse and somewhere better, by these numbers alone
     is_paired: bool = True  # whether it shares seeds with the baseline; if not, it is in no order with other groups
 
 
+def find_costs(trades: list[Trade]) -> list[str]:
+    """Return the costs that are known of any group, in the order of ``COSTS``."""
+    return [cost for cost in COSTS if any(trade.costs[cost] is not None for trade in trades)]
+
+
 def find_trades(comparison: Comparison, *costs: str) -> list[Trade]:
-    """Return every group, in order, with its costs and the groups that beat it. ``costs`` are ``step_seconds`` and
-    ``peak_bytes``, or both if empty. Without a known direction of the metric, nothing beats anything."""
+    """Return every group, in order, with its costs and the groups that beat it. ``costs`` are some of ``COSTS``, or if
+    empty those that are known of any group. Without a known direction of the metric, nothing beats anything."""
     sign = {"lower": 1.0, "higher": -1.0, "": 0.0}[comparison.better]
-    counted = costs or COSTS
     base = comparison.groups[0]
     seeds = {group.label: _by_seed(comparison, group) for group in comparison.groups}
     placed = {group.label: _place(group, base) for group in comparison.groups}
     exact = {group.label: _is_exact(group) for group in comparison.groups}
+    counted = costs or find_costs(list(placed.values()))
 
     def beats(other: str, mine: str) -> bool:
         if not (placed[other].is_paired and placed[mine].is_paired) or not sign:
@@ -67,11 +71,19 @@ def _place(group: Group, base: Group) -> Trade:
     quality = own.mean if own else None
     if not group.baseline and is_paired and difference and base.quality.final:
         quality = base.quality.final.mean + (0.0 if _is_exact(group) else difference.mean)
-    costs = {"step_seconds": _steady_step(group), "peak_bytes": group.cost.peak_bytes}
-    bases = {"step_seconds": _steady_step(base), "peak_bytes": base.cost.peak_bytes}
-    ratios = {"step_seconds": group.speed.step_ratio, "peak_bytes": group.cost.peak_ratio}
+    costs, bases = (
+        {
+            "dense_steps": some.speed.relative_cost,
+            "step_seconds": some.speed.step.median if some.speed.step else None,
+            "held_bytes": some.cost.held_bytes,
+        }
+        for some in (group, base)
+    )
+    ratios = {"step_seconds": group.speed.step_ratio, "held_bytes": group.cost.held_ratio}
     for cost, ratio in ratios.items():
         there = bases[cost]
+        if cost == "step_seconds" and group.speed.withheld:
+            costs[cost] = None
         if group.baseline or ratio is None or not ratio.n or costs[cost] is None:
             continue
         costs[cost] = None if there is None else there * ratio.mean
@@ -79,12 +91,9 @@ def _place(group: Group, base: Group) -> Trade:
 
 
 def _is_exact(group: Group) -> bool:
-    """Whether what differs between the group and an exact baseline is rounding, by its verdict."""
-    return bool(group.exact) if group.baseline else find_outcome(group.verdict) == "exact"
-
-
-def _steady_step(group: Group) -> float | None:
-    return group.speed.step.median if group.speed.step and group.speed.busy is None else None
+    """Whether what differs between the group and an exact baseline is rounding, by what is stated of it."""
+    quality = group.find("quality")
+    return bool(group.exact) if group.baseline else quality is not None and quality.outcome == "exact"
 
 
 def _by_seed(comparison: Comparison, group: Group) -> Mapping[int, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil
 from statistics import fmean
@@ -16,15 +16,14 @@ from sparsebp_cli.compare.loaded import Point
 from sparsebp_cli.compare.measured import Layers
 from sparsebp_cli.compare.number import BYTES, SECONDS
 from sparsebp_cli.compare.overview_grid import memory_grids
-from sparsebp_cli.compare.question import find_course
 from sparsebp_cli.compare.statistics import spread
-from sparsebp_cli.compare.trade import find_trades
+from sparsebp_cli.compare.trade import find_costs, find_trades
 
 MOST_ROWS = 12
 MOST_LAYERS = 40
 SHADES = " ░▒▓█"
 Kind = Literal["overview", "curves", "pareto", "layers", "memory"]
-Along = Literal["step", "tokens", "wall_time"]
+Along = Literal["step", "tokens", "cost", "wall_time"]
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ def view_grids(comparison: Comparison, view: View) -> list[Grid]:
     """Return the tables of a view other than the overview; one without rows says that nothing was measured."""
     match view.kind:
         case "curves":
-            return [_curves(comparison, view.metric or find_course(comparison.metric), view.along)]
+            return [_curves(comparison, view.metric or comparison.course, view.along)]
         case "pareto":
             return [_pareto(comparison)]
         case "layers":
@@ -49,34 +48,43 @@ def view_grids(comparison: Comparison, view: View) -> list[Grid]:
             return memory_grids(comparison)
 
 
+SHOW_COST: dict[str, tuple[str, Callable[[float | None], str]]] = {
+    "dense_steps": ("cost of a step", lambda value: show.NONE if value is None else f"{value:.2f}"),
+    "step_seconds": ("step", lambda value: show.scaled(value, SECONDS)),
+    "held_bytes": ("memory held", lambda value: show.scaled(value, BYTES)),
+}
+
+
 def _pareto(comparison: Comparison) -> Grid:
-    rows = []
-    for trade in find_trades(comparison):
-        step, peak = trade.costs["step_seconds"], trade.costs["peak_bytes"]
-        unknown = trade.quality is None or step is None or peak is None or not comparison.better
+    rows, trades = [], find_trades(comparison)
+    costs = find_costs(trades)
+    for trade in trades:
+        unknown = trade.quality is None or not costs or None in {trade.costs[cost] for cost in costs}
+        unknown = unknown or not comparison.better
         alone = "shares no seed with the baseline" if not trade.is_paired else "on the front"
         place_of = ", ".join(trade.beaten_by) or (show.NONE if unknown else alone)
         quality = show.of_plain(trade.quality, 4) if trade.sd is None else f"{trade.quality:.4g} ± {trade.sd:.2g}"
-        rows.append((trade.label, quality, show.scaled(step, SECONDS), show.scaled(peak, BYTES), place_of))
+        rows.append((trade.label, quality, *(SHOW_COST[cost][1](trade.costs[cost]) for cost in costs), place_of))
     note = (
-        "Beaten by: nowhere worse and somewhere better in these three numbers over the shared seeds, whether by chance "
-        "or not. A group stands at the baseline's mean plus its paired difference, and at the baseline's costs times "
-        "their paired ratio; ± is the standard deviation over its own seeds."
+        "Beaten by: nowhere worse and somewhere better in these numbers over the shared seeds, whether by chance or "
+        "not. A group stands at the baseline's mean plus its paired difference, and at the baseline's time and memory "
+        "times their paired ratio; ± is the standard deviation over its own seeds. Cost of a step: in dense steps of "
+        "the baseline's batch, by probes. A dash: not measured, or withheld because the machine was busy."
     )
-    columns = ("group", comparison.metric, "step", "peak memory", "beaten by")
-    return Grid("Quality, time and memory", columns, tuple(rows), note, words_last=True)
+    columns = ("group", comparison.metric, *(SHOW_COST[cost][0] for cost in costs), "beaten by")
+    return Grid("Quality and cost", columns, tuple(rows), note, words_last=True)
 
 
 def _curves(comparison: Comparison, metric: str, along: Along) -> Grid:
     lines = {
-        group.label: [_line(run, metric, along) for run in comparison.comparable_runs(group)]
+        group.label: [_line(run, metric, along, group) for run in comparison.comparable_runs(group)]
         for group in comparison.groups
     }
     rows = []
     for at in _places([line for some in lines.values() for line in some], along):
         cells = [show.of_spread(spread(_values_at(some, at))) for some in lines.values()]
         rows.append((f"{at:.3g} s" if along == "wall_time" else f"{at:,.0f}", *cells))
-    heads = {"step": "step", "tokens": "tokens", "wall_time": "training time"}
+    heads = {"step": "step", "tokens": "tokens", "cost": "dense steps", "wall_time": "training time"}
     note = "Mean ± standard deviation (seeds) of the last value at or before; nothing is interpolated."
     if comparison.shared_seeds:
         shared = set(comparison.shared_seeds)
@@ -86,9 +94,11 @@ def _curves(comparison: Comparison, metric: str, along: Along) -> Grid:
     return Grid(metric, (heads[along], *lines), tuple(rows), note)
 
 
-def place(point: Point, along: Along) -> float | None:
-    """Return a point's position along an axis; None when unknown."""
+def place(point: Point, along: Along, group: Group) -> float | None:
+    """Return the position of a group's point along an axis; None when unknown."""
     match along:
+        case "cost":
+            return None if group.speed.relative_cost is None else point.step * group.speed.relative_cost
         case "step":
             return float(point.step)
         case "tokens":
@@ -100,14 +110,15 @@ def place(point: Point, along: Along) -> float | None:
 Line = list[tuple[float, float]]
 
 
-def _line(run: RunLine, metric: str, along: Along) -> Line:
-    return [(x, point.value) for point in run.curves.get(metric, ()) if (x := place(point, along)) is not None]
+def _line(run: RunLine, metric: str, along: Along, group: Group) -> Line:
+    points = run.curves.get(metric, ())
+    return [(x, point.value) for point in points if (x := place(point, along, group)) is not None]
 
 
 def _places(lines: list[Line], along: Along) -> list[float]:
     """Positions of the rows: steps and tokens at which something was measured, times evenly."""
     found = sorted({x for line in lines for x, _ in line})
-    if along == "wall_time" and found:
+    if along in {"wall_time", "cost"} and found:
         return [found[-1] * part / (MOST_ROWS - 2) for part in range(MOST_ROWS - 1)]
     if len(found) <= MOST_ROWS:
         return found

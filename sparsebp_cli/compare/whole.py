@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import math
 import statistics
+from array import array
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from sparsebp_cli.compare.loaded import LoadedRun
 from sparsebp_cli.compare.statistics import Quartiles, quartiles
 from sparsebp_cli.run.policy_phase import PolicyPhase, split_series, weigh
+from sparsebp_cli.run.series import select
 
-Measured = tuple[LoadedRun, Mapping[int, float]]  # a run, and optimizer step to value
+Measured = tuple[LoadedRun, Mapping[int, float]]  # a run, and ascending optimizer step to value
 
 
 def whole_quartiles(measured: Iterable[Measured]) -> Quartiles | None:
@@ -38,13 +40,13 @@ def whole_median(measured: Iterable[Measured], *, is_speedup: bool = False) -> f
     return weigh(found, phases, is_speedup=is_speedup) if found else None
 
 
-def _split(measured: Iterable[Measured]) -> tuple[dict[int, list[float]], list[PolicyPhase[dict[str, Any]]]]:
+def _split(measured: Iterable[Measured]) -> tuple[dict[int, array[float]], list[PolicyPhase[dict[str, Any]]]]:
     """Return the finite values of all runs by phase, and the phases of the run that came furthest."""
-    by_phase: dict[int, list[float]] = {}
+    by_phase: dict[int, array[float]] = {}
     phases: list[PolicyPhase[dict[str, Any]]] = []
     for run, series in measured:
-        finite = {step: value for step, value in series.items() if math.isfinite(value)}
+        finite = select(series, lambda _, value: math.isfinite(value))
         phases = max(phases, run.phases, key=lambda some: some[-1].end if some else 0)
-        for number, values in (split_series(finite, run.phases) if run.phases else {0: list(finite.values())}).items():
-            by_phase.setdefault(number, []).extend(values)
+        for number, values in (split_series(finite, run.phases) if run.phases else {0: finite.values()}).items():
+            by_phase.setdefault(number, array("d")).extend(values)
     return {number: values for number, values in by_phase.items() if values}, phases

@@ -1,14 +1,15 @@
 """Supported combinations of policies and options: one table without torch, for recipes, ``attach``, trainer, worker and
 docs."""
 
+from sparsebp_cli.composition.adapter import ADAPTER_TYPES, find_adapter_options
 from sparsebp_cli.composition.backward import BackwardChoices, BackwardOptions
 from sparsebp_cli.composition.optimizer import OptimizerEntry, find_optimizer, list_optimizers
-from sparsebp_cli.composition.rule import Rule
 from sparsebp_cli.composition.setup import PolicyFacts, Refusal, Setup, Spelling, find_refusals, refuse
-from sparsebp_cli.composition.table import RULES
+from sparsebp_cli.composition.table import find_rules, make_rules
+from sparsebp_cli.policy.rule import Rule
 
 __all__ = [
-    "RULES",
+    "ADAPTER_TYPES",
     "BackwardChoices",
     "BackwardOptions",
     "OptimizerEntry",
@@ -17,8 +18,11 @@ __all__ = [
     "Rule",
     "Setup",
     "Spelling",
+    "find_adapter_options",
     "find_optimizer",
     "find_refusals",
+    "find_rules",
     "list_optimizers",
+    "make_rules",
     "refuse",
 ]

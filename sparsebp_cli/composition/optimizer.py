@@ -17,6 +17,7 @@ from sparsebp_cli.entry_point import entry_points
 from sparsebp_cli.errors import UsageError, did_you_mean
 
 GROUP = "sparsebp.optimizers"
+NO_ORDINARY_GRADIENTS = ("SparseAdam",)  # of torch.optim; it takes sparse gradients alone, and no training here has any
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,9 @@ class OptimizerEntry:
     # whether its state has the shape of its parameter or is a number, made at the first step: only then can weights be
     # cut into parts (``target.sharding: fsdp2``)
     is_sharded: bool = False
-    # whether it updates the second factors of low-rank adapters, whose first ones are frozen: its class takes the model
-    # in place of the parameters
+    # whether its class takes the model in place of the parameters
+    takes_model: bool = False
+    # whether it updates the second factors of low-rank adapters, whose first ones are frozen
     of_adapters: bool = False
     # whether it has moments in the projection that a saver of inputs keeps for several steps
     of_projections: bool = False
@@ -84,7 +86,9 @@ def _torch_classes() -> dict[str, tuple[Path, str]]:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch.optim."):
             file = folder / f"{(node.module or '').removeprefix('torch.optim.')}.py"
             for alias in node.names:
-                if alias.name != "Optimizer" and file.is_file() and _steps_without_closure(file, alias.name):
+                if alias.name in ("Optimizer", *NO_ORDINARY_GRADIENTS):
+                    continue
+                if file.is_file() and _steps_without_closure(file, alias.name):
                     found[alias.name.lower()] = (file, alias.name)
     return found
 

@@ -6,48 +6,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
-from sparsebp_cli.composition.rule import KINDS, Condition, Match, Rule
-from sparsebp_cli.composition.table import RULES
+from sparsebp_cli.composition.table import find_rules
 from sparsebp_cli.errors import UnsupportedError
-from sparsebp_cli.policy import (
-    BatchPacker,
-    BlockDropper,
-    EdgeRouter,
-    EpochSelector,
-    ExampleSelector,
-    GradientEstimator,
-    GradientSelector,
-    InformedSelector,
-    InputSaver,
-    LayerSampler,
-    ParameterSelector,
-    PartSelector,
-    Policy,
-    ReferenceReader,
-    Stateful,
-    TileSelector,
-    TokenRouter,
-    TokenSelector,
-)
+from sparsebp_cli.policy import ParameterGradient, Policy, Stateful
+from sparsebp_cli.policy.known_kind import find_facts
+from sparsebp_cli.policy.rule import AllBut, Condition, Match, Rule
 
-_CONTRACT: dict[str, type[Policy]] = {
-    kind.__name__: kind
-    for kind in (
-        GradientSelector,
-        EdgeRouter,
-        TokenSelector,
-        ExampleSelector,
-        EpochSelector,
-        ParameterSelector,
-        BatchPacker,
-        BlockDropper,
-        InputSaver,
-        GradientEstimator,
-        TokenRouter,
-        PartSelector,
-        TileSelector,
-    )
-}
 _UNKNOWN = object()  # the value of an option that this caller does not have: no rule about it applies
 Spelling = Callable[[str, object], str]
 
@@ -63,38 +27,21 @@ class PolicyFacts:
     @classmethod
     def of(cls, policy: Policy, label: str = "", place: str = "") -> Self:
         """Return the facts of a policy. An empty label stands for its class."""
-        kind = next((name for name in KINDS if isinstance(policy, _CONTRACT[name])), "")
-        facts: dict[str, object] = {"kind": kind}
-        facts["observes"] = isinstance(policy, Stateful) and not policy.is_identical
-        facts["stateful"] = isinstance(policy, Stateful)
-        facts["has_trials"] = isinstance(policy, Stateful) and policy.has_trials
-        facts["samples_layers"] = isinstance(policy, LayerSampler)
-        facts["reads_gradients"] = _reads_gradients(policy)
-        if isinstance(policy, GradientSelector):
-            facts["placed"] = policy.where is not None or policy.layers is not None
-            facts["informed"] = isinstance(policy, InformedSelector)
-        if isinstance(policy, ParameterSelector):
-            facts["changes"] = policy.changes
-            facts["sets_rates"] = policy.sets_rates
-        if isinstance(policy, BlockDropper):
-            facts["skips"] = policy.skips_forward
-        if isinstance(policy, ExampleSelector):
-            facts["weighs"] = policy.weighs
-            facts["reads_rows"] = policy.reads_rows
-            facts["validates"] = policy.num_validation > 0
-        if isinstance(policy, TokenSelector):
-            facts |= {"mode": policy.mode, "differentiates": "last_gradient" in policy.needs}
-            facts["trains_all"] = not policy.needs and policy.budget == 1.0
-        if isinstance(policy, ReferenceReader):
-            facts |= {"compares": policy.reads_reference, "reference": policy.reference}
-        return cls(label or (type(policy).__name__ if kind else f"policy {policy!r}"), facts, place)
+        facts = {
+            **find_facts(policy),
+            "observes": isinstance(policy, Stateful) and not policy.is_identical,
+            "stateful": isinstance(policy, Stateful),
+            "has_trials": isinstance(policy, Stateful) and policy.has_trials,
+            "reads_gradients": _reads_gradients(policy),
+        }
+        return cls(label or (type(policy).__name__ if facts["kind"] else f"policy {policy!r}"), facts, place)
 
 
 def _reads_gradients(policy: Policy) -> bool:
     """Whether a policy observes the gradients of parameters at the end of a step, and not in trial passes alone."""
     if not isinstance(policy, Stateful) or policy.has_trials:
         return False
-    return bool(policy.observes & {"parameter_norm", "parameter_l1"})
+    return ParameterGradient in policy.observes
 
 
 def _format_argument(name: str, value: object) -> str:
@@ -125,7 +72,7 @@ class Refusal:
 
 def find_refusals(setup: Setup) -> Iterator[Refusal]:
     """Yield every rule that applies, in the order of the table."""
-    for rule in RULES:
+    for rule in find_rules():
         if not all(_holds(wanted, setup.options.get(name, _UNKNOWN)) for name, wanted in rule.options.items()):
             continue
         if not rule.policy:
@@ -165,6 +112,7 @@ def _matches(wanted: Mapping[str, Condition], policy: PolicyFacts, other: Policy
 def _holds(condition: Condition, value: object) -> bool:
     if value is _UNKNOWN:
         return False
+    assert not isinstance(condition, AllBut), "resolved by make_rules"
     if isinstance(condition, tuple):
         return value in condition
     if condition is Match.SEVERAL:

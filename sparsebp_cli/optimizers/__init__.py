@@ -1,18 +1,20 @@
-"""The optimizers that ship, as entry points of the group ``sparsebp.optimizers`` name them. Without torch.
+"""PUBLIC. The entry of an optimizer, and those that ship, as the group ``sparsebp.optimizers`` names them.
 
 Of PyTorch's own, those are listed whose state can be cut into parts; the others are found by their names alone.
+Importing this package does not import torch.
 """
 
 from __future__ import annotations
 
 from sparsebp_cli.composition.optimizer import OptimizerEntry, find_in_torch
 
+__all__ = ["OptimizerEntry"]
 _PACKAGE = ("pytorch-optimizer", "optimizers")
 
 
 def _apollo(**implied: object) -> OptimizerEntry:
     names = ("betas", "eps", "weight_decay", "rank", "scale", "scale_type", "update_proj_gap", "seed")
-    return OptimizerEntry("sparsebp_cli.worker.apollo:Apollo", names, implied)
+    return OptimizerEntry("sparsebp_cli.optimizers.apollo:Apollo", names, implied)
 
 
 ADAM, ADAMAX, ADAMW, NADAM, RADAM, RMSPROP, SGD = (
@@ -21,13 +23,18 @@ ADAM, ADAMAX, ADAMW, NADAM, RADAM, RMSPROP, SGD = (
 APOLLO = _apollo(scale_type="channel")
 APOLLO_MINI = _apollo(scale_type="tensor", rank=1, scale=128.0)  # the paper's: rank 1, a factor of the root of 128
 _PROJECTED = ("betas", "eps", "weight_decay", "rank", "scale", "update_proj_gap")
-GALORE = OptimizerEntry("sparsebp_cli.worker.galore:GaLore", _PROJECTED, extra=_PACKAGE)
-FIRA = OptimizerEntry("sparsebp_cli.worker.fira:Fira", _PROJECTED, extra=_PACKAGE)
+GALORE = OptimizerEntry("sparsebp_cli.optimizers.galore:GaLore", _PROJECTED, extra=_PACKAGE)
+FIRA = OptimizerEntry("sparsebp_cli.optimizers.fira:Fira", _PROJECTED, extra=_PACKAGE)
 ADALOMO = OptimizerEntry(
-    "sparsebp_cli.worker.adalomo:AdaLomo",
+    "sparsebp_cli.optimizers.adalomo:AdaLomo",
     ("weight_decay", "clip_threshold", "decay_rate", "eps1", "eps2"),
     extra=_PACKAGE,
 )
 _ADAMW = ("betas", "eps", "weight_decay")
-LORA_FA = OptimizerEntry("sparsebp_cli.worker.lora_fa:LoRAFA", _ADAMW, of_adapters=True)
-COMPACT = OptimizerEntry("sparsebp_cli.worker.compact:CompActAdamW", _ADAMW, of_projections=True)
+LORA_FA = OptimizerEntry("sparsebp_cli.optimizers.lora_fa:LoRAFA", _ADAMW, takes_model=True, of_adapters=True)
+COMPACT = OptimizerEntry("sparsebp_cli.optimizers.compact:CompActAdamW", _ADAMW, of_projections=True)
+MUON = OptimizerEntry(
+    "sparsebp_cli.optimizers.muon:MuonAdamW",
+    (*_ADAMW, "momentum", "nesterov", "ns_steps"),
+    takes_model=True,
+)

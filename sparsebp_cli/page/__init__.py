@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from sparsebp_cli.errors import UsageError
+from sparsebp_cli.page.character import make_visible
 
 __all__ = ["check_path", "render"]
 
@@ -22,7 +23,8 @@ def check_path(path: Path) -> None:
 
 
 def render(package: str, template: str, **values: object) -> str:
-    """Render a template of a package. Values are escaped, unless they are ``Markup``."""
+    """Render a template of a package. Values are escaped, unless they are ``Markup``; characters that a browser would
+    interpret are shown as escapes, wherever they came from."""
     import jinja2
     from markupsafe import Markup
 
@@ -32,4 +34,4 @@ def render(package: str, template: str, **values: object) -> str:
     )
     # Style sheets and scripts are embedded as they are: in a template, {{ or {# inside them would be taken for jinja2.
     environment.globals["embed"] = lambda name: Markup(loader.get_source(environment, name)[0])
-    return environment.get_template(template).render(**values) + "\n"
+    return make_visible(environment.get_template(template).render(**values)) + "\n"

@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from sparsebp_cli.metrics import find_text_metric_sources
 from sparsebp_cli.plan.plan import content_hash, find_sources
 from sparsebp_cli.policy import find_policies
+from sparsebp_cli.policy.shelf import SHELF
 from sparsebp_cli.recipe.schema import Recipe
 
 PACKAGES = ("sparsebp", "torch", "transformers")
@@ -41,7 +43,14 @@ def find_code(recipe: Recipe) -> dict[str, str]:
     for entry in recipe.policies:
         if entry.name in found:
             package, _, number = found[entry.name].source.partition(" ")
-            code.setdefault(package, number)
+            # Our version says which shelf was released with it, as when its policies were built in: so checkpoints and
+            # run ids of then hold. Only a shelf of another version is a fact of its own.
+            if package != SHELF or number != code["sparsebp"]:
+                code.setdefault(package, number)
+    generate = recipe.measure.generate
+    for source in [] if generate is None else find_text_metric_sources(generate.metrics):
+        package, _, number = source.partition(" ")
+        code.setdefault(package, number)
     commit = _find_commit(Path(__file__).parents[2] / ".git")
     return code | ({"commit": commit} if commit else {})
 

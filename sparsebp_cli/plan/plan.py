@@ -9,20 +9,29 @@ import time
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from sparsebp_cli import durable
 from sparsebp_cli.entry_point import entry_points
-from sparsebp_cli.errors import RunNotFoundError
+from sparsebp_cli.errors import RunNotFoundError, first_line
 from sparsebp_cli.plan.provenance import Provenance, find_provenance
 from sparsebp_cli.policy import ReferenceReader, make_policy
 from sparsebp_cli.recipe.loader import rename_in_plan
-from sparsebp_cli.recipe.schema import PolicyEntry, Recipe
+from sparsebp_cli.recipe.schema import LoraSection, PolicyEntry, Recipe
+from sparsebp_cli.run.budget import LARGEST_PLAN, read_bounded
 from sparsebp_cli.source import DATASETS, MODELS, find_path
+from sparsebp_cli.source.conversation import read_template
 
 # Runs that differ only in these belong to one group.
 OUTSIDE_GROUP = {"name": True, "target": True, "tracking": True, "checkpoint": True, "training": {"seed"}}
+
+# Keys of a later version than stored runs: null leaves the hash of their groups as it was.
+LATER_DATASET_KEYS = ("held_out", "group_column", "text_pair_column")
+LATER_MODEL_KEYS = ("peft", "adapter")
+FIRST_LORA_KEYS = ("r", "lora_alpha", "lora_dropout", "target_modules")
+LATER_MEASURE_KEYS = ("generate", "metric")
 
 
 class Plan(BaseModel):
@@ -43,32 +52,30 @@ class Plan(BaseModel):
         return content_hash(group_content(self.recipe))
 
     def save(self, run_folder: Path) -> Path:
-        """Write ``plan.json`` into the run's existing folder, atomically, and return its path."""
+        """Write ``plan.json`` into the run's existing folder, as a whole and durably, and return its path."""
         file = run_folder / "plan.json"
-        part = file.with_suffix(".part")
-        part.write_text(self.model_dump_json(indent=1), encoding="utf-8")
-        part.replace(file)
+        durable.write_file(file, self.model_dump_json(indent=1))
         return file
 
     @classmethod
     def load(cls, file: Path) -> Plan:
         """Read a ``plan.json``. Raise RunNotFoundError if there is no such file, or it is not a plan."""
         try:
-            return cls.model_validate_json(rename_in_plan(file.read_bytes()))
+            return cls.model_validate_json(rename_in_plan(read_bounded(file, LARGEST_PLAN)))
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             place = ".".join(map(str, first["loc"]))
             told = f"{place}: {first['msg']}" if place else first["msg"]
             raise RunNotFoundError(f"{file} is not a plan for this version: {told}{_tell_version(file)}") from None
         except (OSError, ValueError, RecursionError) as error:
-            raise RunNotFoundError(f"{file} is not a plan: {str(error).splitlines()[0]}") from None
+            raise RunNotFoundError(f"{file} is not a plan: {first_line(error)}") from None
 
 
 def _tell_version(file: Path) -> str:
     """Name the two versions if another one made the plan: the image of a worker may be older than its client."""
     mine = version("sparsebp")
     try:
-        theirs = json.loads(file.read_bytes())["provenance"]["sparsebp_version"]
+        theirs = json.loads(read_bounded(file, LARGEST_PLAN))["provenance"]["sparsebp_version"]
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return ""
     return f"; sparsebp {theirs} made it, this is {mine}" if theirs and theirs != mine else ""
@@ -76,7 +83,13 @@ def _tell_version(file: Path) -> str:
 
 def group_content(recipe: Recipe) -> dict[str, object]:
     """Return the part of a recipe that affects the result, except the seed, as JSON content."""
-    content: dict[str, object] = recipe.model_dump(mode="json", exclude=OUTSIDE_GROUP)  # type: ignore[arg-type]
+    content: dict[str, Any] = recipe.model_dump(mode="json", exclude=OUTSIDE_GROUP)  # type: ignore[arg-type]
+    later_keys = {"dataset": LATER_DATASET_KEYS, "model": LATER_MODEL_KEYS, "measure": LATER_MEASURE_KEYS}
+    for section, later in later_keys.items():
+        content[section] = {k: v for k, v in content[section].items() if v is not None or k not in later}
+    if (lora := content["model"]["lora"]) is not None:
+        usual = LoraSection().model_dump(mode="json")
+        content["model"]["lora"] = {k: v for k, v in lora.items() if k in FIRST_LORA_KEYS or v != usual[k]}
     if (processes := recipe.target.options.get("processes", 1)) > 1:  # multiplies the examples of each step
         content["target"] = {"processes": processes}
     return content
@@ -96,16 +109,24 @@ def make_plan(recipe: Recipe, recipe_file: Path) -> Plan:
 
 
 def resolve_paths(recipe: Recipe, folders: Sequence[Path]) -> Recipe:
-    """Return a recipe in which paths of models, data and references are absolute; relative ones are searched in the
-    folders in order."""
+    """Return a recipe in which paths of models, data and references are absolute, and which holds the text of its chat
+    template; relative paths are searched in the folders in order."""
     model, dataset = recipe.model, recipe.dataset
     model = model.model_copy(
         update={
             "name": _absolute(model.name, folders, MODELS),
             "tokenizer": _absolute(model.tokenizer, folders, MODELS),
+            "adapter": _absolute(model.adapter, folders, MODELS),
         }
     )
-    dataset = dataset.model_copy(update={"name": _absolute(dataset.name, folders, DATASETS)})
+    template = dataset.chat_template
+    dataset = dataset.model_copy(
+        update={
+            "name": _absolute(dataset.name, folders, DATASETS),
+            # The text itself: a plan is all that crosses to another machine, and what identifies a run.
+            "chat_template": None if template is None else read_template(template, folders),
+        }
+    )
     policies: dict[str, object] = {"policy": _resolve_references(recipe.policy, folders)}
     if recipe.schedule is not None:
         policies["schedule"] = [
@@ -119,6 +140,7 @@ def find_sources(recipe: Recipe) -> dict[str, str]:
     named = {
         "model.name": recipe.model.name,
         "model.tokenizer": recipe.model.tokenizer,
+        "model.adapter": recipe.model.adapter,
         "dataset.name": recipe.dataset.name,
     }
     for phase in recipe.phases:

@@ -18,7 +18,7 @@ from typing import Literal
 
 Unit = Literal["targets", "examples", "rows", "entries"]
 WHERE = {"targets": "at the head", "examples": "at the head", "rows": "at the sites, median"}
-HOW_SURE = "an upper bound with exact and free norms, not a promise"
+HOW_SURE = "an upper bound, as if the sizes were known and free"
 
 
 def effective_share(total: float, squares: float, number: int) -> float | None:
@@ -58,9 +58,10 @@ class SelectionGain:
 
     def lines(self) -> list[str]:
         """Describe the gain in at most two lines."""
-        return [line for line in (self._cost(), self._choice()) if line]
+        return [line for line in (self.describe_cost(), self.describe_choice()) if line]
 
-    def _cost(self) -> str:
+    def describe_cost(self) -> str:
+        """Describe the cost of a step; empty where it is dense's."""
         if self.share is None and abs(self.cost_ratio - 1.0) < 0.005:
             return ""
         text = (
@@ -74,22 +75,24 @@ class SelectionGain:
             f"ones, since dense with {self.cost_ratio:.0%} of the batch costs the same"
         )
 
-    def _choice(self) -> str:
+    def describe_choice(self) -> str:
+        """Describe what picking by the size of gradients could bring; empty where nothing is known."""
         if self.unit is None or self.can_pay is None:
-            bounds = [f"{unit} {max_gain(value):.2f}x ({value:.2f})" for unit, value in self.effective.items()]
             known = self.unit is None or self.unit in self.effective
-            if not bounds or not known:
+            if not self.effective or not known:
                 return ""
+            bounds = [f"{unit} {max_gain(value):.2f} times ({value:.2f})" for unit, value in self.effective.items()]
             return (
-                f"choosing by norm could gain at most, over dense at the same cost, among {', '.join(bounds)}; in "
-                f"brackets the gradients' effective sample size over their number; {HOW_SURE}"
+                "what picking by gradient size could bring, against dense training of the same cost: at most "
+                f"{', '.join(bounds)}. In brackets: how equal the gradients are; at 1 all have one size and there is "
+                f"nothing to pick. This is {HOW_SURE}"
             )
         effective, highest = self.effective[self.unit], self.share / self.cost_ratio if self.share else 0.0
-        verdict = "it can pay at this share" if self.can_pay else "it cannot pay at this share"
+        answer = "it can pay" if self.can_pay else "it cannot pay"
         return (
-            f"choosing: the gradients' effective sample size is {effective:.2f} of the {self.unit} "
-            f"({WHERE[self.unit]}); choice by norm gains at most {max_gain(effective):.2f}x over dense at the same "
-            f"cost, and only where that size is below p / r = {highest:.2f}: {verdict} ({HOW_SURE})"
+            f"what picking {self.unit} by gradient size could bring: at most {max_gain(effective):.2f} times dense "
+            f"training of the same cost. The gradients {WHERE[self.unit]} are {effective:.2f} equal (at 1 all have one "
+            f"size); at this share that has to be below {highest:.2f}, so {answer}. This is {HOW_SURE}"
         )
 
 

@@ -14,7 +14,18 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, final
 from pydantic import Field, PositiveInt
 
 from sparsebp_cli.policies.depth import group_by_depth
-from sparsebp_cli.policy import MethodCard, Observation, Observed, Parameter, ParameterSelector, Stateful, Step
+from sparsebp_cli.policy import (
+    Measure,
+    MethodCard,
+    Observation,
+    Observed,
+    Parameter,
+    ParameterGradient,
+    ParameterSelector,
+    Stateful,
+    Step,
+    choice,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -69,8 +80,12 @@ class AutoFreeze(Stateful[Parameter], ParameterSelector):
         return True  # a frozen layer never trains again
 
     @property
-    def observes(self) -> frozenset[Observed]:
-        return frozenset() if self.exact else frozenset({"parameter_norm"})
+    def observes(self) -> frozenset[type[Observed]]:
+        return frozenset() if self.exact else frozenset({ParameterGradient})
+
+    def measure(self, seen: Observed, step: Step) -> dict[str, Measure]:  # noqa: ARG002
+        assert isinstance(seen, ParameterGradient)
+        return {"norm": Measure(choice.l2_norm(seen.gradient))}
 
     @property
     def control(self) -> dict[str, object] | None:
@@ -93,7 +108,7 @@ class AutoFreeze(Stateful[Parameter], ParameterSelector):
             return dict(state)
         total, before = _tensor(state, "sum"), _tensor(state, "before")
         squares = torch.zeros_like(total)
-        for name, norm in observation.parameter_norm.items():
+        for name, norm in observation["norm"].items():
             if f"layer/{name}" in state:
                 squares[int(state[f"layer/{name}"])] += norm.to(squares) ** 2
         total = total + squares.sqrt()

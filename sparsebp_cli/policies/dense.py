@@ -6,8 +6,9 @@ back-propagating errors" (Nature 323, 1986), https://doi.org/10.1038/323533a0. W
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, final
+from typing import TYPE_CHECKING, ClassVar, Literal, final
 
+from pydantic import Field
 from typing_extensions import override
 
 from sparsebp_cli.policy import GradientSelector, MethodCard, Selection, Site, Step
@@ -26,6 +27,10 @@ class Dense(GradientSelector):
         work="1",
         memory="Every linear's input.",
     )
+
+    # Nothing is cut, so nothing could be fed back or fall. The keys stay, since recorded runs have them.
+    keep_warmup_steps: Literal[0] = Field(0, description="Nothing is cut at any step.")
+    error_feedback: Literal[False] = Field(False, description="Nothing is cut that could be fed back.")
 
     @property
     def exact(self) -> bool:

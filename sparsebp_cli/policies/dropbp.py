@@ -22,12 +22,15 @@ from sparsebp_cli.errors import PolicyError
 from sparsebp_cli.policy import (
     BlockDropper,
     DropDraw,
+    Measure,
     MethodCard,
     Observation,
     Observed,
+    ParameterGradient,
     ResidualBlock,
     Stateful,
     Step,
+    choice,
     sampling,
 )
 
@@ -88,8 +91,12 @@ class DropBP(Stateful[ResidualBlock], BlockDropper):
         return self.sensitivity_at is not None
 
     @property
-    def observes(self) -> frozenset[Observed]:
-        return frozenset() if self.sensitivity_at is None else frozenset({"parameter_norm"})
+    def observes(self) -> frozenset[type[Observed]]:
+        return frozenset() if self.sensitivity_at is None else frozenset({ParameterGradient})
+
+    def measure(self, seen: Observed, step: Step) -> dict[str, Measure]:  # noqa: ARG002
+        assert isinstance(seen, ParameterGradient)
+        return {"norm": Measure(choice.l2_norm(seen.gradient))}
 
     @property
     def control(self) -> dict[str, object] | None:
@@ -115,10 +122,10 @@ class DropBP(Stateful[ResidualBlock], BlockDropper):
     def observe_trials(self, state: State, observations: Sequence[Observation], step: Step) -> State:  # noqa: ARG002
         import torch
 
-        whole = observations[0].parameter_norm
+        whole = observations[0]["norm"]
         measured = []
         for observation in observations[1:]:
-            norms = observation.parameter_norm  # a parameter of the dropped block itself has none
+            norms = observation["norm"]  # a parameter of the dropped block itself has none
             terms = [(size - norms.get(name, 0.0)) ** 2 for name, size in whole.items()]
             measured.append(torch.stack(terms).double().sum())
         return dict(zip(state, torch.stack(measured).tolist(), strict=True))

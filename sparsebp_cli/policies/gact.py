@@ -22,11 +22,14 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self, final
 from pydantic import Field, PositiveInt, model_validator
 
 from sparsebp_cli.policies.bit_sharing import FEWEST, MOST, find_sensitivity, share_bits
+from sparsebp_cli.policies.gradient_sample import sample_gradient
 from sparsebp_cli.policy import (
     InputSaver,
+    Measure,
     MethodCard,
     Observation,
     Observed,
+    ReaderGradients,
     SavedCodes,
     Site,
     Stateful,
@@ -116,8 +119,16 @@ class GACT(Stateful[Site], InputSaver):
         return self.adapt_interval is not None
 
     @property
-    def observes(self) -> frozenset[Observed]:
-        return frozenset({"reader_gradient", "input_entries"}) if self.has_trials else frozenset()
+    def observes(self) -> frozenset[type[Observed]]:
+        return frozenset({ReaderGradients}) if self.has_trials else frozenset()
+
+    def measure(self, seen: Observed, step: Step) -> dict[str, Measure]:
+        import torch
+
+        assert isinstance(seen, ReaderGradients)
+        samples = [sample_gradient(gradient, reader, step) for reader, gradient in seen.gradients.items()]
+        entries = torch.tensor(float(seen.num_entries), dtype=torch.float64)
+        return {"gradient": Measure(torch.cat(samples)), "entries": Measure(entries)}
 
     def init(self, places: Sequence[Site], /) -> State:
         return {site.name: float(self._same_bits) for site in places} if self.has_trials else {}
@@ -132,10 +143,10 @@ class GACT(Stateful[Site], InputSaver):
         return [TrialPass(0, 1, coarse), TrialPass(0, 2, coarse), TrialPass(0, 1, fine)]
 
     def observe_trials(self, state: State, observations: Sequence[Observation], step: Step) -> State:  # noqa: ARG002
-        one, other, fine = (observation.reader_gradient for observation in observations)
+        one, other, fine = (observation["gradient"] for observation in observations)
         names = list(one)
         sensitivities = [find_sensitivity(one[name], other[name], fine[name]) for name in names]
-        entries = [float(observations[0].input_entries[name]) for name in names]
+        entries = [float(observations[0]["entries"][name]) for name in names]
         bits = share_bits(sensitivities, entries, float(self.bits))
         return {**state, **{name: float(number) for name, number in zip(names, bits, strict=True)}}
 

@@ -18,7 +18,18 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, final
 from pydantic import Field
 
 from sparsebp_cli.errors import PolicyError
-from sparsebp_cli.policy import MethodCard, Observation, Observed, Parameter, ParameterSelector, Stateful, Step
+from sparsebp_cli.policy import (
+    Measure,
+    MethodCard,
+    Observation,
+    Observed,
+    Parameter,
+    ParameterGradient,
+    ParameterSelector,
+    Stateful,
+    Step,
+    choice,
+)
 
 if TYPE_CHECKING:
     from sparsebp_cli.policy.contract import State
@@ -78,8 +89,12 @@ class GradES(Stateful[Parameter], ParameterSelector):
         return True  # a frozen matrix never trains again
 
     @property
-    def observes(self) -> frozenset[Observed]:
-        return frozenset() if self.exact else frozenset({"parameter_l1"})
+    def observes(self) -> frozenset[type[Observed]]:
+        return frozenset() if self.exact else frozenset({ParameterGradient})
+
+    def measure(self, seen: Observed, step: Step) -> dict[str, Measure]:  # noqa: ARG002
+        assert isinstance(seen, ParameterGradient)
+        return {"size": Measure(choice.l1_norm(seen.gradient))}
 
     @property
     def control(self) -> dict[str, object] | None:
@@ -103,16 +118,17 @@ class GradES(Stateful[Parameter], ParameterSelector):
         names = sorted(key.removeprefix("start/") for key in state if key.startswith("start/"))
         if self.exact or step.index < self._first(step):
             return dict(state)
+        size = observation["size"]
         new, small, rank = dict(state), state["small"], state["rank"]
         assert isinstance(small, torch.Tensor)
         assert isinstance(rank, torch.Tensor)
         if not state["begun"]:
             new["begun"] = 1.0
-            new |= {f"start/{n}": observation.parameter_l1[n].float() for n in names if n in observation.parameter_l1}
+            new |= {f"start/{n}": size[n].float() for n in names if n in size}
             order = torch.randperm(len(names), generator=step.generator(_Draw()))
             rank = order.to(rank)
         limits = [self.threshold * (new[f"start/{n}"] if self.relative else 1.0) for n in names]
-        seen = [observation.parameter_l1.get(name, torch.inf) for name in names]
+        seen = [size.get(name, torch.inf) for name in names]
         device = small.device
         below = [torch.as_tensor(value < limit, device=device) for value, limit in zip(seen, limits, strict=True)]
         return new | {"small": small | torch.stack(below), "rank": rank}

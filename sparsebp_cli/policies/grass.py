@@ -17,7 +17,18 @@ from pydantic import Field, PositiveInt
 
 from sparsebp_cli.policies.depth import group_by_depth
 from sparsebp_cli.policies.layer_turn import turn_generator
-from sparsebp_cli.policy import MethodCard, Observation, Observed, Parameter, ParameterSelector, Stateful, Step
+from sparsebp_cli.policy import (
+    Measure,
+    MethodCard,
+    Observation,
+    Observed,
+    Parameter,
+    ParameterGradient,
+    ParameterSelector,
+    Stateful,
+    Step,
+    choice,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -72,8 +83,12 @@ class Grass(Stateful[Parameter], ParameterSelector):
         return self.optimizer_state == "cpu"
 
     @property
-    def observes(self) -> frozenset[Observed]:
-        return frozenset({"parameter_norm"}) if self.by == "gradient" else frozenset()
+    def observes(self) -> frozenset[type[Observed]]:
+        return frozenset({ParameterGradient}) if self.by == "gradient" else frozenset()
+
+    def measure(self, seen: Observed, step: Step) -> dict[str, Measure]:  # noqa: ARG002
+        assert isinstance(seen, ParameterGradient)
+        return {"norm": Measure(choice.l2_norm(seen.gradient))}
 
     @property
     def control(self) -> dict[str, object] | None:
@@ -91,7 +106,7 @@ class Grass(Stateful[Parameter], ParameterSelector):
         import torch
 
         total, count = _tensor(state, "sum").clone(), _tensor(state, "count").clone()
-        for name, norm in observation.parameter_norm.items():
+        for name, norm in observation["norm"].items():
             if f"layer/{name}" in state:
                 number = int(state[f"layer/{name}"])
                 total[number] += norm.to(total)

@@ -19,7 +19,17 @@ from pydantic import Field, PositiveInt
 from typing_extensions import override
 
 from sparsebp_cli.policies.sampled import Keep, KeptExamples
-from sparsebp_cli.policy import Examples, MethodCard, Observation, Observed, Stateful, Step, WeightedExamples
+from sparsebp_cli.policy import (
+    Examples,
+    Measure,
+    MethodCard,
+    Observation,
+    Observed,
+    ReadExamples,
+    Stateful,
+    Step,
+    WeightedExamples,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -76,8 +86,13 @@ class Importance(Stateful[object], KeptExamples):
         return True
 
     @property
-    def observes(self) -> frozenset[Observed]:
-        return frozenset() if self.exact else frozenset({"example_gradient"})
+    def observes(self) -> frozenset[type[Observed]]:
+        return frozenset() if self.exact else frozenset({ReadExamples})
+
+    def measure(self, seen: Observed, step: Step) -> dict[str, Measure]:  # noqa: ARG002
+        assert isinstance(seen, ReadExamples)
+        norm_B = seen.examples.gradient_norm_B
+        return {} if norm_B is None else {"gain": Measure(measure_gain(norm_B))}
 
     def init(self, places: Sequence[object], /) -> State:  # noqa: ARG002
         import torch
@@ -88,7 +103,7 @@ class Importance(Stateful[object], KeptExamples):
         import torch
 
         gain = torch.as_tensor(state["gain"])
-        found = [measure_gain(norm_B).to(gain) for norm_B in observation.example_gradient.values()]
+        found = [value.to(gain) for value in observation["gain"].values()]
         if not found:
             return state
         return {"gain": self.smoothing * gain + (1.0 - self.smoothing) * torch.stack(found).mean()}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from sparsebp_cli.policy import Observation, Observed, Policy, Stateful, Step
+from sparsebp_cli.policy import Measure, Observation, Observed, Policy, ReadExamples, Stateful, Step
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -32,8 +32,15 @@ class LossAverages(Stateful[int], Policy):
     )
 
     @property
-    def observes(self) -> frozenset[Observed]:
-        return frozenset() if self.exact else frozenset({"example_loss", "example_row"})
+    def observes(self) -> frozenset[type[Observed]]:
+        return frozenset() if self.exact else frozenset({ReadExamples})
+
+    def measure(self, seen: Observed, step: Step) -> dict[str, Measure]:  # noqa: ARG002
+        assert isinstance(seen, ReadExamples)
+        read = seen.examples
+        if read.loss_B is None or read.row_B is None:
+            return {}
+        return {"loss": Measure(read.loss_B), "row": Measure(read.row_B)}
 
     def init(self, places: Sequence[int], /) -> State:
         import torch
@@ -60,5 +67,5 @@ def averages_of(state: State) -> Tensor:
 
 def visits_of(observation: Observation) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the rows and the losses of the examples of each batch."""
-    for batch, loss_K in observation.example_loss.items():
-        yield observation.example_row[batch], loss_K
+    for batch, loss_K in observation["loss"].items():
+        yield observation["row"][batch], loss_K

@@ -36,10 +36,6 @@ class KeptExamples(ExampleSelector):
         return 1.0 if self.exact else self.keep
 
     @property
-    def needs_num_steps(self) -> bool:
-        return False
-
-    @property
     def control(self) -> dict[str, object] | None:
         return None if self.exact else {"name": "uniform", "start": 0, "end": 1, "interrupt": 0, "keep": self.keep}
 

@@ -25,7 +25,16 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, final
 from pydantic import Field, NonNegativeInt
 
 from sparsebp_cli.policies.sampled import SampledExamples
-from sparsebp_cli.policy import Examples, MethodCard, Observation, Observed, Stateful, Step
+from sparsebp_cli.policy import (
+    Examples,
+    Measure,
+    MethodCard,
+    Observation,
+    Observed,
+    ReadExamples,
+    Stateful,
+    Step,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -69,8 +78,12 @@ class SelectiveBackprop(Stateful[object], SampledExamples):
         return self.scale_factor
 
     @property
-    def observes(self) -> frozenset[Observed]:
-        return frozenset({"example_loss"}) if self.history else frozenset()
+    def observes(self) -> frozenset[type[Observed]]:
+        return frozenset({ReadExamples}) if self.history else frozenset()
+
+    def measure(self, seen: Observed, step: Step) -> dict[str, Measure]:  # noqa: ARG002
+        assert isinstance(seen, ReadExamples)
+        return {} if seen.examples.loss_B is None else {"loss": Measure(seen.examples.loss_B)}
 
     @property
     def is_identical(self) -> bool:
@@ -87,7 +100,7 @@ class SelectiveBackprop(Stateful[object], SampledExamples):
         if not self.history:
             return state
         before_R = torch.as_tensor(state["loss_R"])
-        read = [loss_B.to(before_R) for loss_B in observation.example_loss.values()]
+        read = [loss_B.to(before_R) for loss_B in observation["loss"].values()]
         return {"loss_R": torch.cat([before_R, *read])[-self.history :].clone()}
 
     def needs_loss(self, step: Step) -> bool:

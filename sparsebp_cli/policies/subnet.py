@@ -26,6 +26,7 @@ from pydantic import Field, PositiveInt, model_validator
 
 from sparsebp_cli.policies.weight_group import KINDS, WeightGroup, group_weights, sum_magnitudes
 from sparsebp_cli.policy import (
+    Measure,
     MethodCard,
     Observation,
     Observed,
@@ -34,6 +35,7 @@ from sparsebp_cli.policy import (
     Step,
     TrainedWeight,
     TrialPass,
+    WeightGradient,
     WeightPart,
 )
 
@@ -108,8 +110,12 @@ class Subnet(Stateful[TrainedWeight], PartSelector):
         return None if self.by == "random" else {"name": "subnet", **self.model_dump(mode="json"), "by": "random"}
 
     @property
-    def observes(self) -> frozenset[Observed]:
-        return frozenset({"weight_gradient"}) if self.has_trials else frozenset()
+    def observes(self) -> frozenset[type[Observed]]:
+        return frozenset({WeightGradient}) if self.has_trials else frozenset()
+
+    def measure(self, seen: Observed, step: Step) -> dict[str, Measure]:  # noqa: ARG002
+        assert isinstance(seen, WeightGradient)
+        return {"magnitude": Measure(seen.gradient_OD.float().abs())}
 
     @property
     def has_trials(self) -> bool:

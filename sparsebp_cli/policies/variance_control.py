@@ -122,7 +122,7 @@ class Round:
     def row_variance(self, site: str, share: float, score: Callable[[Tensor], Tensor]) -> float:
         """Return the variance that a draw of rows adds to a weight's gradient; inf if it has none, as one that is
         frozen, or tied to the embedding."""
-        products = [one.row_product[site] for one, _ in self.sampled if site in one.row_product]
+        products = [one["row_product"][site] for one, _ in self.sampled if site in one["row_product"]]
         if not products:
             return math.inf
         return sum(variance_of_rows(product_N, share, score) for product_N in products) / len(products)
@@ -147,7 +147,7 @@ def control_shares(
     between = {site: seen.variance_between(site) for site in sites}
     before = float(shares.state[STRENGTH])
     strength = adjust_strength(before, seen.variance_added(sites), sum(between.values()), tolerance)
-    norms = [[score(one.example_norm[str(layer)]) for one in seen.dense] for layer in layers]
+    norms = [[score(one["example_norm"][str(layer)]) for one in seen.dense] for layer in layers]
     enough = [sum(find_top_share(norm_B, strength) for norm_B in batches) / len(batches) for batches in norms]
     moved = adjust_shares([shares.examples(layer) for layer in layers], enough)
     found = {STRENGTH: strength}
@@ -176,7 +176,7 @@ def variance_of_rows(product_N: Tensor, share: float, score: Callable[[Tensor], 
 
 
 def _sample_of(observation: Observation, site: str) -> Tensor | None:
-    return observation.gradient_sample.get(f"{site}.weight")
+    return observation["sample"].get(f"{site}.weight")
 
 
 def _distance(one: Observation, other: Observation, site: str) -> float:

@@ -18,19 +18,24 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, final
 
 from pydantic import Field, PositiveInt
 
+from sparsebp_cli.policies.gradient_sample import sample_gradient
 from sparsebp_cli.policies.variance_control import Round, Shares, control_shares, count
 from sparsebp_cli.policy import (
     Budget,
     InformedSelector,
+    LayerGradient,
     LayerOutput,
     LayerSampler,
+    Measure,
     MethodCard,
     Observation,
     Observed,
+    ParameterGradient,
     Reading,
     Rows,
     Seen,
     Site,
+    SiteGradient,
     Split,
     SplitTypes,
     Stateful,
@@ -104,8 +109,16 @@ class VCAS(Stateful[Site], LayerSampler, InformedSelector):
         return not self.exact
 
     @property
-    def observes(self) -> frozenset[Observed]:
-        return frozenset({"gradient_sample", "row_product", "example_norm"})
+    def observes(self) -> frozenset[type[Observed]]:
+        return frozenset() if self.exact else frozenset({ParameterGradient, SiteGradient, LayerGradient})
+
+    def measure(self, seen: Observed, step: Step) -> dict[str, Measure]:
+        if isinstance(seen, ParameterGradient):
+            return {"sample": Measure(sample_gradient(seen.gradient, seen.name, step))}
+        if isinstance(seen, SiteGradient):  # of each row, the product of the norms of its input and gradient
+            return {"row_product": Measure(choice.norm(seen.shown.grad_NO, 1) * seen.shown.input_norm)}
+        assert isinstance(seen, LayerGradient)
+        return {"example_norm": Measure(seen.norm_B)}
 
     def init(self, places: Sequence[Site], /) -> State:
         return Shares.full(places).state

@@ -175,8 +175,7 @@ def sum_magnitudes(observations: Sequence[Observation]) -> list[TrainedWeight]:
     """Return the sum of the magnitudes of each weight's gradients, in place of the weight."""
     sums: dict[str, Tensor] = {}
     for observation in observations:
-        for name, gradient_OD in observation.weight_gradient.items():
-            magnitude_OD = gradient_OD.float().abs()
+        for name, magnitude_OD in observation["magnitude"].items():
             sums[name] = sums[name] + magnitude_OD if name in sums else magnitude_OD
     return [TrainedWeight(name, None, sum_OD) for name, sum_OD in sums.items()]
 

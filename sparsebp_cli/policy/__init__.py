@@ -1,15 +1,29 @@
 """PUBLIC. The contract between policies and the engine, and discovery of policies. A plugin imports nothing else."""
 
-from sparsebp_cli.policy import choice, sampling
+from sparsebp_cli.policy import choice, rule, sampling
 from sparsebp_cli.policy.block import BlockDropper, DropDraw, ResidualBlock
 from sparsebp_cli.policy.card import MethodCard
-from sparsebp_cli.policy.contract import Budget, GradientSelector, Policy, Site, Step
+from sparsebp_cli.policy.contract import Budget, GradientSelector, Policy, Site, State, Step
 from sparsebp_cli.policy.discovery import FoundPolicy, PolicyLike, find_policies, make_policies, make_policy
 from sparsebp_cli.policy.epoch import Epoch, EpochSelector, Visits
-from sparsebp_cli.policy.estimator import DirectionDraw, GradientEstimator
 from sparsebp_cli.policy.example import Examples, ExampleSelector, WeightedExamples
 from sparsebp_cli.policy.informed import InformedSelector, Reading, Seen, SplitTypes
+from sparsebp_cli.policy.kind import Kind
 from sparsebp_cli.policy.layer import LayerOutput, LayerSampler
+from sparsebp_cli.policy.measure import (
+    BlockGradient,
+    LayerGradient,
+    LinearInput,
+    Measure,
+    Observation,
+    Observed,
+    ParameterGradient,
+    ReaderGradients,
+    ReadExamples,
+    ReadTokens,
+    SiteGradient,
+    WeightGradient,
+)
 from sparsebp_cli.policy.packer import BatchPacker, PackedSize
 from sparsebp_cli.policy.parameter import Parameter, ParameterSelector
 from sparsebp_cli.policy.part import WeightBlocks, WeightColumns, WeightElements, WeightPart, WeightRows
@@ -30,19 +44,16 @@ from sparsebp_cli.policy.saver import InputSaver
 from sparsebp_cli.policy.schedule import Schedule
 from sparsebp_cli.policy.scored_token import ScoredTokenSelector
 from sparsebp_cli.policy.selection import Blocks, Columns, Elements, Groups, Rows, Selection, Split, TwoToFour, Values
-from sparsebp_cli.policy.state import Observation, Observed, Stateful, TrialPass
-from sparsebp_cli.policy.tile import AttentionTiles, TileSelector
+from sparsebp_cli.policy.state import Stateful, TrialPass
 from sparsebp_cli.policy.token import Score, TokenChoice, Tokens, TokenSelector
-from sparsebp_cli.policy.token_router import RoutedLayer, TokenRouter
 
 __all__ = [
-    "AttentionTiles",
     "BatchPacker",
     "BlockDropper",
+    "BlockGradient",
     "Blocks",
     "Budget",
     "Columns",
-    "DirectionDraw",
     "DropDraw",
     "Edge",
     "EdgeRouter",
@@ -52,26 +63,32 @@ __all__ = [
     "ExampleSelector",
     "Examples",
     "FoundPolicy",
-    "GradientEstimator",
     "GradientSelector",
     "Groups",
     "InformedSelector",
     "InputSaver",
+    "Kind",
+    "LayerGradient",
     "LayerOutput",
     "LayerSampler",
+    "LinearInput",
+    "Measure",
     "MethodCard",
     "Observation",
     "Observed",
     "PackedSize",
     "Parameter",
+    "ParameterGradient",
     "ParameterSelector",
     "PartSelector",
     "Policy",
     "PolicyLike",
+    "ReadExamples",
+    "ReadTokens",
+    "ReaderGradients",
     "Reading",
     "ReferenceReader",
     "ResidualBlock",
-    "RoutedLayer",
     "Rows",
     "Saved",
     "SavedCodes",
@@ -88,13 +105,13 @@ __all__ = [
     "Seen",
     "Selection",
     "Site",
+    "SiteGradient",
     "Split",
     "SplitTypes",
+    "State",
     "Stateful",
     "Step",
-    "TileSelector",
     "TokenChoice",
-    "TokenRouter",
     "TokenSelector",
     "Tokens",
     "TrainedWeight",
@@ -105,6 +122,7 @@ __all__ = [
     "WeightBlocks",
     "WeightColumns",
     "WeightElements",
+    "WeightGradient",
     "WeightPart",
     "WeightRows",
     "WeightedExamples",
@@ -112,5 +130,6 @@ __all__ = [
     "find_policies",
     "make_policies",
     "make_policy",
+    "rule",
     "sampling",
 ]

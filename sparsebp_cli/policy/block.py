@@ -8,6 +8,18 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, final
 
 from sparsebp_cli.policy.contract import Policy, Step
+from sparsebp_cli.policy.kind import Kind
+from sparsebp_cli.policy.rule import (
+    GIVEN,
+    Conditions,
+    at_linears,
+    in_trainer_not_with,
+    needs_optimizer,
+    not_beside,
+    not_compiled,
+    not_with,
+    whole_weights,
+)
 
 
 @dataclass(frozen=True)
@@ -107,3 +119,41 @@ class BlockDropper(Policy):
         Returns:
             Their names; empty drops none.
         """
+
+
+_SKIPS: Conditions = {"skips": (True,)}  # leaves blocks out of the forward, too
+_AGAIN = "other blocks are dropped at each step, and each choice would be compiled again"
+BLOCK_DROPPER = Kind(
+    BlockDropper,
+    asked="Decides at the start of each step. Exact if nothing is dropped, else biased: no weight makes up "
+    "for what is missing in the gradient, even where the mean of each output is the dense one. Parameters of a "
+    "dropped block have no gradient at that step. "
+    "[Drop residual blocks](../guide/blocks.md)\n",
+    extensions=((400, "sparsebp_cli.backward.selection.block.extension:BlockExtension"),),
+    places="sparsebp_cli.backward.selection.block.layout:find_places",
+    suite="sparsebp_cli.testing.block:check_block_dropper",
+    leaves_out_gradients=True,
+    makes_trials=True,
+    facts=lambda policy: {"skips": policy.skips_forward},
+    limits=(
+        at_linears(
+            "A branch that recomputes rows runs its norm later than the forward does, and nodes are known by the graph "
+            "of every block."
+        ),
+        whole_weights(),
+        not_beside(
+            ("TokenSelector", "BatchPacker"),
+            "Positions are selected and packed through the attention of every layer, which may be left out.",
+            facts=_SKIPS,
+        ),
+        not_with(
+            "segments",
+            GIVEN,
+            "segments run the layers without gradients first, where no block is left out",
+            facts=_SKIPS,
+        ),
+        needs_optimizer("one choice of blocks holds for all backward passes of a step"),
+        not_compiled(_AGAIN),
+        in_trainer_not_with("torch_compile", (True,), f"torch_compile: {_AGAIN}"),
+    ),
+)

@@ -218,6 +218,18 @@ def _sum_powers(matrix_NO: Tensor, order: int, add: Callable[[Tensor], Tensor]) 
     return add(without_underflow(matrix_NO).square())
 
 
+def l2_norm(tensor: Tensor) -> Tensor:
+    """Return the 2-norm of all entries, in which squares do not underflow.
+
+    Args:
+        tensor: Of any shape and floating-point dtype.
+
+    Returns:
+        0-d, float32, or float64 of a float64 tensor.
+    """
+    return norm(tensor.reshape(1, -1), 1)[0]
+
+
 def l1_norm(tensor: Tensor) -> Tensor:
     """Return the sum of magnitudes.
 

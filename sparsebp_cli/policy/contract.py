@@ -28,6 +28,8 @@ from pydantic import (
 
 from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.policy.card import MethodCard
+from sparsebp_cli.policy.kind import Kind
+from sparsebp_cli.policy.rule import SAME, Rule
 from sparsebp_cli.policy.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -88,10 +90,13 @@ class Step:
         micro_batch: Backward within this step, counted from 0 (gradient accumulation).
         call: Gradient of this site within this backward, counted from 0 (a shared layer has more than one).
         seed: The run's seed.
-        draw: 0 in training; other numbers give independent draws for measuring a random policy.
+        draw: 0 in training; other numbers give independent draws for measuring a random policy, and -1 that of
+            training itself.
         rank: Number of this process among those that train together, from 0; each decides about its own examples.
         num_steps: Optimizer steps of the whole training; None if not known.
         state: Of the policy that is asked, before this step, if it is :class:`Stateful`. It must not be changed.
+        loss_scale: What the loss of this backward was multiplied by, a number or 0-d, and so is the gradient that a
+            decision sees, but not what a state was computed from; None: nothing.
     """
 
     index: int
@@ -102,6 +107,7 @@ class Step:
     rank: int = 0
     num_steps: int | None = None
     state: State = field(default_factory=dict, compare=False, repr=False)
+    loss_scale: torch.Tensor | float | None = field(default=None, compare=False, repr=False)
 
     def generator(self, site: Named, device: torch.device | str = "cpu") -> torch.Generator:
         """Return a fresh random generator that depends only on seed, step, draw, rank and site.
@@ -115,7 +121,8 @@ class Step:
         """
         import torch
 
-        key = f"{self.seed}/{self.index}/{self.micro_batch}/{self.call}/{self.draw}/{site.name}"
+        draw = max(0, self.draw)
+        key = f"{self.seed}/{self.index}/{self.micro_batch}/{self.call}/{draw}/{site.name}"
         # Ranks draw different rows; rank 0 draws what a single process would.
         key += f"/rank {self.rank}" if self.rank else ""
         digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
@@ -308,3 +315,32 @@ class GradientSelector(Policy):
         if self.keep_warmup_steps and "keep" not in type(self).model_fields:
             raise ValueError("keep_warmup_steps needs a policy with an option keep")
         return self
+
+
+def _find_facts(policy: GradientSelector) -> Mapping[str, object]:
+    layers = policy.layers is not None
+    return {"placed": policy.where is not None or layers, "names_layers": layers}
+
+
+GRADIENT_SELECTOR = Kind(
+    GradientSelector,
+    suite="sparsebp_cli.testing.selector:check_selector",
+    at_sites=True,
+    needs_linears=True,
+    may_repeat=True,
+    facts=_find_facts,
+    limits=(
+        Rule(
+            "{other} and {policy} make the same decision ({kind}) at the same place: give one of them, or each its own "
+            "sites by where or layers",
+            policy={"placed": (False,)},
+            other={"kind": SAME},
+        ),
+        Rule(
+            "{other} and {policy} at {sites} are not built: give one of them",
+            why="Nodes have no names before the first backward, so nothing could tell whose a node is.",
+            other={"kind": SAME},
+            options={"sites": ("nodes",)},
+        ),
+    ),
+)

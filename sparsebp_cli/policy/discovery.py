@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 
 from pydantic import ValidationError
-from pydantic_core import from_json, to_json
 
 from sparsebp_cli.entry_point import entry_points, find_source
 from sparsebp_cli.errors import PolicyError, did_you_mean
@@ -17,8 +16,10 @@ from sparsebp_cli.policy.contract import Policy
 from sparsebp_cli.policy.error_text import shorten
 from sparsebp_cli.policy.field_error import describe_errors
 from sparsebp_cli.policy.hidden_state import find_hidden_state, refuse_hidden_state
+from sparsebp_cli.policy.option import validate_options
 from sparsebp_cli.policy.reference import ReferenceReader
 from sparsebp_cli.policy.scheduled_option import split_schedules
+from sparsebp_cli.policy.shelf import tell_home
 
 GROUP = "sparsebp.policies"
 LONGEST_REASON = 300
@@ -76,14 +77,7 @@ class FoundPolicy:
 
     def _validate(self, policy_class: type[Policy], options: Mapping[str, object]) -> Policy:
         try:
-            text = to_json(dict(options), inf_nan_mode="constants")
-            from_json(text)
-        except ValueError:  # options of a call in Python that JSON cannot represent: validate the objects themselves
-            text = b""
-        try:
-            if text:
-                return policy_class.model_validate_json(text)
-            return policy_class.model_validate(dict(options))
+            return validate_options(policy_class, options)
         except ValidationError:
             raise
         except Exception as error:  # a plugin's own checks may fail in any way
@@ -106,7 +100,9 @@ def find_policy(name: str) -> FoundPolicy:
     Raise PolicyError if the name is unknown or the plugin broken."""
     entries = entry_points(group=GROUP)
     if name not in entries.names:
-        names = sorted(entries.names)
+        names, home = sorted(entries.names), tell_home(name)
+        if home:
+            raise PolicyError(f"policy {name!r} is not installed: {home}")
         raise PolicyError(
             f"unknown policy {shorten(repr(name))}; installed: {', '.join(names)}{did_you_mean(name, names)}"
         )

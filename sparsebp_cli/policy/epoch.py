@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sparsebp_cli.policy.contract import Policy, Step
+from sparsebp_cli.policy.kind import Kind
+from sparsebp_cli.policy.rule import GIVEN, SEVERAL, Rule, not_beside, not_with, one_process
 
 if TYPE_CHECKING:
     import torch
@@ -63,7 +65,7 @@ class EpochSelector(Policy):
     is left out, is 1 in the mean over draws, whatever the losses are.
 
     One that is :class:`~sparsebp_cli.policy.Stateful` gets the rows of the training split as its places, and observes
-    ``example_loss`` and ``example_row`` after each micro-batch, not once a step, and nothing else.
+    :class:`~sparsebp_cli.policy.ReadExamples` after each micro-batch, not once a step, and nothing else.
     """
 
     @abstractmethod
@@ -78,3 +80,35 @@ class EpochSelector(Policy):
         Returns:
             The visits; None: all examples with the weight 1.
         """
+
+
+EPOCH_SELECTOR = Kind(
+    EpochSelector,
+    asked="Decides at the start of each epoch, by the losses that its examples had when they were last "
+    "trained on, or by a state that follows them. Exact if every epoch visits every example once with the weight 1; "
+    "unbiased if the weight of each example, 0 if it is left out, is 1 in the mean over draws. "
+    "[Choose the examples of an epoch](../guide/scoring.md#choose-the-examples-of-an-epoch)\n",
+    suite="sparsebp_cli.testing.epoch:check_epoch_selector",
+    by_worker=True,
+    weighs_examples=True,
+    limits=(
+        Rule(
+            "{policy} chooses the examples of an epoch: built for the worker of a recipe (sparsebp run) alone",
+            why="The worker knows an example by its row in the training split, draws the order of an epoch and keeps "
+            "the losses. A loop of your own and a Trainer have a data loader that SparseBP does not see.",
+            options={"loop": ("own", "trainer")},
+        ),
+        one_process("Each process would know the losses of its own examples only."),
+        not_beside(
+            ("TokenSelector", "ExampleSelector", "BatchPacker"),
+            "The loss of every example is read from the logits of all its positions.",
+            where="training",
+        ),
+        not_with("format", ("regression",), "it weighs losses that are a cross-entropy"),
+        not_with("segments", GIVEN, "it weighs the losses of examples outside of the model"),
+        Rule(
+            "{policy} chooses the examples of an epoch: not built in a schedule, whose phases end within one",
+            options={"phases": SEVERAL},
+        ),
+    ),
+)

@@ -37,6 +37,22 @@ def show_with_type(value: object) -> str:
     return f"{shown} (a number)" if is_number and shown != HUGE else shown
 
 
+def describe_kind(value: object) -> str:
+    """Return what a value is without the value, for errors about files that may be somebody's secret."""
+    match value:
+        case None:
+            return "nothing"
+        case bool():
+            return "true or false"
+        case int() | float():
+            return "a number"
+        case str() | bytes():
+            return "text"
+        case Mapping():
+            return "a mapping"
+    return "a list"
+
+
 def shorten(text: str, longest: int = LONGEST_SHOWN) -> str:
     """Return a text of at most ``longest`` characters, with line breaks and other invisible characters escaped."""
     if len(text) > longest:

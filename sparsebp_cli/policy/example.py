@@ -6,10 +6,23 @@ Shape letters: B examples, K kept.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from sparsebp_cli.policy.contract import Policy, Step
+from sparsebp_cli.policy.kind import Kind
+from sparsebp_cli.policy.rule import (
+    ABSENT,
+    GIVEN,
+    Conditions,
+    Rule,
+    needs,
+    needs_optimizer,
+    not_beside,
+    not_in_trainer,
+    not_with,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -91,9 +104,9 @@ class ExampleSelector(Policy):
         """
 
     @property
-    @abstractmethod
     def needs_num_steps(self) -> bool:
-        """Whether ``choose`` reads ``step.num_steps`` with these options."""
+        """Whether ``choose`` reads ``step.num_steps`` with these options; it is None where nobody gave it."""
+        return False
 
     @property
     def reads_gradient_norm(self) -> bool:
@@ -136,3 +149,80 @@ class ExampleSelector(Policy):
         Returns:
             Their numbers, int64, (K,), ascending, each once, with weights if it ``weighs``; None: all of them.
         """
+
+
+def _find_facts(policy: ExampleSelector) -> Mapping[str, object]:
+    return {
+        "weighs": policy.weighs,
+        "reads_rows": policy.reads_rows,
+        "validates": policy.num_validation > 0,
+        "num_validation": policy.num_validation,
+        "needs_num_steps": "start and end are shares of the training" if policy.needs_num_steps else "",
+    }
+
+
+_WEIGHING: Conditions = {"weighs": (True,)}  # returns weights of examples
+_VALIDATING: Conditions = {"validates": (True,)}  # compares gradients
+_COMPARING: Conditions = {"compares": (True,)}  # with a reference
+EXAMPLE_SELECTOR = Kind(
+    ExampleSelector,
+    asked="Decides before each forward of training, by the losses that it needs, whose cost is counted. "
+    "Exact if all examples are chosen. Without weights it is biased else, because the loss is a mean over the targets "
+    "of examples of unequal length. With weights it is unbiased if that of each example, 0 where it is left out, is 1 "
+    "in the mean over draws, and the targets of the whole batch divide the loss. "
+    "[Choose tokens and examples](../guide/scoring.md)\n",
+    extensions=((600, "sparsebp_cli.backward.selection.example:ExampleExtension"),),
+    places="sparsebp_cli.backward.selection.example:find_places",
+    suite="sparsebp_cli.testing.example:check_example_selector",
+    at_sites=True,
+    shortens=True,
+    chooses_targets=True,
+    weighs_examples=True,
+    facts=_find_facts,
+    limits=(
+        not_with("format", ("regression",), "it reads losses that are a cross-entropy"),
+        not_with("segments", GIVEN, "it weighs the losses of examples outside of the model", facts=_WEIGHING),
+        not_beside(
+            ("TokenSelector",),
+            "The losses that are weighted are those of all positions of an example.",
+            facts=_WEIGHING,
+        ),
+        Rule(
+            "{policy} compares gradients with those of validation examples: give {policy_validation_examples:32} or "
+            "another number, which are set aside from the training examples",
+            policy=_VALIDATING,
+            options={"policy_validation_examples": ABSENT},
+        ),
+        needs(
+            "checkpointing",
+            "none",
+            ("full", "sparse"),
+            "it differentiates a forward of its own, which stores everything",
+            facts=_VALIDATING,
+        ),
+        not_with("segments", GIVEN, "it differentiates a forward of its own", facts=_VALIDATING),
+        not_with("float8", GIVEN, "float8 rounds the gradients of weights that it compares", facts=_VALIDATING),
+        not_beside(
+            ("PartSelector",),
+            "Gradients of whole weights are compared, and parts of them are trained.",
+            where="training",
+            facts=_VALIDATING,
+        ),
+        needs_optimizer("its second-order term has the learning rate", facts=_VALIDATING),
+        not_in_trainer(
+            "{policy} needs validation examples, which a Trainer does not give; run a recipe, or your own loop with "
+            "attach(validation=...)",
+            facts=_VALIDATING,
+        ),
+        Rule(
+            "{policy} compares with a reference language model: needs {format:text} or completion, got {format:=}",
+            policy=_COMPARING,
+            options={"format": ("classification",)},
+        ),
+        Rule(
+            "{other} and {policy} both compare with a reference: give one of them",
+            policy=_COMPARING,
+            other={"kind": ("TokenSelector",), "compares": (True,)},
+        ),
+    ),
+)

@@ -41,7 +41,7 @@ MUST_BE = {
     "none_required": "null",
     "finite_number": "a finite number",
 }
-MOST_KEYS_LISTED = 16
+MOST_KEYS_LISTED = 20
 LONGEST_REASON = 300
 
 
@@ -52,6 +52,7 @@ class FieldError:
     location: Location  # keys and list indices that lead to it; of a missing key, the place where it should be
     text: str  # what is wrong, the value got, what is allowed; one line
     kind: Literal["missing", "unknown", "value"] = "value"  # missing and unknown are about a key
+    plain: str = ""  # of an unknown key: the same without a guess at what was meant
 
     @property
     def key(self) -> str:
@@ -69,9 +70,9 @@ def describe_errors(error: ValidationError, model: type[BaseModel], data: object
 
 
 def unknown_key_message(key: str, known: Sequence[str]) -> str:
-    """Return the message for an unknown key, with the known keys if they are few, and the nearest one."""
+    """Return the message for an unknown key, with the known keys if they are few."""
     allowed = f"; allowed: {', '.join(known)}" if len(known) <= MOST_KEYS_LISTED else ""
-    return f"unknown key {show(key)}{allowed if known else '; none is allowed here'}{did_you_mean(key, known)}"
+    return f"unknown key {show(key)}{allowed if known else '; none is allowed here'}"
 
 
 def _strip_tags(details: ErrorDetails, data: Any) -> tuple[Location, Location | None]:
@@ -111,15 +112,15 @@ def _describe(location: Location, details: ErrorDetails, model: type[BaseModel])
         return FieldError(location, f"missing{meaning}", "missing")
     if kind == "extra_forbidden":
         owner = _find_model(model, location[:-1])
-        return FieldError(
-            location, unknown_key_message(str(location[-1]), _list_keys(owner) if owner else []), "unknown"
-        )
+        key, known = str(location[-1]), _list_keys(owner) if owner else []
+        plain = unknown_key_message(key, known)
+        return FieldError(location, f"{plain}{did_you_mean(key, known)}", "unknown", plain)
     if kind in {"value_error", "assertion_error"}:
         return FieldError(
             location, shorten(" ".join(str(context.get("error", details["msg"])).split()), LONGEST_REASON)
         )
     if kind in {"literal_error", "enum"}:
-        expected = str(context["expected"])
+        expected = {"True": "true", "False": "false"}.get(str(context["expected"]), str(context["expected"]))
         near = did_you_mean(value, re.findall(r"'([^']*)'", expected)) if isinstance(value, str) else ""
         return FieldError(location, f"got {show(value)}, allowed: {expected.replace(' or ', ', ')}{near}")
     shown = show_with_type(value) if kind in MUST_BE else show(value)

@@ -17,6 +17,8 @@ from pydantic import model_validator
 
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.policy.contract import GradientSelector, Site, Step
+from sparsebp_cli.policy.kind import Kind
+from sparsebp_cli.policy.rule import GIVEN, Conditions, at_linears, not_with, whole_weights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -126,3 +128,15 @@ class InformedSelector(GradientSelector):
         if self.error_feedback and self.split is not None:
             raise ValueError("error_feedback adds what one selection cut: it does not go with dgrad and wgrad apart")
         return self
+
+
+_OF: Conditions = {"kind": ("GradientSelector",), "informed": (True,)}
+INFORMED_SELECTOR = Kind(
+    InformedSelector,
+    fact="informed",
+    limits=(
+        at_linears(does=" reads inputs and weights of linears:", facts=_OF),
+        not_with("float8", GIVEN, "it reads inputs and weights, or selects dgrad and wgrad apart", facts=_OF),
+        whole_weights("it reads whole weights", facts=_OF),
+    ),
+)

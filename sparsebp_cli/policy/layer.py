@@ -9,6 +9,9 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from sparsebp_cli.policy.kind import Kind
+from sparsebp_cli.policy.rule import GIVEN, AllBut, Conditions, Rule, not_compiled
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -53,3 +56,25 @@ class LayerSampler(ABC):
         Returns:
             (B,), 0 for those that are left out; None leaves the gradient as it is.
         """
+
+
+_OF: Conditions = {"samples_layers": (True,)}
+LAYER_SAMPLER = Kind(
+    LayerSampler,
+    extensions=((700, "sparsebp_cli.backward.selection.layer:LayerExtension"),),
+    fact="samples_layers",
+    limits=(
+        Rule(
+            "{policy} chooses examples at the output of each layer, which is not built with {other}",
+            why="Each row of a gradient must belong to a known example, and each linear's input be there.",
+            policy=_OF,
+            other={"kind": AllBut(("GradientSelector", "ParameterSelector"))},
+        ),
+        Rule(
+            "{policy} chooses examples at the output of each layer, which is not built with {segments}",
+            policy=_OF,
+            options={"segments": GIVEN},
+        ),
+        not_compiled("it chooses other examples at each layer and step", facts=_OF),
+    ),
+)

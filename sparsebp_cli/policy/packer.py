@@ -9,6 +9,8 @@ from typing import ClassVar, Literal, Self, final
 from pydantic import Field, model_validator
 
 from sparsebp_cli.policy.contract import Policy
+from sparsebp_cli.policy.kind import Kind
+from sparsebp_cli.policy.rule import GIVEN, at_linears, in_trainer_not_with, not_beside, not_with
 
 
 @dataclass(frozen=True)
@@ -75,3 +77,28 @@ class BatchPacker(Policy):
         if not self.labels and not self.padding and self.prefixes == "separate":
             raise ValueError("labels, padding and prefixes leave nothing out: set one of them")
         return self
+
+
+BATCH_PACKER = Kind(
+    BatchPacker,
+    asked="Decides before each forward of training whether rows are left out. Always exact up to "
+    "rounding; the gradient is compared with the plain one. [Same gradient, less work](../guide/lossless.md)\n",
+    extensions=((500, "sparsebp_cli.backward.packing.extension:PackingExtension"),),
+    suite="sparsebp_cli.testing.packer:check_batch_packer",
+    shortens=True,
+    keeps_state=False,
+    facts=lambda policy: {"shares_prefixes": policy.prefixes == "share"},
+    limits=(
+        not_beside(
+            ("GradientSelector", "EdgeRouter", "TokenSelector", "ExampleSelector"),
+            "A packed batch has rows instead of examples, and selectors decide by example and position.",
+        ),
+        at_linears("Branches and nodes are known by the examples and positions of the plain forward."),
+        not_with("segments", GIVEN, "it changes the batch inside of the forward"),
+        in_trainer_not_with(
+            "neftune_noise_alpha",
+            GIVEN,
+            "{neftune_noise_alpha}: the noise depends on how the batch is arranged",
+        ),
+    ),
+)

@@ -7,6 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from sparsebp_cli.policy.contract import Policy, Step
+from sparsebp_cli.policy.kind import Kind
+from sparsebp_cli.policy.rule import SEVERAL, Conditions, Rule, needs_optimizer, not_compiled, one_process
 
 
 @dataclass(frozen=True)
@@ -99,3 +101,48 @@ class ParameterSelector(Policy):
             Names of those that are trained, at least one; for the others no gradient is computed, and nothing is
             stored.
         """
+
+
+def _find_facts(policy: ParameterSelector) -> Mapping[str, object]:
+    return {
+        "changes": policy.changes,
+        "names_layers": policy.changes,
+        "sets_rates": policy.sets_rates,
+        "chooses_parameters": True,
+    }
+
+
+_TURNS: Conditions = {"changes": (True,)}
+_TURNING = "{policy} with another set of parameters each step"
+_DDP = "DDP waits for the gradient of every parameter that required one when DDP was created"
+PARAMETER_SELECTOR = Kind(
+    ParameterSelector,
+    asked="Decides at the start of each step. Parameters not trained at a step have no gradient.\n",
+    extensions=(
+        (300, "sparsebp_cli.backward.selection.parameter:ParameterExtension"),
+        (2_100, "sparsebp_cli.backward.selection.learning_rate:make_rates"),
+    ),
+    places="sparsebp_cli.backward.selection.parameter:find_places",
+    suite="sparsebp_cli.testing.parameter:check_parameter_selector",
+    at_sites=True,
+    facts=_find_facts,
+    limits=(
+        one_process(f"{_DDP}.", what=_TURNING, facts=_TURNS),
+        Rule(
+            "{policy} in a schedule works in one process, got {processes}",
+            why=f"{_DDP}, which was in one phase.",
+            options={"phases": SEVERAL, "processes": SEVERAL},
+        ),
+        Rule(
+            "{policy} under DDP: attach first, and wrap the model in DDP afterwards",
+            why=f"{_DDP}.",
+            options={"wrapped": ("DDP",)},
+        ),
+        needs_optimizer(
+            "the set changes after the optimizer's step, which needs the gradients of the previous set",
+            what=_TURNING,
+            facts=_TURNS,
+        ),
+        not_compiled("each set would be compiled again", what=_TURNING, facts=_TURNS),
+    ),
+)

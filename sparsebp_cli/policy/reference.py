@@ -8,6 +8,8 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from sparsebp_cli.policy.contract import Policy
+from sparsebp_cli.policy.kind import Kind
+from sparsebp_cli.policy.rule import ABSENT, SEVERAL, Rule
 
 REFERENCE_COLUMN = "reference_loss"  # (B, T) float32: the loss of the token that each position predicts
 
@@ -35,3 +37,23 @@ class ReferenceReader(Policy):
         if self.reference is not None and not self.reads_reference:
             raise ValueError("reference is not read by any score that these options use: leave it out")
         return self
+
+
+REFERENCE_READER = Kind(
+    ReferenceReader,
+    fact="may_compare",
+    facts=lambda policy: {"compares": policy.reads_reference, "reference": policy.reference},
+    limits=(
+        Rule(
+            "{policy} compares with a reference: give its option reference, a model by name or path",
+            policy={"compares": (True,), "reference": ABSENT},
+            options={"loop": ("worker",)},
+        ),
+        Rule(
+            "{policy} compares with another reference than a policy of another phase: give one reference and one "
+            "reference_scores in the whole schedule",
+            policy={"compares": (True,)},
+            options={"phases": SEVERAL, "references": SEVERAL},
+        ),
+    ),
+)

@@ -14,6 +14,8 @@ from pydantic import Field
 
 from sparsebp_cli.policy import choice
 from sparsebp_cli.policy.contract import Policy, Step
+from sparsebp_cli.policy.kind import Kind
+from sparsebp_cli.policy.rule import Rule, not_beside, one_process
 
 if TYPE_CHECKING:
     import torch
@@ -90,3 +92,28 @@ class EdgeRouter(Policy):
                 found.append(size / max(1, gradient.numel()) if self.norm == "l1_mean" else size)
         sizes = torch.stack(found)
         return sizes.nan_to_num(nan=torch.inf, posinf=torch.inf).tolist()
+
+
+EDGE_ROUTER = Kind(
+    EdgeRouter,
+    asked="Decides at `sites: nodes`. Never exact unless every edge is followed, and never unbiased: the edges "
+    "that are followed cannot be weighted for the others. Claims no FLOPs beforehand; the run counts them.\n",
+    suite="sparsebp_cli.testing.router:check_router",
+    at_sites=True,
+    adapter="sparsebp_cli.backward.node.site:make_adapter",
+    keeps_state=False,
+    limits=(
+        not_beside(
+            ("GradientSelector",),
+            "A router decides about nodes, a gradient selector about the gradients that arrive at them.",
+            where="backward",
+        ),
+        Rule(
+            "{policy} routes at graph nodes: needs {sites:nodes}, got {sites:=}",
+            options={"sites": ("linears", "branches")},
+        ),
+        one_process(
+            "Each process would route its own gradient differently, and their sum would be the gradient of neither."
+        ),
+    ),
+)

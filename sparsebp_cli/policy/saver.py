@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from pydantic import Field
 
 from sparsebp_cli.policy.contract import Policy, Site, Step
+from sparsebp_cli.policy.kind import Kind
+from sparsebp_cli.policy.rule import GIVEN, Rule, at_linears, not_beside, not_with, whole_weights
+from sparsebp_cli.policy.saved_projection import SavedProjection
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -99,3 +103,39 @@ class InputSaver(Policy):
             Bytes; by default those of ``count_bytes``.
         """
         return self.count_bytes(num_rows, num_features, itemsize)
+
+
+def _find_facts(policy: InputSaver) -> Mapping[str, object]:
+    layers = policy.layers is not None
+    keeps = policy.form is SavedProjection and policy.draws_for is not None
+    return {"placed": policy.where is not None or layers, "names_layers": layers, "keeps_projection": keeps}
+
+
+_BOTH = (
+    "{other} and {policy} both decide what the gradients of weights are computed from: give one of them, or each its "
+    "own linears by where or layers"
+)
+INPUT_SAVER = Kind(
+    InputSaver,
+    asked="Decides in the forward, once for all linears that read one input. The gradients of inputs and "
+    "biases are dense; exact if inputs are kept as they are, unbiased if what is restored has the input as its mean. "
+    "[Save less of inputs](../guide/saved.md)\n",
+    extensions=((200, "sparsebp_cli.backward.linear.saving:InputSaving"),),
+    places="sparsebp_cli.backward.linear.saving:find_places",
+    suite="sparsebp_cli.testing.saver:check_input_saver",
+    at_sites=True,
+    needs_linears=True,
+    makes_trials=True,
+    facts=_find_facts,
+    limits=(
+        Rule(_BOTH, policy={"placed": (False,)}, other={"kind": ("GradientSelector",)}),
+        Rule(_BOTH, other={"kind": ("GradientSelector",), "placed": (False,)}),
+        not_beside(
+            ("TokenSelector", "BatchPacker"),
+            "Selected positions and packed batches have rows of their own, and what is saved is drawn by row.",
+        ),
+        at_linears(does=" saves inputs of linears:"),
+        not_with("float8", GIVEN, "float8 linears save their inputs in 8 bits themselves"),
+        whole_weights(),
+    ),
+)

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from sparsebp_cli.policy.contract import Step
+from sparsebp_cli.policy.kind import Kind
 from sparsebp_cli.policy.reference import ReferenceReader
+from sparsebp_cli.policy.rule import GIVEN, Rule, at_linears, not_with, whole_weights
 
 if TYPE_CHECKING:
     import torch
@@ -125,3 +127,42 @@ class TokenSelector(ReferenceReader):
         Returns:
             The positions that are trained, and those that carry gradient.
         """
+
+
+def _find_facts(policy: TokenSelector) -> Mapping[str, object]:
+    return {
+        "mode": policy.mode,
+        "differentiates": "last_gradient" in policy.needs,
+        "trains_all": not policy.needs and policy.budget == 1.0,
+        "columns": policy.reads,
+        "candidate_column": policy.candidate_column,
+    }
+
+
+TOKEN_SELECTOR = Kind(
+    TokenSelector,
+    asked="Decides before each forward of training, by the scores that it needs, whose cost is counted. "
+    "Exact if all targets are trained and all gradient is carried; unbiased if they are drawn from the whole "
+    "batch and all gradient is carried. [Choose tokens and examples](../guide/scoring.md)\n",
+    extensions=((100, "sparsebp_cli.backward.selection.token.extension:make_extension"),),
+    suite="sparsebp_cli.testing.token:check_token_selector",
+    at_sites=True,
+    shortens=True,
+    chooses_targets=True,
+    facts=_find_facts,
+    limits=(
+        Rule(
+            "{policy} chooses among the labels of tokens: needs {format:text} or completion, got {format:=}",
+            why="A classification has one label an example. Without keep and a score other than mask, carry chooses "
+            "the positions that carry gradient.",
+            policy={"trains_all": (False,)},
+            options={"format": ("classification",)},
+        ),
+        not_with("format", ("regression",), "it computes losses that are a cross-entropy"),
+        at_linears("Branches and nodes store tensors by their index among all positions."),
+        whole_weights(
+            "its score differentiates the last layer inside of the forward", facts={"differentiates": (True,)}
+        ),
+        not_with("segments", GIVEN, "it runs layers for some positions only"),
+    ),
+)

@@ -10,10 +10,13 @@ from pydantic import BaseModel, ValidationError
 
 from sparsebp_cli.errors import PolicyError, RecipeError
 from sparsebp_cli.policy.discovery import FoundPolicy, find_policy
+from sparsebp_cli.policy.error_text import show
 from sparsebp_cli.policy.field_error import FieldError, Location, describe_errors
 from sparsebp_cli.recipe.composition import find_unsupported
 from sparsebp_cli.recipe.document import Node, Place
+from sparsebp_cli.recipe.foreign_key import answer
 from sparsebp_cli.recipe.schema import SECRET_URI, PolicyEntry, Recipe, TargetSection
+from sparsebp_cli.recipe.store_address import find_problem
 from sparsebp_cli.recipe.target import check_target, merge_named_target
 from sparsebp_cli.run.policy_phase import find_empty
 from sparsebp_cli.run.visible import mask
@@ -47,6 +50,8 @@ def check_recipe(tree: Node) -> PlacedRecipe:
         field_errors += [_add_home(field_error) for field_error in describe_errors(error, Recipe, data)]
     if recipe is not None and recipe.tracking.uri is not None and mask(recipe.tracking.uri) != recipe.tracking.uri:
         field_errors.append(FieldError(("tracking", "uri"), SECRET_URI))
+    elif recipe is not None and recipe.tracking.uri and (problem := find_problem(recipe.tracking.uri)):
+        field_errors.append(FieldError(("tracking", "uri"), problem))
     update = _check_all_policies(data, field_errors)
     target = _check_target(data.get("target", {}), field_errors)
     if recipe is not None and not field_errors:
@@ -133,10 +138,15 @@ def _resolve_options(found: FoundPolicy, entry: dict[str, object]) -> dict[str, 
 
 
 def _add_home(field_error: FieldError) -> FieldError:
-    """Name the sections that a misplaced key belongs to, as after an indentation error."""
+    """Name the sections that a misplaced key belongs to, as after an indentation error, or the key that does what one
+    of another tool does."""
     if field_error.kind != "unknown":
         return field_error
     key = field_error.location[-1]
+    instead = answer(str(key))
+    # In a policy or a target the word may be a misspelt option of its own.
+    if instead is not None and not {"policy", "target", "schedule"} & set(field_error.location[:-1]):
+        return replace(field_error, text=f"unknown key {show(str(key))}: {instead}")
     homes = ["the top, without indentation"] if key in Recipe.model_fields else []
     for section, field in Recipe.model_fields.items():
         inner = field.annotation
@@ -144,9 +154,9 @@ def _add_home(field_error: FieldError) -> FieldError:
             homes.append(section)
     if not homes:
         return field_error
-    text = field_error.text.partition("; did you mean")[0]
     return replace(
-        field_error, text=f"{text}; {key} belongs under {' or '.join(homes)}".replace("under the top", "at the top")
+        field_error,
+        text=f"{field_error.plain}; {key} belongs under {' or '.join(homes)}".replace("under the top", "at the top"),
     )
 
 

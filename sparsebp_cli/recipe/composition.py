@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 
 from sparsebp_cli.composition import PolicyFacts, Setup, find_optimizer, find_refusals
 from sparsebp_cli.errors import UnsupportedError, UsageError, did_you_mean
-from sparsebp_cli.policy import InputSaver, ParameterSelector, Policy, ReferenceReader, SavedProjection, make_policy
+from sparsebp_cli.policy import Policy, ReferenceReader, make_policy
 from sparsebp_cli.policy.error_text import show
 from sparsebp_cli.policy.field_error import FieldError, Location
+from sparsebp_cli.policy.known_kind import find_facts
+from sparsebp_cli.recipe.evaluation import find_unmeasured
 from sparsebp_cli.recipe.schema import Recipe, TargetOptions
 
 OWN_WORKER = TargetOptions.model_fields["worker"].default
@@ -49,8 +51,10 @@ def find_unsupported(recipe: Recipe, data: Mapping[str, object] | None = None) -
             key = ".".join(str(part) for part in place)
             yield FieldError(place, refusal.text.removeprefix(f"{key}: "))
     yield from _find_arguments(recipe)
-    if recipe.training.max_cost is not None and recipe.measure.probe_every is None:
-        yield FieldError(("training", "max_cost"), "needs measure.probe_every: probes count the work of a step")
+    yield from find_unmeasured(recipe)
+    for limit in ("max_cost", "max_flops"):
+        if getattr(recipe.training, limit) is not None and recipe.measure.probe_every is None:
+            yield FieldError(("training", limit), "needs measure.probe_every: probes count the work of a step")
 
 
 def refuse_unsupported(recipe: Recipe) -> None:
@@ -67,6 +71,7 @@ def has_own_worker(recipe: Recipe) -> bool:
 
 def _setup(recipe: Recipe, phase: int, data: Mapping[str, object] | None) -> Setup:
     values = {name: _read(recipe, section, key) for name, (section, key) in PLACES.items()}
+    values["lora"] = recipe.model.adapters
     values |= {"phases": len(recipe.phases), "is_later_phase": phase > 0, "references": _count_references(recipe)}
     key = ".".join(map(str, recipe.phases[phase].key))
     policies = [
@@ -90,13 +95,13 @@ def _describe_optimizer(recipe: Recipe) -> dict[str, object]:
         "optim_is_sharded": optimizer.is_sharded,
         "optim_of_adapters": optimizer.of_adapters,
         "optim_of_projections": optimizer.of_projections,
-        "chooses_parameters": all(any(isinstance(p, ParameterSelector) for p in phase) for phase in phases),
-        "keeps_projections": all(any(map(_keeps_projection, phase)) for phase in phases),
+        "chooses_parameters": all(_have(phase, "chooses_parameters") for phase in phases),
+        "keeps_projections": all(_have(phase, "keeps_projection") for phase in phases),
     }
 
 
-def _keeps_projection(policy: Policy) -> bool:
-    return isinstance(policy, InputSaver) and policy.form is SavedProjection and policy.draws_for is not None
+def _have(policies: Iterable[Policy], fact: str) -> bool:
+    return any(find_facts(policy).get(fact) for policy in policies)
 
 
 def _count_references(recipe: Recipe) -> int:

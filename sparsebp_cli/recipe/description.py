@@ -14,10 +14,11 @@ from sparsebp_cli.run.policy_phase import describe_phases, read_phases
 def describe_policies(recipe: Mapping[str, Any]) -> str:
     """Return policies in one line, with the options that are not defaults: ``topk keep=0.1 along=columns``; those of a
     schedule phase by phase: ``topk keep=0.1 until 0.4, dense``."""
-    return describe_phases(read_phases(recipe), _describe_policy)
+    return describe_phases(read_phases(recipe), describe_policy)
 
 
-def _describe_policy(entry: dict[str, Any]) -> str:
+def describe_policy(entry: Mapping[str, Any]) -> str:
+    """Return a policy as a recipe writes it, name and options, with those that are not defaults."""
     usual = _find_defaults(entry["name"]) | {"name": entry["name"]}
     options = [f"{key}={value}" for key, value in entry.items() if key not in usual or value != usual[key]]
     return " ".join([entry["name"], *options])

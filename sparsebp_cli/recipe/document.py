@@ -126,6 +126,11 @@ class _Reader:
         parts = [o.key if isinstance(o.node.content, dict) else o.index for o in self.open]
         return [*self.within, *(part for part in parts if part is not None)]
 
+    def quote(self, text: str) -> str:
+        """Return a text in brackets where it stands below a key; a file that is no mapping is no recipe, but may be one
+        of the user's secrets, and is never quoted."""
+        return f" ({shorten(text)})" if self.path and isinstance(self.path[0], str) else ""
+
     def take(self, event: yaml.Event) -> None:
         place = self.place(event.start_mark)
         if isinstance(event, yaml.DocumentStartEvent):
@@ -134,7 +139,7 @@ class _Reader:
                 raise place.error("a second document ('---') cannot stand in a recipe")
         if isinstance(event, yaml.AliasEvent):
             raise place.error(
-                f"an alias (*{shorten(str(event.anchor))}) cannot stand in a recipe; repeat the value", self.path
+                f"an alias{self.quote(f'*{event.anchor}')} cannot stand in a recipe; repeat the value", self.path
             )
         if isinstance(event, yaml.CollectionStartEvent | yaml.ScalarEvent):
             self.start(event, place)
@@ -144,11 +149,11 @@ class _Reader:
 
     def start(self, event: yaml.CollectionStartEvent | yaml.ScalarEvent, place: Place) -> None:
         if event.anchor is not None:
-            text = f"an anchor (&{shorten(event.anchor)}) cannot stand in a recipe; repeat the value"
+            text = f"an anchor{self.quote(f'&{event.anchor}')} cannot stand in a recipe; repeat the value"
             raise place.error(text, self.path)
         if event.tag is not None:
             raise place.error(
-                f"a tag ({shorten(event.tag)}) cannot stand in a recipe; write the plain value", self.path
+                f"a tag{self.quote(event.tag)} cannot stand in a recipe; write the plain value", self.path
             )
         holder = self.open[-1] if self.open else None
         if holder and isinstance(holder.node.content, dict) and holder.key is None:

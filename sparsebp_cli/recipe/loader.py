@@ -10,13 +10,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from sparsebp_cli.policy.error_text import shorten, show_with_type
+from sparsebp_cli.policy.error_text import describe_kind, shorten, show_with_type
 from sparsebp_cli.recipe.check import PlacedRecipe, check_recipe
 from sparsebp_cli.recipe.document import Node, Place, read_document
 from sparsebp_cli.recipe.override import apply_override, drop_replaced
 from sparsebp_cli.recipe.schema import NAME_PATTERN, Recipe
 
 LARGEST_BYTES = 64 * 1024
+PACKAGE = Path(__file__).resolve().parents[1]  # holds the recipes that ship, in folders
+MARKS = (".git", "pyproject.toml")  # of the top of a checkout, or of a source distribution
 
 
 def load_recipe(file: Path, changes: Sequence[str] = ()) -> Recipe:
@@ -62,7 +64,8 @@ def _read_file(file: Path, named_by: Node | None = None) -> Node:
     if tree is None:
         raise Place(str(file), 1, 1).error("empty: a recipe needs at least version, model and dataset")
     if not isinstance(tree.content, dict):
-        raise tree.place.error(f"a recipe must be a mapping, got {show_with_type(tree.plain)}")
+        # Never the content: the file may be one of the user's secrets, which somebody else's recipe names.
+        raise tree.place.error(f"a recipe must be a mapping, got {describe_kind(tree.plain)}")
     return expand_shorthand(tree)
 
 
@@ -101,10 +104,33 @@ def _describe_failure(file: Path, error: OSError | ValueError) -> str:
     return f"cannot be read: {reason[:1].lower()}{reason[1:]}"
 
 
+def find_base(file: Path, base: Node) -> Path:
+    """Return the path of the ``base`` that a recipe or a study names. It ends in ``.yaml`` and lies beside or below the
+    file that names it, or in the same checkout: a recipe from somebody else cannot name the user's files. Raise
+    RecipeError for another one."""
+    name, folder = str(base.content), file.parent.resolve()
+    if Path(name).suffix not in {".yaml", ".yml"}:
+        raise base.place.error(f"must be a recipe, whose name ends in .yaml, got {shorten(name)!r}", "base")
+    tops = [
+        place
+        for place in (folder, *folder.parents)
+        if any((place / name).exists() for name in MARKS) or place == PACKAGE
+    ]
+    top = tops[0] if tops else folder
+    try:
+        is_inside = (file.parent / name).resolve().is_relative_to(top)
+    except (OSError, RuntimeError, ValueError):  # a loop of links, a name with NUL
+        is_inside = False
+    if not is_inside:
+        where = f"{shorten(str(top))}, its repository" if tops else f"the folder of {file.name} or below it"
+        raise base.place.error(f"must lie in {where}, got {shorten(name)!r}", "base")
+    return file.parent / name
+
+
 def _read_base(file: Path, base: Node) -> Node:
     if not isinstance(base.content, str) or not base.content:
         raise base.place.error(f"must be the path of a recipe, got {show_with_type(base.plain)}", "base")
-    tree = _read_file(file.parent / base.content, base)
+    tree = _read_file(find_base(file, base), base)
     assert isinstance(tree.content, dict)
     if "base" in tree.content:
         place = tree.content["base"].key_place or tree.place

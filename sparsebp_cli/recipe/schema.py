@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, Self
+import math
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -18,7 +19,8 @@ from pydantic import (
 )
 from pydantic_core import InitErrorDetails
 
-from sparsebp_cli.composition import BackwardOptions
+from sparsebp_cli.composition import ADAPTER_TYPES, BackwardOptions, find_adapter_options
+from sparsebp_cli.errors import did_you_mean
 from sparsebp_cli.policy.error_text import show
 from sparsebp_cli.run.policy_phase import PolicyPhase, find_wrong_end, lay_out
 
@@ -38,9 +40,71 @@ class LoraSection(Section):
     """Low-rank adapters by peft, with the names of ``peft.LoraConfig``."""
 
     r: PositiveInt = Field(8, description="Rank of the adapters.")
-    lora_alpha: PositiveInt = Field(16, description="Scale: the update is multiplied by lora_alpha / r.")
+    lora_alpha: PositiveInt = Field(
+        16, description="Scale: the update is multiplied by lora_alpha / r, with use_rslora by lora_alpha / sqrt(r)."
+    )
     lora_dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(0.0, description="Dropout before the adapters.")
     target_modules: list[str] | Literal["all-linear"] = Field("all-linear", description="Linears that get adapters.")
+    exclude_modules: list[str] | None = Field(None, description="Of these, names that get none; null: none.")
+    use_rslora: bool = Field(False, description="Rank-stabilised scale.")
+    use_dora: bool = Field(False, description="DoRA: the magnitude of each output is trained apart.")
+    init_lora_weights: bool | Literal["gaussian", "olora", "orthogonal", "pissa"] = Field(
+        True, description="First values, as in peft; olora and pissa change the base, which is saved merged."
+    )
+    bias: Literal["none", "all", "lora_only"] = Field("none", description="Biases that are trained.")
+    modules_to_save: list[str] | None = Field(
+        None, description="Modules that are trained whole, such as lm_head; null: none but a new classification head."
+    )
+    trainable_token_indices: list[CountFromZero] | None = Field(
+        None, description="Rows of the embedding that are trained; null: none."
+    )
+    layers_to_transform: list[CountFromZero] | None = Field(
+        None, description="Numbers of the layers that get adapters, from 0; null: all."
+    )
+    layers_pattern: list[str] | None = Field(
+        None, description="Names of the lists of layers that layers_to_transform counts; null: the usual ones."
+    )
+    rank_pattern: dict[str, PositiveInt] = Field(default_factory=dict, description="Ranks of some modules, by name.")
+    alpha_pattern: dict[str, PositiveInt] = Field(default_factory=dict, description="lora_alpha of some modules.")
+
+    @model_validator(mode="after")
+    def _layers_need_names(self) -> Self:
+        if self.layers_to_transform is not None and isinstance(self.target_modules, str):
+            raise ValueError("layers_to_transform needs target_modules as a list, such as [q_proj, v_proj]")
+        return self
+
+
+if TYPE_CHECKING:
+    AdapterType = str  # a checker cannot know names that are read from the installed peft
+else:
+    AdapterType = Literal[ADAPTER_TYPES]
+
+
+class PeftSection(BaseModel):
+    """Another method of peft by its type, with the names of its own config as further keys."""
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="allow")
+    type: AdapterType = Field(description="A type of peft; LoRA has the key lora.")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The method's own options."""
+        return dict(self.__pydantic_extra__ or {})
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _options_are_known(cls, given: object, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        if isinstance(given, dict) and given.get("type") == "lora":
+            raise _error_at(("type",), "lora", "LoRA is written model.lora: {r: 8, ...}, without a type")
+        section = handler(given)
+        known = find_adapter_options(str(section.type))
+        if not known:
+            raise _error_at(("type",), section.type, f"the installed peft has no {section.type}")
+        for key in section.options:
+            if key not in known:
+                text = f"{section.type} takes {', '.join(known)}{did_you_mean(key, known)}"
+                raise _error_at((key,), section.options[key], text)
+        return section
 
 
 class ModelSection(Section):
@@ -68,9 +132,24 @@ class ModelSection(Section):
         "rounding on any device. The head and adapters keep their precision.",
     )
     lora: LoraSection | None = Field(None, description="Train only low-rank adapters.")
+    peft: PeftSection | None = Field(None, description="Train only what another method of peft adds.")
+    adapter: str | None = Field(
+        None,
+        description="Go on with an adapter of peft on its base, which is name: a folder, or a run's model folder.",
+    )
+
+    @property
+    def adapters(self) -> LoraSection | PeftSection | str | None:
+        """What is trained in place of the weights; None: these themselves."""
+        return self.lora or self.peft or self.adapter
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelSection:
+        given = [key for key in ("lora", "peft", "adapter") if getattr(self, key) is not None]
+        if len(given) > 1:
+            raise ValueError(f"give one of lora, peft and adapter, got {' and '.join(given)}")
+        if self.adapter is not None and self.name is None:
+            raise ValueError("adapter needs its base as name: a config stands for random weights")
         if self.name is None and self.config is None:
             raise ValueError("give name, or a config for random weights")
         if self.name is not None and self.config is not None:
@@ -82,21 +161,34 @@ class ModelSection(Section):
         return self
 
 
+CHAT_PARTS = ("messages", "tools", "role", "content", "system", "user", "assistant", "tool")
+
+
 class DatasetSection(Section):
     """The data, and how it is tokenised."""
 
     name: str = Field(description="Hub id, local file or folder, an installed dataset's name, or package:PACKAGE/FILE.")
     subset: str | None = Field(None, description="Configuration of a hub id.")
     revision: str | None = Field(None, description="Branch, tag or commit of a hub id.")
-    format: Literal["text", "completion", "classification"] = Field(
+    format: Literal["text", "completion", "chat", "classification", "regression"] = Field(
         "text",
-        description="text: packed into blocks; completion: the prompt is masked; classification: one label a text.",
+        description="text: packed into blocks, of which a masked language model fills gaps; completion: the prompt is "
+        "not trained on; chat: messages of roles, by a chat template; classification: one label "
+        "a text, or a pair of texts; regression: one number.",
     )
     max_seq_length: Annotated[int, Field(ge=8)] = Field(128, description="Largest number of positions of an example.")
     split: str = Field("train", description="Training split.")
     eval_split: str | None = Field(None, description="Validation split; null: eval_fraction of the training split.")
     eval_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(
-        0.1, description="Share of the training split for validation, from its end."
+        0.1, description="Share of the training split for validation, where there is no eval_split."
+    )
+    held_out: Literal["drawn", "tail"] | None = Field(
+        None,
+        description="What eval_fraction takes. drawn: rows by a hash of their text or prompt, equal ones together; "
+        "tail: the end of the split. null: drawn, of packed text the tail.",
+    )
+    group_column: str | None = Field(
+        None, description="Column of the document of a row: rows of one document are held out together. null: none."
     )
     test_split: str | None = Field(None, description="Split that is read once, after the last step, for test/loss.")
     test_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] | None = Field(
@@ -105,13 +197,41 @@ class DatasetSection(Section):
         "the training data do not depend on it. null: none.",
     )
     text_column: str = Field("text", description="Column of texts, for formats text and classification.")
+    text_pair_column: str | None = Field(
+        None, description="Column of second texts, for classification of pairs; null: single texts."
+    )
     prompt_column: str = Field("prompt", description="Column of prompts, for format completion; not trained on.")
     completion_column: str = Field("completion", description="Column of completions, for format completion.")
+    columns: dict[str, str | list[str]] = Field(
+        default_factory=dict,
+        description="For format chat: what the data call its parts. messages (the column of lists of messages), tools, "
+        "role and content, and of roles system, user, assistant and tool their names in the data; or without messages, "
+        "the columns of the system's, the user's and the assistant's message, a list of which is joined by empty "
+        "lines: {user: [instruction, input], assistant: output}.",
+    )
+    chat_template: str | None = Field(
+        None,
+        description="For messages: a file with a Jinja template, which the plan holds; null: the tokenizer's own.",
+    )
+    train_on: Literal["assistant", "last", "all"] = Field(
+        "assistant",
+        description="For format chat: the assistant's turns, the last of them, or everything. A message's own weight, "
+        "such as 0, multiplies its loss.",
+    )
+    weight_column: str | None = Field(
+        None,
+        description="Column of weights of the training loss: a number for a row, a list with one for each message, or "
+        "[[start, end, weight], ...] in characters of the text; other tokens weigh 1, and those of weight 0 are not "
+        "trained. Evaluations do not weigh. null: none.",
+    )
     completion_only_loss: bool = Field(
         True,
         description="For format completion: whether prompts are not trained on; in evaluations they never count.",
     )
-    label_column: str = Field("label", description="Column of labels, for classification: integers from 0, or names.")
+    label_column: str = Field(
+        "label",
+        description="Column of labels, for classification: names, whole numbers or booleans; for regression: numbers.",
+    )
     max_examples: PositiveInt | None = Field(None, description="Number of rows to use of each split, from its start.")
     max_train_examples: PositiveInt | None = Field(
         None,
@@ -123,6 +243,56 @@ class DatasetSection(Section):
         description="Number of these to set aside, drawn by training.seed, for policies that compare with validation "
         "examples; they are never trained on, and evaluations do not read them. null: none.",
     )
+
+    @field_validator("columns")
+    @classmethod
+    def _columns_are_known(cls, columns: dict[str, str | list[str]]) -> dict[str, str | list[str]]:
+        for key, value in columns.items():
+            if key not in CHAT_PARTS:
+                raise ValueError(f"{key}: allowed: {', '.join(CHAT_PARTS)}{did_you_mean(key, CHAT_PARTS)}")
+            if isinstance(value, list) and ("messages" in columns or key not in ("system", "user", "assistant")):
+                raise ValueError(f"{key}: must be one name, got a list")
+        if "messages" not in columns and ("user" in columns) != ("assistant" in columns):
+            raise ValueError("user and assistant, as columns, go together; as names of roles they need messages")
+        return columns
+
+    @property
+    def read_columns(self) -> list[str]:
+        """The columns of texts that an example is made of, in their order."""
+        if self.format == "completion":
+            return [self.prompt_column, self.completion_column]
+        if self.format == "chat" and "messages" not in self.columns and "assistant" in self.columns:
+            given = [self.columns[role] for role in ("system", "user", "assistant") if role in self.columns]
+            return [name for some in given for name in ([some] if isinstance(some, str) else some)]
+        if self.format == "chat":
+            return [str(self.columns.get("messages", "messages"))]
+        return [self.text_column, *([self.text_pair_column] if self.text_pair_column is not None else [])]
+
+    @property
+    def draws_rows(self) -> bool:
+        """Whether eval_fraction draws rows, and takes no tail."""
+        return (
+            self.held_out or ("tail" if self.format == "text" and self.group_column is None else "drawn")
+        ) == "drawn"
+
+    @model_validator(mode="after")
+    def _columns_fit_the_format(self) -> Self:
+        if self.text_pair_column is not None and self.format not in ("classification", "regression"):
+            raise ValueError(f"text_pair_column needs format: classification or regression, got {self.format}")
+        for key in ("columns", "train_on"):
+            if self.format != "chat" and getattr(self, key) != type(self).model_fields[key].get_default(
+                call_default_factory=True
+            ):
+                raise ValueError(f"{key} needs format: chat, got {self.format}")
+        if self.chat_template is not None and self.format not in ("chat", "completion"):
+            raise ValueError(f"chat_template needs format: chat, or completion of messages, got {self.format}")
+        if self.weight_column is not None and self.format in ("classification", "regression"):
+            raise ValueError(f"weight_column weighs tokens: it needs another format than {self.format}")
+        if self.weight_column is not None and not self.completion_only_loss:
+            raise ValueError("weight_column needs completion_only_loss: true; got false")
+        if self.group_column is not None and self.held_out == "tail":
+            raise ValueError("group_column needs held_out: drawn, got tail")
+        return self
 
     @model_validator(mode="after")
     def _test_is_apart(self) -> Self:
@@ -169,8 +339,11 @@ class TrainingSection(Section):
     )
     max_cost: Annotated[float, Field(gt=0.0)] | None = Field(
         None,
-        description="The same for work: so many dense steps, by the FLOPs of forward and backward that probes count. "
-        "null: no limit.",
+        description="The same for work: so many dense steps over the run's own batches, by the FLOPs of forward, "
+        "backward and update. null: no limit.",
+    )
+    max_flops: Annotated[float, Field(gt=0.0)] | None = Field(
+        None, description="The same in FLOPs, whatever the batches are: the budget of a study. null: no limit."
     )
     learning_rate: Annotated[float, Field(gt=0.0)] = Field(3e-4, description="Peak learning rate.")
     per_device_train_batch_size: PositiveInt = Field(8, description="Examples in a forward pass.")
@@ -181,15 +354,21 @@ class TrainingSection(Section):
     optim: str = Field(
         "adamw",
         description="The optimizer: an entry point of the group sparsebp.optimizers, such as apollo, or a class of "
-        "torch.optim in lower case, such as adamw or muon.",
+        "torch.optim in lower case, such as adamw; muon updates hidden matrices by Muon and all else by AdamW.",
+    )
+    weight_decay: Annotated[float, Field(ge=0.0)] | None = Field(
+        None, description="Weight decay, of every trained parameter; null: the optimizer's default."
     )
     optim_args: dict[str, object] = Field(
-        default_factory=dict, description="The optimizer's other arguments: weight_decay, betas, momentum."
+        default_factory=dict, description="The optimizer's other arguments: betas, eps, momentum."
     )
     lr_scheduler_type: Literal[
         "linear", "cosine", "constant", "constant_with_warmup", "inverse_sqrt", "polynomial", "cosine_with_restarts"
     ] = Field("linear", description="Schedule of the learning rate, by transformers' name.")
     warmup_steps: CountFromZero = Field(0, description="Steps over which the learning rate rises from 0.")
+    warmup_ratio: Annotated[float, Field(ge=0.0, lt=1.0)] | None = Field(
+        None, description="Instead of warmup_steps: their share of max_steps, rounded up."
+    )
     mixed_precision: Literal["no", "bf16"] = Field("no", description="bf16: autocast; weights keep their type.")
     compile: bool = Field(
         False,
@@ -204,6 +383,40 @@ class TrainingSection(Section):
     )
     seed: CountFromZero = Field(0, description="Seed of data order, dropout, adapters and policies.")
 
+    @property
+    def num_warmup_steps(self) -> int:
+        """The steps of the warm-up, as transformers counts a ratio."""
+        return self.warmup_steps if self.warmup_ratio is None else math.ceil(self.warmup_ratio * self.max_steps)
+
+    @model_validator(mode="after")
+    def _said_once(self) -> Self:
+        if self.warmup_ratio is not None and self.warmup_steps:
+            raise ValueError(
+                f"give warmup_steps or warmup_ratio, got both ({self.warmup_steps} and {self.warmup_ratio:g})"
+            )
+        if self.weight_decay is not None and "weight_decay" in self.optim_args:
+            raise ValueError("give weight_decay or optim_args.weight_decay, got both")
+        return self
+
+
+class GenerateSection(Section):
+    """Metrics of texts that the model generates, greedily, from the prompts of held-out rows."""
+
+    every: PositiveInt | None = Field(
+        None, description="Steps between generations on validation; null: only before the first and after the last."
+    )
+    examples: PositiveInt = Field(
+        100,
+        description="Largest number of prompts of a generation on validation, from the start of the split. After the "
+        "last step the test split is generated once, all of it.",
+    )
+    max_new_tokens: PositiveInt = Field(64, description="Largest number of tokens that are generated for a prompt.")
+    metrics: Annotated[list[str], Field(min_length=1)] = Field(
+        default_factory=lambda: ["exact_match"],
+        description="Entry points of the group sparsebp.metrics: exact_match, numeric_match (GSM8K's rule), bleu, "
+        "rouge_l, cer, wer, or a package's own. Logged as eval/NAME and test/NAME.",
+    )
+
 
 class MeasureSection(Section):
     """Measurements during training, and how often they are taken. None of them changes the run."""
@@ -216,6 +429,10 @@ class MeasureSection(Section):
         None,
         description="The same in training batches. Prefer eval_examples, which does not depend on the batch size, so "
         "that runs with different batch sizes can be compared. null: all.",
+    )
+    test: bool = Field(
+        True,
+        description="Evaluate the test split after the last step. false: it is set aside and not read, as in tuning.",
     )
     per_device_eval_batch_size: PositiveInt | None = Field(
         None, description="Examples in a forward pass of an evaluation; null: per_device_train_batch_size."
@@ -235,6 +452,16 @@ class MeasureSection(Section):
         None,
         description="Number of other training examples; fidelity then also compares with their dense gradient, for the "
         "policy and for dense with a smaller batch of the same cost. It needs dense passes over them. null: none.",
+    )
+    metric: str | None = Field(
+        None,
+        description="Validation metric that decides: studies choose by it, and compare shows it, or its value on the "
+        "test split. null: the loss, of a classification the accuracy.",
+    )
+    generate: GenerateSection | None = Field(
+        None,
+        description="Metrics of generated texts, for dataset.format: completion or chat. They cost a forward for each "
+        "token of the longest answer. null: none.",
     )
     warmup_steps: CountFromZero = Field(3, description="First steps of each attempt that time statistics leave out.")
 
@@ -262,9 +489,15 @@ class CheckpointSection(Section):
 
     every: PositiveInt = Field(50, description="Steps between checkpoints.")
     keep_last: PositiveInt = Field(2, description="Number of checkpoints to keep.")
+    keep_best: str | None = Field(
+        None,
+        description="Metric of the best evaluation, such as eval/loss: any that the run measures on validation, which "
+        "declares its direction. Its checkpoint is kept beside the last ones, and its weights are "
+        "saved in best/ at the end, beside model/, which has the last ones. null: only the last.",
+    )
     stop_at: PositiveInt | None = Field(
         None,
-        description="Stop after this step with a checkpoint; a resume with another value goes on. Studies that halve "
+        description="Stop after this step with a checkpoint; `sparsebp resume` goes on to the end. Studies that halve "
         "set it. null: train to the end.",
     )
 

@@ -17,6 +17,7 @@ from sparsebp_cli.entry_point import entry_points, find_source
 from sparsebp_cli.errors import RecipeError, UsageError, did_you_mean
 from sparsebp_cli.policy.error_text import shorten, show_with_type
 from sparsebp_cli.policy.field_error import FieldError, describe_errors
+from sparsebp_cli.policy.option import validate_options
 from sparsebp_cli.recipe.document import Node, Place, read_document
 from sparsebp_cli.recipe.schema import TargetOptions, TargetSection
 
@@ -132,7 +133,7 @@ def check_target(section: Mapping[str, object]) -> tuple[TargetSection | None, l
         return None, [FieldError(("kind",), str(error))]
     given = {key: value for key, value in section.items() if key not in COMMON}
     try:
-        options = found.options_class.model_validate(given)
+        options = validate_options(found.options_class, given)
     except ValidationError as error:
         return None, describe_errors(error, found.options_class, given)
     if options.nodes > 1 and not found.options_class.spans_nodes:

@@ -16,6 +16,7 @@ $SPARSEBP_HOME/runs/RUN_ID/
     labels.json      the tags and the note that a user gave it (see label.py)
     checkpoints/     step-00000050/, ...
     model/           the trained model, as transformers saves it
+    best/            the model of the best evaluation, with checkpoint.keep_best
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import reduce
 from operator import getitem
@@ -31,7 +34,10 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from sparsebp_cli import durable
 from sparsebp_cli.errors import RunBusyError, RunNotFoundError, did_you_mean
+from sparsebp_cli.run.budget import LARGEST_PLAN, LARGEST_SMALL, read_bounded
+from sparsebp_cli.run.journal import FILE as JOURNAL
 from sparsebp_cli.run.journal import find_outline
 from sparsebp_cli.run.label import Labels
 from sparsebp_cli.run.policy_phase import read_phases
@@ -39,6 +45,7 @@ from sparsebp_cli.run.record import State
 from sparsebp_cli.run.visible import mask
 
 SHORTEST_PREFIX = 3
+DELETED = ".deleted-"  # begins the name of a run that is being deleted
 LOCK_PATIENCE_SECONDS = 0.5  # a process that reads the state holds a shared lock for a moment
 
 # What every reader of a plan needs, and its type.
@@ -73,6 +80,11 @@ class RunFolder:
         return self.path / "trial.json"
 
     @property
+    def journal_file(self) -> Path:
+        """All results, line by line."""
+        return self.path / JOURNAL
+
+    @property
     def log_file(self) -> Path:
         """Output of the worker."""
         return self.path / "worker.log"
@@ -92,11 +104,22 @@ class RunFolder:
         """The processes that work on the run."""
         return self.path / "target.json"
 
+    def is_gone(self) -> bool:
+        """Return whether the folder was moved or deleted while somebody works at the run."""
+        return not self.plan_file.exists()
+
+    def describe_move(self) -> str:
+        """Say that the folder is gone, and how the run goes on."""
+        return (
+            f"its folder {self.path} was moved or deleted while it was at work: with SPARSEBP_HOME set to where it is "
+            f"now, `sparsebp resume {self.run_id}` goes on from its last checkpoint"
+        )
+
     def read_plan(self) -> dict[str, Any]:
         """Return the content of ``plan.json``, without its schema: runs of other versions and of plugins that are not
         here stay readable. Raise ``RunNotFoundError`` if it is missing, or damaged in what every reader needs."""
         try:
-            plan: dict[str, Any] = json.loads(self.plan_file.read_bytes())
+            plan: dict[str, Any] = json.loads(read_bounded(self.plan_file, LARGEST_PLAN))
             for keys, kind in NEEDED.items():
                 value = reduce(getitem, keys, plan)
                 if not isinstance(value, kind):
@@ -113,7 +136,7 @@ class RunFolder:
     def brief(self) -> tuple[str, float]:
         """Return name and creation time (seconds since 1970), also of a plan that is damaged elsewhere."""
         try:
-            plan = json.loads(self.plan_file.read_bytes())
+            plan = json.loads(read_bounded(self.plan_file, LARGEST_PLAN))
             return str(plan["recipe"]["name"]), float(plan["created"])
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return "?", 0.0
@@ -150,10 +173,23 @@ class RunFolder:
     def _read_launch(self) -> tuple[int | None, str]:
         """Return the number of attempts before the newest start (None: there was none), and its last sight."""
         try:
-            launch = json.loads(self.target_file.read_bytes())
-            return int(launch["after_attempt"]), str(launch.get("sight", ""))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            launch = json.loads(read_bounded(self.target_file, LARGEST_SMALL))
+            sight = launch.get("sight")
+            if sight is None and self.is_elsewhere():
+                raise KeyError("sight")
+            return int(launch["after_attempt"]), str(sight or "")
+        except FileNotFoundError:
             return None, ""
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            # Unreadable is not absent: elsewhere a worker may be alive, and only the target knows.
+            return 0, str(State.UNREACHABLE) if self.is_elsewhere() else ""
+
+    def is_elsewhere(self) -> bool:
+        """Return whether the plan names a target other than this machine; False for a plan that cannot be read."""
+        try:
+            return bool(json.loads(read_bounded(self.plan_file, LARGEST_PLAN))["recipe"]["target"]["kind"] != "local")
+        except (OSError, ValueError, LookupError, TypeError, RecursionError):
+            return False
 
     def lock(self, role: str) -> FileLock:
         """Take the lock of a role (``worker``, ``rank`` or ``target``). The system releases it when the process dies.
@@ -213,10 +249,28 @@ def keep_private() -> None:
 
 
 def create_run(run_id: str) -> RunFolder:
-    """Create the folder of a new run. Only its owner can enter it, unless runs are shared."""
+    """Create the folder of a new run. Only its owner can enter it, unless runs are shared. Raise ``OSError`` on a file
+    system without locks, on which nothing could tell whether a run is alive."""
+    check_locks(home() / "runs")
     path = home() / "runs" / run_id
-    path.mkdir(mode=0o777 if is_shared() else 0o700, parents=True)
+    durable.make_folder(path, mode=0o777 if is_shared() else 0o700)
     return RunFolder(path)
+
+
+def check_locks(folder: Path) -> None:
+    """Raise ``OSError`` if no file in a folder can be locked, as on some network file systems. Makes the folder."""
+    durable.make_folder(folder, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=durable.PART) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            error.filename = str(folder)
+            raise
+
+
+def list_folders(place: Path) -> Iterator[Path]:
+    """Yield the folders of runs in a folder. A run that is being deleted is none any more."""
+    return (plan.parent for plan in place.glob("*/plan.json") if not plan.parent.name.startswith(DELETED))
 
 
 def list_runs() -> list[RunFolder]:
@@ -226,7 +280,7 @@ def list_runs() -> list[RunFolder]:
 
 def _name_runs() -> dict[RunFolder, str]:
     """Return the name of every run, newest first; each plan is read once."""
-    folders = (RunFolder(path.parent) for path in (home() / "runs").glob("*/plan.json"))
+    folders = map(RunFolder, list_folders(home() / "runs"))
     found = {run: run.brief() for run in folders}
     return {run: found[run][0] for run in sorted(found, key=lambda run: (found[run][1], run.run_id), reverse=True)}
 

@@ -12,9 +12,11 @@ Records, each with ``kind``, ``attempt`` (from 1) and ``time`` (seconds since 19
               each part, and CUDA's ``allocator_peak_bytes``; see :mod:`sparsebp_cli.run.memory`
     examples  ``step``, ``split`` (validation or test; absent: validation), ``values``: for each example in order its
               ``loss``, its number of ``targets``, and its row of the split in ``documents``
+    samples   ``step``, ``split``, ``values``: of the first texts that a generation made, ``prompt``, ``reference`` and
+              ``prediction``, each shortened
     seal      ``values``: recipe, versions and digest of the data of an attempt
     allow     ``fields`` of the seal that a user allowed to change before the next attempt
-    note      ``level`` (info, warning, error), ``text``
+    note      ``level`` (info, warning, error; detail: for ``show`` alone), ``text``
     end       ``status`` (finished, failed, interrupted, cancelled), ``step``, ``text``; ``changes`` if a resume was
               refused because of them: field, its value then, its value now
 
@@ -27,17 +29,22 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import statistics
 import time
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from io import UnsupportedOperation
 from pathlib import Path
 from typing import Any, Self
 
-from sparsebp_cli.run.metric import EVAL_LOSS
+from sparsebp_cli.durable import sync
+from sparsebp_cli.run.budget import LARGEST_SMALL, open_regular, open_to_append, read_bounded, read_lines
+from sparsebp_cli.run.metric import EVAL_LOSS, Metric, find_known
 from sparsebp_cli.run.record import ENDS, State, from_json, is_count, is_figure, is_record, parse_record, to_json
 from sparsebp_cli.run.record_type import CurveValues, EndRecord, Facts, ProofValues, Record
+from sparsebp_cli.run.series import Series, add_together
 
 FILE = "journal.jsonl"
 OUTLINE = "outline.json"
@@ -60,7 +67,10 @@ class JournalWriter:
         for record, end in scan(run_folder):
             attempt, good = max(attempt, record["attempt"] if record else 0), end
         self.attempt = 1 + attempt
-        self._file = self.path.open("ab", buffering=0)
+        is_new = not self.path.exists()
+        self._file = open_to_append(self.path)
+        if is_new and durable:
+            sync(run_folder)
         if self._file.seek(0, os.SEEK_END) != good:
             self._file.truncate(good)
 
@@ -106,18 +116,22 @@ def read(run_folder: Path, offset: int = 0) -> Iterator[tuple[Record, int]]:
 
 
 def scan(run_folder: Path, offset: int = 0) -> Iterator[tuple[Record | None, int]]:
-    """Yield every complete line as :func:`read` does, with None for one that holds no record."""
+    """Yield every complete line as :func:`read` does, with None for one that holds no record, and for a journal that is
+    no regular file."""
     try:
-        file = (run_folder / FILE).open("rb")
+        file = open_regular(run_folder / FILE)
     except FileNotFoundError:
+        return
+    except UnsupportedOperation:
+        yield None, offset
         return
     with file:
         file.seek(offset)
-        for line in file:
-            if not line.endswith(b"\n"):
+        for line, size in read_lines(file):
+            if line is not None and not line.endswith(b"\n"):
                 return
-            offset += len(line)
-            yield parse_record(line), offset
+            offset += size
+            yield (None if line is None else parse_record(line)), offset
 
 
 def find_outline(run_folder: Path) -> Outline:
@@ -134,12 +148,28 @@ def find_outline(run_folder: Path) -> Outline:
     return found
 
 
+# Of journals that were written before records had a cause, which their text told.
+_OLD_DIVERGED = re.compile(r"diverged: |the (loss|gradient norm) is (nan|-?inf)")
+_OLD_LIMIT = re.compile(r"training\.max_(seconds|cost): ")
+
+
+def name_cause(record: EndRecord) -> EndRecord:
+    """Return a copy of an end record with its cause: ``diverged`` (the loss or a gradient was no number) or ``limit``
+    (of time or work, before the last step); without one if neither ended the attempt."""
+    found = record.copy()
+    if "cause" not in record and record["status"] == "failed" and _OLD_DIVERGED.match(record["text"]):
+        found["cause"] = "diverged"
+    if "cause" not in record and record["status"] == "finished" and _OLD_LIMIT.match(record["text"]):
+        found["cause"] = "limit"
+    return found
+
+
 @dataclass
 class History:
     """The content of a journal, with repeated steps merged."""
 
     # metric name to step to (time in seconds since 1970, value)
-    metrics: MutableMapping[str, dict[int, tuple[float, float]]] = field(default_factory=dict)
+    metrics: MutableMapping[str, Series] = field(default_factory=dict)
     facts: Facts = field(default_factory=Facts)  # later attempts overwrite earlier ones
     environments: list[dict[str, object]] = field(default_factory=list)  # one per attempt
     notes: list[tuple[int, str, str]] = field(default_factory=list)  # (attempt, level, text), in order
@@ -150,6 +180,8 @@ class History:
     # validation: step to loss, targets and documents of every example
     examples: dict[int, dict[str, list[float]]] = field(default_factory=dict)
     test_examples: dict[int, dict[str, list[float]]] = field(default_factory=dict)  # the same of the test split
+    # split to step to the prompts, references and predictions of the first generated texts
+    samples: dict[str, dict[int, dict[str, list[str]]]] = field(default_factory=dict)
     memory: dict[int, CurveValues] = field(default_factory=dict)  # step to its memory curve, as in the journal
     # step to the columns and the row of each of the modules
     proofs: dict[int, ProofValues] = field(default_factory=dict)
@@ -166,6 +198,10 @@ class History:
                 history.add(record)
         return history
 
+    def find_metric(self, name: str) -> Metric | None:
+        """Return a metric by its name, with unit and direction: one of SparseBP's or of the recipe's; None: unknown."""
+        return find_known(name, [self.facts.get("metrics", {})])
+
     def describe_unreadable(self) -> str:
         """Return which parts hold no record, as text; empty if all of them do."""
         return describe_unreadable(self.unreadable)
@@ -181,12 +217,13 @@ class History:
             "layers": self.layers,
             "examples": self.examples,
             "test_examples": self.test_examples,
+            "samples": self.samples,
         }
 
     def take(self, dumped: Mapping[str, object]) -> None:
         """Add what :meth:`dump` returned, after it went through JSON and a store, where anything may have changed it;
         invalid records are left out."""
-        for part in ("facts", "environments", "notes", "ends", "layers", "examples", "test_examples"):
+        for part in ("facts", "environments", "notes", "ends", "layers", "examples", "test_examples", "samples"):
             try:
                 records = [HEAD | record for record in _undump(part, dumped)]
             except (AttributeError, KeyError, TypeError, ValueError):
@@ -203,11 +240,7 @@ class History:
         new: dict[str, float] = {}
         match record["kind"]:
             case "metrics":
-                for name, value in record["values"].items():
-                    points = self.metrics.setdefault(name, {})
-                    if record["step"] not in points:
-                        points[record["step"]] = (record["time"], value)
-                        new[name] = value
+                new = add_together(self.metrics, record["step"], record["time"], record["values"])
             case "facts":
                 self.facts |= record["values"]
             case "layers":
@@ -215,6 +248,8 @@ class History:
             case "examples":
                 examples = self.test_examples if record.get("split") == "test" else self.examples
                 examples.setdefault(record["step"], record["values"])
+            case "samples":
+                self.samples.setdefault(record["split"], {}).setdefault(record["step"], record["values"])
             case "memory":
                 self.memory.setdefault(record["step"], record["values"])
             case "proof":
@@ -225,12 +260,12 @@ class History:
             case "note":
                 self.notes.append((record["attempt"], record["level"], record["text"]))
             case "end":
-                self.ends.append(record.copy())
+                self.ends.append(name_cause(record))
         return new
 
-    def series(self, name: str) -> dict[int, float]:
+    def series(self, name: str) -> Mapping[int, float]:
         """Return a metric's values in the order of steps; empty if it was never logged."""
-        return {step: value for step, (_, value) in sorted(self.metrics.get(name, {}).items())}
+        return self.metrics[name].without_times() if name in self.metrics else {}
 
     def median(self, name: str) -> float | None:
         """Return the median of a metric's finite values over the steps at which it was measured; None without any."""
@@ -239,7 +274,19 @@ class History:
 
     def last(self, name: str) -> float | None:
         """Return a metric's value at its highest step; None if it was never logged."""
-        return next(reversed(self.series(name).values()), None)
+        points = self.metrics.get(name)
+        return points[next(reversed(points))][1] if points else None
+
+
+def list_samples(history: History, num_examples: int = 2) -> Iterator[tuple[int, str, str, str]]:
+    """Yield step, prompt, reference and prediction of the first texts of the first, the middle and the last generation
+    on validation."""
+    steps = sorted(history.samples.get("validation", {}))
+    for step in dict.fromkeys(steps[place] for place in (0, len(steps) // 2, -1) if steps):
+        texts = history.samples["validation"][step]
+        of_each = zip(texts["prompt"], texts["reference"], texts["prediction"], strict=False)
+        for prompt, reference, prediction in list(of_each)[:num_examples]:
+            yield step, prompt, reference, prediction
 
 
 def describe_unreadable(places: Sequence[str]) -> str:
@@ -254,7 +301,7 @@ HEAD = {"attempt": 1, "time": 0.0}  # common fields of records from a store, whi
 
 
 def _undump(part: str, dumped: Mapping[str, Any]) -> list[dict[str, object]]:
-    content = dumped[part] if part != "test_examples" else dumped.get(part, {})  # older runs have none
+    content = dumped.get(part, {}) if part in {"test_examples", "samples"} else dumped[part]  # older runs have none
     match part:
         case "facts":
             return [{"kind": "facts", "values": content}]
@@ -265,10 +312,12 @@ def _undump(part: str, dumped: Mapping[str, Any]) -> list[dict[str, object]]:
             return [{"kind": "note", "attempt": a, "level": level, "text": text} for a, level, text in content]
         case "ends":
             return [{"kind": "end"} | end for end in content]
-        case "test_examples":
+        case "test_examples" | "samples":
+            kind, by_split = ("examples", {"test": content}) if part == "test_examples" else (part, content)
             return [
-                {"kind": "examples", "split": "test", "step": int(step), "values": values}
-                for step, values in content.items()
+                {"kind": kind, "split": split, "step": int(step), "values": values}
+                for split, some in by_split.items()
+                for step, values in some.items()
             ]
     return [{"kind": part, "step": int(step), "values": values} for step, values in content.items()]
 
@@ -326,7 +375,7 @@ def read_stamp(run_folder: Path) -> list[int]:
 def read_outline(run_folder: Path, stamp: list[int]) -> Outline | None:
     """Return the cached outline if it is valid for the journal's stamp; None if the journal has to be read."""
     try:
-        kept = json.loads((run_folder / OUTLINE).read_bytes())
+        kept = json.loads(read_bounded(run_folder / OUTLINE, LARGEST_SMALL))
         if not isinstance(kept, dict) or (kept.pop("version"), kept.pop("journal")) != (VERSION, stamp):
             return None
         kept["eval_loss"] = from_json(kept["eval_loss"])

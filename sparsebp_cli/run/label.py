@@ -6,13 +6,14 @@ What was trained, its digest and its seal do not depend on them, so a run that i
 from __future__ import annotations
 
 import json
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from sparsebp_cli import durable
 from sparsebp_cli.errors import UsageError
+from sparsebp_cli.run.budget import LARGEST_SMALL, read_bounded
 
 FILE = "labels.json"
 TAG = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,39}")
@@ -30,7 +31,7 @@ class Labels:
     def load(cls, run_folder: Path) -> Self:
         """Read the labels of a run; a missing or damaged file counts as none."""
         try:
-            content = json.loads((run_folder / FILE).read_bytes())
+            content = json.loads(read_bounded(run_folder / FILE, LARGEST_SMALL))
             found = {tag for tag in content["tags"] if TAG.fullmatch(tag)}
             return cls(tuple(sorted(found)), make_note(str(content["note"])))
         except (OSError, ValueError, KeyError, TypeError, UsageError):
@@ -38,9 +39,7 @@ class Labels:
 
     def save(self, run_folder: Path) -> None:
         """Write the labels, atomically."""
-        part = run_folder / f"{FILE}.{os.getpid()}.part"
-        part.write_text(json.dumps({"tags": self.tags, "note": self.note}) + "\n", encoding="utf-8")
-        part.replace(run_folder / FILE)
+        durable.write_file(run_folder / FILE, json.dumps({"tags": self.tags, "note": self.note}) + "\n")
 
 
 def check_tag(tag: str) -> str:

@@ -46,8 +46,8 @@ class MemoryPoint:
 
     Args:
         seconds: Since the step began, measured in a traced step, which is slower than others.
-        phase: Of the step.
-        split: The bytes.
+        phase: Part of the step: forward, backward or update.
+        split: Live bytes by purpose.
     """
 
     seconds: float

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,9 +25,17 @@ EPOCH = Metric("train/epoch", "epochs")  # under way, from 0; of runs in which a
 EVAL_LOSS = Metric("eval/loss", "nats/token", "lower")
 EVAL_ACCURACY = Metric("eval/accuracy", "share", "higher")
 EVAL_MACRO_F1 = Metric("eval/macro_f1", "share", "higher")  # mean of the classes' F1, however frequent each is
+EVAL_MCC = Metric("eval/mcc", "", "higher")  # Matthews' correlation of labels and predictions, as of GLUE's CoLA
+EVAL_F1 = Metric("eval/f1", "share", "higher")  # of the second of two classes, as of GLUE's MRPC and QQP
+EVAL_PEARSON = Metric("eval/pearson", "", "higher")  # of labels and predictions of a regression, as of GLUE's STS-B
+EVAL_SPEARMAN = Metric("eval/spearman", "", "higher")
 TEST_LOSS = Metric("test/loss", "nats/token", "lower")  # once, after the last step
 TEST_ACCURACY = Metric("test/accuracy", "share", "higher")
 TEST_MACRO_F1 = Metric("test/macro_f1", "share", "higher")
+TEST_MCC = Metric("test/mcc", "", "higher")
+TEST_F1 = Metric("test/f1", "share", "higher")
+TEST_PEARSON = Metric("test/pearson", "", "higher")
+TEST_SPEARMAN = Metric("test/spearman", "", "higher")
 FORWARD_SECONDS = Metric("time/forward_seconds", "s", "lower", timing=True)
 BACKWARD_SECONDS = Metric("time/backward_seconds", "s", "lower", timing=True)
 SCORING_SECONDS = Metric("time/scoring_seconds", "s", "lower", timing=True)  # of the forward's: only to choose
@@ -50,6 +59,11 @@ PEAK_WORKSPACE_BYTES = Metric("memory/step_peak_workspace_bytes", "B", "lower") 
 DENSE_SAVED_BYTES = Metric("memory/dense_saved_for_backward_bytes", "B", "lower")  # the same batch without the policy
 FORWARD_FLOPS = Metric("flops/forward", "FLOP", "lower")
 SCORING_FLOPS = Metric("flops/scoring", "FLOP", "lower")  # of the forward's: only to choose what is trained
+DENSE_FORWARD = Metric("flops/forward_dense", "FLOP", "lower")  # the forward of the same batch without the policy
+UPDATE_FLOPS = Metric("flops/update", "FLOP", "lower")  # of the price of a step: clipping and optimizer
+DENSE_UPDATE_FLOPS = Metric("flops/update_dense", "FLOP", "lower")  # the same of a dense step
+STEP_FLOPS = Metric("flops/step", "FLOP", "lower")  # the price of a step: passes, update and trial passes
+DENSE_STEP_FLOPS = Metric("flops/step_dense", "FLOP", "lower")  # the same of a dense step over the same batch
 PROBING_FLOPS = Metric("flops/probing", "FLOP", "lower")  # of trial passes that a policy wanted before a step
 BACKWARD_EXECUTED = Metric("flops/backward_executed", "FLOP", "lower")
 BACKWARD_DENSE = Metric("flops/backward_dense", "FLOP", "lower")
@@ -94,3 +108,20 @@ PARAMETERS_REACHED = Metric("policy/parameters_reached", "tensors", "higher")  #
 MISS_RATE = Metric("policy/miss_rate", "share", "lower")  # choices that led away from the largest gradient
 
 METRICS: dict[str, Metric] = {value.name: value for value in list(globals().values()) if isinstance(value, Metric)}
+
+
+def find_known(name: str, declared: Iterable[Mapping[str, Mapping[str, str]]] = ()) -> Metric | None:
+    """Return a metric by its name: one of these, or one that runs declared in their facts, as those of generated texts
+    are. None if nobody declared it, or two runs declared different ones."""
+    if name in METRICS:
+        return METRICS[name]
+    found = {
+        Metric(name, one[name].get("unit", ""), _read_way(one[name].get("better", "")))
+        for one in declared
+        if name in one
+    }
+    return found.pop() if len(found) == 1 else None
+
+
+def _read_way(text: str) -> Literal["lower", "higher", ""]:
+    return "lower" if text == "lower" else "higher" if text == "higher" else ""

@@ -7,6 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sparsebp_cli import durable
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.run.memory import PARTS, MemoryCurve, Part, Phase
 
@@ -32,7 +33,8 @@ def save(figure: Figure, path: Path) -> Path:
     """Write a figure of matplotlib to a path, which is replaced, and return the path; equal content gives equal
     files."""
     metadata: dict[str, object] = {"Date": None} if path.suffix.lower() == ".svg" else {}
-    figure.savefig(path, dpi=150, metadata=metadata)
+    with durable.replacing(path) as stream:
+        figure.savefig(stream, format=path.suffix[1:].lower(), dpi=150, metadata=metadata)
     return path
 
 

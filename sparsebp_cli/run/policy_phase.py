@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -84,12 +85,12 @@ def find_phase(phases: Phases[Entry], step: int) -> int:
     return next(number for number, phase in enumerate(phases) if min(step, last) < phase.end)
 
 
-def split_series(series: Mapping[int, float], phases: Phases[Entry]) -> dict[int, list[float]]:
+def split_series(series: Mapping[int, float], phases: Phases[Entry]) -> dict[int, array[float]]:
     """Return the values of a metric by the number of the phase whose step they were measured at or before; ``series``
-    maps optimizer steps, from 1, to values."""
-    found: dict[int, list[float]] = {}
-    for step in sorted(series):
-        found.setdefault(find_phase(phases, step - 1), []).append(series[step])
+    maps ascending optimizer steps, from 1, to values."""
+    found: dict[int, array[float]] = {}
+    for step, value in series.items():
+        found.setdefault(find_phase(phases, step - 1), array("d")).append(value)
     return found
 
 
@@ -108,7 +109,7 @@ def weigh(values: Mapping[int, float], phases: Phases[Entry], *, is_speedup: boo
 def weigh_series(
     series: Mapping[int, float],
     phases: Phases[Entry],
-    reduce: Callable[[list[float]], float],
+    reduce: Callable[[Sequence[float]], float],
     *,
     is_speedup: bool = False,
 ) -> float | None:

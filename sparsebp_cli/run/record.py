@@ -152,6 +152,8 @@ COMMON: dict[str, Check] = {"kind": _is_text, "attempt": lambda value: is_count(
 _POLICIES = _is_list_of(_is_dict_with(exact=lambda value: isinstance(value, bool)))
 _EXAMPLES = _is_dict_with(loss=_is_list_of(is_figure), targets=_is_list_of(_is_number))
 _DOCUMENTS = _is_dict_without_other(documents=_is_list_of(lambda place: _is_number(place) and math.isfinite(place)))
+_TEXTS = _is_list_of(_is_text)
+_SAMPLES = _is_dict_with(prompt=_TEXTS, reference=_TEXTS, prediction=_TEXTS)
 FIELDS: dict[str, dict[str, Check]] = {
     "attempt": {"from_step": is_count, "environment": _is_dict_without_other(packages=lambda v: isinstance(v, dict))},
     "metrics": {"step": is_count, "values": _is_dict_of(_is_number)},
@@ -162,6 +164,7 @@ FIELDS: dict[str, dict[str, Check]] = {
             tokens_per_step=is_figure,
             eval_examples=is_figure,
             repeats=_is_text,
+            metrics=_is_dict_of(_is_dict_with(unit=_is_text, better=_is_text)),
             dataset_digest=lambda value: value is None or _is_text(value),
             changes=_is_list_of(_is_dict_with(field=_is_text, then=_is_text, now=_is_text, step=is_count)),
         )
@@ -179,6 +182,7 @@ FIELDS: dict[str, dict[str, Check]] = {
         "step": is_count,
         "values": lambda value: _EXAMPLES(value) and _DOCUMENTS(value),
     },
+    "samples": {"step": is_count, "split": _is_text, "values": _SAMPLES},
     "note": {"level": _is_text, "text": _is_text},
     "seal": {"values": lambda value: isinstance(value, dict)},
     "allow": {"fields": _is_list_of(_is_text)},

@@ -55,6 +55,7 @@ class Facts(TypedDict, total=False):
     dataset_digest: str | None
     changes: list[AcceptedChange]
     repeats: str
+    metrics: dict[str, dict[str, str]]  # unit and better direction of metrics that are the recipe's own, by name
     device: object
     forms: object
 
@@ -115,6 +116,15 @@ class ExamplesRecord(_Common):
     values: dict[str, list[float]]
 
 
+class SamplesRecord(_Common):
+    """The first texts of a generation."""
+
+    kind: Literal["samples"]
+    step: int
+    split: str
+    values: dict[str, list[str]]
+
+
 class SealRecord(_Common):
     """What decides the numbers of an attempt."""
 
@@ -144,6 +154,8 @@ class EndRecord(_Common):
     status: str
     step: int
     text: str
+    cause: NotRequired[Literal["diverged", "limit", "paused"]]
+    signal: NotRequired[int]  # that stopped it
     changes: NotRequired[list[list[str]]]
 
 
@@ -155,6 +167,7 @@ Record = (
     | ProofRecord
     | CurveRecord
     | ExamplesRecord
+    | SamplesRecord
     | SealRecord
     | AllowRecord
     | NoteRecord

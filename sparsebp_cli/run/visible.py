@@ -10,15 +10,9 @@ from __future__ import annotations
 import re
 from urllib.parse import unquote_plus
 
-_INTERPRETED = re.compile(
-    "["
-    "\x00-\x08\x0b-\x1f\x7f-\x9f"  # control characters but tab and line feed: ESC begins the sequences of terminals
-    "\u061c\u200b\u200e\u200f\u202a-\u202e\u2060-\u206f"  # marks of writing direction, invisible ones
-    "\u2028\u2029\ufeff\ufff9-\ufffb"  # line ends of other kinds, byte-order mark, annotations
-    "\ud800-\udfff"  # lone surrogates, which no stream can encode
-    "\U000e0000-\U000e007f"  # invisible copies of ASCII
-    "]"
-)
+from sparsebp_cli.page.character import make_visible
+
+__all__ = ["make_visible", "mask"]
 
 _ADDRESS = re.compile(r"://(\S*)")
 _OPTION = re.compile(r"(?<![\w.%+-])([\w.%+-]++)(\s?=\s?)('[^']*'|[^&;,\s]+)")
@@ -28,12 +22,6 @@ _SECRET_NAME = re.compile(
     re.IGNORECASE,
 )
 _HEADER = re.compile(r"\b(Bearer|Basic)\s+[\w+/.=~-]{8,}", re.IGNORECASE)
-
-
-def make_visible(text: str) -> str:
-    r"""Return a text in which characters that a terminal or a browser would interpret are replaced by the escapes of
-    JSON, such as ``\u001b``, so that JSON stays the same JSON. Tabs and line feeds stay."""
-    return _INTERPRETED.sub(_escape, text)
 
 
 def mask(text: str) -> str:
@@ -53,8 +41,3 @@ def _hide_user(found: re.Match[str]) -> str:
 
 def _hide_secret(found: re.Match[str]) -> str:
     return f"{found[1]}{found[2]}***" if _SECRET_NAME.search(unquote_plus(found[1])) else found[0]
-
-
-def _escape(found: re.Match[str]) -> str:
-    units = found[0].encode("utf-16-be", "surrogatepass")
-    return "".join(f"\\u{units[at : at + 2].hex()}" for at in range(0, len(units), 2))

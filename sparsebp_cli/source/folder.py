@@ -12,9 +12,9 @@ from pathlib import Path
 
 from sparsebp_cli.errors import DataError
 from sparsebp_cli.policy.error_text import shorten
-from sparsebp_cli.source.data import LOADERS
+from sparsebp_cli.source.reader import FORMATS, find_suffix
 
-READ = tuple(suffix for suffix in LOADERS if suffix not in {".md", ".text"})  # in a folder, these two are not data
+READ = tuple(suffix for suffix in FORMATS if suffix not in {".md", ".text"})  # in a folder, these two are not data
 BESIDE = ("README", "LICENSE", "NOTICE", "CITATION", "CHANGELOG")
 SETTINGS = ("README.md", ".huggingface.yaml")
 LARGEST_SETTINGS = 1024 * 1024
@@ -31,7 +31,7 @@ def check_folder(folder: Path) -> None:
             if file.name.startswith(".") or file.name.startswith(BESIDE):
                 continue
             names += 1
-            if file.suffix not in READ:
+            if find_suffix(file) not in READ:
                 raise DataError(
                     f"{file}: a folder of data may hold {', '.join(READ)}, got {shorten(file.suffix) or 'no suffix'}"
                 )

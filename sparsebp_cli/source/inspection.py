@@ -8,12 +8,16 @@ from pathlib import Path
 from typing import Literal
 
 from sparsebp_cli.entry_point import entry_points
-from sparsebp_cli.errors import DataError
-from sparsebp_cli.policy import ReferenceReader, TokenSelector, make_policy
+from sparsebp_cli.errors import AbsentDataError, DataError
+from sparsebp_cli.policy import ReferenceReader, make_policy
 from sparsebp_cli.policy.field_error import Location
+from sparsebp_cli.policy.known_kind import find_columns
 from sparsebp_cli.recipe.schema import DatasetSection, Recipe
-from sparsebp_cli.source.data import NUM_ROWS, Rows, check_rows, missing_split, read_rows
-from sparsebp_cli.source.folder import check_folder
+from sparsebp_cli.run.census import MOST_LOST
+from sparsebp_cli.source.adapter import find_adapter, read_adapter
+from sparsebp_cli.source.architecture import find_architecture
+from sparsebp_cli.source.column import Rows, missing_split, read_column, read_labels, read_numbers, read_texts
+from sparsebp_cli.source.conversation import holds_messages, read_conversations, read_prompts, read_template
 from sparsebp_cli.source.model import (
     check_files,
     check_tokenizer,
@@ -23,9 +27,12 @@ from sparsebp_cli.source.model import (
     refuse_too_long,
 )
 from sparsebp_cli.source.name import DATASETS, MODELS, find_source, hub_cache, hub_folder, search_hint
-from sparsebp_cli.source.weight import check_weights
+from sparsebp_cli.source.split import Splits, find_splits, take_rows
+from sparsebp_cli.source.weight import check_weights, refuse_absurd
 
-ABSENT = " is not on this machine"  # of a name that is known, and whose files can be got
+FEWEST_BLOCKS = 100  # of packed text: with fewer, in bytes, a side may have none
+MOST_SPECIAL = 16  # tokens around an example
+MOST_ROWS = 100_000  # of each split are inspected; the run reads all, with the same reader
 OWN = "sparsebp"  # the distribution whose datasets are small and local, and so may be loaded here
 
 
@@ -36,19 +43,37 @@ class Problem:
     kind: Literal["wrong", "unknown"]  # wrong: the run would fail; unknown: only the machine of the run can tell
     location: Location  # key of the recipe
     text: str  # what is wrong or unknown
+    is_absent: bool = False  # whether another machine may have what this one lacks
 
 
 def inspect_sources(recipe: Recipe, folders: Sequence[Path], *, is_here: bool) -> Iterator[Problem]:
     """Yield the problems of the model and the data that a recipe names, without torch, transformers or the network.
     Relative paths are searched in the folders in order. ``is_here`` is whether the run is to execute on this machine;
     files missing here may exist on another one."""
-    for check in (_inspect_model, _inspect_reference, _inspect_data):
+    for check in (_inspect_model, _inspect_reference, _inspect_template, _inspect_data):
         for found in check(recipe, folders):
-            text = found.text
-            if found.kind == "wrong" and not is_here and (text.startswith("no file or folder") or ABSENT in text):
-                yield Problem("unknown", found.location, f"{text}; the machine of the run may have one")
+            if found.is_absent and not is_here:
+                yield Problem("unknown", found.location, f"{found.text}; the machine of the run may have one")
             else:
                 yield found
+
+
+def may_lose_rows(section: DatasetSection, folders: Sequence[Path]) -> bool:
+    """Return whether more than a tenth of the rows might be dropped or cut, or nothing be left, judged without a
+    tokenizer: no text has more tokens than bytes, but for special tokens and what a chat template adds. Raise DataError
+    as the run would."""
+    if section.format == "chat":
+        return True
+    splits = find_splits(section, folders)
+    for name in filter(None, dict.fromkeys([section.split, section.eval_split, section.test_split])):
+        rows = take_rows(splits, name, min(section.max_examples or MOST_ROWS, MOST_ROWS))
+        lengths = [sum(len(str(row.get(column, "")).encode()) for column in section.read_columns) for row in rows]
+        if section.format == "text":
+            if sum(lengths) < FEWEST_BLOCKS * section.max_seq_length:
+                return True
+        elif sum(length + MOST_SPECIAL > section.max_seq_length for length in lengths) > MOST_LOST * len(rows):
+            return True
+    return False
 
 
 def _problems_of(location: Location, check: Callable[..., object], *args: object, **options: object) -> list[Problem]:
@@ -56,7 +81,7 @@ def _problems_of(location: Location, check: Callable[..., object], *args: object
     try:
         check(*args, **options)
     except DataError as error:
-        return [Problem("wrong", location, str(error))]
+        return [Problem("wrong", location, str(error), isinstance(error, AbsentDataError))]
     except OSError as error:
         return [Problem("wrong", location, f"cannot be read: {error.strerror or error}")]
     return []
@@ -78,6 +103,10 @@ def _inspect_model(recipe: Recipe, folders: Sequence[Path]) -> Iterator[Problem]
         yield from problems
         if any(problem.kind == "wrong" for problem in problems):
             return
+    if section.adapter is not None:
+        yield from _problems_of(
+            ("model", "adapter"), lambda name: read_adapter(find_adapter(name, section.name)), section.adapter
+        )
     if section.tokenizer is not None:
         at = ("model", "tokenizer")
         tokenizer, problems = _find_model(section.tokenizer, at, folders)
@@ -85,6 +114,10 @@ def _inspect_model(recipe: Recipe, folders: Sequence[Path]) -> Iterator[Problem]
         yield from () if tokenizer is None else _problems_of(at, check_tokenizer, tokenizer)
     if config is None:
         return
+    if section.name is None:
+        yield from _problems_of(("model", "config"), refuse_absurd, config, "")
+    at = ("model", "name" if section.name is not None else "config")
+    yield from _problems_of(at, find_architecture, config, recipe.dataset.format)
     yield from _problems_of(("dataset", "max_seq_length"), refuse_too_long, config, recipe.dataset.max_seq_length)
     text = config.get("text_config")
     rows = (text if isinstance(text, Mapping) else config).get("vocab_size")
@@ -99,7 +132,7 @@ def _find_model(name: str, location: Location, folders: Sequence[Path]) -> tuple
         source = find_source(name, MODELS, folders)
         found = source() if callable(source) else source
     except DataError as error:
-        return None, [Problem("wrong", location, str(error))]
+        return None, [Problem("wrong", location, str(error), isinstance(error, AbsentDataError))]
     except Exception as error:  # a plugin's own function may fail in any way
         return None, [Problem("wrong", location, f"{name} is broken: {type(error).__name__}: {error}")]
     if isinstance(found, Path):
@@ -111,7 +144,7 @@ def _find_model(name: str, location: Location, folders: Sequence[Path]) -> tuple
 
 
 def _unknown(name: str, location: Location, group: str, folders: Sequence[Path]) -> Problem:
-    text = f"{name}{ABSENT}; the hub may have it"
+    text = f"{name} is not on this machine; the hub may have it"
     return Problem("unknown", location, f"{text}{search_hint(name, group, [*folders, hub_cache()])}")
 
 
@@ -127,72 +160,87 @@ def _inspect_reference(recipe: Recipe, folders: Sequence[Path]) -> Iterator[Prob
                 yield from _problems_of(at, read_config, folder)
 
 
+def _inspect_template(recipe: Recipe, folders: Sequence[Path]) -> Iterator[Problem]:
+    if recipe.dataset.chat_template is not None:
+        at: Location = ("dataset", "chat_template")
+        yield from _problems_of(at, read_template, recipe.dataset.chat_template, folders)
+
+
 def _inspect_data(recipe: Recipe, folders: Sequence[Path]) -> Iterator[Problem]:
     section = recipe.dataset
     policies = [make_policy(entry.name, **entry.options) for entry in recipe.policies]
-    spans = frozenset(name for policy in policies if isinstance(policy, TokenSelector) for name in policy.reads)
+    spans = find_columns(policies)
     name: Location = ("dataset", "name")
     try:
         source = find_source(section.name, DATASETS, folders)
     except DataError as error:
+        yield Problem("wrong", name, str(error), isinstance(error, AbsentDataError))
+        return
+    if not isinstance(source, Path) and not callable(source):
+        known = hub_folder(section.name, "datasets") is not None
+        text = f"{section.name} is in the hub's cache: its rows are checked when it runs"
+        yield Problem("unknown", name, text) if known else _unknown(section.name, name, DATASETS, folders)
+        return
+    if callable(source) and not _is_own(section.name):
+        yield Problem("unknown", name, f"{section.name} is a dataset of a plugin: it is loaded when the run starts")
+        return
+    try:
+        splits = find_splits(section, folders)
+    except DataError as error:
         yield Problem("wrong", name, str(error))
-        return
-    if isinstance(source, Path) and source.is_dir():
-        problems = _problems_of(name, check_folder, source)
-        yield from problems
-        if not problems:
-            yield Problem(
-                "unknown", name, f"{source} is a folder: its splits and columns are checked when the run starts"
-            )
-    elif isinstance(source, Path):
-        yield from _inspect_file(section, source, spans)
-    elif callable(source):
-        yield from _inspect_installed(section, source, spans)
-    elif hub_folder(section.name, "datasets") is None:
-        yield _unknown(section.name, name, DATASETS, folders)
-    else:
-        yield Problem("unknown", name, f"{section.name} is in the hub's cache: its rows are checked when it runs")
-
-
-def _inspect_file(section: DatasetSection, file: Path, spans: Collection[str]) -> Iterator[Problem]:
-    try:
-        rows = read_rows(file)
-    except DataError as error:
-        yield Problem("wrong", ("dataset", "name"), str(error))
-        return
-    if not rows:
-        yield Problem("unknown", ("dataset", "name"), f"{file} is one JSON text, too large to be inspected")
-    yield from _inspect_splits(section, {section.split: rows}, spans)
-
-
-def _inspect_installed(
-    section: DatasetSection, load: Callable[[], Mapping[str, Rows]], spans: Collection[str]
-) -> Iterator[Problem]:
-    entry = next(entry for entry in entry_points(group=DATASETS) if entry.name == section.name)
-    if entry.dist is None or entry.dist.name != OWN:
-        text = f"{section.name} is a dataset of a plugin: it is loaded when the run starts"
-        yield Problem("unknown", ("dataset", "name"), text)
-        return
-    try:
-        splits = {name: rows[:NUM_ROWS] for name, rows in load().items()}
-    except DataError as error:
-        yield Problem("wrong", ("dataset", "name"), str(error))
         return
     yield from _inspect_splits(section, splits, spans)
 
 
-def _inspect_splits(section: DatasetSection, splits: Mapping[str, Rows], spans: Collection[str]) -> Iterator[Problem]:
-    for key in ("split", "eval_split", "test_split"):
-        wanted = getattr(section, key)
+def _is_own(name: str) -> bool:
+    entry = next(entry for entry in entry_points(group=DATASETS) if entry.name == name)
+    return entry.dist is not None and entry.dist.name == OWN
+
+
+def _inspect_splits(section: DatasetSection, splits: Splits, spans: Collection[str]) -> Iterator[Problem]:
+    """Read the rows of the splits that a recipe names as the run will, and yield what is wrong with the first one."""
+    keys = {key: getattr(section, key) for key in ("split", "eval_split", "test_split")}
+    for key, wanted in keys.items():
         if wanted is not None and wanted not in splits:
             yield Problem("wrong", ("dataset", key), str(missing_split(wanted, splits)))
             return
-    rows = splits[section.split]
-    if not rows:
-        return
-    columns = {"completion": ("prompt_column", "completion_column")}.get(section.format, ("text_column",))
-    for key in columns:
-        yield from _problems_of(("dataset", key), check_rows, rows, [getattr(section, key)], None)
-    if section.format == "classification":
-        yield from _problems_of(("dataset", "label_column"), check_rows, rows, (), section.label_column)
-    yield from _problems_of(("dataset", "name"), check_rows, rows, (), None, spans)
+    for key, wanted in keys.items():
+        try:
+            rows = (
+                [] if wanted is None else take_rows(splits, wanted, min(section.max_examples or MOST_ROWS, MOST_ROWS))
+            )
+        except DataError as error:
+            yield Problem("wrong", ("dataset", "name"), str(error))
+            return
+        problems = list(_inspect_rows(section, rows, spans if key == "split" else ()))
+        yield from problems
+        if problems:
+            return
+
+
+def _inspect_rows(section: DatasetSection, rows: Rows, spans: Collection[str]) -> Iterator[Problem]:
+    if section.format == "chat":
+        yield from _problems_of(("dataset", "columns"), read_conversations, rows, section.columns)
+    elif section.format == "completion" and holds_messages(rows, section.prompt_column):
+        at: Location = ("dataset", "prompt_column")
+        yield from _problems_of(at, read_prompts, rows, section.prompt_column, section.completion_column)
+    elif section.format == "completion":
+        yield from _problems_of(
+            ("dataset", "prompt_column"), read_texts, rows, section.prompt_column, may_be_empty=True
+        )
+        yield from _problems_of(("dataset", "completion_column"), read_texts, rows, section.completion_column)
+    else:
+        may_be_empty = section.format == "text"
+        column: Location = ("dataset", "text_column")
+        yield from _problems_of(column, read_texts, rows, section.text_column, may_be_empty=may_be_empty)
+    if section.format in ("classification", "regression"):
+        read = read_labels if section.format == "classification" else read_numbers
+        yield from _problems_of(("dataset", "label_column"), read, rows, section.label_column)
+        if section.text_pair_column is not None:
+            yield from _problems_of(("dataset", "text_pair_column"), read_texts, rows, section.text_pair_column)
+    if section.group_column is not None:
+        yield from _problems_of(("dataset", "group_column"), read_column, rows, section.group_column)
+    if section.weight_column is not None:
+        yield from _problems_of(("dataset", "weight_column"), read_column, rows, section.weight_column)
+    for name in spans:
+        yield from _problems_of(("dataset", "name"), read_column, rows, name)

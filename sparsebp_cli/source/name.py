@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsebp_cli.entry_point import entry_points
-from sparsebp_cli.errors import DataError, did_you_mean
+from sparsebp_cli.errors import AbsentDataError, DataError, did_you_mean
 from sparsebp_cli.policy.error_text import shorten
 
 MODELS = "sparsebp.models"
@@ -35,7 +35,7 @@ def find_source(name: str, group: str, folders: Sequence[Path] = ()) -> str | Pa
     if found is not None:
         return found
     if is_path(name):
-        raise DataError(f"no file or folder {shorten(name)}{search_hint(name, group, folders)}")
+        raise AbsentDataError(f"no file or folder {shorten(name)}{search_hint(name, group, folders)}")
     return name
 
 
@@ -54,7 +54,7 @@ def find_path(name: str, folders: Sequence[Path]) -> Path | None:
 
 def is_path(name: str) -> bool:
     """Return whether a name can only be a path: an id of the hub has at most one slash and no suffix of a data file."""
-    suffixes = (".txt", ".text", ".md", ".jsonl", ".json", ".csv", ".tsv", ".parquet", ".safetensors")
+    suffixes = (".txt", ".text", ".md", ".jsonl", ".json", ".csv", ".tsv", ".parquet", ".safetensors", ".gz", ".zst")
     return name.count("/") > 1 or name.startswith((".", "/", "~")) or name.endswith(suffixes)
 
 

@@ -30,6 +30,9 @@ SIZES += ("num_key_value_heads", "n_embd", "n_inner", "n_head", "n_positions", "
 COUNTS: tuple[str, ...] = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers")
 COUNTS += ("num_decoder_layers", "num_experts", "num_local_experts", "n_routed_experts")
 ALWAYS_ALLOWED = 256  # layers may share their tensors
+# A config without weights beside it may ask for anything. Llama 3.1 405B has 126 layers and is 53,248 wide inside;
+# Gemma 3 has 262,208 tokens.
+LARGEST_SIZE, LARGEST_COUNT = 2**22, 2**13
 
 
 def check_weights(folder: Path, config: Mapping[str, object]) -> None:
@@ -39,20 +42,34 @@ def check_weights(folder: Path, config: Mapping[str, object]) -> None:
         raise DataError(f"{folder}: has adapter_config.json, which leads to another model; name that model itself")
     check_sidecars(folder)
     shapes = [shape for name in _name_files(folder) for shape in _read_shapes(folder / name)]
-    if shapes:
+    if not shapes:
+        refuse_absurd(config, str(folder / "config.json"))
+    else:
         longest = max((side for shape in shapes for side in shape), default=0)
-        _refuse_larger(folder, config, SIZES, max(longest, ALWAYS_ALLOWED), "by the longest side of a tensor")
-        _refuse_larger(folder, config, COUNTS, max(len(shapes), ALWAYS_ALLOWED), "by the number of tensors")
+        beside, source = "for the weights beside it", str(folder / "config.json")
+        _refuse_larger(
+            source, config, SIZES, max(longest, ALWAYS_ALLOWED), f"{beside} (by the longest side of a tensor)"
+        )
+        _refuse_larger(source, config, COUNTS, max(len(shapes), ALWAYS_ALLOWED), f"{beside} (by the number of tensors)")
 
 
 def check_sidecars(folder: Path) -> None:
     """Raise DataError for settings in the folder of a model or tokenizer that name code or are too large."""
-    for file in sorted(folder.glob("*.json")):
-        if file.is_file() and file.stat().st_size > LARGEST_JSON:
+    for file in sorted([*folder.glob("*.json"), *folder.glob("*.safetensors"), *folder.glob("*.model")]):
+        if file.exists() and not file.is_file():  # opening a pipe waits for ever, and a device may never end
+            raise DataError(f"{file}: is not a regular file")
+        if file.suffix == ".json" and file.is_file() and file.stat().st_size > LARGEST_JSON:
             raise DataError(f"{file}: must have at most {LARGEST_JSON} bytes, got {file.stat().st_size}")
     settings = folder / "tokenizer_config.json"
     if settings.is_file() and "auto_map" in _read_object(settings):
         raise DataError(f"{settings}: refused, because 'auto_map' can make other code run")
+
+
+def refuse_absurd(config: Mapping[str, object], source: str) -> None:
+    """Raise DataError for a config with more layers, experts or units than any model has, by which building it would
+    take all memory. ``source`` is named in the error."""
+    _refuse_larger(source, config, SIZES, LARGEST_SIZE, "for any model")
+    _refuse_larger(source, config, COUNTS, LARGEST_COUNT, "for any model")
 
 
 def _name_files(folder: Path) -> list[str]:
@@ -80,11 +97,15 @@ def _read_object(file: Path) -> dict[str, object]:
 
 
 def _read_shapes(file: Path) -> Iterator[list[int]]:
-    """Yield the shapes in a header; none if it is damaged, which safetensors reports itself."""
+    """Yield the shapes in a header; none if it is damaged, which safetensors reports itself. Raise DataError for a
+    header that is longer than its file or than any header."""
     try:
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
-            header = json.loads(stream.read(length)) if length <= LARGEST_HEADER else {}
+            largest = min(LARGEST_HEADER, file.stat().st_size - 8)
+            if length > largest:
+                raise DataError(f"{file}: its header must have at most {largest} bytes, got {length}")
+            header = json.loads(stream.read(length))
     except (OSError, ValueError, RecursionError, struct.error):
         return
     for name, entry in header.items() if isinstance(header, dict) else ():
@@ -93,10 +114,10 @@ def _read_shapes(file: Path) -> Iterator[list[int]]:
             yield shape
 
 
-def _refuse_larger(folder: Path, config: Mapping[str, object], keys: tuple[str, ...], most: int, what: str) -> None:
+def _refuse_larger(source: str, config: Mapping[str, object], keys: tuple[str, ...], most: int, what: str) -> None:
     for key, value in config.items():
         if isinstance(value, dict):
-            _refuse_larger(folder, value, keys, most, what)
-        elif key in keys and isinstance(value, int) and value > most:
-            limit = f"{most} for the weights beside it ({what})"
-            raise DataError(f"{folder / 'config.json'}: {key} must be at most {limit}, got {value}")
+            _refuse_larger(source, value, keys, most, what)
+        elif key in keys and isinstance(value, int | float) and value > most:
+            place = f"{source}: " if source else ""
+            raise DataError(f"{place}{key} must be at most {most} {what}, got {shorten(str(value))}")

@@ -2,7 +2,7 @@
 
 from sparsebp_cli.starter.folder import Task, default_data, make_starter
 from sparsebp_cli.starter.package import make_package
-from sparsebp_cli.starter.shipped import ShippedRecipe, collect_files, find_shipped, list_shipped
+from sparsebp_cli.starter.shipped import ShippedRecipe, collect_files, find_shipped, list_shipped, resolve_recipe
 from sparsebp_cli.starter.template import check_new, write_files
 
 __all__ = [
@@ -15,5 +15,6 @@ __all__ = [
     "list_shipped",
     "make_package",
     "make_starter",
+    "resolve_recipe",
     "write_files",
 ]

@@ -12,23 +12,30 @@ from sparsebp_cli.starter.package import make_package
 from sparsebp_cli.starter.template import fill
 
 OWN_MODEL = "austen-llama"
-DATA = {"completion": "cmudict", "text": "python-docs"}
-LENGTH = {"completion": 64, "text": 128, "classification": 128}
-BATCH = {"completion": 32, "text": 16, "classification": 16}
+# Columns and splits of GLUE's pairs, as MRPC, RTE, STS-B and WNLI have them; other tasks name other columns.
+OF_GLUE = ("text_column: sentence1", "text_pair_column: sentence2")
+DATA = {"completion": "cmudict", "chat": "cmudict", "text": "python-docs"}
+LENGTH = {"completion": 64, "chat": 96, "text": 128, "classification": 128, "glue": 128}
+LENGTH_OF_OWN_CHATS = 1024
+BATCH = {"completion": 32, "chat": 32, "text": 16, "classification": 16, "glue": 16}
 COLUMNS = {
     "completion": "columns prompt and completion: the prompt is not trained on",
+    "chat": "column messages of role and content: the assistant's turns are trained",
     "text": "column text: packed into blocks of max_seq_length",
     "classification": "columns text and label: one label a text",
+    "glue": "columns sentence1, sentence2 and label, splits train and validation: one label a pair of texts",
 }
 # Without padding and prompts there is nothing that can be left out exactly, so texts get a policy that chooses.
 SECOND = {
     "completion": ("lossless", "policy: lossless", "the same gradient without padding and the head's rows of prompts"),
+    "chat": ("lossless", "policy: lossless", "the same gradient without padding and the head's rows of other turns"),
     "text": (
         "random-rows",
         "policy:\n  - name: random\n    keep: 0.25\n    along: rows",
         "a quarter of the token rows of each gradient, drawn at random",
     ),
     "classification": ("lossless", "policy: lossless", "the same gradient without padding"),
+    "glue": ("lossless", "policy: lossless", "the same gradient without padding"),
 }
 
 
@@ -36,8 +43,10 @@ class Task(StrEnum):
     """What the model learns from a row of the data."""
 
     COMPLETION = "completion"
+    CHAT = "chat"
     TEXT = "text"
     CLASSIFICATION = "classification"
+    GLUE = "glue"
 
 
 def default_data(task: Task) -> str | None:
@@ -67,14 +76,24 @@ def make_starter(folder: Path, task: Task, model: str, data: str | None) -> dict
     policy = f"{name}-rows" if name[:1].isalpha() else "own-rows"
     second, section, what = SECOND[task]
     is_own = model == OWN_MODEL
+    more, length = [], LENGTH[task]
+    if task is Task.CHAT and is_own:
+        more.append("chat_template: chat.jinja  # leave it out for a model that has its own")
+    if task is Task.CHAT and data == default_data(task):
+        more.append("columns: {user: prompt, assistant: completion}  # leave it out for a column messages")
+    elif task is Task.CHAT and not is_own:
+        length = LENGTH_OF_OWN_CHATS
+    more += OF_GLUE if task is Task.GLUE else ()
+    held_out = "eval_split: validation" if task is Task.GLUE else "eval_fraction: 0.1"
     words = {
-        "task": task.value,
+        "task": "classification" if task is Task.GLUE else task.value,
         "model": _quote(model),
         "data": _quote(data),
         "columns": COLUMNS[task],
-        "length": str(LENGTH[task]),
+        "more": "".join(f"\n  {line}" for line in more),
+        "length": str(length),
         "batch": str(BATCH[task]),
-        "held_out": "eval_split: test" if data == default_data(task) else "eval_fraction: 0.1",
+        "held_out": "eval_split: test" if data == default_data(task) else held_out,
         "learning_rate": "1e-3" if is_own else "5e-5",
         "second": second,
         "section": section,
@@ -82,6 +101,8 @@ def make_starter(folder: Path, task: Task, model: str, data: str | None) -> dict
         "policy": policy,
     }
     files = {f"policy/{path}": text for path, text in make_package(policy).items()}
+    if task is Task.CHAT and is_own:
+        files["chat.jinja"] = fill("folder/chat.jinja", **words)
     return files | {
         "dense.yaml": fill("folder/dense.yaml", **words),
         f"{second}.yaml": fill("folder/second.yaml", **words),

@@ -9,6 +9,8 @@ from pathlib import Path
 from sparsebp_cli.errors import UsageError, did_you_mean
 
 PLACES = (Path(__file__).parent / "recipes", Path(__file__).parents[2] / "recipes")
+# Folders whose recipes are named without the folder, too, as when all lay side by side; a stem is there only once.
+SHORT = ("start", "exact", "methods", "training")
 BASE = re.compile(r"^base: *(\S+)", re.MULTILINE)
 
 
@@ -18,6 +20,12 @@ class ShippedRecipe:
 
     name: str
     file: Path
+
+    @property
+    def short_name(self) -> str:
+        """The name without its folder, where that is enough."""
+        folder, _, stem = self.name.partition("/")
+        return stem if folder in SHORT else self.name
 
     @property
     def summary(self) -> str:
@@ -31,21 +39,44 @@ class ShippedRecipe:
 
 
 def list_shipped() -> list[ShippedRecipe]:
-    """Return every recipe that ships, those of the top folder first. Raise ``UsageError`` if the installation has
-    none."""
+    """Return every recipe that ships, those to begin with first. Raise ``UsageError`` if the installation has none."""
     folder = _folder()
-    files = sorted(folder.rglob("*.yaml"), key=lambda file: (len(file.relative_to(folder).parts), file))
-    return [ShippedRecipe(file.relative_to(folder).with_suffix("").as_posix(), file) for file in files]
+    found = [
+        ShippedRecipe(file.relative_to(folder).with_suffix("").as_posix(), file) for file in folder.rglob("*.yaml")
+    ]
+    return sorted(found, key=lambda recipe: (recipe.name.partition("/")[0] not in SHORT[:1], recipe.name))
 
 
 def find_shipped(name: str) -> ShippedRecipe:
-    """Return the recipe of a name, with or without ``.yaml``. Raise ``UsageError`` if there is none."""
-    known = {recipe.name: recipe for recipe in list_shipped()}
+    """Return the recipe of a name, with or without its folder and ``.yaml``. Raise ``UsageError`` if there is none."""
+    known = _by_name()
     wanted = name.removesuffix(".yaml")
     if wanted not in known:
         near = did_you_mean(wanted, known)
         raise UsageError(f"no recipe {name!r} ships with SparseBP; `sparsebp recipes` lists them{near}")
     return known[wanted]
+
+
+def resolve_recipe(given: Path) -> Path:
+    """Return the file that a typed recipe names: a path that exists, before a recipe that ships. Raise ``UsageError``
+    for a word without a suffix that is neither."""
+    if given.is_file():
+        return given
+    # A missing `lora.yaml` of the user's own must not become the one that ships, so a file needs `recipes/` in front.
+    # This was enough when all lay side by side, and commands that name them so are in papers and scripts.
+    old = re.fullmatch(r"recipes/(.+)\.yaml", given.as_posix())
+    name = old[1] if old else given.as_posix()
+    if (found := _by_name().get(name)) is not None:
+        return found.file
+    if given.suffix or given.exists():
+        return given  # the reader says what is wrong with a path
+    near = did_you_mean(name, _by_name())
+    raise UsageError(f"no file {name!r}, and no recipe of this name ships; `sparsebp recipes` lists them{near}")
+
+
+def _by_name() -> dict[str, ShippedRecipe]:
+    found = list_shipped()
+    return {recipe.short_name: recipe for recipe in found} | {recipe.name: recipe for recipe in found}
 
 
 def collect_files(recipe: ShippedRecipe) -> dict[str, str]:

@@ -1,25 +1,29 @@
-"""The steps of each arm: as many, or as many as pay for the same cost, time or tokens.
+"""The steps of each arm: as many, or as many as pay for the same FLOPs, time or tokens.
 
-What a step costs is measured by a rehearsal, a run of ten steps whose probes take arm and dense in turn on one batch.
-It is made once and kept, so the steps of a study do not change while it runs.
+What a step costs is measured by a rehearsal, a short run whose steps are counted; see
+:mod:`sparsebp_cli.worker.price`. Where its batches differ so much that the mean is not known within 2 %, a rehearsal of
+twice as many steps follows, up to as many as the arm itself will train: its own batches differ as much as those of a
+rehearsal of that length. Rehearsals are made once and kept, so the steps of a study do not change while it runs.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median, stdev
 
-from sparsebp_cli.compare.cost import find_step_cost
 from sparsebp_cli.compare.loaded import LoadedRun
+from sparsebp_cli.compare.statistics import quantile_t
 from sparsebp_cli.errors import UsageError
-from sparsebp_cli.run.metric import STEP_SECONDS, TRAIN_TOKENS
+from sparsebp_cli.run.metric import DENSE_STEP_FLOPS, DENSE_UPDATE_FLOPS, STEP_FLOPS, STEP_SECONDS, TRAIN_TOKENS
 from sparsebp_cli.study.loader import ArmVariant, LoadedStudy
 from sparsebp_cli.study.schema import FEWEST_STEPS, BudgetSection
 from sparsebp_cli.study.store import TrialStore
 from sparsebp_cli.study.trial import REHEARSED_STEPS, StudyTrial, TrialMaker, rehearse
 
+WITHIN = 0.02  # half of the 95% interval of a price, over it
+MOST_REHEARSED = 320  # steps: a price that is not known then is the best there is
 Steps = Mapping[int, int]  # position of a variant in the study to its optimizer steps; without those not known yet
 
 
@@ -27,28 +31,62 @@ Steps = Mapping[int, int]  # position of a variant in the study to its optimizer
 class StepPrice:
     """What a step takes of the budget."""
 
-    amount: float  # dense examples' worth of work, seconds, or tokens
-    noun: str = ""  # the unit, as an error names it; empty where only ratios have a meaning
+    amount: float  # FLOPs, seconds, or tokens
+    noun: str = ""  # the unit, as an error names it
+    half_width: float = 0.0  # of the 95% interval of FLOPs, over them
 
 
-def make_rehearsals(loaded: LoadedStudy, maker: TrialMaker) -> dict[int, StudyTrial]:
-    """Return the rehearsal of each variant, by its position; combinations that cost the same share one. Empty where the
-    budget needs none. Raise UsageError for a schedule, whose cost a rehearsal does not tell."""
-    if loaded.study.budget is None or loaded.study.budget.same == "steps":
+Rehearsals = Mapping[int, Sequence[StudyTrial]]  # of each variant by its position, the shortest first
+
+
+def make_rehearsals(loaded: LoadedStudy, maker: TrialMaker, store: TrialStore) -> Rehearsals:
+    """Return the rehearsals of each variant; combinations that cost the same share them. Empty where the budget needs
+    none. Raise UsageError for a schedule, whose cost a rehearsal does not tell."""
+    budget = loaded.study.budget
+    if budget is None or budget.same == "steps":
         return {}
-    found = {}
-    for position, variant in enumerate(loaded.variants):
-        if variant.recipe.schedule is not None and loaded.study.budget.same != "tokens":
+    for variant in loaded.variants:
+        if variant.recipe.schedule is not None and budget.same != "tokens":
             raise UsageError(
                 f"arm {variant.arm}: the steps of its schedule do not cost alike, and a rehearsal of {REHEARSED_STEPS} "
                 "steps does not tell the share of each phase; use budget: {same: steps}, or tokens"
             )
-        first = loaded.firsts[variant.arm]
-        (found[position],) = maker.make("rehearse", variant.arm, "", rehearse(variant.recipe, first.recipe), [0])
-    return found
+    found: dict[int, list[StudyTrial]] = {}
+    payer = next((at for at, variant in enumerate(loaded.variants) if variant.arm == budget.as_arm), None)
+    paid = 0.0  # FLOPs; as long as they are not known, no rehearsal but the payer's is made longer
+    if payer is not None:
+        num_paid = budget.steps or _steps_of(loaded, loaded.variants[payer].arm)
+        found[payer] = [*_rehearse(loaded.variants[payer], loaded, maker, store, lambda _: num_paid)]
+        price = _measure(loaded.variants[payer], found[payer][-1], store, budget)
+        paid = 0.0 if price is None else num_paid * price.amount
+    for position, variant in enumerate(loaded.variants):
+        if position != payer:
+            found[position] = [*_rehearse(variant, loaded, maker, store, lambda price: paid / price.amount)]
+    return dict(sorted(found.items()))
 
 
-def find_steps(loaded: LoadedStudy, rehearsals: Mapping[int, StudyTrial], store: TrialStore) -> Steps:
+def _rehearse(
+    variant: ArmVariant,
+    loaded: LoadedStudy,
+    maker: TrialMaker,
+    store: TrialStore,
+    count_own: Callable[[StepPrice], float],
+) -> Iterator[StudyTrial]:
+    """Yield a rehearsal, and a longer one after each that does not tell the price well enough, unless it would be
+    longer than the arm's own run, whose steps ``count_own`` returns."""
+    first, steps, budget = loaded.firsts[variant.arm], REHEARSED_STEPS, loaded.study.budget
+    assert budget is not None
+    while True:
+        (trial,) = maker.make("rehearse", variant.arm, "", rehearse(variant.recipe, first.recipe, steps), [0])
+        yield trial
+        run = store.load(trial)
+        price = None if run is None or not run.finished else read_price(run, budget)[0]
+        if price is None or price.half_width <= WITHIN or 2 * steps > min(MOST_REHEARSED, count_own(price)):
+            return
+        steps *= 2
+
+
+def find_steps(loaded: LoadedStudy, rehearsals: Rehearsals, store: TrialStore) -> Steps:
     """Return the steps of each variant; variants whose rehearsal has not finished are left out. Raise UsageError for an
     arm that gets too few steps, or whose cost its rehearsal does not tell."""
     budget, variants = loaded.study.budget, loaded.variants
@@ -58,18 +96,38 @@ def find_steps(loaded: LoadedStudy, rehearsals: Mapping[int, StudyTrial], store:
         return {
             position: budget.steps or variant.recipe.training.max_steps for position, variant in enumerate(variants)
         }
-    prices = {position: _measure(variants[position], trial, store, budget) for position, trial in rehearsals.items()}
-    payer, paid = None, 0
-    if budget.as_arm is not None:
-        own = [position for position, variant in enumerate(variants) if variant.arm == budget.as_arm]
-        payer, paid = prices[own[0]] if own else None, budget.steps or _steps_of(loaded, budget.as_arm)
-        if payer is None:
-            return {}
+    prices = find_prices(loaded, rehearsals, store)
+    payer, paid = _find_payer(loaded, prices)
+    if budget.as_arm is not None and payer is None:
+        return {}
     return {
         position: share_budget(paid, payer, price, variants[position], budget)
         for position, price in prices.items()
         if price is not None
     }
+
+
+def find_prices(loaded: LoadedStudy, rehearsals: Rehearsals, store: TrialStore) -> dict[int, StepPrice | None]:
+    """Return the price of a step of each variant, by its last rehearsal; None where that has not finished."""
+    budget = loaded.study.budget
+    assert budget is not None
+    return {at: _measure(loaded.variants[at], some[-1], store, budget) for at, some in rehearsals.items()}
+
+
+def find_flops(loaded: LoadedStudy, rehearsals: Rehearsals, store: TrialStore) -> float | None:
+    """Return the FLOPs that each arm may spend; None where the budget is another one, or not known yet."""
+    if loaded.study.budget is None or loaded.study.budget.same != "cost":
+        return None
+    payer, steps = _find_payer(loaded, find_prices(loaded, rehearsals, store))
+    return None if payer is None else steps * payer.amount
+
+
+def _find_payer(loaded: LoadedStudy, prices: Mapping[int, StepPrice | None]) -> tuple[StepPrice | None, int]:
+    budget = loaded.study.budget
+    if budget is None or budget.as_arm is None:
+        return None, 0
+    own = [position for position, variant in enumerate(loaded.variants) if variant.arm == budget.as_arm]
+    return prices[own[0]] if own else None, budget.steps or _steps_of(loaded, budget.as_arm)
 
 
 def _steps_of(loaded: LoadedStudy, arm: str) -> int:
@@ -119,5 +177,23 @@ def read_price(run: LoadedRun, budget: BudgetSection) -> tuple[StepPrice | None,
         case "tokens":
             seen = run.series(TRAIN_TOKENS.name)
             return (StepPrice(max(seen.values()) / max(seen), "tokens") if seen else None), "no count of tokens"
-    cost = find_step_cost([run])
-    return (None if cost is None else StepPrice(cost.units)), "neither probes nor counts"
+    return _read_flops(run), "no price of its steps"
+
+
+def _read_flops(run: LoadedRun) -> StepPrice | None:
+    """Return the mean price of a step. That of a dense step is known for many batches from their shapes alone, so the
+    mean is their mean times the ratio of the two over the steps that were made, with the ratio's error."""
+    flops, dense = (run.values(name.name) for name in (STEP_FLOPS, DENSE_STEP_FLOPS))
+    if not flops or len(flops) != len(dense):
+        return None
+    ratio = fmean(flops) / fmean(dense)
+    known = run.history.facts.get("dense_step_flops")
+    if isinstance(known, int | float):
+        known += fmean(run.values(DENSE_UPDATE_FLOPS.name))
+        amount, errors = ratio * known, [one - ratio * other for one, other in zip(flops, dense, strict=True)]
+    else:
+        amount, errors = fmean(flops), [one - fmean(flops) for one in flops]
+    if len(errors) < FEWEST_STEPS:
+        return StepPrice(amount, "FLOPs")
+    half = quantile_t(0.975, len(errors) - 1) * stdev(errors) / math.sqrt(len(errors))
+    return StepPrice(amount, "FLOPs", half / fmean(flops))

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from sparsebp_cli.compare import LoadedRun, compare_runs
-from sparsebp_cli.compare.comparison import Kind
-from sparsebp_cli.compare.control import ControlRuns
+from sparsebp_cli.compare.comparison import ControlRuns, Kind
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.recipe import load_stored
 from sparsebp_cli.run import RunFolder, home
@@ -31,9 +30,9 @@ def plan_controls(loaded: LoadedStudy, course: Course, maker: TrialMaker, store:
             break
         runs = load_named([*course.report, *trials], store)
         found = compare_runs(runs).controls
-        missing = [c.command for c in found if c.label == arm and c.kind in KINDS and c.command]
-        for command in dict.fromkeys(missing):
-            trials += _make(ControlRuns.parse(command), maker)
+        missing = [c.runs for c in found if c.label == arm and c.kind in KINDS and c.runs is not None]
+        for runs_of_one in dict.fromkeys(missing):
+            trials += _make(runs_of_one, maker)
     return trials
 
 

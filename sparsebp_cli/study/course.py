@@ -12,12 +12,13 @@ from dataclasses import dataclass, field, replace
 
 from sparsebp_cli.compare.loaded import LoadedRun
 from sparsebp_cli.recipe import Recipe
-from sparsebp_cli.run.metric import EVAL_ACCURACY, EVAL_LOSS, Metric
-from sparsebp_cli.study.budget import Steps, find_steps, make_rehearsals
+from sparsebp_cli.recipe.evaluation import find_decisive
+from sparsebp_cli.run.metric import Metric
+from sparsebp_cli.study.budget import Steps, find_flops, find_steps, make_rehearsals
 from sparsebp_cli.study.halving import find_rungs, halve
 from sparsebp_cli.study.loader import ArmVariant, LoadedStudy
 from sparsebp_cli.study.store import TrialStore
-from sparsebp_cli.study.trial import StudyTrial, TrialMaker, with_steps, with_stop
+from sparsebp_cli.study.trial import StudyTrial, TrialMaker, with_budget, with_steps, with_stop
 
 WARMUP_KEY = "training.warmup_steps"
 
@@ -54,39 +55,44 @@ class Course:
         """Return for each arm how many trials of each stage are not known yet."""
         seeds, found = loaded.study.seeds, {}
         for arm in loaded.study.arms:
-            num_tune = count_combinations(loaded, arm) * len(seeds.tune) if needs_tuning(loaded) else 0
+            tunes = needs_tuning(loaded) and arm not in loaded.study.shares
+            num_tune = count_combinations(loaded, arm) * len(seeds.tune) if tunes else 0
             tuning, report = (sum(trial.arm == arm for trial in some) for some in (self.tuning, self.report))
-            # A seed of both is trained once: the chosen combination has it from tuning.
-            fresh = [seed for seed in seeds.report if not num_tune or seed not in seeds.tune]
-            found[arm] = {"tune": num_tune - tuning, "report": 0 if report else len(fresh)}
+            found[arm] = {"tune": num_tune - tuning, "report": 0 if report else len(seeds.report)}
         return found
 
 
 def plan_course(loaded: LoadedStudy, maker: TrialMaker, store: TrialStore) -> Course:
     """Derive every trial that is known by now. Raise UsageError for an arm that cannot afford its budget."""
     study = loaded.study
-    rehearsals = make_rehearsals(loaded, maker)
-    steps = find_steps(loaded, rehearsals, store)
-    tuning, tuned = _tune(loaded, steps, maker, store)
+    rehearsals = make_rehearsals(loaded, maker, store)
+    steps, flops = find_steps(loaded, rehearsals, store), find_flops(loaded, rehearsals, store)
+    tuning, tuned = _tune(loaded, steps, flops, maker, store)
     counts = {arm: sum(one.variant.arm == arm for one in tuned) for arm in study.arms}
     best = {arm: one for arm, one in choose_best(tuned).items() if counts[arm] == count_combinations(loaded, arm)}
+    for arm, source in study.shares.items():
+        if source in best:
+            label = best[source].label
+            best[arm] = next(variant for variant in loaded.of_arm(arm) if variant.label == label)
     report: list[StudyTrial] = []
     for position, variant in enumerate(loaded.variants):
         if position in steps and best.get(variant.arm) is variant:
-            report += maker.make_all("report", variant, lengthen(variant, steps[position]), study.seeds.report)
-    unique = {trial.run_id: trial for trial in rehearsals.values()}
+            recipe = lengthen(variant, steps[position], flops)
+            report += maker.make_all("report", variant, recipe, study.seeds.report)
+    unique = {trial.run_id: trial for some in rehearsals.values() for trial in some}
     return Course(tuple(unique.values()), tuple(tuning), tuple(tuned), best, tuple(report))
 
 
-def lengthen(variant: ArmVariant, steps: int) -> Recipe:
-    """Return a variant's recipe over its steps; a warm-up that is varied stays as it is."""
+def lengthen(variant: ArmVariant, steps: int, flops: float | None) -> Recipe:
+    """Return a variant's recipe over its steps, within its budget; a warm-up that is varied stays as it is."""
     fixed = any(key == WARMUP_KEY for key, _ in variant.combination)
-    return with_steps(variant.recipe, steps, fixed_warmup=fixed)
+    return with_budget(with_steps(variant.recipe, steps, fixed_warmup=fixed), flops)
 
 
 def choose_best(tuned: Sequence[Tuned]) -> dict[str, ArmVariant]:
-    """Return the best combination of each arm by the validation metric, the first of equal ones. An arm with a trial
-    that has no result yet is left out: the missing one could be the best; so is an arm that always diverged."""
+    """Return the best combination of each arm by the validation metric; of equal ones that with the better neighbours.
+    An arm with a trial that has no result yet is left out: the missing one could be the best; so is an arm that always
+    diverged."""
     arms: dict[str, list[Tuned]] = {}
     for one in tuned:
         arms.setdefault(one.variant.arm, []).append(one)
@@ -95,14 +101,32 @@ def choose_best(tuned: Sequence[Tuned]) -> dict[str, ArmVariant]:
         sound = [one for one in some if not one.diverged and not one.pruned]
         if not sound or (len(some) > 1 and any(one.value is None for one in sound)):
             continue
-        sign = -1.0 if find_metric(sound[0].variant.recipe).better == "higher" else 1.0
-        best[arm] = min(sound, key=lambda one: sign * (one.value or 0.0)).variant
+        sign = -1.0 if find_decisive(sound[0].variant.recipe).better == "higher" else 1.0
+        least = min(sign * (one.value or 0.0) for one in sound)
+        equal = [one for one in sound if sign * (one.value or 0.0) == least]
+        best[arm] = min(equal, key=lambda one: sign * _mean_of_neighbours(one, sound)).variant
     return best
 
 
-def find_metric(recipe: Recipe) -> Metric:
-    """Return the validation metric by which combinations are chosen."""
-    return EVAL_ACCURACY if recipe.dataset.format == "classification" else EVAL_LOSS
+def _mean_of_neighbours(one: Tuned, sound: Sequence[Tuned]) -> float:
+    """Return the mean validation metric of the combinations that are next to one along a single key."""
+    here = dict(one.variant.combination)
+    found = []
+    for key, value in here.items():
+        line = [other for other in sound if _differs_in(dict(other.variant.combination), here) == [key]]
+        values = {other.variant.combination: dict(other.variant.combination)[key] for other in line}
+        numbers = {at: number for at, number in values.items() if isinstance(number, int | float)}
+        if isinstance(value, int | float):
+            below = [number for number in numbers.values() if number < value]
+            above = [number for number in numbers.values() if number > value]
+            near = {max(below, default=None), min(above, default=None)}
+            found += [other.value for other in line if values[other.variant.combination] in near]
+    known = [value for value in found if value is not None]
+    return statistics.fmean(known) if known else one.value or 0.0
+
+
+def _differs_in(one: dict[str, object], other: dict[str, object]) -> list[str]:
+    return [key for key in one if one[key] != other.get(key)]
 
 
 def read_value(run: LoadedRun | None, metric: Metric) -> float | None:
@@ -113,19 +137,21 @@ def read_value(run: LoadedRun | None, metric: Metric) -> float | None:
 
 
 def _tune(
-    loaded: LoadedStudy, steps: Steps, maker: TrialMaker, store: TrialStore
+    loaded: LoadedStudy, steps: Steps, flops: float | None, maker: TrialMaker, store: TrialStore
 ) -> tuple[list[StudyTrial], list[Tuned]]:
     """Make the tuning trials and read their results. Where nothing is varied there is nothing to choose."""
     if not needs_tuning(loaded):
         return [], [Tuned(variant, None) for variant in loaded.variants]
     if loaded.study.search.kind == "halving":
-        return _tune_by_halving(loaded, steps, maker, store)
+        return _tune_by_halving(loaded, steps, flops, maker, store)
     trials, tuned = [], []
     for position, variant in enumerate(loaded.variants):
+        if variant.arm in loaded.study.shares:
+            continue
         if position not in steps:
             tuned.append(Tuned(variant, None))
             continue
-        recipe = lengthen(variant, steps[position])
+        recipe = _set_test_aside(lengthen(variant, steps[position], flops))
         some = maker.make_all("tune", variant, recipe, loaded.study.seeds.tune)
         trials += some
         tuned.append(_read_tuned(variant, [store.load(trial) for trial in some]))
@@ -133,7 +159,7 @@ def _tune(
 
 
 def _tune_by_halving(
-    loaded: LoadedStudy, steps: Steps, maker: TrialMaker, store: TrialStore
+    loaded: LoadedStudy, steps: Steps, flops: float | None, maker: TrialMaker, store: TrialStore
 ) -> tuple[list[StudyTrial], list[Tuned]]:
     """Make the tuning trials of each arm, each up to the rung that it may reach by now."""
     trials: list[StudyTrial] = []
@@ -143,7 +169,8 @@ def _tune_by_halving(
         if not all(place in steps for place in places):
             tuned += [Tuned(loaded.variants[place], None) for place in places]
             continue
-        pairs = [(loaded.variants[place], lengthen(loaded.variants[place], steps[place])) for place in places]
+        chosen = [(loaded.variants[place], steps[place]) for place in places]
+        pairs = [(one, _set_test_aside(lengthen(one, count, flops))) for one, count in chosen]
         seeds = loaded.study.seeds.tune
         made = [_HalvedVariant(one, maker.make_all("tune", one, recipe, seeds), store) for one, recipe in pairs]
         reduction = loaded.study.search.reduction
@@ -159,6 +186,11 @@ def _tune_by_halving(
     return trials, tuned
 
 
+def _set_test_aside(recipe: Recipe) -> Recipe:
+    """Return the recipe of a tuning trial: nobody sees the test split before the choice."""
+    return recipe.model_copy(update={"measure": recipe.measure.model_copy(update={"test": False})})
+
+
 @dataclass
 class _HalvedVariant:
     """A combination with its trials and the steps of its rungs."""
@@ -171,7 +203,7 @@ class _HalvedVariant:
     def measure(self, rung: int) -> float | None:
         """Return the mean of the validation metric at a rung, lower being better; infinite if a run diverged, None
         where one has not come so far."""
-        metric, values = find_metric(self.variant.recipe), []
+        metric, values = find_decisive(self.variant.recipe), []
         for run in map(self.store.load, self.trials):
             if run is not None and run.broke_down:
                 return math.inf
@@ -186,7 +218,7 @@ class _HalvedVariant:
 
 
 def _read_tuned(variant: ArmVariant, runs: Sequence[LoadedRun | None]) -> Tuned:
-    metric = find_metric(variant.recipe)
+    metric = find_decisive(variant.recipe)
     if any(run is not None and run.broke_down for run in runs):
         return Tuned(variant, None, diverged=True)
     values = [read_value(run, metric) for run in runs]

@@ -20,7 +20,7 @@ from sparsebp_cli.plan import Plan, Provenance
 from sparsebp_cli.run import History, RunFolder, State
 from sparsebp_cli.run.folder import is_shared
 from sparsebp_cli.study.place import TrialPlace, deal
-from sparsebp_cli.study.store import TrialStore
+from sparsebp_cli.study.store import TrialStore, has_plan
 from sparsebp_cli.study.trial import StudyTrial, with_stop
 from sparsebp_cli.target.contract import Job
 from sparsebp_cli.target.launch import Launch
@@ -97,7 +97,7 @@ class TrialRun:
 
     def look(self) -> Status:
         """Return what the run is doing now."""
-        if not self.run.plan_file.is_file():
+        if not has_plan(self.run):
             return Status.WAITING
         self.state = self.run.state()
         status = STATUSES[self.state]
@@ -228,7 +228,7 @@ class Driver:
         status = entry.look()
         if not status.over:
             entry.status, entry.was_alive = status, True
-            if is_mine and entry.run.plan_file.is_file() and entry.run.state() is State.UNREACHABLE:
+            if is_mine and has_plan(entry.run) and entry.run.state() is State.UNREACHABLE:
                 _job(entry.run)  # a target elsewhere of which nobody asks: its dispatcher is started again
             return
         if entry.is_tried(status) or (not is_mine and status in WITH_RESULT):
@@ -253,7 +253,7 @@ class Driver:
     def _place_of(self, entry: TrialRun) -> TrialPlace:
         """Return where a trial runs: where its plan says if it has one, else the next place in turn. A plan for a place
         that the study no longer names holds only while something works on the run there."""
-        if not entry.is_planned and entry.run.plan_file.is_file():
+        if not entry.is_planned and has_plan(entry.run):
             section = Plan.load(entry.run.plan_file).recipe.target
             known = [place for place in self._places if place.put(entry.trial.recipe).target == section]
             if not known and not _is_idle(entry.run):
@@ -268,7 +268,10 @@ class Driver:
         """Write the plans of trials of one place that have none, and submit the trials, those of one target at once."""
         targets: dict[str, list[TrialRun]] = {}
         for entry in batch:
-            if not entry.run.plan_file.is_file():
+            if len(self._places) > 1 and not has_plan(entry.run) and _may_be_elsewhere(entry.run):
+                self._give_up([entry], f"its plan cannot be read, so nobody knows where it runs: {entry.run.plan_file}")
+                continue
+            if not has_plan(entry.run):
                 recipe = self._place_of(entry).put(entry.trial.recipe)
                 Plan(run_id=entry.trial.run_id, recipe=recipe, provenance=self._provenance).save(entry.run.path)
                 entry.is_planned = True
@@ -309,8 +312,14 @@ class Driver:
 def _is_idle(run: RunFolder) -> bool:
     """Whether no process works on a run or has it in its queue."""
     return not (run.is_locked("worker") or run.is_locked("target")) and (
-        not run.plan_file.is_file() or run.state() is not State.UNREACHABLE
+        not has_plan(run) or run.state() is not State.UNREACHABLE
     )
+
+
+def _may_be_elsewhere(run: RunFolder) -> bool:
+    """Whether a worker of this run may be alive at a place that only its plan names."""
+    launch = Launch.load(run)
+    return launch is not None and launch.sight not in {"", "over"}
 
 
 def _job(run: RunFolder) -> Job:

@@ -14,6 +14,7 @@ from typing import Generic, TypeVar
 
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.recipe import Recipe
+from sparsebp_cli.recipe.evaluation import find_interval
 from sparsebp_cli.study.schema import FEWEST_STEPS
 
 Item = TypeVar("Item")
@@ -32,16 +33,17 @@ def find_rungs(recipe: Recipe, count: int, reduction: int) -> list[int]:
     """Return the steps after which a recipe's combinations are ranked, in order: those of its evaluations that are next
     below a ``reduction``-th of the steps, a ``reduction``-th of that, and so on while combinations are left to cut.
     Raise UsageError if there is none of at least ten steps."""
-    steps, every = recipe.training.max_steps, recipe.measure.eval_every
+    steps, every = recipe.training.max_steps, find_interval(recipe)
     rungs: list[int] = []
     share = reduction
-    while share <= count * (reduction - 1) and (step := steps // share // every * every) >= FEWEST_STEPS:
+    while every and share <= count * (reduction - 1) and (step := steps // share // every * every) >= FEWEST_STEPS:
         rungs.append(step)
         share *= reduction
     if not rungs and count > 1:
+        how = "measure.eval_every" if every == recipe.measure.eval_every else "measure.generate.every"
         raise UsageError(
             f"arm {recipe.name}: halving ranks after {steps // reduction} of {steps} steps or before, and there is no "
-            f"evaluation after at least {FEWEST_STEPS} steps: measure.eval_every is {every}"
+            f"evaluation after at least {FEWEST_STEPS} steps: {how} is {'null' if every is None else every}"
         )
     return sorted(set(rungs))
 

@@ -17,13 +17,14 @@ from sparsebp_cli.policy.field_error import FieldError, Location, describe_error
 from sparsebp_cli.recipe import PlacedRecipe
 from sparsebp_cli.recipe.check import check_recipe, first_error
 from sparsebp_cli.recipe.document import Node, Place, read_document
-from sparsebp_cli.recipe.loader import expand_shorthand, lay_over, load_tree, read_text
+from sparsebp_cli.recipe.loader import expand_shorthand, find_base, lay_over, load_tree, read_text
 from sparsebp_cli.recipe.override import set_value
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.study.schema import FIXED_KEYS, NO_RESULT, STEPS_KEY, RangeSection, Study
 
 MOST_VARIANTS = 10_000
 ENDS = ("from", "to")  # of a range
+FUSED = ("adam", "adamw", "adagrad", "sgd")  # those of torch.optim that have a fused form on each device
 
 Combination = tuple[tuple[str, object], ...]  # key and value of each varied key, in the order of the file
 
@@ -103,8 +104,12 @@ def load_study(file: Path) -> LoadedStudy:
         raise tree.place.error(f"a study must be a mapping, got {show_with_type(tree.plain)}")
     study = _check(tree)
     base_node = tree.content["base"]
-    base_file = file.parent / study.base
+    base_file = find_base(file, base_node)
     base = load_tree(base_file, base_node)
+    if study.controls == "auto" and study.budget is not None and study.budget.same == "cost":
+        tree = _add_controls(tree, base, study)
+        study = _check(tree)
+    assert isinstance(tree.content, dict)
     variants = () if study.search.is_sampled else tuple(_make_variants(tree.content, base))
     found = _make_firsts(tree.content, base) if study.search.is_sampled else reversed(variants)
     firsts = {variant.arm: variant for variant in found}
@@ -122,11 +127,40 @@ def _check(tree: Node) -> Study:
     return study
 
 
+def _add_controls(tree: Node, base: Node, study: Study) -> Node:
+    """Add dense in batches of similar length, where texts are padded, and dense with the optimizer's fused form, which
+    shares dense's values. Both belong to the arm that pays, if it is dense, unless an arm has them already."""
+    assert isinstance(tree.content, dict)
+    assert study.budget is not None
+    arms, name = tree.content["arms"], str(study.budget.as_arm)
+    assert isinstance(arms.content, dict)
+    changes = arms.content[name]
+    recipes = [_make_variant(arm, _change(base, node), [], tree.content).recipe for arm, node in arms.content.items()]
+    recipe = recipes[[*arms.content].index(name)]
+    if recipe.schedule is not None or any(entry.name != "dense" for entry in recipe.policies):
+        return tree
+    added: dict[str, dict[str, object]] = {}
+    shares = dict(study.shares)
+    padded = recipe.dataset.format != "text" and recipe.training.per_device_train_batch_size > 1
+    if padded and all(one.training.group_by is None for one in recipes):
+        added[f"{name}-by-length"] = {"training.group_by": "length"}
+    has_fused = recipe.training.optim in FUSED and recipe.backward.update != "eager"
+    if has_fused and not any("fused" in one.training.optim_args for one in recipes):
+        added[f"{name}-fused"] = {"training.optim_args": {**recipe.training.optim_args, "fused": True}}
+        shares[f"{name}-fused"] = shares.get(name, name)
+    plain = changes.plain if isinstance(changes.plain, dict) else {}
+    new = {arm: replace(_make_node(plain | more, changes.place), key_place=None) for arm, more in added.items()}
+    content = {**tree.content, "arms": replace(arms, content={**arms.content, **new})}
+    return replace(tree, content=content | {"shares": _make_node(shares, changes.place)})
+
+
 def _find_misplaced(study: Study) -> Iterator[FieldError]:
     """Yield the keys that the study itself decides, and an arm that does not exist."""
     if study.budget is not None and (arm := study.budget.as_arm) not in {None, *study.arms}:
         text = f"must be one of the arms ({', '.join(study.arms)}), got {arm!r}{did_you_mean(str(arm), study.arms)}"
         yield FieldError(("budget", "as"), text)
+    yield from _find_wrong_sharing(study)
+    yield from _find_seeds_of_both(study)
     for arm, changes in study.arms.items():
         for key in _dotted(changes):
             location = ("arms", arm, *_find_location(changes, key))
@@ -146,6 +180,30 @@ def _find_misplaced(study: Study) -> Iterator[FieldError]:
             yield FieldError(location, "cannot be varied: it does not change what is trained, or the study decides it")
         if key == STEPS_KEY and study.budget is not None:
             yield FieldError(location, "the budget decides the steps of every arm")
+
+
+def _find_seeds_of_both(study: Study) -> Iterator[FieldError]:
+    """Yield the seeds that would tune and be reported: what was chosen because a seed was lucky looks good on it."""
+    chooses = any(isinstance(values, RangeSection) or len(values) > 1 for values in study.vary.values())
+    both = [seed for seed in study.seeds.report if chooses and seed in study.seeds.tune]
+    if both:
+        fresh = max(study.seeds.tune) + 1
+        yield FieldError(
+            ("seeds", "report"),
+            f"needs other seeds than seeds.tune, got {', '.join(map(str, both))} in both; fresh ones begin at {fresh}, "
+            f"as in {fresh}-{fresh + 2}",
+        )
+
+
+def _find_wrong_sharing(study: Study) -> Iterator[FieldError]:
+    tuned = [arm for arm in study.arms if arm not in study.shares]
+    for arm, source in study.shares.items():
+        if arm not in study.arms:
+            text = f"{arm!r} is none of the arms ({', '.join(study.arms)}){did_you_mean(arm, study.arms)}"
+            yield FieldError(("shares",), text)
+        if source not in tuned:
+            text = f"must be one of the arms that are tuned ({', '.join(tuned)}), got {source!r}"
+            yield FieldError(("shares", arm), text + did_you_mean(source, tuned))
 
 
 def _find_wrong_range(location: Location, values: RangeSection, study: Study) -> Iterator[FieldError]:

@@ -91,7 +91,10 @@ Seeds = Annotated[list[CountFromZero], BeforeValidator(_read_seeds), Field(min_l
 class SeedsSection(Section):
     """The seeds with which arms are tuned, and those with which they are compared."""
 
-    tune: Seeds = Field(default_factory=lambda: [0], description="Seeds of tuning: 0, [0, 1] or 0-2.")
+    tune: Seeds = Field(
+        default_factory=lambda: [0, 1, 2],
+        description="Seeds of tuning: 0, [0, 1] or 0-2. With fewer than three, statements hold for the chosen values.",
+    )
     report: Seeds = Field(description="Seeds of the runs that are compared: three or more allow statements.")
 
     @field_validator("tune", "report")
@@ -115,6 +118,9 @@ class SearchSection(Section):
     )
     reduction: Annotated[int, Field(ge=2)] = Field(
         3, description="For halving: one of so many goes on, from one of so many steps."
+    )
+    extend: CountFromZero = Field(
+        4, description="For grid: values that are added at each side of a list of numbers while an arm's best is there."
     )
     seed: CountFromZero = Field(0, description="For tpe and random: the seed of what is proposed.")
 
@@ -172,6 +178,10 @@ class Study(Section):
         default_factory=dict,
         description="Dotted key to its values, or to {from: 1e-4, to: 1e-2, by: log} where the search proposes them. "
         "Each arm has its own; the best combination by the validation metric is reported.",
+    )
+    shares: dict[Name, Name] = Field(
+        default_factory=dict,
+        description="Arm to the arm whose combination it takes, as both have the same gradient: lossless: dense.",
     )
     search: SearchSection = Field(default_factory=SearchSection, description="How the combinations are tried.")
     budget: BudgetSection | None = Field(None, description="What all arms may spend; null: what each recipe says.")

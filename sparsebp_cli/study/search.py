@@ -18,8 +18,9 @@ from filelock import FileLock
 
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.plan.plan import content_hash
+from sparsebp_cli.recipe.evaluation import find_decisive
 from sparsebp_cli.run import home
-from sparsebp_cli.study.course import Tuned, find_metric
+from sparsebp_cli.study.course import Tuned
 from sparsebp_cli.study.loader import Combination, LoadedStudy, describe
 from sparsebp_cli.study.schema import RangeSection
 from sparsebp_cli.study.trial import TrialMaker
@@ -56,7 +57,7 @@ class Search:
             study_name=f"{arm} {self._identify(arm)}", storage=storage, load_if_exists=True
         )
         results = {one.variant.label: one for one in tuned if one.variant.arm == arm}
-        higher = find_metric(self.loaded.firsts[arm].recipe).better == "higher"
+        higher = find_decisive(self.loaded.firsts[arm].recipe).better == "higher"
         return advance(study, self.loaded, results, self.parallel if asks else 0, sign=-1.0 if higher else 1.0)
 
     def _identify(self, arm: str) -> str:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import shlex
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 from sparsebp_cli.compare.load import load_folder
 from sparsebp_cli.compare.loaded import LoadedRun
 from sparsebp_cli.errors import RunNotFoundError
-from sparsebp_cli.run import RunFolder, home
-from sparsebp_cli.run.metric import EVAL_ACCURACY, EVAL_LOSS
+from sparsebp_cli.run import RunFolder, State, home
+from sparsebp_cli.run.metric import EVAL_ACCURACY, EVAL_LOSS, TEST_ACCURACY, TEST_LOSS
+from sparsebp_cli.study.choice import FEWEST_SEEDS, find_choice_errors
 from sparsebp_cli.study.store import Listed, StudyRecord
+
+ENOUGH_SEEDS = 3  # of tuning, for statements on methods: benchmarks/tuning.py simulated them with three
+OVER = (State.FINISHED, State.FAILED, State.CANCELLED)
 
 
 @dataclass(frozen=True)
@@ -34,15 +41,33 @@ class StudySelection:
     runs: tuple[LoadedRun, ...]  # of report and controls, each under the name of its arm
     tuning: tuple[TunedLine, ...]
     warnings: tuple[str, ...]
+    # reported metric to arm to the standard error of what tuning chose
+    choice: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    is_complete: bool = True  # whether every run of the report is over
 
 
-def select(record: StudyRecord) -> StudySelection:
-    """Read the runs of a study. Raise RunNotFoundError if none of its report has begun."""
+@dataclass(frozen=True)
+class _Runs:
+    """The folder of runs in which a study's trials lie."""
+
+    folder: Path
+
+    def load(self, trial: Listed) -> LoadedRun | None:
+        try:
+            return load_folder(RunFolder(self.folder / trial.run_id))
+        except RunNotFoundError:
+            return None
+
+
+def select(record: StudyRecord, place: Path | None = None) -> StudySelection:
+    """Read the runs of a study from this machine, or from the folder of an archive. Raise RunNotFoundError if none of
+    its report has begun."""
+    runs_of = _Runs((place or home()) / "runs")
     compared = [trial for trial in record.trials if trial.role in {"report", "control"}]
-    found = [(trial, run) for trial in compared if (run := _load(trial)) is not None]
+    found = [(trial, run) for trial in compared if (run := runs_of.load(trial)) is not None]
     if not found:
         raise RunNotFoundError(
-            f"study {record.study} has no report yet; `sparsebp study {record.file}` goes on with it"
+            f"study {record.study} has no report yet; `sparsebp study {shlex.quote(record.file)}` goes on with it"
         )
     absent = len(compared) - len(found)
     warnings = [f"{absent} trials of the report have no run yet"] if absent else []
@@ -51,24 +76,66 @@ def select(record: StudyRecord) -> StudySelection:
     for trial in record.trials:
         if trial.role == "tune":
             combinations.setdefault((trial.arm, trial.combination), []).append(trial)
-    tuning = [_describe(some, is_chosen=key in chosen) for key, some in combinations.items()]
-    return StudySelection(tuple(replace(run, name=trial.arm) for trial, run in found), tuple(tuning), tuple(warnings))
+    tuning = [_describe(some, runs_of, is_chosen=key in chosen) for key, some in combinations.items()]
+    missing = [trial for trial, run in found if trial.role == "report" and run.state not in OVER]
+    is_complete = not missing and not any(trial.role == "report" for trial in compared if runs_of.load(trial) is None)
+    if not is_complete:
+        warnings.append("nothing is stated on quality before all runs of the report are over")
+    if tuning and len({trial.seed for trial in record.trials if trial.role == "tune"}) < ENOUGH_SEEDS:
+        warnings.append(f"tuned with fewer than {ENOUGH_SEEDS} seeds: statements hold at these values, not for methods")
+    runs = tuple(replace(run, name=trial.arm) for trial, run in found)
+    return StudySelection(runs, tuple(tuning), tuple(warnings), _find_choice(combinations, runs_of), is_complete)
 
 
-def _describe(trials: Sequence[Listed], *, is_chosen: bool) -> TunedLine:
-    runs = [run for trial in trials if (run := _load(trial)) is not None and run.finished]
+# The validation counterpart of what is reported; the decisive metric is the accuracy where there is one.
+REPORTED = {one.name: here.name for one, here in ((TEST_LOSS, EVAL_LOSS), (TEST_ACCURACY, EVAL_ACCURACY))}
+
+
+def _find_choice(
+    combinations: Mapping[tuple[str, str], Sequence[Listed]], runs_of: _Runs
+) -> dict[str, dict[str, float]]:
+    """Return the error of each arm's choice for each metric that may be reported; none with one seed of tuning."""
+    loaded = {key: [runs_of.load(trial) for trial in trials] for key, trials in combinations.items()}
+    sound = {key: [run for run in runs if run is not None and run.finished] for key, runs in loaded.items()}
+    whole = {key: runs for key, runs in sound.items() if len(runs) == len(combinations[key]) >= FEWEST_SEEDS}
+    if not whole:
+        return {}
+    import numpy as np
+
+    decisive, better = _find_decisive([run for runs in whole.values() for run in runs])
+    sign = -1.0 if better == "higher" else 1.0
+    found: dict[str, dict[str, float]] = {}
+    reported_as = REPORTED | {decisive.replace("eval/", "test/", 1): decisive}
+    for reported in (*reported_as, *reported_as.values()):
+        name, by, values = reported_as.get(reported, reported), dict[str, list[Any]](), dict[str, list[Any]]()
+        for (arm, _), runs in whole.items():
+            last = [(run.evaluations(decisive)[-1:], run.evaluations(name)[-1:]) for run in runs]
+            if all(one and other for one, other in last):
+                by.setdefault(arm, []).append([sign * one[0] for one, _ in last])
+                values.setdefault(arm, []).append([other[0] for _, other in last])
+        if by:
+            arrays = ({arm: np.array(rows) for arm, rows in each.items()} for each in (by, values))
+            found[reported] = find_choice_errors(*arrays)
+    return found
+
+
+def _find_decisive(runs: Sequence[LoadedRun]) -> tuple[str, str]:
+    """Return the validation metric by which runs of tuning were chosen, as their recipes say, and its direction."""
+    for run in runs:
+        named = run.flat.get("measure.metric")
+        if isinstance(named, str) and (known := run.history.find_metric(named)) is not None:
+            return named, known.better
     is_scored = any(run.flat.get("dataset.format") == "classification" for run in runs)
-    metric = (EVAL_ACCURACY if is_scored else EVAL_LOSS).name
+    found = EVAL_ACCURACY if is_scored else EVAL_LOSS
+    return found.name, found.better
+
+
+def _describe(trials: Sequence[Listed], runs_of: _Runs, *, is_chosen: bool) -> TunedLine:
+    runs = [run for trial in trials if (run := runs_of.load(trial)) is not None and run.finished]
+    metric, _ = _find_decisive(runs)
     values = [value for run in runs for value in run.evaluations(metric)[-1:]]
     seeds = tuple(run.seed for run in runs if run.seed is not None)
     mean = statistics.fmean(values) if values else None
     return TunedLine(
         trials[0].arm, trials[0].combination, seeds, metric, mean, is_chosen, any(trial.pruned for trial in trials)
     )
-
-
-def _load(trial: Listed) -> LoadedRun | None:
-    try:
-        return load_folder(RunFolder(home() / "runs" / trial.run_id))
-    except RunNotFoundError:
-        return None

@@ -8,20 +8,25 @@ The list is written again by each command; the runs alone say what is done.
 
 from __future__ import annotations
 
+import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sparsebp_cli import durable
 from sparsebp_cli.compare.load import load_folder
 from sparsebp_cli.compare.loaded import LoadedRun
-from sparsebp_cli.errors import RunNotFoundError, did_you_mean
+from sparsebp_cli.errors import RunNotFoundError, UsageError, did_you_mean
 from sparsebp_cli.plan import Plan
-from sparsebp_cli.plan.plan import find_sources
+from sparsebp_cli.plan.plan import find_sources, group_content
 from sparsebp_cli.plan.seal import Seal
+from sparsebp_cli.recipe import Recipe
 from sparsebp_cli.run import RunFolder, State, home, read
+from sparsebp_cli.run.budget import LARGEST_PLAN, read_bounded
+from sparsebp_cli.run.folder import list_folders
+from sparsebp_cli.run.journal import FILE as JOURNAL
 from sparsebp_cli.study.disk import DiskUse, measure_disk
 from sparsebp_cli.study.trial import StudyTrial, TrialMaker
 
@@ -29,8 +34,10 @@ from sparsebp_cli.study.trial import StudyTrial, TrialMaker
 class TrialStore:
     """Finds the runs of trials: each under the id of its trial, or a finished one that another command made."""
 
-    def __init__(self, maker: TrialMaker) -> None:
+    def __init__(self, maker: TrialMaker, archive: Path | None = None) -> None:
         self._maker = maker
+        self._archive = archive  # the folder of an unpacked archive, whose runs alone are there
+        self._runs = (archive or home()) / "runs"
         self._others: dict[tuple[int, int], list[Path]] | None = None  # seed and steps to folders
         self._found: dict[str, RunFolder] = {}
         self._loaded: dict[str, LoadedRun] = {}
@@ -39,7 +46,7 @@ class TrialStore:
     def find(self, trial: StudyTrial) -> RunFolder:
         """Return the folder of a trial's run, which may not exist yet."""
         if trial.run_id not in self._found:
-            own = RunFolder(home() / "runs" / trial.run_id)
+            own = RunFolder(self._runs / trial.run_id)
             other = None if own.plan_file.is_file() else self._find_other(trial)
             self._found[trial.run_id] = other or own
         return self._found[trial.run_id]
@@ -47,14 +54,14 @@ class TrialStore:
     def is_done(self, trial: StudyTrial) -> bool:
         """Whether a trial's run has finished."""
         run = self.find(trial)
-        return run.plan_file.is_file() and run.state() is State.FINISHED
+        return has_plan(run) and run.state() is State.FINISHED
 
     def load(self, trial: StudyTrial) -> LoadedRun | None:
         """Read the run of a trial; None if there is none yet. A run that is over is read once."""
         run = self.find(trial)
         if run.run_id in self._loaded:
             return self._loaded[run.run_id]
-        if not run.plan_file.is_file():
+        if not has_plan(run):
             return None
         loaded = load_folder(run)
         if loaded.state in {State.FINISHED, State.CANCELLED}:
@@ -68,11 +75,12 @@ class TrialStore:
         return self._disk[trial.run_id]
 
     def _find_other(self, trial: StudyTrial) -> RunFolder | None:
-        """Find the oldest finished run of the same recipe, seed, code and data under another id."""
-        if self._maker.generation:  # these are repeated on purpose
+        """Find the oldest finished run of the same recipe, seed, code and data under another id; in an archive, any of
+        the same recipe and seed, since code and the places of data may be others by now."""
+        if self._maker.generation and self._archive is None:  # these are repeated on purpose
             return None
         if self._others is None:
-            self._others = _index_runs()
+            self._others = _index_runs(self._runs)
         found = []
         for path in self._others.get((trial.seed, trial.steps), []):
             run = RunFolder(path)
@@ -80,7 +88,11 @@ class TrialStore:
                 plan = Plan.load(run.plan_file)
             except RunNotFoundError:
                 continue
-            if plan.group == trial.group and run.state() is State.FINISHED and self._has_same_code(trial, run, plan):
+            if self._archive is not None:
+                is_same = _name_sources(plan.recipe) == _name_sources(trial.recipe)
+            else:
+                is_same = plan.group == trial.group and run.state() is State.FINISHED
+            if is_same and (self._archive is not None or self._has_same_code(trial, run, plan)):
                 found.append((plan.created, run.run_id, run))
         return min(found)[2] if found else None
 
@@ -95,13 +107,32 @@ class TrialStore:
         )
 
 
-def _index_runs() -> dict[tuple[int, int], list[Path]]:
+def has_plan(run: RunFolder) -> bool:
+    """Whether a run has a plan that can be read. A trial's plan follows from its study, so that another one, such as an
+    empty file after a power cut, is as good as none: it is made again."""
+    try:
+        run.read_plan()
+    except RunNotFoundError:
+        return False
+    return True
+
+
+def _name_sources(recipe: Recipe) -> str:
+    """Return what decides a recipe's result, with the names of local models and data in the place of their paths."""
+    text = json.dumps(group_content(recipe), sort_keys=True)
+    for name in find_sources(recipe).values():
+        if Path(name).is_absolute():
+            text = text.replace(json.dumps(name), json.dumps(Path(name).name))
+    return text
+
+
+def _index_runs(runs: Path) -> dict[tuple[int, int], list[Path]]:
     """Return the folders of all runs by seed and steps, without validating their plans."""
     found: dict[tuple[int, int], list[Path]] = {}
-    for file in (home() / "runs").glob("*/plan.json"):
+    for folder in list_folders(runs):
         try:
-            training = json.loads(file.read_bytes())["recipe"]["training"]
-            found.setdefault((int(training["seed"]), int(training["max_steps"])), []).append(file.parent)
+            training = json.loads(read_bounded(folder / "plan.json", LARGEST_PLAN))["recipe"]["training"]
+            found.setdefault((int(training["seed"]), int(training["max_steps"])), []).append(folder)
         except (OSError, ValueError, LookupError, TypeError):
             continue
     return found
@@ -127,30 +158,49 @@ class StudyRecord:
     file: str
     generation: int
     trials: tuple[Listed, ...] = ()
+    digests: Mapping[str, str] = field(default_factory=dict)  # in an archive: run id to the digest of its journal
 
     @classmethod
-    def load(cls, name: str) -> StudyRecord | None:
-        """Read the list of a study; None if there is none."""
+    def load(cls, name: str, place: Path | None = None) -> StudyRecord | None:
+        """Read the list of a study on this machine, or in the folder of an archive; None if there is none."""
         try:
-            content: dict[str, Any] = json.loads(_record_file(name).read_bytes())
+            content: dict[str, Any] = json.loads(((place or home()) / "studies" / f"{name}.json").read_bytes())
             trials = tuple(Listed(**entry) for entry in content["trials"])
-            return cls(str(content["study"]), str(content["file"]), int(content["generation"]), trials)
+            digests = {str(run): str(digest) for run, digest in content.get("digests", {}).items()}
+            return cls(str(content["study"]), str(content["file"]), int(content["generation"]), trials, digests)
         except (OSError, ValueError, LookupError, TypeError):
             return None
 
     def save(self) -> None:
         """Write the list, atomically."""
         file = _record_file(self.study)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        part = file.with_suffix(f".{os.getpid()}.part")
-        content: Mapping[str, object] = {
-            "study": self.study,
-            "file": self.file,
-            "generation": self.generation,
-            "trials": [vars(trial) for trial in self.trials],
-        }
-        part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        part.replace(file)
+        durable.make_folder(file.parent, exist_ok=True)
+        durable.write_file(file, json.dumps(self._content, indent=1) + "\n")
+
+    @property
+    def _content(self) -> dict[str, object]:
+        trials = [vars(trial) for trial in self.trials]
+        return {"study": self.study, "file": self.file, "generation": self.generation, "trials": trials}
+
+    def pack(self) -> tuple[str, bytes]:
+        """Return the list as an archive has it, with the name of the member."""
+        begun = [RunFolder(home() / "runs" / trial.run_id) for trial in self.trials]
+        digests = {run.run_id: digest_journal(run) for run in begun if run.plan_file.is_file()}
+        content = self._content | {"file": Path(self.file).name, "digests": digests}
+        return f"studies/{self.study}.json", (json.dumps(content, indent=1) + "\n").encode()
+
+
+def digest_journal(run: RunFolder) -> str:
+    """Return the digest of a run's journal, which holds all its results."""
+    return hashlib.sha256((run.path / JOURNAL).read_bytes()).hexdigest()
+
+
+def find_archived(name: str, archive: Path) -> StudyRecord:
+    """Return the list of a study in the folder of an unpacked archive; raise UsageError if it has none."""
+    record = StudyRecord.load(name, archive) if name == Path(name).name else None
+    if record is None:
+        raise UsageError(f"the archive has no list of study {name}: `sparsebp archive @{name} -o FILE` writes one")
+    return record
 
 
 def find_record(name: str) -> StudyRecord:

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 
 from sparsebp_cli.compare.loaded import LoadedRun
 from sparsebp_cli.recipe import Recipe
+from sparsebp_cli.recipe.evaluation import find_decisive
 from sparsebp_cli.run.metric import STEP_SECONDS, TRAIN_LOSS
-from sparsebp_cli.study.course import Course, Tuned, find_metric
+from sparsebp_cli.study.course import Course, Tuned
 from sparsebp_cli.study.disk import DiskUse
 from sparsebp_cli.study.driver import Status
 from sparsebp_cli.study.loader import LoadedStudy
@@ -139,7 +140,7 @@ def _describe_best(tuned: Sequence[Tuned]) -> str:
     known = [one for one in tuned if one.value is not None and not one.diverged]
     if not known:
         return "diverged" if tuned and all(one.diverged for one in tuned) else ""
-    metric = find_metric(known[0].variant.recipe)
+    metric = find_decisive(known[0].variant.recipe)
     sign = -1.0 if metric.better == "higher" else 1.0
     best = min(known, key=lambda one: sign * (one.value or 0.0))
     return f"{best.value:.4f} {best.variant.label}"

@@ -10,12 +10,22 @@ from typing import Literal
 from sparsebp_cli.plan.identity import find_code, find_data, identify
 from sparsebp_cli.plan.plan import content_hash, find_sources, group_content, resolve_paths
 from sparsebp_cli.recipe import Recipe, with_seed
+from sparsebp_cli.recipe.evaluation import without_generation
 from sparsebp_cli.study.loader import ArmVariant
 
 Role = Literal["rehearse", "tune", "report", "control"]
 
-REHEARSED_STEPS = 10  # with a probe at each: ten ratios of the arm to dense, taken in turn
-COST_FREE = ("learning_rate", "warmup_steps", "lr_scheduler_type", "max_grad_norm", "optim_args")
+REHEARSED_STEPS = 10  # of the first rehearsal of an arm
+NEVER = 1e300  # FLOPs: a limit that is never reached, so that the run counts its steps
+COST_FREE = (
+    "learning_rate",
+    "warmup_steps",
+    "warmup_ratio",
+    "lr_scheduler_type",
+    "max_grad_norm",
+    "weight_decay",
+    "optim_args",
+)
 
 
 @dataclass(frozen=True)
@@ -110,24 +120,33 @@ def with_stop(recipe: Recipe, stop_at: int | None) -> Recipe:
     return recipe.model_copy(update={"checkpoint": recipe.checkpoint.model_copy(update={"stop_at": stop_at})})
 
 
-def rehearse(recipe: Recipe, first: Recipe) -> Recipe:
-    """Return the recipe of a short run that measures what a step costs: a probe at each step, one small evaluation.
-    Combinations that cost the same share it: what costs nothing is taken from the arm's ``first`` combination."""
+def with_budget(recipe: Recipe, flops: float | None) -> Recipe:
+    """Return a recipe that ends when it has spent so many FLOPs; None: by its steps alone. Its price may be off by 2 %,
+    and then the last steps, whose learning rate is almost zero, are left out."""
+    if flops is None or recipe.measure.probe_every is None:
+        return recipe
+    return recipe.model_copy(update={"training": recipe.training.model_copy(update={"max_flops": flops})})
+
+
+def rehearse(recipe: Recipe, first: Recipe, steps: int = REHEARSED_STEPS) -> Recipe:
+    """Return the recipe of a short run that measures what a step costs: ten probes, and counts. Combinations that cost
+    the same share it: what costs nothing is taken from the arm's ``first`` combination."""
+    recipe = without_generation(recipe)
     free = {name: getattr(first.training, name) for name in COST_FREE}
-    no_limit = {"max_steps": REHEARSED_STEPS, "max_seconds": None, "max_cost": None}
+    no_limit = {"max_steps": steps, "max_seconds": None, "max_cost": None, "max_flops": NEVER}
     training = recipe.training.model_copy(update=free | no_limit)
     measure = recipe.measure.model_copy(
         update={
-            "probe_every": 1,
+            "probe_every": steps // REHEARSED_STEPS,
             "fidelity_every": None,
             "independent_examples": None,
-            "eval_every": REHEARSED_STEPS,
+            "eval_every": steps,
             "eval_examples": recipe.training.per_device_train_batch_size,
             "eval_batches": None,
         }
     )
     dataset = recipe.dataset.model_copy(update={"test_split": None, "test_fraction": None})
-    checkpoint = recipe.checkpoint.model_copy(update={"every": REHEARSED_STEPS})
+    checkpoint = recipe.checkpoint.model_copy(update={"every": steps})
     return recipe.model_copy(
         update={"training": training, "measure": measure, "dataset": dataset, "checkpoint": checkpoint}
     )

@@ -1,16 +1,45 @@
-"""Targets: the places where a plan can run. The command line uses only the contract."""
+"""PUBLIC. Targets: the places where a plan can run. The command line uses only the contract, :class:`Target`.
+
+A target elsewhere derives from :class:`RemoteTarget` and writes a :class:`TargetEngine`; both come here with the words
+that they exchange, and with the helpers that move a run's files.
+"""
 
 from collections.abc import Callable
 
 from pydantic import ValidationError
 
 from sparsebp_cli.errors import UsageError
+from sparsebp_cli.plan import Plan
 from sparsebp_cli.policy.field_error import describe_errors
+from sparsebp_cli.policy.option import validate_options
 from sparsebp_cli.recipe.schema import TargetOptions, TargetSection
 from sparsebp_cli.recipe.target import find_target
+from sparsebp_cli.run import RunFolder, State
+from sparsebp_cli.target.archive import append_lines, merge_into_run, pack, receive, size_of
 from sparsebp_cli.target.contract import CheckResult, Job, Target
+from sparsebp_cli.target.engine import Phase, TargetEngine, WorkerStatus, read_exit_code
+from sparsebp_cli.target.remote import RemoteTarget
 
-__all__ = ["CheckResult", "Job", "Target", "TargetOptions", "make_target"]
+__all__ = [
+    "CheckResult",
+    "Job",
+    "Phase",
+    "Plan",
+    "RemoteTarget",
+    "RunFolder",
+    "State",
+    "Target",
+    "TargetEngine",
+    "TargetOptions",
+    "WorkerStatus",
+    "append_lines",
+    "make_target",
+    "merge_into_run",
+    "pack",
+    "read_exit_code",
+    "receive",
+    "size_of",
+]
 
 
 def make_target(section: TargetSection) -> Target:
@@ -30,7 +59,7 @@ def make_target(section: TargetSection) -> Target:
     if found.target_class is None or not issubclass(found.target_class, Target):
         raise UsageError(f"target {section.kind!r} of {found.source} is broken: it is not a Target")
     try:
-        options = found.options_class.model_validate(section.options)
+        options = validate_options(found.options_class, section.options)
     except ValidationError as error:
         finding = describe_errors(error, found.options_class, section.options)[0]
         raise UsageError(f"target.{finding.key}: {finding.text}") from None

@@ -10,17 +10,22 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import IO
 
+from sparsebp_cli import durable
 from sparsebp_cli.errors import RunFailedError, UnreachableError
 from sparsebp_cli.policy.error_text import shorten
 from sparsebp_cli.run import RunFolder
+from sparsebp_cli.run.budget import LARGEST_PLAN, LONGEST_LINE, BudgetError, open_tar, read_members
 from sparsebp_cli.run.folder import is_shared
 from sparsebp_cli.run.journal import FILE as JOURNAL
+from sparsebp_cli.run.journal import scan
+from sparsebp_cli.tracking.flush import send_again
 
 CHUNK = 1 << 20
+MOST_BYTES = 1 << 25  # of a journal or an output that are taken at once; the next poll takes more
 END_OF_ARCHIVE = bytes(1024)
 SENT = ("plan.json", JOURNAL, "checkpoints")  # all that a worker needs to start or to go on
 FOLLOWED = (JOURNAL, "worker.log")  # appended to line by line; never replaced as a whole
-FOLDERS = ("checkpoints", "model")
+FOLDERS = ("checkpoints", "model", "best")
 MOST_PARTS = 32  # of a path: removing a folder that is nested 1,000 times ends Python
 # Errors of names that no run writes: too long ones, and files and folders in each other's place.
 ODD_NAMES = {errno.ENAMETOOLONG, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL}
@@ -55,19 +60,19 @@ def receive(stream: IO[bytes], run: RunFolder) -> Path:
     """Unpack a tar stream into a hidden part of the run's folder, and return that part for :func:`merge_into_run`.
     Raises ``UnreachableError`` when the stream broke off, and ``RunFailedError`` for content that no run's folder has:
     a path that leads out of it, a sparse file."""
-    part = run.path / ".part-fetch"
+    part = run.path / f"{durable.PART}fetch"
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir()
     counted = _TailStream(stream)
     try:
-        with tarfile.open(fileobj=counted, mode="r|", errorlevel=2) as archive:  # type: ignore[call-overload]
-            for member in archive:
+        with open_tar(counted) as archive:
+            for member in read_members(archive):
                 if member.isfile() or member.isdir():  # a run writes no links, and one could lead out of the folder
                     _check_member(member)
                     archive.extract(member, part, filter="data")
         while counted.read(CHUNK):
             pass
-    except tarfile.FilterError as error:
+    except (tarfile.FilterError, BudgetError, RecursionError) as error:
         raise _refuse(str(error)) from None
     except OSError as error:
         if error.errno not in ODD_NAMES:
@@ -84,7 +89,8 @@ def receive(stream: IO[bytes], run: RunFolder) -> Path:
 
 def merge_into_run(part: Path, top: str, run: RunFolder) -> None:
     """Make received files visible: new files appear whole, the journal grows. ``top`` is the run's folder in ``part``.
-    Raises ``RunFailedError``, and merges nothing, if it has a file where a run has a folder, or the other way round."""
+    Raises ``RunFailedError``, and merges nothing, if it has a file where a run has a folder, or the other way round,
+    and for a model that does not match its manifest: the copy there must not be deleted then."""
     if not (part / top).is_dir():
         raise _refuse(f"there is no folder {top}")
     for path in (part / top).iterdir():
@@ -93,6 +99,10 @@ def merge_into_run(part: Path, top: str, run: RunFolder) -> None:
         is_folder = path.name in FOLDERS if known else place.is_dir()
         if (known or place.exists()) and path.is_dir() != is_folder:
             raise _refuse(f"{shorten(path.name)} must be a {'folder' if is_folder else 'file'}")
+    for model in (part / top / "model", part / top / "best"):
+        # Images with an earlier version write no manifest; what came is then only as whole as the transfer.
+        if (model / durable.MANIFEST).exists() and (damage := durable.find_damage(model)):
+            raise RunFailedError(f"the model that the run left is damaged and was not taken: {damage}")
     _merge(part / top, run)
     shutil.rmtree(part, ignore_errors=True)
 
@@ -101,8 +111,7 @@ def append_lines(file: Path, data: bytes) -> int:
     """Append the whole lines of new data to a file, and return their bytes; an unfinished last line is left out."""
     whole = data[: data.rfind(b"\n") + 1]
     if whole:
-        with file.open("ab") as stream:
-            stream.write(whole)
+        durable.append(file, whole)
     return len(whole)
 
 
@@ -118,6 +127,8 @@ def _refuse(what: str) -> RunFailedError:
 def _check_member(member: tarfile.TarInfo) -> None:
     if member.issparse():  # a few bytes can unpack to a file of any size
         raise _refuse(f"{shorten(member.name)!r} is a file with holes")
+    if PurePosixPath(member.name).name == "plan.json" and member.size > LARGEST_PLAN:
+        raise _refuse(f"plan.json may have {LARGEST_PLAN} bytes, this one has {member.size}")
     if len(PurePosixPath(member.name).parts) > MOST_PARTS:
         raise _refuse(f"{shorten(member.name)!r} has more than {MOST_PARTS} parts")
 
@@ -135,7 +146,7 @@ def _walk(folder: Path, names: Sequence[str]) -> Iterator[Path]:
 def _merge(folder: Path, run: RunFolder) -> None:
     for path in sorted(folder.iterdir()):
         place = run.path / path.name
-        if path.name in PRIVATE or path.name.endswith(".lock") or path.name.startswith(".part"):
+        if path.name in PRIVATE or path.name.endswith(".lock") or path.name.startswith(durable.PART):
             continue
         if path.name in FOLLOWED:
             if path.name == JOURNAL:
@@ -143,37 +154,68 @@ def _merge(folder: Path, run: RunFolder) -> None:
         elif path.name == "checkpoints":
             _merge_checkpoints(path, place)
         elif path.is_dir():
-            old = run.path / f".part-old-{path.name}"
-            shutil.rmtree(old, ignore_errors=True)
-            if place.exists():
-                place.rename(old)
-            path.rename(place)
-            shutil.rmtree(old, ignore_errors=True)
+            durable.put_folder(path, place)
         elif path.name != "plan.json":
-            path.replace(place)
+            durable.move(path, place)
 
 
 def _merge_checkpoints(folder: Path, place: Path) -> None:
-    """Move new checkpoints in, and remove those that rotation removed there."""
-    place.mkdir(exist_ok=True)
+    """Move new checkpoints in, and remove those that rotation removed there, if the newest of the others is whole."""
+    durable.make_folder(place, exist_ok=True)
     there = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
     for name in sorted(there):
-        if not (place / name).exists():  # a checkpoint never changes
-            (folder / name).rename(place / name)
-    if there:
+        if not (place / name).exists():
+            durable.move(folder / name, place / name)
+        elif durable.find_damage(place / name) and not durable.find_damage(folder / name):
+            durable.put_folder(folder / name, place / name)  # whole ones never change
+    newest = max(filter(CHECKPOINT.fullmatch, there), key=lambda name: (len(name), name), default=None)
+    if newest is not None and not durable.find_damage(place / newest):
         for path in place.iterdir():
             if path.name not in there and CHECKPOINT.fullmatch(path.name):
                 shutil.rmtree(path, ignore_errors=True)
 
 
 def _append_journal(mine: Path, theirs: Path) -> None:
-    """Append the part of a complete journal that this one lacks; one that does not begin like this one is ignored."""
+    """Append the part of a complete journal that this one lacks. The journal there begins as a copy of the one here. So
+    if they differ, what came here in pieces may have been damaged on its way, and one with fewer unreadable lines and
+    no fewer records replaces it; another is kept beside it, because the copy there is deleted next."""
     known = size_of(mine)
     with theirs.open("rb") as stream:
-        if known and (not mine.exists() or stream.read(known) != mine.read_bytes()):
+        if _begins_with(stream, mine):
+            stream.seek(known)
+            _append_whole_lines(mine, stream)
             return
-        stream.seek(known)
-        append_lines(mine, stream.read())
+    (here, here_unreadable), (there, there_unreadable) = _count_lines(mine.parent), _count_lines(theirs.parent)
+    if there_unreadable < here_unreadable and there >= here:
+        durable.move(theirs, mine)
+        send_again(mine.parent)
+    else:
+        durable.move(theirs, mine.with_name(f"there-{JOURNAL}"))
+
+
+def _append_whole_lines(file: Path, stream: IO[bytes]) -> None:
+    rest = b""
+    while chunk := stream.read(CHUNK):
+        rest += chunk
+        rest = rest[append_lines(file, rest) :]
+        if len(rest) > LONGEST_LINE:
+            raise _refuse("a line of its journal has more bytes than one can have")
+
+
+def _begins_with(stream: IO[bytes], file: Path) -> bool:
+    if not file.exists():
+        return True
+    with file.open("rb") as known:
+        while chunk := known.read(CHUNK):
+            if stream.read(len(chunk)) != chunk:
+                return False
+    return True
+
+
+def _count_lines(folder: Path) -> tuple[int, int]:
+    """Return how many lines of a journal hold a record, and how many hold none."""
+    found = [record is None for record, _ in scan(folder)]
+    return found.count(False), found.count(True)
 
 
 class _TailStream:

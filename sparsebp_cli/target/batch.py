@@ -18,6 +18,7 @@ from sparsebp_cli.recipe.schema import PositiveInt
 from sparsebp_cli.target.confinement import read_mount
 from sparsebp_cli.target.container import ContainerOptions, MountText, Size, check_gpus
 from sparsebp_cli.target.engine import LOST_CODE, MOST_RESTARTS
+from sparsebp_cli.target.shell import RESET
 
 AbsoluteFolder = Annotated[str, Field(pattern=r"^/[\w./@+-]*$")]
 Word = Annotated[str, Field(pattern=r"^[\w.,:@/*+-]+$")]
@@ -69,6 +70,11 @@ class SlurmOptions(ContainerOptions):
     def _consistent(self) -> SlurmOptions:
         if self.host and not self.folder:
             raise ValueError("a host needs a folder: where runs are there, seen by all nodes")
+        if self.requeue and self.timeout_min and self.timeout_min * 60 <= self.warning_seconds:
+            raise ValueError(
+                f"warning_seconds: a job of {self.timeout_min} min (timeout_min) would be warned when it starts, "
+                f"must be below {self.timeout_min * 60}, got {self.warning_seconds}"
+            )
         if self.nodes > 1:
             check_gpus(self, self.gpus)
         if any("\n" in line or "\r" in line for line in self.setup):
@@ -104,7 +110,12 @@ def render_script(options: SlurmOptions, runs: Sequence[str], max_parallel: int 
     head = "\n".join(f"#SBATCH {_quote_option(word)}" for word in sbatch_options(options, top, len(runs), max_parallel))
     listed = "\n".join(f"  {shlex.quote(run)}" for run in runs)
     environment = "\n".join(f"export {name}={shlex.quote(value)}" for name, value in sorted(options.env.items()))
-    setup = "\n".join(part for part in (environment, *options.setup) if part)
+    setup = "\n".join(_prepare(line) for line in options.setup)
+    inner = "\n".join(
+        part
+        for part in (environment, setup, f"{RESET}{_meeting(options)}", f"exec {worker_command(options, '$run')}")
+        if part
+    )
     return f"""#!/bin/bash
 {head}
 
@@ -114,7 +125,7 @@ runs=(
 run=${{runs[${{SLURM_ARRAY_TASK_ID:-0}}]}}
 key=${{SLURM_ARRAY_JOB_ID:+${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID}}
 key=${{key:-$SLURM_JOB_ID}}
-worker= hit= again=
+worker= hit= again= idle=
 {_forwarding(options)}
 trap 'again=yes; forward_signal' USR1
 trap 'forward_signal' TERM
@@ -127,8 +138,8 @@ if ! (set -C; echo "$key" > "$run/slurm-owner") 2>/dev/null && [ "$(cat "$run/sl
 fi
 rm -f "$run/slurm-exit"
 
-{setup}{_meeting(options)}
-{worker_command(options, "$run")} &
+# A shell of its own: what setup sets and traps is not that of this script. It becomes the worker.
+run="$run" "$BASH" -c {shlex.quote(inner)} &
 worker=$!
 [ ! -e "$run/slurm-stop" ] || hit=yes  # Slurm loses a signal that comes before this script has started
 [ -z "$hit" ] || forward_signal
@@ -141,15 +152,22 @@ while [ -n "$hit" ]; do  # a signal ends a wait, and leaves the worker's exit co
   [ "$waited" = 127 ] || code=$waited
 done
 
-{_reading(options)}if {_requeue_condition(options)}; then
+{_reading(options)}{_counting(options)}if {_requeue_condition(options)}; then
   # Write no exit file from here on: the job is not over, and Slurm ends what still runs of it.
   trap 'exit 143' TERM
   if scontrol requeue "$key"; then sleep 60 & wait; exit 143; fi
 fi
-echo "$key $code" > "$run/slurm-exit"
+echo "$key $code${{idle:+ $idle}}" > "$run/slurm-exit"
 rm -f "$run/slurm-owner"
 exit "$code"
 """
+
+
+def _prepare(line: str) -> str:
+    """Return the line that runs a line of setup. If it fails the run ends, and the log names it."""
+    failed = shlex.quote(f"target.setup: {line!r} failed: exit code")
+    # Behind || an option such as set -e, from an earlier line, does not end the shell before it has spoken.
+    return f"eval {shlex.quote(line)} < /dev/null || {{ code=$?; echo {failed} $code; exit 1; }}"
 
 
 def _is_step(options: SlurmOptions) -> bool:
@@ -185,9 +203,24 @@ def _reading(options: SlurmOptions) -> str:
     return '[ ! -e "$run/slurm-code" ] || code=$(cat "$run/slurm-code")\nrm -f "$run/slurm-code"\n'
 
 
+def _counting(options: SlurmOptions) -> str:
+    """Return the lines that set ``idle`` when a job was warned several times in a row without a new checkpoint: a
+    warning that comes before a step can be made would put it back for ever."""
+    if not options.requeue:
+        return ""
+    return f"""if [ -n "$again" ] && [ "$code" = 143 ]; then
+  newest=$(ls "$run/checkpoints" 2> /dev/null | grep '^step-' | sort | tail -n 1)
+  read -r before times 2> /dev/null < "$run/slurm-idle" || times=0
+  if [ "$before" = "${{newest:-none}}" ]; then times=$((times + 1)); else times=0; fi
+  echo "${{newest:-none}} $times" > "$run/slurm-idle"
+  [ "$times" -lt {MOST_RESTARTS} ] || {{ idle=idle; rm -f "$run/slurm-idle"; }}
+fi
+"""
+
+
 def _requeue_condition(options: SlurmOptions) -> str:
     """Return the test of whether the job goes back into the queue: it was warned, or has lost a node."""
-    warned = '[ -n "$again" ] && [ "$code" = 143 ]'
+    warned = '[ -n "$again" ] && [ "$code" = 143 ] && [ -z "$idle" ]'
     if options.nodes > 1:
         lost = f'[ "$code" = {LOST_CODE} ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {MOST_RESTARTS} ]'
         warned = f"{{ {{ {warned}; }} || {{ {lost}; }}; }}"

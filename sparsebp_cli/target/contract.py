@@ -131,7 +131,7 @@ class Target(ABC):
         """Return the files that the command reads, such as a batch script: name to content. Nothing is written.
 
         Args:
-            run: Its folder.
+            run: Folder of the run, with its plan.
 
         Returns:
             The files; empty where the command needs none.
@@ -148,6 +148,18 @@ class Target(ABC):
             UsageError: It cannot run there; the text gives the reason.
         """
         return  # most plans can run anywhere
+
+    def recover(self, run: RunFolder) -> None:
+        """Ask for the worker of a run whose folder does not tell how its last start ended, and make the run
+        unreachable if there is one, so that a new process follows it. On this machine the locks tell.
+
+        Args:
+            run: Folder of the run.
+
+        Raises:
+            UnreachableError: The place does not answer.
+        """
+        return
 
     @abstractmethod
     def submit_all(self, runs: Sequence[RunFolder], *, max_parallel: int = 1) -> list[Job]:

@@ -14,11 +14,12 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from sparsebp_cli import durable
 from sparsebp_cli.errors import RunFailedError, SparseBPError, UnreachableError, UsageError
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.run import RunFolder, State, keep_private
 from sparsebp_cli.target.engine import TargetEngine
-from sparsebp_cli.target.launch import leave_client, open_runs, report_start
+from sparsebp_cli.target.launch import detach, leave_client, open_runs, report_start
 from sparsebp_cli.target.remote_run import RemoteRun, describe
 
 SLICE_SECONDS = 0.1
@@ -46,6 +47,7 @@ class Dispatcher:
         self._followed: list[RemoteRun] = []
         self._pause = engine.fastest_seconds
         self._start_again = 0.0
+        self._stopping = False  # a stop of one run is one of all
         for run in runs:
             self._waiting.append(RemoteRun(run, engine, os.getpid()))
 
@@ -87,12 +89,13 @@ class Dispatcher:
     def poll(self) -> None:
         """Poll every run once, and start the next one if there is room."""
         for remote in [*self._followed]:
-            stopped = remote.has_new_request
             remote.poll()
-            if stopped and self._is_stop(remote):
+            # After the poll: one that came during it is carried out already, and is new no more.
+            if not self._stopping and self._is_stop(remote):
+                self._stopping = True
                 self._abandon_waiting()
                 for other in self._followed:
-                    other.run.request_file.write_text("stop", encoding="utf-8")
+                    durable.write_file(other.run.request_file, "stop")
             if remote.over:
                 self._followed.remove(remote)
         for remote in [*self._waiting]:
@@ -180,8 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--adopt", action="store_true")
     parsed = parser.parse_args(arguments)
     keep_private()
-    if os.fork():
-        os._exit(0)  # the client waits for this parent alone, so no zombie is left
+    detach()
     try:
         runs = open_runs(parsed.runs)
         target = make_target(Plan.load(runs[0].plan_file).recipe.target)

@@ -14,10 +14,12 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, ClassVar, Self, final
 
+from sparsebp_cli import durable
 from sparsebp_cli.errors import RunBusyError, RunFailedError, UnreachableError, UsageError
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.recipe.schema import TargetOptions
 from sparsebp_cli.run import RunFolder
+from sparsebp_cli.run.budget import LARGEST_SMALL, open_to_append, read_bounded
 from sparsebp_cli.run.journal import FILE as JOURNAL
 from sparsebp_cli.target.archive import append_lines, merge_into_run, pack, receive, size_of
 from sparsebp_cli.target.confinement import check_remote_mounts, mount_query
@@ -33,8 +35,10 @@ from sparsebp_cli.target.container import (
 )
 from sparsebp_cli.target.contract import CheckResult
 from sparsebp_cli.target.engine import Phase, TargetEngine, WorkerStatus, read_exit_code
-from sparsebp_cli.target.probe import SOURCE, compare_environment, make_tool, shell_command
+from sparsebp_cli.target.engine_word import ARCHITECTURE, explain
+from sparsebp_cli.target.probe import SOURCE, compare_environment
 from sparsebp_cli.target.remote import RemoteTarget
+from sparsebp_cli.target.shell import Shell
 from sparsebp_cli.target.tool import CommandResult, Tool, always, matching
 
 PULL_SECONDS = 3600.0
@@ -91,8 +95,8 @@ class DockerEngine(TargetEngine):
             if "already in use" in answer.err:
                 raise RunBusyError(f"run {run.run_id} is on {self._place} already, started by another dispatcher")
             raise self._refused(answer)
-        part = run.path / "image.json"
-        part.write_text(json.dumps({"name": options.image, "id": image, "digest": digest}), encoding="utf-8")
+        found = {"name": options.image, "id": image, "digest": digest}
+        durable.write_file(run.path / "image.json", json.dumps(found))
         owner, group = (int(number) for number in options.user.split(":"))
         folder = run_folder(run.run_id).removeprefix("/")
         copied = self._tool.write(
@@ -140,27 +144,50 @@ class DockerEngine(TargetEngine):
     def check(self) -> Iterator[CheckResult]:
         options = self._options
         try:
-            server = self._run(
-                "version", "--format", "{{.Server.Version}}" if options.command == "docker" else "{{.Client.Version}}"
+            # podman's command line is its engine.
+            side, system = (
+                ("Server", ".Os}}/{{.Server.Arch}}") if options.command == "docker" else ("Client", ".OsArch}}")
             )
-            yield CheckResult("ok", "reachable", f"{options.command} {server.text} on {self._place}")
+            version = self._run("version", "--format", f"{{{{.{side}.Version}}}} {{{{.{side}{system}").text
+            number, _, machine = version.partition(" ")
+            yield CheckResult("ok", "reachable", f"{options.command} {number} on {self._place}")
+            yield from self._check_shell()
             yield CheckResult("ok", "image", " ".join(self._resolve_image()))
-            words = [*self._words, "run", "--rm", *confinement_options(options), "--workdir", "/"]
-            found = self._tool.run([*words, "--entrypoint", options.python, options.image, "-P", "-c", SOURCE, "/"])
+            made_for = self._run("image", "inspect", "--format", "{{.Os}}/{{.Architecture}}", options.image).text
         except (UnreachableError, RunFailedError, UsageError) as error:
             yield CheckResult("fail", "reachable" if isinstance(error, UnreachableError) else "image", str(error))
+            return
+        if made_for != machine:
+            yield CheckResult(
+                "warn", "architecture", f"the image is for {made_for}, {self._place} is {machine}", ARCHITECTURE
+            )
+        words = [*self._words, "run", "--rm", *confinement_options(options), "--workdir", "/"]
+        # The engine has answered before, so an error now is the container's own, whatever its words.
+        tool = Tool(self._place, always, self._tool.environment)
+        try:
+            found = tool.run([*words, "--entrypoint", options.python, options.image, "-P", "-c", SOURCE, "/"])
+        except UnreachableError as error:  # it took too long
+            yield CheckResult("fail", "container", str(error))
             return
         if found.code != 0:
             yield CheckResult("fail", "container", found.problem)
             return
-        yield from compare_environment(found.text, wants_gpus=options.gpus is not None)
+        yield from compare_environment(found.text, num_gpus=_count_gpus(options))
+
+    def _check_shell(self) -> Iterator[CheckResult]:
+        """Yield a warning where a login shell prints, which can end docker's connection over SSH."""
+        host = self._options.host
+        if host and host.startswith("ssh://"):
+            shell = Shell(host, "")
+            shell.run("true")
+            yield from shell.check()
 
     def _check_remote_mounts(self) -> None:
         """Check how the mounts resolve on the engine's host, where it can be reached over SSH."""
         host, mounts = self._options.host, [*self._options.mounts]
         if not mounts or not host or not host.startswith("ssh://"):
             return  # on this machine the options were checked already
-        answer = make_tool(host, "").run(shell_command(host, mount_query(mounts)))
+        answer = Shell(host, "").run(mount_query(mounts))
         try:
             check_remote_mounts(mounts, answer.text)
         except ValueError as error:
@@ -215,6 +242,13 @@ class DockerTarget(RemoteTarget):
     engine_class = DockerEngine
 
 
+def _count_gpus(options: DockerOptions) -> int:
+    """Return how many GPUs a run asks for; of all there are it needs one."""
+    if isinstance(options.gpus, list):
+        return len(options.gpus)
+    return 1 if options.gpus == "all" else options.gpus or 0
+
+
 def _read_state(state: dict[str, Any]) -> WorkerStatus:
     if state["Status"] in {"running", "paused", "restarting", "removing", "stopping"}:
         return WorkerStatus(Phase.WORKING)
@@ -224,7 +258,7 @@ def _read_state(state: dict[str, Any]) -> WorkerStatus:
         return WorkerStatus(Phase.OVER, -9, "killed for want of memory: see target.memory")
     code = read_exit_code(int(state["ExitCode"]))
     error = " ".join(str(state.get("Error") or "").split())
-    return WorkerStatus(Phase.OVER, code, f"the engine says: {error}" if error else "")
+    return WorkerStatus(Phase.OVER, code, f"the engine says: {explain(error)}" if error else "")
 
 
 def _age(found: dict[str, Any]) -> float:
@@ -247,7 +281,7 @@ class LogPosition:
     def load(cls, run: RunFolder) -> Self:
         """Read the position from a run's folder."""
         try:
-            return cls(**json.loads((run.path / FILE).read_bytes()))
+            return cls(**json.loads(read_bounded(run.path / FILE, LARGEST_SMALL)))
         except (OSError, ValueError, TypeError):
             return cls()
 
@@ -258,13 +292,11 @@ class LogPosition:
         new = sorted((item for item in found if item[1] > self.key), key=lambda item: item[1])
         if not new:
             return
-        with run.log_file.open("a", encoding="utf-8") as log:
-            log.writelines(match[4] + "\n" for match, _ in new)
+        with open_to_append(run.log_file) as log:
+            log.write("".join(match[4] + "\n" for match, _ in new).encode())
         last, self.key = new[-1]
         self.stamp = last[0].partition(" ")[0]
-        part = run.path / f"{FILE}.part"
-        part.write_text(json.dumps({"stamp": self.stamp, "key": self.key}), encoding="utf-8")
-        part.replace(run.path / FILE)
+        durable.write_file(run.path / FILE, json.dumps({"stamp": self.stamp, "key": self.key}))
 
 
 def _nanoseconds(match: re.Match[str]) -> int:

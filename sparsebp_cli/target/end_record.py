@@ -6,6 +6,7 @@ import signal
 
 from sparsebp_cli.errors import RunBusyError
 from sparsebp_cli.run import JournalWriter, RunFolder, State, read
+from sparsebp_cli.run.budget import open_regular
 from sparsebp_cli.run.record_type import EndRecord
 
 MAX_LINE_CHARACTERS = 300
@@ -100,7 +101,7 @@ def _describe_failure(exit_code: int | None) -> str:
 
 def _find_last_line(run: RunFolder, offset: int) -> str:
     try:
-        with run.log_file.open("rb") as log:
+        with open_regular(run.log_file) as log:
             log.seek(offset)
             lines = log.read().decode(errors="replace").split("\n")
     except OSError:

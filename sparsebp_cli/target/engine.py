@@ -60,6 +60,10 @@ class TargetEngine(ABC):
         """See :meth:`Target.check_plan`."""
         return  # most plans can run anywhere
 
+    def is_handle(self, text: str) -> bool:
+        """Return whether a text can be a handle of this engine."""
+        return bool(text)
+
     @abstractmethod
     def find(self, run: RunFolder) -> str | None:
         """Return the handle of the run's worker, alive or not; None when there is none."""

@@ -15,6 +15,7 @@ import yaml
 
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.plan import Plan
+from sparsebp_cli.policy.option import validate_options
 from sparsebp_cli.recipe.schema import TargetOptions, TargetSection
 from sparsebp_cli.run import home
 from sparsebp_cli.target.batch import SlurmOptions, render_script
@@ -27,7 +28,7 @@ SHARED = set(TargetOptions.model_fields) - {"worker"}  # of a target's options, 
 
 def export_sbatch(plans: Sequence[Plan], max_parallel: int) -> str:
     """Return a Slurm batch script; several plans are an array. The first plan's ``slurm`` options hold for all."""
-    options = SlurmOptions.model_validate(_options(plans[0], "slurm"))
+    options = validate_options(SlurmOptions, _options(plans[0], "slurm"))
     folder = options.folder or str(home())
     runs = [f"{folder}/runs/{plan.run_id}" for plan in plans]
     before = "\n".join(_write_plan(plan, shlex.quote(run)) for plan, run in zip(plans, runs, strict=True))
@@ -39,7 +40,7 @@ def export_kubernetes(plans: Sequence[Plan]) -> str:
     Without a claim, the files that the run writes are lost with its pod."""
     documents = []
     for plan in plans:
-        options = KubernetesOptions.model_validate(_options(plan, "kubernetes"))
+        options = validate_options(KubernetesOptions, _options(plan, "kubernetes"))
         name, folder = container_name(plan.run_id), run_folder(plan.run_id)
         job = make_job(options, plan.run_id)
         pod = job["spec"]["template"]["spec"]
@@ -107,7 +108,7 @@ def _container(plan: Plan) -> ContainerOptions:
         for key in ContainerOptions.model_fields
         if key in plan.recipe.target.options
     }
-    return ContainerOptions.model_validate(known)
+    return validate_options(ContainerOptions, known)
 
 
 def _only(plans: Sequence[Plan], form: str) -> Plan:

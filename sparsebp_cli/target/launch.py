@@ -7,24 +7,32 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import subprocess
 import sys
 import time
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from io import FileIO, UnsupportedOperation
 from pathlib import Path
 from typing import Self
 
 import psutil
 
-from sparsebp_cli import errors
-from sparsebp_cli.errors import RunFailedError, SparseBPError
+from sparsebp_cli import durable, errors, interpreter
+from sparsebp_cli.errors import RunFailedError, SparseBPError, UnreachableError
 from sparsebp_cli.run import RunFolder, State
+from sparsebp_cli.run.budget import LARGEST_SMALL, LONGEST_LINE, open_regular, open_to_append, read_bounded
+from sparsebp_cli.run.journal import FILE as JOURNAL
 from sparsebp_cli.target.contract import Job
 
 POLL_SECONDS = 0.1
+REPORT_SECONDS = 1.0  # between two looks whether a starting process lives
+CHUNK = 1 << 16
 UPLOAD_SECONDS = 60.0  # a watcher gives up sending after 30
+START_SECONDS = 3600.0  # to report the start: longer than checkpoints take over a slow line, for a run that resumes
 
 
 @dataclass(frozen=True)
@@ -44,17 +52,18 @@ class Launch:
 
     def save(self, run: RunFolder) -> None:
         """Write it into the run's folder, atomically."""
-        part = run.target_file.with_suffix(".part")
-        part.write_text(json.dumps(asdict(self)), encoding="utf-8")
-        part.replace(run.target_file)
+        durable.write_file(run.target_file, json.dumps(asdict(self)))
 
     @classmethod
     def load(cls, run: RunFolder) -> Self | None:
-        """Read the newest start of a run; None when there was none."""
+        """Read the newest start of a run; None when there was none. Of one that cannot be read nothing is known but
+        that there was one: elsewhere its worker may be alive, and the engine finds it by its label."""
         try:
-            return cls(**json.loads(run.target_file.read_bytes()))
-        except (OSError, ValueError, TypeError):
+            return cls(**json.loads(read_bounded(run.target_file, LARGEST_SMALL)))
+        except FileNotFoundError:
             return None
+        except (OSError, ValueError, TypeError):
+            return cls(0, 0, sight="unreachable" if run.is_elsewhere() else "")
 
     def worker(self, run: RunFolder) -> psutil.Process | None:
         """Return the living worker, or None."""
@@ -67,12 +76,27 @@ class Launch:
 
 def _find_process(pid: int, run: RunFolder) -> psutil.Process | None:
     """Return the process if its command line names this run: the system reuses process ids."""
+    if pid <= 0:
+        return None
     try:
         process = psutil.Process(pid)
         ours = any(run.run_id in argument for argument in process.cmdline())
     except psutil.Error:
         return None
     return process if ours else None
+
+
+def find_worker(run: RunFolder) -> psutil.Process | None:
+    """Return the living worker of a run on this machine, or None; also if its ``target.json`` is lost."""
+    launch = Launch.load(run)
+    if launch is not None and launch.watcher_pid:
+        return launch.worker(run)
+    if not run.is_locked("worker"):
+        return None
+    for process in psutil.process_iter(["cmdline"]):
+        if str(run.plan_file) in (process.info["cmdline"] or ()):
+            return process
+    return None
 
 
 class RunHandle(Job):
@@ -113,6 +137,11 @@ class RunHandle(Job):
             offset += len(new)
             *lines, rest = (rest + new).split(b"\n")
             yield from (line.decode(errors="replace") for line in lines)
+            if len(rest) >= LONGEST_LINE:  # a line without an end is told in pieces
+                yield rest.decode(errors="replace")
+                rest = b""
+            if len(new) == LONGEST_LINE:
+                continue
             if over:
                 break
             time.sleep(POLL_SECONDS)
@@ -126,9 +155,9 @@ class RunHandle(Job):
 
 def _read_from(file: Path, offset: int) -> bytes:
     try:
-        with file.open("rb") as log:
+        with open_regular(file) as log:
             log.seek(offset)
-            return log.read()
+            return log.read(LONGEST_LINE)
     except FileNotFoundError:
         return b""
 
@@ -144,19 +173,14 @@ def start_process(module: str, options: Sequence[str], runs: Sequence[RunFolder]
     """Start ``python -m MODULE OPTIONS RUN_FOLDER...`` and wait until it reports the start of the first run. The module
     calls :func:`report_start` once, then :func:`leave_client`. An error that it reports is raised here."""
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", module, *options, *(str(run.path) for run in runs)],
+        interpreter.command("-m", module, *options, *(str(run.path) for run in runs)),
+        env=interpreter.environment(),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,  # until it has reported; from then on it writes to watcher.log
         start_new_session=True,
     )
-    text, _ = process.communicate()
-    lines = text.decode(errors="replace").splitlines() or ["it ended without any output"]
-    try:
-        report = json.loads(lines[-1])
-        kind, problem = str(report["error"]), str(report["text"])
-    except (ValueError, TypeError, KeyError):
-        kind, problem = "", lines[-1]
+    kind, problem = _read_report(process)
     if problem:
         known = getattr(errors, kind, None)
         if isinstance(known, type) and issubclass(known, SparseBPError) and known is not SparseBPError:
@@ -164,21 +188,94 @@ def start_process(module: str, options: Sequence[str], runs: Sequence[RunFolder]
         raise RunFailedError(f"the run could not be started: {problem}")
 
 
+def _read_report(process: subprocess.Popen[bytes]) -> tuple[str, str]:
+    """Return the class and the text of the error that a starting process reports, both empty if it has started. Its
+    output is read up to the report, not to its end: whatever it leaves running may hold the pipe open."""
+    assert process.stdout is not None
+    printed, pid, deadline = b"", process.pid, time.monotonic() + START_SECONDS
+    with process.stdout:
+        while True:
+            if time.monotonic() > deadline:
+                raise UnreachableError(
+                    f"process {pid}, which starts the run, has reported nothing for {START_SECONDS / 60:g} minutes; it "
+                    "was left at work, and `sparsebp runs` shows what becomes of the run"
+                )
+            alive = _is_alive(pid, process)  # before the look: what a dead one printed is in the pipe
+            ready, _, _ = select.select([process.stdout], [], [], REPORT_SECONDS)
+            data = os.read(process.stdout.fileno(), CHUNK) if ready else b""
+            printed += data
+            *complete, rest = printed.decode(errors="replace").split("\n")
+            for line in complete:  # of half a line the writer still writes the rest, and the pipe is closed below
+                match _read_json(line):
+                    case {"pid": int(number)}:
+                        pid = number
+                    case {"error": kind, "text": problem}:
+                        process.wait()
+                        if problem:  # its locks are free when it has ended
+                            _wait_briefly(pid)
+                        return str(kind), str(problem)
+            if (ready and not data) or (not ready and not alive):
+                process.wait()
+                said = [line for line in (*complete, rest) if line.strip() and not isinstance(_read_json(line), dict)]
+                return "", said[-1] if said else "it ended without any output"
+
+
+def _is_alive(pid: int, process: subprocess.Popen[bytes]) -> bool:
+    return process.poll() is None or (pid != process.pid and psutil.pid_exists(pid))
+
+
+def _wait_briefly(pid: int) -> None:
+    with suppress(psutil.Error):
+        psutil.Process(pid).wait(UPLOAD_SECONDS)
+
+
+def _read_json(line: str) -> object:
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None
+
+
+def detach() -> None:
+    """Go on as a process of its own. The client waits for its parent alone, so no zombie is left, and is told the new
+    process's id: should it die without a report, nobody would wait for ever."""
+    if child := os.fork():
+        _tell({"pid": child})
+        os._exit(0)
+
+
 def report_start(error: Exception | None = None) -> None:
     """Report to the waiting client that the first run was started, or the error that prevented it."""
-    text = "" if error is None else str(error) or type(error).__name__
-    print(json.dumps({"error": type(error).__name__ if error else "", "text": text}), flush=True)
+    known = errors.explain_system_error(error) if isinstance(error, OSError) else ""
+    text = "" if error is None else known or str(error) or type(error).__name__
+    _tell({"error": type(error).__name__ if error else "", "text": text})
+
+
+def _tell(content: dict[str, object]) -> None:
+    """Write a line to the client in one piece, also with PYTHONUNBUFFERED; one that is gone is not waited for."""
+    sys.stdout.flush()
+    with suppress(BrokenPipeError):
+        os.write(sys.stdout.fileno(), json.dumps(content).encode() + b"\n")
 
 
 def leave_client(run: RunFolder) -> None:
     """Redirect this process's output to ``watcher.log`` of a run: nobody reads the pipe any more."""
     sys.stdout.flush()
     sys.stderr.flush()
-    with (run.path / "watcher.log").open("ab") as log:
+    try:
+        log = open_to_append(run.path / "watcher.log")
+    except OSError:  # the run goes on: it was started, and what is printed here is told elsewhere as well
+        log = FileIO(os.devnull, "ab")
+    with log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
 
 
 def open_runs(paths: Sequence[Path]) -> list[RunFolder]:
-    """Return the runs whose folders a command line names."""
-    return [RunFolder(path.absolute()) for path in paths]
+    """Return the runs whose folders a command line names. Raises ``UnsupportedOperation`` where something else is in
+    the place of a file that the run appends to: a worker that cannot write there could not say so either."""
+    runs = [RunFolder(path.absolute()) for path in paths]
+    for file in (file for run in runs for file in (run.path / JOURNAL, run.log_file)):
+        if file.exists() and not file.is_file():
+            raise UnsupportedOperation(f"{file} is not a regular file")
+    return runs

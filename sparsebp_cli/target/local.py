@@ -7,7 +7,6 @@ import platform
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
@@ -16,12 +15,13 @@ from typing import final
 
 import psutil
 
+from sparsebp_cli import durable, interpreter
 from sparsebp_cli.errors import RunBusyError
 from sparsebp_cli.recipe.schema import TargetOptions
 from sparsebp_cli.run import RunFolder, State, home
 from sparsebp_cli.target.contract import CheckResult, Job, Target
 from sparsebp_cli.target.end_record import write_end_record
-from sparsebp_cli.target.launch import POLL_SECONDS, Launch, RunHandle, start_process, wait_for_last_upload
+from sparsebp_cli.target.launch import POLL_SECONDS, Launch, RunHandle, find_worker, start_process, wait_for_last_upload
 
 LITTLE_SPACE = 5e9
 SECONDS_FOR_GPUS = 20.0  # to list them
@@ -32,17 +32,18 @@ class LocalJob(RunHandle):
     """A job on this machine."""
 
     def stop(self) -> None:
-        if (launch := Launch.load(self._run)) and (process := launch.watcher(self._run) or launch.worker(self._run)):
+        launch = Launch.load(self._run)
+        if process := (launch and launch.watcher(self._run)) or find_worker(self._run):
             _signal(process, signal.SIGINT)
 
     def kill(self) -> None:
-        if (launch := Launch.load(self._run)) and (process := launch.worker(self._run)):
+        if process := find_worker(self._run):
             _signal(process, signal.SIGKILL)
 
     def cancel(self, grace_seconds: float = 30.0) -> State:
         if self.status().over:
             return self.status()
-        self._run.cancel_file.touch()
+        durable.write_file(self._run.cancel_file, "")
         deadline, signalled = time.monotonic() + grace_seconds, None
         while (worker := self._worker()) is not None or not self.status().over:
             if worker is not None and worker != signalled:
@@ -58,8 +59,7 @@ class LocalJob(RunHandle):
         return self._run.path
 
     def _worker(self) -> psutil.Process | None:
-        launch = Launch.load(self._run)
-        return launch.worker(self._run) if launch else None
+        return find_worker(self._run)
 
     def _write_missing_end(self) -> None:
         """Write the end record that a killed watcher did not write."""
@@ -84,7 +84,7 @@ class LocalTarget(Target):
         self.worker_module = (options or TargetOptions()).worker
 
     def command(self, run: RunFolder) -> list[str]:
-        return [sys.executable, "-P", "-m", self.worker_module, str(run.plan_file)]
+        return interpreter.command("-m", self.worker_module, str(run.plan_file))
 
     def submit_all(self, runs: Sequence[RunFolder], *, max_parallel: int = 1) -> list[Job]:
         for run in runs:

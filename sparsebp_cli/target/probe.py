@@ -1,16 +1,13 @@
-"""The shell of another machine; and what the Python there answers: versions, GPUs and disk space, beside ours."""
+"""What the Python of a target answers: versions, GPUs and disk space, beside ours."""
 
 from __future__ import annotations
 
 import json
-import re
-import shlex
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
-from urllib.parse import urlsplit
 
 from sparsebp_cli.target.contract import CheckResult
-from sparsebp_cli.target.tool import Tool, always
+from sparsebp_cli.target.engine_word import TOOLKIT
 
 PACKAGES = ("sparsebp", "torch", "transformers", "accelerate", "peft", "datasets")
 LITTLE_SPACE = 5e9
@@ -32,8 +29,9 @@ print(json.dumps({{"python": platform.python_version(), "packages": {{name: find
 """
 
 
-def compare_environment(answer: str, *, wants_gpus: bool) -> Iterator[CheckResult]:
-    """Yield the results for Python, packages, GPUs and disk from the output of :data:`SOURCE`."""
+def compare_environment(answer: str, *, num_gpus: int) -> Iterator[CheckResult]:
+    """Yield the results for Python, packages, GPUs and disk from the output of :data:`SOURCE`; a run asks for
+    ``num_gpus``."""
     try:
         there = json.loads(answer.strip().splitlines()[-1])
         python, packages, gpus, free = there["python"], there["packages"], there["gpus"], float(there["free"])
@@ -44,8 +42,10 @@ def compare_environment(answer: str, *, wants_gpus: bool) -> Iterator[CheckResul
         return
     yield CheckResult("ok", "python", str(python))
     yield _compare_packages(packages)
-    if wants_gpus and not gpus:
-        yield CheckResult("fail", "GPUs", "none seen by the worker", "see the driver and the container toolkit there")
+    if num_gpus and not gpus:
+        yield CheckResult("fail", "GPUs", "none seen by the worker", f"see the driver there, or {TOOLKIT}")
+    elif num_gpus > len(gpus):
+        yield CheckResult("fail", "GPUs", f"{len(gpus)} seen by the worker, {num_gpus} asked for", "see target.gpus")
     else:
         yield CheckResult("ok", "GPUs", ", ".join(gpus) or "none requested")
     few = free < LITTLE_SPACE
@@ -73,34 +73,3 @@ def _version(name: str) -> str:
         return version(name)
     except PackageNotFoundError:
         return ""
-
-
-# ssh must never prompt. A user accepts a host key by hand, once; an unknown one is an error here.
-SSH = ("ssh", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes", "-o", "ConnectTimeout=15")
-SSH_SILENCE = ("-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4")
-BROKEN = 255  # ssh's own exit code
-
-
-def shell_command(host: str | None, lines: str) -> list[str]:
-    """Return the command that runs POSIX shell lines on ``ssh://[USER@]HOST[:PORT]``; None is this machine. ``exec sh``
-    makes the lines independent of the user's login shell there."""
-    if host is None:
-        return ["sh", "-c", lines]
-    return [*ssh_command(host), f"exec sh -c {shlex.quote(lines)}"]
-
-
-def ssh_command(host: str) -> list[str]:
-    """Return the words of ssh up to the remote command, for ``ssh://[USER@]HOST[:PORT]``."""
-    place = urlsplit(host)
-    port = ["-p", str(place.port)] if place.port else []
-    user = f"{place.username}@" if place.username else ""
-    return [*SSH, *SSH_SILENCE, *port, f"{user}{place.hostname}", "--"]
-
-
-def make_tool(host: str | None, name: str) -> Tool:
-    """Return the tool that runs commands of :func:`shell_command`; error lines call this machine ``name``."""
-    return Tool(host or name, _is_refusal if host else always)
-
-
-def _is_refusal(code: int, errors: str) -> bool:
-    return code != BROKEN and not re.search(r"^kex_exchange_identification|^ssh: ", errors, re.MULTILINE)

@@ -19,6 +19,8 @@ import time
 from pathlib import Path
 from types import FrameType
 
+from sparsebp_cli import durable, interpreter
+from sparsebp_cli.run.budget import open_to_append
 from sparsebp_cli.target.engine import LOST_CODE, MOST_RESTARTS
 
 POLL_SECONDS = 0.2
@@ -56,14 +58,17 @@ class Relay:
 
     def _work(self) -> int:
         self._write_state("working")
-        command = [sys.executable, "-P", "-m", self._module, str(self._folder / "plan.json")]
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        command = interpreter.command("-m", self._module, str(self._folder / "plan.json"))
+        self._process = subprocess.Popen(
+            command, env=interpreter.environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
         if self._is_first:
-            (self._folder / ".pid").write_text(str(self._process.pid), encoding="utf-8")
+            durable.write_file(self._folder / ".pid", str(self._process.pid))
         if self._signal:
             self._process.send_signal(self._signal)
         assert self._process.stdout is not None
-        with Path(self._folder / "worker.log" if self._is_first else os.devnull).open("ab", buffering=0) as log:
+        log_file = self._folder / "worker.log"
+        with open_to_append(log_file) if self._is_first else Path(os.devnull).open("ab", buffering=0) as log:
             for line in self._process.stdout:
                 log.write(line)
                 sys.stdout.buffer.write(line)
@@ -82,9 +87,7 @@ class Relay:
     def _write_state(self, state: str) -> None:
         if not self._is_first:
             return
-        part = self._folder / ".state.part"
-        part.write_text(state, encoding="utf-8")
-        part.replace(self._folder / ".state")
+        durable.write_file(self._folder / ".state", state)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, final
 
+from sparsebp_cli import durable
 from sparsebp_cli.errors import RunBusyError
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.recipe.schema import TargetOptions
@@ -15,6 +16,7 @@ from sparsebp_cli.run import RunFolder, State
 from sparsebp_cli.target.contract import CheckResult, Job, Target
 from sparsebp_cli.target.engine import TargetEngine
 from sparsebp_cli.target.launch import POLL_SECONDS, Launch, RunHandle, start_process, wait_for_last_upload
+from sparsebp_cli.target.remote_run import OVER, UNREACHABLE
 
 DISPATCHER = "sparsebp_cli.target.dispatcher"
 PATIENCE_SECONDS = 60.0  # how long a cancel waits for a target that does not answer
@@ -30,18 +32,16 @@ class RemoteJob(RunHandle):
 
     def stop(self) -> None:
         if not self.status().over:
-            self._run.request_file.write_text("stop", encoding="utf-8")
+            durable.write_file(self._run.request_file, "stop")
 
     def kill(self) -> None:
         if not self.status().over:
-            self._run.request_file.write_text("kill", encoding="utf-8")
+            durable.write_file(self._run.request_file, "kill")
 
     def cancel(self, grace_seconds: float = 30.0) -> State:
         if self.status().over:
             return self.status()
-        part = self._run.cancel_file.with_suffix(".part")
-        part.write_text(str(grace_seconds), encoding="utf-8")
-        part.replace(self._run.cancel_file)
+        durable.write_file(self._run.cancel_file, str(grace_seconds))
         unreachable_since = time.monotonic()
         while not self.settled():
             if self.status() is not State.UNREACHABLE:
@@ -92,6 +92,16 @@ class RemoteTarget(Target):
             with suppress(RunBusyError):  # another process started one in the meantime
                 start_process(DISPATCHER, ["--adopt"], [run])
         return RemoteJob(run, self.engine)
+
+    def recover(self, run: RunFolder) -> None:
+        launch, state = Launch.load(run), run.state()
+        if run.is_locked("target") or (launch is not None and launch.sight == OVER):
+            return
+        # Without a record of a start the run has never left this machine, unless its journal says otherwise.
+        if launch is None and state is State.QUEUED:
+            return
+        if self.engine.find(run) is not None:
+            Launch(0, 0, sight=UNREACHABLE).save(run)
 
     def check(self) -> Iterator[CheckResult]:
         yield from self.engine.check()

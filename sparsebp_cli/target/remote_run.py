@@ -59,7 +59,8 @@ class RemoteRun:
 
     def adopt_worker(self) -> bool:
         """Follow the run's worker if the engine already has one, and return whether it has."""
-        handle = self._launch.handle or self._engine.find(self.run)
+        known = self._launch.handle
+        handle = known if self._engine.is_handle(known) else self._engine.find(self.run)
         if handle is None:
             return False
         self.follow(handle)
@@ -130,7 +131,7 @@ class RemoteRun:
         if "kill" in self._obeyed and not self.run.cancel_file.exists():
             text = "killed by the user; the steps since the last checkpoint are repeated on resume"
         try:
-            write_end_record(
+            written = write_end_record(
                 self.run,
                 status.exit_code,
                 after_attempt=self._launch.after_attempt,
@@ -142,9 +143,11 @@ class RemoteRun:
             return
         if not status.gone and not refused:
             self._engine.release(self.run, handle)
-        self._save(sight=OVER, exit_code=status.exit_code, warning=refused or self._tracking_warning)
+        said = refused or ("" if written else status.text)  # else the end record says it
+        self._save(sight=OVER, exit_code=status.exit_code, warning=said or self._tracking_warning)
         if self._follower is not None:
-            self._save(warning=refused or self._follower.stop().advice(self.run.run_id))
+            sent = self._follower.stop().advice(self.run.run_id)
+            self._save(warning=said or sent)
         self._lock.release()
 
     def _obey_requests(self) -> None:

@@ -14,17 +14,19 @@ from collections.abc import Iterator, Sequence
 from typing import ClassVar, final
 
 from sparsebp_cli.errors import RunBusyError, RunFailedError, UnreachableError, UsageError
+from sparsebp_cli.policy.error_text import shorten
 from sparsebp_cli.recipe.schema import TargetOptions
 from sparsebp_cli.run import RunFolder
 from sparsebp_cli.run.folder import is_shared
 from sparsebp_cli.run.journal import FILE as JOURNAL
-from sparsebp_cli.target.archive import append_lines, merge_into_run, pack, receive, size_of
+from sparsebp_cli.target.archive import MOST_BYTES, append_lines, merge_into_run, pack, receive, size_of
 from sparsebp_cli.target.batch import SlurmOptions, render_script
 from sparsebp_cli.target.confinement import check_remote_mounts, mount_query
 from sparsebp_cli.target.contract import CheckResult
-from sparsebp_cli.target.engine import Phase, TargetEngine, WorkerStatus, read_exit_code
-from sparsebp_cli.target.probe import SOURCE, compare_environment, make_tool, shell_command
+from sparsebp_cli.target.engine import MOST_RESTARTS, Phase, TargetEngine, WorkerStatus, read_exit_code
+from sparsebp_cli.target.probe import SOURCE, compare_environment
 from sparsebp_cli.target.remote import RemoteTarget
+from sparsebp_cli.target.shell import SetupError, Shell, shell_command
 from sparsebp_cli.target.tool import CommandResult
 
 # Job states of squeue; any other one is a job at work.
@@ -48,6 +50,10 @@ REASONS = {
     "PREEMPTED": "preempted",
     "TIMEOUT": "its time limit had come: see target.timeout_min",
 }
+IDLE = (
+    f"Slurm warned it {MOST_RESTARTS + 1} times in a row before it had made a new checkpoint, so it was not put back: "
+    "its time limit (target.timeout_min, or the partition's) has to leave more time than target.warning_seconds"
+)
 BUSY = 76  # exit code of the shell lines that find a run claimed
 DOUBT_SECONDS = 5.0  # a job that is being requeued looks ended for a moment
 
@@ -63,7 +69,7 @@ class SlurmEngine(TargetEngine):
     def __init__(self, options: SlurmOptions) -> None:
         self._options = options
         self._place = options.host or "Slurm"
-        self._tool = make_tool(options.host, "Slurm")
+        self._shell = Shell(options.host, "Slurm", options.setup)
         self._token = secrets.token_hex(6)
         self._ended: dict[str, float] = {}
 
@@ -75,7 +81,15 @@ class SlurmEngine(TargetEngine):
         return {f"{self._folder(run)}/job.sh": render_script(self._options, [self._folder(run)])}
 
     def find(self, run: RunFolder) -> str | None:
-        return self._run_shell(f"cat {self._quoted_folder(run)}/slurm-job 2>/dev/null || true").text or None
+        handle = self._run_shell(f"cat {self._quoted_folder(run)}/slurm-job 2>/dev/null || true").text
+        if handle and not self.is_handle(handle):
+            raise UnreachableError(
+                f"{self._place}: {self._folder(run)}/slurm-job is not a job's number, got {shorten(handle)!r}"
+            )
+        return handle or None
+
+    def is_handle(self, text: str) -> bool:
+        return re.fullmatch(r"[0-9]+(_[0-9]+)?", text) is not None
 
     def start(self, runs: Sequence[RunFolder], max_parallel: int) -> list[str]:
         self._check_remote_mounts()
@@ -102,6 +116,8 @@ class SlurmEngine(TargetEngine):
             self._release_claims(runs)
             raise RunFailedError(f"{self._place} refused the run: {answer.problem}")
         job = answer.text.splitlines()[-1]
+        if not self.is_handle(job):
+            raise UnreachableError(f"{self._place}: sbatch answered no job's number, got {shorten(job)!r}")
         return [f"{job}_{number}" if len(runs) > 1 else job for number in range(len(runs))]
 
     def status(self, run: RunFolder, handle: str) -> WorkerStatus:
@@ -115,9 +131,9 @@ class SlurmEngine(TargetEngine):
             return WorkerStatus(Phase.WAITING)
         if re.fullmatch(r"[A-Z_]+", state) and state not in ENDED:
             return WorkerStatus(Phase.WORKING)
-        key, _, code = (ended.strip().splitlines() or [""])[-1].partition(" ")
+        key, code, idle = [*(ended.strip().splitlines() or [""])[-1].split(), "", "", ""][:3]
         if key == handle and code.isdecimal():
-            return WorkerStatus(Phase.OVER, read_exit_code(int(code)))
+            return WorkerStatus(Phase.OVER, read_exit_code(int(code)), IDLE if idle else "")
         if state not in ENDED:
             state = self._state_from_accounting(handle)
         if state in WAITING:
@@ -131,9 +147,8 @@ class SlurmEngine(TargetEngine):
         if self._options.host is None:
             return  # client and nodes share the run's folder
         for file in (run.path / JOURNAL, run.log_file):
-            tail = self._run_shell(
-                f"tail -c +{size_of(file) + 1} {self._quoted_folder(run)}/{file.name} 2>/dev/null || true"
-            )
+            place = f"{self._quoted_folder(run)}/{file.name}"
+            tail = self._run_shell(f"tail -c +{size_of(file) + 1} {place} 2>/dev/null | head -c {MOST_BYTES}")
             append_lines(file, tail.out)
 
     def signal(self, run: RunFolder, handle: str, number: int) -> None:
@@ -148,7 +163,7 @@ class SlurmEngine(TargetEngine):
             return
         self.pull(run, handle)
         lines = f"tar -C {self._quoted_folder(run)}/.. -cf - -- {shlex.quote(run.run_id)}"
-        with self._tool.read(shell_command(self._options.host, lines)) as stream:
+        with self._shell.read(lines) as stream:
             part = receive(stream, run)
         merge_into_run(part, run.run_id, run)
 
@@ -156,9 +171,8 @@ class SlurmEngine(TargetEngine):
         place = self._quoted_folder(run)
         self._run_shell(f"rm -f {place}/../slurm-{handle}.out")
         if self._options.host is None:
-            self._run_shell(
-                f"rm -rf {place}/slurm-job {place}/slurm-owner {place}/slurm-exit {place}/slurm-stop {place}/job.sh"
-            )
+            left = ("slurm-job", "slurm-owner", "slurm-exit", "slurm-stop", "slurm-idle", "job.sh")
+            self._run_shell(f"rm -rf {' '.join(f'{place}/{name}' for name in left)}")
         else:
             self._run_shell(f"rm -rf {place}")
 
@@ -168,6 +182,7 @@ class SlurmEngine(TargetEngine):
             version = self._run_shell("sinfo --version")
             nodes = self._run_shell(f"sinfo --noheader --format='%P %a %D %G'{_partition_option(options.partition)}")
             yield CheckResult("ok", "reachable", f"{version.text} on {self._place}")
+            yield from self._shell.check()
             partitions = ", ".join(" ".join(line.split()) for line in nodes.text.splitlines())
             yield CheckResult(
                 "ok" if partitions else "fail", "partitions", partitions or f"there is no {options.partition}"
@@ -177,9 +192,26 @@ class SlurmEngine(TargetEngine):
             if options.container == "none":
                 folder = shlex.quote(options.folder or "/")
                 python = f"mkdir -p {folder} && {shlex.quote(options.python)} -P -c {shlex.quote(SOURCE)} {folder}"
-                yield from compare_environment(self._run_shell(python).text, wants_gpus=False)
+                found = self._run_shell(python)
+                if found.code == 0:
+                    yield from compare_environment(found.text, num_gpus=0)
+                else:
+                    hint = "see target.python, and target.setup for the lines that load it"
+                    yield CheckResult("fail", "python", f"{options.python} does not work there: {found.problem}", hint)
+            if partitions:
+                yield self._check_job()
+        except SetupError as error:
+            yield CheckResult("fail", "setup", str(error))
         except UnreachableError as error:
             yield CheckResult("fail", "reachable", str(error))
+
+    def _check_job(self) -> CheckResult:
+        """Let Slurm judge the options of a job that is not submitted: GPUs, memory, account, limits."""
+        script = render_script(self._options, ["/tmp/run"])
+        judged = self._run_shell("sbatch --test-only", given=script.encode())
+        if judged.code != 0:
+            return CheckResult("fail", "job", f"Slurm would refuse it: {judged.problem}")
+        return CheckResult("ok", "job", "Slurm would accept it")
 
     def _folder(self, run: RunFolder) -> str:
         folder = self._options.folder
@@ -189,8 +221,7 @@ class SlurmEngine(TargetEngine):
         return shlex.quote(self._folder(run))
 
     def _run_shell(self, lines: str, *, given: bytes = b"") -> CommandResult:
-        setup = "\n".join(self._options.setup)
-        answer = self._tool.run(shell_command(self._options.host, f"{setup}\n{lines}"), given=given)
+        answer = self._shell.run(lines, given=given)
         if NO_ANSWER.search(answer.err) or (answer.code == 0 and NO_ANSWER.search(answer.text)):
             raise UnreachableError(f"{self._place}: the controller of Slurm does not answer: {answer.problem}")
         return answer
@@ -229,9 +260,7 @@ class SlurmEngine(TargetEngine):
 
     def _send(self, run: RunFolder) -> None:
         lines = f"tar -C {self._quoted_folder(run)}/.. -xf - --no-same-owner"
-        answer = self._tool.write(
-            shell_command(self._options.host, lines), lambda stream: pack(stream, run, run.run_id, more=("worker.log",))
-        )
+        answer = self._shell.write(lines, lambda stream: pack(stream, run, run.run_id, more=("worker.log",)))
         if answer.code != 0:
             raise RunFailedError(f"{self._place} refused the run: {answer.problem}")
 

@@ -19,6 +19,7 @@ from tempfile import TemporaryFile
 from typing import IO, cast
 
 from sparsebp_cli.errors import UnreachableError, UsageError
+from sparsebp_cli.target.engine_word import explain
 
 TIMEOUT_SECONDS = 60.0
 SILENCE_SECONDS = 120.0  # without a byte, before a transfer is given up
@@ -43,12 +44,12 @@ class CommandResult:
 
     @property
     def problem(self) -> str:
-        """The last line of standard error, or of standard output where that is empty."""
+        """The last line of standard error, or of standard output where that is empty, with what to do about it."""
         errors = (self.err or self.text).rpartition("stderr=")[2]  # docker quotes the error of its ssh
         lines = [line.strip() for line in errors.splitlines() if line.strip()]
         lines = [line for line in lines if not line.endswith(TAR_LAST_LINE)] or lines
         lines = [line for line in lines if "response from daemon" in line] or lines  # docker repeats less after it
-        return " ".join(lines[-1:])[:LONGEST_PROBLEM] or f"exit code {self.code}"
+        return explain(" ".join(lines[-1:])[:LONGEST_PROBLEM]) or f"exit code {self.code}"
 
 
 @dataclass(frozen=True)
@@ -65,14 +66,18 @@ class Tool:
         """Run a command to its end, with ``given`` as standard input; the code is not 0 when the target refused. Raises
         ``UnreachableError`` when it did not get through or took too long, ``UsageError`` when there is no such program
         here."""
-        process = self._start(command)
-        try:
-            out, err = process.communicate(given, timeout=self.timeout_seconds)
-        except subprocess.TimeoutExpired:
-            _end(process)
-            process.communicate()
-            raise UnreachableError(f"{self.place} took longer than {self.timeout_seconds:g} s to answer") from None
-        return self._check_refusal(CommandResult(process.returncode, out, err.decode(errors="replace")))
+        # Into files: what it leaves running, such as a connection that ssh keeps, would hold a pipe open.
+        with TemporaryFile() as out, TemporaryFile() as errors:
+            process = self._start(command, errors, out)
+            try:
+                process.communicate(given, timeout=self.timeout_seconds)
+            except subprocess.TimeoutExpired:
+                _end(process)
+                process.communicate()
+                raise UnreachableError(f"{self.place} took longer than {self.timeout_seconds:g} s to answer") from None
+            out.seek(0)
+            answer = CommandResult(process.returncode, out.read(), _content(errors))
+        return self._check_refusal(answer)
 
     @contextmanager
     def read(self, command: Sequence[str]) -> Iterator[IO[bytes]]:
@@ -105,12 +110,14 @@ class Tool:
             answer = CommandResult(process.returncode, out, _content(errors))
         return self._check_refusal(answer)
 
-    def _start(self, command: Sequence[str], errors: IO[bytes] | int = subprocess.PIPE) -> subprocess.Popen[bytes]:
+    def _start(
+        self, command: Sequence[str], errors: IO[bytes], out: IO[bytes] | int = subprocess.PIPE
+    ) -> subprocess.Popen[bytes]:
         try:
             return subprocess.Popen(
                 list(command),
                 stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
+                stdout=out,
                 stderr=errors,
                 env={**os.environ, **QUIET, **dict(self.environment)},
                 start_new_session=True,  # no terminal: ssh cannot prompt, and Ctrl-C does not reach it

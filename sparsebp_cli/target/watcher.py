@@ -25,12 +25,14 @@ from typing import Any
 
 from filelock import FileLock
 
+from sparsebp_cli import interpreter
 from sparsebp_cli.errors import RunBusyError, SparseBPError
 from sparsebp_cli.recipe.schema import TargetOptions
 from sparsebp_cli.run import RunFolder, keep_private, read
+from sparsebp_cli.run.budget import open_to_append
 from sparsebp_cli.target.contract import Target
 from sparsebp_cli.target.end_record import write_end_record
-from sparsebp_cli.target.launch import Launch, leave_client, open_runs, report_start
+from sparsebp_cli.target.launch import Launch, detach, leave_client, open_runs, report_start
 from sparsebp_cli.target.local import LocalTarget, share_gpus
 from sparsebp_cli.tracking import Follower
 
@@ -57,14 +59,14 @@ class LocalRun:
 
     def start(self, signals: Sequence[int], environment: Mapping[str, str]) -> None:
         """Start the worker with extra environment variables, and send it the signals that came before it existed."""
-        with self.run.log_file.open("ab") as log:
+        with open_to_append(self.run.log_file) as log:
             self._log_offset = log.tell()
             self._process = subprocess.Popen(
                 self._target.command(self.run),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
+                env=interpreter.environment({"PYTHONUNBUFFERED": "1", **environment}),
             )
         self._save(worker_pid=self._process.pid)
         for number in [*signals]:
@@ -106,8 +108,9 @@ class LocalRun:
         self._save(exit_code=exit_code)
 
     def _warn(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
-        self._save(warning=text)
+        with suppress(OSError):  # a full disk takes no warning, and a folder that was moved neither
+            print(text, file=sys.stderr, flush=True)
+            self._save(warning=text)
 
     def _save(self, **changes: Any) -> None:
         with self._save_lock:  # the follower warns from a thread of its own
@@ -177,8 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--max-parallel", type=int, default=1)
     parsed = parser.parse_args(arguments)
     keep_private()
-    if os.fork():
-        os._exit(0)  # the client waits for this parent alone, so no zombie is left
+    detach()
     target = LocalTarget(TargetOptions(worker=parsed.worker))
     try:
         queue = LocalQueue(open_runs(parsed.runs), target, parsed.max_parallel)

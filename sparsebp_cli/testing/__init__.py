@@ -1,14 +1,18 @@
 """PUBLIC. Conformance suites for plugin authors: one line of a test checks everything that a contract promises.
 
-from sparsebp_cli.testing import check_policy, check_target
+from sparsebp_cli.testing import check_kind, check_policy, check_target
 
 def test_stride_keeps_the_contract():
     check_policy("stride", every=4)
 
+def test_depth_keeps_what_every_kind_promises():
+    check_kind(DEPTH_SELECTOR, [RandomDepth(full=0.3), RandomDepth(full=1.0)])
+
 def test_my_cluster_keeps_the_contract():
     check_target("my-cluster", queue="short")
 
-``FakeTarget`` is a target inside the test's own process. Tests can cut its connection and lose its workers.
+``FakeTarget`` is a target inside the test's own process. Tests can cut its connection and lose its workers. In the
+suite of a kind of your own, ``check_repeatable`` and ``check_draws`` check what every kind promises of its decisions.
 """
 
 from __future__ import annotations
@@ -16,15 +20,36 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-__all__ = ["FakeTarget", "check_policy", "check_target"]
+__all__ = [
+    "FakeTarget",
+    "check_draws",
+    "check_kind",
+    "check_policy",
+    "check_repeatable",
+    "check_target",
+    "name_of",
+    "require",
+]
 
 if TYPE_CHECKING:
     from sparsebp_cli.testing.fake import FakeTarget
+    from sparsebp_cli.testing.kind import check_kind
     from sparsebp_cli.testing.policy import check_policy
+    from sparsebp_cli.testing.promise import name_of, require
+    from sparsebp_cli.testing.suite import check_draws, check_repeatable
     from sparsebp_cli.testing.target import check_target
 else:
-    # Imported on first use, because only check_policy needs torch.
-    _FILES = {"FakeTarget": "fake", "check_policy": "policy", "check_target": "target"}
+    # Imported on first use, because those for targets need no torch.
+    _FILES = {
+        "FakeTarget": "fake",
+        "check_draws": "suite",
+        "check_kind": "kind",
+        "check_policy": "policy",
+        "check_repeatable": "suite",
+        "check_target": "target",
+        "name_of": "promise",
+        "require": "promise",
+    }
 
     def __getattr__(name):
         if name in _FILES:

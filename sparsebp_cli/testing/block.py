@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sparsebp_cli.policy import BlockDropper, Observation, ResidualBlock, Stateful, Step, TrialPass
-from sparsebp_cli.testing.promise import name_of, random_states, require, through_json
+from sparsebp_cli.policy import BlockDropper, ParameterGradient, ResidualBlock, Stateful, Step, TrialPass
+from sparsebp_cli.testing.promise import name_of, require
 from sparsebp_cli.testing.state import check_state
+from sparsebp_cli.testing.suite import check_repeatable
 
 if TYPE_CHECKING:
     from sparsebp_cli.policy.contract import State
@@ -61,8 +62,8 @@ def _try(policy: BlockDropper, blocks: Sequence[ResidualBlock], state: State) ->
     decisions = [frozenset(tried) for tried in policy.wants_trials(step) if not isinstance(tried, TrialPass)]
     require(all(tried <= names for tried in decisions), f"{name_of(policy)}: wants to try unknown blocks")
     sizes = torch.rand(len(blocks), generator=torch.Generator().manual_seed(0))
-    norms = {block.name: size for block, size in zip(blocks, sizes, strict=True)}
-    seen = [Observation(parameter_norm={n: norms[n] for n in norms if n not in tried}) for tried in decisions]
+    shown = [ParameterGradient(block.name, size) for block, size in zip(blocks, sizes, strict=True)]
+    seen = [policy.look([one for one in shown if one.name not in tried], step) for tried in decisions]
     after = policy.observe_trials(state, seen, step)
     require(after == policy.observe_trials(state, seen, step), f"{name_of(policy)}: observe_trials is not repeatable")
     require(after.keys() == state.keys(), f"{name_of(policy)}: observe_trials returns other entries than init")
@@ -90,13 +91,7 @@ def _check_choice(policy: BlockDropper) -> None:
 def _check_repeatable(policy: BlockDropper) -> None:
     for blocks, state in _cases(policy):
         for index in range(12):
-            states = random_states()
-            first = _drop(policy, blocks, index, state)
-            require(states == random_states(), f"{name_of(policy)}: uses a global random generator: use step.generator")
-            again = _drop(policy, blocks, index, state)
-            require(first == again, f"{name_of(policy)}: decides differently when called again at the same step")
-            text = f"{name_of(policy)}: a resumed run decides differently: it keeps its own state"
-            require(_drop(through_json(policy), blocks, index, state) == first, text)
+            check_repeatable(policy, _drop, blocks, index, state)
 
 
 def _check_budget(policy: BlockDropper) -> None:

@@ -12,9 +12,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from sparsebp_cli.policy import Epoch, EpochSelector, Observation, Stateful, Step, Visits, make_policy
-from sparsebp_cli.testing.promise import name_of, random_states, require, through_json
+from sparsebp_cli.policy import Epoch, EpochSelector, Examples, ReadExamples, Stateful, Step, Visits, make_policy
+from sparsebp_cli.testing.promise import name_of, require
 from sparsebp_cli.testing.state import NUM_ROWS, check_state
+from sparsebp_cli.testing.suite import check_repeatable, same
 
 _NUM_STEPS = 40
 _NUM_DRAWS = 400
@@ -48,23 +49,14 @@ def _check_visits(policy: EpochSelector) -> None:
 
 
 def _check_repeatable(policy: EpochSelector) -> None:
-    name = name_of(policy)
     for epoch, step in _cases():
-        before, states = epoch.loss_N.clone(), random_states()
-        first = _choose(policy, epoch, step)
-        require(states == random_states(), f"{name}: uses a global random generator: use step.generator")
-        same = torch.equal(before.nan_to_num(-1.0), epoch.loss_N.nan_to_num(-1.0))
-        require(same, f"{name}: changes the losses that it receives")
-        again = _choose(policy, epoch, step)
-        require(_same(first, again), f"{name}: decides differently when called again at the same epoch")
-        copied = _choose(through_json(policy), epoch, step)
-        require(_same(first, copied), f"{name}: a resumed run decides differently: it keeps its own state")
+        check_repeatable(policy, _choose, epoch, step)
 
 
 def _check_draws(policy: EpochSelector) -> None:
     def differs(change: Callable[[Epoch, Step, int], tuple[Epoch, Step]]) -> bool:
         return any(
-            not _same(_choose(policy, epoch, step), _choose(policy, *change(epoch, step, number)))
+            not same(_choose(policy, epoch, step), _choose(policy, *change(epoch, step, number)))
             for epoch, step in _cases()
             for number in range(1, 5)
         )
@@ -126,9 +118,9 @@ def _state(policy: EpochSelector, epoch: Epoch, step: Step) -> Mapping[str, Tens
     if not isinstance(policy, Stateful):
         return {}
     row_K = (~epoch.loss_N.isnan()).nonzero().flatten()
-    known = {"example_loss": {"0": epoch.loss_N[row_K]}, "example_row": {"0": row_K}}
-    seen = Observation(**{name: part for name, part in known.items() if name in policy.observes})
-    state: Mapping[str, Tensor | float] = policy.observe(policy.init(range(len(epoch.loss_N))), seen, step)
+    read = ReadExamples("0", Examples(len(row_K), loss_B=epoch.loss_N[row_K], row_B=row_K))
+    first = policy.init(range(len(epoch.loss_N)))
+    state: Mapping[str, Tensor | float] = policy.observe(first, policy.look([read], step), step)
     return state
 
 
@@ -150,12 +142,6 @@ def _cases() -> Iterator[tuple[Epoch, Step]]:
             before, in_all = number * size, 10 * size
             step = Step(before * _NUM_STEPS // in_all, seed=1, num_steps=_NUM_STEPS)
             yield Epoch(number, loss_N, before, in_all), step
-
-
-def _same(one: Visits | None, other: Visits | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    return torch.equal(one.index_K, other.index_K) and torch.equal(one.weight_K, other.weight_K)
 
 
 _CHECKS: tuple[Callable[[EpochSelector], None], ...] = (

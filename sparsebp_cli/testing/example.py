@@ -8,13 +8,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from sparsebp_cli.policy import Examples, ExampleSelector, ReferenceReader, Step, WeightedExamples
-from sparsebp_cli.testing.promise import name_of, random_states, require, through_json, vary
+from sparsebp_cli.testing.promise import name_of, require
 from sparsebp_cli.testing.state import check_state, first_state
+from sparsebp_cli.testing.suite import check_draws, check_repeatable
 
 _NUM_STEPS = 24
 _NUM_DRAWS = 1000
@@ -30,7 +32,6 @@ def check_example_selector(policy: ExampleSelector) -> None:
     _check_draws(policy)
     _check_exact(policy)
     _check_mean_weight(policy)
-    _check_resume(policy)
 
 
 def _check_choice(policy: ExampleSelector) -> None:
@@ -73,27 +74,13 @@ def _check_budget(policy: ExampleSelector) -> None:
 
 def _check_repeatable(policy: ExampleSelector) -> None:
     for examples, step in _cases(policy):
-        before, states = None if examples.loss_B is None else examples.loss_B.clone(), random_states()
-        first = policy.choose(examples, step)
-        require(states == random_states(), f"{name_of(policy)}: uses a global random generator: use step.generator")
-        require(_equal(before, examples.loss_B), f"{name_of(policy)}: changes the losses that it receives")
-        again = policy.choose(examples, step)
-        require(_same(first, again), f"{name_of(policy)}: decides differently when called again at the same step")
+        check_repeatable(policy, _choose, examples, step)
 
 
 def _check_draws(policy: ExampleSelector) -> None:
-    def differs(what: str, numbers: range) -> bool:
-        return any(
-            not _same(policy.choose(examples, step), policy.choose(examples, other))
-            for examples, step in _cases(policy)
-            for other in vary(step, what, numbers)
-        )
-
-    if not differs("draw", range(1, 5)):
-        return  # not a random policy
-    for what in ("micro_batch", "seed", "rank"):
-        text = f"{name_of(policy)}: is random but draws the same for every {what} of the step"
-        require(differs(what, range(1, 5)), text)
+    asked = [(partial(policy.choose, examples), step) for examples, step in _cases(policy)]
+    if not check_draws(policy, asked, ("micro_batch", "seed", "rank")):
+        return
     for number in {examples.number for examples, _ in _cases(policy) if examples.number > 2}:
         same_batch = [(e, s) for e, s in _cases(policy) if e.number == number]
         chosen = [policy.choose(_examples(policy, number, s), s) for _, s in same_batch]
@@ -134,11 +121,8 @@ def _check_mean_weight(policy: ExampleSelector) -> None:
         require(good, f"{name}: the weights of examples must be 1 in the mean over draws, got {mean_B.tolist()}")
 
 
-def _check_resume(policy: ExampleSelector) -> None:
-    used = through_json(policy)
-    for examples, step in _cases(policy):
-        mine, copied = used.choose(examples, step), through_json(policy).choose(examples, step)
-        require(_same(mine, copied), f"{name_of(policy)}: a resumed run decides differently: it keeps its own state")
+def _choose(policy: ExampleSelector, examples: Examples, step: Step) -> Tensor | WeightedExamples | None:
+    return policy.choose(examples, step)
 
 
 def _cases(policy: ExampleSelector) -> Iterator[tuple[Examples, Step]]:
@@ -171,17 +155,3 @@ def _places(policy: ExampleSelector) -> Sequence[int]:
 
 def _index(choice: Tensor | WeightedExamples) -> Tensor:
     return choice if isinstance(choice, Tensor) else choice.index_K
-
-
-def _same(one: Tensor | WeightedExamples | None, other: Tensor | WeightedExamples | None) -> bool:
-    if isinstance(one, WeightedExamples) and isinstance(other, WeightedExamples):
-        return _equal(one.index_K, other.index_K) and _equal(one.weight_K, other.weight_K)
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return _equal(one, other)
-    return one is None and other is None
-
-
-def _equal(one: Tensor | None, other: Tensor | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    return torch.equal(one, other)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from sparsebp_cli.policy import BatchPacker, PackedSize
-from sparsebp_cli.testing.promise import name_of, random_states, require, through_json
+from sparsebp_cli.testing.promise import name_of, require
+from sparsebp_cli.testing.suite import check_repeatable
 
 WHOLE = PackedSize(num_positions=1024, num_rows=1024, num_head_rows=1024)
 SIZES = tuple(PackedSize(1024, rows, head) for rows in (1, 256, 1000, 1024) for head in (0, 16, 512, 1020, 1024))
@@ -25,13 +26,13 @@ def _check_decision(policy: BatchPacker) -> None:
     require(any(policy.packs(size) for size in SIZES), f"{name_of(policy)}: packs nothing")
 
 
+def _pack(policy: BatchPacker, size: PackedSize) -> bool:
+    return policy.packs(size)
+
+
 def _check_repeatable(policy: BatchPacker) -> None:
     for size in SIZES:
-        states = random_states()
-        first = policy.packs(size)
-        require(states == random_states(), f"{name_of(policy)}: uses a global random generator")
-        for other in (policy, through_json(policy)):
-            require(other.packs(size) == first, f"{name_of(policy)}: decides differently for the same batch")
+        check_repeatable(policy, _pack, size)
 
 
 _CHECKS: tuple[Callable[[BatchPacker], None], ...] = (_check_decision, _check_repeatable)

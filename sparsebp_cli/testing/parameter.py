@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from sparsebp_cli.backward import attach
 from sparsebp_cli.backward.selection.parameter import find_parameters
 from sparsebp_cli.policy import Parameter, ParameterSelector, Stateful, Step
-from sparsebp_cli.testing.promise import equal, name_of, random_states, require, through_json
+from sparsebp_cli.testing.promise import equal, name_of, require
 from sparsebp_cli.testing.state import check_state
+from sparsebp_cli.testing.suite import check_repeatable
 
 if TYPE_CHECKING:
     from sparsebp_cli.policy.contract import State
@@ -67,14 +68,7 @@ def _check_choice(policy: ParameterSelector) -> None:
 
 def _check_repeatable(policy: ParameterSelector) -> None:
     for index in range(NUM_STEPS):
-        states = random_states()
-        first = _choose(policy, index)
-        require(states == random_states(), f"{name_of(policy)}: uses a global random generator: use step.generator")
-        again = _choose(policy, index)
-        require(first == again, f"{name_of(policy)}: decides differently when called again at the same step")
-        for other in (through_json(policy), through_json(policy)):
-            text = f"{name_of(policy)}: a resumed run decides differently: it keeps its own state"
-            require(_choose(other, index) == first, text)
+        check_repeatable(policy, _choose, index)
 
 
 def _check_changes(policy: ParameterSelector) -> None:

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from sparsebp_cli.backward import attach
 from sparsebp_cli.backward.selection.part import find_divisible, show_weights
 from sparsebp_cli.policy import PartSelector, Stateful, Step, TrainedWeight, WeightPart
-from sparsebp_cli.testing.promise import name_of, random_states, require, through_json
+from sparsebp_cli.testing.promise import name_of, require
 from sparsebp_cli.testing.state import check_state
+from sparsebp_cli.testing.suite import check_repeatable
 
 NUM_STEPS = 3
 _SIZE = 256  # of a weight's sides, in which blocks up to this size fit
@@ -69,16 +70,12 @@ def _numbers(parts: dict[str, WeightPart]) -> dict[str, tuple[type[WeightPart], 
 
 def _check_choice(policy: PartSelector) -> None:
     sizes = {weight.name: (weight.num_outputs, weight.num_inputs) for weight in _weights(policy)}
-    states = random_states()
     parts = _choose(policy)
-    require(states == random_states(), f"{name_of(policy)}: uses a global random generator: use step.generator")
     require(bool(parts), f"{name_of(policy)}: chooses no part")
     for name, part in parts.items():
         require(name in sizes, f"{name_of(policy)}: {name!r} is no weight that it received")
         part.check(*sizes[name])
-    for other in (policy, through_json(policy)):
-        text = f"{name_of(policy)}: chooses differently when called again"
-        require(_numbers(_choose(other)) == _numbers(parts), text)
+    check_repeatable(policy, lambda other: _numbers(_choose(other)))
     wrong = f"{name_of(policy)}: what is outside of the parts is not trained, so it is neither exact nor unbiased"
     require(not policy.exact and not policy.unbiased, wrong)
 

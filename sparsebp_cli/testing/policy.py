@@ -6,45 +6,16 @@ Everything runs on the CPU with fixed seeds, in about a second.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from typing import Any
 
 from pydantic import ValidationError
 
 from sparsebp_cli.errors import PolicyError, UsageError
-from sparsebp_cli.policy import (
-    BatchPacker,
-    BlockDropper,
-    EdgeRouter,
-    EpochSelector,
-    ExampleSelector,
-    GradientEstimator,
-    GradientSelector,
-    InputSaver,
-    ParameterSelector,
-    PartSelector,
-    Policy,
-    TileSelector,
-    TokenRouter,
-    TokenSelector,
-    find_policies,
-    make_policy,
-)
+from sparsebp_cli.policy import GradientSelector, Policy, find_policies, make_policy
 from sparsebp_cli.policy.hidden_state import find_hidden_state
-from sparsebp_cli.testing.block import check_block_dropper
-from sparsebp_cli.testing.epoch import check_epoch_selector
-from sparsebp_cli.testing.estimator import check_gradient_estimator
-from sparsebp_cli.testing.example import check_example_selector
-from sparsebp_cli.testing.packer import check_batch_packer
-from sparsebp_cli.testing.parameter import check_parameter_selector
-from sparsebp_cli.testing.part import check_part_selector
+from sparsebp_cli.policy.kind import load
+from sparsebp_cli.policy.known_kind import find_kind
 from sparsebp_cli.testing.promise import require, through_json
-from sparsebp_cli.testing.router import check_router
-from sparsebp_cli.testing.saver import check_input_saver
-from sparsebp_cli.testing.selector import check_keep_all, check_selector
-from sparsebp_cli.testing.tile_selector import check_tile_selector
-from sparsebp_cli.testing.token import check_token_selector
-from sparsebp_cli.testing.token_router import check_token_router
+from sparsebp_cli.testing.selector import check_keep_all
 
 
 def check_policy(policy: str | type[Policy] | Policy, **options: object) -> None:
@@ -61,29 +32,12 @@ def check_policy(policy: str | type[Policy] | Policy, **options: object) -> None
     options = {name: value for name, value in options.items() if name != "where"}  # of sites that the suite has not
     made = _check_options(policy_class, options)
     _check_control(made)
-    check = next((check for kind, check in _SUITES if isinstance(made, kind)), None)
-    if check is None:
+    kind = find_kind(made)
+    if kind is None or not kind.suite:
         raise AssertionError(f"{policy_class.__name__} is of no kind that has a suite")
-    check(made)
+    load(kind.suite)(made)
     if isinstance(made, GradientSelector) and "keep" in policy_class.model_fields:
         check_keep_all(_make(policy_class, options | {"keep": 1.0}))
-
-
-_SUITES: tuple[tuple[type[Policy], Callable[[Any], None]], ...] = (
-    (EdgeRouter, check_router),
-    (ParameterSelector, check_parameter_selector),
-    (BatchPacker, check_batch_packer),
-    (BlockDropper, check_block_dropper),
-    (InputSaver, check_input_saver),
-    (TokenSelector, check_token_selector),
-    (TokenRouter, check_token_router),
-    (TileSelector, check_tile_selector),
-    (EpochSelector, check_epoch_selector),
-    (ExampleSelector, check_example_selector),
-    (GradientEstimator, check_gradient_estimator),
-    (PartSelector, check_part_selector),
-    (GradientSelector, check_selector),
-)
 
 
 def _find_class(policy: object, options: dict[str, object]) -> tuple[type[Policy], dict[str, object]]:
@@ -117,8 +71,8 @@ def _check_control(policy: Policy) -> None:
         control = make_policy(str(entry.get("name")), **options)
     except PolicyError as error:
         raise AssertionError(f"{name}: its control cannot be made: {error}") from None
-    kinds = (kind for kind in type(policy).__mro__ if kind.__module__.startswith("sparsebp_cli.policy."))
-    same = next(kind for kind in kinds if issubclass(kind, Policy))
+    kind = find_kind(policy)
+    same = type(policy) if kind is None else kind.policy
     require(isinstance(control, same), f"{name}: its control makes another decision: it is not a {same.__name__}")
     require(control.control is None, f"{name}: its control has a control: it must itself draw at random")
     budgets = (getattr(policy, "budget", None), getattr(control, "budget", None))

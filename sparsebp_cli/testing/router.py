@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from sparsebp_cli.policy import Edge, EdgeRouter, Step
-from sparsebp_cli.testing.promise import equal, name_of, random_states, require, through_json, train_network, vary
+from sparsebp_cli.testing.promise import equal, name_of, require, through_json, train_network
+from sparsebp_cli.testing.suite import check_draws, check_repeatable
 
 
 def check_router(policy: EdgeRouter) -> None:
@@ -32,28 +34,12 @@ def _check_numbers(policy: EdgeRouter) -> None:
 
 def _check_repeatable(policy: EdgeRouter) -> None:
     for edges in _nodes():
-        before, states = [edge.gradient.clone() for edge in edges], random_states()
-        first = sorted(policy.route(edges, Step(3, seed=1)))
-        require(states == random_states(), f"{name_of(policy)}: uses a global random generator: use step.generator")
-        same = equal(before, [edge.gradient for edge in edges])
-        require(same, f"{name_of(policy)}: changes a gradient that it receives")
-        again = sorted(policy.route(edges, Step(3, seed=1)))
-        require(first == again, f"{name_of(policy)}: decides differently when called again at the same step")
+        check_repeatable(policy, _route, edges, Step(3, seed=1))
 
 
 def _check_draws(policy: EdgeRouter) -> None:
-    def differs(steps: list[Step]) -> bool:
-        return any(
-            sorted(policy.route(edges, step)) != sorted(policy.route(edges, Step(0)))
-            for edges in _nodes()
-            for step in steps
-        )
-
-    if not differs([Step(0, draw=draw) for draw in range(1, 9)]):
-        return  # not a random policy
-    for what in ("index", "micro_batch", "call", "seed"):
-        others = vary(Step(0), what, range(1, 9))
-        require(differs(others), f"{name_of(policy)}: is random but draws the same for every {what} of the step")
+    asked = [(partial(_route, policy, edges), Step(0)) for edges in _nodes()]
+    check_draws(policy, asked, ("index", "micro_batch", "call", "seed"))
 
 
 def _check_exact(policy: EdgeRouter) -> None:
@@ -75,10 +61,10 @@ def _check_resume(policy: EdgeRouter) -> None:
     straight, resumed = _train(one, num_steps=6), _train(two, num_steps=6, stop=4, resume_with=three)
     text = f"{name_of(policy)}: a resumed run decides differently: it keeps its own state"
     require(equal(straight, resumed), text)
-    for edges in _nodes():
-        mine, copied = (each.route(edges, Step(3, seed=1)) for each in (policy, through_json(policy)))
-        same = sorted(mine) == sorted(copied)
-        require(same, f"{name_of(policy)}: decides differently after conversion to JSON and back")
+
+
+def _route(policy: EdgeRouter, edges: Sequence[Edge], step: Step) -> list[int]:
+    return sorted(policy.route(edges, step))
 
 
 def _train(

@@ -26,8 +26,9 @@ from sparsebp_cli.policy import (
     TrialPass,
     choice,
 )
-from sparsebp_cli.testing.promise import equal, name_of, random_states, require, through_json, train_network, vary
+from sparsebp_cli.testing.promise import equal, name_of, require, through_json, train_network, vary
 from sparsebp_cli.testing.state import check_state
+from sparsebp_cli.testing.suite import check_repeatable
 
 _SITES = tuple(Site(f"layers.{number}.mlp", 3, (), number) for number in range(2))
 _NUM_DRAWS = 2000
@@ -111,14 +112,7 @@ def _count(saved: Saved) -> tuple[int, int]:
 
 def _check_repeatable(policy: InputSaver) -> None:
     for x_ND in _inputs():
-        before, states = x_ND.clone(), random_states()
-        first = _restore(policy, x_ND, Step(3, seed=1))
-        require(states == random_states(), f"{name_of(policy)}: uses a global random generator: use step.generator")
-        require(torch.equal(before, x_ND), f"{name_of(policy)}: changes the input that it receives")
-        same = torch.equal(first, _restore(policy, x_ND, Step(3, seed=1)))
-        require(same, f"{name_of(policy)}: decides differently when called again at the same step")
-        same = torch.equal(first, _restore(through_json(policy), x_ND, Step(3, seed=1)))
-        require(same, f"{name_of(policy)}: decides differently after conversion to JSON and back")
+        check_repeatable(policy, _restore, x_ND, Step(3, seed=1))
 
 
 def _check_draws(policy: InputSaver) -> None:

@@ -33,8 +33,9 @@ from sparsebp_cli.policy import (
     Values,
     choice,
 )
-from sparsebp_cli.testing.promise import equal, name_of, random_states, require, through_json, train_network, vary
+from sparsebp_cli.testing.promise import equal, name_of, require, through_json, train_network
 from sparsebp_cli.testing.state import check_state
+from sparsebp_cli.testing.suite import check_draws, check_repeatable
 
 _NUM_DRAWS = 2000
 _NUM_MEANS = 50  # draws of a policy whose budget is a mean
@@ -58,23 +59,12 @@ def check_selector(policy: GradientSelector) -> None:
 
 def _check_repeatable(policy: GradientSelector) -> None:
     for grad_NO in _gradients():
-        before, states = grad_NO.clone(), random_states()
-        first = _apply(policy, grad_NO, Step(3, seed=1))
-        require(states == random_states(), f"{name_of(policy)}: uses a global random generator: use step.generator")
-        require(torch.equal(before, grad_NO), f"{name_of(policy)}: changes the gradient that it receives")
-        second = _apply(policy, grad_NO, Step(3, seed=1))
-        same = torch.equal(first, second)
-        require(same, f"{name_of(policy)}: decides differently when called again at the same step")
+        check_repeatable(policy, _apply, grad_NO, Step(3, seed=1))
 
 
 def _check_draws(policy: GradientSelector) -> None:
-    grad_NO = next(_gradients())
-    if all(_same(policy, policy, grad_NO, Step(0), Step(0, draw=draw)) for draw in range(1, 9)):
-        return  # not a random policy
-    for what in ("index", "micro_batch", "call", "seed", "rank"):
-        others = vary(Step(0), what, range(1, 9))
-        differs = not all(_same(policy, policy, grad_NO, Step(0), other) for other in others)
-        require(differs, f"{name_of(policy)}: is random but draws the same for every {what} of the step")
+    grad_NO, parts = next(_gradients()), ("index", "micro_batch", "call", "seed", "rank")
+    check_draws(policy, [(lambda step: _apply(policy, grad_NO, step), Step(0))], parts)
 
 
 def _check_selection(policy: GradientSelector) -> None:
@@ -263,9 +253,6 @@ def _check_resume(policy: GradientSelector) -> None:
     straight, resumed = train_network(one, num_steps=6), train_network(two, num_steps=6, stop=3, resume_with=three)
     same = equal(straight, resumed)
     require(same, f"{name_of(policy)}: a resumed run decides differently: it keeps its own state")
-    for grad_NO in _gradients():
-        same = _same(policy, through_json(policy), grad_NO, Step(3, seed=1))
-        require(same, f"{name_of(policy)}: decides differently after conversion to JSON and back")
 
 
 def check_keep_all(policy: Policy) -> None:
@@ -326,12 +313,6 @@ def _apply(policy: GradientSelector, grad_NO: Tensor, step: Step) -> Tensor:
     """Return what is left of the gradient for each product, (2, N, O)."""
     parts = parts_of(ask(policy, grad_NO, _site(grad_NO), step), 2)
     return torch.stack([grad_NO if part is None else part.apply(grad_NO) for part in parts])
-
-
-def _same(
-    one: GradientSelector, other: GradientSelector, grad_NO: Tensor, step: Step, later: Step | None = None
-) -> bool:
-    return torch.equal(_apply(one, grad_NO, step), _apply(other, grad_NO, later or step))
 
 
 def _trains_densely(policy: GradientSelector) -> bool:

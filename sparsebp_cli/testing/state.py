@@ -3,14 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from copy import deepcopy
+from typing import get_args
 
 import torch
+from safetensors.torch import load, save
 from torch import Tensor
 
-from sparsebp_cli.policy import Observation, Observed, Policy, Site, Stateful, Step, TrainedWeight
+from sparsebp_cli.backward.core.policy_state import PolicyStates
+from sparsebp_cli.policy import (
+    BlockGradient,
+    Examples,
+    LayerGradient,
+    LinearInput,
+    Observation,
+    Observed,
+    ParameterGradient,
+    Policy,
+    ReaderGradients,
+    ReadExamples,
+    Reading,
+    ReadTokens,
+    Score,
+    Seen,
+    Site,
+    SiteGradient,
+    Stateful,
+    Step,
+    Tokens,
+    TrainedWeight,
+    WeightGradient,
+)
 from sparsebp_cli.policy.contract import Named
 from sparsebp_cli.testing.promise import name_of, random_states, require
+from sparsebp_cli.testing.suite import same
 
 Values = Mapping[str, Tensor | float]
 NUM_STEPS = 3
@@ -24,22 +50,44 @@ def first_state(policy: Policy, places: Sequence[object] = ()) -> Values:
 
 
 def check_state(policy: Policy, places: Sequence[Named | int]) -> None:
-    """Check that ``init`` and ``observe`` are pure, and that entries keep their names, shapes and dtypes."""
+    """Check that ``init``, ``measure`` and ``observe`` are pure, and that entries of the state keep their names, shapes
+    and dtypes.
+    """
     if not isinstance(policy, Stateful):
         return
     name, first = name_of(policy), policy.init(places)
-    require(_same(first, policy.init(places)), f"{name}: init returns another state when called again")
+    require(same(first, policy.init(places)), f"{name}: init returns another state when called again")
     state, observation = first, _observe(policy, places)
     for step, observed in enumerate((observation, observation, Observation())):
-        before, states = _copy(state), random_states()
+        before, states = deepcopy(state), random_states()
         after = policy.observe(state, observed, Step(step, num_steps=NUM_STEPS))
         require(states == random_states(), f"{name}: observe uses a global random generator")
-        require(_same(state, before), f"{name}: observe changes the state that it receives")
+        require(same(state, before), f"{name}: observe changes the state that it receives")
         again = policy.observe(state, observed, Step(step, num_steps=NUM_STEPS))
-        require(_same(after, again), f"{name}: observe returns another state when called again")
+        require(same(after, again), f"{name}: observe returns another state when called again")
         require(_layout(after) == _layout(first), f"{name}: observe returns other entries than init")
         state = after
     _check_trials(policy, places, first)
+    _check_saved(policy, places)
+
+
+def _check_saved(policy: Policy, places: Sequence[Named | int]) -> None:
+    """Check that what the engine keeps can be stored after every step, as a checkpoint does, and read again."""
+    assert isinstance(policy, Stateful)
+    states, observed = PolicyStates([(policy, places)]), dict[str, Tensor]()
+    if not policy.has_trials:
+        observation = _observe(policy, places)
+        observed = {
+            f"observed/0/{measure}/{name}": value
+            for measure, values in observation.items()
+            for name, value in values.items()
+        }
+    for index in range(NUM_STEPS):
+        states.load_state_dict({"policy_state": states.state_dict()["policy_state"] | observed})
+        states.end_step(Step(index, num_steps=NUM_STEPS))
+        kept = {key: value for key, value in states.state_dict()["policy_state"].items() if isinstance(value, Tensor)}
+        stored = load(save(kept))  # which refuses tensors that share memory
+        require(same(kept, stored), f"{name_of(policy)}: the state of step {index} is another one when it is read")
 
 
 def _check_trials(policy: Policy, places: Sequence[Named | int], first: Values) -> None:
@@ -50,53 +98,67 @@ def _check_trials(policy: Policy, places: Sequence[Named | int], first: Values) 
     if step is None:
         return
     observations = [_observe(policy, places, seed) for seed, _ in enumerate(policy.wants_trials(step))]
-    before, states = _copy(first), random_states()
+    before, states = deepcopy(first), random_states()
     after = policy.observe_trials(first, observations, step)
     require(states == random_states(), f"{name}: observe_trials uses a global random generator")
-    require(_same(first, before), f"{name}: observe_trials changes the state that it receives")
+    require(same(first, before), f"{name}: observe_trials changes the state that it receives")
     again = policy.observe_trials(first, observations, step)
-    require(_same(after, again), f"{name}: observe_trials returns another state when called again")
+    require(same(after, again), f"{name}: observe_trials returns another state when called again")
     require(_layout(after) == _layout(first), f"{name}: observe_trials returns other entries than init")
 
 
-def _observe(policy: Stateful[Any], places: Sequence[Named | int], seed: int = 0) -> Observation:
+def _observe(policy: Policy, places: Sequence[Named | int], seed: int = 0) -> Observation:
+    """Return what the policy measures of an invented step; check that ``measure`` is pure."""
+    assert isinstance(policy, Stateful)
+    name, step, shown = name_of(policy), Step(0, seed=seed, num_steps=NUM_STEPS), _show(places, seed)
+    unknown = sorted(observed.__name__ for observed in policy.observes - {type(seen) for seen in shown})
+    require(not unknown, f"{name}: observes {', '.join(unknown)}, which a policy of its kind is not shown")
+    states, found = random_states(), policy.look(shown, step)
+    require(states == random_states(), f"{name}: measure uses a global random generator")
+    for again, text in ((shown, "when called again"), (_show(places, seed), "and changes what it is shown")):
+        seen = policy.look(again, step)
+        require(same(seen, found), f"{name}: measure returns other values {text}")
+    for observed in policy.observes:
+        mine = [seen for seen in shown if type(seen) is observed]
+        require(bool(policy.look(mine, step)), f"{name}: observes {observed.__name__}, and measures nothing of it")
+    return found
+
+
+def _show(places: Sequence[Named | int], seed: int) -> list[Observed]:
+    """Return what each kind of policy is shown of a step with these places, with invented values."""
     generator = torch.Generator().manual_seed(seed)
-    columns = {p.name: torch.rand(p.num_features, generator=generator) for p in places if isinstance(p, Site)}
-    sizes = {p.name: torch.rand((), generator=generator) for p in places if not isinstance(p, Site | int)}
-    rows = {name: torch.rand(NUM_ROWS, generator=generator) for name in columns}
-    layers = {str(p.layer): torch.rand(NUM_ROWS, generator=generator) for p in places if isinstance(p, Site)}
-    parts: dict[Observed, dict[str, Tensor]] = {
-        "column_norm": columns,
-        "grad_norm": {name: norm_O.norm() for name, norm_O in columns.items()},
-        "parameter_l1": sizes,
-        "parameter_norm": sizes,
-        "gradient_sample": {f"{name}.weight": row_N for name, row_N in rows.items()},
-        "row_product": rows,
-        "example_norm": layers,
-        "weight_gradient": {
-            p.name: torch.rand(p.matrix_OD.shape, generator=generator) for p in places if isinstance(p, TrainedWeight)
-        },
-        "reader_gradient": rows,
-        "input_entries": {name: torch.tensor(float(NUM_ROWS)) for name in rows},
-        "input_mean": rows,
-        "block_norm": sizes,
-        "example_loss": {"0": torch.rand(NUM_ROWS, generator=generator)},
-        "example_gradient": {"0": torch.rand(NUM_ROWS, generator=generator)},
-        "example_row": {"0": torch.randperm(NUM_ROWS, generator=generator)},
-        "token_loss": {"0": torch.rand(2, NUM_ROWS, generator=generator)},
-    }
-    return Observation(**{part: parts[part] for part in policy.observes})
 
+    def draw(*shape: int) -> Tensor:
+        return torch.rand(shape, generator=generator)
 
-def _copy(state: Values) -> Values:
-    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
-
-
-def _same(one: Values, other: Values) -> bool:
-    pairs = ((value, other[key]) for key, value in one.items() if key in other)
-    return one.keys() == other.keys() and all(
-        torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b for a, b in pairs
+    sites = [place for place in places if isinstance(place, Site)]
+    others = [place for place in places if not isinstance(place, Site | int)]
+    examples = Examples(
+        NUM_ROWS,
+        loss_B=draw(NUM_ROWS),
+        gradient_norm_B=draw(NUM_ROWS),
+        row_B=torch.randperm(NUM_ROWS, generator=generator),
     )
+    target_BT = torch.ones(2, NUM_ROWS, dtype=torch.bool)
+    scores: dict[Score, Tensor] = {score: draw(2, NUM_ROWS) for score in get_args(Score)}
+    readings: dict[Reading, Tensor] = {"input_norm": draw(NUM_ROWS), "output_norm": draw(NUM_ROWS)}
+    shown: list[Observed] = [ReadExamples("0", examples), ReadTokens("0", Tokens(None, target_BT, target_BT, scores))]
+    for site in sites:
+        size = site.num_features
+        own = readings | {"input": draw(NUM_ROWS, size), "weight_norm": draw(size)}
+        gradient_OD = draw(size, size)
+        shown += [
+            SiteGradient(site.name, Seen(draw(NUM_ROWS, size), readings=own)),
+            ParameterGradient(f"{site.name}.weight", gradient_OD),
+            ReaderGradients(site.name, {site.name: gradient_OD}, NUM_ROWS),
+            LinearInput(site.name, draw(NUM_ROWS, size)),
+        ]
+    shown += [LayerGradient(str(layer), draw(NUM_ROWS)) for layer in sorted({str(site.layer) for site in sites})]
+    for place in others:
+        shown += [ParameterGradient(place.name, draw(NUM_ROWS)), BlockGradient(place.name, draw(NUM_ROWS))]
+        if isinstance(place, TrainedWeight):
+            shown += [WeightGradient(place.name, draw(*place.matrix_OD.shape))]
+    return shown
 
 
 def _layout(state: Values) -> dict[str, object]:

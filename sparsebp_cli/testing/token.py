@@ -8,13 +8,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from sparsebp_cli.policy import Step, TokenChoice, Tokens, TokenSelector
-from sparsebp_cli.testing.promise import name_of, random_states, require, through_json
+from sparsebp_cli.testing.promise import name_of, require, through_json
 from sparsebp_cli.testing.state import check_state, first_state
+from sparsebp_cli.testing.suite import check_draws, check_repeatable, same
 
 _NUM_DRAWS = 400
 _NUM_SIGMAS = 6.0  # an unbiased policy fails for one in 500 million entries, and the seeds are fixed
@@ -61,14 +63,7 @@ def _check_weights(name: str, choice: TokenChoice) -> None:
 
 def _check_repeatable(policy: TokenSelector) -> None:
     for tokens in _batches(policy):
-        shown = [t for t in _tensors(tokens) if t is not None]
-        before, states = [t.clone() for t in shown], random_states()
-        first = policy.choose(tokens, _late(policy))
-        require(states == random_states(), f"{name_of(policy)}: uses a global random generator: use step.generator")
-        same = all(torch.equal(a, b) for a, b in zip(before, shown, strict=True))
-        require(same, f"{name_of(policy)}: changes a tensor that it receives")
-        again = policy.choose(tokens, _late(policy))
-        require(_same(first, again), f"{name_of(policy)}: decides differently when called again at the same step")
+        check_repeatable(policy, _choose, tokens)
 
 
 def _check_budget(policy: TokenSelector) -> None:
@@ -86,19 +81,8 @@ def _check_budget(policy: TokenSelector) -> None:
 
 
 def _check_draws(policy: TokenSelector) -> None:
-    def differs(*steps: Step) -> bool:
-        return any(
-            not _same(policy.choose(tokens, _late(policy)), policy.choose(tokens, step))
-            for tokens in _batches(policy)
-            for step in steps
-        )
-
-    if not differs(*(replace(_late(policy), draw=draw) for draw in range(1, 9))):
-        return  # not a random policy
-    for what in ("index", "micro_batch", "seed", "rank"):
-        first = getattr(_late(policy), what)
-        others = [replace(_late(policy), **{what: first + number}) for number in range(1, 9)]
-        require(differs(*others), f"{name_of(policy)}: is random but draws the same for every {what} of the step")
+    asked = [(partial(policy.choose, tokens), _late(policy)) for tokens in _batches(policy)]
+    check_draws(policy, asked, ("index", "micro_batch", "seed", "rank"))
 
 
 def _check_exact(policy: TokenSelector) -> None:
@@ -139,17 +123,17 @@ def _parts(choice: TokenChoice, tokens: Tokens) -> Tensor:
 
 
 def _check_resume(policy: TokenSelector) -> None:
-    for tokens in _batches(policy):
-        mine, copied = policy.choose(tokens, _late(policy)), through_json(policy).choose(tokens, _late(policy))
-        require(_same(mine, copied), f"{name_of(policy)}: decides differently after conversion to JSON and back")
     fresh = [through_json(policy).choose(tokens, _late(policy)) for tokens in _batches(policy)]
     used = through_json(policy)
     for index in range(3):
         for tokens in _batches(policy):
             used.choose(tokens, Step(index, state=first_state(policy)))
     later = [used.choose(tokens, _late(policy)) for tokens in _batches(policy)]
-    same = all(_same(a, b) for a, b in zip(fresh, later, strict=True))
-    require(same, f"{name_of(policy)}: a resumed run decides differently: it keeps its own state")
+    require(same(fresh, later), f"{name_of(policy)}: a resumed run decides differently: it keeps its own state")
+
+
+def _choose(policy: TokenSelector, tokens: Tokens) -> TokenChoice:
+    return policy.choose(tokens, _late(policy))
 
 
 def _late(policy: TokenSelector) -> Step:
@@ -184,10 +168,3 @@ def _batches(policy: TokenSelector) -> Iterator[Tokens]:
 
 def _tensors(tokens: Tokens) -> list[Tensor | None]:
     return [tokens.input_ids_BT, tokens.target_BT, tokens.real_BT, *tokens.scores.values(), *tokens.columns.values()]
-
-
-def _same(one: TokenChoice, other: TokenChoice) -> bool:
-    same = torch.equal(one.trained_BT, other.trained_BT) and torch.equal(one.carries_BT, other.carries_BT)
-    if one.weight_BT is None or other.weight_BT is None:
-        return same and one.weight_BT is other.weight_BT
-    return same and torch.equal(one.weight_BT, other.weight_BT)

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from sparsebp_cli import durable
 from sparsebp_cli.run import JournalWriter, RunFolder, State
 
 STEP_SECONDS = 0.05  # of the slow ones
@@ -67,8 +68,11 @@ def _find_checkpoint(run: RunFolder) -> int:
 
 def _save(run: RunFolder, parent: str, name: str, step: int) -> None:
     folder = run.path / parent / name
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "state.json").write_text(str(step), encoding="utf-8")
+    part = folder.with_name(f"{durable.PART}{name}")
+    durable.make_folder(part, exist_ok=True)
+    durable.write_file(part / "state.json", str(step))
+    durable.write_manifest(part)
+    durable.put_folder(part, folder)
 
 
 def main() -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -122,7 +122,12 @@ def dataset_input(plan: Plan, history: History) -> DatasetInput | None:
     facts, dataset = history.facts, plan.recipe.dataset
     if not facts.get("dataset_digest"):
         return None
-    profile = {"train_examples": facts.get("train_examples"), "eval_examples": facts.get("eval_examples")}
+    profile: dict[str, object] = {
+        "train_examples": facts.get("train_examples"),
+        "eval_examples": facts.get("eval_examples"),
+    }
+    census: Any = facts.get("census") or {}
+    profile |= census
     entity = Dataset(
         name=mask(dataset.name).rstrip("/").rpartition("/")[2][:LONGEST_KEY] or "data",
         digest=str(facts["dataset_digest"])[:DIGEST_LENGTH],

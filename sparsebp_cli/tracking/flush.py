@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections import deque
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,9 +19,11 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 
 from filelock import FileLock
 
+from sparsebp_cli import durable
 from sparsebp_cli.errors import SparseBPError, TrackingError
 from sparsebp_cli.plan import Plan, content_hash
 from sparsebp_cli.run import History, RunFolder, read
+from sparsebp_cli.run.budget import LARGEST_SMALL, read_bounded
 from sparsebp_cli.run.journal import FILE as JOURNAL
 from sparsebp_cli.run.label import Labels
 from sparsebp_cli.run.visible import mask
@@ -37,7 +40,16 @@ from sparsebp_cli.tracking.content import (
 )
 from sparsebp_cli.tracking.picture import FILE as PICTURE
 from sparsebp_cli.tracking.picture import draw_run
-from sparsebp_cli.tracking.store import experiment_id, one_line, open_client, resolve_uri, sqlite_lock
+from sparsebp_cli.tracking.store import (
+    default_uri,
+    experiment_id,
+    mend_places,
+    one_line,
+    open_client,
+    resolve_uri,
+    restore_command,
+    sqlite_lock,
+)
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -57,12 +69,18 @@ class SyncResult:
     problem: str = ""  # why not, in one line; empty when complete
     uri: str = ""  # the store, without credentials; empty when unknown
     mlflow_run_id: str = ""  # the run there; empty when it was not reached
+    is_refused: bool = False  # whether the store's address itself cannot be used, whatever happens there
 
     def advice(self, run_id: str) -> str:
         """Return one line on what the store lacks and the command that sends it; empty when complete."""
         if self.complete:
             return ""
-        return f"{self.problem}; the journal keeps everything, `sparsebp sync {run_id}` sends it later"
+        send = self.elsewhere(run_id) if self.is_refused else f"`sparsebp sync {run_id}` sends it later"
+        return f"{self.problem}; the journal keeps everything, {send}"
+
+    def elsewhere(self, run_id: str) -> str:
+        """Return the command for a run whose own address is refused: it can be sent to another store alone."""
+        return f"`sparsebp sync {run_id} --uri {shlex.quote(default_uri())}` sends it"
 
 
 class SentPoint(NamedTuple):
@@ -90,7 +108,7 @@ class Sent:
     def load(cls, run_folder: Path, uri: str) -> Self:
         """Read the file; a missing, damaged or foreign one means that nothing was sent."""
         try:
-            kept = cls(**json.loads((run_folder / FILE).read_bytes()))
+            kept = cls(**json.loads(read_bounded(run_folder / FILE, LARGEST_SMALL)))
         except (OSError, ValueError, TypeError):
             return cls(uri)
         if kept.uri != uri:
@@ -102,9 +120,18 @@ class Sent:
 
     def save(self, run_folder: Path) -> None:
         """Write the file, atomically."""
-        part = run_folder / f"{FILE}.part"
-        part.write_text(json.dumps(asdict(self)), encoding="utf-8")
-        part.replace(run_folder / FILE)
+        durable.write_file(run_folder / FILE, json.dumps(asdict(self)))
+
+
+def send_again(run_folder: Path) -> None:
+    """Note that the journal was replaced: the next send begins at its start. A point that the store has stays one."""
+    with FileLock(run_folder / "tracking.lock", timeout=LOCK_SECONDS):
+        try:
+            kept = Sent(**json.loads(read_bounded(run_folder / FILE, LARGEST_SMALL)))
+        except (OSError, ValueError, TypeError):
+            return  # nothing was sent
+        kept.offset = 0
+        kept.save(run_folder)
 
 
 BATCH = 1000  # MLflow's limit
@@ -133,12 +160,17 @@ class Flusher:
         """Send every whole record that was not sent, then the tags, artifacts and status that changed. Raises
         ``TrackingError`` if the store cannot be used; the next call continues after the part that was sent."""
         before = self.points_sent
+        if self.run.is_gone():  # its lock and its store would make the folder and the home anew
+            raise TrackingError(f"run {self.run.run_id}: {self.run.describe_move()}")
         try:
             with FileLock(self.run.path / "tracking.lock", timeout=LOCK_SECONDS):
-                client = self._client = self._client or open_client(self.uri)
+                client = self._client or open_client(self.uri)
+                if self._client is None:
+                    mend_places(self.uri)
+                    self._client = client
                 kept = Sent.load(self.run.path, mask(self.uri))
-                if kept.mlflow_run_id != self._sent.mlflow_run_id:
-                    self._restart(kept)  # this process sent its part to another MLflow run
+                if kept.mlflow_run_id != self._sent.mlflow_run_id or kept.offset < self._sent.offset:
+                    self._restart(kept)  # this process sent its part to another MLflow run, or of another journal
                 self._sent = kept
                 mlflow_run = self._attach(client)
                 self._send_points(client)
@@ -168,7 +200,8 @@ class Flusher:
             self._restart(Sent(mask(self.uri), found.info.run_id))
             self._sent.save(self.run.path)
         if found.info.lifecycle_stage == "deleted":
-            raise TrackingError(f"run {found.info.run_id} was deleted there; `mlflow runs restore` brings it back")
+            restore = restore_command(self.uri, "runs", f"--run-id {found.info.run_id}")
+            raise TrackingError(f"run {found.info.run_id} was deleted there; `{restore}` brings it back")
         return found
 
     def _known_run(self, client: MlflowClient) -> Run | None:
@@ -275,14 +308,15 @@ def sync(run: RunFolder, uri: str | None = None) -> SyncResult:
         return flusher.flush()
     except SparseBPError as error:
         sent = flusher.points_sent if flusher else 0
-        return SyncResult(sent, False, str(error), mask(flusher.uri) if flusher else "")
+        uri = mask(flusher.uri) if flusher else ""
+        return SyncResult(sent, False, str(error), uri, is_refused=flusher is None and isinstance(error, TrackingError))
 
 
 def delete_record(run: RunFolder) -> str:
     """Mark a run as deleted in its store, which `mlflow gc` then erases; a run that was never sent needs nothing.
     Return why its record stays, in one line; empty if it is deleted."""
     try:
-        kept = Sent(**json.loads((run.path / FILE).read_bytes()))
+        kept = Sent(**json.loads(read_bounded(run.path / FILE, LARGEST_SMALL)))
         uri = resolve_uri(Plan.load(run.plan_file).recipe.tracking.uri)
     except (OSError, ValueError, TypeError):
         return ""
@@ -290,12 +324,13 @@ def delete_record(run: RunFolder) -> str:
         return str(error)
     if not kept.mlflow_run_id:
         return ""
-    if kept.uri != mask(uri):
-        return f"it is in {kept.uri}, and the run's store is now {mask(uri)}"
+    elsewhere = f"it is in {kept.uri}, and the run's store is now {mask(uri)}" if kept.uri != mask(uri) else ""
     try:
         client = open_client(uri)
         with sqlite_lock(uri):
-            client.delete_run(kept.mlflow_run_id)
+            # Its address is another one if the store was moved; ids of MLflow are of one run alone.
+            if client.get_run(kept.mlflow_run_id).info.lifecycle_stage != "deleted":
+                client.delete_run(kept.mlflow_run_id)
     except Exception as error:  # the client's errors are of many kinds
-        return one_line(error)
+        return elsewhere or one_line(error)
     return ""

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import Self
 
-from sparsebp_cli.errors import SparseBPError
+from sparsebp_cli.errors import SparseBPError, TrackingError
 from sparsebp_cli.run import RunFolder
 from sparsebp_cli.tracking.flush import Flusher, SyncResult
 from sparsebp_cli.tracking.store import is_sqlite
@@ -81,14 +81,14 @@ class Follower:
             done = self._flusher.flush()
             self.result = SyncResult(self._flusher.points_sent, True, "", done.uri, done.mlflow_run_id)
         except SparseBPError as error:
-            self._failed(str(error))
+            self._failed(str(error), refused=self._flusher is None and isinstance(error, TrackingError))
         except Exception as error:  # a defect in tracking must not end the run
             self._failed(f"tracking: {type(error).__name__}: {error}")
         return self.result
 
-    def _failed(self, problem: str) -> None:
+    def _failed(self, problem: str, *, refused: bool = False) -> None:
         sent = self._flusher.points_sent if self._flusher else 0
-        self.result = SyncResult(sent, False, problem, self.result.uri, self.result.mlflow_run_id)
+        self.result = SyncResult(sent, False, problem, self.result.uri, self.result.mlflow_run_id, is_refused=refused)
         if not self.warnings:
             self.warnings.append(self.result.advice(self.run.run_id))
             if self.warn is not None:

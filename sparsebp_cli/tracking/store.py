@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,16 +17,17 @@ from typing import TYPE_CHECKING
 
 from filelock import FileLock
 
-from sparsebp_cli.errors import TrackingError
+from sparsebp_cli import durable
+from sparsebp_cli.errors import TrackingError, first_line
+from sparsebp_cli.recipe.store_address import SERVERS, find_problem, sqlite_file
 from sparsebp_cli.run import home
 from sparsebp_cli.run.visible import mask
+from sparsebp_cli.tracking.moved import follow_move
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 
-DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
-SERVERS = ("http", "https")
 KIND = "mlflow.experimentKind"  # decides which pages MLflow shows first: without it, those of chat applications
 MODEL_DEVELOPMENT = "custom_model_development"
 VIEW = "sparsebp"  # a link with this key shows the columns below; MLflow keeps such views as tags of the experiment
@@ -45,18 +47,17 @@ def resolve_uri(plan_uri: str | None) -> str:
     """Return the URI of the MLflow store: of the recipe, else of ``MLFLOW_TRACKING_URI``, else ``mlflow.db`` in
     SparseBP's home. It may hold a password: show it through :func:`mask` only. Raises ``TrackingError`` for a folder,
     an unknown scheme, or a relative sqlite path."""
-    uri = plan_uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{home() / 'mlflow.db'}"
-    scheme = uri.split("://", 1)[0].split("+", 1)[0].lower() if "://" in uri else ""
-    if scheme not in DATABASES + SERVERS:
-        raise TrackingError(
-            f"tracking.uri must be a server (http, https) or a database ({', '.join(DATABASES)}), got {mask(uri)!r}: "
-            "MLflow's file stores lose concurrent writes; use sqlite:////absolute/path/mlflow.db"
-        )
-    if scheme == "sqlite" and not sqlite_file(uri).is_absolute():
-        raise TrackingError(
-            f"tracking.uri must name an absolute file, got {mask(uri)!r}: use sqlite:////absolute/path/mlflow.db"
-        )
+    uri = plan_uri or os.environ.get("MLFLOW_TRACKING_URI")
+    if not uri:
+        return default_uri()
+    if problem := find_problem(uri):
+        raise TrackingError(f"{'tracking.uri' if plan_uri else 'MLFLOW_TRACKING_URI'} {problem}")
     return uri
+
+
+def default_uri() -> str:
+    """Return the URI of ``mlflow.db`` in SparseBP's home."""
+    return f"sqlite:///{home() / 'mlflow.db'}"
 
 
 def is_server(uri: str) -> bool:
@@ -69,11 +70,6 @@ def is_sqlite(uri: str) -> bool:
     return uri.lower().startswith("sqlite")
 
 
-def sqlite_file(uri: str) -> Path:
-    """Return the file of a ``sqlite:///`` URI; a relative path where the URI has one."""
-    return Path(uri.partition("://")[2].removeprefix("/").partition("?")[0])
-
-
 def artifact_root(uri: str) -> Path:
     """Return the artifact folder of a database: ``mlartifacts`` next to the sqlite file, else in SparseBP's home.
     MLflow's own default is the working folder."""
@@ -82,8 +78,7 @@ def artifact_root(uri: str) -> Path:
 
 def one_line(error: BaseException) -> str:
     """Return the first line of an error's text that is not empty, masked, at most 300 characters; else its class."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return mask(lines[0])[:LONGEST_LINE] if lines else type(error).__name__
+    return mask(first_line(error))[:LONGEST_LINE]
 
 
 LOCK_SECONDS = 120.0  # creating a fresh database takes about 5 s, and other processes may wait for the same lock
@@ -105,14 +100,14 @@ def open_client(uri: str) -> MlflowClient:
     The errors of the client are of many kinds; the caller turns them into one line."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    if is_sqlite(uri):  # a place that cannot be made is told before the seconds that the import takes
+        sqlite_file(uri).parent.mkdir(parents=True, exist_ok=True)
     from mlflow import MlflowClient
 
     for name in ("mlflow", "alembic", "urllib3.connectionpool"):
         logging.getLogger(name).setLevel(logging.ERROR)
     if is_server(uri):
         return MlflowClient(uri)
-    if is_sqlite(uri):
-        sqlite_file(uri).parent.mkdir(parents=True, exist_ok=True)
     with sqlite_lock(uri):
         _create_database(uri)
         return MlflowClient(uri)
@@ -143,11 +138,14 @@ def experiment_tags() -> dict[str, str]:
 
 
 def experiment_id(client: MlflowClient, uri: str, name: str) -> str:
-    """Return the id of an experiment, with its tags; create it where it does not
-    exist. Raises ``MlflowException`` if refused."""
+    """Return the id of an experiment, with its tags; create it where it does not exist. Raises ``TrackingError`` for
+    one that was deleted there, ``MlflowException`` if refused."""
     from mlflow.exceptions import MlflowException
 
     if found := client.get_experiment_by_name(name):
+        if found.lifecycle_stage == "deleted":  # its name stays taken until `mlflow gc`
+            restore = restore_command(uri, "experiments", f"--experiment-id {found.experiment_id}")
+            raise TrackingError(f"the experiment {name!r} was deleted there; `{restore}` brings it back")
         for key, value in experiment_tags().items():
             if key not in found.tags:
                 client.set_experiment_tag(found.experiment_id, key, value)
@@ -159,6 +157,19 @@ def experiment_id(client: MlflowClient, uri: str, name: str) -> str:
         if found := client.get_experiment_by_name(name):  # another process created it in the meantime
             return str(found.experiment_id)
         raise
+
+
+def mend_places(uri: str) -> None:
+    """Let a sqlite store that was moved name the folder of artifacts beside it; see ``moved.py``. For those who write
+    artifacts or serve them: reading a store changes nothing in it."""
+    if is_sqlite(uri):
+        with sqlite_lock(uri):
+            follow_move(sqlite_file(uri), artifact_root(uri))
+
+
+def restore_command(uri: str, kind: str, which: str) -> str:
+    """Return MLflow's command that takes back a deletion, for a shell; a password in ``uri`` is masked."""
+    return f"MLFLOW_TRACKING_URI={shlex.quote(mask(uri))} mlflow {kind} restore {which}"
 
 
 def _create_database(uri: str) -> None:
@@ -173,7 +184,7 @@ def _create_database(uri: str) -> None:
         part = file.with_name(file.name + ".part")
         part.unlink(missing_ok=True)
         SqlAlchemyStore(f"sqlite:///{part}", root).engine.dispose()
-        part.replace(file)
+        durable.move(part, file)
         return
     engine = sqlalchemy.create_engine(uri)
     try:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
+from sparsebp_cli import interpreter
 from sparsebp_cli.errors import TrackingError
+from sparsebp_cli.recipe.store_address import sqlite_file
 from sparsebp_cli.run.folder import is_shared
 from sparsebp_cli.run.visible import mask
-from sparsebp_cli.tracking.store import VIEW, artifact_root, is_server, is_sqlite, open_client, sqlite_file
+from sparsebp_cli.tracking.store import VIEW, artifact_root, is_server, is_sqlite, mend_places, open_client
 
 
 def ui_command(uri: str, port: int = 5000) -> list[str]:
@@ -29,10 +30,13 @@ def ui_command(uri: str, port: int = 5000) -> list[str]:
     if is_sqlite(uri):
         _check_owner(sqlite_file(uri))
         open_client(uri)
-    return [
-        sys.executable, "-P", "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1",
+        mend_places(uri)
+    return interpreter.command(
+        "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1",
+        # A page of another site may resolve its own name to 127.0.0.1 later; its requests still carry that name.
+        "--allowed-hosts", f"127.0.0.1:{port},localhost:{port}",
         "--backend-store-uri", uri, "--artifacts-destination", str(artifact_root(uri)),
-    ]  # fmt: skip
+    )  # fmt: skip
 
 
 def runs_page(address: str, uri: str) -> str:

@@ -15,7 +15,7 @@ from sparsebp_cli.errors import UsageError
 from sparsebp_cli.policy import Policy, PolicyLike, make_policies
 
 
-class Given(TypedDict, total=False):
+class AttachArguments(TypedDict, total=False):
     """Arguments of ``attach`` that the user may leave to the trainer."""
 
     seed: int
@@ -30,7 +30,7 @@ class AttachOptions:
     policies: tuple[Policy, ...]
     schedule: Schedule | None
     choices: BackwardChoices
-    given: Given
+    given: AttachArguments
 
     @classmethod
     def of(
@@ -48,7 +48,7 @@ class AttachOptions:
         backward = BackwardOptions.of(backward)
         names = ("update", "checkpointing", "time_forms")
         refuse(Setup((), {name: getattr(backward, name) for name in names} | {"loop": "trainer"}))
-        given = Given()
+        given = AttachArguments()
         if seed is not None:
             given["seed"] = seed
         if reference is not None:

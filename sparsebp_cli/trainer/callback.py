@@ -31,7 +31,7 @@ from sparsebp_cli.composition import BackwardChoices, BackwardOptions
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.policy import Policy, PolicyLike
 from sparsebp_cli.run.policy_phase import lay_out
-from sparsebp_cli.trainer.attach_option import AttachOptions, Given
+from sparsebp_cli.trainer.attach_option import AttachArguments, AttachOptions
 from sparsebp_cli.trainer.log_value import count_step, interval_values, restored_counters, total_values
 from sparsebp_cli.trainer.precision import attach_inside
 from sparsebp_cli.trainer.refusal import mask_noncandidates, model_of, pass_columns, refuse_unsupported
@@ -189,7 +189,7 @@ class PolicyCallback(TrainerCallback):
         policies: Sequence[Policy],
     ) -> tuple[Engine, Callable[[], None]]:
         own, model = self._attach_options, trainer.model_wrapped
-        given = Given(seed=trainer.args.seed) | own.given
+        given = AttachArguments(seed=trainer.args.seed) | own.given
         if own.schedule is not None:
             refuse_phases(own.schedule, model)
             if not needs_reference(policies, own.schedule):

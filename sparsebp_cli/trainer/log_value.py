@@ -99,8 +99,7 @@ def interval_values(engine: Engine, num_steps: int) -> dict[str, float]:
 
 def total_values(engine: Engine, num_steps: int) -> dict[str, float]:
     """Return the metrics since the model was attached, over ``num_steps`` optimizer steps; waits for the device."""
-    report = engine.report()
-    return _values(report.kept_share, report.chosen, num_steps)
+    return _values(*engine.totals(), num_steps)
 
 
 def _values(kept_share: float | None, chosen: Chosen | None, num_steps: int) -> dict[str, float]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from sparsebp_cli import durable
 from sparsebp_cli.errors import CheckpointError, UsageError
 
 _FORMAT = 1
@@ -29,16 +29,10 @@ def save_state(file: Path, state: Mapping[str, object]) -> None:
     text = json.dumps(_split(state, tensors))
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     header = {"format": str(_FORMAT), "state": text, "sha256": _digest(text, tensors)}
-    part = file.with_name(f".part-{file.name}")
     try:
-        with part.open("wb") as opened:
-            # A safetensors file without tensors could not be distinguished from a damaged one.
-            opened.write(save(tensors or {"": torch.zeros(1)}, header))
-            opened.flush()
-            os.fsync(opened.fileno())
-        part.replace(file)
+        # A safetensors file without tensors could not be distinguished from a damaged one.
+        durable.write_file(file, save(tensors or {"": torch.zeros(1)}, header))
     except OSError as error:
-        part.unlink(missing_ok=True)
         raise CheckpointError(f"{file} cannot be written: {error.strerror or error}") from None
 
 

@@ -10,18 +10,17 @@ one worker is started on each, and the environment says where (see :mod:`sparseb
 
 from __future__ import annotations
 
-import errno
 import sys
 import traceback
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from sparsebp_cli.errors import ChangedError, RunBusyError, SparseBPError
+from sparsebp_cli.errors import ChangedError, DivergedError, RunBusyError, SparseBPError
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.recipe import refuse_unsupported
 from sparsebp_cli.run import JournalWriter, RunFolder, State, keep_private
 from sparsebp_cli.worker import wait_briefly
-from sparsebp_cli.worker.ending import StopRequest, pause_message, stop_message
+from sparsebp_cli.worker.ending import StopRequest, describe_failure, name_refusal, pause_message, stop_message
 from sparsebp_cli.worker.process import NodePlace, process_options
 from sparsebp_cli.worker.rank import find_rank, run_rank
 
@@ -85,7 +84,6 @@ def _load_plan(plan_file: Path, place: NodePlace | None) -> Plan:
 
 
 def _execute(plan: Plan, run: RunFolder, journal: JournalWriter, stop: StopRequest) -> int:
-    from sparsebp_cli.worker.ending import describe_failure, is_disk_full
     from sparsebp_cli.worker.training import Training
 
     training: Training | None = None
@@ -94,17 +92,19 @@ def _execute(plan: Plan, run: RunFolder, journal: JournalWriter, stop: StopReque
         training.run_to_end()
     except Exception as error:
         text, code = describe_failure(error)
-        if not isinstance(error, SparseBPError) and not is_disk_full(error):
+        if not isinstance(error, SparseBPError) and name_refusal(error) is None:
             traceback.print_exc()
         _print_error(f"error: {text}")
-        refused = {"changes": error.changes} if isinstance(error, ChangedError) else {}
-        return _end(journal, code, State.FAILED, training.step if training else 0, text, **refused)
+        more: dict[str, object] = {"changes": error.changes} if isinstance(error, ChangedError) else {}
+        more |= {"cause": "diverged"} if isinstance(error, DivergedError) else {}
+        return _end(journal, code, State.FAILED, training.step if training else 0, text, **more)
     if stop.signal is not None and not training.is_done:
         text = stop_message(stop.signal, training.step)
-        return _end(journal, 128 + stop.signal, State.INTERRUPTED, training.step, text)
+        return _end(journal, 128 + stop.signal, State.INTERRUPTED, training.step, text, signal=int(stop.signal))
     if training.is_paused:
-        return _end(journal, 0, State.INTERRUPTED, training.step, pause_message(training.step))
-    return _end(journal, 0, State.FINISHED, training.step, training.end_reason)
+        return _end(journal, 0, State.INTERRUPTED, training.step, pause_message(training.step), cause="paused")
+    limit = {"cause": "limit"} if training.end_reason else {}
+    return _end(journal, 0, State.FINISHED, training.step, training.end_reason, **limit)
 
 
 def _end(journal: JournalWriter, code: int, status: State, step: int, text: str, **more: object) -> int:
@@ -117,8 +117,8 @@ def _end(journal: JournalWriter, code: int, status: State, step: int, text: str,
 
 
 def _report_unwritten(error: OSError, code: int) -> int:
-    reason = "the disk is full" if error.errno == errno.ENOSPC else str(error)
-    _print_error(f"error: the run's folder cannot be written: {reason}; make room, then resume")
+    reason, remedy = name_refusal(error) or (str(error), "mend what it names, then resume")
+    _print_error(f"error: the run's folder cannot be written: {reason}: {remedy}")
     return code
 
 

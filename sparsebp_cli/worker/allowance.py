@@ -1,4 +1,4 @@
-"""What a run may spend besides its steps: seconds of training, and work counted in dense steps.
+"""What a run may spend besides its steps: seconds of training, FLOPs, and work counted in dense steps.
 
 What is spent is kept in checkpoints, so a run that is resumed goes on counting. Steps that were lost after the last
 checkpoint and are made again count once, as they do in the journal.
@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sparsebp_cli.recipe.schema import TrainingSection
-from sparsebp_cli.run import metric
 
 
 @dataclass
@@ -19,35 +18,39 @@ class Allowance:
 
     max_seconds: float | None
     max_cost: float | None
+    max_flops: float | None
     seconds: float = 0.0  # of all steps: forward, backward and update, without measurements and checkpoints
-    cost: float = 0.0  # in dense steps, by counted FLOPs of forward and backward
-    _ratio: float | None = None  # of the policy's FLOPs to dense's, as last counted
+    flops: float = 0.0  # of all steps, at their prices
+    dense_flops: float = 0.0  # of dense steps over the same batches
+    steps: int = 0  # that have a price
     _step_seconds: float = 0.0  # of the last timed step
-    _dense: float | None = None  # FLOPs of a dense forward and backward of a micro-batch, as last counted
 
     @classmethod
     def of(cls, training: TrainingSection) -> Allowance:
         """Return the limits of a recipe, with nothing spent."""
-        return cls(training.max_seconds, training.max_cost)
+        return cls(training.max_seconds, training.max_cost, training.max_flops)
 
-    def count(self, values: Mapping[str, float | None]) -> None:
-        """Read what a step costs from the metrics of a probe; others are ignored. It holds until the next probe."""
-        if (ratio := values.get(metric.CHOICE_COST.name)) is not None:  # that of the probe before the first step
-            self._ratio = ratio
-        forward, executed, dense = (
-            values.get(one.name) for one in (metric.FORWARD_FLOPS, metric.BACKWARD_EXECUTED, metric.BACKWARD_DENSE)
-        )
-        if forward is not None and executed is not None and dense is not None:
-            scoring = values.get(metric.SCORING_FLOPS.name) or 0.0
-            self._dense = forward - scoring + dense
-            self._ratio = (forward + executed) / self._dense
+    @property
+    def limits_work(self) -> bool:
+        """Whether the price of each step decides where the run ends."""
+        return self.max_cost is not None or self.max_flops is not None
 
-    def spend(self, seconds: float | None, trial_flops: float = 0.0) -> None:
-        """Count a step, and the FLOPs of trial passes before it over the number of its micro-batches. A step whose
-        memory was traced has no time of its own and counts as the one before."""
+    @property
+    def cost(self) -> float:
+        """What was spent in dense steps of this run's batches, on average over those that it had."""
+        return self.flops / self.dense_flops * self.steps if self.dense_flops else 0.0
+
+    def spend(self, seconds: float | None, flops: float | None, dense_flops: float | None) -> None:
+        """Count a step and its price; None where that is not known. A step whose memory was traced has no time of its
+        own and counts as the one before."""
         self._step_seconds = self._step_seconds if seconds is None else seconds
         self.seconds += self._step_seconds
-        self.cost += (self._ratio or 0.0) + (trial_flops / self._dense if self._dense else 0.0)
+        if flops is not None and dense_flops is not None:
+            self.flops, self.dense_flops, self.steps = (
+                self.flops + flops,
+                self.dense_flops + dense_flops,
+                self.steps + 1,
+            )
 
     @property
     def exceeded(self) -> str:
@@ -56,20 +59,20 @@ class Allowance:
             return f"training.max_seconds: {self.max_seconds:g} is reached, with {self.seconds:.4g} s of steps"
         if self.max_cost is not None and self.cost >= self.max_cost - 1e-9:
             return f"training.max_cost: {self.max_cost:g} is reached, with the work of {self.cost:.4g} dense steps"
+        if self.max_flops is not None and self.flops >= self.max_flops * (1.0 - 1e-9):
+            return f"training.max_flops: {self.max_flops:g} is reached, with {self.flops:.5g} FLOPs"
         return ""
 
-    def state_dict(self) -> dict[str, float | None]:
-        """Return what is spent of the limits that are set, for a checkpoint. Seconds differ from run to run, and
-        without a limit a resumed run has the same checkpoints, to the bit, as one without a stop."""
-        state: dict[str, float | None] = {}
+    def state_dict(self) -> dict[str, float]:
+        """Return what is spent, for a checkpoint; seconds only with a limit on them. They differ from run to run, and a
+        resumed run has the same checkpoints, to the bit, as one without a stop."""
+        state: dict[str, float] = {"flops": self.flops, "dense_flops": self.dense_flops, "steps": self.steps}
         if self.max_seconds is not None:
             state |= {"seconds": self.seconds, "step_seconds": self._step_seconds}
-        if self.max_cost is not None:
-            state |= {"cost": self.cost, "ratio": self._ratio, "dense": self._dense}
         return state
 
     def load_state_dict(self, state: Mapping[str, float | None]) -> None:
-        """Go on from what was spent when a checkpoint was made."""
-        self.seconds, self.cost = state.get("seconds") or 0.0, state.get("cost") or 0.0
-        self._ratio, self._dense = state.get("ratio"), state.get("dense")
-        self._step_seconds = state.get("step_seconds") or 0.0
+        """Go on from what was spent when a checkpoint was made; one of an older version has no FLOPs."""
+        self.seconds, self._step_seconds = state.get("seconds") or 0.0, state.get("step_seconds") or 0.0
+        self.flops, self.dense_flops = state.get("flops") or 0.0, state.get("dense_flops") or 0.0
+        self.steps = int(state.get("steps") or 0)

@@ -13,12 +13,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from sparsebp_cli.backward.core.loss_weight import LOSS_WEIGHT
 from sparsebp_cli.policy import EpochSelector
 from sparsebp_cli.policy.example import EXAMPLE_ROW
 from sparsebp_cli.worker.data import IGNORED, Example
 from sparsebp_cli.worker.epoch import ChosenEpochs, EpochShuffle
+from sparsebp_cli.worker.gap import Gaps
 from sparsebp_cli.worker.grouping import GroupBy
+from sparsebp_cli.worker.model import predicts_in_place
 
+IN_PLACE = "decoder_attention_mask"  # a column of batches whose labels are of their own positions
 PAD_TO = 8  # padded lengths are multiples of this, so that kernels are called with few distinct shapes
 
 
@@ -31,6 +35,7 @@ class BatchOrder:
     batch_size: int
     num_ranks: int
     columns: Collection[str]
+    candidates: str | None
 
     def __init__(
         self,
@@ -51,6 +56,7 @@ class BatchOrder:
         self.examples, self.seed, self.pad_token_id = examples, seed, pad_token_id
         self.batch_size, self.num_ranks, self.columns = batch_size * rank[1], rank[1], columns
         self.candidates, self.group_by = candidates, group_by
+        self.gaps: Gaps | None = None  # of a masked language model
         self._own = slice(rank[0] * batch_size, (rank[0] + 1) * batch_size)
         self._shuffle = EpochShuffle(examples, seed, self.batch_size, group_by)
         self._chosen: ChosenEpochs | None = None
@@ -58,7 +64,8 @@ class BatchOrder:
 
     def __getitem__(self, number: int) -> dict[str, Tensor]:
         """Return the micro-batch of all ranks by its number, counted from 0 over the whole run."""
-        return self._collate([self._example(position) for position in self._positions(number)])
+        positions = self._positions(number)
+        return self._collate([self._example(position) for position in positions], positions)
 
     def rank_part(self, number: int) -> tuple[dict[str, Tensor], int]:
         """Return this rank's examples of a micro-batch, padded as in the whole one, and the number of candidate targets
@@ -74,11 +81,17 @@ class BatchOrder:
         shuffled = torch.randperm(len(self.examples), generator=generator).tolist()
         drawn = [example for example in shuffled if example not in held][:count]
         for start in range(0, len(drawn), self.batch_size):
-            yield self._collate(drawn[start : start + self.batch_size])
+            some = drawn[start : start + self.batch_size]
+            yield self._collate(some, [f"{number} other {row}" for row in some])
 
-    def _collate(self, rows: Sequence[int]) -> dict[str, Tensor]:
+    def _collate(self, rows: Sequence[int], visits: Sequence[object]) -> dict[str, Tensor]:
+        """Collate examples; ``visits`` says for each what the gaps of a masked language model follow from."""
         columns = [name for name in self.columns if name != EXAMPLE_ROW]
-        batch = collate([self.examples[row] for row in rows], self.pad_token_id, columns)
+        examples = [self.examples[row] for row in rows]
+        if self.gaps is not None:
+            visited = zip(examples, visits, strict=True)
+            examples = [self.gaps.draw(example, self.seed, visit) for example, visit in visited]
+        batch = collate(examples, self.pad_token_id, columns)
         return batch if EXAMPLE_ROW not in self.columns else batch | {EXAMPLE_ROW: torch.tensor(rows)}
 
     def choose_epochs(self, policy: EpochSelector, *, num_steps: int, micro_batches: int) -> None:
@@ -136,37 +149,96 @@ def ordered_batches(examples: Sequence[Example], batch_size: int, pad_token_id: 
 
 
 def collate(examples: Sequence[Example], pad_token_id: int, columns: Collection[str] = ()) -> dict[str, Tensor]:
-    """Return one batch padded on the right: ``input_ids`` (B, T), ``labels`` (B, T) or (B,), ``attention_mask`` (B, T)
-    if anything is padded, and the named columns (B, T), 0 where padded."""
+    """Return one batch, padded on the right unless the examples say otherwise: ``input_ids`` (B, T), ``labels`` (B, T)
+    or (B,), ``attention_mask`` (B, T) if anything is padded, ``token_type_ids`` (B, T) of pairs, and the named columns
+    (B, T), 0 where padded."""
+    if examples[0].is_pair:
+        return _collate_pairs(examples, pad_token_id)
     longest = max(len(example.input_ids) for example in examples)
     if all(len(example.input_ids) == longest for example in examples):
         ids_BT = torch.stack([torch.from_numpy(example.input_ids) for example in examples])
         labels = torch.stack([torch.from_numpy(e.labels) for e in examples])
-        return {"input_ids": ids_BT, "labels": labels} | _columns(examples, columns, longest)
+        return (
+            {"input_ids": ids_BT, "labels": labels} | _types(examples, longest) | _columns(examples, columns, longest)
+        )
     length = -(-longest // PAD_TO) * PAD_TO
     ids_BT = torch.full((len(examples), length), pad_token_id)
     mask_BT = torch.zeros((len(examples), length), dtype=torch.int64)
     labels_BT = torch.full((len(examples), length), IGNORED)
     for row, example in enumerate(examples):
-        count = len(example.input_ids)
-        ids_BT[row, :count] = torch.from_numpy(example.input_ids)
-        mask_BT[row, :count] = 1
+        place = _place(example, length)
+        ids_BT[row, place] = torch.from_numpy(example.input_ids)
+        mask_BT[row, place] = 1
         if example.labels.ndim:
-            labels_BT[row, :count] = torch.from_numpy(example.labels)
+            labels_BT[row, place] = torch.from_numpy(example.labels)
     single = examples[0].labels.ndim == 0
     labels = torch.stack([torch.from_numpy(e.labels) for e in examples]) if single else labels_BT
-    return {"input_ids": ids_BT, "labels": labels, "attention_mask": mask_BT} | _columns(examples, columns, length)
+    padded = {"input_ids": ids_BT, "labels": labels, "attention_mask": mask_BT}
+    return padded | _types(examples, length) | _columns(examples, columns, length)
+
+
+def _collate_pairs(examples: Sequence[Example], pad_token_id: int) -> dict[str, Tensor]:
+    """Return a batch for an encoder and a decoder, each padded on the right: ``input_ids`` and ``attention_mask``
+    (B, S), ``labels`` and ``decoder_attention_mask`` (B, T). The model shifts the labels itself."""
+    source_BS, mask_BS = _pad([example.input_ids for example in examples], pad_token_id)
+    labels_BT, decoder_mask_BT = _pad([example.labels for example in examples], IGNORED)
+    return {
+        "input_ids": source_BS,
+        "labels": labels_BT,
+        "attention_mask": mask_BS,
+        "decoder_attention_mask": decoder_mask_BT,
+    }
+
+
+def _pad(rows: Sequence[np.ndarray], value: int) -> tuple[Tensor, Tensor]:
+    """Return rows padded on the right to a multiple of 8, and a mask of what is not padding."""
+    length = -(-max(map(len, rows)) // PAD_TO) * PAD_TO
+    padded = torch.full((len(rows), length), value)
+    mask = torch.zeros((len(rows), length), dtype=torch.int64)
+    for number, row in enumerate(rows):
+        padded[number, : len(row)] = torch.from_numpy(row)
+        mask[number, : len(row)] = 1
+    return padded, mask
+
+
+def _types(examples: Sequence[Example], length: int) -> dict[str, Tensor]:
+    """Return the token types (B, T) of pairs of texts, 0 where padded; nothing if all are 0, as models assume."""
+    if all(example.token_type_ids is None for example in examples):
+        return {}
+    types_BT = torch.zeros((len(examples), length), dtype=torch.int64)
+    for row, example in enumerate(examples):
+        if example.token_type_ids is not None:
+            types_BT[row, _place(example, length)] = torch.from_numpy(example.token_type_ids)
+    return {"token_type_ids": types_BT}
+
+
+def _place(example: Example, length: int) -> slice:
+    """Return the positions of an example in a row of a batch."""
+    count = len(example.input_ids)
+    return slice(length - count, length) if example.pads_left else slice(count)
 
 
 def _columns(examples: Sequence[Example], names: Collection[str], length: int) -> dict[str, Tensor]:
     found = {}
     for name in names:
+        if name == LOSS_WEIGHT:
+            found[name] = _weights(examples, length)
+            continue
         first = torch.from_numpy(examples[0].columns[name])
         found[name] = torch.zeros((len(examples), length), dtype=first.dtype)
         for row, example in enumerate(examples):
-            column = torch.from_numpy(example.columns[name])
-            found[name][row, : len(column)] = column
+            found[name][row, _place(example, length)] = torch.from_numpy(example.columns[name])
     return found
+
+
+def _weights(examples: Sequence[Example], length: int) -> Tensor:
+    """Return the weights of the loss (B, T), 1 where an example has none."""
+    weight_BT = torch.ones((len(examples), length))
+    for row, example in enumerate(examples):
+        weight_T = example.columns.get(LOSS_WEIGHT)
+        if weight_T is not None:
+            weight_BT[row, : len(weight_T)] = torch.from_numpy(weight_T)
+    return weight_BT
 
 
 def num_targets(batch: dict[str, Tensor], candidates: str | None = None) -> int:
@@ -175,12 +247,16 @@ def num_targets(batch: dict[str, Tensor], candidates: str | None = None) -> int:
     labels = batch["labels"]
     if labels.ndim == 1:
         return labels.numel()
+    if IN_PLACE in batch:
+        return int((labels != IGNORED).sum())
     target_BT = labels[:, 1:] != IGNORED
     return int((target_BT if candidates is None else target_BT & (batch[candidates][:, 1:] != 0)).sum())
 
 
 class CopiedBatch(dict[str, Tensor]):
     """A batch on the host whose copy to a device has begun."""
+
+    copies: dict[str, Tensor]
 
     def __init__(self, batch: dict[str, Tensor], device: torch.device) -> None:
         """Begin to copy."""
@@ -208,17 +284,17 @@ def micro_batch_loss(
 
 def run_micro_batch(
     model: nn.Module, batch: dict[str, Tensor], targets: int, device: torch.device, candidates: str | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """Do the same, and return the logits as well, if the model returns any."""
+) -> tuple[Tensor, Any]:
+    """Do the same, and return the model's output as well: reading its logits may be refused, or costs memory."""
     on_device = to_device(batch, device)
-    if batch["labels"].ndim == 1:
+    if batch["labels"].ndim == 1 or predicts_in_place(model):  # a model that takes the mean of the batch itself
         output = model(**on_device)
         loss: Tensor = output.loss
         share = num_targets(batch) / targets
-        return loss * share if targets != num_targets(batch) else loss, getattr(output, "logits", None)
+        return loss * share if targets != num_targets(batch) else loss, output
     items: float = targets
     if candidates is not None:
         # The engine multiplies this number by trained / targets of the batch: make that trained / candidates.
         items *= num_targets(batch) / max(1, num_targets(batch, candidates))
     output = model(**on_device, num_items_in_batch=torch.full((), items, device=device))
-    return output.loss, getattr(output, "logits", None)
+    return output.loss, output

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,23 +15,27 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
+from sparsebp_cli import durable
 from sparsebp_cli.asset.checkpointing import checkpoint_activations
 from sparsebp_cli.backward.attachment import validates
-from sparsebp_cli.errors import DataError
+from sparsebp_cli.backward.core.loss_weight import LOSS_WEIGHT, LossWeights
+from sparsebp_cli.errors import DataError, UnsupportedError
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.policy import (
-    BatchPacker,
-    BlockDropper,
     EpochSelector,
-    GradientEstimator,
     Policy,
     find_policies,
     make_policy,
 )
+from sparsebp_cli.policy.known_kind import find_columns, find_facts, list_kinds
 from sparsebp_cli.recipe import refuse_unsupported
+from sparsebp_cli.recipe.evaluation import declare_generated, to_facts
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run import History, JournalWriter, RunFolder
+from sparsebp_cli.run.census import find_warnings
 from sparsebp_cli.source import refuse_mismatch, refuse_too_long
+from sparsebp_cli.source.adapter import INSIDE
+from sparsebp_cli.worker.adapter import is_adapted, merge_beside
 from sparsebp_cli.worker.batch import BatchOrder, collate
 from sparsebp_cli.worker.checkpoint import CheckpointFolder, Snapshot
 from sparsebp_cli.worker.compiled import compile_model
@@ -39,10 +44,11 @@ from sparsebp_cli.worker.ending import StopRequest
 from sparsebp_cli.worker.environment import describe_environment
 from sparsebp_cli.worker.form_times import choose_forms
 from sparsebp_cli.worker.grouping import describe_prefix_gain
-from sparsebp_cli.worker.model import build_model, build_tokenizer
+from sparsebp_cli.worker.model import build_model, build_tokenizer, read_architecture
 from sparsebp_cli.worker.optimizer import build_optimizer, build_schedule
-from sparsebp_cli.worker.policy_phase import PhaseSequence, find_columns, make_phases
+from sparsebp_cli.worker.policy_phase import PhaseSequence, make_phases
 from sparsebp_cli.worker.process import Ranks
+from sparsebp_cli.worker.prompt import HeldOutPrompts, make_prompts
 from sparsebp_cli.worker.reference import Reference, build_reference
 from sparsebp_cli.worker.resume_check import ResumeCheck, find_journal_gaps
 from sparsebp_cli.worker.sharding import shard, sum_gradients
@@ -73,10 +79,7 @@ def build_training(
     data = reference.data
     guard.check_data(data.digest())
     set_seed(recipe.training.seed)
-    num_labels = len(data.label_names) if recipe.dataset.format == "classification" else None
-    model = build_model(
-        recipe.model, tokenizer, num_labels, lambda text: journal.write("note", level="info", text=text)
-    )
+    model = _build_model(recipe, policies, tokenizer, data, journal)
     _check_fit(model, tokenizer, recipe)
     if recipe.backward.checkpointing == "full":
         checkpoint_activations(model)
@@ -115,12 +118,60 @@ def build_training(
         "order": sequence.set_columns(_build_order(recipe, policies, reference, tokenizer.pad_token_id, ranks), phase),
         "held_out": data.held_out,
         "test": data.test,
+        "prompts": _make_prompts(recipe, data, tokenizer),
         "checkpoints": checkpoints,
         "tokenizer": tokenizer,
         "seal": guard.seal,
         "ranks": ranks,
     }
     return parts, snapshot
+
+
+def _build_model(
+    recipe: Recipe,
+    policies: Sequence[Policy],
+    tokenizer: PreTrainedTokenizerBase,
+    data: Data,
+    journal: JournalWriter,
+) -> PreTrainedModel:
+    num_labels = {"classification": len(data.label_names), "regression": 1}.get(recipe.dataset.format)
+    model = build_model(
+        recipe.model,
+        tokenizer,
+        num_labels,
+        lambda text: journal.write("note", level="info", text=text),
+        architecture=read_architecture(recipe.model, recipe.dataset.format),
+    )
+    if any(LOSS_WEIGHT in example.columns for example in data.train):
+        _accept_weights(model, recipe, policies)
+    return model
+
+
+def _accept_weights(model: nn.Module, recipe: Recipe, policies: Sequence[Policy]) -> None:
+    """Let the model's forward take the weights of a batch's tokens. Raise DataError for what they do not go with."""
+    column = recipe.dataset.weight_column
+    what = f"dataset.weight_column: {column}" if column is not None else "the messages' weights"
+    for policy in policies:
+        if any(kind.weighs_examples for kind in list_kinds([policy])):
+            raise DataError(
+                f"{what}: {type(policy).__name__} compares and weighs the losses of whole examples by itself"
+            )
+    if recipe.training.compile:
+        raise DataError(f"{what}: the loss of a compiled model cannot be weighted; use training.compile: false")
+    try:
+        LossWeights(model)
+    except UnsupportedError as error:
+        raise DataError(f"{what}: {error}") from None
+
+
+def _make_prompts(recipe: Recipe, data: Data, tokenizer: PreTrainedTokenizerBase) -> HeldOutPrompts:
+    """Return the prompts of both held-out splits, with the texts that should follow; none without a generation."""
+    generate = recipe.measure.generate
+    if generate is None:
+        return HeldOutPrompts()
+    validation = make_prompts(data.held_out_rows, data.held_out[: generate.examples], recipe.dataset, tokenizer)
+    tests = data.test if recipe.measure.test else []
+    return HeldOutPrompts(validation, make_prompts(data.test_rows, tests, recipe.dataset, tokenizer))
 
 
 def _collate_set_aside(data: Data, tokenizer: PreTrainedTokenizerBase) -> dict[str, Tensor] | None:
@@ -131,7 +182,11 @@ def _collate_set_aside(data: Data, tokenizer: PreTrainedTokenizerBase) -> dict[s
 
 
 def _build_order(
-    recipe: Recipe, policies: Sequence[Policy], reference: Reference, pad_token_id: int, ranks: Ranks
+    recipe: Recipe,
+    policies: Sequence[Policy],
+    reference: Reference,
+    pad_token_id: int,
+    ranks: Ranks,
 ) -> BatchOrder:
     training = recipe.training
     order = BatchOrder(
@@ -142,8 +197,9 @@ def _build_order(
         rank=(ranks.rank, ranks.count),
         group_by=training.group_by,
     )
-    if any(isinstance(policy, EpochSelector | GradientEstimator) for policy in policies):
-        refuse_unsupported(recipe)  # attach sees neither the first kind nor checkpointing: full
+    order.gaps = reference.data.gaps
+    if any(kind.by_worker or not kind.has_backward for kind in list_kinds(policies)):
+        refuse_unsupported(recipe)  # attach sees neither what the worker asks nor checkpointing: full
     for policy in policies:
         if isinstance(policy, EpochSelector):
             order.choose_epochs(
@@ -155,8 +211,8 @@ def _build_order(
 def _tell_prefix_gain(
     recipe: Recipe, policies: Sequence[Policy], examples: Sequence[Example], ranks: Ranks, journal: JournalWriter
 ) -> None:
-    shares = any(isinstance(policy, BatchPacker) and policy.prefixes == "share" for policy in policies)
-    if shares and recipe.training.group_by is None and recipe.dataset.format != "classification":
+    shares = any(find_facts(policy).get("shares_prefixes") for policy in policies)
+    if shares and recipe.training.group_by is None and recipe.dataset.format not in ("classification", "regression"):
         batch_size = recipe.training.per_device_train_batch_size * ranks.count
         line = describe_prefix_gain(examples, batch_size, recipe.training.seed)
         if line is not None:
@@ -164,16 +220,50 @@ def _tell_prefix_gain(
 
 
 def save_model(
-    model: nn.Module, tokenizer: PreTrainedTokenizerBase, run: RunFolder, weights: Mapping[str, Tensor] | None = None
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    run: RunFolder,
+    weights: Mapping[str, Tensor] | None = None,
+    name: str = "model",
+    *,
+    keeps: bool = False,
 ) -> None:
-    """Write the trained model and tokenizer to the run's folder as transformers does, atomically. ``weights`` is the
-    complete state_dict of a sharded model."""
-    place, part = run.path / "model", run.path / ".part-model"
+    """Write the trained model and tokenizer to a folder of the run as transformers does, as a whole and durably. Its
+    adapters are merged, and in the folder ``adapter`` on their own.
+    ``weights`` is the complete state_dict of a sharded model without adapters; ``keeps`` is that of
+    :func:`~sparsebp_cli.worker.adapter.merge_beside`."""
+    place, part = run.path / name, run.path / f"{durable.PART}{name}"
     shutil.rmtree(part, ignore_errors=True)
-    model.save_pretrained(part, state_dict=weights)  # type: ignore[operator]
+    if is_adapted(model):
+        _save_plain(merge_beside(model, part / INSIDE, keeps=keeps), part, None)
+    else:
+        _save_plain(model, part, weights)
     tokenizer.save_pretrained(part)
-    shutil.rmtree(place, ignore_errors=True)
-    part.rename(place)
+    durable.write_manifest(part)  # `prune` and the clients of targets compare before they delete another copy
+    durable.put_folder(part, place)
+
+
+def rebuild(
+    model: nn.Module, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, weights: Mapping[str, Tensor]
+) -> PreTrainedModel:
+    """Return a sharded model as one whole model on the host. ``weights`` is its complete state_dict."""
+    config: Any = model.config
+    num_labels = config.num_labels if recipe.dataset.format in {"classification", "regression"} else None
+    architecture = read_architecture(recipe.model, recipe.dataset.format)
+    whole = build_model(recipe.model, tokenizer, num_labels, architecture=architecture)
+    whole.load_state_dict(weights)
+    whole.config.update(config.to_dict())  # such as the names of labels
+    return whole
+
+
+def _save_plain(model: nn.Module, folder: Path, weights: Mapping[str, Tensor] | None) -> None:
+    """Save a model with the cache of its source, which training switches off."""
+    config: Any = model.config
+    used, config.use_cache = config.use_cache, getattr(model, "source_use_cache", config.use_cache)
+    try:
+        model.save_pretrained(folder, state_dict=weights)  # type: ignore[operator]
+    finally:
+        config.use_cache = used
 
 
 def _load_checkpoint(checkpoints: CheckpointFolder, ranks: Ranks) -> tuple[Snapshot | None, list[str]]:
@@ -207,7 +297,12 @@ def _load_data(
     set_seed(recipe.training.seed)
     with accelerator.main_process_first():  # the first rank downloads and fills the caches that the others then read
         tokenizer = build_tokenizer(recipe.model)
-        data = build_data(recipe.dataset, tokenizer, find_columns(policies))
+        if recipe.dataset.chat_template is not None:
+            tokenizer.chat_template = recipe.dataset.chat_template  # saved beside the model, which needs it
+        architecture = read_architecture(recipe.model, recipe.dataset.format)
+        data = build_data(recipe.dataset, tokenizer, find_columns(policies), architecture)
+        for level, text in find_warnings(data.census):
+            journal.write("note", level=level, text=text)
 
         def tell(text: str) -> None:
             journal.write("note", level="info", text=text)
@@ -225,7 +320,7 @@ def _build_accelerator(recipe: Recipe, ranks: Ranks, policies: Sequence[Policy])
     threads = recipe.target.threads
     if ranks.count > 1:
         threads = threads or max(1, torch.get_num_threads() // ranks.count)
-    drops = any(isinstance(policy, BlockDropper) for policy in policies)  # and so leaves parameters without a gradient
+    drops = any(kind.leaves_out_gradients for kind in list_kinds(policies))
     accelerator = Accelerator(
         mixed_precision=recipe.training.mixed_precision,
         cpu=recipe.target.device == "cpu",
@@ -258,9 +353,11 @@ def _facts(plan: Plan, model: nn.Module, reference: Reference, accelerator: Acce
         "dataset_digest": data.digest(without=reference.columns),  # a control trains on the same data without scores
         "train_examples": len(data.train),
         "eval_examples": len(data.held_out),
+        **({"metrics": to_facts(declared)} if (declared := declare_generated(recipe)) else {}),
         **({"policy_validation_examples": len(data.set_aside)} if data.set_aside else {}),
         **({"test_examples": len(data.test)} if data.test else {}),
         "label_names": data.label_names,
+        "census": data.census,
         "tokens_per_step": round(
             tokens
             * training.per_device_train_batch_size

@@ -9,9 +9,7 @@ Anything else in the folder is left alone; it counts neither as a checkpoint nor
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import re
 import shutil
 from dataclasses import dataclass
@@ -23,10 +21,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from sparsebp_cli import durable
+from sparsebp_cli.durable import MANIFEST, PART, find_damage, write_manifest
 from sparsebp_cli.errors import CheckpointError
-from sparsebp_cli.worker.ending import is_disk_full
+from sparsebp_cli.worker.ending import name_refusal
 
-MANIFEST, SEAL = "manifest.json", "seal.json"
+SEAL = "seal.json"
 NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,})")
 
 
@@ -55,6 +55,7 @@ class CheckpointFolder:
 
     folder: Path
     keep_last: int
+    best: int | None = None  # the step of a checkpoint that the rotation leaves alone
 
     def __init__(self, folder: Path, keep_last: int, *, writes: bool = True) -> None:
         """Open the folder and delete what a killed process left half written. ``keep_last``, at least 1, is how many
@@ -63,27 +64,29 @@ class CheckpointFolder:
         self._passed_over: set[int] = set()
         if not writes:
             return
-        folder.mkdir(exist_ok=True)
-        for part in folder.glob(".part-*"):
-            _remove(part)
+        durable.make_folder(folder, exist_ok=True)
+        for part in folder.glob(f"{PART}*"):
+            durable.remove(part)
 
     def save(self, snapshot: Snapshot) -> Path:
         """Write a checkpoint to the disk, delete the oldest ones and return the new folder. If writing fails, raise
         CheckpointError and leave the previous checkpoints unchanged."""
         place = self._place(snapshot.step)
-        part = self.folder / f".part-{snapshot.step:08d}"
+        part = self.folder / f"{PART}{snapshot.step:08d}"
         try:
             part.mkdir()
             _write(part, snapshot)
             self._make_way(place)
-            part.rename(place)
-            _sync(self.folder)
+            durable.put_folder(part, place)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(part, ignore_errors=True)
-            reason = "the disk is full" if is_disk_full(error) else str(error)
+            if not self.folder.exists():
+                reason, remedy = f"{self.folder} was moved or deleted", "resume the run from where it is now"
+            else:
+                reason, remedy = name_refusal(error) or (str(error), "mend what it names, then resume")
             raise CheckpointError(
                 f"checkpoint of step {snapshot.step} cannot be written: {reason}; "
-                "the ones before it are untouched: make room, then resume"
+                f"the ones before it are untouched: {remedy}"
             ) from None
         self._passed_over.discard(snapshot.step)
         # Rotation counts only checkpoints that a resume could fall back to: not those of a later step, not those that
@@ -91,7 +94,8 @@ class CheckpointFolder:
         older = [step for step in self.steps() if step <= snapshot.step and step not in self._passed_over]
         whole = [step for step in older if (self._place(step) / MANIFEST).is_file()]
         for step in whole[self.keep_last :]:
-            shutil.rmtree(self._place(step))
+            if step != self.best:
+                shutil.rmtree(self._place(step))
         return place
 
     def load_newest_good(self) -> tuple[Snapshot | None, list[str]]:
@@ -100,7 +104,7 @@ class CheckpointFolder:
         damaged = []
         for step in self.steps():
             place = self._place(step)
-            if problem := _find_damage(place):
+            if problem := find_damage(place):
                 damaged.append(f"checkpoint {place.name} is damaged ({problem})")
                 self._passed_over.add(step)
                 continue
@@ -126,6 +130,10 @@ class CheckpointFolder:
         """Load the checkpoint of a step that another process has verified."""
         return _read(self._place(step))
 
+    def find_damage(self, step: int) -> str:
+        """Return what is wrong with the checkpoint of a step, in one line; empty if it is whole."""
+        return find_damage(self._place(step))
+
     def steps(self) -> list[int]:
         """Return the steps that have a checkpoint, newest first."""
         found = [(NAME.fullmatch(place.name), place) for place in self.folder.glob("step-*")]
@@ -136,19 +144,10 @@ class CheckpointFolder:
         return self.folder / f"step-{step:08d}"
 
     def _make_way(self, place: Path) -> None:
-        """Delete a damaged checkpoint of the same step; rename anything else that has the same name."""
-        if place.is_dir() and not place.is_symlink():
-            shutil.rmtree(place)
-        elif place.exists() or place.is_symlink():
+        """Rename what has the name of a checkpoint and is none. A damaged checkpoint is replaced."""
+        if place.is_symlink() or (place.exists() and not place.is_dir()):
             names = (place.with_name(f"{place.name}.aside-{number}") for number in count(1))
             place.rename(next(name for name in names if not (name.exists() or name.is_symlink())))
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
 
 
 def _write(part: Path, snapshot: Snapshot) -> None:
@@ -177,11 +176,7 @@ def _write(part: Path, snapshot: Snapshot) -> None:
     (part / "state.json").write_text(json.dumps(state), encoding="utf-8")
     if snapshot.seal is not None:
         (part / SEAL).write_text(json.dumps(snapshot.seal, indent=1), encoding="utf-8")
-    listed = {file.name: _sha256(file) for file in sorted(part.iterdir())}
-    (part / MANIFEST).write_text(json.dumps({"format": 1, "sha256": listed}, indent=1), encoding="utf-8")
-    for file in part.iterdir():
-        _sync(file)
-    _sync(part)
+    write_manifest(part)
 
 
 def _read(place: Path) -> Snapshot:
@@ -214,29 +209,5 @@ def _of_rank(what: str, rank: int) -> str:
     return f"{what}-{rank}" if rank else what
 
 
-def _find_damage(place: Path) -> str:
-    try:
-        listed: dict[str, str] = json.loads((place / MANIFEST).read_bytes())["sha256"]
-        for name, digest in listed.items():
-            if _sha256(place / Path(name).name) != digest:
-                return f"{name} does not match its checksum"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return (str(error).splitlines() or [type(error).__name__])[0]
-    return "" if listed else "the manifest is empty"
-
-
 def _contiguous(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
 from dataclasses import dataclass
 from typing import Self
 
-from sparsebp_cli.errors import DivergedError, SparseBPError, UsageError
+from sparsebp_cli.errors import DivergedError, SparseBPError, UsageError, explain_system_error, first_line
+
+FULL = {errno.ENOSPC, errno.EDQUOT}
+DIVERGED = 3  # the worker's exit code of a run whose loss or gradient was no number
 
 
 @dataclass
@@ -45,15 +49,14 @@ def pause_message(step: int) -> str:
     return f"checkpoint.stop_at: stopped after step {step}"
 
 
-def signal_of_message(text: str) -> signal.Signals | None:
-    """Return the signal that a line of :func:`stop_message` names; None for any other line."""
-    name = text.partition(":")[0]
-    return signal.Signals[name] if name in signal.Signals.__members__ else None
-
-
-def is_disk_full(error: BaseException) -> bool:
-    """Return whether an error means that the disk is full. safetensors has the system's error number in its message."""
-    return getattr(error, "errno", None) == errno.ENOSPC or f"os error {errno.ENOSPC})" in str(error)
+def name_refusal(error: BaseException) -> tuple[str, str] | None:
+    """Return what the disk refused and what to do before the run is resumed; None where it is no refusal of a disk."""
+    found = re.search(r"os error (\d+)\)", str(error))  # safetensors has the system's number in its message
+    number = getattr(error, "errno", None) or (int(found[1]) if found else 0)
+    reason, colon, remedy = explain_system_error(OSError(number, "")).partition(": ")
+    if not colon:
+        return None
+    return reason, "make room, then resume" if number in FULL else f"{remedy}; then resume"
 
 
 def describe_failure(error: Exception) -> tuple[str, int]:
@@ -62,17 +65,19 @@ def describe_failure(error: Exception) -> tuple[str, int]:
     import torch
 
     if isinstance(error, DivergedError):
-        return f"diverged: {error}", 3
+        return f"diverged: {error}", DIVERGED
     if isinstance(error, SparseBPError):
         return str(error).replace("\n", " "), 2 if isinstance(error, UsageError) else 1
     if isinstance(error, torch.OutOfMemoryError):
         return _out_of_memory(str(error)), 1
     if isinstance(error, RuntimeError) and "can't allocate memory" in str(error):
         return _out_of_memory(str(error)), 1
-    if is_disk_full(error):
-        return "the disk is full; make room, then resume: the last checkpoint is intact", 1
-    first = (str(error).splitlines() or [""])[0]
-    return f"{type(error).__name__}: {first}", 1
+    if refusal := name_refusal(error):
+        name = getattr(error, "filename", None)
+        place = f" ({name})" if name else ""
+        return f"{refusal[0]}{place}: {refusal[1]}; the last checkpoint is intact", 1
+    first, name = first_line(error), type(error).__name__
+    return name if first == name else f"{name}: {first}", 1
 
 
 def _out_of_memory(text: str) -> str:
@@ -82,4 +87,4 @@ def _out_of_memory(text: str) -> str:
     if torch.cuda.is_available():
         peak = f" (peak {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB allocated)"
     advice = "smaller per_device_train_batch_size or max_seq_length, or backward.checkpointing: full"
-    return f"out of memory{peak}: {text.splitlines()[0]}; try a {advice}"
+    return f"out of memory{peak}: {first_line(text)}; try a {advice}"

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from sparsebp_cli.errors import UsageError
-from sparsebp_cli.policy import Epoch, EpochSelector, Observation, Stateful, Step
+from sparsebp_cli.policy import Epoch, EpochSelector, Examples, ReadExamples, Stateful, Step
 from sparsebp_cli.policy.contract import State
 from sparsebp_cli.worker.data import Example
 from sparsebp_cli.worker.grouping import GroupBy, Order, group_order
@@ -91,10 +91,9 @@ class ChosenEpochs:
         step = self._step_at(number * self._shuffle.batch_size)
         policy = self._policy.at(step)
         if isinstance(policy, Stateful):
-            key = str(step.micro_batch)
-            known = {"example_loss": {key: torch.tensor(losses)}, "example_row": {key: torch.tensor(rows)}}
-            seen = Observation(**{name: part for name, part in known.items() if name in policy.observes})
-            self._state = policy.observe(self._state, seen, step)
+            read = Examples(len(rows), loss_B=torch.tensor(losses), row_B=torch.tensor(rows))
+            observation = policy.look([ReadExamples(str(step.micro_batch), read)], step)
+            self._state = policy.observe(self._state, observation, step)
 
     @property
     def current(self) -> tuple[int, float]:

@@ -1,7 +1,9 @@
-"""Loss, accuracy and macro-F1 on held-out splits: validation during training, the test split once, at the end."""
+"""Loss, and metrics of classes and numbers, on held-out splits: validation during training, the test split once, at the
+end."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -13,6 +15,7 @@ from sparsebp_cli.run import metric
 from sparsebp_cli.run.metric import Metric
 from sparsebp_cli.worker.batch import num_targets, ordered_batches
 from sparsebp_cli.worker.data import IGNORED, Example
+from sparsebp_cli.worker.model import predicts_in_place
 from sparsebp_cli.worker.process import Ranks
 
 MOST_EXAMPLES = 10_000  # about 200 kB of journal
@@ -20,16 +23,28 @@ MOST_EXAMPLES = 10_000  # about 200 kB of journal
 
 @dataclass(frozen=True)
 class HeldOutSplit:
-    """A held-out split: its name in the journal and its metrics, the last two of classifications alone."""
+    """A held-out split: its name in the journal and its metrics, of which each run has those of its kind."""
 
     name: str
     loss: Metric
     accuracy: Metric
     macro_f1: Metric
+    mcc: Metric
+    f1: Metric
+    pearson: Metric
+    spearman: Metric
 
 
-VALIDATION = HeldOutSplit("validation", metric.EVAL_LOSS, metric.EVAL_ACCURACY, metric.EVAL_MACRO_F1)
-TEST = HeldOutSplit("test", metric.TEST_LOSS, metric.TEST_ACCURACY, metric.TEST_MACRO_F1)
+VALIDATION = HeldOutSplit(
+    "validation",
+    *(metric.EVAL_LOSS, metric.EVAL_ACCURACY, metric.EVAL_MACRO_F1, metric.EVAL_MCC, metric.EVAL_F1),
+    *(metric.EVAL_PEARSON, metric.EVAL_SPEARMAN),
+)
+TEST = HeldOutSplit(
+    "test",
+    *(metric.TEST_LOSS, metric.TEST_ACCURACY, metric.TEST_MACRO_F1, metric.TEST_MCC, metric.TEST_F1),
+    *(metric.TEST_PEARSON, metric.TEST_SPEARMAN),
+)
 
 
 @dataclass
@@ -39,14 +54,21 @@ class ExampleLosses:
     loss: list[float] = field(default_factory=list)  # mean over the example's targets, nats, six significant digits
     targets: list[int] = field(default_factory=list)  # predictions that the loss counts
 
-    def add(self, logits: Tensor, labels: Tensor) -> None:
+    def add(self, logits: Tensor, labels: Tensor, *, in_place: bool = False) -> None:
         """Add the losses of a batch, up to 10,000 examples in all. Logits are (B, T, V) with labels (B, T), -100 where
-        ignored; or (B, classes) with labels (B,)."""
+        ignored; or (B, classes) with labels (B,); or (B, 1) with numbers (B,), whose losses are squared errors. Logits
+        are of the next position's label, or ``in_place``."""
         for logits_of_one, labels_of_one in zip(logits, labels, strict=True):
             if len(self.loss) == MOST_EXAMPLES:
                 return
+            if labels.is_floating_point():
+                self.loss.append(float(f"{float((logits_of_one.float() - labels_of_one).square().sum()):.6g}"))
+                self.targets.append(1)
+                continue
             scores, wanted = logits_of_one[None], labels_of_one[None]
-            if labels.ndim > 1:
+            if labels.ndim > 1 and in_place:
+                scores, wanted = logits_of_one, labels_of_one
+            elif labels.ndim > 1:
                 scores, wanted = logits_of_one[:-1], labels_of_one[1:]
             count = int((wanted != IGNORED).sum())
             loss = nn.functional.cross_entropy(scores.float(), wanted, ignore_index=IGNORED, reduction="sum")
@@ -86,17 +108,20 @@ def evaluate(
     ranks: Ranks | None = None,
     split: HeldOutSplit = VALIDATION,
 ) -> dict[str, float]:
-    """Return a split's loss in nats a target, and accuracy and macro-F1 of a classification. ``examples`` collects the
-    loss of every example on the first rank; None saves that work. The model is left in training mode."""
+    """Return a split's loss in nats a target, of a regression its mean squared error, and the metrics of classes or
+    numbers. ``examples`` collects the loss of every example on the first rank; None saves that work. The model is left
+    in training mode."""
     model.eval()
-    ranks = ranks or Ranks()
+    ranks, in_place = ranks or Ranks(), predicts_in_place(model)
     loss, count, classes_3C = 0.0, 0.0, torch.zeros(3, 0)
     found: list[ExampleLosses] = []  # by batch
+    numbers: list[tuple[float, float]] = []  # prediction and label of a regression
     for batch in batches:
         own, counts = _share(batch, ranks)
         on_device = {name: tensor.to(device) for name, tensor in own.items()}
         outputs = model(**on_device)
-        if batch["labels"].ndim == 1 and not classes_3C.numel():
+        is_class = batch["labels"].ndim == 1 and not batch["labels"].is_floating_point()
+        if is_class and not classes_3C.numel():
             classes_3C = torch.zeros(3, outputs.logits.shape[-1], dtype=torch.float64)
         if not counts:
             found.append(ExampleLosses())
@@ -105,22 +130,42 @@ def evaluate(
         loss += float(outputs.loss) * targets if targets else 0.0
         found.append(ExampleLosses())
         if examples is not None and getattr(outputs, "logits", None) is not None:
-            found[-1].add(outputs.logits, on_device["labels"])
+            found[-1].add(outputs.logits, on_device["labels"], in_place=in_place)
         count += targets
-        if batch["labels"].ndim == 1:
+        if batch["labels"].is_floating_point():
+            numbers += zip(outputs.logits.flatten().tolist(), own["labels"].tolist(), strict=True)
+        if is_class:
             classes_3C += count_classes(outputs.logits.argmax(-1).cpu(), own["labels"], classes_3C.shape[1])
     model.train()
     if examples is not None:
-        for together in zip(*ranks.gather(found), strict=True):
-            for part in together:
-                examples.extend(part)
+        for part in itertools.chain(*zip(*ranks.gather(found), strict=True)):
+            examples.extend(part)
     loss, count, *found_classes = ranks.all_sum([loss, count, *classes_3C.flatten().tolist()])
     values = {split.loss.name: loss / max(count, 1)}
-    if not found_classes:
-        return values
-    classes_3C = torch.tensor(found_classes, dtype=torch.float64).view_as(classes_3C)
-    values[split.accuracy.name] = float(classes_3C[0].sum()) / max(count, 1)
-    return values | {split.macro_f1.name: macro_f1(classes_3C)}
+    if ranks.all_max([len(numbers)])[0]:
+        pairs = [pair for part in ranks.gather(numbers) for pair in part]
+        pearson, spearman = ranks.broadcast(correlate(pairs) if ranks.is_first else (0.0, 0.0))
+        values |= {split.pearson.name: pearson, split.spearman.name: spearman}
+    if found_classes:
+        classes_3C = torch.tensor(found_classes, dtype=torch.float64).view_as(classes_3C)
+        values |= _judge_classes(classes_3C, split, count)
+    return values
+
+
+def _judge_classes(classes_3C: Tensor, split: HeldOutSplit, count: float) -> dict[str, float]:
+    values = {split.accuracy.name: float(classes_3C[0].sum()) / max(count, 1)}
+    values |= {split.macro_f1.name: macro_f1(classes_3C), split.mcc.name: matthews(classes_3C)}
+    return values | ({split.f1.name: float(find_f1(classes_3C)[1])} if classes_3C.shape[1] == 2 else {})
+
+
+def correlate(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Return Pearson's and Spearman's correlation of pairs of numbers; 0 where either side has one value alone."""
+    from scipy import stats
+
+    first, second = ([pair[side] for pair in pairs] for side in (0, 1))
+    if len(set(first)) < 2 or len(set(second)) < 2:
+        return 0.0, 0.0
+    return float(stats.pearsonr(first, second).statistic), float(stats.spearmanr(first, second).statistic)
 
 
 def count_classes(predicted_B: Tensor, labels_B: Tensor, num_classes: int) -> Tensor:
@@ -132,10 +177,25 @@ def count_classes(predicted_B: Tensor, labels_B: Tensor, num_classes: int) -> Te
 def macro_f1(classes_3C: Tensor) -> float:
     """Return the mean of the F1 of all classes that occur among labels or predictions, from the counts of
     ``count_classes``."""
+    occurring_C = classes_3C[1] + classes_3C[2] > 0
+    return float(find_f1(classes_3C)[occurring_C].mean()) if occurring_C.any() else 0.0
+
+
+def find_f1(classes_3C: Tensor) -> Tensor:
+    """Return the F1 of each class (C,), 0 for one that does not occur."""
     right_C, predicted_C, labels_C = classes_3C
-    occurring_C = predicted_C + labels_C > 0
-    f1_C = 2 * right_C / (predicted_C + labels_C).clamp(min=1)
-    return float(f1_C[occurring_C].mean()) if occurring_C.any() else 0.0
+    f1_C: Tensor = 2 * right_C / (predicted_C + labels_C).clamp(min=1)
+    return f1_C
+
+
+def matthews(classes_3C: Tensor) -> float:
+    """Return Matthews' correlation coefficient for any number of classes (J. Gorodkin, Comparing two K-category
+    assignments by a K-category correlation coefficient, 2004): 0 where labels or predictions are all of one class."""
+    right_C, predicted_C, labels_C = classes_3C.double()
+    total = labels_C.sum()
+    spreads = (total**2 - (predicted_C**2).sum()) * (total**2 - (labels_C**2).sum())
+    shared = right_C.sum() * total - (predicted_C * labels_C).sum()
+    return float(shared / spreads.sqrt()) if spreads > 0 else 0.0
 
 
 def _share(batch: dict[str, Tensor], ranks: Ranks) -> tuple[dict[str, Tensor], bool]:

@@ -25,7 +25,7 @@ def weighted_loss(
     labels = batch["labels"].to(device)
     if all(weight == 1.0 for weight in weights):
         loss, output = run_micro_batch(model, batch, targets, device)
-        logits = check_logits(output, labels)
+        logits = check_logits(getattr(output, "logits", None), labels)
         with torch.no_grad():  # one example after the other, so that no second tensor of all logits is made
             parts = zip(logits.split(1), labels.split(1), strict=True)
             sum_B = torch.cat([sum_losses(*part) for part in parts])

@@ -24,12 +24,13 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from sparsebp_cli import interpreter
 from sparsebp_cli.errors import RunFailedError, SparseBPError
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.run import JournalWriter, RunFolder, State
 from sparsebp_cli.run.journal import read
 from sparsebp_cli.run.record_type import EndRecord
-from sparsebp_cli.worker.ending import StopRequest, pause_message, signal_of_message, stop_message
+from sparsebp_cli.worker.ending import DIVERGED, StopRequest, stop_message
 from sparsebp_cli.worker.node import GRACE_SECONDS, LOST_CODE, NodeGroup
 from sparsebp_cli.worker.process import MEETING_FILE, process_options, read_place
 from sparsebp_cli.worker.rank import Reason
@@ -93,17 +94,19 @@ def _write_end(run: RunFolder, attempt: int, asked: signal.Signals | None, reaso
     if end is not None and end["status"] == State.FINISHED:
         return 0
     if end is not None and end["status"] == State.INTERRUPTED:
-        if end["text"] == pause_message(end["step"]):
+        if end.get("cause") == "paused":
             return 0
-        return 128 + (signal_of_message(end["text"]) or signal.SIGTERM)
+        return 128 + end.get("signal", int(signal.SIGTERM))
     with JournalWriter(run.path) as journal:
         journal.attempt = attempt
         if reason is None and asked is not None:
-            journal.write("end", status=State.INTERRUPTED, step=step, text=stop_message(asked, step))
+            text = stop_message(asked, step)
+            journal.write("end", status=State.INTERRUPTED, step=step, text=text, signal=int(asked))
             return 128 + asked
         reason = reason or Reason(0, "the processes of the run ended without giving a reason", 1, 0.0, is_echo=False)
         print(f"error: {reason.text}", file=sys.stderr)
-        journal.write("end", status=State.FAILED, step=step, text=reason.text)
+        cause = {"cause": "diverged"} if reason.code == DIVERGED else {}
+        journal.write("end", status=State.FAILED, step=step, text=reason.text, **cause)
         return reason.code
 
 
@@ -181,7 +184,7 @@ def _run(plan: Plan, run: RunFolder, nodes: NodeGroup | None = None) -> tuple[si
         failures: Mapping[int, ProcessFailure] = {}
         guard.start()
         try:
-            elastic_launch(config, sys.executable)("-P", "-m", "sparsebp_cli.worker", str(run.plan_file))
+            elastic_launch(config, interpreter.PYTHON)("-P", "-m", "sparsebp_cli.worker", str(run.plan_file))
         except SignalException as error:
             asked = error.sigval
         except ChildFailedError as error:

@@ -21,7 +21,8 @@ from sparsebp_cli.worker.independent_gradient import (
     IndependentComparison,
     measure_sgd_variance,
 )
-from sparsebp_cli.worker.probe import cost_ratio, count_cost, run_probe
+from sparsebp_cli.worker.price import Shape, StepPrice, shape_of
+from sparsebp_cli.worker.probe import cost_ratio, count_cost, count_price, price_pass, run_probe
 from sparsebp_cli.worker.selection_gain import gain_metrics, measure_selection_gain
 from sparsebp_cli.worker.step_memory import PeakMemory
 from sparsebp_cli.worker.stopwatch import Stopwatch
@@ -34,7 +35,7 @@ ROUNDING = 1e-8  # of the squared error over the squared norm: below it a policy
 @dataclass
 class Measurement:
     """Takes the measurements of a run at the steps that its recipe names. ``backward`` differentiates a loss without
-    the engine. Memory used by measurements does not count towards ``peak``."""
+    the engine. Memory used by measurements does not count towards ``peak``. ``price`` is given what is counted."""
 
     recipe: Recipe
     journal: JournalWriter
@@ -43,6 +44,7 @@ class Measurement:
     backward: Callable[[Tensor], None]
     device: torch.device
     peak: PeakMemory
+    price: StepPrice
     _layers: LayerNumbers = field(init=False)
     _proofs: dict[int, dict[str, list[float | None]]] = field(init=False)  # tables in the journal, by step
     _proof: Proof | None = None  # of the current step
@@ -67,7 +69,9 @@ class Measurement:
         first micro-batch; ``batch`` is that micro-batch on the device; ``policies`` are those that are attached."""
         self.peak.pause()
         with TrialStep(self.model, self.engine, forward, self.backward) as trial:
-            found = measure_selection_gain(trial, run_probe(trial, Stopwatch(self.device)), batch, run, policies)
+            probe = run_probe(trial, Stopwatch(self.device))
+            self.price.begin(price_pass(probe.proof, shape_of(batch)))
+            found = measure_selection_gain(trial, probe, batch, run, policies)
         self.peak.resume()
         return found
 
@@ -88,15 +92,34 @@ class Measurement:
         if self.recipe.measure.probe_every is None:
             return {}
         gain = self.measure_gain(forward, batch, run, policies)
-        for line in gain.lines():
-            self.journal.write("note", level="info", text=line)
+        for level, line in (("info", gain.describe_cost()), ("detail", gain.describe_choice())):
+            if line:
+                self.journal.write("note", level=level, text=line)
         return gain_metrics(gain)
 
-    def before(self, step: int, forward: Callable[[], Tensor], batches: IndependentBatches | None = None) -> Values:
+    def _count(self, step: int, forward: Callable[[], Tensor], shape: Callable[[], Shape]) -> None:
+        """Count the work of a step if a limit needs it: a probe's passes draw otherwise than the step will."""
+        training, before = self.recipe.training, self.price.counted
+        is_limited = training.max_cost is not None or training.max_flops is not None
+        if before is None or not is_limited or step < self.price.due:
+            return
+        self.peak.pause()
+        with TrialStep(self.model, self.engine, forward, self.backward) as trial:
+            self.price.count(count_price(trial, shape(), before), step)
+        self.peak.resume()
+
+    def before(
+        self,
+        step: int,
+        forward: Callable[[], Tensor],
+        shape: Callable[[], Shape],
+        batches: IndependentBatches | None = None,
+    ) -> Values:
         """Return the metrics of the probe and of fidelity, if they are due at a step (from 1), before the step is made.
-        With ``batches``, the error of a policy is held against the noise of dense, and the gradient against that of
-        other examples if these are asked for."""
+        ``shape`` returns that of its first micro-batch. With ``batches``, the error of a policy is held against the
+        noise of dense, and the gradient against that of other examples if these are asked for."""
         probe_due, fidelity_due = (self._is_due(step, every) for every in self._intervals())
+        self._count(step, forward, shape)
         if not (probe_due or fidelity_due):
             return {}
         values: Values = {}
@@ -106,6 +129,8 @@ class Measurement:
             if probe_due:
                 probe = run_probe(trial, Stopwatch(self.device))
                 dense, policy, self._proof, values = probe.dense, probe.policy, probe.proof, probe.values
+                if not self.price.due:
+                    self.price.counted = price_pass(probe.proof, shape())
                 self._judge(step, probe.proof)
             if fidelity_due:
                 dense, policy = dense or trial.run("dense"), policy or trial.run("policy")

@@ -13,6 +13,8 @@ from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     PreTrainedConfig,
@@ -20,11 +22,21 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from sparsebp_cli.errors import DataError, SparseBPError, did_you_mean
-from sparsebp_cli.recipe.schema import LoraSection, ModelSection
+from sparsebp_cli.recipe.schema import ModelSection
 from sparsebp_cli.source import MODELS, find_source, read_config
+from sparsebp_cli.source.architecture import Architecture, find_architecture
 from sparsebp_cli.source.weight import check_sidecars, check_weights
+from sparsebp_cli.worker.adapter import add_adapters, find_adapter_key
+
+CLASSES: dict[Architecture, Any] = {
+    "causal": AutoModelForCausalLM,
+    "masked": AutoModelForMaskedLM,
+    "encoder-decoder": AutoModelForSeq2SeqLM,
+    "classifier": AutoModelForSequenceClassification,
+}
 
 
 def build_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
@@ -49,10 +61,13 @@ def build_model(
     tokenizer: PreTrainedTokenizerBase,
     num_labels: int | None,
     tell: Callable[[str], None] | None = None,
+    *,
+    architecture: Architecture = "causal",
 ) -> PreTrainedModel:
     """Build a recipe's model in training mode with pretrained or random weights, adapters included. ``num_labels`` is
-    None for language modelling; ``tell`` receives a line about a classification head that the files lack."""
-    auto: Any = AutoModelForCausalLM if num_labels is None else AutoModelForSequenceClassification
+    None for language modelling; ``tell`` receives a line about a classification head that the files lack;
+    ``architecture`` is from :func:`read_architecture`."""
+    auto: Any = CLASSES["classifier" if num_labels is not None else architecture]
     options: dict[str, Any] = {"dtype": getattr(torch, section.dtype), "attn_implementation": section.attention}
     labels = {} if num_labels is None else {"num_labels": num_labels}
     try:
@@ -84,6 +99,7 @@ def build_model(
         raise _explain(f"model {section.name or section.config}", error) from None
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id
+    model.source_use_cache = model.config.use_cache  # what is saved with it; read by `save_model`
     model.config.use_cache = False
     if section.dropout is not None:
         for module in model.modules():
@@ -91,10 +107,32 @@ def build_model(
                 module.p = section.dropout
     if section.float8 is not None:
         convert_to_float8(model, section.float8)
-    if section.lora is not None:
-        model = _with_adapters(model, section.lora, num_labels)
-    trained: PreTrainedModel = model.train()
+    trained: PreTrainedModel = _adapt(model, section, "classifier" if num_labels is not None else architecture).train()
     return trained
+
+
+def read_architecture(section: ModelSection, data_format: str) -> Architecture:
+    """Return what a recipe's model is trained as on data of a format. Raise DataError if it cannot be."""
+    if section.config is not None:
+        return find_architecture(section.config, data_format)
+    source = _folder_or_id(section.name or "")
+    try:
+        config = AutoConfig.from_pretrained(source, revision=section.revision, trust_remote_code=False)
+    except Exception as error:
+        raise _explain(f"model {section.name}", error) from None
+    try:
+        return find_architecture(config.to_dict(), data_format)
+    except DataError as error:
+        raise DataError(f"model {section.name}: {error}") from None
+
+
+def predicts_in_place(model: nn.Module) -> bool:
+    """Return whether a model's logits at a position are of the label at this position, as those of masked language
+    models and of encoder-decoders, and not of the next one."""
+    inner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    if inner is None:
+        return False
+    return bool(inner.config.is_encoder_decoder) or type(inner).__name__ in MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()
 
 
 def _folder_or_id(name: str) -> str | Path:
@@ -155,15 +193,13 @@ def _list(names: list[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-def _with_adapters(model: PreTrainedModel, section: LoraSection, num_labels: int | None) -> PreTrainedModel:
-    from peft import LoraConfig, get_peft_model
-
-    task = "CAUSAL_LM" if num_labels is None else "SEQ_CLS"
+def _adapt(model: PreTrainedModel, section: ModelSection, architecture: Architecture) -> PreTrainedModel:
+    if section.adapters is None:
+        return model
     try:
-        adapted: PreTrainedModel = get_peft_model(model, LoraConfig(task_type=task, **section.model_dump()))
-    except ValueError as error:
-        raise DataError(f"model.lora: {_first_line(error)}") from None
-    return adapted
+        return add_adapters(model, section, architecture)
+    except Exception as error:
+        raise _explain(f"model.{find_adapter_key(section)}", error) from None
 
 
 def _explain(what: str, error: Exception) -> Exception:

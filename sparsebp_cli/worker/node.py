@@ -19,6 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+from sparsebp_cli import durable
 from sparsebp_cli.errors import DataError, RunFailedError
 from sparsebp_cli.recipe.schema import TargetOptions
 from sparsebp_cli.worker.process import CODE_FILE, NodePlace
@@ -39,6 +40,7 @@ class NodeGroup:
     """All launchers of a run, as this one sees them."""
 
     place: NodePlace
+    grace_seconds: float
 
     def __init__(self, place: NodePlace, options: TargetOptions, run_folder: Path) -> None:
         """Meet the other launchers. Raise DataError on the first node if its port is taken, on the others if the first
@@ -108,7 +110,7 @@ class NodeGroup:
     def finish(self, code: int) -> None:
         """First node: tell the others the run's exit code, and stay until they have read it."""
         if file := os.environ.get(CODE_FILE):
-            Path(file).write_text(str(code), encoding="utf-8")
+            durable.write_file(Path(file), str(code))
         self._store.set("over", str(code))
         deadline = time.monotonic() + LEAVE_SECONDS
         living = [node for node in self._peers if node in self._seen and not self._is_lost(node)]

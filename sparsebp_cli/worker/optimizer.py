@@ -46,8 +46,12 @@ def build_optimizer(section: TrainingSection, model: nn.Module | Iterable[Parame
                 f"training.optim_args.{name}: {section.optim} takes {', '.join(known)}{did_you_mean(name, known)}"
             )
     arguments |= {k: tuple(v) if isinstance(v, list) else v for k, v in section.optim_args.items()}
+    if section.weight_decay is not None:
+        if "weight_decay" not in known:
+            raise DataError(f"training.weight_decay: {section.optim} has none; it takes {', '.join(known)}")
+        arguments["weight_decay"] = section.weight_decay
     trained: Any = model
-    if isinstance(model, nn.Module) and not find_optimizer(section.optim).of_adapters:
+    if isinstance(model, nn.Module) and not find_optimizer(section.optim).takes_model:
         trained = [p for p in model.parameters() if p.requires_grad]
     try:
         return kind(trained, lr=section.learning_rate, **arguments)  # type: ignore[call-arg]
@@ -60,7 +64,7 @@ def build_schedule(section: TrainingSection, optimizer: torch.optim.Optimizer) -
     schedule: LRScheduler = get_scheduler(
         section.lr_scheduler_type,
         optimizer,
-        num_warmup_steps=section.warmup_steps,
+        num_warmup_steps=section.num_warmup_steps,
         num_training_steps=section.max_steps,
     )
     return schedule

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from sparsebp_cli.backward import Engine, attach
 from sparsebp_cli.backward.attachment import validates
 from sparsebp_cli.backward.core.engine import OF_POLICIES
-from sparsebp_cli.policy import EpochSelector, ExampleSelector, Policy, ReferenceReader, TokenSelector, make_policy
+from sparsebp_cli.backward.core.loss_weight import LOSS_WEIGHT
+from sparsebp_cli.policy import Policy, ReferenceReader, make_policy
 from sparsebp_cli.policy.example import EXAMPLE_ROW
+from sparsebp_cli.policy.known_kind import find_columns, find_facts, list_kinds
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run.policy_phase import PolicyPhase, describe_phases, find_phase
 from sparsebp_cli.worker.batch import BatchOrder
@@ -49,7 +51,7 @@ class PhaseSequence:
         is_eager, is_full = recipe.backward.update == "eager", recipe.backward.checkpointing == "full"
         return attach(
             self.model,
-            [policy for policy in phase.policies if not isinstance(policy, EpochSelector)],  # the data order asks them
+            [policy for policy in phase.policies if not _is_asked_by_worker(policy)],  # by the data order
             optimizer=self.optimizer,
             max_grad_norm=recipe.training.max_grad_norm if is_eager else None,
             seed=recipe.training.seed,
@@ -71,12 +73,16 @@ class PhaseSequence:
         return following
 
     def set_columns(self, order: BatchOrder, phase: PolicyPhase[Policy]) -> BatchOrder:
-        """Let batches have the columns that the policies of a phase read, and no others. Return the same order."""
-        readers = [policy for policy in phase.policies if isinstance(policy, TokenSelector)]
+        """Let batches have the columns that the policies of a phase read, and the weights of the loss, and no others.
+        Return the same order."""
         reference = self.reference.columns if any(map(compares, phase.policies)) else frozenset()
-        rows = any(isinstance(policy, ExampleSelector) and policy.reads_rows for policy in phase.policies)
+        facts = [find_facts(policy) for policy in phase.policies]
+        rows = any(found.get("reads_rows") for found in facts)
+        weighs = any(LOSS_WEIGHT in example.columns for example in self.reference.data.train)
         order.columns = find_columns(phase.policies) | reference | (frozenset({EXAMPLE_ROW}) if rows else frozenset())
-        order.candidates = next((policy.candidate_column for policy in readers), None)
+        order.columns |= frozenset({LOSS_WEIGHT}) if weighs else frozenset()
+        columns = [column for found in facts if isinstance(column := found.get("candidate_column"), str)]
+        order.candidates = next(iter(columns), None)
         return order
 
     def describe(self, phase: PolicyPhase[Policy]) -> str:
@@ -91,6 +97,5 @@ def compares(policy: Policy) -> bool:
     return isinstance(policy, ReferenceReader) and policy.reads_reference
 
 
-def find_columns(policies: Sequence[Policy]) -> frozenset[str]:
-    """Return the names of the data columns that policies read."""
-    return frozenset(name for policy in policies if isinstance(policy, TokenSelector) for name in policy.reads)
+def _is_asked_by_worker(policy: Policy) -> bool:
+    return any(kind.by_worker for kind in list_kinds([policy]))

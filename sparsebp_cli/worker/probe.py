@@ -14,9 +14,12 @@ from sparsebp_cli.backward.core.extension import CountsGradients, EstimatesFlops
 from sparsebp_cli.backward.observe.flops import DensePass, PassEstimate
 from sparsebp_cli.plan import ceiling, realised_share
 from sparsebp_cli.run import metric
+from sparsebp_cli.worker.price import CountedPass, Shape
 from sparsebp_cli.worker.stopwatch import Stopwatch
 from sparsebp_cli.worker.trial_step import Mode, PassResult, TrialStep
 
+SQUARES = ("attention", "bmm")  # operators whose products grow with the square of the length
+JUMP = 1.5  # a count that is so many times the last one, and above dense, is made again
 ROUNDS = 3  # timed pairs; the order within a pair alternates
 
 
@@ -57,10 +60,37 @@ def count_cost(trial: TrialStep) -> float:
     return cost_ratio(dense, policy)
 
 
+def count_pass(trial: TrialStep, mode: Mode, draw: int = 1) -> float:
+    """Return the FLOPs of forward and backward of a pass."""
+    return _total(_count(trial, mode, draw)[0])
+
+
+def price_pass(proof: Proof, shape: Shape) -> CountedPass:
+    """Return what the two counted passes over a micro-batch cost."""
+    dense = proof.dense.flops.by_operator
+    squares = sum(flops for operator, flops in dense.items() if any(part in operator for part in SQUARES))
+    return CountedPass(_total(proof.policy), _total(proof.dense), float(squares), *shape)
+
+
+def count_price(trial: TrialStep, shape: Shape, before: CountedPass) -> CountedPass:
+    """Count the policy's pass alone, with the draw of the coming step; dense's follows from its shape and from what was
+    counted before."""
+    scale = before.scale(shape)
+    dense = before.dense * scale
+    policy = _total(_count(trial, "policy", draw=-1)[0])
+    if policy > max(JUMP * before.policy * scale, dense):  # such as a check that an exact policy makes once
+        policy = min(policy, _total(_count(trial, "policy", draw=-1)[0]))
+    attention = before.attention * shape[0] * shape[1] ** 2 / (before.examples * before.length**2)
+    return CountedPass(policy, dense, attention, *shape)
+
+
 def cost_ratio(dense: PassCount, policy: PassCount) -> float:
     """Return the FLOPs of a policy's forward and backward over those of dense."""
-    one, other = (count.flops.forward.total() + count.backward_flops.total() for count in (policy, dense))
-    return one / other
+    return _total(policy) / _total(dense)
+
+
+def _total(count: PassCount) -> float:
+    return float(count.flops.forward.total() + count.backward_flops.total())
 
 
 def _time(trial: TrialStep, stopwatch: Stopwatch, mode: Mode) -> tuple[float, PassResult]:
@@ -70,10 +100,10 @@ def _time(trial: TrialStep, stopwatch: Stopwatch, mode: Mode) -> tuple[float, Pa
         return stopwatch.now() - start, trial.result()
 
 
-def _count(trial: TrialStep, mode: Mode) -> tuple[PassCount, Report, list[PassEstimate]]:
+def _count(trial: TrialStep, mode: Mode, draw: int = 1) -> tuple[PassCount, Report, list[PassEstimate]]:
     model, engine = trial.model, trial.engine
     # Under counters some operators make other graph nodes than in training, so their error feedback does not fit here.
-    with trial.on(mode, feedback=False) as backward, ModuleTrace(model) as trace, count_flops(trace) as flops:
+    with trial.on(mode, draw, feedback=False) as backward, ModuleTrace(model) as trace, count_flops(trace) as flops:
         with saved_bytes(model.parameters(), trace) as saved:
             loss = trial.forward()
         backward(loss)
@@ -85,6 +115,7 @@ def _count(trial: TrialStep, mode: Mode) -> tuple[PassCount, Report, list[PassEs
 def _work(proof: Proof, policy: PassResult, engine: Engine) -> dict[str, float | None]:
     return {
         metric.FORWARD_FLOPS.name: float(proof.policy.flops.forward.total()),
+        metric.DENSE_FORWARD.name: float(proof.dense.flops.forward.total()),
         metric.BACKWARD_EXECUTED.name: float(proof.policy.backward_flops.total()),
         metric.BACKWARD_DENSE.name: float(proof.dense.backward_flops.total()),
         metric.SAVED_BYTES.name: float(proof.policy.saved.total),

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from sparsebp_cli import durable
 from sparsebp_cli.errors import SparseBPError
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.run import JournalWriter, RunFolder, State
@@ -42,7 +43,7 @@ def write_reason(rank: int, text: str, code: int) -> Reason:
     reason = Reason(rank, text, code, time.time(), is_echo)
     details = {"extraInfo": {"timestamp": str(int(reason.time))}, "message": text, "reason": vars(reason)}
     if file := os.environ.get(REASON_FILE):
-        Path(file).write_text(json.dumps({"message": details}), encoding="utf-8")
+        durable.write_file(Path(file), json.dumps({"message": details}))
     return reason
 
 
@@ -99,13 +100,14 @@ def run_rank(plan: Plan, run: RunFolder, stop: StopRequest, rank: int) -> NoRetu
         training.run_to_end()
         ranks.barrier()
         if stop.signal is not None and not training.is_done:
-            text = stop_message(stop.signal, training.step)
-            journal.write("end", status=State.INTERRUPTED, step=training.step, text=text)
+            text, number = stop_message(stop.signal, training.step), int(stop.signal)
+            journal.write("end", status=State.INTERRUPTED, step=training.step, text=text, signal=number)
         elif training.is_paused:
             text = pause_message(training.step)
-            journal.write("end", status=State.INTERRUPTED, step=training.step, text=text)
+            journal.write("end", status=State.INTERRUPTED, step=training.step, text=text, cause="paused")
         else:
-            journal.write("end", status=State.FINISHED, step=training.step, text=training.end_reason)
+            limit = {"cause": "limit"} if training.end_reason else {}
+            journal.write("end", status=State.FINISHED, step=training.step, text=training.end_reason, **limit)
         ranks.leave()
     except Exception as error:
         text, code = describe_failure(error)

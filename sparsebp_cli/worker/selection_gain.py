@@ -20,6 +20,7 @@ from sparsebp_cli.policy import GradientSelector, Policy, Rows
 from sparsebp_cli.run import metric
 from sparsebp_cli.run.policy_phase import PolicyPhase, weigh
 from sparsebp_cli.worker.data import IGNORED
+from sparsebp_cli.worker.model import predicts_in_place
 from sparsebp_cli.worker.probe import Probe, cost_ratio
 from sparsebp_cli.worker.trial_step import TrialStep
 
@@ -121,7 +122,8 @@ def measure_selection_gain(
     the same micro-batch."""
     arguments = {name: batch[name] for name in ("input_ids", "attention_mask") if name in batch}
     with trial.on("dense"), torch.no_grad():
-        logits = getattr(run(**arguments), "logits", None)
+        # Of a pair of encoder and decoder, and of gaps, the logits are of other positions.
+        logits = None if predicts_in_place(trial.model) else getattr(run(**arguments), "logits", None)
         effective = {} if logits is None else head_ess(logits, batch["labels"])
         del logits
     rows, modules = RowNorms(), dict(trial.model.named_modules())

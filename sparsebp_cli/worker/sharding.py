@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
-from sparsebp_cli.worker.separate import keep_precision
+from sparsebp_cli.optimizers.separate import keep_precision
 
 
 def shard(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:

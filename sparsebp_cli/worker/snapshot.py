@@ -20,6 +20,7 @@ from sparsebp_cli.recipe.schema import TrainingSection
 from sparsebp_cli.worker.allowance import Allowance
 from sparsebp_cli.worker.batch import BatchOrder
 from sparsebp_cli.worker.checkpoint import RankState, Snapshot
+from sparsebp_cli.worker.price import StepPrice
 from sparsebp_cli.worker.process import Ranks
 from sparsebp_cli.worker.sharding import copy_full, gather, gather_optimizer, load_optimizer
 from sparsebp_cli.worker.trial_step import trainable_parameters
@@ -54,6 +55,8 @@ class Restorable(Protocol):
     @property
     def allowance(self) -> Allowance: ...
     @property
+    def price(self) -> StepPrice: ...
+    @property
     def accelerator(self) -> Accelerator: ...
 
 
@@ -73,6 +76,7 @@ def take_snapshot(training: Restorable) -> Snapshot:
         "engine": engine,
         "tokens": training.tokens,
         "spent": training.allowance.state_dict(),
+        "price": training.price.state_dict(),
     }
     if order:
         rest["order"] = {name: value for name, value in order.items() if not isinstance(value, Tensor)}
@@ -106,6 +110,7 @@ def restore(training: Restorable, snapshot: Snapshot) -> None:
         training.engine.load_state_dict(state)
         training.step, training.tokens = snapshot.step, snapshot.rest["tokens"]
         training.allowance.load_state_dict(snapshot.rest.get("spent", {}))  # older checkpoints have none
+        training.price.load_state_dict(snapshot.rest.get("price", {}))
         if own.rng:
             restore_rng(own.rng)
     except (LookupError, ValueError, RuntimeError, TypeError, AttributeError, ArithmeticError) as error:

@@ -9,57 +9,47 @@ text, marks only those at the end.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from sparsebp_cli.errors import DataError
 from sparsebp_cli.policy.error_text import shorten
+from sparsebp_cli.source.column import Rows
 
 
-def mask_tokens(
-    tokenizer: PreTrainedTokenizerBase,
-    parts: Sequence[Sequence[object]],
-    column: Sequence[object],
-    name: str,
-    *,
-    start: int = 0,
-    end: int = 0,
-) -> list[np.ndarray]:
-    """Return for each text an int64 mask over its tokens, 1 where a span of the column covers the token. ``parts``
-    holds the texts, or the prompts and the completions, tokenised separately; ``start`` and ``end`` are numbers of
-    special tokens around each text."""
-    if not tokenizer.is_fast:
-        raise DataError(f"column {name!r} marks characters and needs a fast tokenizer, got {type(tokenizer).__name__}")
-    texts = [["" if text is None else str(text) for text in part] for part in parts]
-    offsets = [
-        tokenizer(part, add_special_tokens=False, return_offsets_mapping=True, verbose=False)["offset_mapping"]
-        if part
-        else []
-        for part in texts
-    ]
+@dataclass(frozen=True)
+class TextTokens:
+    """Where the tokens of a text lie in it."""
+
+    num_characters: int
+    offsets: Sequence[tuple[int, int]]  # first character and the one behind the last, of each token of the text itself
+    num_before: int  # special tokens before the text
+    num_tokens: int  # of all, with those before and behind the text
+
+
+def mask_tokens(texts: Sequence[TextTokens], rows: Rows, column: Sequence[object], name: str) -> list[np.ndarray]:
+    """Return for each text an int64 mask over its tokens, 1 where a span of the column covers the token."""
     marked = []
-    for row, spans in enumerate(column):
-        checked = _check(spans, name, row)
-        borders, begin = [np.zeros((0, 2), dtype=np.int64)], 0
-        for part, of_part in zip(texts, offsets, strict=True):
-            borders.append(np.array(of_part[row], dtype=np.int64).reshape(-1, 2) + begin)
-            begin += len(part[row])
-        marked.append(_mark(np.concatenate(borders), checked, begin, start, end))
+    for text, row, spans in zip(texts, rows, column, strict=True):
+        marked.append(mark_spans(text, _check(spans, name, row.place)))
     return marked
 
 
-def _mark(borders: np.ndarray, spans: Sequence[Sequence[int]], length: int, start: int, end: int) -> np.ndarray:
+def mark_spans(text: TextTokens, spans: Sequence[Sequence[int]]) -> np.ndarray:
+    """Return an int64 mask over the tokens of a text, 1 where a span covers the token."""
+    borders = np.array(text.offsets, dtype=np.int64).reshape(-1, 2)
     inside = np.zeros(len(borders), dtype=np.int64)
     for left, right in spans:
         inside |= (borders[:, 0] < right) & (borders[:, 1] > left)
-    first = [int(any(span[0] == 0 < span[1] for span in spans))] * start
-    last = [int(any(span[1] >= length for span in spans))] * end
+    num_behind = text.num_tokens - text.num_before - len(borders)
+    first = [int(any(span[0] == 0 < span[1] for span in spans))] * text.num_before
+    last = [int(any(span[1] >= text.num_characters for span in spans))] * num_behind
     return np.concatenate([np.array(first, dtype=np.int64), inside, np.array(last, dtype=np.int64)])
 
 
-def _check(spans: Any, name: str, row: int) -> Sequence[Sequence[int]]:
+def _check(spans: Any, name: str, place: str) -> Sequence[Sequence[int]]:
     """Return the spans of a row, none where it has none."""
     good = spans is None or (
         isinstance(spans, Sequence)
@@ -74,6 +64,6 @@ def _check(spans: Any, name: str, row: int) -> Sequence[Sequence[int]]:
     )
     if not good:
         raise DataError(
-            f"column {name!r}, row {row}: must be a list of [start, end] in characters, got {shorten(repr(spans))}"
+            f"{place}: column {name!r} must be a list of [start, end] in characters, got {shorten(repr(spans))}"
         )
     return spans or []

@@ -8,7 +8,8 @@ import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
+from statistics import fmean
 from typing import Self
 
 import torch
@@ -19,16 +20,23 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedTokenizerBase
 
 from sparsebp_cli.backward import Engine, count_flops
+from sparsebp_cli.backward.core.extension import ComparesSteps
+from sparsebp_cli.backward.observe.update_flops import UpdateFlops
 from sparsebp_cli.backward.selection.part import PartExtension
 from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.plan.seal import Seal
 from sparsebp_cli.plan.selection_gain import SelectionGain
 from sparsebp_cli.policy import Policy
+from sparsebp_cli.recipe.evaluation import EVAL, list_measured
+from sparsebp_cli.recipe.evaluation import TEST as TEST_PREFIX
+from sparsebp_cli.recipe.schema import GenerateSection
 from sparsebp_cli.run import JournalWriter, RunFolder, metric
 from sparsebp_cli.run.policy_phase import PolicyPhase
+from sparsebp_cli.worker.adapter import is_adapted
 from sparsebp_cli.worker.allowance import Allowance
 from sparsebp_cli.worker.batch import BatchOrder, micro_batch_loss, to_device
+from sparsebp_cli.worker.best import BestEvaluation
 from sparsebp_cli.worker.checkpoint import CheckpointFolder
 from sparsebp_cli.worker.compiled import describe_graphs
 from sparsebp_cli.worker.data import Example
@@ -44,12 +52,15 @@ from sparsebp_cli.worker.evaluate import (
 )
 from sparsebp_cli.worker.example_loss import weighted_loss
 from sparsebp_cli.worker.finite_check import check_loss, check_norm, check_result, check_state
+from sparsebp_cli.worker.generation import Generator, measure_generated
 from sparsebp_cli.worker.independent_gradient import IndependentBatches
 from sparsebp_cli.worker.measurement import Measurement
 from sparsebp_cli.worker.policy_phase import PhaseSequence
 from sparsebp_cli.worker.prefetch import BatchPrefetch
+from sparsebp_cli.worker.price import Shape, StepPrice, find_updated, shape_of
 from sparsebp_cli.worker.process import Ranks
-from sparsebp_cli.worker.sharding import full_tensor, gather, no_gradient_sync, unwrap
+from sparsebp_cli.worker.prompt import HeldOutPrompts
+from sparsebp_cli.worker.sharding import copy_full, full_tensor, gather, no_gradient_sync, unwrap
 from sparsebp_cli.worker.snapshot import restore, take_snapshot
 from sparsebp_cli.worker.step_memory import (
     PeakMemory,
@@ -64,6 +75,7 @@ from sparsebp_cli.worker.stopwatch import Stopwatch, read_load
 from sparsebp_cli.worker.trial_step import limit_measurements, trainable_parameters
 
 Batch = dict[str, Tensor]
+PRICED_BATCHES = 1_000  # their shapes alone are read
 
 
 @dataclass
@@ -84,18 +96,22 @@ class Training:
     order: BatchOrder
     held_out: list[Example]  # validation examples
     test: list[Example]  # may be empty
+    prompts: HeldOutPrompts  # of a recipe that measures generated texts
     checkpoints: CheckpointFolder
     tokenizer: PreTrainedTokenizerBase
     seal: Seal  # recipe, code and data that its checkpoints record
     ranks: Ranks = field(default_factory=Ranks)
+    best: BestEvaluation = field(default_factory=BestEvaluation)
     compiled: nn.Module | None = None  # the same model as the training steps run it; None: as it is
     step: int = 0  # optimizer steps done
     tokens: int = 0  # tokens seen in training, of all ranks
     bare: nn.Module = field(init=False)  # the model inside DDP's wrapper
     batches: BatchPrefetch = field(init=False)
     allowance: Allowance = field(init=False)
+    price: StepPrice = field(init=False)
     measurement: Measurement = field(init=False)
     memory: StepMemoryRecorder = field(init=False)
+    generator: Generator | None = field(init=False, default=None)
     _told_graphs: bool = False
 
     def __post_init__(self) -> None:
@@ -103,7 +119,7 @@ class Training:
         training = self.plan.recipe.training
         num_batches = training.max_steps * training.gradient_accumulation_steps
         self.batches = BatchPrefetch(self.order, self.accelerator.device, num_batches)
-        self.allowance = Allowance.of(training)
+        self.allowance, self.price = Allowance.of(training), StepPrice(self.ranks.count)
         self.measurement = Measurement(
             limit_measurements(self.plan.recipe, self.ranks, self.engine),
             self.journal,
@@ -112,9 +128,17 @@ class Training:
             self.accelerator.backward,
             self.accelerator.device,
             PeakMemory(self.accelerator.device),
+            self.price,
         )
-        if self.allowance.max_cost is not None and self.measurement.recipe.measure.probe_every is None:
-            raise UnsupportedError("training.max_cost needs probes, which count the work; this run can make none")
+        if self.allowance.limits_work and self.measurement.recipe.measure.probe_every is None:
+            name = "max_flops" if self.allowance.max_cost is None else "max_cost"
+            raise UnsupportedError(f"training.{name} needs probes, which count the work; this run can make none")
+        if self.plan.recipe.checkpoint.keep_best is not None and any(
+            isinstance(part, PartExtension) and part.policy.of_frozen for part in self.engine.extensions
+        ):
+            raise UnsupportedError("checkpoint.keep_best: a policy that trains parts of frozen weights merges adapters")
+        if self.plan.recipe.measure.generate is not None:
+            self.generator = self._make_generator(self.plan.recipe.measure.generate)
         self.memory = StepMemoryRecorder(
             self.measurement.recipe,
             self.journal,
@@ -137,6 +161,9 @@ class Training:
         training = cls(**parts)
         if snapshot is not None:
             restore(training, snapshot)
+        last = snapshot.step if snapshot is not None else 0
+        best = plan.recipe.checkpoint.keep_best
+        training.best = BestEvaluation.find(list_measured(plan.recipe)[best] if best else None, run.path, last)
         return training
 
     @property
@@ -159,37 +186,49 @@ class Training:
         """Train until ``max_steps``, a limit or a stop request, then save the model or a checkpoint."""
         recipe = self.plan.recipe
         if self.step == 0:
-            self._log(self._evaluate())
+            self._log(self._evaluate() | self._generate())
         while not self.is_done and not self.is_paused and not self._is_stop_requested():
             if self.step == self.phase.first:
                 # With the measurements of the coming step, as those of a later phase; before the first step, at 0.
                 coming = self.step + 1 if self.step else 0
-                self._log(gain := self.measurement.at_start(*self._coming(), self.phase.policies), step=coming)
-                self.allowance.count(gain)
-            self._log(measured := self._measure(), step=self.step + 1)
-            self.allowance.count(measured)
+                self._log(self.measurement.at_start(*self._coming(), self.phase.policies), step=coming)
+            if self.step == 0 and self.allowance.limits_work and not self.order.follows_policy:
+                self.journal.write("facts", values={"dense_step_flops": self._price_dense()})
+            self._log(self._measure(), step=self.step + 1)
             values = self.memory.watch(self.step + 1, self._train_step)
-            probing = (values[metric.PROBING_FLOPS.name] or 0.0) / recipe.training.gradient_accumulation_steps
-            self.allowance.spend(values[metric.STEP_SECONDS.name], probing)
+            spent = (metric.STEP_SECONDS, metric.STEP_FLOPS, metric.DENSE_STEP_FLOPS)
+            self.allowance.spend(*(values[one.name] for one in spent))
             self._tell_graphs()
             self.step += 1
             self._log(values | self.measurement.after(self.step))
             if self.phase is not self.phases.at(self.step - 1):
                 self._attach(self.phase)
                 self.journal.write("note", level="info", text=self.phases.describe(self.phase))
-            if self.is_done or self.step % recipe.measure.eval_every == 0:
-                self._log(evaluation := self._evaluate())
-            if self.step % recipe.checkpoint.every == 0:
+            evaluation = self._evaluate() if self.is_done or self.step % recipe.measure.eval_every == 0 else {}
+            evaluation |= self._generate()
+            self._log(evaluation)
+            is_best = self.best.take(self.step, evaluation)
+            if is_best or self.step % recipe.checkpoint.every == 0:
                 self._save_checkpoint()
             if self.is_done:
                 check_result(evaluation[metric.EVAL_LOSS.name], self.step)
         if self.is_done:
             if self.end_reason:
-                self.journal.write("note", level="info", text=f"{self.end_reason}; the run ends after step {self.step}")
+                text = f"{self.end_reason}{self._describe_uncharged()}; the run ends after step {self.step}"
+                self.journal.write("note", level="info", text=text)
             self._require_finite()
             self._save_model()
         elif self.step > 0 and self.ranks.broadcast(self.step not in self.checkpoints.steps()):
             self._save_checkpoint()
+
+    def _describe_uncharged(self) -> str:
+        """Say what a limit of work does not count: a policy that leaves verification out makes none of it."""
+        parts = [part for part in self.engine.extensions if isinstance(part, ComparesSteps)]
+        number, last = sum(part.uncharged_comparisons for part in parts), self.price.counted
+        if not number or last is None or not self.allowance.limits_work:
+            return ""
+        cost = number * (1.0 + last.policy / last.dense)
+        return f" (not in it: {number} comparisons with the plain step, the passes of about {cost:.3g} dense steps)"
 
     @property
     def _first_batch(self) -> int:
@@ -228,6 +267,7 @@ class Training:
         shares = self.batches.take(range(first, first + accumulation))
         targets, losses = sum(count for _, count in shares), list[Tensor]()
         probing = self._run_trials(first, shares[0][0], targets)
+        counting = self._count_update()
         for number, (batch, _) in enumerate(shares, first):
             is_last = number == first + accumulation - 1
             with self._accumulating(is_last=is_last):
@@ -244,13 +284,18 @@ class Training:
                 with watch("backward"):
                     if self.engine.estimator is None:
                         self.engine.backward(loss, self.accelerator.backward, is_last=is_last)
-        with watch("optimizer"):
-            norm_before = self._clip(training.max_grad_norm)
+        with watch("optimizer"), counting or nullcontext():
+            updated, which = find_updated(self.optimizer, all_of_them=self.engine.eager is not None)
+            norm_before = self.clip(training.max_grad_norm)
             self.batches.prepare(range(first + accumulation, first + 2 * accumulation))  # before the host waits
             loss_sum, norm = self._check(losses, norm_before)
             self.optimizer.step()
             self.schedule.step()
             self.optimizer.zero_grad(set_to_none=True)
+        self.price.see(which, self.step + 1)
+        if counting is not None and updated:
+            self.price.per_entry = counting.flops / updated
+        price = self.price.price([shape_of(batch) for batch, _ in shares], updated, self._num_trained, probing or 0.0)
         tokens = sum(batch["input_ids"].numel() for batch, _ in shares) * self.ranks.count
         self.tokens += tokens
         most = self._max_over_ranks(watch.read() | memory_metrics(self.bare, self.optimizer, self.measurement.peak))
@@ -260,6 +305,7 @@ class Training:
             metric.LEARNING_RATE.name: float(self.schedule.get_last_lr()[0]),
             metric.TRAIN_TOKENS.name: self.tokens,
             metric.PROBING_FLOPS.name: probing,
+            **price,
             metric.KEPT_SHARE.name: kept_share(self.engine.take_kept_share(), self.ranks),
             metric.FORWARD_SECONDS.name: most.pop("forward"),
             metric.BACKWARD_SECONDS.name: most.pop("backward"),
@@ -273,6 +319,28 @@ class Training:
             **selection_metrics(self.engine.take_chosen(), self.ranks, self.phase.policies),
             **epoch_metrics(self.order.epoch),
         }
+
+    def _count_update(self) -> UpdateFlops | None:
+        """Return the count of this step's update, at the first two steps of a phase, since a momentum begins with the
+        second; they are in warm-up, and a count makes an update slower."""
+        if self.price.counted is None or (self.step - self.phase.first > 1 and self.price.per_entry):
+            return None
+        counting = UpdateFlops()
+        if self.engine.eager is not None:
+            self.engine.eager.counting = counting
+        return counting
+
+    def _price_dense(self) -> float | None:
+        """Return the mean FLOPs of a dense step, without the update, over the first thousand micro-batches."""
+        if self.price.counted is None:
+            return None
+        scales = [self.price.counted.scale(shape_of(self.order.rank_part(n)[0])) for n in range(PRICED_BATCHES)]
+        accumulation = self.plan.recipe.training.gradient_accumulation_steps
+        return fmean(scales) * self.price.counted.dense * accumulation * self.ranks.count
+
+    @cached_property
+    def _num_trained(self) -> int:
+        return sum(p.numel() for p in trainable_parameters(self.bare, self.engine).values())
 
     def _run_trials(self, number: int, batch: Batch, targets: int) -> float | None:
         """Make the trial passes that a policy wants before this step, and return their FLOPs; None without any."""
@@ -289,7 +357,7 @@ class Training:
 
     def _trial_loss(self, number: int, targets: int) -> Tensor:
         """Return the loss of a later micro-batch, by the number of targets of the coming step."""
-        return self._forward(number, self.order.rank_part(number)[0], targets)[0]
+        return self.loss_of(number, self.order.rank_part(number)[0], targets)
 
     def _accumulating(self, *, is_last: bool) -> AbstractContextManager[None]:
         """Reduce gradients over the ranks only in the last micro-batch of a step."""
@@ -300,7 +368,11 @@ class Training:
 
     def _loss(self, number: int) -> Tensor:
         """Return the loss of a micro-batch as if it were a whole step."""
-        return self._forward(number, *self.order.rank_part(number))[0]
+        return self.loss_of(number, *self.order.rank_part(number))
+
+    def loss_of(self, number: int, batch: Batch, targets: int) -> Tensor:
+        """Return the loss of a micro-batch of a step with so many targets."""
+        return self._forward(number, batch, targets)[0]
 
     def _forward(
         self, number: int, batch: Batch, targets: int, compiled: nn.Module | None = None
@@ -335,7 +407,7 @@ class Training:
         *read, last = values.cpu().tolist()
         return self._check_losses(read), check_norm(last, self.bare, self.step + 1)
 
-    def _clip(self, max_norm: float | None) -> Tensor | float:
+    def clip(self, max_norm: float | None) -> Tensor | float:
         """Clip the gradient, and return its norm before."""
         if self.engine.eager is not None:  # the eager update has already clipped, checked and applied every gradient
             return self.engine.eager.gradient_norm
@@ -361,13 +433,18 @@ class Training:
         """Take the measurements that are due on the first micro-batch of the coming step."""
         number, count = self._first_batch, self.measurement.recipe.measure.independent_examples or 0
         batches = IndependentBatches(self.order, number, count, self._plain_loss) if self.ranks.count == 1 else None
-        return self.measurement.before(self.step + 1, lambda: self._loss(number), batches)
+
+        def shape() -> Shape:
+            return shape_of(self.order.rank_part(number)[0])
+
+        return self.measurement.before(self.step + 1, lambda: self._loss(number), shape, batches)
 
     def _evaluate(self) -> dict[str, float]:
         """Evaluate on validation, and after the last step also on the test split."""
         recipe, ranks = self.plan.recipe, self.ranks.count
         values = self._evaluate_on(select_examples(recipe, self.held_out, ranks), VALIDATION)
-        return values | (self._evaluate_on(self.test, TEST) if self.is_done and self.test else {})
+        tests = self.is_done and self.test and recipe.measure.test
+        return values | (self._evaluate_on(self.test, TEST) if tests else {})
 
     def _evaluate_on(self, examples: Sequence[Example], split: HeldOutSplit) -> dict[str, float]:
         batches = evaluation_batches(self.plan.recipe, examples, self.order.pad_token_id, self.ranks.count)
@@ -377,6 +454,32 @@ class Training:
             documents = [example.document for example in examples[: len(losses.loss)]]
             content = vars(losses) | {"documents": documents}
             self.journal.write("examples", step=self.step, split=split.name, values=content)
+        return values
+
+    def _make_generator(self, section: GenerateSection) -> Generator:
+        recipe = self.plan.recipe
+        size = recipe.measure.per_device_eval_batch_size or recipe.training.per_device_train_batch_size
+        found = Generator(self.bare, self.tokenizer, section, size, self.accelerator.device)
+        found.check([*self.prompts.validation, *self.prompts.test])
+        return found
+
+    def _generate(self) -> dict[str, float]:
+        """Generate from the prompts that are due at this step, and return the metrics of their texts."""
+        if self.generator is None:
+            return {}
+        every, values = self.generator.section.every, dict[str, float]()
+        due = [
+            (EVAL, VALIDATION, self.prompts.validation),
+            (TEST_PREFIX, TEST, self.prompts.test if self.is_done else ()),
+        ]
+        if self.step and not self.is_done and (every is None or self.step % every):
+            return {}
+        for prefix, split, prompts in due:
+            if prompts:
+                with self.engine.disabled():
+                    made = measure_generated(self.generator, prompts, prefix, self.ranks, self.accelerator.autocast())
+                values |= made.values
+                self.journal.write("samples", step=self.step, split=split.name, values=made.samples)
         return values
 
     def _log(self, values: Mapping[str, float | None], step: int | None = None) -> None:
@@ -393,17 +496,42 @@ class Training:
         self.journal.flush()  # sync the metrics first: a run resumed from this checkpoint does not measure them again
         snapshot = take_snapshot(self)
         if self.ranks.is_first:
+            self.checkpoints.best = self.best.step
             self.checkpoints.save(snapshot)
 
     def _save_model(self) -> None:
-        from sparsebp_cli.worker.build import save_model
-
         self.journal.flush()
         parts = [part for part in self.engine.extensions if isinstance(part, PartExtension)]
         self.engine.detach()
         model = self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
-        weights = gather(model.state_dict(keep_vars=True), keep=self.ranks.is_first) if self.ranks.is_sharded else None
         if any(part.policy.of_frozen for part in parts) and hasattr(model, "merge_and_unload"):
             model = model.merge_and_unload()  # adapters alone would lack what was trained of the weights under them
-        if self.ranks.is_first:
-            save_model(model, self.tokenizer, self.run, weights)
+        self._write_model(model, "model", keeps=self.best.step is not None)
+        if self.best.step is not None:
+            self._save_best(model, self.best.step)
+
+    def _save_best(self, model: nn.Module, step: int) -> None:
+        """Save the model with the weights of the best evaluation. Training is over: they replace the last ones."""
+        damage = self.ranks.broadcast(self.checkpoints.find_damage(step) if self.ranks.is_first else "")
+        if damage:
+            text = f"the best weights are not saved: the checkpoint of step {step} is damaged ({damage})"
+            self.journal.write("note", level="warning", text=text)
+            return
+        own = self.bare.state_dict(keep_vars=True)
+        for name, tensor in self.checkpoints.load(step).weights.items():
+            copy_full(own[name], tensor)
+        self._write_model(model, "best", keeps=False)
+        text = f"best/ has the weights of step {step}, with the best {self.plan.recipe.checkpoint.keep_best}: "
+        text += f"{self.best.value:.6g}"
+        self.journal.write("note", level="info", text=text)
+
+    def _write_model(self, model: nn.Module, name: str, *, keeps: bool) -> None:
+        """Save the model as it is to a folder of the run. A collective operation where it is sharded."""
+        from sparsebp_cli.worker.build import rebuild, save_model
+
+        weights = gather(model.state_dict(keep_vars=True), keep=self.ranks.is_first) if self.ranks.is_sharded else None
+        if not self.ranks.is_first:
+            return
+        if weights is not None and is_adapted(model):  # peft merges whole tensors alone
+            model, weights = rebuild(model, self.plan.recipe, self.tokenizer, weights), None
+        save_model(model, self.tokenizer, self.run, weights, name, keeps=keeps)

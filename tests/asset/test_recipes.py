@@ -7,10 +7,12 @@ import pytest
 from sparsebp_cli.plan import make_plan
 from sparsebp_cli.recipe import load_recipe
 from sparsebp_cli.run import create_run, read
+from sparsebp_cli.starter.shipped import SHORT
 from tests.worker.conftest import work
 
 FOLDER = Path(__file__).parents[2] / "recipes"
-RECIPES = sorted(FOLDER.glob("*.yaml"))
+RECIPES = sorted(file for folder in SHORT for file in (FOLDER / folder).glob("*.yaml"))
+BY_NAME = {file.stem: file for file in RECIPES}
 SHORT = [
     "dataset.max_examples=500",
     "training.max_steps=2",
@@ -39,7 +41,7 @@ def test_a_recipe_is_short_says_what_it_is_for_and_is_called_like_its_file(file)
 
 def test_the_two_quickstart_recipes_differ_in_the_exact_policy_alone():
     dense, packed = (
-        load_recipe(FOLDER / f"{name}.yaml").model_dump(exclude={"name"}) for name in ("quickstart-dense", "quickstart")
+        load_recipe(BY_NAME[name]).model_dump(exclude={"name"}) for name in ("quickstart-dense", "quickstart")
     )
     assert {key for key in dense if dense[key] != packed[key]} == {"policy"}
     assert [policy["name"] for policy in packed["policy"]] == ["lossless"]
@@ -47,8 +49,7 @@ def test_the_two_quickstart_recipes_differ_in_the_exact_policy_alone():
 
 def test_topk_rows_and_its_control_differ_from_python_docs_in_the_policy_alone():
     dense, sparse, control = (
-        load_recipe(FOLDER / f"{name}.yaml").model_dump(exclude={"name"})
-        for name in ("python-docs", "topk-rows", "random-rows")
+        load_recipe(BY_NAME[name]).model_dump(exclude={"name"}) for name in ("python-docs", "topk-rows", "random-rows")
     )
     assert {key for key in dense if dense[key] != sparse[key]} == {"policy"}
     assert {key for key in dense if dense[key] != control[key]} == {"policy"}

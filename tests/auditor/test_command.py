@@ -149,7 +149,7 @@ def test_a_recipe_is_trained_for_a_few_steps_and_leaves_nothing(
 ) -> None:
     page = tmp_path / "audit.html"
     done = run_audit(
-        ROOT / "recipes" / "cmudict-completion.yaml",
+        ROOT / "recipes" / "training" / "cmudict-completion.yaml",
         *("--steps", 2, "--set", "training.per_device_train_batch_size=2", "--html", page, "-o", "json"),
         *("--fail-if-waste", 0.9),
     )
@@ -162,7 +162,7 @@ def test_a_recipe_is_trained_for_a_few_steps_and_leaves_nothing(
 
 
 def test_what_cannot_be_audited_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    recipe = ROOT / "recipes" / "quickstart.yaml"
+    recipe = ROOT / "recipes" / "start" / "quickstart.yaml"
     assert "runs on this machine (local), got docker" in _refusal(recipe, "--set", "target={kind: docker, image: x}")
     assert "an audit watches 1, got 2" in _refusal(recipe, "--set", "target={kind: local, processes: 2}")
     assert "one recipe at a time, got 2" in _refusal(recipe, recipe)

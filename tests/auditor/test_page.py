@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from html import unescape
 from pathlib import Path
 
@@ -12,6 +13,8 @@ import pytest
 
 from sparsebp_cli.audit_report import KINDS, AuditReport, Finding, ModuleWork, render_page
 from sparsebp_cli.cli.audit_table import print_audit
+
+from ..compare.test_hostile import OBEYED, Elements
 
 FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync"]
 FLAGS += ["--disable-component-update", "--virtual-time-budget=2000", "--enable-logging=stderr", "--v=0"]
@@ -115,3 +118,22 @@ def test_no_screen_is_too_narrow_for_the_page(tmp_path: Path, width: int, dark: 
     assert int(title[1]) <= 0
     assert title[2] == ("rgb(20, 22, 26)" if dark else "rgb(255, 255, 255)")
     assert "CONSOLE" not in done.stderr
+
+
+def test_hostile_names_of_modules_and_findings_are_text(capsys: pytest.CaptureFixture[str]) -> None:
+    evil = "</td><script>boom()</script><img src=x onerror=boom()>\x1b[2J\x9b31m\u202e"
+    report = _report()
+    findings = tuple(
+        replace(found, title=evil, detail=evil, modules=(evil, "x" * 100_000)) for found in report.findings
+    )
+    modules = tuple(replace(row, module=f"{evil}.{number}") for number, row in enumerate(report.modules))
+    hostile = replace(report, findings=findings, modules=modules, notes=(evil,))
+    page = Elements()
+    page.feed(text := render_page(hostile, evil))
+    assert page.dangerous == []
+    assert page.scripts == 0
+    assert OBEYED.findall(text) == []
+    print_audit(hostile)
+    printed = capsys.readouterr().out
+    assert "boom()" in printed
+    assert OBEYED.findall(printed) == []

@@ -285,6 +285,16 @@ def test_a_broken_layout_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         sbp.attach(nn.Sequential(Layer()), [ROWS], sites="branches")
 
 
+def test_a_broken_layout_of_another_layer_does_not_matter_at_linears(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    _plugin(tmp_path, "no_such_module:layout")
+    with sbp.attach(model := nn.Sequential(nn.Linear(4, 4)), [ROWS]) as engine:
+        engine.backward(model(torch.ones(2, 4)).sum())
+        assert [site.name for site in engine.report().sites] == ["0"]
+
+
 def test_a_linear_that_is_used_twice_is_computed_again() -> None:
     """Its output cannot be kept under one name."""
 

@@ -11,21 +11,27 @@ from torch import Tensor
 
 from sparsebp_cli.backward.attachment import attach
 from sparsebp_cli.errors import UnsupportedError
-from sparsebp_cli.policies.random_ltd import RandomLTD
 from sparsebp_cli.policies.selective_backprop import SelectiveBackprop, rank
 from sparsebp_cli.policy import (
     BlockDropper,
+    BlockGradient,
     Examples,
     ExampleSelector,
+    Measure,
     Observation,
     Observed,
+    ReadExamples,
+    ReadTokens,
     ResidualBlock,
     Score,
     ScoredTokenSelector,
+    SiteGradient,
     Stateful,
     Step,
     Tokens,
+    choice,
 )
+from sparsebp_shelf.token_router import RandomLTD
 from tests.backward.families import tiny_decoder
 from tests.promise import Nothing
 
@@ -36,30 +42,29 @@ SEEN: list[Any] = []  # what the policies below were shown, in order
 class Watching(Nothing, Stateful[object]):
     """Counts the steps that it observes."""
 
-    part: ClassVar[Observed]
+    what: ClassVar[type[Observed]]
 
     @property
-    def observes(self) -> frozenset[Observed]:
-        return frozenset({self.part})
+    def observes(self) -> frozenset[type[Observed]]:
+        return frozenset({self.what})
 
     def init(self, places: Sequence[object], /) -> dict[str, Any]:
         return {"steps": 0}
 
     def observe(self, state: Any, observation: Observation, step: Step) -> dict[str, Any]:
-        SEEN.append(getattr(observation, self.part))
+        SEEN.append(observation["seen"])
         return {"steps": state["steps"] + 1}
 
 
 class WatchingExamples(Watching, ExampleSelector):
-    part: ClassVar[Observed] = "example_loss"
+    what: ClassVar[type[Observed]] = ReadExamples
+
+    def measure(self, seen: Any, step: Step) -> dict[str, Measure]:
+        return {"seen": Measure(seen.examples.loss_B)}
 
     @property
     def budget(self) -> float:
         return 0.5
-
-    @property
-    def needs_num_steps(self) -> bool:
-        return False
 
     def needs_loss(self, step: Step) -> bool:
         return True
@@ -70,7 +75,10 @@ class WatchingExamples(Watching, ExampleSelector):
 
 
 class WatchingTokens(Watching, ScoredTokenSelector):
-    part: ClassVar[Observed] = "token_loss"
+    what: ClassVar[type[Observed]] = ReadTokens
+
+    def measure(self, seen: Any, step: Step) -> dict[str, Measure]:
+        return {"seen": Measure(seen.tokens.scores["loss"])}
 
     @property
     def needs(self) -> frozenset[Score]:
@@ -82,7 +90,10 @@ class WatchingTokens(Watching, ScoredTokenSelector):
 
 
 class WatchingBlocks(Watching, BlockDropper):
-    part: ClassVar[Observed] = "block_norm"
+    what: ClassVar[type[Observed]] = BlockGradient
+
+    def measure(self, seen: Any, step: Step) -> dict[str, Measure]:
+        return {"seen": Measure(choice.l2_norm(seen.gradient), fold="hypot")}
 
     @property
     def budget(self) -> float:
@@ -193,7 +204,7 @@ def test_the_window_keeps_the_latest_losses() -> None:
     policy = SelectiveBackprop(**ALWAYS, history=3)
     state = policy.init(())
     for losses in ([1.0, 2.0], [3.0, 4.0]):
-        state = policy.observe(state, Observation(example_loss={"0": torch.tensor(losses)}), Step(0))
+        state = policy.observe(state, Observation(loss={"0": torch.tensor(losses)}), Step(0))
     assert torch.as_tensor(state["loss_R"]).tolist() == [2.0, 3.0, 4.0]
     assert rank(torch.tensor([3.5]), torch.as_tensor(state["loss_R"])).tolist() == pytest.approx([1 / 3])
 
@@ -233,7 +244,7 @@ def test_a_resumed_history_is_the_uninterrupted_one_bit_for_bit() -> None:
 
 
 class WatchingRoutes(Watching, RandomLTD):
-    part: ClassVar[Observed] = "grad_norm"
+    what: ClassVar[type[Observed]] = SiteGradient
 
 
 def test_a_kind_that_is_given_no_state_is_refused_by_name() -> None:

@@ -16,13 +16,16 @@ from sparsebp_cli.errors import UnsupportedError, UsageError
 from sparsebp_cli.policy import (
     Columns,
     InformedSelector,
+    Measure,
     Observation,
     Observed,
     Seen,
     Selection,
     Site,
+    SiteGradient,
     Stateful,
     Step,
+    WeightGradient,
     choice,
 )
 from sparsebp_cli.testing.promise import equal, train_network
@@ -46,8 +49,19 @@ class Momentum(Nothing, Stateful, InformedSelector):
         return Columns
 
     @property
-    def observes(self) -> frozenset[Observed]:
-        return frozenset({"column_norm", "grad_norm"})
+    def observes(self) -> frozenset[type[Observed]]:
+        return frozenset({SiteGradient})
+
+    def measure(self, seen: Observed, step: Step) -> dict[str, Measure]:
+        assert isinstance(seen, SiteGradient)
+        norm_O = choice.norm(seen.shown.grad_NO, 0)
+        rows = torch.tensor(float(len(seen.shown.grad_NO)))
+        return {
+            "columns": Measure(norm_O, "hypot"),
+            "whole": Measure(choice.l2_norm(norm_O), "hypot"),
+            "rows": Measure(rows, "sum"),
+            "last": Measure(norm_O),
+        }
 
     def init(self, sites: Sequence[Site]) -> Values:
         past: Values = {site.name: torch.zeros(site.num_features) for site in sites}
@@ -57,7 +71,7 @@ class Momentum(Nothing, Stateful, InformedSelector):
         new: Values = {"steps": state["steps"] + 1}
         for name, past in state.items():
             if name != "steps":
-                now = observation.column_norm.get(name, past).to(past.dtype)
+                now = observation["columns"].get(name, past).to(past.dtype)
                 new[name] = self.decay * past + (1 - self.decay) * now
         return new
 
@@ -101,10 +115,12 @@ def test_an_observation_has_the_norms_of_the_whole_step_before_the_cut() -> None
     ((index, observation),) = saw
     whole = torch.cat(grads)
     assert index == 0
-    torch.testing.assert_close(observation.column_norm["2"], whole.norm(dim=0))
-    torch.testing.assert_close(observation.grad_norm["2"], whole.norm())
+    torch.testing.assert_close(observation["columns"]["2"], whole.norm(dim=0))
+    torch.testing.assert_close(observation["whole"]["2"], whole.norm())
+    assert float(observation["rows"]["2"]) == len(whole) == 15
+    torch.testing.assert_close(observation["last"]["2"], grads[-1].norm(dim=0))
     step_once(model, optimizer, engine, 1)
-    assert saw[1][1].grad_norm["2"] != observation.grad_norm["2"]
+    assert saw[1][1]["whole"]["2"] != observation["whole"]["2"]
 
 
 def test_a_decision_gets_the_state_that_the_last_step_left() -> None:
@@ -251,3 +267,104 @@ def test_entries_are_sorted_by_name_whatever_the_order_in_which_they_are_kept() 
     kept["policy_state"] = dict(reversed(kept["policy_state"].items()))
     engine.load_state_dict(kept)
     assert list(engine.states.of(policy)) == ["0", "2", "steps"]
+
+
+class Twice(Nothing, Stateful, InformedSelector):
+    """Returns one tensor under two names, and one that the caller changes later."""
+
+    @property
+    def budget(self) -> float:
+        return 1.0
+
+    @property
+    def selection(self) -> None:
+        return None
+
+    def init(self, sites: Sequence[Site]) -> Values:
+        zero = torch.zeros(3)
+        return {"one": zero, "two": zero}
+
+    def observe(self, state: Any, observation: Observation, step: Step) -> Values:
+        total = state["one"] + 1
+        return {"one": total, "two": total}
+
+    def choose(self, seen: Seen, site: Site, step: Step) -> Selection | None:
+        return None
+
+
+def test_the_engine_owns_the_tensors_of_a_state() -> None:
+    states = PolicyStates([(Twice(), ())])
+    for _ in range(2):
+        kept = states.state_dict()["policy_state"]
+        kept["0/one"].add_(5)
+        assert float(kept["0/two"][0]) + 5 == float(kept["0/one"][0]), "one tensor under two names"
+        states.end_step(Step(0))
+
+
+def test_an_older_state_is_read_unless_it_was_saved_within_a_step() -> None:
+    kept = {"0/0": torch.ones(6), "0/2": torch.ones(4), "0/steps": 3}  # as version 0.2 wrote it
+    states = PolicyStates([(policy := Momentum(), [Site("0", 6, ()), Site("2", 4, ())])])
+    states.load_state_dict({"policy_state": kept})
+    assert states.of(policy)["steps"] == 3
+    with pytest.raises(UsageError, match="saved between two micro-batches of a step, by an earlier version"):
+        states.load_state_dict({"policy_state": kept | {"observed/column_norm/0": torch.ones(6)}})
+
+
+def test_each_policy_has_measures_of_its_own() -> None:
+    one, other = Momentum(where=["0"]), Momentum(where=["2"], decay=0.9)
+    model, optimizer, engine = make([one, other])
+    generator = torch.Generator().manual_seed(0)
+    engine.backward(model(torch.randn(5, 4, generator=generator)).square().sum())
+    names = {name.rsplit("/", 2)[0] for name in engine.state_dict()["policy_state"] if name.startswith("observed/")}
+    assert names == {"observed/0", "observed/1"}
+    optimizer.step()
+    assert sorted(engine.states.of(one)) == ["0", "steps"]
+    assert all(
+        float(torch.as_tensor(engine.states.of(policy)[name]).sum()) for policy, name in ((one, "0"), (other, "2"))
+    )
+
+
+class MeasuresByChance(Momentum):
+    def measure(self, seen: Any, step: Step) -> Any:
+        return {"columns": Measure(torch.rand(3))}
+
+
+class MeasuresInPlace(Momentum):
+    def measure(self, seen: Any, step: Step) -> Any:
+        return {"columns": Measure(seen.shown.grad_NO.mul_(2.0).norm(dim=0))}
+
+
+class MeasuresNothing(Momentum):
+    def measure(self, seen: Any, step: Step) -> Any:
+        return {}
+
+
+class MeasuresElsewhere(Momentum):
+    @property
+    def observes(self) -> Any:
+        return frozenset({WeightGradient})
+
+
+@pytest.mark.parametrize(
+    ("policy", "text"),
+    [
+        (MeasuresByChance(), "measure uses a global random generator"),
+        (MeasuresInPlace(), "measure returns other values when called again"),
+        (MeasuresNothing(), "observes SiteGradient, and measures nothing of it"),
+        (MeasuresElsewhere(), "observes WeightGradient, which a policy of its kind is not shown"),
+    ],
+)
+def test_the_suite_finds_a_measure_that_breaks_a_promise(policy: Momentum, text: str) -> None:
+    with pytest.raises(AssertionError, match=text):
+        check_selector(policy)
+
+
+@pytest.mark.parametrize("found", [{"columns": 1.0}, {"a/b": Measure(torch.ones(()))}, {"columns": Measure(1.0)}])  # type: ignore[arg-type]
+def test_a_measure_that_no_checkpoint_could_hold_is_refused(found: Any) -> None:
+    class Wrong(Momentum):
+        def measure(self, seen: Any, step: Step) -> Any:
+            return found
+
+    model, optimizer, engine = make(Wrong())
+    with pytest.raises(UsageError, match="Wrong: measure returns a Measure of a tensor by name, without a '/', got"):
+        step_once(model, optimizer, engine, 0)

@@ -15,6 +15,7 @@ from sparsebp_cli.backward import count_flops
 from sparsebp_cli.errors import UsageError
 
 from .conftest import FAMILIES, tiny_model, tokens
+from .families import tiny_decoder
 
 _SMALL = FAMILIES["llama"] | {"num_hidden_layers": 1}
 _EXPERTS = _SMALL | {
@@ -168,8 +169,8 @@ def test_tokens_report_what_was_carried_and_not_all(mode: str, gradient: str | N
     if mode == "detach":
         assert report.chosen is not None
         assert report.kept_share < 1.5 * report.chosen.carried_share * (0.5 if gradient else 1.0)
-    assert report.whole_share is None
-    assert "not known: positions or examples are left out" in str(report)
+    assert report.whole_share is not None
+    assert report.whole_share < (1.0 if mode == "exact" else 0.5)
     assert "of 124 targets trained" in str(report)
     assert "tensor(" not in str(report) + repr(report) + repr(report.chosen) + report.details()
 
@@ -182,6 +183,59 @@ def test_examples_report_what_was_carried_and_not_all() -> None:
         report = engine.report()
     assert report.kept_share == report.claimed_share == 0.25
     assert "1 of 4 examples" in str(report)
+
+
+SHORT: dict[str, Any] = {
+    "frozen": {"name": "frozen", "turn": "layers"},
+    "grass": {"name": "grass", "at_once": 1, "every": 1},
+    "dropbp": {"name": "dropbp", "keep": 0.5},
+    "layerdrop": {"name": "layerdrop", "keep": 0.5},
+    "uniform": {"name": "uniform", "keep": 0.5, "start": 0.0, "end": 1.0, "interrupt": 0},
+    "tokens": {"name": "tokens", "keep": 0.25, "score": "random"},
+    "tokens detach": {"name": "tokens", "keep": 0.25, "score": "random", "mode": "detach"},
+    "lossless": {"name": "lossless", "verify": "never"},
+    "random-ltd": {"name": "random-ltd", "min_tokens": 8, "increase_step": 4},
+    "rows and frozen": [{"name": "topk", "keep": 0.25, "along": "rows"}, {"name": "frozen", "turn": "layers"}],
+}
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_work_left_out_beforehand_is_counted_against_the_dense_backward(name: str) -> None:
+    model: Any = tiny_decoder("llama", vocab_size=64)
+    ids = torch.randint(3, 64, (4, 32), generator=torch.Generator().manual_seed(0))
+    mask = torch.arange(32) < torch.tensor([[32], [20], [28], [32]])
+    batch = {"input_ids": ids, "attention_mask": mask.long()}
+    batch["labels"] = ids.masked_fill(~mask | (torch.arange(32) < 10), -100)
+    loss = model(**batch).loss
+    with count_flops() as dense:
+        loss.backward()
+    model.zero_grad(set_to_none=True)
+    state, ran, optimizer = torch.get_rng_state(), [], torch.optim.SGD(model.parameters(), 0.0)
+    with sbp.attach(model, SHORT[name], optimizer=optimizer, num_steps=64) as engine:
+        for _ in range(4):
+            loss = model(**batch).loss
+            with count_flops() as flops:
+                engine.backward(loss)
+            ran.append(flops.total / dense.total)
+            optimizer.step()
+            optimizer.zero_grad()
+        report = engine.report()
+    assert torch.equal(state, torch.get_rng_state()), "no numbers are drawn for it"
+    assert report.whole_share == pytest.approx((ran[0] + ran[1] + ran[3]) / 3, rel=1e-6)  # passes 1, 2 and 4
+    assert f"{report.whole_share:.1%} of its FLOPs remain" in str(report)
+    if "frozen" in name or name == "grass":
+        assert report.claimed_share is not None
+        assert report.claimed_share < 0.9, "gradients that do not arrive count"
+
+
+def test_a_pass_of_several_forwards_leaves_the_whole_unknown() -> None:
+    model: Any = tiny_decoder("llama", vocab_size=64)
+    ids = tokens(0).clamp(max=63)
+    with sbp.attach(model, SHORT["tokens"]) as engine:
+        engine.backward(model(input_ids=ids, labels=ids).loss + model(input_ids=ids, labels=ids).loss)
+        report = engine.report()
+    assert report.whole_share is None
+    assert "could not be counted" in report.whole_unknown
 
 
 def test_a_report_is_a_short_table_with_details_on_request() -> None:

@@ -15,10 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import sparsebp_cli as sbp
 from sparsebp_cli.backward.selection.block.layout import find_blocks
 from sparsebp_cli.errors import UnsupportedError
-from sparsebp_cli.policies.layerdrop import LayerDrop
-from sparsebp_cli.policies.pld import PLD
 from sparsebp_cli.policy import BlockDropper, ResidualBlock, Step
 from sparsebp_cli.testing.block import check_block_dropper
+from sparsebp_shelf.policies.layerdrop import LayerDrop
+from sparsebp_shelf.policies.pld import PLD
 
 from .conftest import VOCABULARY, tiny_model, tokens
 from .families import DECODERS, tiny_decoder

@@ -97,6 +97,6 @@ def test_what_makes_no_sense_is_refused_by_name(name: str, options: dict[str, An
 
 
 def test_without_a_recipe_the_shapes_are_those_of_python_docs() -> None:
-    recipe = load_recipe(ROOT / "recipes" / "python-docs.yaml", [])
+    recipe = load_recipe(ROOT / "recipes" / "start" / "python-docs.yaml", [])
     shapes = recipe.model.name, recipe.dataset.max_seq_length, recipe.training.per_device_train_batch_size
     assert shapes == (MODEL, LENGTH, BATCH)

@@ -7,13 +7,14 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from sparsebp_cli.recipe import Recipe
 from sparsebp_cli.run import History, RunFolder
 from sparsebp_cli.run.metric import METRICS
-from tests.worker.conftest import start
+from tests.worker.conftest import start, work
 
 
 def outcome(run: RunFolder) -> dict[str, Any]:
@@ -35,6 +36,27 @@ def difference(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
         for name in sorted(expected[part].keys() | found[part].keys())
         if expected[part].get(name) != found[part].get(name)
     ]
+
+
+def resume_killed(recipe: Recipe, prepared: Callable[[Recipe], RunFolder], after: Sequence[int] = (4,)) -> RunFolder:
+    """Train a recipe left alone, and again with a kill after each of so many steps; assert that both end alike.
+
+    Returns:
+        The run that was left alone.
+    """
+    straight, killed = prepared(recipe), prepared(recipe)
+    assert work(straight) == 0, (straight.path / "worker.log").read_text()
+    for steps in after:
+        process = start(killed)
+        while process.is_alive() and len(History.load(killed.path).series("train/loss")) <= steps:
+            time.sleep(0.001)
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+    assert work(killed) == 0, (killed.path / "worker.log").read_text()
+    found = difference(outcome(straight), outcome(killed))
+    assert not found, found[:9]
+    return straight
 
 
 def kill_at_random(run: RunFolder, chance: random.Random, longest: int = 12) -> bool | None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import typer
 
+from sparsebp_cli import interpreter
 from sparsebp_cli.cli.app import VERBS as PANELS
 from sparsebp_cli.errors import SparseBPError
 from sparsebp_cli.policy import find_policies
@@ -210,7 +211,7 @@ def test_an_unforeseen_error_is_one_line_and_its_traceback_is_kept(cli: Cli, hom
     assert done.returncode == 100
     log = home_folder / "error.log"
     assert done.stderr == (
-        f"error: ValueError: the moon is full (the traceback is in {log}; `sparsebp --debug` shows it)\n"
+        f"error: ValueError: the moon is full (the traceback is in {log}; `--debug` before the verb shows it)\n"
     )
     assert "Traceback" in log.read_text()
     assert "Traceback" in cli("--debug", "runs", real=True, PYTHONPATH=str(tmp_path)).stderr
@@ -283,7 +284,7 @@ def test_validate_with_probe_prints_what_a_step_costs_and_what_choosing_may_gain
         ({"error": "no such split", "code": 2}, "error: no such split\n"),
     ):
         said = f"print('a library'); print({json.dumps(told)!r})"
-        monkeypatch.setattr("sparsebp_cli.cli.validate.COMMAND", [sys.executable, "-c", said])
+        monkeypatch.setattr(interpreter, "command", lambda *_, said=said: [sys.executable, "-c", said])
         if "error" in told:
             with pytest.raises(typer.Exit):
                 validate([file], probe=True)

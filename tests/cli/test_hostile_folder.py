@@ -20,9 +20,23 @@ name: hostile
 model: {name: none}
 dataset: {name: none}
 training: {max_steps: 3}
-tracking: {uri: "file:///nowhere", tags: {fake: ok}}
+tracking: {uri: "sqlite:////dev/null/mlflow.db", tags: {fake: ok}}
 """
-MODULES = ("sitecustomize", "usercustomize", "json", "yaml", "filelock", "torch", "mlflow", "sparsebp_cli", "psutil")
+MAY_FAIL = {"bench", "fetch", "audit", "doctor"}  # there is no such model here, and no package index
+MODULES = (
+    "sitecustomize",
+    "usercustomize",
+    "json",
+    "pip",
+    "runpy",
+    "transformers",
+    "yaml",
+    "filelock",
+    "torch",
+    "mlflow",
+    "sparsebp_cli",
+    "psutil",
+)
 
 
 @pytest.fixture
@@ -62,7 +76,8 @@ def hostile(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     "words",
     [["validate", "r.yaml"], ["run", "r.yaml", "--dry-run"], ["run", "r.yaml"], ["compare", "@1"], ["show", "@last"],
-     ["runs"], ["policies"], ["export", "r.yaml", "-f", "sbatch"]],
+     ["runs"], ["policies"], ["export", "r.yaml", "-f", "sbatch"], ["doctor"], ["bench", "topk", "--model", "nothing"],
+     ["validate", "r.yaml", "--probe"], ["fetch", "movie-snippets"], ["audit", "r.yaml"]],
     ids=" ".join,
 )  # fmt: skip
 def test_nothing_of_an_unpacked_folder_is_run(words: list[str], hostile: Path, tmp_path: Path) -> None:
@@ -72,8 +87,10 @@ def test_nothing_of_an_unpacked_folder_is_run(words: list[str], hostile: Path, t
     done = subprocess.run(
         [sys.executable, "-P", "-m", "fake_sparsebp", *words],
         check=False, capture_output=True, text=True, timeout=120, cwd=tmp_path,
-        env=environment() | {"PATH": f"{os.environ['PATH']}::."},
+        # Relative entries of the search paths are a user's mistake that a child need not repeat.
+        env=environment() | {"PATH": f"{os.environ['PATH']}::.", "PIP_NO_INDEX": "1"},
     )  # fmt: skip
     assert not hostile.exists(), hostile.read_text()
     assert "canary" not in (done.stdout + done.stderr).replace(str(tmp_path), "")
-    assert done.returncode == 0, done.stderr
+    if words[0] not in MAY_FAIL and "--probe" not in words:
+        assert done.returncode == 0, done.stderr

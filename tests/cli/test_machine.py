@@ -75,8 +75,18 @@ def test_sync_to_a_store_that_cannot_be_used_is_a_warning_and_no_success(call: C
     run = write_run(write_recipe())
     done = call("sync", "--all")
     assert done.returncode == 100
-    assert done.stderr.startswith(f"warning: {run.run_id}: tracking.uri must be")
+    assert done.stderr.startswith(f"warning: {run.run_id}: tracking store sqlite:////dev/null/m.db: [Errno ")
     assert done.stderr.count("\n") == 1
+
+
+def test_a_file_store_in_the_environment_is_refused_before_anything_is_trained(
+    call: Cli, write_recipe: Write, home_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "file:./mlruns")
+    done = call("run", write_recipe(), "--set", "~tracking.uri")
+    assert done.returncode == 100
+    assert done.stderr.startswith("error: MLFLOW_TRACKING_URI must be a server (http, https) or a database (sqlite")
+    assert not (home_folder / "runs").exists()
 
 
 def test_ui_refuses_a_server_which_has_its_own_pages(call: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,7 +73,13 @@ def test_a_sparse_and_a_dense_run_are_trained_tracked_and_compared(
 @pytest.mark.slow
 def test_ctrl_c_then_resume_finishes_the_same_run(start: Start, cli: Cli, recipe: Path) -> None:
     client = start(
-        "run", recipe, "--set", "training.max_steps=150", "--set", "tracking.uri=file:///nowhere", command=REAL
+        "run",
+        recipe,
+        "--set",
+        "training.max_steps=150",
+        "--set",
+        "tracking.uri=sqlite:////dev/null/m.db",
+        command=REAL,
     )
     run = wait_for_step(3)
     client.send_signal(signal.SIGINT)
@@ -90,7 +96,15 @@ def test_ctrl_c_then_resume_finishes_the_same_run(start: Start, cli: Cli, recipe
 
 @pytest.mark.slow
 def test_data_that_is_not_there_is_one_line_and_exit_code_2(cli: Cli, recipe: Path, tmp_path: Path) -> None:
-    done = cli("run", recipe, "--set", "dataset.name=lost.txt", "--set", "tracking.uri=file:///nowhere", real=True)
+    done = cli(
+        "run",
+        recipe,
+        "--set",
+        "dataset.name=lost.txt",
+        "--set",
+        "tracking.uri=sqlite:////dev/null/m.db",
+        real=True,
+    )
     assert done.returncode == 2
     assert "lost.txt" in done.stderr
     assert "Traceback" not in done.stderr

@@ -13,6 +13,7 @@ from sparsebp_cli.plan import Plan
 from sparsebp_cli.plan.identity import find_code
 from sparsebp_cli.plan.seal import Seal
 from sparsebp_cli.run import History, JournalWriter, RunFolder, list_runs
+from sparsebp_cli.run.series import Series
 from sparsebp_cli.target.archive import pack
 
 from .conftest import Cli, Write, write_run
@@ -154,8 +155,10 @@ def test_diff_reads_a_living_run_and_refuses_a_damaged_one(call: Cli, write_reci
 def test_the_first_loss_that_differs_is_named(write_recipe: Write) -> None:
     first, second = (History.load(write_run(write_recipe()).path) for _ in range(2))
     assert compare_losses(first, second).startswith("the same bits: all ")
-    moment, value = second.metrics["eval/loss"][2]
-    second.metrics["eval/loss"][2] = (moment, value + 1e-12)
+    whole = dict(second.metrics["eval/loss"].items())
+    moment, value = whole[2]
+    second.metrics["eval/loss"] = Series(whole | {2: (moment, value + 1e-12)})
     assert compare_losses(first, second).startswith("not the same bits: eval/loss at step 2 was ")
-    del second.metrics["eval/loss"][2]
+    del whole[2]
+    second.metrics["eval/loss"] = Series(whole)
     assert compare_losses(first, second).startswith("not the same bits: eval/loss at step 2 was ")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,7 @@ from sparsebp_cli.starter import collect_files, list_shipped, shipped
 from .conftest import Cli
 
 ROOT = Path(__file__).parents[2]
-TASKS = ("completion", "text", "classification")
+TASKS = ("completion", "chat", "text", "classification", "glue")
 LINE = 100
 
 
@@ -26,16 +27,20 @@ LINE = 100
 def rows(tmp_path: Path) -> Path:
     """A file that every task can read."""
     file = tmp_path / "rows.jsonl"
-    row = {"text": "a kind word", "label": "good", "prompt": "a kind", "completion": " word"}
-    file.write_text(f"{json.dumps(row)}\n" * 40)
+    row: dict[str, object] = {"text": "a kind word", "label": "good", "prompt": "a kind", "completion": " word"}
+    row |= {"sentence1": "a kind", "sentence2": "word"}
+    row["messages"] = [{"role": "user", "content": "a kind"}, {"role": "assistant", "content": "word"}]
+    file.write_text("".join(f"{json.dumps(row | {'text': f'a kind word {n} ' * 8})}\n" for n in range(400)))
     return file
 
 
 def test_every_recipe_of_the_checkout_ships_and_says_in_one_line_what_it_shows(call: Cli) -> None:
     lines = [line.rstrip() for line in call("recipes").stdout.splitlines()]
     files = {file.relative_to(ROOT / "recipes").with_suffix("").as_posix() for file in ROOT.glob("recipes/**/*.yaml")}
-    listed = {line.split()[0] for line in lines[3:-2]}
-    assert listed == files == {recipe["name"] for recipe in json.loads(call("recipes", "-o", "json").stdout)}
+    listed = [line.split()[0] for line in lines[3:-2] if line.split()]
+    assert listed == [recipe.short_name for recipe in list_shipped()]
+    assert files == {recipe["name"] for recipe in json.loads(call("recipes", "-o", "json").stdout)}
+    assert listed[:4] == ["python-docs", "quickstart", "quickstart-dense", "topk-rows"], "those to begin with"
     assert max(map(len, lines)) <= LINE
 
 
@@ -45,7 +50,7 @@ def test_a_copied_recipe_brings_its_base_and_is_valid(call: Cli, tmp_path: Path,
     for file in (tmp_path / "here").iterdir():
         done = call("validate", file)
         fetched = "sparsebp fetch" in file.read_text(encoding="utf-8")
-        assert "get it: sparsebp fetch" in done.stderr if fetched else done.returncode == 0, file
+        assert "get it: `sparsebp fetch" in done.stderr if fetched else done.returncode == 0, file
 
 
 def test_a_recipe_that_is_in_the_way_is_not_overwritten(call: Cli, tmp_path: Path) -> None:
@@ -56,6 +61,43 @@ def test_a_recipe_that_is_in_the_way_is_not_overwritten(call: Cli, tmp_path: Pat
     assert (done.returncode, done.stdout) == (2, "")
     assert "python-docs.yaml exists with other content; nothing was written" in done.stderr
     assert not (tmp_path / "lora.yaml").exists()
+
+
+@pytest.mark.parametrize("typed", ["lora", "training/lora", "recipes/lora.yaml", "recipes/training/lora.yaml"])
+def test_a_recipe_that_ships_is_named_as_in_the_list_or_as_it_lay_before(call: Cli, typed: str) -> None:
+    done = call("run", typed, "--dry-run")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "name: lora\n" in done.stdout
+
+
+def test_a_file_of_ones_own_comes_before_a_recipe_that_ships(call: Cli, tmp_path: Path) -> None:
+    (tmp_path / "lora").write_text(
+        "version: 1\nname: mine\nmodel: {name: austen-llama}\ndataset: {name: python-docs}\n"
+    )
+    assert ": mine: model" in call("validate", "lora").stdout
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        (
+            "lorra",
+            "no file 'lorra', and no recipe of this name ships; `sparsebp recipes` lists them; did you mean lora?",
+        ),
+        ("lora.yaml", "lora.yaml: no such file"),
+        ("mine/lora.yaml", "mine/lora.yaml: no such file"),
+        ("recipes/lorra.yaml", "recipes/lorra.yaml: no such file"),
+    ],
+)
+def test_a_name_that_is_neither_file_nor_recipe_is_refused(call: Cli, typed: str, said: str) -> None:
+    done = call("run", typed, "--dry-run")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.strip() == f"error: {said}"
+
+
+def test_names_without_a_folder_are_there_once() -> None:
+    short = [recipe.short_name for recipe in list_shipped()]
+    assert len(short) == len(set(short))
 
 
 def test_a_package_without_recipes_says_where_it_looked(call: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +115,13 @@ def test_recipes_of_the_wheel_come_before_those_of_a_checkout(tmp_path: Path, mo
 
 @pytest.mark.parametrize("task", TASKS)
 def test_every_recipe_of_a_starter_folder_is_valid(call: Cli, tmp_path: Path, rows: Path, task: str) -> None:
-    assert call("init", "mine", "--task", task, "--model", "austen-llama", "--data", "rows.jsonl").returncode == 0
+    data = "rows.jsonl"
+    if task == "glue":  # which has its own splits
+        data = "glue"
+        (tmp_path / data).mkdir()
+        for split in ("train", "validation"):
+            shutil.copy(rows, tmp_path / data / f"{split}.jsonl")
+    assert call("init", "mine", "--task", task, "--model", "austen-llama", "--data", data).returncode == 0
     recipes = sorted((tmp_path / "mine").glob("[!t]*.yaml"))
     assert len(recipes) == 2
     assert call("validate", *recipes).returncode == 0
@@ -82,7 +130,7 @@ def test_every_recipe_of_a_starter_folder_is_valid(call: Cli, tmp_path: Path, ro
 
 
 def test_the_folder_names_the_data_of_the_package_where_none_are_given(call: Cli, tmp_path: Path) -> None:
-    for task, data in (("completion", "cmudict"), ("text", "python-docs")):
+    for task, data in (("completion", "cmudict"), ("chat", "cmudict"), ("text", "python-docs")):
         assert call("init", task, "--task", task).returncode == 0
         recipe = yaml.safe_load((tmp_path / task / "dense.yaml").read_text())
         assert (recipe["dataset"]["name"], recipe["dataset"]["eval_split"]) == (data, "test")
@@ -91,7 +139,7 @@ def test_the_folder_names_the_data_of_the_package_where_none_are_given(call: Cli
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        ([], "init needs --task where no terminal can be asked; allowed: completion, text, classification"),
+        ([], "init needs --task where no terminal can be asked; allowed: completion, chat, text, classification, glue"),
         (["--task", "classification"], "needs --data"),
         (["--task", "completion", "--data", "python-docs"], "dataset.prompt_column: the dataset has no column"),
         (["--task", "text", "--model", "./none"], "model.name: no file or folder ./none"),

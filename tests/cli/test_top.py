@@ -32,4 +32,6 @@ def test_a_sparkline_goes_from_the_lowest_to_the_highest_bar() -> None:
     assert draw_spark([]) == draw_spark([float("nan"), float("inf")]) == ""
     assert draw_spark([1.0, 1.0]) == BARS[0] * 2
     assert draw_spark([float(value) for value in range(8)]) == BARS
+    assert draw_spark([-1.7e308, 1.7e308] * 2) == (BARS[0] + BARS[-1]) * 2
+    assert len(set(draw_spark([-1.7e308] * 64 + [1.7e308] * 64))) == 2
     assert len(draw_spark([float(value) for value in range(256)])) == 16

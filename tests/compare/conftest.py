@@ -95,6 +95,8 @@ def make_run(home_folder: Any) -> MakeRun:
             journal.write("metrics", step=0, values={"eval/loss": 6.0})
             for step in range(1, steps + 1):
                 journal.write("metrics", step=step, values=step_values(step, seconds, noise))
+                if step == 5:
+                    journal.write("metrics", step=step, values={"memory/step_peak_bytes": 4e8})
                 if step % 10 == 0:
                     share = (step - 10) / 10
                     values = {"eval/loss": loss + 1.0 - share, "eval/accuracy": 0.5} | probe_values(executed, claimed)

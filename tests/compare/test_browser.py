@@ -22,6 +22,7 @@ from sparsebp_cli.run import JournalWriter, RunFolder
 
 pytestmark = pytest.mark.browser
 MakeRun = Callable[..., RunFolder]
+COMMITTED = Path(__file__).parents[2] / "docs" / "results" / "quickstart.html"
 FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync"]
 FLAGS += ["--disable-component-update", "--virtual-time-budget=3000", "--enable-logging=stderr", "--v=0"]
 # Written into the page after its own script; what it finds becomes the title.
@@ -162,7 +163,8 @@ def check_saved(files: dict[str, str]) -> None:
             heading, *rows = list(csv.reader(io.StringIO(text)))
             assert len(rows) >= 2
             assert {len(row) for row in rows} == {len(heading)}
-    rows = list(csv.DictReader(io.StringIO(files["eval-loss-against-milliseconds-a-step.csv"])))
+    (drawn,) = (name for name in files if name.startswith("eval-loss-against-") and name.endswith(".csv"))
+    rows = list(csv.DictReader(io.StringIO(files[drawn])))
     assert [(row["group"], row["eval/loss"][:5]) for row in rows if row["run"] == "mean"] == [
         ("dense", "3.004"),
         ("topk-rows", "3.108"),
@@ -201,3 +203,19 @@ def test_a_report_of_eight_groups_prints_on_fewer_than_12_pages(make_run: MakeRu
     subprocess.run(command, capture_output=True, check=True, timeout=120)
     pages = re.findall(rb"/Type /Page\b(?!s)", paper.read_bytes())
     assert 2 <= len(pages) < 12
+
+
+# What the leaderboard hides in its box, and what the page hides in its window, becomes the title.
+HIDDEN = """<script>addEventListener("load", () => {
+  const boxes = [document.documentElement, ...document.querySelectorAll(".scroll:has(.board)")];
+  document.title = JSON.stringify({ hidden: boxes.map(box => box.scrollWidth - box.clientWidth) });
+});</script>"""
+
+
+@pytest.mark.parametrize("width", [1280, 1100, 1024, 1023, 820, 600])
+def test_no_column_of_the_leaderboard_is_cut_off_at_the_edge(tmp_path: Path, width: int) -> None:
+    """The report of the committed study has eleven groups and all columns."""
+    file = tmp_path / "report.html"
+    file.write_text(COMMITTED.read_text(encoding="utf-8").replace("</body>", f"{HIDDEN}</body>"), encoding="utf-8")
+    found, complaints = look(file, width, dark=False)
+    assert (found, complaints) == ({"hidden": [0, 0]}, "")

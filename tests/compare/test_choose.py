@@ -15,7 +15,7 @@ from sparsebp_cli.compare import choose, describe_left_out, local_candidates
 from sparsebp_cli.compare.choose import RunCandidate
 from sparsebp_cli.compare.expression import parse
 from sparsebp_cli.errors import RunNotFoundError, UsageError
-from sparsebp_cli.run import History, RunFolder
+from sparsebp_cli.run import History, RunFolder, folder
 
 MakeRun = Callable[..., RunFolder]
 TOPK: dict[str, Any] = {"policy": [{"name": "topk", "keep": 0.1, "along": "rows"}], "exact": False}
@@ -133,8 +133,8 @@ def test_no_text_makes_the_parser_do_anything_but_read_or_refuse(text: str) -> N
 
 def test_selecting_reads_each_plan_once_and_no_journal(runs: list[RunFolder], monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[Path] = []
-    original = Path.read_bytes
-    monkeypatch.setattr(Path, "read_bytes", lambda path: (read.append(path), original(path))[1])
+    original = folder.read_bounded
+    monkeypatch.setattr(folder, "read_bounded", lambda path, largest: (read.append(path), original(path, largest))[1])
     monkeypatch.setattr(History, "load", lambda folder: pytest.fail("a journal was read"))
     assert len(pick("dense", "topk", where="policy=topk or seed<9")) == 5
     assert sorted(read) == sorted(run.plan_file for run in runs)

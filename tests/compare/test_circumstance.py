@@ -40,7 +40,7 @@ def add(run: RunFolder, name: str, values: list[float]) -> None:
 
 
 def test_on_a_busy_machine_the_verdict_gives_the_probes_ratio_not_step_times(make_run: MakeRun) -> None:
-    runs = pair(make_run, seconds=0.1)
+    runs = pair(make_run, seconds=0.1, claimed=0.1, executed=0.1)
     assert "step time -50.0 %" in sparse(runs).verdict
     for run in runs[3:]:
         add(run, "time/step_cpu_seconds", [0.0303 * (10 if step < 3 else 1) for step in range(20)])
@@ -161,12 +161,13 @@ def test_the_best_of_more_evaluations_finds_nothing_in_nothing(make_run: MakeRun
     ("shares", "said"),
     [
         ((1.9, 1.85), "more than the policy can save (190% of the possible saving): one of the two is wrong"),
-        ((1.1, 0.8), "all of the possible saving was realised, as far as the probes can tell"),
-        ((0.7, 0.7), "70% of the possible saving was realised"),
+        ((1.1, 0.8), "all of the possible saving, as far as the probes can tell"),
+        ((0.7, 0.7), "take -20 % [-20, -20] (median and quartiles of 6 probes), 70% of the possible saving"),
     ],
 )
 def test_a_share_above_all_is_never_stated_plainly(make_run: MakeRun, shares: tuple[float, float], said: str) -> None:
-    runs = pair(make_run, seconds=0.05, executed=0.2, claimed=0.2, metrics={"speed/realised_share": shares[0]})
+    probed = {"probe/dense_seconds": 0.2, "probe/policy_seconds": 0.16, "speed/realised_share": shares[0]}
+    runs = pair(make_run, seconds=0.15, executed=0.2, claimed=0.2, metrics=probed)
     for run in runs[3:]:
         with JournalWriter(run.path, durable=False) as journal:
             journal.write("metrics", step=15, values={"speed/realised_share": shares[1]})

@@ -173,7 +173,10 @@ def test_the_gate_does_not_open_where_runs_diverged(make_run: MakeRun) -> None:
     found = compare_runs(runs, Question(margin=0.01))
     assert len(check(found, "margin.answer != yes")) == 1
     assert "no (5 runs diverged, which counts as worse than any margin)" in of(found, "p").verdict
-    assert of(found, "p").verdict.startswith("of the seeds that did not diverge: eval/loss is better by")
+    quality = of(found, "p").find("quality")
+    assert quality is not None
+    assert quality.outcome == "no statement"  # better, of the seeds that are left because they did not diverge
+    assert of(found, "p").verdict.startswith("of the seeds that did not diverge, eval/loss differs by -0.0997")
 
 
 def test_a_run_that_ended_because_its_loss_was_no_number_diverged(make_run: MakeRun) -> None:

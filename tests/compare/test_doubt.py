@@ -36,7 +36,7 @@ def test_losses_on_other_held_out_examples_are_no_difference_of_the_models(make_
     group = sparse(found)
     assert group.quality.difference is None
     assert group.quality.not_worse is None
-    assert group.verdict.startswith("evaluated on other examples than the baseline: no statement about eval/loss; ")
+    assert group.verdict.startswith("evaluated on other examples than the baseline: no statement about quality; ")
     assert "topk was evaluated on other examples than dense: not compared" in found.warnings
     assert "cannot be decided" in check(found, "eval/loss.delta.high > 0.02")[0].text
 
@@ -118,3 +118,24 @@ def test_labels_are_unique_short_and_steer_no_terminal(make_run: MakeRun) -> Non
     assert len(set(labels.values())) == len(members)
     assert labels["ffff"] == "a b [31m red"
     assert len(labels["eeee"]) == 64
+
+
+def test_another_census_of_the_data_is_a_confound_with_its_numbers(make_run: MakeRun) -> None:
+    def census(dropped: int) -> dict[str, object]:
+        split = {
+            "rows": 90,
+            "examples": 90 - dropped,
+            "dropped": {"x": dropped},
+            "cut": 0,
+            "tokens": 900,
+            "targets": 90,
+        }
+        return {"splits": {"train": split}, "shared": {}}
+
+    runs = [make_run("dense", seed, facts={"census": census(0)}) for seed in range(3)]
+    runs += [make_run("topk", seed, facts={"census": census(7)}, **TOPK) for seed in range(3)]
+    found = {confound.name: confound.values for confound in compare_runs(runs).confounds}
+    assert [value for value, _ in found["data census"]] == [
+        "train 90 of 90 rows (0 dropped, 0 cut), 900 tokens, 90 targets",
+        "train 83 of 90 rows (7 dropped, 0 cut), 900 tokens, 90 targets",
+    ]

@@ -183,7 +183,7 @@ def test_an_unknown_reducer_is_refused_in_one_line(text: str) -> None:
 
 def test_time_to_a_target_is_that_of_the_first_evaluation_past_it(make_run: MakeRun) -> None:
     runs = [make_run("dense", seed, loss=3.0, seconds=0.2) for seed in range(3)]  # 4.0 at step 10, 3.0 at step 20
-    runs += [make_run("topk", seed, loss=2.9, seconds=0.1, **TOPK) for seed in range(3)]
+    runs += [make_run("topk", seed, loss=2.9, seconds=0.1, **TOPK, claimed=0.1) for seed in range(3)]
     runs += [make_run("bad", seed, loss=5.0, **RANDOM) for seed in range(3)]
     found = compare_runs(runs, Question(target=3.95))
     dense, topk, bad = (group.quality.reach for group in found.groups)

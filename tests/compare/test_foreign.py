@@ -8,7 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from sparsebp_cli.compare import Comparison, Grouping, Question, choose, compare_runs, load_all, store_candidates
+from sparsebp_cli.compare import (
+    Comparison,
+    Grouping,
+    Question,
+    RunCandidate,
+    choose,
+    compare_runs,
+    describe_left_out,
+    load_all,
+    store_candidates,
+)
 from sparsebp_cli.compare.database import ClientSource, Database
 from sparsebp_cli.compare.question import Reducer, better
 from sparsebp_cli.errors import UsageError
@@ -216,3 +226,38 @@ def test_a_database_with_other_columns_is_left_to_mlflow(store: ForeignStore, tm
     assert not Database(store.file, lambda run, name: None).is_known()
     (tmp_path / "text.db").write_text("not a database at all")
     assert not Database(tmp_path / "text.db", lambda run, name: None).is_known()
+
+
+@pytest.mark.parametrize("key", ["eval_dataset", "train_split", "corpus.name", "dataPath"])
+def test_a_parameter_that_speaks_of_data_reaches_the_verdict(store: ForeignStore, key: str) -> None:
+    for name, data in (("a", "wiki"), ("b", "wiki-easy")):
+        for seed in range(3):
+            value = 3.0 + 0.01 * seed * seed - 0.5 * (name == "b") + 0.001 * seed * (name == "b")
+            store.add(name, {key: data, "seed": seed, "dataloader_workers": name}, {"eval_loss": curve(6, value)})
+    verdict = compare(store).groups[1].verdict
+    assert f"{key} differs (wiki-easy against wiki): perhaps other data than the baseline's" in verdict
+    assert "dataloader_workers" not in verdict
+
+
+@pytest.mark.parametrize(("metric", "asked"), [("eval_accuracy", True), ("eval_loss", False)])
+def test_a_share_beside_a_percentage_is_asked_about_not_subtracted(
+    store: ForeignStore, metric: str, asked: bool
+) -> None:
+    for name, scale in (("a", 1.0), ("b", 100.0)):
+        for seed in range(3):
+            store.add(name, {"arm": name, "seed": seed}, {metric: curve(0.1, scale * (0.8 + 0.01 * seed))})
+    group = compare(store, Question(metric=metric)).groups[1]
+    assert (group.quality.difference is None) is asked
+    question = "eval_accuracy is 81 here and 0.81 in the baseline: is one of them in percent?: no statement"
+    assert (question in group.verdict) is asked
+
+
+def test_seeds_of_another_experiment_were_not_left_out() -> None:
+    def candidate(place: str, seed: int) -> RunCandidate:
+        recipe: dict[str, object] = {"lr": 1, "seed": seed, "tracking.experiment": place}
+        return RunCandidate(f"{place}-{seed}", "a", 0.0, recipe, {}, pytest.fail)
+
+    mine, theirs = ([candidate(place, seed + start) for seed in range(3)] for place, start in (("mine", 0), ("b", 5)))
+    assert describe_left_out([*mine, *theirs], mine) == []
+    (line,) = describe_left_out([*mine, *theirs], mine[:2])
+    assert line.endswith("are in no number here: 2")

@@ -34,7 +34,9 @@ def comparison(two_groups: list[RunFolder]) -> Comparison:
         ("topk-rows:eval/loss.mean > 9", False),
         ("runs.not_finished > 0", False),
         ("eval/loss.delta.p < 0.05 or speed/ceiling < 1", True),
-        ("memory/peak_bytes.ratio > 1.01", False),
+        ("memory/held_bytes.ratio > 1.01", False),
+        ("outcome = worse", False),
+        ("outcome = 'equal within the margin'", True),
     ],
 )
 def test_a_gate_is_shut_by_the_numbers(comparison: Comparison, condition: str, shut: bool) -> None:

@@ -81,7 +81,7 @@ def test_both_tables_of_memory_are_told(comparison: Comparison) -> None:
 
 
 def test_a_step_without_a_time_counts_as_the_median_of_the_others(make_run: MakeRun) -> None:
-    plain, other = make_run("dense", 0), make_run("other", 0, **TOPK)
+    plain, other = make_run("dense", 0), make_run("other", 0, **TOPK, claimed=0.1)
     lines = (other.path / "journal.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
     for record in records:

@@ -135,7 +135,7 @@ def test_text_of_a_failed_run_is_never_read_as_markup(comparison: Comparison) ->
 
 def test_json_holds_everything_and_is_strict(comparison: Comparison) -> None:
     found = json.loads(render(comparison, "json"), parse_constant=pytest.fail)
-    assert found["schema"] == 3
+    assert found["schema"] == 4
     assert [group["label"] for group in found["groups"]][:2] == ["dense", "topk-rows"]
     assert found["groups"][1]["quality"]["difference"]["n"] == 5
     assert len(found["runs"]) == 12
@@ -145,7 +145,7 @@ def test_json_holds_everything_and_is_strict(comparison: Comparison) -> None:
 
 def test_json_is_what_the_committed_schema_says(comparison: Comparison, make_run: MakeRun) -> None:
     schema = json.loads((ROOT / "docs" / "comparison.schema.json").read_text())
-    assert schema["properties"]["schema"]["const"] == 3
+    assert schema["properties"]["schema"]["const"] == 4
     empty = compare_runs([make_run(end="failed", steps=0)])
     for each in (comparison, empty):
         found = json.loads(render(each, "json"))
@@ -209,11 +209,12 @@ def test_the_picture_is_drawn_with_every_group_in_it(comparison: Comparison, tmp
     pixels = matplotlib.image.imread(picture(comparison, tmp_path / "a.png"))
     assert pixels.shape[1] > 1000
     colours = {tuple(round(float(x) * 255) for x in pixel[:3]) for row in pixels[::2] for pixel in row[::2]}
-    assert {(0x56, 0xB4, 0xE9), (0xD5, 0x5E, 0x00)} <= colours
+    assert {(0x00, 0x72, 0xB2), (0xD5, 0x5E, 0x00)} <= colours
     svg = picture(comparison, tmp_path / "a.svg").read_text()
     assert ET.fromstring(svg).tag.endswith("svg")
     assert svg == picture(comparison, tmp_path / "b.svg").read_text()
-    for text in ("at equal steps", "at equal time", "topk-rows (1 seed)", "backward", "eval/loss (nats/token)"):
+    words = ("at equal steps", "at equal cost", "topk-rows (1 seed)", "what a step costs", "eval/loss (nats/token)")
+    for text in words:
         assert text in svg
 
 

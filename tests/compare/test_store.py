@@ -152,8 +152,12 @@ def test_a_run_that_was_sent_in_part_is_shown_as_such_and_counts_nowhere(make_ru
     found = read_back(store, "dense")
     line = next(run for run in found.runs if run.run_id == partial.run_id)
     assert not line.counts
-    assert line.reason == "half sent: the store has 11 of 20 steps; `sparsebp sync` sends the rest"
+    send = f"`sparsebp sync {partial.run_id}` sends the rest from where it ran"
+    assert line.reason == f"half sent: the store has 11 of 20 steps; {send}"
     assert found.groups[0].seeds == (0,)
+    partial.path.joinpath("journal.jsonl").write_text("".join(lines))
+    assert sync(partial, store).complete
+    assert read_back(store, "dense").groups[0].seeds == (0, 1)
 
 
 def test_a_run_that_still_works_is_shown_as_running(make_run: MakeRun, store: str) -> None:

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from sparsebp_cli.compare.measured import Quality, Speed
+from sparsebp_cli.compare.measured import Cost, Quality, Speed
 from sparsebp_cli.compare.question import better
 from sparsebp_cli.compare.statistics import Difference, Quartiles, holm
 from sparsebp_cli.compare.verdict import Doubts, give_verdict
+from sparsebp_cli.compare.words import say_all
 from tests.compare.t_test import t_interval
 
 STUDIES = 4000
@@ -38,15 +39,9 @@ def studies(effects: tuple[float, ...], num_seeds: int = 5, noise: float = 0.1) 
 
 
 def verdict(difference: Difference | None, ratio: Difference | None = None) -> str:
-    return give_verdict(
-        Quality(difference=difference),
-        Speed(step=STEP, step_ratio=ratio),
-        Speed(step=STEP),
-        "eval/loss",
-        "lower",
-        [],
-        Doubts(),
-    )
+    speed = Speed(step=STEP, step_ratio=ratio)
+    quality = Quality(difference=difference)
+    return say_all(give_verdict(quality, speed, Speed(step=STEP), Cost(), "eval/loss", "lower", [], Doubts()))
 
 
 def test_where_nothing_differs_5_of_100_studies_at_most_find_a_difference() -> None:

@@ -11,6 +11,7 @@ from itertools import combinations
 from typing import Any
 
 from sparsebp_cli.composition import list_optimizers
+from sparsebp_cli.policy.discovery import find_policy
 
 Sections = Mapping[str, Mapping[str, Any]]
 
@@ -38,8 +39,9 @@ def _backward(**options: Any) -> Sections:
     return {"backward": options}
 
 
-def _policy(label: str, kind: str, sites: str = "", **options: Any) -> Choice:
-    return Choice(label, kind, _backward(sites=sites) if sites else {}, options)
+def _policy(label: str, sections: Sections | None = None, *, is_heavy: bool = False, **options: Any) -> Choice:
+    """Return the choice of a policy, with what it needs in other sections; no two of its kind are chosen together."""
+    return Choice(label, find_policy(options["name"]).kind, sections or {}, options, is_heavy)
 
 
 _SMALL = {"apollo": {"rank": 2}, "fira": {"rank": 2}, "galore": {"rank": 2}}
@@ -47,50 +49,43 @@ _LIGHT = ("galore",)
 _SPARSE = {"sites": "branches", "checkpointing": "sparse"}
 _EXACT = {"update": "eager", "eager_clip": "exact"}
 CHOICES = (
-    _policy("topk (rows)", "GradientSelector", name="topk", keep=0.5, along="rows"),
-    Choice(
-        "topk (error_feedback)",
-        "GradientSelector",
-        policy={"name": "topk", "keep": 0.5, "along": "columns", "error_feedback": True},
-        is_heavy=True,
-    ),
-    _policy("tokens (exact)", "TokenSelector", name="tokens", score="random", keep=0.5),
-    _policy("tokens (detach)", "TokenSelector", name="tokens", score="random", keep=0.5, mode="detach"),
-    Choice(
-        "tokens (tokenseek)",
-        "TokenSelector",
-        policy={"name": "tokens", "score": "tokenseek", "keep": 0.5, "mode": "detach"},
-        is_heavy=True,
-    ),
-    _policy("lossless", "BatchPacker", name="lossless"),
-    _policy("dropbp", "BlockDropper", name="dropbp", keep=0.5),
-    _policy("layerdrop", "BlockDropper", name="layerdrop", keep=0.5),
-    _policy("wta-crs", "InputSaver", name="wta-crs", keep=0.5),
-    _policy("uniform", "ExampleSelector", name="uniform", keep=0.5, start=0.0, end=1.0, interrupt=0),
-    _policy("importance", "ExampleSelector", name="importance", keep=0.5),
-    Choice(
+    _policy("topk (rows)", name="topk", keep=0.5, along="rows"),
+    _policy("topk (error_feedback)", is_heavy=True, name="topk", keep=0.5, along="columns", error_feedback=True),
+    _policy("tokens (exact)", name="tokens", score="random", keep=0.5),
+    _policy("tokens (detach)", name="tokens", score="random", keep=0.5, mode="detach"),
+    _policy("tokens (tokenseek)", is_heavy=True, name="tokens", score="tokenseek", keep=0.5, mode="detach"),
+    _policy("lossless", name="lossless"),
+    _policy("dropbp", name="dropbp", keep=0.5),
+    _policy("layerdrop", name="layerdrop", keep=0.5),
+    _policy("wta-crs", name="wta-crs", keep=0.5),
+    _policy("uniform", name="uniform", keep=0.5, start=0.0, end=1.0, interrupt=0),
+    _policy("importance", name="importance", keep=0.5),
+    _policy(
         "greats",
-        "ExampleSelector",
         {"dataset": {"policy_validation_examples": 8}},
-        {"name": "greats", "keep": 0.5, "validation_batch_size": 2},
         is_heavy=True,
+        name="greats",
+        keep=0.5,
+        validation_batch_size=2,
     ),
-    _policy("infobatch", "EpochSelector", name="infobatch"),
-    Choice("evolved-pruning", "EpochSelector", policy={"name": "evolved-pruning", "keep": 0.5}, is_heavy=True),
-    _policy("random-ltd", "TokenRouter", name="random-ltd", min_tokens=4, increase_step=1),
-    _policy("backlite", "TileSelector", name="backlite", negligible=0.3, tile=4),
-    _policy("mezo", "GradientEstimator", name="mezo"),
-    _policy("subnet", "PartSelector", name="subnet"),
-    Choice(
+    _policy("infobatch", name="infobatch"),
+    _policy("evolved-pruning", is_heavy=True, name="evolved-pruning", keep=0.5),
+    _policy("random-ltd", name="random-ltd", min_tokens=4, increase_step=1),
+    _policy("backlite", name="backlite", negligible=0.3, tile=4),
+    _policy("mezo", name="mezo"),
+    _policy("subnet", name="subnet"),
+    _policy(
         "subnet (of frozen), lora",
-        "PartSelector",
         {"model": {"lora": {"r": 2}}},
-        {"name": "subnet", "of": "frozen", "elements": ["*.base_layer"], "by": "random"},
         is_heavy=True,
+        name="subnet",
+        of="frozen",
+        elements=["*.base_layer"],
+        by="random",
     ),
-    _policy("frozen (freeze)", "ParameterSelector", name="frozen", freeze=["*.layers.0.*"]),
-    _policy("frozen (turn)", "ParameterSelector", name="frozen", turn="layers"),
-    _policy("max-child at nodes", "EdgeRouter", "nodes", name="max-child"),
+    _policy("frozen (freeze)", name="frozen", freeze=["*.layers.0.*"]),
+    _policy("frozen (turn)", name="frozen", turn="layers"),
+    _policy("max-child at nodes", _backward(sites="nodes"), name="max-child"),
     Choice("sites: branches", "sites", _backward(sites="branches")),
     Choice("sites: branches, checkpointing: sparse", "sites", _backward(**_SPARSE)),
     Choice("sites: nodes", "sites", _backward(sites="nodes")),
@@ -122,7 +117,7 @@ CHOICES = (
             is_heavy=name not in _LIGHT,
         )
         for name in list_optimizers()
-        if name not in ("adamw", "asgd", "adadelta", "rprop", "muon", "sparseadam", "lora-fa", "compact")
+        if name not in ("adamw", "asgd", "adadelta", "rprop", "muon", "lora-fa", "compact")
     ),
     Choice("mixed_precision: bf16", "mixed_precision", {"training": {"mixed_precision": "bf16"}}, is_heavy=True),
     Choice(

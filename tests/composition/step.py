@@ -31,9 +31,9 @@ from sparsebp_cli.policy import (
     Site,
     Stateful,
     Step,
-    TileSelector,
     TokenSelector,
 )
+from sparsebp_shelf.tile import TileSelector
 from tests.saver import saving_by_hand
 from tests.tile import tiling_by_hand
 
@@ -263,16 +263,14 @@ def _observe(
     read: Sequence[tuple[Tensor, Tensor]],
     means: dict[str, Tensor],
 ) -> None:
-    seen = {name: p.grad.abs().sum() for name, p in trained.items() if p.grad is not None}
+    sizes = {name: p.grad.abs().sum() for name, p in trained.items() if p.grad is not None}
     norms = {name: p.grad.norm() for name, p in trained.items() if p.grad is not None}
     losses = {str(place): loss_B for place, (loss_B, _) in enumerate(read)}
     rows = {str(place): row_B for place, (_, row_B) in enumerate(read)}
     is_run = {name: model.get_parameter(f"{name}.weight").grad is not None for name in means}  # no dropped block is
     means = {name: mean_D for name, mean_D in means.items() if is_run[name]}
     end = Step(number, seed=SEED, num_steps=NUM_STEPS)
-    observation = Observation(
-        parameter_norm=norms, parameter_l1=seen, example_loss=losses, example_row=rows, input_mean=means
-    )
+    observation = Observation(norm=norms, size=sizes, loss=losses, row=rows, mean=means)
     for policy in policies:
         if isinstance(policy, Stateful):
             states[id(policy)] = policy.observe(states[id(policy)], observation, end)

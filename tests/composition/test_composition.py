@@ -17,6 +17,7 @@ import sparsebp_cli as sbp
 from sparsebp_cli.errors import RecipeError, UnsupportedError
 from sparsebp_cli.policy import GradientSelector, Rows, find_policies
 from sparsebp_cli.recipe import load_recipe
+from tests.plugin import find_ours
 
 from .matrix import COMPOSITIONS, ENTRIES, SITES, Entry, find_refusal
 from .replay import Decisions, repeat
@@ -32,8 +33,7 @@ TOLERANCE = {"autocast": 0.05}
 
 def test_the_table_has_every_policy_in_every_kind_of_selection() -> None:
     asked_at_sites = ("GradientSelector", "EdgeRouter")
-    installed = [found for found in find_policies().values() if found.source.split()[0] == "sparsebp"]
-    own = {found.name: found.kind for found in installed if found.kind in asked_at_sites}
+    own = {found.name: found.kind for found in find_ours().values() if found.kind in asked_at_sites}
     assert {entry.policy: entry.kind for entry in ENTRIES} == own
     assert len(set(LABELS)) == len(LABELS)
     for name in own:

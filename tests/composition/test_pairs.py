@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from accelerate.state import AcceleratorState
 
-from sparsebp_cli.composition import RULES
+from sparsebp_cli.composition import find_rules
 from sparsebp_cli.errors import RecipeError, UnsupportedError
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.recipe import Recipe, load_stored, refuse_unsupported
@@ -73,7 +73,7 @@ def _tokenizer(section: str) -> Any:
 _DATA: dict[str, Any] = {}
 
 
-def _data(section: Any, tokenizer: Any, columns: Any = ()) -> Any:
+def _data(section: Any, tokenizer: Any, columns: Any = (), architecture: Any = None) -> Any:
     from sparsebp_cli.worker.data import build_data
 
     key = f"{section.model_dump_json()} {sorted(columns)}"
@@ -161,5 +161,5 @@ def test_attach_refuses_by_the_same_rows(base: dict[str, Any], kept: None) -> No
 def test_every_option_that_the_table_speaks_of_is_among_the_choices() -> None:
     """Else a row could be wrong without a pair that shows it."""
     said = {name for choice in CHOICES for part in choice.sections.values() for name in part}
-    spoken = {name for row in RULES for name in row.options if name in PLACES}
+    spoken = {name for row in find_rules() for name in row.options if name in PLACES}
     assert spoken <= said

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from sparsebp_cli.errors import SparseBPError, UnsupportedError
-from sparsebp_cli.policy import find_policies
+from sparsebp_cli.policy.known_kind import find_kinds
+from tests.plugin import find_ours
 
 from .choice import CHOICES
 from .matrix import COMPOSITIONS
@@ -22,15 +23,16 @@ PAIRS = [pair for pair in itertools.combinations(WAYS, 2) if pair[0].question !=
 # weights of examples, its sum has another order. bfloat16 has 8 bits.
 EXACT, ROUNDED, COARSE = 1e-12, 1e-6, 0.05
 # What the worker carries out and `attach` refuses: the table of choices in a recipe has these instead.
-OF_RECIPES = ("EpochSelector",)
-# The first has no plain backward to compare with, the second leaves a model of two layers as it is:
-# tests/policies/test_mezo.py and tests/backward/token/test_routing.py have their references.
-ELSEWHERE = ("GradientEstimator", "TokenRouter")
-LEAVES_ROWS_OUT = ("TokenSelector", "BatchPacker")
+KINDS = find_kinds().kinds
+OF_RECIPES = tuple(kind.name for kind in KINDS if kind.by_worker)
+# Without a backward there is no plain one to compare with, and a token router leaves a model of two layers as it is:
+# test_mezo.py and test_routing.py in plugins/sparsebp-shelf/tests have their references.
+ELSEWHERE = (*(kind.name for kind in KINDS if not kind.has_backward), "TokenRouter")
+LEAVES_ROWS_OUT = tuple(kind.name for kind in KINDS if kind.shortens and not kind.weighs_examples)
 
 
 def test_the_table_has_every_policy_that_is_not_asked_at_sites() -> None:
-    own = [found for found in find_policies().values() if found.source.split()[0] == "sparsebp"]
+    own = find_ours().values()
     elsewhere = ("GradientSelector", "EdgeRouter", *OF_RECIPES, *ELSEWHERE)
     beside = {found.name: found.kind for found in own if found.kind not in elsewhere}
     assert {way.policy["name"]: way.question for way in WAYS if way.policy} == beside
@@ -39,7 +41,7 @@ def test_the_table_has_every_policy_that_is_not_asked_at_sites() -> None:
     assert of_recipes | {found.name for found in own if found.kind in ELSEWHERE} <= chosen
     for name in of_recipes:
         with pytest.raises(UnsupportedError, match="built for the worker of a recipe"):
-            train("nothing", (Way(name, "", {"name": name}),))
+            train("nothing", (Way(name, {"name": name}),))
 
 
 # Compiling takes 15 seconds a cell; one in the forward and one in the backward show it, `make test-long` the others.
@@ -85,7 +87,7 @@ def test_two_at_once_are_what_the_table_says(pair: tuple[Way, Way]) -> None:
 def test_a_gradient_policy_at_linears_goes_with_each(way: Way) -> None:
     """One that keeps everything changes nothing; one that does not is asked, and changes what is trained."""
     alone, without = train("nothing", (way,)), untrained("nothing")
-    everything, some = (Way("topk", "GradientSelector", {"name": "topk", "keep": keep}) for keep in (1.0, 0.3))
+    everything, some = (Way("topk", {"name": "topk", "keep": keep}) for keep in (1.0, 0.3))
     refusal = find_pair_refusal(way, everything)
     if refusal:
         _check_refused("nothing", (way, everything), refusal)

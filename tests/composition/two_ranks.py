@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sparsebp_cli as sbp
 from sparsebp_cli.errors import SparseBPError, UnsupportedError
+from sparsebp_cli.policy.known_kind import list_kinds
 from tests.composition.matrix import ENTRIES, SITES, Entry
 from tests.composition.step import NUM_STEPS, SEED, columns_for, policies_of, validation_for
 from tests.composition.training import Gradients, attach, batch, build, largest_difference
@@ -78,7 +79,7 @@ def run_way(way: Way, wrapped: str) -> Gradients:
         way: What acts on the step.
         wrapped: As for :func:`run`.
     """
-    inner, unused = build("DDP"), way.question == "BlockDropper"
+    inner, unused = build("DDP"), any(kind.leaves_out_gradients for kind in list_kinds(policies_of([way])))
     before = [parameter.detach().clone() for parameter in inner.parameters()]
     model: nn.Module = DistributedDataParallel(inner, find_unused_parameters=unused) if wrapped == "before" else inner
     options = dict(way.options)

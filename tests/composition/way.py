@@ -18,54 +18,59 @@ class Way:
 
     Args:
         label: What the table calls it.
-        question: What it answers: no two with the same one are given together.
         policy: Its name and options; empty where there is no policy.
         options: Further options of ``attach``.
+        form: Without a policy, what it is a form of.
     """
 
     label: str
-    question: str
     policy: Options = field(default_factory=dict)
     options: Options = field(default_factory=dict)
+    form: str = ""
+
+    @property
+    def question(self) -> str:
+        """What it answers, a policy its kind: no two with the same one are given together."""
+        return find_policy(str(self.policy["name"])).kind if self.policy else self.form
 
 
 def _tokens(mode: str) -> Way:
     options = {"name": "tokens", "score": "random", "keep": 0.4, "mode": mode}
-    return Way(f"tokens (mode: {mode})", "TokenSelector", options)
+    return Way(f"tokens (mode: {mode})", options)
 
 
 WAYS = (
     _tokens("exact"),
     _tokens("detach"),
     _tokens("stop"),
-    Way("selective-backprop", "ExampleSelector", {"name": "selective-backprop", **_CHOICE}),
-    Way("importance", "ExampleSelector", {"name": "importance", "keep": 0.5, "threshold": 0.0}),
-    Way("evolved-sampling", "ExampleSelector", {"name": "evolved-sampling", "keep": 0.5, "weighted": True}),
-    Way("greats", "ExampleSelector", {"name": "greats", "keep": 0.5, "validation_batch_size": 2}),
-    Way("rho", "ExampleSelector", {"name": "rho", "keep": 0.5}, {"reference": "batch"}),
-    Way("uniform", "ExampleSelector", {"name": "uniform", **_CHOICE}),
-    Way("frozen (freeze)", "ParameterSelector", {"name": "frozen", "freeze": ["*.layers.0.*"]}),
-    Way("frozen (turn: layers)", "ParameterSelector", {"name": "frozen", "turn": "layers"}),
-    Way("freezeout", "ParameterSelector", {"name": "freezeout", "start": 0.2}),
-    Way("autofreeze", "ParameterSelector", {"name": "autofreeze", "every": 1}),
-    Way("grades", "ParameterSelector", {"name": "grades", "threshold": 1e9, "grace": 0.0}),
-    Way("grass", "ParameterSelector", {"name": "grass", "every": 1, "at_once": 1}),
-    Way("lossless", "BatchPacker", {"name": "lossless"}),
-    Way("dropbp", "BlockDropper", {"name": "dropbp", "keep": 0.5}),
-    Way("lcsb", "BlockDropper", {"name": "lcsb", "keep": 0.5}),
-    Way("layerdrop", "BlockDropper", {"name": "layerdrop", "keep": 0.8}),
-    Way("pld", "BlockDropper", {"name": "pld", "theta": 0.1, "gamma": 5.0}),
-    Way("wta-crs", "InputSaver", {"name": "wta-crs", "keep": 0.3}),
-    Way("gact", "InputSaver", {"name": "gact", "bits": 4}),
-    Way("dropit", "InputSaver", {"name": "dropit", "keep": 0.3}),
-    Way("pamm", "InputSaver", {"name": "pamm", "keep": 0.5}),
-    Way("sketch", "InputSaver", {"name": "sketch", "keep": 0.5}),
-    Way("compact", "InputSaver", {"name": "compact", "keep": 0.5}),
-    Way("velora", "InputSaver", {"name": "velora", "group": 4}),
-    Way("subnet", "PartSelector", {"name": "subnet", "keep": 0.3, "by": "random"}),
-    Way("backlite", "TileSelector", {"name": "backlite", "negligible": 0.4, "tile": 2}),
-    Way("update: eager", "update", options={"update": "eager"}),
-    Way("segments: 2", "segments", options={"segments": 2}),
+    Way("selective-backprop", {"name": "selective-backprop", **_CHOICE}),
+    Way("importance", {"name": "importance", "keep": 0.5, "threshold": 0.0}),
+    Way("evolved-sampling", {"name": "evolved-sampling", "keep": 0.5, "weighted": True}),
+    Way("greats", {"name": "greats", "keep": 0.5, "validation_batch_size": 2}),
+    Way("rho", {"name": "rho", "keep": 0.5}, {"reference": "batch"}),
+    Way("uniform", {"name": "uniform", **_CHOICE}),
+    Way("frozen (freeze)", {"name": "frozen", "freeze": ["*.layers.0.*"]}),
+    Way("frozen (turn: layers)", {"name": "frozen", "turn": "layers"}),
+    Way("freezeout", {"name": "freezeout", "start": 0.2}),
+    Way("autofreeze", {"name": "autofreeze", "every": 1}),
+    Way("grades", {"name": "grades", "threshold": 1e9, "grace": 0.0}),
+    Way("grass", {"name": "grass", "every": 1, "at_once": 1}),
+    Way("lossless", {"name": "lossless"}),
+    Way("dropbp", {"name": "dropbp", "keep": 0.5}),
+    Way("lcsb", {"name": "lcsb", "keep": 0.5}),
+    Way("layerdrop", {"name": "layerdrop", "keep": 0.8}),
+    Way("pld", {"name": "pld", "theta": 0.1, "gamma": 5.0}),
+    Way("wta-crs", {"name": "wta-crs", "keep": 0.3}),
+    Way("gact", {"name": "gact", "bits": 4}),
+    Way("dropit", {"name": "dropit", "keep": 0.3}),
+    Way("pamm", {"name": "pamm", "keep": 0.5}),
+    Way("sketch", {"name": "sketch", "keep": 0.5}),
+    Way("compact", {"name": "compact", "keep": 0.5}),
+    Way("velora", {"name": "velora", "group": 4}),
+    Way("subnet", {"name": "subnet", "keep": 0.3, "by": "random"}),
+    Way("backlite", {"name": "backlite", "negligible": 0.4, "tile": 2}),
+    Way("update: eager", options={"update": "eager"}, form="update"),
+    Way("segments: 2", options={"segments": 2}, form="segments"),
 )
 
 _REENTRANT = (
@@ -207,10 +212,14 @@ def _find_other_refusal(first: Way, second: Way) -> str:
     if "update" in questions and (refusal := _find_eager_refusal(first) or _find_eager_refusal(second)):
         return refusal
     if "InputSaver" in questions and questions & {"TokenSelector", "BatchPacker", "GradientSelector"}:
-        where = "backward" if "GradientSelector" in questions else "forward"
         names = [find_policy(str(way.policy["name"])).policy_class for way in (first, second)]
         shown = " and ".join(name.__name__ for name in names if name is not None)
-        return f"{shown} in one {where} is not built: give one of them"
+        both = "decide what the gradients of weights are computed from"
+        return f"{shown} " + (
+            f"both {both}: give one of them, or each its own linears by where or layers"
+            if "GradientSelector" in questions
+            else "in one forward is not built: give one of them"
+        )
     if "BatchPacker" in questions and questions & {"TokenSelector", "ExampleSelector", "GradientSelector"}:
         other = next(way for way in (first, second) if way.question != "BatchPacker")
         name = find_policy(str(other.policy["name"])).policy_class

@@ -16,7 +16,7 @@ FILES = [
     *sorted((ROOT / "plugins").glob("*/README.md")),
 ]
 # These pages are followed from top to bottom in an empty folder: test_newcomer.py.
-FOLLOWED = [ROOT / "docs" / "guide" / "own-data.md"]
+FOLLOWED = [ROOT / "docs" / "guide" / "own-data.md", ROOT / "docs" / "guide" / "chat.md"]
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 

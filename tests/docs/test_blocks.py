@@ -75,13 +75,14 @@ STUDIES = [block for block in blocks("yaml") if block not in RECIPES]
 @pytest.mark.parametrize("block", STUDIES, ids=lambda block: block.place)
 def test_every_study_is_accepted(block: Block, tmp_path: Path) -> None:
     shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
+    (tmp_path / "pyproject.toml").touch()  # recipes have their base in the same checkout
     (tmp_path / "study.yaml").write_text(block.text)
     assert load_study(tmp_path / "study.yaml").firsts
 
 
 @pytest.mark.parametrize("block", RECIPES, ids=lambda block: block.place)
 def test_every_recipe_and_part_of_one_is_accepted(block: Block, tmp_path: Path, stride: None) -> None:
-    for file in (ROOT / "recipes").glob("*.yaml"):
+    for file in (ROOT / "recipes" / "start").glob("*.yaml"):
         shutil.copy(file, tmp_path)
     given = set(re.findall(r"^(\w+):", block.text, re.MULTILINE))
     rest = {"version": "1", "model": "{name: austen-llama}", "dataset": "{name: python-docs}"}
@@ -101,6 +102,7 @@ def test_every_recipe_and_part_of_one_is_accepted(block: Block, tmp_path: Path, 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize("file", WITH_PYTHON, ids=lambda file: str(file.relative_to(ROOT)))
 def test_python_runs_from_top_to_bottom_and_its_policies_keep_the_contract(file: Path) -> None:
+    from sparsebp_cli.metrics import TextMetric
     from sparsebp_cli.policy import Policy
     from sparsebp_cli.testing import check_policy
 
@@ -116,7 +118,7 @@ def test_python_runs_from_top_to_bottom_and_its_policies_keep_the_contract(file:
     for policy in policies:
         check_policy(policy, **({"keep": 0.3} if "keep" in policy.model_fields else {}))
     trained = any(not before[key].equal(value) for key, value in names["model"].state_dict().items())
-    assert trained or policies
+    assert trained or policies or any(isinstance(value, TextMetric) for value in names.values())  # else nothing ran
 
 
 def _names() -> dict[str, Any]:
@@ -142,9 +144,9 @@ def _names() -> dict[str, Any]:
     return {"__name__": "shown", **given}
 
 
-def test_the_readme_names_every_verb() -> None:
+def test_the_first_page_names_every_verb() -> None:
     verbs = {verb.__name__ for group in VERBS.values() for verb in group}
-    table = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Verbs")[2].partition("\n## ")[0]
+    table = (ROOT / "docs" / "index.md").read_text(encoding="utf-8").partition("## Verbs")[2].partition("\n## ")[0]
     assert set(re.findall(r"`(\w+)`", table)) & verbs == verbs
 
 

@@ -9,7 +9,6 @@ from types import ModuleType
 
 import pytest
 
-from sparsebp_cli.compare.verdict import find_outcome
 from tests.docs.block import ROOT
 
 pytestmark = pytest.mark.xdist_group("leaderboard")  # the archives are compared once, not once a process
@@ -47,7 +46,7 @@ def test_every_statement_is_that_of_the_verdict_and_of_its_interval(leaderboard,
                 assert row["statement"] == "best dense"
                 continue
             assert row["statement"]
-            assert find_outcome(group["verdict"]).startswith(row["statement"])
+            assert group["statements"][0]["outcome"] == row["statement"]
             low, high = row["difference"]["family_low"], row["difference"]["family_high"]
             if row["statement"] in ("lower", "higher"):  # what is said, the interval says too
                 assert (high <= 0) == (row["statement"] == "lower"), group["label"]
@@ -86,3 +85,78 @@ def test_every_arm_has_its_command_and_its_runs_on_the_page(tasks) -> None:  # t
 def test_the_page_loads_nothing_from_elsewhere() -> None:
     page = Path(RESULTS / "leaderboard.html").read_text(encoding="utf-8")
     assert not re.search(r'(?:src|href)="(?!#)', page)
+
+
+def test_the_costs_of_the_upper_layers_are_those_of_their_runs(leaderboard) -> None:  # type: ignore[no-untyped-def]
+    found = leaderboard.compare(RESULTS / "fast-movies-24-seeds.tar.gz", "dense")
+    groups = {group["label"]: group for group in found["groups"]}
+    dense, log = groups["dense"], (ROOT / "docs" / "log.md").read_text(encoding="utf-8")
+    part = log.split("## 2026-11-25: the upper layers of an encoder reach")[1].split("\n## ")[0]
+    for label, row in {
+        "top-3": "upper three layers",
+        "dense-24": "dense",
+        "dense-by-length": "dense, by length",
+    }.items():
+        steps = groups[label]["recipe"]["training"]["max_steps"]
+        cost = leaderboard.units_of(groups[label]) / leaderboard.units_of(dense) * steps / 36
+        assert f"| {row} | {steps} | {cost:.2f} |" in part
+    assert all(group["quality"]["final"]["n"] == 24 for group in groups.values())
+
+
+ANSWERS = (ROOT / "docs" / "guide" / "answers.md").read_text(encoding="utf-8")
+GUIDE = " ".join((ROOT / "docs" / "guide" / "leaderboard.md").read_text(encoding="utf-8").split())
+FIRST = ("quickstart", "masked", "far")
+
+
+def test_what_cosine_and_noise_tell_of_the_loss_is_what_the_answer_says(tasks) -> None:  # type: ignore[no-untyped-def]
+    from scipy import stats
+
+    answer = " ".join(ANSWERS.split("**6. ")[1].split("**7. ")[0].split())
+    of_cosine, of_noise = [], []
+    for name in FIRST:
+        task = next(task for task in tasks if task.name == name)
+        known = [g for g in task.comparison["groups"] if g["cost"]["noise_ratio"] is not None and not g["exact"]]
+        loss = [group["quality"]["final"]["mean"] for group in known]
+        cosine, noise = ([group["cost"][key] for group in known] for key in ("cosine", "noise_ratio"))
+        of_cosine.append(f"{stats.spearmanr(cosine, loss).statistic:.2f} ({name}, {len(known)}")
+        of_noise.append(f"{stats.spearmanr(noise, loss).statistic:.2f}")
+    assert f"{of_cosine[0]} methods), {of_cosine[1]}) and {of_cosine[2]})" in answer
+    assert f"is {of_noise[0]}, {of_noise[1]} and {of_noise[2]}" in answer
+
+
+def test_what_the_guide_says_of_small_batches_is_what_the_runs_say(leaderboard, tasks) -> None:  # type: ignore[no-untyped-def]
+    said = []
+    for name in FIRST:
+        task = next(task for task in tasks if task.name == name)
+        dense = leaderboard.find_dense(task.comparison["groups"])
+        batch = {g["label"]: g["recipe"]["training"]["per_device_train_batch_size"] for g in dense}
+        assert batch[task.baseline["label"]] == min(batch.values())
+        largest = next(g for g in dense if g["label"] == "dense")
+        assert batch["dense"] == max(batch.values())
+        said.append(largest["statements"][0]["outcome"])
+    assert said == ["no difference shown", "higher", "higher"]
+    assert "In the second and the third it is lower than dense with the largest" in GUIDE
+    assert "in the first no difference between the two is shown" in GUIDE
+
+
+def test_approximations_had_one_batch_size_and_the_pages_say_so(leaderboard, tasks) -> None:  # type: ignore[no-untyped-def]
+    for task in tasks:
+        own = [g for g in task.comparison["groups"] if g["exact"] is False]
+        assert len({g["recipe"]["training"]["per_device_train_batch_size"] for g in own}) == 1
+        dense = leaderboard.find_dense(task.comparison["groups"])
+        assert len({g["recipe"]["training"]["per_device_train_batch_size"] for g in dense}) in {2, 3, 4}
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    sentences = [
+        part for text in (ANSWERS, GUIDE, readme) for part in re.findall(r"[Nn]o approximation.{160}", text, re.DOTALL)
+    ]
+    assert len(sentences) == 3
+    assert all("one batch size" in sentence for sentence in sentences)
+
+
+def test_the_page_names_the_dense_rate_that_was_tried_after_the_study(leaderboard, tasks) -> None:  # type: ignore[no-untyped-def]
+    near = next(task for task in tasks if task.name == "near")
+    first, *others = leaderboard.describe_later(near)
+    assert "rate of 0.00025 has 3.5354" in first
+    assert any(text.startswith("top-half beside it: lower, -0.0309") for text in others)
+    page = (RESULTS / "leaderboard.html").read_text(encoding="utf-8")
+    assert "3.5354" in page.split('<section><h2 id="near">')[1].split("</section>")[0]

@@ -47,9 +47,8 @@ def of(page: Path, found: list[Block]) -> list[Block]:
     return mine
 
 
-def write_data(shell: Shell) -> list[list[str]]:
-    """Run the Python blocks of the tutorial, and return its commands."""
-    [page] = FOLLOWED
+def write_data(shell: Shell, page: Path = FOLLOWED[0]) -> list[list[str]]:
+    """Run the Python blocks of a tutorial, and return its commands."""
     for block in of(page, blocks("python")):
         shell(sys.executable, "-c", block.text)
     return [shlex.split(command.text) for command in of(page, commands())]
@@ -69,6 +68,24 @@ def test_data_of_ones_own_are_trained_on_and_compared(shell: Shell, tmp_path: Pa
     assert "exact: what differs is rounding" in " ".join("\n".join(printed).split())
     assert len((tmp_path / "ids").read_text().split()) == 2
     assert "<!doctype html>" in (tmp_path / "report.html").read_text()[:100].lower()
+
+
+def test_a_chat_file_becomes_recipes_that_are_valid_and_is_shown(shell: Shell, tmp_path: Path) -> None:
+    printed = [shell(*words) for words in write_data(shell, FOLLOWED[1]) if words[1] not in TRAINS]
+    assert len((tmp_path / "chat.jsonl").read_text().splitlines()) == 80
+    assert "assistant: [[ " in printed[-1]
+
+
+@pytest.mark.long
+def test_a_chat_file_becomes_a_model_that_answers(
+    shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    printed = [shell(*words) for words in write_data(shell, FOLLOWED[1])]
+    assert "exact: what differs is rounding" in " ".join("\n".join(printed).split())
+    runs = (tmp_path / "ids").read_text().split()
+    monkeypatch.setenv("MODEL", str(tmp_path / "home" / "runs" / runs[-1] / "model"))
+    [*_, ask] = of(FOLLOWED[1], blocks("python"))
+    assert re.fullmatch(r"\s*\d+\s*", shell(sys.executable, "-c", ask.text))
 
 
 def test_a_policy_of_ones_own_is_written_installed_and_tested(shell: Shell, tmp_path: Path) -> None:
@@ -107,6 +124,7 @@ def prepare_study(tmp_path: Path, changes: dict[str, str]) -> list[list[str]]:
         text = text.replace(old, new)
     (tmp_path / "study.yaml").write_text(text)
     shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
+    (tmp_path / "pyproject.toml").touch()  # recipes have their base in the same checkout
     found = [shlex.split(command.text) for command in of(GUIDE / "study.md", commands())]
     return [words for words in found if "study" in words or "--study" in words]
 
@@ -120,7 +138,7 @@ def test_the_study_of_the_guide_is_planned(shell: Shell, tmp_path: Path) -> None
 @pytest.mark.long
 def test_a_small_form_of_the_study_is_trained_and_compared(shell: Shell, tmp_path: Path) -> None:
     small = {"[5e-4, 1e-3, 2e-3]": "[1e-3]", "{same: cost, as: dense, steps: 60}": "{same: steps, steps: 10}"}
-    small |= {"report: 1-3": "report: 1", "controls: auto": "controls: none", "tune: [0]": "tune: [1]"}
+    small |= {"report: 3-5": "report: 1", "controls: auto": "controls: none", "tune: 0-2": "tune: [1]"}
     words = prepare_study(tmp_path, small)
     for file in (tmp_path / "recipes").rglob("*.yaml"):
         text = re.sub(r"max_seq_length: \d+", "max_seq_length: 32", file.read_text())

@@ -27,6 +27,7 @@ from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.worker.batch import BatchOrder
 from sparsebp_cli.worker.data import Example
 from sparsebp_cli.worker.prefetch import BatchPrefetch
+from sparsebp_cli.worker.price import StepPrice
 from sparsebp_cli.worker.process import Ranks
 from sparsebp_cli.worker.training import Training
 
@@ -131,7 +132,7 @@ def count_step() -> dict[str, int]:
         training.engine = sbp.attach(model, sbp.make_policy("topk", keep=0.25), optimizer=optimizer)
         training.order = BatchOrder(examples, 4, 0, 0)
         training.batches = BatchPrefetch(training.order, torch.device("cuda"), 18)
-        training.compiled = None
+        training.compiled, training.price = None, StepPrice()
         stand_in: Any = SimpleNamespace
         training.optimizer, training.schedule = cast("Any", optimizer), schedule
         device = torch.device("cuda")

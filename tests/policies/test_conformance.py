@@ -310,7 +310,7 @@ def test_half_keeps_the_contract() -> None:
         (_OptionWithoutDescription, "'size' has no description"),
         (_UsesGlobalGenerator, "global random generator"),
         (_UsesPythonRandom, "global random generator"),
-        (_ChangesGradient, "changes the gradient"),
+        (_ChangesGradient, "changes what it receives"),
         (_Counts, "_Counts keeps state in its private attribute '_count', which no checkpoint holds"),
         (_HasAList, r"_HasAList has a class attribute 'seen' that can change \(list\)"),
         (_Forgets, "decides differently when called again"),

@@ -152,7 +152,7 @@ def test_parameters_are_measured_in_trial_passes_alone(monkeypatch: pytest.Monke
     monkeypatch.setattr(DropBP, "observe", lambda self, *given: [saw.append(given[1]), plain(self, *given)][1])
     train(*make())
     assert len(saw) == NUM_STEPS
-    assert not any(observation.parameter_norm for observation in saw)
+    assert not any(observation["norm"] for observation in saw)
 
 
 def test_what_cannot_work_is_refused_by_name() -> None:

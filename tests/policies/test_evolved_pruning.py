@@ -35,7 +35,7 @@ def test_three_visits_give_the_weights_of_the_recursion() -> None:
     policy = EvolvedPruning()
     state = policy.init(range(4))
     for loss, weight in ((2.0, 1.65), (1.0, 0.885), (4.0, 3.2965)):
-        seen = Observation(example_loss={"0": torch.tensor([loss])}, example_row={"0": torch.tensor([2])})
+        seen = Observation(loss={"0": torch.tensor([loss])}, row={"0": torch.tensor([2])})
         state = policy.observe(state, seen, Step(0))
         assert torch.as_tensor(state["weight_N"]).tolist() == pytest.approx([0.0, 0.0, weight, 0.0])
     assert torch.as_tensor(state["average_N"]).tolist() == pytest.approx([0.25, 0.25, 0.83425, 0.25])

@@ -31,7 +31,7 @@ def test_three_visits_give_the_averages_of_the_recursion() -> None:
     state = policy.init(range(4))
     assert torch.as_tensor(state["average_N"]).tolist() == [0.25] * 4
     for loss, average in ((2.0, 0.425), (1.0, 0.4825), (4.0, 0.83425)):
-        observation = Observation(example_loss={"0": torch.tensor([loss])}, example_row={"0": torch.tensor([2])})
+        observation = Observation(loss={"0": torch.tensor([loss])}, row={"0": torch.tensor([2])})
         state = policy.observe(state, observation, Step(0))
         assert torch.as_tensor(state["average_N"]).tolist() == pytest.approx([0.25, 0.25, average, 0.25])
 

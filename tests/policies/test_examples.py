@@ -102,10 +102,6 @@ class _Half(Nothing, ExampleSelector):
     def budget(self) -> float:
         return 0.5
 
-    @property
-    def needs_num_steps(self) -> bool:
-        return False
-
     def needs_loss(self, step: Step) -> bool:
         return False
 
@@ -191,7 +187,7 @@ def test_half_keeps_the_contract() -> None:
         (_SaysExact, "says it is exact"),
         (_SaysUnbiased, "is biased"),
         (_NeedsWhatItDoesNotSay, "no losses"),
-        (_ChangesLosses, "changes the losses"),
+        (_ChangesLosses, "changes what it receives"),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )

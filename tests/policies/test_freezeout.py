@@ -220,11 +220,11 @@ def test_the_draws_of_grass_are_in_proportion_to_the_mean_norms() -> None:
     state = policy.init(PLACES)
     for index, sizes in enumerate([(1.0, 9.0, 9.0), (3.0, 9.0, 9.0)]):  # layer 0 alone has a turn
         seen = {"layers.0.weight": torch.tensor(sizes[0]), "embed.weight": torch.tensor(50.0)}
-        state = policy.observe(state, Observation(parameter_norm=seen), Step(index))
+        state = policy.observe(state, Observation(norm=seen), Step(index))
     assert policy.weights(state["mean"], state["seen"]).tolist() == [2.0, 2.0, 2.0]
     for index in (2, 3):
         seen = {"layers.1.weight": torch.tensor(6.0)}
-        state = policy.observe(state, Observation(parameter_norm=seen), Step(index))
+        state = policy.observe(state, Observation(norm=seen), Step(index))
     assert policy.weights(state["mean"], state["seen"]).tolist() == [2.0, 6.0, 4.0]
     draws = Counter(
         name

@@ -129,16 +129,14 @@ def test_one_pass_measures_all_inputs_as_passes_with_one_coarse_input_each_do() 
     with patch.object(GACT, "wants_trials", lambda *_: passes), patch.object(GACT, "observe_trials", note):
         engine.run_trials(lambda: loss_of(model))
     together, *alone = seen
-    assert [name for name in together.reader_gradient if ".0." in name] == [
+    assert [name for name in together["gradient"] if ".0." in name] == [
         f"model.layers.0.{name}" for name in ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
     ]
     for name, observation in zip(names, alone, strict=True):
-        if name in together.reader_gradient:
-            assert torch.equal(observation.reader_gradient[name], together.reader_gradient[name])
-            others = set(together.reader_gradient) - {name}
-            assert not any(
-                torch.equal(observation.reader_gradient[other], together.reader_gradient[other]) for other in others
-            )
+        if name in together["gradient"]:
+            assert torch.equal(observation["gradient"][name], together["gradient"][name])
+            others = set(together["gradient"]) - {name}
+            assert not any(torch.equal(observation["gradient"][other], together["gradient"][other]) for other in others)
 
 
 def test_a_round_takes_three_passes_and_keeps_as_many_bytes_as_its_bits_say() -> None:

@@ -156,7 +156,7 @@ def test_the_control_freezes_as_many_at_random_and_never_thaws_one() -> None:
         state, frozen = policy.init(places), list[set[str]]()
         for index in range(5):
             seen = {place.name: torch.tensor(0.1 if n <= index else 1.0) for n, place in enumerate(places)}
-            state = policy.observe(state, Observation(parameter_l1=seen), Step(index, num_steps=5))
+            state = policy.observe(state, Observation(size=seen), Step(index, num_steps=5))
             trained = policy.select(places, Step(index + 1, num_steps=5, state=state))
             frozen.append({place.name for place in places} - set(trained))
         assert [len(names) for names in frozen] == [1, 2, 3, 4, 5]
@@ -183,6 +183,6 @@ def test_a_state_that_begins_after_the_grace_measures_against_its_own_first_step
     places = [Parameter("layers.0.weight", 0, 4, shape=(2, 2))]
     state = policy.init(places)
     for index, size in ((6, 4.0), (7, 3.0), (8, 1.0)):
-        seen = Observation(parameter_l1={"layers.0.weight": torch.tensor(size)})
+        seen = Observation(size={"layers.0.weight": torch.tensor(size)})
         state = policy.observe(state, seen, Step(index, num_steps=NUM_STEPS))
         assert bool(state["small"]) == (index == 8)

@@ -13,7 +13,7 @@ from sparsebp_cli.backward import attach
 from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.policies.importance import Importance, measure_gain
 from sparsebp_cli.policies.tokens import SelectedTokens
-from sparsebp_cli.policy import Examples, ExampleSelector, Observation, Step, WeightedExamples
+from sparsebp_cli.policy import Examples, ExampleSelector, Observation, ReadExamples, Step, WeightedExamples
 from tests.backward.conftest import FAMILIES
 from tests.backward.families import tiny_decoder
 from tests.backward.score.test_scorer import batch
@@ -32,10 +32,6 @@ class Weighted(Nothing, ExampleSelector):
     @property
     def budget(self) -> float:
         return 1.0
-
-    @property
-    def needs_num_steps(self) -> bool:
-        return False
 
     @property
     def weighs(self) -> bool:
@@ -171,7 +167,8 @@ def test_it_switches_on_where_the_gain_pays_for_the_forward() -> None:
     policy = Importance(keep=0.25, smoothing=0.5, every=4)
     state = policy.init(())
     assert [policy.needs_loss(Step(index, state=state)) for index in range(5)] == [True, False, False, False, True]
-    unequal = Observation(example_gradient={"0": torch.tensor([100.0] + [0.0] * 15)})  # gains 4
+    norm_B = torch.tensor([100.0] + [0.0] * 15)  # gains 4
+    unequal = policy.look([ReadExamples("0", Examples(16, gradient_norm_B=norm_B))], Step(0))
     for expected in (2.0, 3.0):
         state = policy.observe(state, unequal, Step(0))
         assert float(state["gain"]) == pytest.approx(expected)

@@ -252,7 +252,7 @@ def test_half_keeps_the_contract() -> None:
         (_OneWeight, "one weight of float32 for each"),
         (_GlobalGenerator, "global random generator"),
         (_SameInEveryEpoch, "draws the same for every epoch"),
-        (_ChangesLosses, "changes the losses"),
+        (_ChangesLosses, "changes what it receives"),
         (_OtherNumber, "examples of an epoch, its control"),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",

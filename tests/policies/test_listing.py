@@ -7,6 +7,7 @@ import pytest
 from sparsebp_cli.backward.linear.function import kernel_share
 from sparsebp_cli.cli.policies import describe_policy
 from sparsebp_cli.policy import Budget, GradientSelector, InformedSelector, find_policies
+from tests.plugin import find_ours
 
 
 @pytest.mark.parametrize("name", find_policies())
@@ -39,9 +40,9 @@ def test_options_of_the_kind_stand_apart_from_the_policys_own() -> None:
 
 
 def test_every_policy_of_the_package_has_a_card() -> None:
-    found = [policy for policy in find_policies().values() if policy.source.split()[0] == "sparsebp"]
+    found = find_ours()
     assert len(found) > 20
-    for policy in found:
+    for policy in found.values():
         assert policy.policy_class is not None
         card = policy.policy_class.card
         assert card is not None, f"{policy.name} has no card: what it saves, what its paper claims, when to use it"

@@ -154,7 +154,7 @@ def test_a_router_that_keeps_everything_keeps_the_contract() -> None:
         (_Twice, r"each at most once, got \[0, 0\]"),
         (_Tensors, "must return numbers"),
         (_UsesGlobalGenerator, "global random generator"),
-        (_ChangesGradient, "changes a gradient"),
+        (_ChangesGradient, "changes what it receives"),
         (_Forgets, "decides differently when called again"),
         (_Remembers, "a resumed run decides differently"),
         (_SameAtEveryStep, "draws the same for every index"),

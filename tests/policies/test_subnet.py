@@ -49,7 +49,7 @@ def _choose(policy: Subnet, weights: Any, seed: int = 0) -> dict[str, WeightPart
 
 def _by_gradient(policy: Subnet, *gradients: list[TrainedWeight]) -> dict[str, WeightPart]:
     """Return the parts after trial passes with some gradients."""
-    seen = [Observation(weight_gradient={w.name: w.matrix_OD for w in each}) for each in gradients]
+    seen = [Observation(magnitude={w.name: w.matrix_OD.abs() for w in each}) for each in gradients]
     first = policy.init(gradients[0])
     state = policy.observe_trials(first, seen, Step(0, state=first))
     return dict(policy.parts(gradients[0], Step(0, state=state)))

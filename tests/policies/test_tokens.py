@@ -291,7 +291,7 @@ def test_half_keeps_the_contract() -> None:
         (_GivesNumbers, "trained_BT must be boolean"),
         (_UsesGlobalGenerator, "global random generator"),
         (_SameAtEveryStep, "draws the same for every index"),
-        (_ChangesTargets, "changes a tensor that it receives"),
+        (_ChangesTargets, "changes what it receives"),
         (_SaysExact, "says it is exact"),
         (_SaysUnbiased, "some targets are trained more often"),
     ],

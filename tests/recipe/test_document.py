@@ -47,7 +47,7 @@ BOMB = "a: &a [x, x]\n" + "".join(
         ("", "r.yaml:1:1: empty: a recipe needs at least version, model and dataset"),
         ("# only words\n", "r.yaml:1:1: empty: a recipe needs at least version, model and dataset"),
         ("- a", "r.yaml:1:1: a recipe must be a mapping, got a list"),
-        ("abc", "r.yaml:1:1: a recipe must be a mapping, got 'abc' (text)"),
+        ("abc", "r.yaml:1:1: a recipe must be a mapping, got text"),
         ("training:\n\tmax_steps: 5", "r.yaml:2:1: a tab cannot indent; use spaces"),
         ("a:\n  b: 1\n c: 2", "r.yaml:3:2: wrong indentation: this does not line up with what stands above"),
         ("  a: 1\nb: 2", "r.yaml:2:1: wrong indentation: the keys of a recipe start at the same column"),

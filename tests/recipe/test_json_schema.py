@@ -48,7 +48,7 @@ def make_built_in_schema() -> dict[str, Any]:
     own = {
         name: policy
         for name, policy in find_policies().items()
-        if policy.policy_class and policy.policy_class.__module__.startswith("sparsebp_cli.")
+        if policy.policy_class and policy.policy_class.__module__.startswith(("sparsebp_cli.", "sparsebp_shelf."))
     }
     return recipe_schema(own, find_targets())
 
@@ -87,7 +87,7 @@ def loads(read: Read, content: Any) -> bool:
 
 def test_the_committed_schema_is_the_one_the_code_makes() -> None:
     assert COMMITTED.read_text() == json.dumps(make_built_in_schema(), indent=2) + "\n", (
-        "write it anew: sparsebp schema > docs/recipe.schema.json, with no plugin installed"
+        "write it anew: sparsebp schema > docs/recipe.schema.json, with no plugin but the shelf installed"
     )
 
 
@@ -101,8 +101,11 @@ def test_schema_and_loader_agree_on_every_key_with_every_kind_of_value(read: Rea
     for path in walk(content):
         # Beyond the schema: that either name or config is given, what goes together, which optimizers are installed.
         beyond = {("model", "config"), ("model", "name"), ("training", "optim"), ("training", "optim_args")}
-        beyond |= {("target", "nodes")}
-        if path[:2] in beyond or path == ("model",):
+        beyond |= {("target", "nodes"), ("dataset", "text_pair_column"), ("tracking", "uri")}  # which stores work
+        beyond |= {("dataset", key) for key in ("columns", "chat_template", "train_on")}  # of some formats
+        beyond |= {("checkpoint", "keep_best"), ("measure", "metric"), ("measure", "generate")}  # what is measured
+        beyond |= {("model", "peft"), ("model", "adapter")}  # one of them and lora
+        if path[:2] in beyond or path == ("model",) or path[-1] == "layers_to_transform":  # which needs a list of names
             continue
         for value in VALUES:
             changed = put(content, path, value)

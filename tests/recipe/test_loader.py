@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -42,6 +44,7 @@ def test_mappings_are_merged_and_lists_replaced(read: Read) -> None:
 def test_a_base_lies_beside_the_recipe_not_in_the_working_directory(tmp_path: Path, read: Read) -> None:
     folder = tmp_path / "elsewhere"
     (folder / "deep").mkdir(parents=True)
+    (folder / ".git").mkdir()  # in a repository a base may lie above, too
     (folder / "b.yaml").write_text(SMALL)
     (folder / "deep" / "top.yaml").write_text("base: ../b.yaml\n")
     assert load_recipe(folder / "deep" / "top.yaml").model.name == "austen-llama"
@@ -80,17 +83,68 @@ def test_a_base_has_no_base_and_no_recipe_is_its_own(refuse: Refuse) -> None:
         ("''", "must be the path of a recipe, got '' (text)"),
         ("[a]", "must be the path of a recipe, got a list"),
         ("quikstart.yaml", "quikstart.yaml: no such file; did you mean quickstart.yaml?"),
-        ("..", "..: cannot be read: is a folder, not a file"),
-        ("/dev/zero", "/dev/zero: cannot be read: is not a regular file"),
-        ("b.yaml/c", "b.yaml/c: cannot be read: not a directory"),
+        ("..", "must be a recipe, whose name ends in .yaml, got '..'"),
+        ("/dev/zero", "must be a recipe, whose name ends in .yaml, got '/dev/zero'"),
+        ("b.yaml/c.yaml", "b.yaml/c.yaml: cannot be read: not a directory"),
+        ("../b.yaml", "must lie in the folder of r.yaml or below it, got '../b.yaml'"),
+        ("/etc/b.yaml", "must lie in the folder of r.yaml or below it, got '/etc/b.yaml'"),
+        ("link.yaml", "must lie in the folder of r.yaml or below it, got 'link.yaml'"),
+        ("loop.yaml", "must lie in the folder of r.yaml or below it, got 'loop.yaml'"),
+        ("fifo.yaml", "fifo.yaml: cannot be read: is not a regular file"),
     ],
 )
 def test_a_base_that_cannot_be_read_is_named_where_it_is_given(refuse: Refuse, value: str, expected: str) -> None:
     Path("b.yaml").write_text(SMALL)
     Path("quickstart.yaml").write_text(SMALL)
+    Path("link.yaml").symlink_to("/etc/passwd")
+    Path("loop.yaml").symlink_to("loop.yaml")
+    os.mkfifo("fifo.yaml")
     line = refuse(f"base: {value}")
     assert line.startswith("r.yaml:1:")
     assert line.endswith(f": base: {expected}")
+
+
+SECRET = "hf_CANARYabcdefghijklmnop123456"
+
+
+@pytest.mark.promise("R33")
+@pytest.mark.parametrize("text", [SECRET, f"[{SECRET}]", f"- {SECRET}", f"'{SECRET}'", f"machine x\npassword {SECRET}"])
+@pytest.mark.parametrize("name", ["token", "token.yaml", "token.json"])
+def test_the_content_of_what_is_no_recipe_is_never_quoted(refuse: Refuse, name: str, text: str) -> None:
+    Path(name).write_text(text)
+    assert SECRET not in refuse(f"base: {name}\n")
+    assert SECRET not in refuse_file(Path(name))
+
+
+# Texts that are no mapping: of tokens, keys, logins, and what YAML makes of them.
+SHAPES = (
+    "{}", "- {}", "'{}", "machine host login me password {}", "[{}, {{", "-----BEGIN KEY-----\n{}\n-----END KEY-----",
+    "\t{}", "%{}", "&{} x", "*{}", "!!python/{} x", "[!{} x]", "- &{} x", "|\n  {}", "@{}", "{}\n---\n- x",
+)  # fmt: skip
+
+
+@pytest.mark.chaos
+@pytest.mark.promise("R33")
+def test_no_file_of_secrets_is_quoted_however_a_recipe_names_it(
+    refuse: Refuse, tmp_path_factory: pytest.TempPathFactory, record_property
+) -> None:
+    chance, outside, num_trials = random.Random(33), tmp_path_factory.mktemp("outside"), 1000
+    Path("below").mkdir()
+    for trial in range(num_trials):
+        secret = f"hf_CANARY{chance.getrandbits(96):024x}"
+        text = chance.choice(SHAPES).format(secret)
+        folder = chance.choice((Path(), Path("below"), outside))
+        file = folder / chance.choice(("token", "token.yaml", ".netrc", "id_rsa", "secret.yml", "a b.yaml"))
+        file.write_text(text)
+        link = Path("below", f"link{trial}.yaml")
+        link.symlink_to(file.absolute())
+        named = chance.choice((str(file), f"./{file}", str(file.absolute()), str(link), f"below/../{file}"))
+        told = refuse(f"base: {json.dumps(named)}\n")
+        assert secret not in told
+        assert secret not in refuse_file(file)
+        file.unlink()
+        link.unlink()
+    record_property("trials", num_trials)
 
 
 def test_a_section_emptied_over_a_base_is_an_error(refuse: Refuse) -> None:

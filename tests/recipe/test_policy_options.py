@@ -37,6 +37,8 @@ POLICY = SMALL + "policy:\n  - name: "
             "dense\n    keep: 1",
             "7:5: policy.0.keep: unknown key 'keep'; allowed: where, layers, keep_warmup_steps, error_feedback",
         ),
+        ("dense\n    error_feedback: true", "7:21: policy.0.error_feedback: got true, allowed: false"),
+        ("dense\n    keep_warmup_steps: 2", "7:24: policy.0.keep_warmup_steps: got 2, allowed: 0"),
         (
             "topk\n    keep: 1\n    along: row",
             "8:12: policy.0.along: got 'row', allowed: 'rows', 'columns', 'blocks', 'elements', '2:4'; "

@@ -4,23 +4,109 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeGuard, get_args, get_origin
 
 import pytest
+import yaml
+from pydantic import BaseModel
 
 from sparsebp_cli.recipe import load_recipe
+from sparsebp_cli.recipe.schema import Recipe
+from tests.plugin import find_ours
 from tests.recipe.conftest import SMALL
 
 FOLDER = Path(__file__).parents[2] / "recipes"
+# Keys that no recipe which runs everywhere can show, and why.
+UNSHOWN = {
+    "model.revision": "of a model on a hub",
+    "model.adapter": "of an earlier run",
+    "model.peft.type": "named by what follows it: guide, recipes",
+    **{
+        f"model.lora.{name}": "peft's own, of which few people set any: guide, recipes"
+        for name in (
+            "alpha_pattern",
+            "bias",
+            "exclude_modules",
+            "init_lora_weights",
+            "layers_pattern",
+            "layers_to_transform",
+            "modules_to_save",
+            "rank_pattern",
+            "trainable_token_indices",
+            "use_dora",
+            "use_rslora",
+        )
+    },
+    "dataset.subset": "of data on a hub",
+    "dataset.revision": "of data on a hub",
+    "dataset.columns": "of conversations, which no package brings",
+    "dataset.chat_template": "of conversations, which no package brings: guide, chat",
+    "dataset.train_on": "of conversations",
+    "dataset.weight_column": "of weighted rows, which no package brings: guide, own-data",
+    "dataset.label_column": "of labelled rows, which only fetched packages bring",
+    "dataset.text_pair_column": "of pairs of texts, which no package brings",
+    "training.compile": "needs a compiler",
+    "training.max_flops": "a budget that `sparsebp study` sets; `max_cost` stands for it",
+    "checkpoint.stop_at": "set by studies that halve",
+    "measure.generate.every": "of models that can answer, which no package brings: guide, generation",
+    "measure.generate.examples": "as measure.generate.every",
+    "measure.generate.max_new_tokens": "as measure.generate.every",
+    "measure.generate.metrics": "as measure.generate.every",
+    "measure.metric": "of generated texts, or what the format has first anyway",
+    "measure.test": "set by studies while they tune",
+    "measure.eval_batches": "depends on the batch size; `eval_examples` does not",
+    "target.kind": "of the reader's machine",
+    "target.threads": "of the reader's machine",
+    "target.device": "of the reader's machine",
+    "tracking.uri": "of the reader's machine",
+    "tracking.code_diff": "of the reader's code",
+}
 
 
 def test_the_quickstart_recipe_is_there() -> None:
-    assert (FOLDER / "quickstart.yaml").is_file()
+    assert (FOLDER / "start" / "quickstart.yaml").is_file()
 
 
 @pytest.mark.parametrize("file", sorted(FOLDER.rglob("*.yaml")), ids=lambda file: file.name)
 def test_every_recipe_of_the_project_loads(file: Path) -> None:
     assert load_recipe(file).version == 1
+
+
+def test_every_key_stands_in_a_recipe_or_is_left_out_for_a_reason() -> None:
+    texts = [file.read_text(encoding="utf-8") for file in FOLDER.rglob("*.yaml")]
+    shown = {key for text in texts for key in _keys_of(yaml.safe_load(text))}
+    assert sorted(set(_list_keys(Recipe)) - shown) == sorted(UNSHOWN)
+
+
+def test_every_policy_of_the_package_stands_in_a_recipe() -> None:
+    recipes = [load_recipe(file) for file in FOLDER.rglob("*.yaml")]
+    phases = [phase for recipe in recipes for phase in (recipe.schedule or [])]
+    shown = {entry.name for part in [*recipes, *phases] for entry in part.policy}
+    assert find_ours().keys() - shown == set()
+
+
+def _list_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Yield the dotted keys of the sections, without those of lists and of free mappings."""
+    for name, field in model.model_fields.items():
+        parts = () if get_origin(field.annotation) is list else get_args(field.annotation)
+        inner = [part for part in (field.annotation, *parts) if _is_section(part)]
+        if inner:
+            yield from _list_keys(inner[0], f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+def _is_section(annotation: object) -> TypeGuard[type[BaseModel]]:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def _keys_of(tree: object, prefix: str = "") -> Iterator[str]:
+    if isinstance(tree, dict):
+        for name, value in tree.items():
+            yield f"{prefix}{name}"
+            yield from _keys_of(value, f"{prefix}{name}.")
 
 
 def test_a_recipe_is_checked_without_torch_and_mlflow(tmp_path: Path) -> None:

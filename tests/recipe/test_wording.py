@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
 
 from sparsebp_cli.errors import RecipeError
 from sparsebp_cli.recipe import Recipe
+from sparsebp_cli.recipe.foreign_key import ANSWERS, answer
+from sparsebp_cli.recipe.schema import TrainingSection
 from tests.recipe.conftest import SMALL
 
 Refuse = Callable[..., str]
@@ -156,3 +159,52 @@ def test_a_whole_number_does_for_a_number(read: Read) -> None:
 
 def test_a_target_may_be_its_kind_alone(read: Read) -> None:
     assert read(SMALL + "target: local") == read(SMALL + "target: {kind: local}") == read(SMALL)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (TRAINING + "lr: 3e-4", "6:3: training.lr: unknown key 'lr': in a recipe, training.learning_rate does it"),
+        (TRAINING + "bf16: true", "unknown key 'bf16': in a recipe, training.mixed_precision: bf16 (autocast)"),
+        (TRAINING + "batch_size: 8", "in a recipe, training.per_device_train_batch_size does it"),
+        (TRAINING + "epochs: 3", "training.max_steps: epochs x training examples / (per_device_train_batch_size x"),
+        (TRAINING + "gradient_checkpointing: true", "in a recipe, backward.checkpointing: full does it"),
+        (TRAINING + "output_dir: out", "in a recipe, nothing: every run has a folder of its own"),
+        (TRAINING + "save_total_limit: 3", "in a recipe, checkpoint.keep_last does it"),
+        (TRAINING + "load_in_4bit: true", "unknown key 'load_in_4bit': recipes have no key that does it"),
+        (SMALL + "lora_r: 8", "in a recipe, model.lora.r does it"),
+        (
+            TRAINING + "warmup_ratio: 0.1\n  warmup_steps: 3",
+            "training: give warmup_steps or warmup_ratio, got both (3 and 0.1)",
+        ),
+        (
+            TRAINING + "weight_decay: 0.1\n  optim_args: {weight_decay: 0.1}",
+            "training: give weight_decay or optim_args.weight_decay, got both",
+        ),
+    ],
+)
+def test_a_key_of_another_tool_is_answered_with_the_one_that_does_it(refuse: Refuse, text: str, expected: str) -> None:
+    assert expected in refuse(text)
+
+
+def test_every_key_that_answers_a_foreign_one_exists() -> None:
+    sections = {name: getattr(field.annotation, "model_fields", {}) for name, field in Recipe.model_fields.items()}
+    named = [
+        found
+        for text in ANSWERS.values()
+        for found in re.findall(r"\b(?:training|model|dataset|measure|checkpoint|tracking)\.(\w+)", text or "")
+    ]
+    assert len(named) > 40
+    assert not [name for name in named if not any(name in fields for fields in sections.values())]
+
+
+@pytest.mark.parametrize(
+    "name", ["num_train_epochs", "weight_decay", "warmup_ratio", "save_total_limit", "bf16", "fp16"]
+)
+def test_a_key_of_training_arguments_exists_or_is_answered(name: str) -> None:
+    assert name in Recipe.model_fields["training"].annotation.model_fields or answer(name)  # type: ignore[union-attr]
+
+
+def test_a_warmup_ratio_is_rounded_up_as_in_transformers() -> None:
+    assert TrainingSection(max_steps=15, warmup_ratio=0.1).num_warmup_steps == 2
+    assert TrainingSection(max_steps=15, warmup_steps=3).num_warmup_steps == 3

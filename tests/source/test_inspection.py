@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from sparsebp_cli.cli.validate import load_checked
-from sparsebp_cli.errors import RecipeError
+from sparsebp_cli.errors import DataError, RecipeError
+from sparsebp_cli.source.weight import check_weights, refuse_absurd
 
 RECIPE = """\
 version: 1
@@ -97,10 +98,10 @@ def test_a_model_in_the_cache_of_the_hub_is_known(check: Check, tmp_path: Path) 
     ("name", "content", "options", "text"),
     [
         ("a.jsonl", "", "", "dataset.name: /recipes/a.jsonl: is empty"),
-        ("a.jsonl", '{"text": "a"}\n{"text": \n', "", "a.jsonl, line 2: not JSON: Expecting value; got '{\"text\": '"),
+        ("a.jsonl", '{"text": "a"}\n{"text": \n', "", "a.jsonl, line 2: not JSON: Expecting value"),
         ("a.jsonl", "[1]\n[2]\n", "", "a.jsonl, line 1: must be a JSON object, got a list"),
         ("a.jsonl", '{"txet": "a"}\n', "", "dataset.text_column: the dataset has no column 'text'; it has txet; did"),
-        ("a.jsonl", '{"text": ["a"]}\n', "", "column 'text', row 0: must be text, got a list"),
+        ("a.jsonl", '{"text": ["a"]}\n', "", "a.jsonl, line 1: column 'text' must be text, got a list"),
         ("a.json", '[{"test": "a"}]', "", "the dataset has no column 'text'; it has test; did you mean test"),
         ("a.json", '[\n {"test":\n "a"}\n]', "", "the dataset has no column 'text'; it has test; did you mean test"),
         ("a.csv", "prompt,completion\n1,2\n", "", "the dataset has no column 'text'; it has prompt, completion"),
@@ -115,7 +116,20 @@ def test_a_model_in_the_cache_of_the_hub_is_known(check: Check, tmp_path: Path) 
         ("a.txt", "abc", ", format: completion", "dataset.prompt_column: the dataset has no column 'prompt'; it has"),
         ("a.txt", "abc", ", eval_split: test", "dataset.eval_split: the dataset has no split 'test'; it has train"),
         ("a.jsonl", '{"text": "a"}', ", format: classification", "dataset.label_column: the dataset has no column 'la"),
-        ("a.jsonl", '{"text": "a", "label": -1}', ", format: classification", "row 0: must be 0 or more, or a name"),
+        (
+            "a.jsonl",
+            '{"text": "a", "label": 0.5}',
+            ", format: classification",
+            "must be a name, a whole number or a bool",
+        ),
+        ("a.jsonl", '{"text": "a"}\n\n{"text": null}\n', "", "a.jsonl, line 3: column 'text' has no text"),
+        ("a.jsonl", '{"text": "a"}\n{"more": 1}\n', "", "a.jsonl, line 2: column 'text' has no text"),
+        (
+            "a.jsonl",
+            '{"text": "a"}\n{"text": 3}\n',
+            "",
+            "line 2: column 'text' is a number here and text before",
+        ),
         ("a.bin", "abc", "", "cannot read .bin; allowed: .txt"),
         ("a.parquet", "PAR1abc", "", "a.parquet: not a Parquet file: "),
     ],
@@ -132,8 +146,7 @@ def test_rows_that_a_run_could_not_read_are_refused(
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        ("a.jsonl", '{"text": null}\n\n{"text": 3, "more": 1}\n'),
-        ("a.jsonl", '{"more": 1}\n{"text": "a"}\n'),
+        ("a.jsonl", '{"text": 4.5}\n\n{"text": 3, "more": 1}\n'),
         ("a.json", '{"text": "a"}\n{"text": "b"}\n'),
         ("a.json", '[{"text": "a"},\n {"text": "b"}]'),
         ("a.csv", 'text,more\n"a\nb",1\n'),
@@ -152,6 +165,29 @@ def test_what_is_no_regular_file_is_not_opened(refuse: Any, tmp_path: Path) -> N
     assert "a.jsonl: is not a regular file" in refuse("{name: a.jsonl}")
 
 
+@pytest.mark.promise("R32")
+@pytest.mark.parametrize(
+    "replace",
+    [os.mkfifo, lambda file: file.symlink_to("/dev/zero"), lambda file: file.write_bytes(b"\xff" * 8 + b"{}")],
+    ids=["pipe", "endless", "header of 2**64 bytes"],
+)
+def test_weights_that_cannot_be_opened_are_refused_unopened(tmp_path: Path, replace: Any) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    replace(folder / "model.safetensors")
+    with pytest.raises(DataError, match=r"model\.safetensors: (is not a regular file|its header must have at most)"):
+        check_weights(folder, {"model_type": "llama"})
+
+
+@pytest.mark.promise("R32")
+@pytest.mark.parametrize(
+    ("key", "value"), [("num_hidden_layers", 10**9), ("hidden_size", 10**11), ("vocab_size", 1e12)]
+)
+def test_a_random_model_that_no_machine_holds_is_refused(key: str, value: float) -> None:
+    with pytest.raises(DataError, match=f"^{key} must be at most [0-9]+ for any model, got"):
+        refuse_absurd({"model_type": "llama", key: value}, "")
+
+
 def test_installed_datasets_are_looked_into(refuse: Any) -> None:
     assert "has no column 'prompt'; it has text" in refuse("{name: austen, format: completion}")
     assert "dataset.eval_split: the dataset has no split 'tset'; it has" in refuse("{name: austen, eval_split: tset}")
@@ -163,6 +199,8 @@ def test_installed_datasets_are_looked_into(refuse: Any) -> None:
         ({"auto_map": {}}, "", "config.json: refused, because 'auto_map' can make other code run"),
         ({"vocab_size": 2}, "", "the tokenizer has 3 tokens, more than the 2 rows of the model's embedding"),
         ({}, "config.json", "model: no readable config.json"),
+        ({"num_hidden_layers": 10**9}, "", "num_hidden_layers must be at most 8192 for any model, got 1000000000"),
+        ({"text_config": {"hidden_size": 1e11}}, "", "hidden_size must be at most 4194304 for any model, got 1000000"),
         ({}, "model.safetensors", "model: no weights in safetensors; it has config.json, tokenizer.json"),
         ({}, "tokenizer.json", "model: no tokenizer; it has config.json, model.safetensors"),
         ({"max_position_embeddings": 32}, "", "dataset.max_seq_length: must be at most 32 for this model, got 64"),

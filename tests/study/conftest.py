@@ -23,7 +23,7 @@ name: base
 model: {{name: none}}
 dataset: {{name: none{test}}}
 training: {{max_steps: 20, warmup_steps: 4}}
-tracking: {{uri: "file:///nowhere", tags: {{{tags}}}}}
+tracking: {{uri: "sqlite:////dev/null/mlflow.db", tags: {{{tags}}}}}
 """
 STUDY = """\
 version: 1
@@ -53,7 +53,9 @@ def write_study(tmp_path: Path) -> Write:
     def write(text: str = STUDY, *, more: str = "", **tags: str) -> Path:
         given = ", ".join(f'{key}: "{value}"' for key, value in tags.items())
         (tmp_path / "base.yaml").write_text(BASE.format(test=", test_fraction: 0.5", tags=given))
-        (tmp_path / "study.yaml").write_text(text + more)
+        whole = text + more
+        fixed = "" if "search:" in whole else "search: {extend: 0}\n"  # a grid is as it is written
+        (tmp_path / "study.yaml").write_text(whole + fixed)
         return tmp_path / "study.yaml"
 
     return write

@@ -62,7 +62,7 @@ def train(run: RunFolder, recipe: Recipe, asked: list[int]) -> int:
             while step == HELD_AFTER and Path(tags.get("hold", "/nonexistent")).exists() and not asked:
                 time.sleep(0.02)
             step += 1
-            journal.write("metrics", step=step, values=measure(step, exact=exact))
+            journal.write("metrics", step=step, values=measure(step, training.per_device_train_batch_size, exact=exact))
             if tags.get("diverge") == f"{training.learning_rate:g}":
                 journal.write("end", status="failed", step=step, text="diverged: the loss is nan at step 1")
                 return 3
@@ -78,7 +78,7 @@ def train(run: RunFolder, recipe: Recipe, asked: list[int]) -> int:
     return 0
 
 
-def measure(step: int, *, exact: bool) -> dict[str, float]:
+def measure(step: int, examples: int, *, exact: bool) -> dict[str, float]:
     share = 1.0 if exact else 0.25
     return {
         "train/loss": 4.0,
@@ -92,6 +92,9 @@ def measure(step: int, *, exact: bool) -> dict[str, float]:
         "flops/forward": 1e9,
         "flops/backward_executed": 4e9 * share,
         "flops/backward_dense": 4e9,
+        "flops/step": 1e9 + 5e9 * examples / 8 * (1.0 if exact else 0.4),
+        "flops/step_dense": 1e9 + 5e9 * examples / 8,
+        "flops/update_dense": 1e9,
     }
 
 

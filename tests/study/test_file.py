@@ -44,6 +44,13 @@ WRONG = [
     ("steps: 20", "steps: 9", "budget.steps: must be at least 10, got 9"),
     ("tune: [0]", "tune: 2-0", "seeds.tune: a range must rise, got 2-0; did you mean 0-2?"),
     ("tune: [0]", "tune: [0, 0]", "seeds.tune: seed 0 is given twice"),
+    (
+        "tune: [0]",
+        "tune: 0-2",
+        "seeds.report: needs other seeds than seeds.tune, got 1, 2 in both; fresh ones begin at 3",
+    ),
+    ("[0], report: 1-2", "[4], report: 4-6", "9:28: seeds.report: needs other seeds than seeds.tune, got 4 in both"),
+    ("tune: [0], report: 1-2", "report: 2", "seeds.report: needs other seeds than seeds.tune, got 2 in both"),
     ("study: tiny", "study: a/b", "2:8: study: must be text that matches"),
     ("base.yaml", "bas.yaml", "3:7: base: "),
     ("budget:", "search: {kind: tpe}\nbudget:", "search: kind: tpe needs trials: N, the combinations of each arm"),
@@ -100,3 +107,26 @@ def test_each_arm_has_every_combination_in_order(write_study: Write) -> None:
 def test_seeds_are_a_number_a_list_or_a_range(write_study: Write) -> None:
     found = load_study(write_study(STUDY.replace("{tune: [0], report: 1-2}", "{tune: 4, report: '0-2,7'}"))).study.seeds
     assert (found.tune, found.report) == ([4], [0, 1, 2, 7])
+
+
+def test_dense_by_length_and_dense_with_a_fused_optimizer_are_added_where_they_apply(
+    write_study: Write, tmp_path: Path
+) -> None:
+    """They have the same budget as every arm. The fused form trains the same model, so it takes dense's values."""
+    padded = "dataset: {name: none, format: completion, test_fraction: 0.5}\n"
+    file = write_study(STUDY + BUDGET + "controls: auto\n")
+    assert [*load_study(file).study.arms] == ["dense", "topk", "dense-fused"]  # packed texts have no padding
+    base = tmp_path / "base.yaml"
+    base.write_text(base.read_text().replace("dataset: {name: none, test_fraction: 0.5}\n", padded))
+    study = load_study(file).study
+    assert [*study.arms] == ["dense", "topk", "dense-by-length", "dense-fused"]
+    assert study.arms["dense-by-length"] == {"training.group_by": "length"}
+    assert study.arms["dense-fused"] == {"training.optim_args": {"fused": True}}
+    assert study.shares == {"dense-fused": "dense"}
+    own = STUDY.replace("topk:", "mine: {training.group_by: length}\n  topk:") + BUDGET + "controls: auto\n"
+    (tmp_path / "study.yaml").write_text(own)
+    assert [*load_study(file).study.arms] == ["dense", "mine", "topk", "dense-fused"]  # there is one already
+    base.write_text(base.read_text().replace("training: {", "training: {optim: adafactor, "))
+    assert [*load_study(file).study.arms] == ["dense", "mine", "topk"]  # it has no fused form
+    (tmp_path / "study.yaml").write_text(STUDY + BUDGET)
+    assert [*load_study(file).study.arms] == ["dense", "topk"]

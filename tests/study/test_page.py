@@ -40,10 +40,9 @@ def show(content: RenderableType) -> str:
 
 
 def test_a_plan_counts_trials_that_are_not_known_yet(write_study: Write) -> None:
-    loaded, lines = lines_of(write_study(STUDY.replace("tune: [0]", "tune: 1-2")))
+    loaded, lines = lines_of(write_study(STUDY.replace("tune: [0]", "tune: 5-6")))
     shown = show(make_plan_table(loaded, lines, find_places(loaded)))
-    # The seeds of the report are those of tuning: the best combination has them already.
-    assert "tiny: 8 trials, 0 done, 8 to do" in shown
+    assert "tiny: 12 trials, 0 done, 12 to do" in shown
     loaded, lines = lines_of(write_study())
     shown = show(make_plan_table(loaded, lines, find_places(loaded)))
     assert "tiny: 8 trials, 0 done, 8 to do" in shown

@@ -151,7 +151,7 @@ def hold(study: StudyFolder, host: Host) -> Path:
     gate.mkdir(mode=0o755)
     (gate / "hold").touch()
     there = CONTAINER | {"host": "ssh://hostc", "mounts": [*service.MOUNTS, f"{gate}:/gate"]}
-    study.write(STUDY, ["local", {"target": "hostc"}], {"hostc": there}, hold="/gate/hold")
+    study.write(STUDY + "search: {extend: 0}\n", ["local", {"target": "hostc"}], {"hostc": there}, hold="/gate/hold")
     return gate / "hold"
 
 

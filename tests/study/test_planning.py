@@ -11,7 +11,6 @@ from typing import cast
 
 import pytest
 
-from sparsebp_cli.compare.control import ControlRuns
 from sparsebp_cli.compare.loaded import LoadedRun
 from sparsebp_cli.errors import RecipeError, UsageError
 from sparsebp_cli.plan import provenance
@@ -23,7 +22,7 @@ from sparsebp_cli.study.loader import LoadedStudy, load_study
 from sparsebp_cli.study.place import deal, find_places
 from sparsebp_cli.study.schema import BudgetSection
 from sparsebp_cli.study.store import TrialStore
-from sparsebp_cli.study.trial import TrialMaker, with_steps
+from sparsebp_cli.study.trial import StudyTrial, TrialMaker, with_steps
 
 from .conftest import STUDY, Write
 
@@ -86,9 +85,10 @@ def test_without_a_choice_the_report_is_known_at_once(write_study: Write) -> Non
 def test_combinations_of_one_cost_share_a_rehearsal(write_study: Write) -> None:
     text = STUDY.replace("vary:", "vary:\n  training.per_device_train_batch_size: [4, 8]")
     loaded = load_study(write_study(text + "budget: {same: cost, as: dense, steps: 20}\n"))
-    rehearsals = make_rehearsals(loaded, TrialMaker("tiny", loaded.folders))
+    maker = TrialMaker("tiny", loaded.folders)
+    rehearsals = make_rehearsals(loaded, maker, TrialStore(maker))
     assert len(rehearsals) == 8
-    assert len({trial.run_id for trial in rehearsals.values()}) == 4  # two arms of two batches; rates cost nothing
+    assert len({trial.run_id for (trial,) in rehearsals.values()}) == 4  # two arms of two batches; rates cost nothing
     course = plan(loaded.file)[1]
     assert len(course.rehearsals) == 4
     assert course.tuning == ()  # its steps are not known
@@ -103,6 +103,27 @@ def test_the_cost_of_a_schedule_is_no_budget_and_its_steps_are(write_study: Writ
     for budget in ("same: cost, as: dense, steps: 20", "seconds: 9.0"):
         with pytest.raises(UsageError, match="arm topk: the steps of its schedule do not cost alike"):
             plan(write_study(text, more=f"budget: {{{budget}}}\n"))
+
+
+def test_no_seed_tunes_and_is_reported_and_no_tuning_trial_has_a_test(write_study: Write) -> None:
+    """Seeds of both are refused when the file is read; what is left is fresh, and so is the test split."""
+    loaded = load_study(write_study(STUDY.replace("tune: [0]", "tune: 5-7")))
+    maker = TrialMaker("tiny", loaded.folders)
+    runs = {"dense": 2.0, "topk": 3.0}
+
+    class Finished(TrialStore):
+        def load(self, trial: StudyTrial) -> LoadedRun:
+            value = runs[trial.arm] + trial.recipe.training.learning_rate
+            run = SimpleNamespace(finished=True, broke_down=False, evaluations=lambda name: [value])
+            return cast("LoadedRun", run)
+
+    course = plan_course(loaded, maker, Finished(maker))
+    tuning, report = ({trial.seed for trial in some} for some in (course.tuning, course.report))
+    assert (tuning, report) == ({5, 6, 7}, {1, 2})
+    assert not any(trial.recipe.measure.test for trial in course.tuning)
+    assert all(trial.recipe.measure.test for trial in course.report)
+    same = STUDY.replace("tune: [0]", "tune: 1-2").replace("[5e-4, 1e-3]", "[1e-3]")
+    assert len(plan(write_study(same))[1].report) == 4  # nothing is chosen, so that no seed has chosen
 
 
 def test_the_best_of_an_arm_waits_for_all_its_results(write_study: Write) -> None:
@@ -160,19 +181,11 @@ def test_time_and_tokens_of_a_step_are_read_from_the_rehearsal() -> None:
     assert found == [StepPrice(2.5, "seconds"), StepPrice(60.0, "tokens")]
 
 
-@pytest.mark.parametrize("seeds", [(), (0,), (3, 5)])
-def test_the_command_of_a_control_reads_back(seeds: tuple[int, ...]) -> None:
-    runs = ControlRuns(
-        "0123456789ab", "a b'c", ("training.max_steps=5", 'policy=[{"name": "x", "where": ["*"]}]'), seeds
-    )
-    assert ControlRuns.parse(runs.command) == runs
-
-
 def test_many_trials_are_planned_without_torch_and_without_a_process(
     write_study: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rates = ", ".join(f"{number}e-5" for number in range(1, 51))
-    file = write_study(STUDY.replace("5e-4, 1e-3", rates).replace("tune: [0]", "tune: 0-2"))
+    file = write_study(STUDY.replace("5e-4, 1e-3", rates).replace("tune: [0]", "tune: 3-5"))
     with monkeypatch.context() as patch:
         patch.setattr(provenance.subprocess, "run", lambda *a, **k: pytest.fail("a process was started"))
         assert len(plan(file)[1].tuning) == 2 * 50 * 3

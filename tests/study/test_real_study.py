@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from sparsebp_cli.plan import Plan
-from sparsebp_cli.run import State, list_runs
+from sparsebp_cli.run import History, State, home, list_runs
 
 from ..worker.conftest import tiny_folder
 
@@ -28,7 +29,7 @@ training: {{max_steps: 12, per_device_train_batch_size: 4, warmup_steps: 2}}
 measure: {{eval_every: 12, eval_examples: 4, probe_every: 4, fidelity_every: null, warmup_steps: 1}}
 checkpoint: {{every: 6}}
 target: {{threads: 1, device: cpu}}
-tracking: {{uri: "file:///nowhere"}}  # refused before mlflow is imported, which takes seconds
+tracking: {{uri: "sqlite:////dev/null/mlflow.db"}}  # told before mlflow is imported, which takes seconds
 """
 STUDY = """\
 version: 1
@@ -71,6 +72,23 @@ def test_a_study_at_equal_cost_is_tuned_controlled_and_compared(tmp_path: Path, 
     assert not [c for c in comparison["controls"] if c["label"] == "topk" and c["kind"] in wanted and c["command"]]
     _study(tmp_path, tiny_folder, WHOLE)
     assert {run.run_id for run in list_runs()} == before
+    _check_choices(tmp_path)
+
+
+def _check_choices(folder: Path) -> None:
+    """The choices follow from the archive in an empty home, and nothing of the test split is known before them."""
+    trials = json.loads((home() / "studies" / "real.json").read_text())["trials"]
+    roles = {trial["run_id"]: trial["role"] for trial in trials}
+    for run in list_runs():
+        found = {name.partition("/")[0] for name in History.load(run.path).metrics}
+        assert ("test" in found) == (roles[run.run_id] in {"report", "control"}), roles[run.run_id]
+    _call(folder, "archive", "@real", "-o", "real.tar.gz")
+    shutil.rmtree(home())
+    lines = _call(folder, "study", "study.yaml", "--from", "real.tar.gz").splitlines()
+    assert lines[0] == f"real: choices rebuilt from {len(trials)} trials of real.tar.gz"
+    chosen = [line for line in lines[1:] if line.endswith(", as chosen")]
+    assert {line.partition(":")[0] for line in chosen} >= {"dense", "topk"}
+    assert not [line for line in lines if line.startswith("fault")]
 
 
 def _study(folder: Path, tiny: Path, text: str) -> str:

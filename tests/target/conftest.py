@@ -21,7 +21,7 @@ from sparsebp_cli.target.local import LocalTarget
 from . import service
 
 IN_CONTAINER: dict[str, object] = {"python": sys.executable, "mounts": service.MOUNTS, "network": "host"}
-UNUSABLE = "file:///nowhere"  # refused before mlflow is imported, which takes seconds
+UNUSABLE = "sqlite:////dev/null/mlflow.db"  # told before mlflow is imported, which takes seconds
 
 
 @pytest.fixture

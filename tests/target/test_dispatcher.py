@@ -222,6 +222,26 @@ def test_stop_ends_every_run_of_the_submission(fake: FakeTarget) -> None:
     assert History.load(runs[2].path).environments == []
 
 
+def test_a_stop_that_comes_while_its_run_is_polled_ends_the_others_too(
+    fake: FakeTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = [make_run("slow"), make_run("slow"), make_run()]
+    dispatcher = Dispatcher(runs, fake.engine, max_parallel=2, sleep=lambda _: None)
+    dispatcher.begin()
+    until(lambda: dispatcher.poll() or 1 in History.load(runs[1].path).series("train/loss"))
+    status = fake.engine.status
+
+    def ask(run: RunFolder, handle: str) -> WorkerStatus:
+        if run is runs[0]:
+            runs[0].request_file.write_text("stop")
+        return status(run, handle)
+
+    monkeypatch.setattr(fake.engine, "status", ask)
+    dispatcher.run_to_end()
+    assert [run.state() for run in runs] == [State.INTERRUPTED] * 3
+    assert History.load(runs[2].path).environments == []
+
+
 def test_a_run_cancelled_before_its_turn_is_never_started(fake: FakeTarget) -> None:
     runs = [make_run("slow"), make_run("slow"), make_run()]
     jobs = fake.submit_all(runs)

@@ -30,7 +30,7 @@ from sparsebp_cli.target.launch import Launch
 from sparsebp_cli.target.slurm import SlurmEngine, SlurmOptions
 
 from . import service
-from .conftest import UNUSABLE, last_end, until, wait_for_step, watcher_of
+from .conftest import IN_CONTAINER, UNUSABLE, last_end, until, wait_for_step, watcher_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("engines")]  # one daemon, one test at a time
 WORKER = "sparsebp_cli.testing.worker"
@@ -248,7 +248,8 @@ def go_on(run: RunFolder, handle: str) -> None:
 
 
 def test_a_warned_job_makes_a_checkpoint_is_put_back_and_goes_on_by_itself(slurm_options: Options) -> None:
-    run, target = prepare("slurm", slurm_options)
+    noisy = ["which bash", "set -e"]  # prints where a job's number is expected, and would end the script
+    run, target = prepare("slurm", slurm_options | {"setup": noisy})
     job = target.submit(run)
     wait_for_step(run, 3)
     handle = handle_of(run)
@@ -317,6 +318,77 @@ def test_a_remote_disk_that_is_full_is_one_line_and_the_run_goes_later(
     filler.unlink()
     assert target.submit(run).wait(120) is State.FINISHED
     assert list(History.load(run.path).series("train/loss")) == list(range(1, 13))
+
+
+@pytest.fixture
+def docker_on_small_disk(ssh_hosts: Path, docker_engine: str, tmp_path: Path) -> Iterator[tuple[Options, Path]]:
+    """Options of a docker behind a real sshd whose daemon keeps everything on a disk of its own; where that is."""
+    disk = Path(tempfile.mkdtemp(prefix="sparsebp-disk-"))
+    image = disk.with_suffix(".img")
+    with image.open("wb") as file:
+        file.truncate(2 << 30)
+    subprocess.run(["mkfs.ext4", "-q", "-F", "-m", "0", str(image)], check=True)
+    subprocess.run(["mount", "-o", "loop", str(image), str(disk)], check=True)
+    try:
+        service.script("dockerd.sh", D=str(disk))
+        address = f"unix://{disk}/docker.sock"
+        service.copy_image(["docker", "--host", docker_engine], ["docker", "--host", address])
+        (tmp_path / "bin").mkdir()
+        (tmp_path / "bin" / "ssh").write_text(  # this daemon, in place of the one that the host has for everybody
+            f"""#!/bin/sh
+for word; do shift; [ "$word" != docker ] || set -- "$@" env DOCKER_HOST={address}; set -- "$@" "$word"; done
+exec /usr/bin/ssh -F {ssh_hosts}/config "$@"
+"""
+        )
+        (tmp_path / "bin" / "ssh").chmod(0o755)
+        yield IN_CONTAINER | {"image": service.BASE, "pull": "never", "host": "ssh://hosta"}, disk
+    finally:
+        service.end(disk / "docker.pid")
+        subprocess.run(["umount", "-q", str(disk / "exec" / "netns" / "default")], check=False)
+        subprocess.run(["umount", "--lazy", str(disk)], check=False)
+        image.unlink()
+        disk.rmdir()
+
+
+def fill(disk: Path) -> list[Path]:
+    """Leave no room on a disk; return what to delete for some."""
+    fillers = [disk / "filler", disk / "rest"]
+    free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
+    subprocess.run(["fallocate", "-l", str(free - (16 << 20)), str(fillers[0])], check=True)
+    with suppress(OSError), fillers[1].open("wb", buffering=0) as file:
+        while file.write(bytes(4096)):
+            pass
+    return fillers
+
+
+@pytest.mark.promise("R3")
+def test_a_docker_host_whose_disk_is_full_is_one_line_and_the_run_goes_later(
+    docker_on_small_disk: tuple[Options, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options, disk = docker_on_small_disk
+    monkeypatch.delenv("DOCKER_HOST", raising=False)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    run, target = prepare("docker", options, "ok")
+    fillers = fill(disk)
+    with pytest.raises(SparseBPError, match=r"(?i)no space left on device|disk is full") as failed:
+        target.submit(run)
+    assert "\n" not in str(failed.value)
+    assert run.state() in {State.QUEUED, State.FAILED, State.INTERRUPTED}
+    for filler in fillers:
+        filler.unlink()
+    assert target.submit(run).wait(300) is State.FINISHED
+    assert list(History.load(run.path).series("train/loss")) == list(range(1, 13))
+    again, target = prepare("docker", options, "slow")  # and at work
+    job = target.submit(again)
+    wait_for_step(again, 3)
+    fillers = fill(disk)
+    seen = max(History.load(again.path).series("train/loss"))
+    until(lambda: job.status().over or max(History.load(again.path).series("train/loss")) > seen + 40)
+    for filler in fillers:
+        filler.unlink()
+    assert (job.status() if job.status().over else job.cancel()).over
+    steps = list(History.load(again.path).series("train/loss"))
+    assert steps == list(range(1, len(steps) + 1))
 
 
 def test_a_job_that_waits_for_room_is_queued_and_can_be_cancelled(slurm_options: Options) -> None:

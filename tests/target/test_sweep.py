@@ -28,7 +28,7 @@ dataset: {name: none}
 policy: [{name: topk, keep: 0.1}]
 training: {max_steps: 5}
 target: {kind: local, worker: sparsebp_cli.testing.worker}
-tracking: {uri: "file:///nowhere"}
+tracking: {uri: "sqlite:////dev/null/mlflow.db"}
 """
 
 

@@ -53,15 +53,3 @@ def server(tmp_path: Path, fresh_database: Path) -> Iterator[Server]:
         yield found
     finally:
         found.kill()
-
-
-# What MLflow and its libraries say about themselves.
-UPSTREAM_NOISE = ("ignore:The ``noload`` loader strategy is deprecated:DeprecationWarning",)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Warnings are errors here too, but for MLflow's own, by name."""
-    for item in items:
-        if item.path.parent == Path(__file__).parent:
-            for noise in UPSTREAM_NOISE:
-                item.add_marker(pytest.mark.filterwarnings(noise))

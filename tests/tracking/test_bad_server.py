@@ -41,10 +41,22 @@ def die_midway(line: socket.socket, number: int) -> None:
         line.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 500\r\n\r\n{")
 
 
+def send_elsewhere(line: socket.socket, _: int) -> None:
+    """Redirect every question to the same server, for ever."""
+    here = "{}:{}".format(*line.getsockname())
+    head = f"HTTP/1.1 307 Temporary Redirect\r\nLocation: http://{here}/again\r\nContent-Length: 0\r\n\r\n"
+    line.sendall(head.encode())
+
+
 SERVERS: dict[str, Answer] = {
     "500 with a page": lambda line, _: line.sendall(reply("500 Internal Server Error", HTML)),
     "200 with a page": lambda line, _: line.sendall(reply("200 OK", HTML)),
     "401": lambda line, _: line.sendall(reply("401 Unauthorized", b"who are you")),
+    "307 for ever": send_elsewhere,
+    "307 to where nobody listens": lambda line, _: line.sendall(
+        b"HTTP/1.1 307 Temporary Redirect\r\nLocation: http://127.0.0.1:1/\r\nContent-Length: 0\r\n\r\n"
+    ),
+    "terminal codes": lambda line, _: line.sendall(reply("403 Forbidden", b"\x1b[2J\x1b]0;x\x07" * 9)),
     "hang": lambda line, _: threading.Event().wait(60) and None,
     "drip": drip,
     "dies midway": die_midway,

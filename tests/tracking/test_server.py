@@ -101,5 +101,10 @@ def test_the_pages_of_the_default_store_open_with_its_runs_and_artifacts(store: 
                 assert json.load(answer)["run"]["info"]["status"] == "FINISHED"
             with urllib.request.urlopen(f"{address}/get-artifact?path=recipe.yaml&run_uuid={mlflow_run}") as answer:
                 assert b"name: demo" in answer.read()
+            # Another site's page, whose name was made to lead to this machine.
+            foreign = urllib.request.Request(f"{address}/api/2.0/mlflow/runs/get?run_id={mlflow_run}")
+            foreign.add_header("Host", "evil.example")
+            with pytest.raises(urllib.error.HTTPError, match="403"):
+                urllib.request.urlopen(foreign)
         finally:
             Server.end(process)

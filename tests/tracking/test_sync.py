@@ -297,10 +297,14 @@ def test_the_store_opens_at_the_runs_with_their_data_and_columns(store: Path, ma
     address = "http://127.0.0.1:5000"
     assert runs_page(address, f"sqlite:///{store}") == address
     run = make_run(3)
+    census = {"splits": {"train": {"rows": 9, "examples": 7, "dropped": {"x": 2}}}, "shared": {}}
+    with JournalWriter(run.path) as journal:
+        journal.write("facts", values={"dataset_digest": "abc", "census": census})
     sync(run)
     sync(run)  # the input stays one
     found = only_run(store)
     [data] = found.inputs.dataset_inputs
+    assert json.loads(data.dataset.profile)["splits"] == census["splits"]
     assert (data.dataset.name, data.dataset.digest, data.tags[0].value) == ("d", "abc", "training")
     client = MlflowClient(f"sqlite:///{store}")
     experiment = client.get_experiment(found.info.experiment_id)

@@ -126,3 +126,13 @@ def test_a_server_has_its_own_pages_and_no_password_is_on_a_command_line() -> No
     with pytest.raises(TrackingError) as caught:
         ui_command("postgresql://me:secret@host/db")
     assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("uri", ["file:./mlruns", "./mlruns", "sqlite:///mlflow.db"])
+def test_a_recipe_with_an_address_that_cannot_be_used_is_refused_at_its_place(uri: str, tmp_path: Path) -> None:
+    file = tmp_path / "r.yaml"
+    file.write_text(f"version: 1\nmodel: {{name: austen-llama}}\ndataset: {{name: austen}}\ntracking:\n  uri: {uri}\n")
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(file)
+    assert str(caught.value).startswith(f"{file}:5:8: tracking.uri: must ")
+    assert "use sqlite:////absolute/path/mlflow.db" in str(caught.value)

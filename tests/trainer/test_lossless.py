@@ -143,6 +143,14 @@ def test_lossless_trains_the_losses_and_weights_of_trainer(
     assert is_free(trainer) or "bf16" in name  # there accelerate leaves its own forward
 
 
+def test_the_first_count_is_that_of_a_step_without_the_comparison(tmp_path: Path) -> None:
+    trainer = sbp.PolicyTrainer(policies="lossless", **build(CASES["padding"], tmp_path)[1])
+    trainer.train()
+    log = next(log for log in trainer.state.log_history if "flops/backward_executed" in log)
+    assert log["flops/backward_executed"] < log["flops/backward_dense"]
+    assert log["flops/forward"] < log["flops/backward_dense"]
+
+
 def test_a_resumed_training_ends_with_the_same_weights(tmp_path: Path) -> None:
     def build_one(folder: Path) -> Any:
         options = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}

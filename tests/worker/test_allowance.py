@@ -26,43 +26,35 @@ def test_time_is_the_sum_of_the_steps_and_a_traced_one_counts_as_the_last() -> N
     allowance = Allowance.of(TrainingSection(max_seconds=4.0))
     for seconds in (1.0, 1.5, None):
         assert not allowance.exceeded
-        allowance.spend(seconds)
+        allowance.spend(seconds, None, None)
     assert allowance.exceeded == "training.max_seconds: 4 is reached, with 4 s of steps"
 
 
-def test_work_is_the_share_of_dense_that_the_last_probe_counted() -> None:
+def test_work_is_the_sum_of_prices_in_mean_dense_steps_also_after_a_resume() -> None:
     allowance = Allowance.of(TrainingSection(max_cost=2.0))
-    allowance.count({"choice/cost_ratio": 0.5})
-    allowance.spend(9.0)
-    allowance.count({"flops/forward": 3.0, "flops/scoring": 1.0, "flops/backward_executed": 2.0})  # half a probe
-    allowance.spend(9.0)
-    assert allowance.cost == 1.0
-    allowance.count(
-        {"flops/forward": 3.0, "flops/scoring": 1.0, "flops/backward_executed": 2.0, "flops/backward_dense": 4.0}
-    )
+    allowance.spend(9.0, 30.0, 60.0)
+    allowance.spend(9.0, 30.0, 40.0)
+    assert allowance.cost == pytest.approx(60.0 / 50.0)
     resumed = Allowance.of(TrainingSection(max_cost=2.0))
     resumed.load_state_dict(allowance.state_dict())
-    resumed.spend(9.0)
-    assert resumed.cost == pytest.approx(1.0 + 5.0 / 6.0)
+    resumed.spend(9.0, None, None)  # nothing was counted
     assert not resumed.exceeded
-    resumed.spend(9.0)
-    assert "max_cost: 2 is reached, with the work of 2.667 dense steps" in resumed.exceeded
+    resumed.spend(9.0, 40.0, 50.0)
+    assert "max_cost: 2 is reached, with the work of 2 dense steps" in resumed.exceeded
 
 
-def test_trial_passes_cost_their_share_of_a_dense_step_also_after_a_resume() -> None:
-    allowance = Allowance.of(TrainingSection(max_cost=9.0))
-    allowance.count({"flops/forward": 2.0, "flops/backward_executed": 1.0, "flops/backward_dense": 4.0})
-    allowance.spend(1.0)
-    resumed = Allowance.of(TrainingSection(max_cost=9.0))
-    resumed.load_state_dict(allowance.state_dict())
-    resumed.spend(1.0, trial_flops=15.0)
-    assert resumed.cost == pytest.approx(0.5 + 0.5 + 15.0 / 6.0)
+def test_a_limit_of_flops_is_absolute() -> None:
+    allowance = Allowance.of(TrainingSection(max_flops=1e9))
+    allowance.spend(1.0, 9e8, 5e8)
+    assert not allowance.exceeded
+    allowance.spend(1.0, 2e8, 5e8)
+    assert allowance.exceeded == "training.max_flops: 1e+09 is reached, with 1.1e+09 FLOPs"
 
 
 def test_without_a_limit_nothing_that_differs_between_runs_is_in_a_checkpoint() -> None:
     allowance = Allowance.of(TrainingSection())
-    allowance.spend(9.0)
-    assert allowance.state_dict() == {}
+    allowance.spend(9.0, 1.0, 2.0)
+    assert allowance.state_dict() == {"flops": 1.0, "dense_flops": 2.0, "steps": 1}
     limited = Allowance.of(TrainingSection(max_seconds=3.0))
     limited.load_state_dict(allowance.state_dict())
     assert limited.seconds == 0.0
@@ -106,7 +98,7 @@ def test_what_was_spent_before_an_interruption_counts_after_it(tiny_recipe, prep
     assert process.exitcode == 143
     spent = _read_spent(run)
     seconds = History.load(run.path).series(STEP_SECONDS.name)
-    assert 20 <= spent["cost"] < 120
+    assert 20 <= spent["steps"] < 120
     assert spent["seconds"] == pytest.approx(sum(seconds.values()), rel=0.2)  # one step was traced
     assert work(run) == 0
     assert load_folder(run).steps == load_folder(straight).steps == 120
@@ -114,8 +106,9 @@ def test_what_was_spent_before_an_interruption_counts_after_it(tiny_recipe, prep
     assert (run.path / model).read_bytes() == (straight.path / model).read_bytes()
 
 
-def test_a_limit_of_work_without_probes_is_refused(tiny_recipe) -> None:
-    found = [*find_unsupported(tiny_recipe(training={"max_cost": 5.0}))]
+@pytest.mark.parametrize("limit", ["max_cost", "max_flops"])
+def test_a_limit_of_work_without_probes_is_refused(tiny_recipe, limit) -> None:
+    found = [*find_unsupported(tiny_recipe(training={limit: 5.0}))]
     assert [error.text for error in found] == ["needs measure.probe_every: probes count the work of a step"]
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from typing import Any
 
 import pytest
@@ -15,11 +13,10 @@ from sparsebp_cli.errors import RecipeError
 from sparsebp_cli.recipe import load_recipe
 from sparsebp_cli.run import History
 from sparsebp_cli.run.metric import METRICS
-from tests.chaos.kill import outcome
-from tests.worker.conftest import LLAMA, start, work
+from tests.chaos.kill import resume_killed
+from tests.worker.conftest import LLAMA, work
 from tests.worker.ranks import make_run, train_alone, train_on_two
 from tests.worker.test_processes import ABSOLUTE, RELATIVE, make_recipe, weights_of
-from tests.worker.test_resume import wait_for
 
 __all__ = ["make_recipe"]  # a fixture
 
@@ -54,15 +51,7 @@ def test_a_killed_run_with_dropped_blocks_resumes_identically(tiny_recipe, prepa
         checkpoint={"every": 3},
         backward={"checkpointing": "full"},
     )
-    straight, broken = prepared(recipe), prepared(recipe)
-    assert work(straight) == 0
-    process = start(broken)
-    wait_for(broken, lambda: len(History.load(broken.path).series("train/loss")) > 4, process)
-    os.kill(process.pid, signal.SIGKILL)
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
-    assert work(broken) == 0
-    assert outcome(straight) == outcome(broken)
+    resume_killed(recipe, prepared)
 
 
 def test_measuring_a_run_with_dropped_blocks_changes_no_weight_and_no_number(tiny_recipe, prepared) -> None:

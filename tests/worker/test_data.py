@@ -11,8 +11,10 @@ import torch
 
 from sparsebp_cli.errors import DataError
 from sparsebp_cli.recipe.schema import DatasetSection, ModelSection
+from sparsebp_cli.source.split import find_splits, take_rows
 from sparsebp_cli.worker.batch import BatchOrder, collate, num_targets
-from sparsebp_cli.worker.data import IGNORED, Example, _load_splits, build_data, draw_test
+from sparsebp_cli.worker.data import IGNORED, Example, build_data
+from sparsebp_cli.worker.held_out import draw_test
 from sparsebp_cli.worker.model import build_model, build_tokenizer
 from tests.worker.conftest import LLAMA, work
 
@@ -57,11 +59,14 @@ def test_a_prompt_is_never_trained_and_a_completion_always_is(tmp_path, tokenize
     section = DatasetSection(name=str(write(tmp_path, ".jsonl")), format="completion", max_seq_length=64)
     data = build_data(section, tokenizer)
     assert (len(data.train), len(data.held_out)) == (36, 4)
-    for row, example in zip(PAIRS, data.train, strict=False):
+    for example in (*data.train, *data.held_out):
+        row = next(
+            row for row in PAIRS if tokenizer.decode(example.input_ids) == row["prompt"] + row["completion"] + "</s>"
+        )
         trained = example.input_ids[example.labels != IGNORED]
         ignored = example.input_ids[example.labels == IGNORED]
         assert tokenizer.decode(trained) == row["completion"] + tokenizer.eos_token
-        assert tokenizer.decode(ignored) == tokenizer.bos_token + row["prompt"]
+        assert tokenizer.decode(ignored) == row["prompt"]
 
 
 def test_a_truncated_completion_without_any_target_is_left_out(tmp_path, tokenizer) -> None:
@@ -94,10 +99,12 @@ def test_a_packed_block_knows_the_document_that_gave_most_of_its_tokens(tmp_path
 
 def test_an_example_of_its_own_row_knows_that_row(tmp_path, tokenizer) -> None:
     file = tmp_path / "long.jsonl"
-    rows = [{"prompt": "x" * 200, "completion": "y"}, *PAIRS[:5]]
+    rows = [*PAIRS[:3], {"prompt": "x" * 200, "completion": "y"}, *PAIRS[3:6]]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    data = build_data(DatasetSection(name=str(file), format="completion", max_seq_length=32), tokenizer)
-    assert [example.document for example in (*data.train, *data.held_out)] == [1, 2, 3, 4, 5]
+    section = DatasetSection(name=str(file), format="completion", max_seq_length=32, held_out="tail")
+    data = build_data(section, tokenizer)
+    assert [example.document for example in data.train] == [0, 1, 2, 4, 5]
+    assert [example.document for example in data.held_out] == [0]
 
 
 def test_classification_takes_numbers_and_names(tmp_path, tokenizer) -> None:
@@ -235,21 +242,19 @@ def test_a_test_fraction_takes_from_what_is_held_out_and_never_from_training(tmp
 def test_documents_of_one_text_are_on_one_side_in_any_order_of_the_data() -> None:
     section = DatasetSection(name="x", test_fraction=0.5)
     texts = [f"question {number // 3}" for number in range(30)]
-    items = list(enumerate(texts))
-    kept, test = draw_test(items, texts, [1] * 30, section)
-    assert len(kept) == len(test) == 15
-    assert not {text for _, text in kept} & {text for _, text in test}
-    turned, turned_test = draw_test(items[::-1], texts[::-1], [1] * 30, section)
-    assert (sorted(turned), sorted(turned_test)) == (kept, test)
+    is_test = draw_test(texts, [1] * 30, section)
+    assert sum(is_test) == 15
+    tested = {text for text, drawn in zip(texts, is_test, strict=True) if drawn}
+    assert len(tested) == 5
+    assert draw_test(texts[::-1], [1] * 30, section) == is_test[::-1]
 
 
 def test_a_long_document_leaves_both_sides_something_a_single_one_is_refused() -> None:
     section = DatasetSection(name="x", test_fraction=0.01)
     for texts in (["a", "b"], ["b", "a"]):
-        kept, test = draw_test(texts, texts, [1, 1000], section)
-        assert len(kept) == len(test) == 1
+        assert sum(draw_test(texts, [1, 1000], section)) == 1
     with pytest.raises(DataError, match="test_fraction needs 2 or more held-out documents, got 1"):
-        draw_test(["a", "a"], ["a", "a"], [1, 1], section)
+        draw_test(["a", "a"], [1, 1], section)
 
 
 @pytest.mark.parametrize(
@@ -257,13 +262,12 @@ def test_a_long_document_leaves_both_sides_something_a_single_one_is_refused() -
     [("austen", "text", "text"), ("python-docs", "text", "text"), ("cmudict", "completion", "prompt")],
 )
 def test_the_shipped_held_out_texts_are_halved_by_document(name, form, column) -> None:
-    rows = _load_splits(DatasetSection(name=name))["test"]
     section = DatasetSection(name=name, format=form, eval_split="test", test_fraction=0.5)
-    texts = [row[column] for row in rows]
-    kept, test = draw_test(rows, texts, [len(text) for text in texts], section)
-    assert not {row[column] for row in kept} & {row[column] for row in test}
-    length = {which: sum(len(row[column]) for row in part) for which, part in (("kept", kept), ("test", test))}
-    assert 0.4 < length["test"] / sum(length.values()) < 0.6
+    texts = [str(row[column]) for row in take_rows(find_splits(section), "test", None)]
+    is_test = draw_test(texts, [len(text) for text in texts], section)
+    sides = [[text for text, drawn in zip(texts, is_test, strict=True) if drawn is side] for side in (False, True)]
+    assert not set(sides[0]) & set(sides[1])
+    assert 0.4 < sum(map(len, sides[1])) / sum(map(len, texts)) < 0.6
 
 
 def test_a_test_split_is_another_one_and_given_in_one_way() -> None:

@@ -125,5 +125,5 @@ def test_several_processes_are_refused_by_name(tiny_recipe: Any) -> None:
 )
 def test_what_an_eager_recipe_lacks_is_told_before_anything_starts(changes: list[str], text: str) -> None:
     with pytest.raises(RecipeError) as caught:
-        load_recipe(RECIPES / "python-docs.yaml", changes)
+        load_recipe(RECIPES / "start" / "python-docs.yaml", changes)
     assert text in str(caught.value)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +16,7 @@ from transformers import get_scheduler
 import sparsebp_cli as sbp
 from sparsebp_cli.errors import RecipeError, UnsupportedError
 from sparsebp_cli.policies.infobatch import InfoBatch
-from sparsebp_cli.policy import Epoch, EpochSelector, Stateful, Step, Visits, sampling
+from sparsebp_cli.policy import Epoch, EpochSelector, Measure, ReadExamples, Stateful, Step, Visits, sampling
 from sparsebp_cli.recipe import load_recipe
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run import History, RunFolder
@@ -26,13 +24,12 @@ from sparsebp_cli.worker.batch import BatchOrder, collate, micro_batch_loss
 from sparsebp_cli.worker.data import build_data
 from sparsebp_cli.worker.example_loss import weighted_loss
 from sparsebp_cli.worker.model import build_model, build_tokenizer
-from tests.chaos.kill import difference, outcome
+from tests.chaos.kill import resume_killed
 from tests.infobatch import obvious
 from tests.promise import Nothing
-from tests.worker.conftest import start, work
+from tests.worker.conftest import work
 from tests.worker.test_grouping import make_examples, names
 from tests.worker.test_processes import weights_of
-from tests.worker.test_resume import wait_for
 
 CPU = torch.device("cpu")
 SMALL = {"max_train_examples": 10}  # not a multiple of a step's 8: epochs begin within steps
@@ -173,16 +170,7 @@ def test_a_killed_run_resumes_to_the_same_bits(tiny_recipe, prepared, policy: li
         checkpoint={"every": 3},
         measure={"probe_every": 7, "fidelity_every": 5},
     )
-    straight, broken = prepared(recipe), prepared(recipe)
-    assert work(straight) == 0, (straight.path / "worker.log").read_text()
-    for steps in (5, 13):
-        process = start(broken)
-        wait_for(broken, lambda steps=steps: len(History.load(broken.path).series("train/loss")) > steps, process)
-        os.kill(process.pid, signal.SIGKILL)
-        process.join()
-        assert process.exitcode == -signal.SIGKILL
-    assert work(broken) == 0
-    assert not difference(outcome(straight), outcome(broken))
+    resume_killed(recipe, prepared, after=(5, 13))
 
 
 def test_measuring_changes_no_weight(tiny_recipe, prepared) -> None:
@@ -398,14 +386,17 @@ def _refuse(folder: Any, sections: str, text: str) -> None:
 class Remembering(Given, Stateful):
     """Counts the visits of every example."""
 
-    observes = property(lambda self: frozenset({"example_row"}))
+    observes = property(lambda self: frozenset({ReadExamples}))
+
+    def measure(self, seen: Any, step: Step) -> Any:
+        return {"row": Measure(seen.examples.row_B)}
 
     def init(self, rows: Any) -> Any:
         return {"count_N": torch.zeros(len(rows))}
 
     def observe(self, state: Any, observation: Any, step: Step) -> Any:
-        assert not observation.example_loss
-        (row_B,) = observation.example_row.values()
+        assert not observation["loss"]
+        (row_B,) = observation["row"].values()
         return {"count_N": state["count_N"] + torch.bincount(row_B, minlength=len(state["count_N"]))}
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +10,8 @@ import pytest
 from sparsebp_cli.errors import RecipeError
 from sparsebp_cli.recipe import load_recipe
 from sparsebp_cli.run import History, RunFolder, metric
-from tests.chaos.kill import difference, outcome
-from tests.worker.conftest import start, work
-from tests.worker.test_resume import wait_for
+from tests.chaos.kill import resume_killed
+from tests.worker.conftest import work
 
 SECTIONS: dict[str, Any] = {
     "policy": [{"name": "mezo", "scale": 1e-2}],
@@ -53,15 +50,7 @@ def test_a_run_counts_two_forwards_no_backward_and_nothing_saved(tiny_recipe: An
 def test_a_killed_run_ends_as_if_left_alone(tiny_recipe: Any, prepared: Any) -> None:
     training = SECTIONS["training"] | {"max_steps": 20}
     recipe = tiny_recipe(**(SECTIONS | {"training": training}), checkpoint={"every": 2})
-    straight, killed = prepared(recipe), prepared(recipe)
-    assert work(straight) == 0
-    process = start(killed)
-    wait_for(killed, lambda: len(History.load(killed.path).series("train/loss")) > 3, process)
-    os.kill(process.pid, signal.SIGKILL)
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
-    assert work(killed) == 0
-    assert not difference(outcome(straight), outcome(killed))
+    resume_killed(recipe, prepared, after=(3,))
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from typing import Any
 
 import pytest
@@ -14,11 +12,10 @@ from sparsebp_cli.errors import RecipeError, UnsupportedError
 from sparsebp_cli.recipe import load_recipe, refuse_unsupported
 from sparsebp_cli.run import History
 from sparsebp_cli.run.metric import METRICS
-from tests.chaos.kill import outcome
-from tests.worker.conftest import LLAMA, start, work
+from tests.chaos.kill import resume_killed
+from tests.worker.conftest import LLAMA, work
 from tests.worker.ranks import make_run, train_alone, train_on_two
 from tests.worker.test_processes import ABSOLUTE, RELATIVE, make_recipe, weights_of
-from tests.worker.test_resume import wait_for
 
 __all__ = ["make_recipe"]  # a fixture
 
@@ -42,15 +39,7 @@ def test_a_killed_run_whose_layers_take_turns_resumes_identically(tiny_recipe, p
         training={"max_steps": 30, "gradient_accumulation_steps": 2, "max_grad_norm": 0.1, "optim": optim},
         checkpoint={"every": 3},  # in the middle of turns, and before every layer has had its first
     )
-    straight, broken = prepared(recipe), prepared(recipe)
-    assert work(straight) == 0
-    process = start(broken)
-    wait_for(broken, lambda: len(History.load(broken.path).series("train/loss")) > 4, process)
-    os.kill(process.pid, signal.SIGKILL)
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
-    assert work(broken) == 0
-    assert outcome(straight) == outcome(broken)
+    resume_killed(recipe, prepared)
 
 
 @pytest.mark.always("turns and rows of branches", "lora")

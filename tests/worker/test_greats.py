@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import signal
-
 import pytest
 
 from sparsebp_cli.run import History
-from tests.chaos.kill import outcome
-from tests.worker.conftest import LLAMA, start, work
-from tests.worker.test_resume import wait_for
+from tests.chaos.kill import resume_killed
+from tests.worker.conftest import LLAMA, work
 
 GREATS = {"name": "greats", "keep": 0.5, "validation_batch_size": 3}
 PART = {"policy_validation_examples": 9}
@@ -26,15 +22,7 @@ def test_a_killed_run_that_compares_gradients_resumes_identically(tiny_recipe, p
         checkpoint={"every": 3},
         measure={"probe_every": 7, "fidelity_every": None},
     )
-    straight, broken = prepared(recipe), prepared(recipe)
-    assert work(straight) == 0
-    process = start(broken)
-    wait_for(broken, lambda: len(History.load(broken.path).series("train/loss")) > 4, process)
-    os.kill(process.pid, signal.SIGKILL)
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
-    assert work(broken) == 0
-    assert outcome(straight) == outcome(broken)
+    straight = resume_killed(recipe, prepared)
     history = History.load(straight.path)
     assert set(history.series("proof/excess_share").values()) == {0.0}
     assert all(value > 0.0 for value in history.series("flops/scoring").values())

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from sparsebp_cli.durable import MANIFEST, digest
 from sparsebp_cli.errors import CheckpointError
 from sparsebp_cli.run import History
-from sparsebp_cli.worker.checkpoint import MANIFEST, CheckpointFolder, _sha256
+from sparsebp_cli.worker.checkpoint import CheckpointFolder
 from tests.worker.conftest import work
 from tests.worker.test_checkpoint_folder import snapshot
 from tests.worker.test_hostile_model import Trap
@@ -39,7 +40,7 @@ def place(tmp_path: Path) -> Path:
 
 def seal_again(place: Path) -> None:
     """A manifest that agrees with the files: whoever made the folder made it as well."""
-    listed = {file.name: _sha256(file) for file in place.iterdir() if file.is_file() and file.name != MANIFEST}
+    listed = {file.name: digest(file) for file in place.iterdir() if file.is_file() and file.name != MANIFEST}
     (place / MANIFEST).write_text(json.dumps({"format": 1, "sha256": listed}))
 
 
@@ -76,7 +77,7 @@ REFUSED: dict[str, Change] = {
     "numbers are texts": state(optimizer_plain={"x.step": 1}),
     "deep seal": text("seal.json", "[" * 100_000),
     "manifest that leads out": lambda place: (place / MANIFEST).write_text(
-        json.dumps({"format": 1, "sha256": {"../../../pickle": _sha256(place.parents[1] / "pickle")}})),
+        json.dumps({"format": 1, "sha256": {"../../../pickle": digest(place.parents[1] / "pickle")}})),
     "manifest is a list": text(MANIFEST, "[]"),
 }  # fmt: skip
 

@@ -140,6 +140,7 @@ def tensor(dtype: str = "F32", shape: Any = (300,), offsets: Any = (0, 1200)) ->
     return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
 
 
+LONG_HEADER = "its header must have at most"
 CODE = {"AutoConfig": "x.X", "AutoModelForCausalLM": "modeling_evil.M", "AutoTokenizer": ["tokenization_evil.T", None]}
 REFUSED: dict[str, tuple[Change, str]] = {
     **{f"pickle {name}": (pickled(name), "safetensors") for name in
@@ -151,8 +152,8 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "_experts_implementation": (config(_experts_implementation="a/b"), "can make other code run"),
     "auto_map of the tokenizer": (settings("tokenizer_config.json", auto_map=CODE), "'auto_map' can make other code"),
     "config is a link": (instead("config.json", lambda file: file.symlink_to("/etc/passwd")), "no readable config"),
-    "config is a pipe": (instead("config.json", os.mkfifo), "no readable config"),
-    "config is a folder": (instead("config.json", Path.mkdir), "no readable config"),
+    "config is a pipe": (instead("config.json", os.mkfifo), "is not a regular file"),
+    "config is a folder": (instead("config.json", Path.mkdir), "is not a regular file"),
     "config of 1 GiB": (instead("config.json", grow), "must have at most 268435456 bytes"),
     "deep config": (content("config.json", DEEP), "no readable config"),
     "NaN": (config(hidden_size=float("nan")), "hidden_size"),
@@ -170,7 +171,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "deep model": (config(num_hidden_layers=10**9), "num_hidden_layers must be at most 256 for the weights"),
     "many words": (config(vocab_size=10**12), "vocab_size must be at most 300"),
     "many labels": (config(num_labels=10**12), "num_labels must be at most 300"),
-    "huge header": (content(SAFETENSORS, struct.pack("<Q", 2**62) + b"{}"), "header too large"),
+    "huge header": (content(SAFETENSORS, struct.pack("<Q", 2**62) + b"{}"), LONG_HEADER),
     "negative offset": (header({"a": tensor(offsets=(-4, 0))}), "expected usize"),
     "overlap": (header({"a": tensor(), "b": tensor()}), "invalid offset"),
     "wrong dtype": (header({"a": tensor("F64")}), "invalid shape, data type, or offset"),
@@ -180,9 +181,12 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "cut": (lambda folder: os.truncate(folder / SAFETENSORS, 5000), "incomplete"),
     "empty": (content(SAFETENSORS, b""), "header too small"),
     "pickle named safetensors": (
-        instead(SAFETENSORS, lambda file: shutil.copy(file.parents[1] / "pickle.bin", file)), "header too large"),
-    "weights are a link": (instead(SAFETENSORS, lambda file: file.symlink_to("/etc/passwd")), "header too large"),
-    "weights are a folder": (instead(SAFETENSORS, Path.mkdir), "no file named model.safetensors"),
+        instead(SAFETENSORS, lambda file: shutil.copy(file.parents[1] / "pickle.bin", file)), LONG_HEADER),
+    "weights are a link": (instead(SAFETENSORS, lambda file: file.symlink_to("/etc/passwd")), LONG_HEADER),
+    "weights are a folder": (instead(SAFETENSORS, Path.mkdir), "is not a regular file"),
+    "weights are a pipe": (instead(SAFETENSORS, os.mkfifo), "is not a regular file"),
+    "weights never end": (instead(SAFETENSORS, lambda file: file.symlink_to("/dev/zero")), "is not a regular file"),
+    "a tokenizer's pipe": (instead("tokenizer.json", os.mkfifo), "is not a regular file"),
     "index to the parent": (indexed("../outside.safetensors"), "must name safetensors in its own folder"),
     "absolute index": (indexed("absolute"), "must name safetensors in its own folder"),
     "index to a link": (indexed("y.safetensors", link=True), "header"),

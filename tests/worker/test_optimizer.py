@@ -15,15 +15,18 @@ from torch import Tensor, nn
 from sparsebp_cli.backward.core.rewind import capture_rng
 from sparsebp_cli.composition import find_optimizer, list_optimizers
 from sparsebp_cli.errors import DataError, UnsupportedError
+from sparsebp_cli.optimizers.apollo import Apollo
+from sparsebp_cli.recipe import refuse_unsupported
 from sparsebp_cli.recipe.schema import TrainingSection
-from sparsebp_cli.worker.apollo import Apollo
+from sparsebp_cli.run import History
 from sparsebp_cli.worker.checkpoint import CheckpointFolder, RankState, Snapshot
 from sparsebp_cli.worker.optimizer import build_optimizer, load_class
 from sparsebp_cli.worker.sharding import load_optimizer
 from tests.backward.eager_case import MODELS, assert_equal, train
+from tests.worker.conftest import work
 
-# Not for every gradient or shape; or for a model with adapters, or a policy, and with tests of their own.
-DENSE = [name for name in list_optimizers() if name not in ("sparseadam", "muon", "lora-fa", "compact")]
+# Two are for a model with adapters, or a policy, and have tests of their own.
+DENSE = [name for name in list_optimizers() if name not in ("lora-fa", "compact")]
 SMALL: dict[str, dict[str, Any]] = {
     "apollo": {"rank": 4, "update_proj_gap": 3},
     "apollo-mini": {"update_proj_gap": 3},
@@ -37,10 +40,54 @@ def make(name: str, parameters: Any, **options: Any) -> torch.optim.Optimizer:
     return build_optimizer(section, parameters)
 
 
-def test_every_optimizer_of_torch_can_be_named_but_those_that_need_a_closure() -> None:
+def test_every_optimizer_of_torch_that_steps_by_dense_gradients_can_be_named() -> None:
     ours = {name.lower() for name in torch.optim.__all__ if isinstance(getattr(torch.optim, name, None), type)}
-    assert ours - {"optimizer", "lbfgs"} <= set(list_optimizers())
-    assert "lbfgs" not in list_optimizers()
+    others = {"optimizer", "lbfgs", "sparseadam"}
+    assert ours - others <= set(list_optimizers())
+    assert not others & set(list_optimizers())
+
+
+FOR_MODELS = {
+    "lora-fa": {"model": {"lora": {"r": 2}}, "policy": [{"name": "frozen", "freeze": ["*lora_A*"]}]},
+    "compact": {"policy": [{"name": "compact", "keep": 0.5, "interval": 2}]},
+}
+
+
+@pytest.mark.parametrize("name", list_optimizers())
+def test_every_name_that_a_recipe_may_give_trains_a_transformer(name: str, tiny_recipe: Any, prepared: Any) -> None:
+    options = {"optim": name, "max_steps": 2, "optim_args": SMALL.get(name, {})}
+    recipe = tiny_recipe(training=options, measure={"eval_every": 2}, **FOR_MODELS.get(name, {}))
+    refuse_unsupported(recipe)
+    run = prepared(recipe)
+    assert work(run) == 0, (run.path / "worker.log").read_text()
+    losses = list(History.load(run.path).series("train/loss").values())
+    assert len(losses) == 2
+    assert all(map(math.isfinite, losses))
+
+
+def test_muon_is_pytorchs_for_hidden_matrices_and_adamw_for_all_else() -> None:
+    found, expected = MODELS["llama"](), MODELS["llama"]()
+    optimizer = build_optimizer(TrainingSection(optim="muon", learning_rate=1e-2), found)
+    parameters = dict(expected.named_parameters())
+    hidden = {name for name in parameters if name.endswith("_proj.weight")}
+    assert {name for name, p in parameters.items() if p.ndim == 2} - hidden == {
+        "inner.model.embed_tokens.weight",
+        "inner.lm_head.weight",
+    }
+    muon = torch.optim.Muon(
+        [parameters[name] for name in parameters if name in hidden], 1e-2, eps=1e-8, adjust_lr_fn="match_rms_adamw"
+    )
+    rest = [parameters[name] for name in parameters if name not in hidden]
+    adamw = torch.optim.AdamW(rest, 1e-2, weight_decay=0.1)
+    for step in range(3):
+        found(step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected(step).backward()
+        for each in (muon, adamw):
+            each.step()
+            each.zero_grad()
+    assert_equal(dict(found.named_parameters()), parameters)
 
 
 @pytest.mark.parametrize("name", list_optimizers())

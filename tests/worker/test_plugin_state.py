@@ -46,9 +46,9 @@ def test_a_killed_run_with_a_plugin_resumes_to_the_same_bits(tiny_recipe, prepar
 
 @pytest.mark.always("momentum")
 @pytest.mark.parametrize("name", ["momentum", "product"])
-def test_a_plugin_is_under_40_lines_and_its_own_tests_pass(name: str) -> None:
+def test_a_plugin_is_under_50_lines_and_its_own_tests_pass(name: str) -> None:
     folder = PLUGINS / f"sparsebp-{name}"
-    assert len((folder / f"sparsebp_{name}.py").read_text().splitlines()) < 40
+    assert len((folder / f"sparsebp_{name}.py").read_text().splitlines()) < 50
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder)]
     result = subprocess.run(command, check=False, capture_output=True, text=True, cwd=folder)
     assert result.returncode == 0, result.stdout

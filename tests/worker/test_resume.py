@@ -192,3 +192,11 @@ def test_a_full_disk_is_called_by_its_name() -> None:
     text = "Error while serializing: I/O error: No space left on device (os error 28)"
     for error in (SafetensorError(text), OSError(28, "No space left on device")):
         assert "the disk is full" in describe_failure(error)[0]
+
+
+def test_a_foreign_error_that_begins_with_an_empty_line_is_read() -> None:
+    from sparsebp_cli.worker.ending import describe_failure
+
+    text = "\n            Some tensors share memory, this will lead to duplicate memory on disk"
+    assert describe_failure(RuntimeError(text))[0] == f"RuntimeError: {text.strip()}"
+    assert describe_failure(RuntimeError())[0] == "RuntimeError"

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import signal
-
 from sparsebp_cli.run import History, metric
-from tests.chaos.kill import difference, outcome
-from tests.worker.conftest import LLAMA, start, work
-from tests.worker.test_resume import wait_for
+from tests.chaos.kill import resume_killed
+from tests.worker.conftest import LLAMA
 
 FOUR = LLAMA | {"num_hidden_layers": 4}
 POLICY = {"name": "random-ltd", "min_tokens": 5, "increase_step": 1, "over": 0.8}
@@ -23,15 +19,7 @@ def test_a_killed_run_resumes_identically_and_does_what_it_claims(tiny_recipe, p
         measure={"probe_every": 4, "warmup_steps": 0},
         backward={"checkpointing": "full"},
     )
-    straight, broken = prepared(recipe), prepared(recipe)
-    assert work(straight) == 0, (straight.path / "worker.log").read_text()
-    process = start(broken)
-    wait_for(broken, lambda: len(History.load(broken.path).series("train/loss")) > 4, process)
-    os.kill(process.pid, signal.SIGKILL)
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
-    assert work(broken) == 0
-    assert not difference(outcome(straight), outcome(broken))
+    straight = resume_killed(recipe, prepared)
     history = History.load(straight.path)
     forward = list(history.series(metric.FORWARD_FLOPS.name).values())
     assert forward == sorted(forward)

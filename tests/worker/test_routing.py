@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from typing import Any
 
 import pytest
 
 from sparsebp_cli.run import History
-from tests.chaos.kill import outcome
-from tests.worker.conftest import start, work
-from tests.worker.test_resume import wait_for
+from tests.chaos.kill import resume_killed
+from tests.worker.conftest import work
 
 RANDOM_TIES = {"name": "max-child", "leaves": "always", "ties": "random", "lookahead": True}
 NODES = {"backward": {"sites": "nodes"}}
@@ -70,15 +67,7 @@ def test_every_way_of_training_works_with_a_router(tiny_recipe, prepared, sectio
 def test_an_interrupted_run_with_a_router_resumes_to_identical_weights_and_metrics(tiny_recipe, prepared) -> None:
     """Ties are drawn, and parameters that were never reached have no state in the optimizer."""
     recipe = tiny_recipe(**NODES, policy=[RANDOM_TIES], training={"max_steps": 30}, checkpoint={"every": 2})
-    straight, broken = prepared(recipe), prepared(recipe)
-    assert work(straight) == 0
-    process = start(broken)
-    wait_for(broken, lambda: len(History.load(broken.path).series("train/loss")) > 5, process)
-    os.kill(process.pid, signal.SIGKILL)
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
-    assert work(broken) == 0
-    assert outcome(straight) == outcome(broken)
+    resume_killed(recipe, prepared, after=(5,))
 
 
 def test_elements_at_nodes_train_and_tell_what_they_kept(tiny_recipe, prepared) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from typing import Any
 
 import pytest
@@ -13,10 +11,9 @@ from sparsebp_cli.errors import RecipeError
 from sparsebp_cli.recipe import load_recipe
 from sparsebp_cli.run import History
 from sparsebp_cli.run.metric import METRICS
-from tests.chaos.kill import outcome
-from tests.worker.conftest import LLAMA, start, work
+from tests.chaos.kill import resume_killed
+from tests.worker.conftest import LLAMA, work
 from tests.worker.test_processes import weights_of
-from tests.worker.test_resume import wait_for
 
 ROWS = {"name": "wta-crs", "keep": 0.5}
 CODES = {"name": "gact", "bits": 2, "adapt_interval": 4}
@@ -44,15 +41,7 @@ def test_a_killed_run_that_saves_less_resumes_identically(tiny_recipe, prepared,
         checkpoint={"every": 3},
         backward={"checkpointing": "full"},
     )
-    straight, broken = prepared(recipe), prepared(recipe)
-    assert work(straight) == 0
-    process = start(broken)
-    wait_for(broken, lambda: len(History.load(broken.path).series("train/loss")) > 4, process)
-    os.kill(process.pid, signal.SIGKILL)
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
-    assert work(broken) == 0
-    assert outcome(straight) == outcome(broken)
+    resume_killed(recipe, prepared)
 
 
 def test_measuring_changes_no_weight_and_no_number_and_sees_the_draws_vary(tiny_recipe, prepared) -> None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from typing import Any
 
 import pytest
 
 from sparsebp_cli.run import History, metric
-from tests.chaos.kill import difference, outcome
-from tests.worker.conftest import LLAMA, start, work
-from tests.worker.test_resume import wait_for
+from tests.chaos.kill import resume_killed
+from tests.worker.conftest import LLAMA
 
 DROPPING = LLAMA | {"num_hidden_layers": 3, "attention_dropout": 0.1}
 
@@ -26,15 +23,7 @@ def test_a_killed_run_resumes_identically_and_its_forward_is_shorter(policy: Any
         measure={"probe_every": 4},
         backward={"checkpointing": "full"},
     )
-    straight, broken = prepared(recipe), prepared(recipe)
-    assert work(straight) == 0, (straight.path / "worker.log").read_text()
-    process = start(broken)
-    wait_for(broken, lambda: len(History.load(broken.path).series("train/loss")) > 4, process)
-    os.kill(process.pid, signal.SIGKILL)
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
-    assert work(broken) == 0
-    assert not difference(outcome(straight), outcome(broken))
+    straight = resume_killed(recipe, prepared)
     history = History.load(straight.path)
     forward = history.series(metric.FORWARD_FLOPS.name).values()
     assert len(set(forward)) > 1  # another number of blocks at another step

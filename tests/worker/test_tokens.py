@@ -94,7 +94,7 @@ def test_spans_of_characters_mark_the_tokens_that_touch_them(completion) -> None
         assert answer.endswith("</s>"), "the end goes with a span that reaches it"
         assert whole.split()[-1] in answer.replace(" ", "") or whole.split()[-1] == answer.strip()
     first = [tokenizer.decode(e.input_ids[e.columns["first"] == 1]) for e in data.train[:4]]
-    assert [text.startswith("<s>L") for text in first] == [False, True, False, True]
+    assert set(first) == {"", "Line"}
 
 
 def test_packed_text_is_marked_at_the_same_places(tiny_folder, tiny_recipe) -> None:
@@ -114,7 +114,9 @@ def test_a_column_of_something_else_is_refused(tiny_folder, tiny_recipe, wrong) 
     path = tiny_folder / "wrong.jsonl"
     path.write_text(json.dumps({"text": "the quick brown fox " * 20, "marks": wrong}), encoding="utf-8")
     recipe = tiny_recipe(dataset={"name": str(path), "max_seq_length": 16})
-    with pytest.raises(DataError, match=r"column 'marks', row 0: must be a list of \[start, end\] in characters"):
+    with pytest.raises(
+        DataError, match=r"wrong.jsonl, line 1: column 'marks' must be a list of \[start, end\] in characters"
+    ):
         load(recipe, "marks")
     with pytest.raises(DataError, match=r"no column 'mark'; it has .*did you mean marks"):
         load(recipe, "mark")
@@ -260,7 +262,7 @@ def test_both_go_with_mixed_precision_adapters_and_checkpointing(completion, pre
         measure={"eval_every": 4, "eval_batches": 1, "probe_every": 4, "fidelity_every": None},
     )
     run = run_of(recipe, prepared)
-    assert (run.path / "model" / "adapter_model.safetensors").exists()
+    assert (run.path / "model" / "adapter" / "adapter_model.safetensors").exists()
     assert all(0.1 < share < 0.4 for share in values_of(run, "policy/trained_share"))
     assert all(seconds > 0.0 for seconds in values_of(run, "time/scoring_seconds"))
     losses = values_of(run, "train/loss")

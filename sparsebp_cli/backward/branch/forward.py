@@ -36,6 +36,7 @@ class BranchSite:
     branch: Branch
     engine: SiteEngine
     graph: GraphForward
+    input_needs_grad: bool
 
     def __init__(self, branch: Branch, engine: SiteEngine, patches: ForwardPatches) -> None:
         self.branch, self.engine = branch, engine
@@ -115,6 +116,7 @@ class BeforeOverride(ForwardOverride):
 
     module: nn.Module
     site: BranchSite
+    num_readers: int
 
     def __init__(self, module: nn.Module, site: BranchSite) -> None:
         self.module, self.site, self.num_readers = module, site, 0

@@ -37,6 +37,11 @@ class Clock:
         self._seed, self._num_steps, self._on_advance, self._on_end = seed, num_steps, on_advance, on_end
         self._hook = None if optimizer is None else _register_step_hook(optimizer, self._advance)
 
+    @property
+    def follows_optimizer(self) -> bool:
+        """Whether an optimizer's steps advance the step; otherwise every backward does."""
+        return self._hook is not None
+
     def now(self) -> Step:
         """Return the step of the backward under way, or of the next one."""
         return Step(

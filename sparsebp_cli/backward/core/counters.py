@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from sparsebp_cli.backward.core.decision import SiteCounters
 from sparsebp_cli.backward.core.extension import SiteAdapter
-from sparsebp_cli.backward.core.report import ChosenCounter, Report, Route, Whole
+from sparsebp_cli.backward.core.report import ChosenCounter, Report, Route, Short, Whole
+from sparsebp_cli.backward.observe.dense_graph import CallShape
 from sparsebp_cli.backward.observe.loss_graph import Products
+
+CountDense = Callable[[CallShape], Products | None]
+_UNTRACED = "the dense backward of a forward that left out work could not be counted"
+
+
+@dataclass(frozen=True)
+class ShortPass:
+    """A pass of which a policy left out work beforehand: the call of the model, None if it is not known, and the FLOPs
+    that remained of its backward, as claimed, everywhere and at sites.
+    """
+
+    call: CallShape | None
+    left: float
+    left_at_sites: float
 
 
 @dataclass
@@ -23,11 +38,16 @@ class Counter:
     products: Products = field(default_factory=Products)
     products_at_sites: float = 0.0  # FLOPs at sites, of the passes whose graph was read into `products`
     num_read: int = 0  # passes whose graph was read
+    short: list[ShortPass] = field(default_factory=list)  # passes of which a policy left out work beforehand
 
-    def report(self, adapter: SiteAdapter, notes: Mapping[str, str]) -> Report:
-        """Return everything as plain numbers; synchronises with the device."""
+    def report(self, adapter: SiteAdapter, notes: Mapping[str, str], count: CountDense, *, freezes: bool) -> Report:
+        """Return everything as plain numbers; synchronises with the device. ``count`` returns the dense products of a
+        call; with ``freezes`` a policy chooses which parameters are trained.
+        """
         kept, entries = self.sites.kept()
         whole = self._whole()
+        short = None if self.products.unknown else self._find_short(adapter, count, freezes=freezes)
+        unknown = self.products.unknown | ({_UNTRACED} if self.short and short is None else set())
         known = {*adapter.not_covered, *adapter.excluded}
         elsewhere = () if whole is None else (name for name, _ in whole.elsewhere)
         parameters = (name for name in elsewhere if name and name.rpartition(".")[0] not in known)
@@ -41,13 +61,28 @@ class Counter:
             route=self.route,
             chosen=self.chosen.total,
             whole=whole,
-            whole_unknown=", ".join(sorted(self.products.unknown)),
+            whole_unknown=", ".join(sorted(unknown)),
+            short=short,
         )
 
     def going_on(self, following: Counter) -> Counter:
         """Return these totals as the start of those of another engine of the same training, which lists its sites."""
         self.sites.by_name = {**following.sites.by_name, **self.sites.by_name}
         return self
+
+    def _find_short(self, adapter: SiteAdapter, count: CountDense, *, freezes: bool) -> Short | None:
+        dense = dense_at_sites = left = left_at_sites = 0.0
+        for each in self.short:
+            products = None if each.call is None else count(each.call)
+            if products is None or products.unknown or not products.total:
+                return None
+            dense, left, left_at_sites = dense + products.total, left + each.left, left_at_sites + each.left_at_sites
+            parts = products.by_parameter.items()
+            dense_at_sites += sum(flops for name, flops in parts if name.rpartition(".")[0] in adapter.names)
+        if not dense:
+            return None
+        at_sites_share = left_at_sites / dense_at_sites if freezes and dense_at_sites else None
+        return Short(left / dense, at_sites_share, len(self.short))
 
     def _whole(self) -> Whole | None:
         products = self.products

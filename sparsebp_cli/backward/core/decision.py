@@ -1,10 +1,8 @@
 """Decisions at sites: calls the policy of a site when a gradient arrives there, and counts what it keeps.
 
-Restriction to sites and layers, the warm-up of ``keep`` and error feedback are the same for all policies, so they are
-implemented here. The warm-up is that of Yujun Lin et al., "Deep Gradient Compression" (ICLR 2018),
-https://arxiv.org/abs/1712.01887, section 3.3, with the same factor every step instead of every epoch. Error feedback is
-that of Frank Seide et al., "1-Bit Stochastic Gradient Descent" (Interspeech 2014), applied to a site's gradient instead
-of a parameter's.
+Restriction to sites and layers and the warm-up of ``keep`` are the same for all policies, so they are implemented here.
+The warm-up is that of Yujun Lin et al., "Deep Gradient Compression" (ICLR 2018), https://arxiv.org/abs/1712.01887,
+section 3.3, with the same factor every step instead of every epoch.
 """
 
 from __future__ import annotations
@@ -13,25 +11,27 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from math import prod
 
 import torch
 from torch import Tensor
 
 from sparsebp_cli.backward.core.allowance import allowed_share
 from sparsebp_cli.backward.core.extension import SiteCost, SplitCost
+from sparsebp_cli.backward.core.feedback import add_residual, find_residual, fit
 from sparsebp_cli.backward.core.policy_state import PolicyStates
 from sparsebp_cli.backward.core.report import FlopEstimate, SiteReport
 from sparsebp_cli.backward.core.scope import Scope
-from sparsebp_cli.errors import UnsupportedError, UsageError
+from sparsebp_cli.errors import UsageError
 from sparsebp_cli.policy import (
     Budget,
     GradientSelector,
     InformedSelector,
+    Policy,
     Reading,
     Seen,
     Selection,
     Site,
+    SiteGradient,
     Split,
     Stateful,
     Step,
@@ -181,6 +181,7 @@ class SiteDecisions:
     has_selectors: bool
     counters: SiteCounters
     states: PolicyStates
+    feeds_back: bool
 
     def __init__(self, selectors: Sequence[GradientSelector], num_layers: int) -> None:
         self.residuals: dict[str, Tensor] = {}  # what error feedback adds later, by site, micro-batch and call
@@ -189,18 +190,26 @@ class SiteDecisions:
         self.step: Step | None = None  # of the backward under way
         self.counters = SiteCounters({})
         self.states = PolicyStates()
+        self.feeds_back = any(selector.error_feedback for selector in selectors)
         self._scopes = [(selector, Scope(selector, num_layers)) for selector in selectors]
         self._selectors: dict[str, GradientSelector | None] = {}  # by site; None: no selector names it
         self._rules: dict[str, _Rule | None] = {}
 
-    def check_disjoint(self, names: Sequence[str], layer_of: Callable[[str], int | None]) -> None:
-        """Refuse a pattern that matches no site, and a site that belongs to two selectors (:class:`UsageError`)."""
+    def check_disjoint(
+        self,
+        names: Sequence[str],
+        layer_of: Callable[[str], int | None],
+        others: Sequence[tuple[Policy, Scope]] = (),
+    ) -> None:
+        """Refuse a pattern that matches no site, and a site that belongs to two selectors, or to one and another policy
+        with sites (:class:`UsageError`).
+        """
         for _, scope in self._scopes:
             scope.check_patterns(names)
         for name in names:
-            found = [selector for selector, scope in self._scopes if scope.contains(name, layer_of(name))]
+            found = [policy for policy, scope in (*self._scopes, *others) if scope.contains(name, layer_of(name))]
             if len(found) > 1:
-                one, two = (type(selector).__name__ for selector in found[:2])
+                one, two = (type(policy).__name__ for policy in found[:2])
                 raise UsageError(f"{one} and {two} both decide at {name!r}: give them other where or layers")
 
     def sites_of(self, selector: GradientSelector, sites: Iterable[Site]) -> list[Site]:
@@ -265,8 +274,9 @@ class SiteDecisions:
         if rule is not None:
             budget = rule.budget or Budget.of(rule.policy.budget_at(site, step))
             if grad_NO.numel() > 0:
-                if rule.has_state:
-                    self.states.see(rule.selector, site, seen)
+                if rule.has_state and self.states.watches(rule.selector, SiteGradient):
+                    whole = replace(seen, grad_NO=self.states.unscale(grad_NO))
+                    self.states.see(rule.selector, SiteGradient(site.name, whole), step)
                 grad_NO, selection = self._select(rule.policy, seen, site, step)
         claim = allowed = _claim(work, rule, budget)
         if step.draw and grad_NO.numel() > 0:  # only probes read it, and it synchronises with the device
@@ -312,17 +322,14 @@ class SiteDecisions:
         grad_NO = seen.grad_NO
         if not policy.error_feedback:
             return grad_NO, _ask(policy, seen, site, step)
-        key, shape = f"{site.name}/{step.micro_batch}/{step.call}", (*site.batch_shape, site.num_features)
+        key = f"{site.name}/{step.micro_batch}/{step.call}"
         before = self.residuals.get(key)
         if before is not None:
-            before = _fit(before, shape, site.name)
-            grad_NO = _add_where_both_are(grad_NO.view(shape), before.to(grad_NO.dtype)).view(grad_NO.shape)
+            before = fit(before, site)
+            grad_NO = add_residual(grad_NO, before, site, step)
         selection = _ask(policy, replace(seen, grad_NO=grad_NO), site, step)
         assert not isinstance(selection, Split), "refused by the contract"
-        # What is stored is what the kernel leaves out, weights included, so the sum over steps loses nothing.
-        kept_NO = grad_NO if selection is None else selection.apply(grad_NO)
-        left = (grad_NO - kept_NO).view(shape)
-        self.residuals[key] = left if before is None else _retain_unmatched(left, before)
+        self.residuals[key] = find_residual(grad_NO, selection, before, site, step)
         return grad_NO, selection
 
 
@@ -351,35 +358,3 @@ def _allow(budget: Budget, selection: Selection | Split | None, grad_NO: Tensor,
         for share, part in ((budget.dgrad, parts.dgrad), (budget.wgrad, parts.wgrad))
     )
     return Budget(dgrad, wgrad, budget.is_mean)
-
-
-# A residual belongs to an example's index in the batch and a position, and stays until a gradient arrives at that index
-# again. So the last batch of an epoch may be smaller, and batches may differ in length.
-
-
-def _fit(before: Tensor, shape: tuple[int, ...], name: str) -> Tensor:
-    if before.dim() == 2 and before.numel() == prod(shape):
-        return before.view(shape)  # older checkpoints store (B*T, O)
-    if before.dim() != len(shape) or before.shape[-1] != shape[-1]:
-        shapes = f"{tuple(before.shape)}, then {shape}"
-        raise UnsupportedError(f"error_feedback needs gradients of the same dimensions, got {shapes} at {name!r}")
-    return before
-
-
-def _add_where_both_are(grad: Tensor, before: Tensor) -> Tensor:
-    if grad.shape == before.shape:
-        return grad + before
-    both = tuple(slice(min(sizes)) for sizes in zip(grad.shape, before.shape, strict=True))
-    grad = grad.clone()
-    grad[both] += before[both]
-    return grad
-
-
-def _retain_unmatched(left: Tensor, before: Tensor) -> Tensor:
-    sizes = [max(pair) for pair in zip(left.shape, before.shape, strict=True)]
-    if list(left.shape) == sizes:
-        return left
-    waiting = left.new_zeros(sizes)
-    waiting[tuple(slice(size) for size in before.shape)] = before.to(left.dtype)
-    waiting[tuple(slice(size) for size in left.shape)] = left
-    return waiting

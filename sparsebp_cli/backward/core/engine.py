@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, Self
 
@@ -11,11 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from sparsebp_cli.backward.core.clock import Clock
-from sparsebp_cli.backward.core.counters import Counter
+from sparsebp_cli.backward.core.counters import Counter, ShortPass
 from sparsebp_cli.backward.core.decision import SiteCounters, SiteDecisions
+from sparsebp_cli.backward.core.dropped_step import ScaledSteps
 from sparsebp_cli.backward.core.extension import (
     AcceptsColumns,
     EngineExtension,
+    EstimatesFlops,
     EstimatesGradients,
     FreezesParameters,
     KeepsState,
@@ -26,11 +29,15 @@ from sparsebp_cli.backward.core.extension import (
     name_parameters,
     trains_at_sites,
 )
+from sparsebp_cli.backward.core.loss_scale import RootWatch, ScaleFinder, refuse_scale
+from sparsebp_cli.backward.core.loss_weight import LOSS_WEIGHT, LossWeights
 from sparsebp_cli.backward.core.policy_state import PolicyStates
 from sparsebp_cli.backward.core.report import Chosen, FlopEstimate, Report, Route
 from sparsebp_cli.backward.core.trial import Trials
+from sparsebp_cli.backward.observe.dense_graph import CallNote, CallShape, count_dense
 from sparsebp_cli.backward.observe.example_rows import BatchNote
-from sparsebp_cli.backward.observe.loss_graph import UNSEEN, has_site
+from sparsebp_cli.backward.observe.loss_graph import UNSEEN, Products, has_site
+from sparsebp_cli.backward.patch.places import ModulePlaces
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.policy import GradientSelector, Site, Step, TrialPass
 
@@ -96,19 +103,37 @@ class Engine:
         self.batch_sizes: frozenset[int] | None = frozenset() if decisions.has_selectors else None
         self.eager = next((extension for extension in self.extensions if isinstance(extension, RunsPass)), None)
         self.estimator = next((part for part in self.extensions if isinstance(part, EstimatesGradients)), None)
+        self._reads_scale = decisions.has_selectors or bool(self.states) or self.eager is not None
+        self._scales, self._scaled = ScaleFinder(), ScaledSteps(model, self._clock, decisions, self.states)
         self._freezes = any(isinstance(extension, FreezesParameters) for extension in self.extensions)
         self._trials = Trials(model, self.states, self.extensions)
         self._count(Counter(SiteCounters.of(adapter.names)))
         self._attached = True
+        self._loss_weights: LossWeights | None = None  # once a batch has had weights
         self._unhook: Callable[[], None] = lambda: None
         if decisions.has_selectors:
             self._unhook = model.register_forward_pre_hook(BatchNote(self._note_batch), with_kwargs=True).remove
         adapter.install(self)
         for extension in self.extensions:
             extension.install(self)
+        self._places = ModulePlaces(model)
+        # The calls of the model since the last backward, where policies leave out work before it.
+        shortens = any(isinstance(extension, EstimatesFlops | FreezesParameters) for extension in self.extensions)
+        self._calls: list[CallShape | None] | None = [] if shortens else None
+        self._dense: dict[CallShape, Products | None] = {}  # of the dense backward of a call
+        self._unnote: Callable[[], None] = lambda: None
+        if shortens:
+            self._unnote = model.register_forward_pre_hook(CallNote(self._note_call), with_kwargs=True).remove
         self._start_step(self.now())
 
-    def backward(self, loss: Tensor, backward: Callable[..., object] | None = None, *, is_last: bool = True) -> None:
+    def backward(
+        self,
+        loss: Tensor,
+        backward: Callable[..., object] | None = None,
+        *,
+        is_last: bool = True,
+        loss_scale: float | Tensor | None = None,
+    ) -> None:
         """Run the backward pass, calling the policy at every site.
 
         Args:
@@ -117,34 +142,44 @@ class Engine:
                 ``eager_clip='exact'`` it is called twice, the first time with ``retain_graph=True`` as well.
             is_last: Whether this is the last micro-batch of a step. With ``update='eager'`` parameters change in its
                 pass; otherwise it makes no difference.
+            loss_scale: What the script has multiplied the loss by, and divides gradients by before its step; greater
+                than 0. What policies keep and observe is divided by it. None: the factor of the
+                ``torch.amp.GradScaler`` that scaled the loss, also in ``backward``, is found, if one did.
 
         Raises:
-            UsageError: The engine is detached, a backward is running already, or the loss does not come from the
-                attached model's own forward, so that no policy would be called.
+            UsageError: The engine is detached, a backward is running already, a module was replaced since ``attach``,
+                or the loss does not come from the attached model's own forward, so that no policy would be called.
+            UnsupportedError: The loss is scaled, and ``update='eager'``.
         """
         if not self._attached:
             raise UsageError("this engine is detached: attach the model again")
         if self.decisions.step is not None:
             raise UsageError("engine.backward was called inside engine.backward")
         if self.enabled:
+            self._places.check()
             self._check_site_in_graph(loss)
             self._trials.check_made(self._clock.now())
         self._counter.sites.start_backward()
         self.states.move(loss.device)
-        reads = self._reads_graph()
-        if reads:
+        reads, short = self._reads_graph(), None
+        if reads and self._calls is not None:
+            short = Products()
+            short.add(loss, {})
+        elif reads:
             self._counter.products.add(loss, name_parameters(self._model, self._adapter))
         self.decisions.step = self.now()
         try:
             if self.eager is None:
-                self._differentiate(loss, backward)
+                self._differentiate(loss, backward, loss_scale)
             else:
                 updates = is_last and not self._clock.draw  # a probe changes nothing
-                differentiate = partial(self._differentiate, loss, backward)
+                differentiate = partial(self._differentiate, loss, backward, loss_scale)
                 self.eager.run_pass(loss, differentiate, backward=backward, updates=updates)
         finally:
             self.decisions.step = None
-        if reads:
+        if short is not None:
+            self._count_short(short)
+        elif reads:
             self._counter.products_at_sites += self._counter.sites.last_dense_flops
             self._counter.num_read += 1
         if self.enabled:
@@ -170,9 +205,17 @@ class Engine:
         self._clock.count_backward()
         return loss
 
-    def trials_are_due(self) -> bool:
-        """Return whether a policy wants trial passes before the coming step; see :meth:`run_trials`."""
-        return self.enabled and self._trials.are_due(self._clock.now())
+    def trials_are_due(self, ahead: int = 0) -> bool:
+        """Return whether a policy wants trial passes before the coming step; see :meth:`run_trials`.
+
+        Args:
+            ahead: So many steps after the coming one, if states stay as they are; at least 0.
+
+        Returns:
+            Whether one does.
+        """
+        step = self._clock.now()
+        return self.enabled and self._trials.are_due(replace(step, index=step.index + ahead))
 
     def run_trials(
         self,
@@ -212,9 +255,38 @@ class Engine:
         """Return over how many micro-batches the trial passes before the coming step run; 0 if none are due."""
         return self._trials.count_batches(self._clock.now()) if self.trials_are_due() else 0
 
-    def _differentiate(self, loss: Tensor, backward: Callable[..., object] | None, **options: object) -> None:
+    def _differentiate(
+        self,
+        loss: Tensor,
+        backward: Callable[..., object] | None,
+        loss_scale: float | Tensor | None,
+        **options: object,
+    ) -> None:
         with self._adapter.backward_context(loss) as instead:
-            (backward or torch.Tensor.backward)(loss if instead is None else instead, **options)
+            root = loss if instead is None else instead
+            # A scaler may have scaled the loss before, or do so in the script's own function.
+            scale = loss_scale if loss_scale is not None or not self._reads_scale else self._find_scale(loss)
+            if scale is not None or backward is None or not self._reads_scale:
+                self._start_pass(scale)
+                (backward or torch.Tensor.backward)(root, **options)
+            else:
+                with RootWatch(lambda scaled: self._start_pass(self._find_scale(scaled))):
+                    backward(root, **options)
+
+    def _find_scale(self, loss: Tensor) -> Tensor | None:
+        scale = self._scales.find(loss)
+        if self._scales.note and (self.decisions.feeds_back or self.states):
+            self.notes["loss scale"] = self._scales.note
+        return scale
+
+    def _start_pass(self, scale: float | Tensor | None) -> None:
+        """Note the scale of the pass that begins now."""
+        if scale is not None and self.eager is not None:
+            refuse_scale()
+        self.states.loss_scale = scale
+        if not self._clock.draw:
+            self._scaled.start_pass(scale)
+        self.decisions.step = replace(self.now(), loss_scale=scale)
 
     def _check_site_in_graph(self, loss: Tensor) -> None:
         for extension in self.extensions:
@@ -236,11 +308,29 @@ class Engine:
         if not self.enabled or self._clock.draw or number & (number - 1):  # 0 for powers of two alone
             return False
         unknown = self._counter.products.unknown
-        if self.leaves_out:
-            unknown.add("positions or examples are left out before the backward")
-        if self._freezes:
-            unknown.add("a policy chooses which parameters are trained")
-        return bool(self._adapter.names) and not unknown
+        return (bool(self._adapter.names) or self._calls is not None) and not unknown
+
+    def _note_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Note the call of a training forward whose graph will be read."""
+        number = self._counter.num_backwards + 1
+        if self._calls is not None and self.enabled and not self._clock.draw and not number & (number - 1):
+            self._calls.append(CallShape.of(args, kwargs))
+
+    def _count_short(self, products: Products) -> None:
+        """Count a pass of which a policy left out work beforehand; ``products`` are those of its graph."""
+        calls, sites = self._calls or [], self._counter.sites
+        self._counter.products.unknown |= products.unknown
+        # The passes of several forwards would have to be counted together.
+        call = calls[0] if len(calls) == 1 else None
+        left = products.total - sites.last_dense_flops + sites.last_claimed_flops
+        self._counter.short.append(ShortPass(call, left, sites.last_claimed_flops))
+        calls.clear()
+
+    def _count_dense(self, call: CallShape) -> Products | None:
+        if call not in self._dense:
+            with self.disabled():
+                self._dense[call] = count_dense(self._model, call)
+        return self._dense[call]
 
     def now(self) -> Step:
         """Return the step of the backward under way, or of the next one."""
@@ -282,8 +372,8 @@ class Engine:
         Inside, :meth:`report`, :meth:`claim`, :meth:`take_kept_share` and :meth:`take_route` describe the probe alone.
 
         Args:
-            draw: Draw of random policies; other than 0, so that the probe neither uses up nor repeats training's
-                decisions.
+            draw: Draw of random policies; other than 0, so that the probe uses up no decision of training. -1 repeats
+                what training is about to draw, to count its work.
             feedback: Whether error feedback adds what training has left out.
 
         Yields:
@@ -297,9 +387,25 @@ class Engine:
         finally:
             self._count(before)
 
+    @property
+    def is_probing(self) -> bool:
+        """Whether the pass under way is a measurement, which trains nothing."""
+        return self._clock.draw != 0
+
     def report(self) -> Report:
         """Return what happened at every site so far, as plain numbers; synchronises with the device."""
-        return self._counter.report(self._adapter, self.notes)
+        return self._counter.report(self._adapter, self.notes, self._count_dense, freezes=self._freezes)
+
+    def totals(self) -> tuple[float | None, Chosen | None]:
+        """Return the share of gradient entries kept, and what was chosen of the batches, since the model was attached.
+
+        Both are those of :meth:`report`, which also counts what remained of the whole backward.
+
+        Returns:
+            The share, None if no gradient arrived, and the counts, None if nothing was chosen; it waits for the device.
+        """
+        kept, entries = self._counter.sites.kept()
+        return (kept / entries if entries else None), self._counter.chosen.total
 
     def claim(self) -> FlopEstimate:
         """Return the last backward's FLOPs at the sites, dense and as claimed by the policy, from shapes alone."""
@@ -331,14 +437,26 @@ class Engine:
         self._counter.add_route(route)
 
     def columns(self, **columns: Tensor) -> None:
-        """Set the batch columns that token policies need and the model's forward does not get.
+        """Set what the model's forward does not get: weights of the loss, and the batch columns that token policies
+        need.
 
-        For scripts that compute their own loss and remove ``labels`` from the batch before calling the model.
+        Scripts that compute their own loss and remove ``labels`` from the batch before calling the model give them
+        here.
 
         Args:
-            **columns: By name, each (B, T): ``labels``, and columns that the policy reads; or ``num_items_in_batch``, a
-                number that replaces the forward's. They stay set until the next call.
+            **columns: By name, each (B, T): ``labels``, and columns that the policy reads; ``loss_weight``, any finite
+                number for each label, with which the model's own loss is a weighted sum over the number of labels, with
+                every policy and dense; or ``num_items_in_batch``, a number that replaces the forward's. They stay set
+                until the next call.
+
+        Raises:
+            UnsupportedError: ``loss_weight`` for a model that is no causal language model with transformers' loss.
         """
+        weight_BT = columns.pop(LOSS_WEIGHT, None)
+        if weight_BT is not None and self._loss_weights is None:
+            self._loss_weights = LossWeights(self._model)
+        if self._loss_weights is not None:
+            self._loss_weights.given = weight_BT
         for extension in self.extensions:
             if isinstance(extension, AcceptsColumns):
                 extension.set_columns(**columns)
@@ -364,6 +482,7 @@ class Engine:
             The step number, the backward's number within it, the tensors that error feedback will add, the states of
             policies, and the entries of extensions: with an eager update, the norm of the last step's gradients.
         """
+        self._scaled.settle()
         cut = dict(self.decisions.residuals)
         state = {"index": self._clock.index, "micro_batch": self._clock.micro_batch, "cut": cut}
         for extension in self._keepers():
@@ -407,7 +526,11 @@ class Engine:
                 extension.remove()
             self._adapter.remove()
             self._unhook()
+            self._unnote()
+            if self._loss_weights is not None:
+                self._loss_weights.remove()
         self._attached = False
+        self._scaled.stop()
         self._clock.stop()
 
     def __enter__(self) -> Self:

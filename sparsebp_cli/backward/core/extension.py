@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, runtime_checkable
 
 from sparsebp_cli.backward.observe.flops import DensePass, PassEstimate
+from sparsebp_cli.backward.observe.update_flops import UpdateFlops
 from sparsebp_cli.errors import UsageError
 
 if TYPE_CHECKING:
@@ -39,6 +40,10 @@ class EngineView(Protocol):
     notes: dict[str, str]  # sentences for the report on how policies are carried out, by topic
     batch_sizes: frozenset[int] | None  # candidates, from the last forward; empty: unknown; None: not needed
     dense_rows: int | None  # B*T of the last batch of which a compiled graph ran some positions; None: there is none
+
+    @property
+    def is_probing(self) -> bool:
+        """Whether the pass under way is a measurement, which trains nothing."""
 
     def now(self) -> Step:
         """Return the step of the backward under way, or of the next one."""
@@ -207,10 +212,20 @@ class CountsGradients(Protocol):
 
 
 @runtime_checkable
+class ComparesSteps(Protocol):
+    """An extension that compares its own step with the plain one at some batches, beside the work of the policy."""
+
+    @property
+    def uncharged_comparisons(self) -> int:
+        """Comparisons so far that no measurement of a step shows; each is a plain pass and one of its own."""
+
+
+@runtime_checkable
 class RunsPass(Protocol):
     """An extension that runs the backward pass itself and changes parameters during it."""
 
     report: EagerReport | None
+    counting: UpdateFlops | None  # counts the updates of the coming pass
 
     @property
     def gradient_norm(self) -> float:

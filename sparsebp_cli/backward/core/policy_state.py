@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, Literal, final
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
+from sparsebp_cli.backward.core.loss_scale import remove_scale
 from sparsebp_cli.errors import UsageError
-from sparsebp_cli.policy import Observation, Observed, Policy, Seen, Site, Stateful, Step, TrialPass, choice
+from sparsebp_cli.policy import Measure, Observation, Observed, ParameterGradient, Policy, Stateful, Step, TrialPass
 
 Values = Mapping[str, Tensor | float]
 _OBSERVED = "observed"
-_OF_PARAMETERS: dict[Observed, Callable[[Tensor], Tensor]] = {
-    "parameter_norm": lambda gradient: choice.norm(gradient.reshape(1, -1), 1)[0],
-    "parameter_l1": choice.l1_norm,
-}
-_AT_SITES: frozenset[Observed] = frozenset({"grad_norm", "column_norm"})
-_IN_TRIALS: frozenset[Observed] = frozenset(
-    {"gradient_sample", "row_product", "example_norm", "weight_gradient", "reader_gradient", "input_entries"}
-)
-SAMPLED = 100  # one in so many entries of a gradient is sampled
 
 
 @final
@@ -42,11 +35,15 @@ class PolicyStates:
         self._policies = {str(n): policy for n, (policy, _) in enumerate(policies) if isinstance(policy, Stateful)}
         self._numbers = {id(policy): number for number, policy in self._policies.items()}
         self._states = {n: _check(policy, policy.init(policies[int(n)][1])) for n, policy in self._policies.items()}
-        self._observed: dict[str, Tensor] = {}  # norms of the step under way, by part and site
+        self._observed: dict[str, Observation] = {}  # of the step under way, by policy
         self._gradients = gradients
-        self._trial_step: Step | None = None  # during a trial pass
-        self._tried: dict[str, Tensor] = {}  # what the trial pass under way saw
+        self._trial: _Trial | None = None
         self._device: torch.device | None = None
+        self.loss_scale: Tensor | float | None = None  # of the pass under way, or the last one
+
+    def __bool__(self) -> bool:
+        """Whether a policy has state."""
+        return bool(self._policies)
 
     def of(self, policy: Policy) -> Values:
         """Return the state of a policy; empty if it has none."""
@@ -61,74 +58,52 @@ class PolicyStates:
         """Move all states to the model's device, if they are on another."""
         if device != self._device:
             self._states = {number: _to(values, device) for number, values in self._states.items()}
-            self._observed = {name: norm.to(device) for name, norm in self._observed.items()}
+            self._observed = _map(lambda value: value.to(device), self._observed)
             self._device = device
 
-    def see(self, policy: Policy, site: Site, seen: Seen) -> None:
-        """Add a gradient to the norms of its site, as far as the site's policy observes them."""
-        if not isinstance(policy, Stateful):
+    def watches(self, policy: Policy, what: type[Observed]) -> bool:
+        """Whether a policy measures something of the pass under way: of each step, or of its own trial passes alone."""
+        if not isinstance(policy, Stateful) or what not in policy.observes:
+            return False
+        is_tried = self._trial is not None and self._trial.number == self._numbers[id(policy)]
+        return is_tried if policy.has_trials else self._trial is None
+
+    def see(self, policy: Policy, seen: Observed, step: Step | None = None) -> None:
+        """Fold in what a policy measures of something that it watches. A trial pass has a step of its own."""
+        assert isinstance(policy, Stateful)
+        number, trial = self._numbers[id(policy)], self._trial
+        if trial is not None:
+            self._measure(policy, [seen], trial.step, trial.observation)
             return
-        grad_NO = seen.grad_NO
-        if self._trial_step is not None and "row_product" in policy.observes:
-            self._tried[f"row_product/{site.name}"] = choice.norm(grad_NO, 1) * seen.input_norm
-        if policy.has_trials or not policy.observes & _AT_SITES:
-            return
-        norm_O = choice.norm(grad_NO, 0)
-        parts: dict[Observed, Tensor] = {"column_norm": norm_O}
-        if "grad_norm" in policy.observes:
-            parts["grad_norm"] = choice.norm(norm_O[None], 1)[0]
-        for part in policy.observes & _AT_SITES:
-            name, before = f"{part}/{site.name}", self._observed.get(f"{part}/{site.name}")
-            self._observed[name] = parts[part] if before is None else torch.hypot(before, parts[part])
+        assert step is not None
+        if not step.draw:  # a probe leaves nothing
+            self._measure(policy, [seen], step, self._observed.setdefault(number, Observation()))
 
-    def see_input(self, policy: Policy, site: Site, step: Step, x_ND: Tensor) -> None:
-        """Note the mean row of a linear's input in the first forward of a step; one that is computed again has the
-        same.
-        """
-        if self.watches(policy, "input_mean") and not (step.draw or step.micro_batch or step.call):
-            dtype = torch.promote_types(x_ND.dtype, torch.float32)
-            self._observed[f"input_mean/{site.name}"] = x_ND.mean(0, dtype=dtype)
+    def unscale(self, gradient: Tensor) -> Tensor:
+        """Return a gradient of the pass under way without the loss scale."""
+        return gradient if self.loss_scale is None else remove_scale(gradient, self.loss_scale)
 
-    def see_block(self, policy: Policy, name: str, gradient: Tensor) -> None:
-        """Add the gradient of what a residual block adds to the stream to the norm of the step."""
-        key, norm = f"block_norm/{name}", choice.norm(gradient.detach().reshape(1, -1), 1)[0]
-        if self.watches(policy, "block_norm"):
-            self._observed[key] = torch.hypot(self._observed[key], norm) if key in self._observed else norm
+    def next_forward(self, policy: Policy) -> str:
+        """Return the name of a forward of the step, after those of which a policy has measured something."""
+        before = self._observed.get(self._numbers[id(policy)], Observation())
+        return str(max((int(name) for values in before.values() for name in values), default=-1) + 1)
 
-    def see_scores(
-        self,
-        policy: Policy,
-        part: Literal["example_loss", "example_gradient", "example_row", "token_loss"],
-        score: Tensor,
-    ) -> None:
-        """Note the losses, norms or rows that a policy has read before a forward of the step."""
-        if self.watches(policy, part):
-            number = sum(key.startswith(f"{part}/") for key in self._observed)
-            self._observed[f"{part}/{number}"] = score.detach()
-
-    def watches(self, policy: Policy, part: Observed) -> bool:
-        """Whether a policy observes a part of each step."""
-        return isinstance(policy, Stateful) and not policy.has_trials and part in policy.observes
-
-    def see_layer(self, policy: Policy, layer: int, norm_B: Tensor) -> None:
-        """Note the norms of the examples' gradients at a layer's output, in a trial pass."""
-        if self._trial_step is not None and isinstance(policy, Stateful) and "example_norm" in policy.observes:
-            self._tried[f"example_norm/{layer}"] = norm_B
-
-    def see_weight(self, policy: Policy, name: str, gradient_OD: Tensor) -> None:
-        """Note the gradient of a linear's weight, in a trial pass."""
-        if self._trial_step is not None and isinstance(policy, Stateful) and "weight_gradient" in policy.observes:
-            self._tried[f"weight_gradient/{name}"] = gradient_OD
-
-    def see_readers(self, policy: Policy, name: str, num_entries: int, gradients: Mapping[str, Tensor]) -> None:
-        """Note the gradients of the weights of all linears that read an input, in a trial pass, and the input's size;
-        ``name`` is the linear that reads it first.
-        """
-        observes = policy.observes if isinstance(policy, Stateful) else frozenset()
-        if self._trial_step is not None and "reader_gradient" in observes and gradients:
-            samples = [_sample(gradient, reader, self._trial_step) for reader, gradient in gradients.items()]
-            self._tried[f"reader_gradient/{name}"] = torch.cat(samples)
-            self._tried[f"input_entries/{name}"] = torch.tensor(float(num_entries), dtype=torch.float64)
+    @torch.no_grad()
+    def _measure(self, policy: Policy, shown: Iterable[Observed], step: Step, into: Observation) -> None:
+        step, policy = self.show(policy, step), policy.at(step)
+        assert isinstance(policy, Stateful)
+        for seen in shown:
+            measures = policy.measure(seen, step)
+            _check_measures(policy, measures)
+            # A policy may return what it was shown, which belongs to the caller.
+            own = {
+                name: replace(
+                    measure,
+                    value=remove_scale(measure.value, None) if seen.is_gradient else measure.value.detach().clone(),
+                )
+                for name, measure in measures.items()
+            }
+            into.add(seen.name, own)
 
     @contextmanager
     def trying(self, policy: Policy, step: Step, state: Values | None) -> Iterator[None]:
@@ -136,47 +111,40 @@ class PolicyStates:
         number = self._numbers[id(policy)]
         before = self._states[number]
         assert isinstance(policy, Stateful)
-        self._trial_step, self._tried = step, {}
-        self._states[number] = before if state is None else _check(policy, state)
+        self._trial = _Trial(number, step)
+        self._states[number] = before if state is None else _check(policy, state, before)
         try:
             yield
         finally:
-            self._states[number], self._trial_step = before, None
+            self._states[number], self._trial = before, None
 
     def end_step(self, step: Step) -> None:
         """Fold what the step saw into the states."""
         if not self._policies:
             return
-        parts: dict[str, dict[str, Tensor]] = {}
-        for key, norm in self._observed.items():
-            part, _, name = key.partition("/")
-            parts.setdefault(part, {})[name] = norm
-        self._observed = {}
+        observed, self._observed = self._observed, {}
         with torch.no_grad():
-            observing = [policy for policy in self._policies.values() if not policy.has_trials]
-            seen = self._measure_parameters({part for policy in observing for part in policy.observes})
-            observation = Observation(**parts, **seen)
             for number, policy in self._policies.items():
+                observation = observed.get(number, Observation())
+                if self.watches(policy, ParameterGradient):
+                    # The scaler has divided them, if there is one.
+                    shown = (ParameterGradient(name, gradient) for name, gradient in self._gradients().items())
+                    self._measure(policy, shown, step, observation)
                 self._replace(number, policy.at(step).observe(self._states[number], observation, step))
 
     def wanted(self, policy: Policy, step: Step) -> Sequence[Collection[str] | TrialPass]:
         """Return the trial passes that a policy wants before a step."""
         return policy.wants_trials(self.show(policy, step)) if isinstance(policy, Stateful) else ()
 
-    @torch.no_grad()
-    def measure(self, policy: Policy) -> Observation:
-        """Return what a policy observes of the parameters, as of now, and what it has seen in the trial pass."""
-        observes = policy.observes if isinstance(policy, Stateful) else frozenset()
-        parts = {part: dict[str, Tensor]() for part in observes & _IN_TRIALS}
-        for key, value in self._tried.items():
-            part, _, name = key.partition("/")
-            parts[part][name] = value  # type: ignore[index]  # keys are of see and see_layer
-        if "gradient_sample" in observes:
-            assert self._trial_step is not None
-            parts["gradient_sample"] = {
-                name: _sample(gradient, name, self._trial_step) for name, gradient in self._gradients().items()
-            }
-        return Observation(**self._measure_parameters(set(observes)), **parts)
+    def end_trial(self, policy: Policy) -> Observation:
+        """Return what a policy has measured in the trial pass, with what it measures of the parameters as of now."""
+        assert isinstance(policy, Stateful)
+        assert self._trial is not None
+        if self.watches(policy, ParameterGradient):
+            # No step follows a trial pass, so no scaler divides its gradients.
+            shown = (ParameterGradient(name, self.unscale(value)) for name, value in self._gradients().items())
+            self._measure(policy, shown, self._trial.step, self._trial.observation)
+        return self._trial.observation
 
     def fold_trials(self, policy: Policy, observations: Sequence[Observation], step: Step) -> None:
         """Fold what trial passes saw into the state of the policy that wanted them."""
@@ -187,7 +155,7 @@ class PolicyStates:
 
     def _replace(self, number: str, values: Values) -> None:
         policy, before = self._policies[number], self._states[number]
-        after = _check(policy, values)
+        after = _check(policy, values, before)
         if _layout(after) != _layout(before):
             raise UsageError(
                 f"{type(policy).__name__}: observe must return the entries of the state, with their shapes and "
@@ -195,40 +163,53 @@ class PolicyStates:
             )
         self._states[number] = after
 
-    def _measure_parameters(self, parts: Collection[Observed]) -> dict[str, dict[str, Tensor]]:
-        return {
-            part: {name: measure(gradient) for name, gradient in self._gradients().items()}
-            for part, measure in _OF_PARAMETERS.items()
-            if part in parts
-        }
+    def remember(self) -> Callable[[], None]:
+        """Return what restores the states and observations of now."""
+        states, observed = dict(self._states), _map(lambda value: value, self._observed)
+
+        def restore() -> None:
+            self._states, self._observed = states, observed
+
+        return restore
 
     @contextmanager
     def probing(self) -> Iterator[None]:
         """Restore states and observations after a probe."""
-        before = self._states, self._observed
-        self._states, self._observed = dict(self._states), dict(self._observed)
+        restore = self.remember()
         try:
             yield
         finally:
-            self._states, self._observed = before
+            restore()
 
     def state_dict(self) -> dict[str, Any]:
         """Return one entry with everything by name; nothing if no policy has state."""
         if not self._policies:
             return {}
         own = {f"{n}/{key}": value for n, values in self._states.items() for key, value in values.items()}
-        return {"policy_state": own | {f"{_OBSERVED}/{key}": norm for key, norm in self._observed.items()}}
+        measured = {
+            f"{_OBSERVED}/{number}/{measure}/{name}": value
+            for number, observation in self._observed.items()
+            for measure, values in observation.items()
+            for name, value in values.items()
+        }
+        return {"policy_state": own | measured}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the entry. Raises :class:`UsageError` if it is of other policies."""
+        """Restore the entry. Raises :class:`UsageError` if it is of other policies, or of the middle of a step of a
+        version whose observations had no policy.
+        """
         if not self._policies:
             return
         found = dict(state["policy_state"])
-        observed = {key: found.pop(key) for key in list(found) if key.startswith(f"{_OBSERVED}/")}
+        observed: dict[str, Observation] = {}
         states: dict[str, dict[str, Tensor | float]] = {number: {} for number in self._policies}
-        for key, value in found.items():
-            number, _, name = key.partition("/")
-            states.setdefault(number, {})[name] = value
+        for key, value in found.items():  # a checkpoint's file has one flat name a tensor
+            first, rest = key.split("/", 1)
+            if first == _OBSERVED:
+                number, measure, name = _split(rest)
+                observed.setdefault(number, Observation()).add(name, {measure: Measure(value)})
+            else:
+                states.setdefault(first, {})[rest] = value
         for number, policy in self._policies.items():
             mine, theirs = _layout(self._states[number]), _layout(states[number])
             if mine != theirs:
@@ -236,32 +217,64 @@ class PolicyStates:
         if states.keys() != self._states.keys():
             raise UsageError(f"not a state of these policies: {sorted(states)}, got {sorted(self._states)}")
         self._states = {number: dict(sorted(values.items())) for number, values in states.items()}
-        self._observed = {key.removeprefix(f"{_OBSERVED}/"): norm for key, norm in observed.items()}
+        self._observed = observed
         self._device = None  # wherever the state was saved
 
 
-def _sample(gradient: Tensor, name: str, step: Step) -> Tensor:
-    """Return some entries of a gradient, the same at every call with one step."""
-    number = gradient.numel()
-    num_drawn = -(-number // SAMPLED)
-    generator = step.generator(_Drawn(f"sample of {name}"))
-    index_K = torch.randint(number, (num_drawn,), generator=generator).to(gradient.device)
-    return gradient.reshape(-1)[index_K].float() * float((number / num_drawn) ** 0.5)
-
-
 @dataclass(frozen=True)
-class _Drawn:
-    name: str
+class _Trial:
+    """A trial pass under way."""
+
+    number: str  # of the policy that wants it
+    step: Step
+    observation: Observation = field(default_factory=Observation)
 
 
-def _check(policy: Stateful[Any], values: Values) -> Values:
+def _split(name: str) -> tuple[str, str, str]:
+    """Return policy, measure and place of an entry of what a step has seen so far."""
+    number, measure, *place = name.split("/", 2)
+    if not number.isdigit() or not place:
+        raise UsageError(
+            "the state was saved between two micro-batches of a step, by an earlier version of SparseBP that measured "
+            f"{number!r}: go on from a state that was saved at the end of a step, or with that version"
+        )
+    return number, measure, place[0]
+
+
+def _map(change: Callable[[Tensor], Tensor], observed: Mapping[str, Observation]) -> dict[str, Observation]:
+    """Return observations of their own, with changed values."""
+    found: dict[str, Observation] = {}
+    for number, observation in observed.items():
+        found[number] = Observation()
+        for measure, values in observation.items():
+            found[number][measure] = {name: change(value) for name, value in values.items()}
+    return found
+
+
+def _check_measures(policy: Policy, measures: Mapping[str, Measure]) -> None:
+    for name, measure in measures.items():
+        good = isinstance(name, str) and name and "/" not in name
+        if not good or not isinstance(measure, Measure) or not isinstance(measure.value, Tensor):
+            raise UsageError(
+                f"{type(policy).__name__}: measure returns a Measure of a tensor by name, without a '/', got "
+                f"{name!r}: {measure!r}"
+            )
+
+
+def _check(policy: Stateful[Any], values: Values, before: Values = MappingProxyType({})) -> Values:
+    """Return a state of the engine's own: entries that are not those of before are copied, since a policy may return
+    one tensor under two names, or one that something else changes in place.
+    """
     name = type(policy).__name__
     if not isinstance(values, Mapping):
         raise UsageError(f"{name}: a state is a mapping of tensors and numbers, got {type(values).__name__}")
     for key, value in values.items():
         if not isinstance(key, str) or type(value) not in (Tensor, int, float):
             raise UsageError(f"{name}: a state is a mapping of tensors and numbers, got {key!r}: {value!r}")
-    return {key: value.detach() if isinstance(value, Tensor) else value for key, value in sorted(values.items())}
+    return {
+        key: value.detach().clone() if isinstance(value, Tensor) and value is not before.get(key) else value
+        for key, value in sorted(values.items())
+    }
 
 
 def _layout(values: Values) -> dict[str, str]:

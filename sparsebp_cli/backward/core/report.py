@@ -215,6 +215,24 @@ class Whole:
     num_passes: int
 
 
+@dataclass(frozen=True)
+class Short:
+    """What remained of the dense backward in passes 1, 2, 4, 8 ..., where a policy left out work before it.
+
+    The dense backward of the same batches is counted from a forward on tensors without values.
+
+    Args:
+        whole_share: Share of the FLOPs of the whole dense backward that remained, as claimed.
+        claimed_share: The same of the sites alone, where the policy chooses which parameters are trained: then
+            gradients that do not arrive count. None for other policies.
+        num_passes: Passes that were counted.
+    """
+
+    whole_share: float
+    claimed_share: float | None
+    num_passes: int
+
+
 @dataclass(frozen=True, repr=False)
 class Report:
     """Summary since the model was attached. ``print(report)`` shows a short table.
@@ -231,6 +249,7 @@ class Report:
         chosen: What was chosen of the batches before their forward, and its cost; None if nothing was.
         whole: The whole dense backward; None if unknown.
         whole_unknown: Why it is unknown; empty if it is known.
+        short: Of policies that leave out work before the backward; None without one, and if it is unknown.
     """
 
     sites: tuple[SiteReport, ...]
@@ -243,6 +262,7 @@ class Report:
     chosen: Chosen | None = None
     whole: Whole | None = None
     whole_unknown: str = ""
+    short: Short | None = None
 
     @property
     def never_called(self) -> tuple[str, ...]:
@@ -269,11 +289,15 @@ class Report:
         """Share of the *sites'* dense backward that the policies claim to execute; None if no gradient arrived at a
         site.
         """
+        if self.short is not None and self.short.claimed_share is not None:
+            return self.short.claimed_share
         return self.claimed_flops / self.dense_flops if self.dense_flops else None
 
     @property
     def whole_share(self) -> float | None:
         """Share of the *whole* dense backward that the policies claim to execute; None if unknown."""
+        if self.short is not None:
+            return self.short.whole_share
         if self.whole is None or self.claimed_share is None:
             return None
         return 1.0 - (1.0 - self.claimed_share) * self.whole.sites_share
@@ -320,6 +344,8 @@ class Report:
                 f"{self.whole_share:.1%} of its FLOPs remain, as claimed; "
                 f"sites have {self.whole.sites_share:.1%} of the dense ones",
             )
+        elif self.short is not None:
+            yield "whole backward", f"{self.short.whole_share:.1%} of its FLOPs remain, as claimed"
         elif self.num_backwards:
             yield "whole backward", f"not known{f': {self.whole_unknown}' if self.whole_unknown else ''}"
         if self.claimed_share is not None:

@@ -72,7 +72,7 @@ class Trials:
                     with self._states.trying(part.policy, step, trial.state):
                         with part.trying(decision):
                             run_pass(trial)
-                        found.append(self._states.measure(part.policy))
+                        found.append(self._states.end_trial(part.policy))
                 if found:
                     self._states.fold_trials(part.policy, found, step)
         finally:

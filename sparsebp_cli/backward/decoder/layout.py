@@ -341,13 +341,16 @@ _BUILT_IN: dict[str, tuple[BranchLayout, ...]] = {
 }
 
 
-def find_layouts() -> dict[str, tuple[BranchLayout, ...]]:
+def find_layouts(classes: Collection[str] | None = None) -> dict[str, tuple[BranchLayout, ...]]:
     """Return every known layout by the layer's class; those of plugins override built-in ones.
 
-    Raises :class:`UnsupportedError` if a plugin's layout cannot be loaded.
+    With ``classes`` plugins are loaded for these layers alone. Raises :class:`UnsupportedError` if a plugin's layout
+    cannot be loaded.
     """
     layouts = dict(_BUILT_IN)
     for entry in entry_points(group=GROUP):
+        if classes is not None and entry.name not in classes:
+            continue
         try:
             layout = tuple(entry.load())
         except Exception as error:

@@ -62,7 +62,7 @@ class AttentionOverride(ForwardOverride):
 
 def find_attentions(model: nn.Module, linears: Collection[str]) -> Iterator[tuple[nn.Module, str]]:
     """Yield the attentions of a model that PyTorch's function may compute, and the name of the linear after each."""
-    layouts = find_layouts()
+    layouts = find_layouts({type(module).__name__ for module in model.modules()})
     for name, layer in model.named_modules():
         for layout in layouts.get(type(layer).__name__, ()):
             core: Any = find_child(layer, layout.core)

@@ -25,10 +25,11 @@ from sparsebp_cli.backward.linear.saved import find_share
 from sparsebp_cli.backward.observe.internals import version_of
 from sparsebp_cli.backward.observe.module_trace import is_in_backward
 from sparsebp_cli.errors import PolicyError, UnsupportedError
-from sparsebp_cli.policy import InputSaver, Saved, SavedProjection, Site, Step, TrialPass
+from sparsebp_cli.policy import InputSaver, LinearInput, ReaderGradients, Saved, SavedProjection, Site, Step, TrialPass
 
 if TYPE_CHECKING:
     from sparsebp_cli.backward.core.extension import EngineView
+    from sparsebp_cli.backward.core.given import Given
     from sparsebp_cli.backward.core.policy_state import PolicyStates
 
 
@@ -65,12 +66,16 @@ class ReadsProjections(Protocol):
         this step, and the dimension of the weight that belongs to inputs; None for any other gradient."""
 
 
-def connect(savers: Sequence[InputSaving], states: PolicyStates, optimizer: torch.optim.Optimizer | None) -> None:
-    """Give savers the states of policies, and an optimizer that reads projections what says how inputs are projected.
-    Raises :class:`UnsupportedError` if it does and no policy keeps a projection.
+def find_places(policy: InputSaver, model: nn.Module, given: Given) -> list[Site]:  # noqa: ARG001
+    """Return the linears at which a saver decides."""
+    scope = Scope(policy, given.num_layers)
+    return [site for site in given.linears if scope.contains(site.name, site.layer)]
+
+
+def connect(savers: Sequence[InputSaving], optimizer: torch.optim.Optimizer | None) -> None:
+    """Give an optimizer that reads projections what says how inputs are projected. Raise
+    :class:`UnsupportedError` if it reads them and no policy keeps a projection.
     """
-    for saver in savers:
-        saver.states = states
     if not isinstance(optimizer, ReadsProjections):
         return
     for saver in savers:
@@ -87,15 +92,16 @@ def connect(savers: Sequence[InputSaving], states: PolicyStates, optimizer: torc
 class InputSaving:
     """An input saver in one model; see :class:`~sparsebp_cli.backward.core.extension.EngineExtension`.
 
-    ``num_layers`` is 0 for a model without known layers. The states of policies are set before the first forward.
+    The linears are changed by their adapter.
     """
 
     engine: EngineView
     policy: InputSaver
     states: PolicyStates
 
-    def __init__(self, policy: InputSaver, model: nn.Module, num_layers: int) -> None:
-        self.policy, self._model, self.scope = policy, model, Scope(policy, num_layers)
+    def __init__(self, policy: InputSaver, model: nn.Module, given: Given) -> None:
+        self.policy, self._model, self.scope = policy, model, Scope(policy, given.num_layers)
+        self.states = given.states
         # What was kept of inputs that are alive, by id: between two linears of one input may be others, as in adapters.
         self._kept: dict[int, tuple[weakref.ref[Tensor], int, SavedInput]] = {}
         self._kept_at: tuple[Step, bool] | None = None  # when, and whether inside of a backward
@@ -118,8 +124,9 @@ class InputSaving:
         """Do nothing: the linears read the engine's state."""
 
     def start_step(self, step: Step) -> None:  # noqa: ARG002 - of the protocol
-        """Forget the projections; the decisions of a step are made in its forwards."""
+        """Forget the projections and the counts; the decisions of a step are made in its forwards."""
         self._projections.clear()
+        self._step = None  # a step that a loss scaler dropped begins again with the same number
 
     def check_called(self) -> None:
         if not self._was_called:
@@ -175,7 +182,10 @@ class InputSaving:
             for name, readers in self._readers.items():
                 weights = {reader: weight_of(self._model.get_submodule(reader)) for reader in sorted(readers.names)}
                 gradients = {reader: weight.grad for reader, weight in weights.items() if weight.grad is not None}
-                self.states.see_readers(self.policy, name, sum(readers.num_entries.values()), gradients)
+                if gradients and self.states.watches(self.policy, ReaderGradients):
+                    own = {reader: self.states.unscale(gradient) for reader, gradient in gradients.items()}
+                    seen = ReaderGradients(name, own, sum(readers.num_entries.values()))
+                    self.states.see(self.policy, seen)
         finally:
             self._readers = None
 
@@ -190,7 +200,8 @@ class InputSaving:
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
             x_ND = x.detach().reshape(-1, x.shape[-1])
             saved = policy.save(x_ND, site, self.states.show(self.policy, step))
-            self.states.see_input(self.policy, site, step, x_ND)
+            if self.states.watches(self.policy, LinearInput):
+                self.states.see(self.policy, LinearInput(site.name, x_ND), step)
         if saved is not None and (type(saved) is not policy.form or saved.shape != tuple(x_ND.shape)):
             expected = "None" if policy.form is None else policy.form.__name__
             raise PolicyError(

@@ -84,7 +84,7 @@ class LinearAdapter(SiteAdapter):
 
     ``exclude`` has globs over module names; with ``may_be_empty`` a model without linears is accepted, for policies
     that do not decide here. Without ``installs`` no linear is a site and none is changed: counting alone costs up to a
-    twentieth of a step. ``saving`` decides what is saved of inputs, ``forms`` how selected products are computed.
+    twentieth of a step. ``forms`` decides how selected products are computed.
     Raises :class:`UsageError` if a pattern matches nothing or there is no linear, and :class:`UnsupportedError` if the
     model is attached or offloaded.
     """
@@ -96,7 +96,6 @@ class LinearAdapter(SiteAdapter):
         *,
         may_be_empty: bool = False,
         installs: bool = True,
-        saving: InputSaving | None = None,
         forms: FormChoice | None = None,
     ) -> None:
         self._found, layers = find_linears(model, exclude), LayerNumbers(model)
@@ -105,15 +104,19 @@ class LinearAdapter(SiteAdapter):
         self.names: tuple[str, ...] = tuple(name for name, _, _ in self._found.covered)
         self._model, self._time_first = model, find_time_first(model)
         self.not_covered, self.excluded = self._found.not_covered, self._found.excluded
-        self._patches, self._saving, self._forms = ForwardPatches(), saving, forms
+        self._patches, self._forms = ForwardPatches(), forms
+        self._saving: InputSaving | None = None
         self._layers = {name: layers.number_of(name) for name in self.names}
         for name, module, _ in self._found.covered:
             check_free(name, module)
         if not self.names and not may_be_empty:
             left = f"; not covered: {', '.join(self.not_covered)}" if self.not_covered else ""
             raise UsageError(f"{type(model).__name__} has no linear to attach to{left}")
-        if saving is not None:
-            saving.scope.check_patterns(self.names)
+
+    def save_by(self, saving: InputSaving) -> None:
+        """Let a saver decide what is saved of inputs. Raise :class:`UsageError` if its patterns match no linear."""
+        saving.scope.check_patterns(self.names)
+        self._saving = saving
 
     def install(self, engine: SiteEngine) -> None:
         norms = SharedNorm()

@@ -21,14 +21,15 @@ from sparsebp_cli.backward.core.report import FlopEstimate
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
 from sparsebp_cli.backward.node.hooks import Gradients, Visitor, visiting
 from sparsebp_cli.backward.node.python_walk import find_hook, is_checkpointed, refuse_hooks, walked
+from sparsebp_cli.backward.node.router import Routing
 from sparsebp_cli.backward.observe.attribution import Attribution
 from sparsebp_cli.backward.observe.graph import Graph, GraphNode
 from sparsebp_cli.errors import UnsupportedError, UsageError, did_you_mean
-from sparsebp_cli.policy import Selection, Site
+from sparsebp_cli.policy import EdgeRouter, Selection, Site
 
 if TYPE_CHECKING:
     from sparsebp_cli.backward.core.extension import SiteEngine
-    from sparsebp_cli.backward.node.router import Routing
+    from sparsebp_cli.backward.core.given import Given
 
 
 @final
@@ -154,3 +155,8 @@ def _watch(output: object, check: Callable[[], None]) -> None:
     elif isinstance(output, dict | list | tuple):
         for part in output.values() if isinstance(output, dict) else output:
             _watch(part, check)
+
+
+def make_adapter(policy: EdgeRouter, model: nn.Module, given: Given) -> NodeAdapter:
+    """Return what installs an engine at the nodes where a router decides."""
+    return NodeAdapter(model, given.exclude, Routing(policy))

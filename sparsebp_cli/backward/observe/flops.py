@@ -32,9 +32,9 @@ class FlopCount:
     """FLOPs by operator, and by module if modules are traced; a multiplication and an addition count 2.
 
     Attributes:
-        by_operator: Of forward and backward together.
-        forward: By the innermost running module.
-        backward: By the innermost module whose forward created the running node; ``""`` is outside of all modules.
+        by_operator: FLOPs of forward and backward together.
+        forward: FLOPs by the innermost running module.
+        backward: FLOPs by the innermost module whose forward created the running node; ``""`` is outside of all.
         recomputed: Forwards repeated inside the backward, by module; not part of ``backward``.
         is_scoring: Whether the forward is computing scores: then a backward inside of it belongs to it.
     """
@@ -55,8 +55,8 @@ class FlopCount:
         """Count one operator.
 
         Args:
-            operator: Its name.
-            flops: Its FLOPs.
+            operator: Name of the operator, such as ``aten.mm``.
+            flops: Number of its FLOPs in this call.
             modules: Finds the module it belongs to; None: do not count by module.
         """
         self.by_operator[operator] += flops

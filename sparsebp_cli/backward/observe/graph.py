@@ -51,6 +51,8 @@ class GraphNode:
 class Graph:
     """Every node that a backward pass from a loss would run; refuses nodes that hide others."""
 
+    leaves: frozenset[Node]
+
     def __init__(self, loss: Tensor, parameters: Mapping[Tensor, str], attribution: Attribution) -> None:
         nodes = sorted(_reach(loss), key=_order, reverse=True)
         leaves = [node for node in nodes if _is_leaf(node)]

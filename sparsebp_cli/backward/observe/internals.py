@@ -6,6 +6,7 @@ runs all of them with the oldest versions that are allowed.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
@@ -132,6 +133,30 @@ def forward_pre_hooks_of(module: nn.Module) -> list[object]:
     return list(module._forward_pre_hooks.values())  # noqa: SLF001
 
 
+# Hooks of these are part of the model's own computation, or of the engine.
+LIBRARIES = ("sparsebp_cli", "torch", "transformers", "accelerate", "peft")
+
+
+def find_hook(model: nn.Module, *, inside: bool = False) -> str:
+    """Return a sentence on the first forward hook of somebody else, which would see rows of
+    a short forward in place of the batch; empty for none.
+
+    ``inside`` leaves out the model itself, whose inputs and outputs have the shapes of the plain forward.
+    """
+    for where, module in model.named_modules():
+        if inside and module is model:
+            continue
+        for hook in forward_hooks_of(module) + forward_pre_hooks_of(module):
+            function = hook
+            while isinstance(function, functools.partial):
+                function = function.func
+            home = str(getattr(function, "__module__", None) or type(function).__module__)
+            if home.partition(".")[0] not in LIBRARIES:
+                name = getattr(function, "__qualname__", type(function).__qualname__)
+                return f"a hook of the script ({name}, at {where or 'the model'!r}) would see rows"
+    return ""
+
+
 def is_batch_norm(module: nn.Module) -> bool:
     """Return whether a module normalises by the whole batch; its kinds share a base that is not public."""
     return isinstance(module, nn.modules.batchnorm._BatchNorm)  # noqa: SLF001
@@ -146,6 +171,19 @@ def attention_name(config: object) -> str:
     """Return the name of the attention that a configuration of transformers selects, such as sdpa."""
     name: str = config._attn_implementation  # type: ignore[attr-defined]  # noqa: SLF001
     return name
+
+
+def find_attentions(model: nn.Module) -> frozenset[str]:
+    """Return the names of the attentions that a model of transformers uses.
+
+    Args:
+        model: With its parts; those that choose no attention are left out.
+
+    Returns:
+        Such as ``sdpa``; none of a model that is not of transformers.
+    """
+    configs = (getattr(module, "config", None) for module in model.modules())
+    return frozenset(attention_name(config) for config in configs if has_attention(config))
 
 
 def use_attention(config: object, name: str) -> None:

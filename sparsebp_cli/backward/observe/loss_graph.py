@@ -116,8 +116,8 @@ class Products:
             self.unknown.add(kind.removesuffix("Backward"))
 
 
-# Python Functions that multiply nothing: the mask at a branch's end, and DDP's.
-_WITHOUT_PRODUCTS = ("_MaskGradientBackward", "_DDPSinkBackward")
+# Python Functions that multiply nothing: the mask at a branch's end, DDP's, and those that pad packed rows.
+_WITHOUT_PRODUCTS = ("_MaskGradientBackward", "_DDPSinkBackward", "_WithPaddingBackward", "_WithoutPaddingBackward")
 
 
 def _output(node: Any) -> Shape:

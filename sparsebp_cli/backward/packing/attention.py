@@ -51,6 +51,9 @@ class LooksAheadError(UnsupportedError):
 class ReachedAttention(Exception):  # noqa: N818 - no error: it ends the first of two runs of the last layer
     """A layer whose keys and values are wanted calls attention."""
 
+    key: Tensor
+    value: Tensor
+
     def __init__(self, key: Tensor, value: Tensor) -> None:
         super().__init__()
         self.key, self.value = key, value
@@ -64,7 +67,7 @@ class ReadsMaskError(UnsupportedError, AttributeError):
 class PackedMask:
     """The mask of one packed forward: which keys each query of a group attends to.
 
-    ``allowed`` is a rule of the model on position numbers, such as a sliding window; it includes causality.
+    ``allowed`` is a rule of the model on places, such as a sliding window; it includes causality.
     """
 
     state: PackedState
@@ -113,7 +116,7 @@ class PackedMask:
         return torch.zeros_like(allowed, dtype=dtype).masked_fill(~allowed, torch.finfo(dtype).min)[:, None, None]
 
     def bias_of_group(self, number: int, bias_HTT: Tensor) -> Tensor:
-        """Return the bias (G or 1, H, L, K) of a group, by the positions of its queries and keys."""
+        """Return the bias (G or 1, H, L, K) of a group, by the places of its queries and keys."""
         group, size = self.groups[number], bias_HTT.shape[-1]
         if number not in self._pairs:
             pairs_GLK = group.query_GL[:, :, None] * size + group.key_GK[:, None, :]
@@ -129,7 +132,7 @@ class PackedMask:
         if padding is None and group.num_segments > 1 and (keys == keys[:1]).all():
             queries, keys = queries[:1], keys[:1]
         size, place = (queries.shape[1], keys.shape[1]), torch.arange(keys.shape[1], device=keys.device)
-        # Causality by the order of rows, since position numbers may repeat; the model's rule by position numbers.
+        # The model's rule by places, as the plain step's counts columns: position numbers may jump, repeat and go back.
         zero = torch.zeros((), dtype=torch.long, device=keys.device)
         rule = self.allowed(zero, zero, queries[:, :, None], keys[:, None, :]).expand(queries.shape[0], *size)
         last = place[size[1] - size[0] :] if padding is None else padding.order_GL
@@ -177,6 +180,12 @@ def packed(layout: PackedLayout, *, shortens: bool, memory: PackedMemory | None 
         yield state
     finally:
         _state.reset(token)
+
+
+def layout_now() -> PackedLayout | None:
+    """Return the layout of the packed forward under way; None outside of one."""
+    state = _state.get()
+    return None if state is None else state.layout
 
 
 class Switch:

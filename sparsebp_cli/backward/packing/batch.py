@@ -5,8 +5,9 @@ Shape letters: B examples, T positions.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,60 @@ KNOWN |= {"use_cache", "return_dict"}
 
 
 @dataclass(frozen=True)
+class BatchFacts:
+    """What a batch is, as far as masks and position numbers depend on it: what was given, and what follows from it.
+
+    Whether its rows can be left out is decided from these alone, and a batch with other facts is compared anew.
+    """
+
+    has_mask: bool
+    has_positions: bool
+    holds_several: bool  # another sequence begins inside of an example
+    has_gaps: bool  # a position that is not real stands between real ones
+    pads_left: bool
+    trains_padding: bool  # an output is read before the first real position of its example
+    trains_gaps: bool  # or at a position that is not real after it
+    has_fractions: bool  # a position number is not whole
+    follows_columns: bool  # within a sequence, position numbers and columns differ by one number
+    begins_at_zero: bool  # the first real position of each example has the number 0
+    largest: int  # position number of the batch, padding included
+
+    @classmethod
+    def of(
+        cls, inputs: Mapping[str, Any], real_BT: Bools, read_BT: Bools, position_BT: Ints, begins_BT: Bools | None
+    ) -> BatchFacts:
+        """Read them off a batch; ``begins_BT`` marks where another sequence begins."""
+        started = real_BT.cumsum(1) > 0
+        behind = real_BT[:, ::-1].cumsum(1)[:, ::-1] > 0
+        offset = position_BT - np.arange(real_BT.shape[1])
+        # Between neighbouring real positions of one sequence, gaps left out.
+        sequence = np.zeros(real_BT.shape, np.int64) if begins_BT is None else begins_BT.cumsum(1)
+        follows = all(
+            (np.diff(offsets)[np.diff(number) == 0] == 0).all()
+            for offsets, number in ((o[r], n[r]) for o, n, r in zip(offset, sequence, real_BT, strict=True))
+        )
+        first, given = position_BT[real_BT & (real_BT.cumsum(1) == 1)], inputs.get("position_ids")
+        return cls(
+            inputs.get("attention_mask") is not None,
+            given is not None,
+            begins_BT is not None and bool(begins_BT[:, 1:].any()),
+            bool((~real_BT & started & behind).any()),
+            bool((~started & behind).any()),
+            bool((read_BT & ~started).any()),
+            bool((read_BT & ~real_BT & started).any()),
+            given is not None and given.is_floating_point() and bool((given != given.round()).any()),
+            follows,
+            bool((first == 0).all()),
+            int(position_BT.max()),
+        )
+
+    @property
+    def signature(self) -> tuple[bool, ...]:
+        """All but the largest position number."""
+        return astuple(self)[:-1]
+
+
+@dataclass(frozen=True)
 class PackedBatch:
     """What is computed of one batch."""
 
@@ -31,6 +86,7 @@ class PackedBatch:
     place_R: Tensor  # the index of each of them among the B * T positions; made on the host, which need not wait for it
     padding: int = 0  # positions left out as padding
     unread: int = 0  # positions left out after the last label of their example
+    facts: BatchFacts | None = field(default=None, kw_only=True)  # None: of an encoder-decoder
 
     @property
     def num_positions(self) -> int:
@@ -46,7 +102,8 @@ class PackedBatch:
     def signature(self) -> tuple[bool, ...]:
         """The kinds of rows that were left out."""
         layout = self.layout
-        return (bool(layout.num_shared), bool((~layout.computed_BT).any()), len(layout.groups) > 1, layout.is_causal)
+        kinds = (bool(layout.num_shared), bool((~layout.computed_BT).any()), len(layout.groups) > 1, layout.is_causal)
+        return kinds if self.facts is None else (*kinds, *self.facts.signature)
 
 
 @dataclass
@@ -64,6 +121,17 @@ class Counts:
     late: int = 0  # rows that the last layer left out, of those that were computed
     error: float = 0.0  # largest relative error that verification found
     checks: int = 0
+    refused: Counter[str] = field(default_factory=Counter)  # batches that were left as they are, by the reason
+
+    plain_is_wrong: str = ""  # what was found of the plain step; empty: nothing
+
+    def judge(self, text: str) -> None:
+        """Note that the plain step does not compute examples as if they were alone."""
+        self.plain_is_wrong = text
+
+    def refuse(self, reason: str) -> None:
+        """Count a batch whose rows cannot be left out."""
+        self.refused[reason] += 1
 
     def add_plain(self, num_positions: int, num_outputs: int | None = None) -> None:
         """Count a batch that was left as it is; ``num_outputs``: rows of the head, None for as many as positions."""
@@ -83,8 +151,9 @@ class Counts:
 
     def describe(self) -> str:
         """Return a sentence for the report."""
+        refused = "".join(f"; {number} batches were run plainly: {reason}" for reason, number in self.refused.items())
         if not self.packed:
-            return f"nothing to leave out in {self.batches} batches"
+            return f"nothing to leave out in {self.batches} batches{refused}"
         share = (self.padding + self.unread + self.shared) / self.positions
         late = f" and {self.late / self.positions:.0%} of the last layer's" if self.late else ""
         text = (
@@ -94,9 +163,10 @@ class Counts:
         )
         if self.checks:
             text += (
-                f"; gradient compared with the plain one {self.checks} times, largest relative error {self.error:.1e}"
+                f"; gradient compared with the plain one in {self.checks} of {self.packed} of them, largest relative "
+                f"error {self.error:.1e}"
             )
-        return text
+        return text + refused + (f"; {self.plain_is_wrong}" if self.plain_is_wrong else "")
 
 
 def to_place(read_BT: Bools, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -148,3 +218,14 @@ def find_begins(inputs: Mapping[str, Any], position_BT: Ints, *, uses_cache: boo
         return None
     begins: Bools = np.diff(position_BT, axis=1, prepend=position_BT[:, :1] - 1) != 1
     return begins
+
+
+def find_places(real_BT: Bools, position_BT: Ints, begins_BT: Bools | None) -> Ints:
+    """Return the numbers by which masks count, as transformers does: columns, from the first real one on; in examples
+    that hold several sequences the position numbers, which follow the columns within each.
+    """
+    if begins_BT is not None:
+        return position_BT
+    first_B = np.where(real_BT.any(1), real_BT.argmax(1), 0)
+    places: Ints = np.arange(real_BT.shape[1]) - first_B[:, None]
+    return places

@@ -9,6 +9,7 @@ Shape letters: B examples, T positions, N computed rows, R rows of the head, V v
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -19,28 +20,44 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from sparsebp_cli.backward.core.loss_weight import weights_at
 from sparsebp_cli.backward.decoder.decoder import argument_names, find_reentrant
 from sparsebp_cli.backward.decoder.kv_cache import CACHE_NAMES
+from sparsebp_cli.backward.isolation import Examples, compare_with_alone, examples_at
 from sparsebp_cli.backward.observe.flops import DensePass, PassEstimate
+from sparsebp_cli.backward.observe.internals import find_hook
 from sparsebp_cli.backward.packing.attention import LooksAheadError, Switch, packed
 from sparsebp_cli.backward.packing.batch import (
     BATCH,
     KNOWN,
+    BatchFacts,
     Counts,
     PackedBatch,
     find_begins,
+    find_places,
     read_mask,
     read_positions,
     to_place,
 )
+from sparsebp_cli.backward.packing.boundary import ReadsUncomputedError
+from sparsebp_cli.backward.packing.dropout import AdapterDropout
 from sparsebp_cli.backward.packing.fused import ARGUMENT, has_fused_head, run_fused
 from sparsebp_cli.backward.packing.groups import Bools
-from sparsebp_cli.backward.packing.head import count_rows, kept_columns, read_rows, run_head, spread_logits, with_logits
+from sparsebp_cli.backward.packing.head import count_rows, kept_columns, read_rows, run_head, spread_logits
 from sparsebp_cli.backward.packing.last_layer import install_last_layer
 from sparsebp_cli.backward.packing.layout import make_layout
 from sparsebp_cli.backward.packing.pair import ARGUMENTS, PairBatch, PairPacking, is_pair
-from sparsebp_cli.backward.packing.refusal import find_head, find_model, is_attention, refuse_arguments, refuse_inexact
-from sparsebp_cli.backward.packing.verify import Check, compare_gradients, limit_of
+from sparsebp_cli.backward.packing.refusal import (
+    find_head,
+    find_model,
+    is_attention,
+    reads_first,
+    refuse_arguments,
+    refuse_batch,
+    refuse_inexact,
+)
+from sparsebp_cli.backward.packing.verify import Check, compare_passes, limit_of
+from sparsebp_cli.backward.patch.deferred import defer_logits
 from sparsebp_cli.backward.patch.forward import (
     ForwardOverride,
     ForwardPatches,
@@ -49,12 +66,20 @@ from sparsebp_cli.backward.patch.forward import (
     replace_forwards,
     uncompiled,
 )
+from sparsebp_cli.backward.patch.places import ModulePlaces
+from sparsebp_cli.backward.patch.rng import capture_generators, generators_at
 from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.policy import BatchPacker, PackedSize, Step
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from sparsebp_cli.backward.core.given import Given
+
+AGAIN = 1 / 200  # share of the batches that are compared though their kind is known
+_NOTHING_SEEN = (
+    "no batch went through the forward of {} in training: what calls a part of it, or another forward, runs plainly"
+)
 IGNORED = -100  # the label of no target, as in PyTorch's cross entropy
 
 
@@ -67,6 +92,10 @@ class PackingEngine(Protocol):
     @property
     def reference(self) -> bool:
         """Whether to run the plain forward."""
+
+    @property
+    def is_probing(self) -> bool:
+        """Whether the pass under way is a measurement, which trains nothing."""
 
     def short_forward(self, *, num_rows: int | None = None, scale: float = 1.0) -> AbstractContextManager[None]:
         """Return a context that scales the counts at sites."""
@@ -85,8 +114,11 @@ class PackingExtension:
     pair: PairPacking | None
     counts: Counts
     failure: str
+    head: nn.Module | None
+    dropout: AdapterDropout
+    places: ModulePlaces
 
-    def __init__(self, policy: BatchPacker, model: nn.Module) -> None:
+    def __init__(self, policy: BatchPacker, model: nn.Module, given: Given) -> None:  # noqa: ARG002 - as of all
         self.policy, self.model = policy, find_model(model)
         self.stack = self.model.base_model
         self.pair = PairPacking(policy, self.model) if is_pair(self.model) else None
@@ -96,6 +128,8 @@ class PackingExtension:
         if not has_fused_head(self.model):
             check_free("the model", self.model)
         check_free("the base model", self.stack)
+        self._reads_first = reads_first(self.model)
+        self.dropout = AdapterDropout(self.stack)
         self._switch = Switch(self.model)
         self._switch.refuse_unknown()
         self._patches = ForwardPatches()
@@ -118,10 +152,13 @@ class PackingExtension:
         self.engine = engine
         self._switch.on()
         self._patches.install(self.model, PackedForward(self))
+        self.dropout.install(self._patches)
+        self.places = ModulePlaces(self.model)
         if self.pair is not None:
             self.pair.install(self._patches)
-        elif self.head is not None:
+        elif self.head is not None and not self.dropout:  # whose masks are drawn for all rows of a forward
             self.last_layer = install_last_layer(self._patches, self.stack)
+        self.note()
 
     def remove(self) -> None:
         self._patches.remove()
@@ -133,10 +170,11 @@ class PackingExtension:
     def start_step(self, step: Step) -> None:
         """Do nothing: rows are arranged in the forward."""
 
-    def plan(self, inputs: Mapping[str, Any], read_BT: Bools | None) -> PackedBatch | None:
+    def plan(self, inputs: Mapping[str, Any], read_BT: Bools | None, *, whole: bool = False) -> PackedBatch | None:
         """Arrange the rows of a batch; None if the plain forward does as little.
 
-        ``read_BT`` marks the positions that the caller reads; None: all that are not padding.
+        ``read_BT`` marks the positions that the caller reads; None: all that are not padding. ``whole`` arranges them
+        even if nothing is left out.
         """
         first = next(inputs[name] for name in ("input_ids", "inputs_embeds") if inputs.get(name) is not None)
         size, device = (int(first.shape[0]), int(first.shape[1])), first.device
@@ -144,13 +182,26 @@ class PackingExtension:
         if real is None or position is None:
             return None
         causal = self.is_causal is not False
+        if not causal and self._reads_first and not real[:, 0].all():
+            self.engine.notes["first position"] = (
+                "what is above the layers reads the first position, which is padding in examples padded on the left: "
+                "their batches run the plain step; pad on the right"
+            )
+            return None
         read = real if read_BT is None else read_BT
+        # Only masks that look back alone are split where position numbers restart.
+        begins = find_begins(inputs, position, uses_cache=self._uses_cache(inputs)) if causal else None
+        facts = BatchFacts.of(inputs, real, read, position, begins)
         alone = read & ~real  # padding that is trained: the first token's label, with padding on the left
         if alone.any() and not (causal and self._switch.zeroes_padding):
             return None
         needed = self._needed(real, read, alone, causal=causal)
+        if reason := refuse_batch(self.model, facts, int(position[needed | alone].max())):
+            self.counts.refuse(reason)
+            return None
         ids = inputs.get("input_ids")
         shares = causal and self.policy.prefixes == "share" and inputs.get("token_type_ids") is None
+        shares = shares and not self.dropout  # in the plain step equal positions of two examples have their own masks
         tokens = ids.cpu().numpy() if shares and ids is not None else None
         layout = make_layout(
             needed,
@@ -158,16 +209,29 @@ class PackingExtension:
             position,
             device,
             is_causal=causal,
+            place_BT=find_places(real, position, begins),
             alone_BT=alone,
-            begins_BT=find_begins(inputs, position, uses_cache=self._uses_cache(inputs)),
+            begins_BT=begins,
             read_BT=None if self.last_layer is None or self.shortens is False else read,
         )
         head_rows = int(read.sum()) if self.head is not None else needed.size
-        if not self.policy.packs(PackedSize(needed.size, layout.num_rows, head_rows)):
+        if not whole and not self.policy.packs(PackedSize(needed.size, layout.num_rows, head_rows)):
             return None
         padding = int((~(real | alone)).sum()) if self.policy.padding else 0
         unread = int((real & ~needed).sum())
-        return PackedBatch(layout, *to_place(read, device), padding, unread)
+        return PackedBatch(layout, *to_place(read, device), padding, unread, facts=facts)
+
+    def find_examples(self, inputs: dict[str, Any]) -> Examples:
+        """Return the examples of a batch that has a plan, several of one row apart, with the numbers of their positions
+        and a mask where the batch has them: they may begin anywhere."""
+        first = next(inputs[name] for name in BATCH if inputs.get(name) is not None)
+        size = (int(first.shape[0]), int(first.shape[1]))
+        real, position = read_mask(inputs, size), read_positions(self.stack, inputs, size)
+        assert real is not None
+        assert position is not None
+        causal = self.is_causal is not False
+        begins = find_begins(inputs, position, uses_cache=self._uses_cache(inputs)) if causal else None
+        return examples_at(inputs, torch.from_numpy(real), None if begins is None else torch.from_numpy(begins))
 
     def _uses_cache(self, inputs: Mapping[str, Any]) -> bool:
         """Return whether the plain forward makes a key/value cache."""
@@ -189,7 +253,8 @@ class PackingExtension:
 
     def must_verify(self, batch: PackedBatch) -> bool:
         """Return whether this batch is to be compared with the plain step."""
-        if self.policy.verify == "never":
+        # A measurement of a step does not measure the comparison, which few steps have.
+        if self.policy.verify == "never" or (self.engine.is_probing and self.policy.verify != "always"):
             return False
         name = find_reentrant(self.model)
         if name is not None:
@@ -201,19 +266,29 @@ class PackingExtension:
             return True
         size, seen = batch.layout.shape, self._seen.get(batch.signature, (0, 0))
         self._seen[batch.signature] = (max(size[0], seen[0]), max(size[1], seen[1]))
-        return size[0] > seen[0] or size[1] > seen[1]
+        return size[0] > seen[0] or size[1] > seen[1] or self._is_drawn()
+
+    def _is_drawn(self) -> bool:
+        """Return whether a batch of a known kind is compared all the same: one of 200, drawn by its number."""
+        return random.Random(self.counts.packed).random() < AGAIN
+
+    @property
+    def uncharged_comparisons(self) -> int:
+        """Comparisons so far; none where each step has one, which a measurement of a step then shows."""
+        return 0 if self.policy.verify == "always" else self.counts.checks
 
     def note(self, check: Check | None = None) -> None:
         """Write the counts, and the result of a comparison, into the report."""
         if check is not None:
             self.counts.checks += 1
-            self.counts.error = max(self.counts.error, check.error)
+            if check.guilty == "plain":
+                self.counts.judge(check.describe())
+            else:
+                self.counts.error = max(self.counts.error, check.error)
             if not check.passed:
-                self.failure = (
-                    f"the packed gradient differs from the plain one by {check.error:.1e} (limit {check.limit:.0e}): "
-                    "the plain step is used from here on"
-                )
-        self.engine.notes["packing"] = self.failure or self.counts.describe()
+                self.failure = f"{check.describe()}: the plain step is used from here on"
+        seen = self.counts.describe() if self.counts.batches else _NOTHING_SEEN.format(type(self.model).__name__)
+        self.engine.notes["packing"] = self.failure or seen
 
     def run_stack(
         self,
@@ -305,10 +380,16 @@ class PackedForward(ForwardOverride):
 
     def _pack(self, arguments: dict[str, Any]) -> Any:
         extension, counts = self.extension, self.extension.counts
+        extension.places.check()
         given = {name: value for name, value in arguments.items() if value is not None}
         fused = {ARGUMENT} if self.covered is not None else set[str]()
         refuse_arguments(given, known=fused if extension.pair is None else ARGUMENTS)
         plain = partial(self.run_covered, self._model, **arguments)
+        hook = find_hook(self._model, inside=True)
+        if hook:
+            extension.failure = f"{hook}: the plain step is used from here on"
+            extension.note()
+            return plain()
         pair = extension.pair
         batch = extension.plan(given, self._read(given)) if pair is None else pair.plan(given)
         extension.last = batch
@@ -317,7 +398,7 @@ class PackedForward(ForwardOverride):
             extension.note()
             return plain()
         try:
-            if extension.must_verify(batch) and not self._verify(batch, given, plain):
+            if extension.must_verify(batch) and not self._verify(batch, given):
                 return plain()
             output = self._compute(batch, given)
         except LooksAheadError:
@@ -351,35 +432,61 @@ class PackedForward(ForwardOverride):
         columns[slice(-kept, None) if isinstance(kept, int) else kept.cpu().numpy()] = True
         return real & columns
 
-    def _verify(self, batch: PackedBatch, given: dict[str, Any], plain: Callable[[], Any]) -> bool:
-        """Compare the gradients of one scalar of the output: the loss, or a random sum of what the caller reads."""
+    def _verify(self, batch: PackedBatch, given: dict[str, Any]) -> bool:
+        """Return whether the packed step of this batch can be used, after a comparison with the plain one."""
         extension = self.extension
-        generator = torch.Generator().manual_seed(0)
-        weight: Tensor | None = None
-
-        def scalar(output: Any) -> Tensor:
-            nonlocal weight
-            if getattr(output, "loss", None) is not None:
-                loss: Tensor = output.loss
-                return loss
-            tensor: Tensor = output[0]
-            if weight is None:
-                weight = torch.randn(tensor.shape, generator=generator).to(tensor)
-            rows = batch.layout.computed_BT
-            if extension.head is not None:
-                rows = batch.read_BT[:, kept_columns(given.get("logits_to_keep"))]
-            if tensor.shape[:2] == rows.shape:  # otherwise one output an example
-                tensor = tensor.masked_fill(~rows.view(*rows.shape, *[1] * (tensor.dim() - 2)), 0)
-            return (tensor * weight).sum()
-
+        inputs = _copy_computed(given)
+        given = given | inputs
+        leaves = [*(p for p in self._model.parameters() if p.requires_grad), *inputs.values()]
+        if not leaves:
+            return True  # there is no gradient that could differ
         enabled = extension.engine.enabled
         extension.engine.enabled = False
         try:
-            check = compare_gradients(self._model, lambda: scalar(plain()), lambda: scalar(self._compute(batch, given)))
+            check = self._compare(batch, given, leaves)
+            if not check.passed and extension.pair is None:
+                check = self._decide(check, given)
+        except ReadsUncomputedError:
+            extension.failure = "the model's own loss reads positions of padding: the plain step is used from here on"
+            extension.note()
+            return False
         finally:
             extension.engine.enabled = enabled
         extension.note(check)
         return check.passed
+
+    def _compare(self, batch: PackedBatch, given: dict[str, Any], leaves: list[Tensor]) -> Check:
+        rows = batch.layout.computed_BT
+        if self.extension.head is not None:
+            rows = batch.read_BT[:, kept_columns(given.get("logits_to_keep"))]
+        device = batch.layout.source_N.device
+        again = partial(generators_at, capture_generators(device), device)  # with the same masks of dropout
+
+        def run(forward: Callable[[], Any]) -> Any:
+            with again():
+                return forward()
+
+        return compare_passes(
+            self._model,
+            leaves,
+            rows,
+            lambda: run(partial(self.run_covered, self._model, **given)),
+            lambda: run(partial(self._compute, batch, given)),
+        )
+
+    def _decide(self, check: Check, given: dict[str, Any]) -> Check:
+        """Ask which of two passes that differ computes each example as if it were alone, as both claim."""
+        extension = self.extension
+        inputs = {n: v for n, v in given.items() if n not in {"labels", "num_items_in_batch", "return_dict", ARGUMENT}}
+        batch = extension.plan(inputs, None, whole=True)
+        if batch is None:
+            return check
+        passes = (partial(self.run_covered, self._model, **inputs), partial(self._compute, batch, inputs))
+        try:
+            plain, packed = compare_with_alone(self._model, extension.find_examples(inputs), passes)
+        except Exception:  # whatever a model raises for an example alone
+            return check
+        return check.decide(plain, packed)
 
     def _compute(self, batch: PackedBatch, given: dict[str, Any]) -> Any:
         extension = self.extension
@@ -424,7 +531,7 @@ class PackedForward(ForwardOverride):
         index, inverse = rows, torch.arange(len(rows), device=rows.device)
         if batch.layout.num_shared:
             index, inverse = torch.unique(rows, return_inverse=True)
-        if not len(rows):  # the head needs one row; its loss is multiplied by 0
+        if not len(rows):  # the head needs one row
             index = rows.new_zeros(1)
         head = extension.head
         assert head is not None
@@ -435,20 +542,25 @@ class PackedForward(ForwardOverride):
         labels, kept = given.get("labels"), given.get("logits_to_keep")
         if labels is None:
             return _changed(output, logits=spread_logits(logits, inverse, batch, kept))
-        if len(rows):
-            chosen = logits.index_select(0, inverse) if batch.layout.num_shared else logits
-            target = labels.flatten()[1:].index_select(0, batch.place_R)[None]
-            loss = self._model.loss_function(
-                chosen[None],
-                target,
-                logits.shape[-1],
-                num_items_in_batch=given.get("num_items_in_batch"),
-                shift_labels=target,
-            )
-        else:
-            loss = logits.sum() * 0.0
+        chosen = logits.index_select(0, inverse) if batch.layout.num_shared and len(rows) else logits
+        loss = self._loss(chosen, labels, batch.place_R, given)
         output = _changed(output, loss=loss, logits=None)
-        return with_logits(output, partial(spread_logits, logits.detach(), inverse, batch, kept))
+        return defer_logits(output, partial(spread_logits, logits.detach(), inverse, batch, kept))
+
+    def _loss(self, logits_RV: Tensor, labels_BT: Tensor, place_R: Tensor, given: Mapping[str, Any]) -> Tensor:
+        """Return the model's loss of the rows that have a label."""
+        target_R = labels_BT.flatten()[1:].index_select(0, place_R)
+        if not len(place_R):  # the plain loss of a batch without a label: no number for a mean, 0 for a share of others
+            place_R, target_R = place_R.new_zeros(1), labels_BT.new_full((1,), IGNORED)
+        loss: Tensor = self._model.loss_function(
+            logits_RV[None],
+            target_R[None],
+            logits_RV.shape[-1],
+            num_items_in_batch=given.get("num_items_in_batch"),
+            shift_labels=target_R[None],
+            **({} if (weight_R := weights_at(self._model, place_R)) is None else {"shift_weights": weight_R}),
+        )
+        return loss
 
     def _try_last_layer(
         self, batch: PackedBatch, given: dict[str, Any], options: dict[str, Any], row_R: Tensor
@@ -492,6 +604,12 @@ class PackedForward(ForwardOverride):
             return extension.run_stack(batch, given, lambda taken: run_model(**taken))
 
         return run_fused(extension.stack, batch, row_R, given["labels"], run)
+
+
+def _copy_computed(given: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return copies of the inputs that have a gradient: the graph behind them belongs to the script."""
+    found = {name: value for name, value in given.items() if isinstance(value, Tensor) and value.requires_grad}
+    return {name: value.detach().clone().requires_grad_() for name, value in found.items()}
 
 
 def _spread_first(stack: nn.Module, batch: PackedBatch) -> list[tuple[nn.Module, Callable[..., Any]]]:

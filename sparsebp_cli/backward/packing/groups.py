@@ -45,9 +45,9 @@ class SegmentGroup:
     start: int  # first row
     end: int  # the row after the last
     length: int  # L
-    ancestor_GA: Tensor  # rows that precede each segment, in the order of their positions
-    query_GL: Tensor  # position numbers of the queries
-    key_GK: Tensor  # position numbers of the rows attended to: A before the segment, then its own L
+    ancestor_GA: Tensor  # rows that precede each segment, in the order of their places
+    query_GL: Tensor  # places of the queries, by which masks and biases count
+    key_GK: Tensor  # places of the rows attended to: A before the segment, then its own L
     attends: bool = True  # False: the rows attend to nothing, as padding does
     has_one_parent: bool = False  # whether several segments follow the same rows
     padding: Padding | None = None  # None: all segments have L queries and K keys
@@ -104,7 +104,7 @@ def make_group(
     start: int,
     queries: Sequence[Ints],
     keys: Sequence[Ints],
-    position_N: Ints,
+    place_N: Ints,
     device: torch.device,
     *,
     attends: bool,
@@ -125,8 +125,8 @@ def make_group(
         start + sum(map(len, queries)),
         length,
         to_tensor(ancestor_GA, device),
-        to_tensor(position_N[query_GL], device),
-        to_tensor(position_N[key_GK], device),
+        to_tensor(place_N[query_GL], device),
+        to_tensor(place_N[key_GK], device),
         attends,
         len(queries) > 1 and not keys_apart and bool((ancestor_GA == ancestor_GA[:1]).all()),
         _pad(queries, keys, length, num_keys, device) if is_padded else None,

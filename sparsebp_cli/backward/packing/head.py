@@ -6,15 +6,14 @@ Shape letters: B examples, T positions, N computed rows, R rows that are read, D
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sparsebp_cli.backward.packing.batch import PackedBatch
+from sparsebp_cli.backward.packing.boundary import fill
 from sparsebp_cli.backward.patch.forward import call_module
-from sparsebp_cli.errors import UnsupportedError
 
 
 def run_head(
@@ -43,31 +42,7 @@ def spread_logits(logits_RV: Tensor, inverse: Tensor, batch: PackedBatch, kept: 
     columns = kept_columns(kept)
     number_BT, read_BT = number_BT[:, columns], batch.read_BT[:, columns]
     logits = logits_RV.index_select(0, number_BT.flatten()).view(*number_BT.shape, -1)
-    return logits.masked_fill(~read_BT[..., None], 0)
-
-
-def with_logits(output: Any, compute: Callable[[], Tensor]) -> Any:
-    """Return an output whose logits are spread to the positions of the batch when somebody reads them first.
-
-    Metrics of a trainer read them; a loss does not, and they may be the largest tensor of a step.
-    """
-    kind = type(output)
-    made: list[Tensor] = []
-
-    def refuse(_: Tensor) -> NoReturn:
-        raise UnsupportedError(
-            "the loss reads the logits of a forward that was given labels, which have no gradient here: leave the "
-            "labels out of the forward"
-        )
-
-    def get(_: object) -> Tensor:
-        if not made:
-            made.append(compute().requires_grad_())
-            made[0].register_hook(refuse)
-        return made[0]
-
-    lazy = type(kind.__name__, (kind,), {"logits": property(get, lambda *_: None)})
-    return lazy(**{field.name: getattr(output, field.name) for field in fields(output) if field.name != "logits"})
+    return fill(logits, read_BT, "logits")
 
 
 def kept_columns(kept: int | Tensor | None) -> Any:

@@ -1,9 +1,9 @@
 """Which positions of a batch are computed, once each, and which of them every one attends to.
 
-Two positions of a causal model have the same hidden states if they have the same tokens and position numbers up to and
-including themselves. The positions of a batch therefore form a tree, and each node is computed once. A *segment* is a
-run of positions between two branches of that tree; without shared prefixes it is an example. The attention of a *group*
-of segments is one call.
+Two positions of a causal model have the same hidden states if they have the same tokens, position numbers and places
+up to and including themselves. The positions of a batch therefore form a tree, and each node is computed once. A
+*segment* is a run of positions between two branches of that tree; without shared prefixes it is an example. The
+attention of a *group* of segments is one call.
 
 Shape letters: B examples, T positions, N computed rows, G segments of a group, L rows of a segment, A rows before it.
 """
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sparsebp_cli.backward.packing.boundary import fill
 from sparsebp_cli.backward.packing.groups import Bools, Ints, SegmentGroup, arrange, make_group, to_tensor
 
 # A branch costs one more attention call per layer; below this many shared positions it costs more than it saves.
@@ -84,29 +85,31 @@ class PackedLayout:
     def spread(self, hidden_N: Tensor) -> Tensor:
         """Return rows (N, ...) as (B, T, ...), zeros where a position was not computed."""
         spread_BT = hidden_N.index_select(0, self.row_BT.flatten()).view(*self.shape, *hidden_N.shape[1:])
-        mask = self.computed_BT.view(*self.shape, *[1] * (hidden_N.dim() - 1))
-        return spread_BT.masked_fill(~mask, 0)
+        return fill(spread_BT, self.computed_BT, "hidden states")
 
 
-def make_layout(
+def make_layout(  # noqa: PLR0913 - the facts of a batch
     needed_BT: Bools,
     token_BT: Ints | None,
     position_BT: Ints,
     device: torch.device,
     *,
     is_causal: bool,
+    place_BT: Ints | None = None,
     alone_BT: Bools | None = None,
     begins_BT: Bools | None = None,
     read_BT: Bools | None = None,
 ) -> PackedLayout:
     """Arrange the needed positions of a batch.
 
-    ``token_BT`` are the token ids if prefixes are shared, None if every example has rows of its own. ``alone_BT`` marks
-    positions that attend to nothing and are attended to by none, ``begins_BT`` those at which another sequence begins
-    in an example that holds several, ``read_BT`` those whose output is read; None: all.
+    ``place_BT`` are the numbers by which windows and chunks of attention count, as the plain step counts columns; None:
+    the position numbers. ``token_BT`` are the token ids if prefixes are shared, None if every example has rows of its
+    own. ``alone_BT`` marks positions that attend to nothing and are attended to by none, ``begins_BT`` those at which
+    another sequence begins in an example that holds several, ``read_BT`` those whose output is read; None: all.
     """
     flat_BT = np.arange(needed_BT.size).reshape(needed_BT.shape)
     sources = [flat[row] for flat, row in zip(flat_BT, needed_BT, strict=True)]
+    place_BT = position_BT if place_BT is None else place_BT
     if begins_BT is not None:
         number = begins_BT.reshape(-1).cumsum()
         sources = [part for s in sources for part in np.split(s, np.flatnonzero(np.diff(number[s])) + 1)]
@@ -114,13 +117,14 @@ def make_layout(
         segments = [Segment(example, 0, len(source)) for example, source in enumerate(sources) if len(source)]
         shared = [(0, -1)] * len(sources)
     else:
-        keys = [np.stack((token_BT.reshape(-1)[s], position_BT.reshape(-1)[s]), 1) for s in sources]
+        numbers = [values.reshape(-1) for values in (token_BT, position_BT, place_BT)]
+        keys = [np.stack([values[s] for values in numbers], 1) for s in sources]
         segments, shared = _branch(keys)
     for index in () if alone_BT is None else flat_BT[alone_BT]:
         segments.append(Segment(len(sources), 0, 1, attends=False))
         sources.append(np.array([index]))
         shared.append((0, -1))
-    return _arrange(segments, shared, sources, position_BT, read_BT, device, is_causal=is_causal)
+    return _arrange(segments, shared, sources, position_BT, place_BT, read_BT, device, is_causal=is_causal)
 
 
 def _branch(keys: list[Ints]) -> tuple[list[Segment], list[tuple[int, int]]]:
@@ -172,6 +176,7 @@ def _arrange(
     shared: list[tuple[int, int]],
     sources: list[Ints],
     position_BT: Ints,
+    place_BT: Ints,
     read_BT: Bools | None,
     device: torch.device,
     *,
@@ -192,7 +197,7 @@ def _arrange(
         source_parts.append(sources[segment.example][segment.start : segment.end])
         start += own[number]
     source_N = np.concatenate(source_parts)
-    position_N = position_BT.reshape(-1)[source_N]
+    position_N, place_N = position_BT.reshape(-1)[source_N], place_BT.reshape(-1)[source_N]
     row, computed = np.zeros(size[0] * size[1], np.int64), np.zeros(size[0] * size[1], bool)
     for number, segment in enumerate(segments):
         row[sources[segment.example][segment.start : segment.end]] = rows[number]
@@ -207,12 +212,12 @@ def _arrange(
     groups = []
     for numbers in members:
         own_rows, keys = [rows[n] for n in numbers], [chains[n] for n in numbers]
-        groups.append(make_group(int(own_rows[0][0]), own_rows, keys, position_N, device, attends=attends[numbers[0]]))
+        groups.append(make_group(int(own_rows[0][0]), own_rows, keys, place_N, device, attends=attends[numbers[0]]))
     read = None
     if read_BT is not None and is_causal:
         is_read = np.zeros(len(source_N), bool)
         is_read[row[read_BT.reshape(-1) & computed]] = True
-        read = _find_read(rows, chains, attends, is_read, position_N, device)
+        read = _find_read(rows, chains, attends, is_read, place_N, device)
     return PackedLayout(
         (size[0], size[1]),
         to_tensor(source_N, device),
@@ -231,7 +236,7 @@ def _find_read(
     chains: dict[int, Ints],
     attends: dict[int, bool],
     is_read: Bools,
-    position_N: Ints,
+    place_N: Ints,
     device: torch.device,
 ) -> ReadRows | None:
     """Return the rows of the last layer; None where leaving out the others would save little.
@@ -246,7 +251,7 @@ def _find_read(
     groups, parts, start = [], [], 0
     for numbers in members:
         own, keys, does = [queries[n] for n in numbers], [chains[n] for n in numbers], attends[numbers[0]]
-        groups.append(make_group(start, own, keys, position_N, device, attends=does, keys_apart=True))
+        groups.append(make_group(start, own, keys, place_N, device, attends=does, keys_apart=True))
         parts.extend(own)
         start = groups[-1].end
     row_M = np.concatenate(parts)

@@ -30,9 +30,9 @@ from sparsebp_cli.backward.packing.batch import PackedBatch, to_place
 from sparsebp_cli.backward.packing.bias import BiasedAttention, find_biased
 from sparsebp_cli.backward.packing.entry import PackedEntry
 from sparsebp_cli.backward.packing.groups import Bools, Ints
-from sparsebp_cli.backward.packing.head import with_logits
 from sparsebp_cli.backward.packing.layout import PackedLayout, make_layout
 from sparsebp_cli.backward.packing.refusal import calls_interface, is_attention
+from sparsebp_cli.backward.patch.deferred import defer_logits
 from sparsebp_cli.backward.patch.forward import ForwardPatches, call_module, check_free, replace_forwards
 from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.policy import BatchPacker, PackedSize
@@ -236,7 +236,7 @@ class PairPacking:
             whole: Tensor = logits.new_zeros(batch.read_BT.numel(), logits.shape[-1])
             return whole.index_copy_(0, place_R, logits).view(*batch.read_BT.shape, -1)
 
-        return with_logits(replace(output, **changes, logits=None), spread), calls
+        return defer_logits(replace(output, **changes, logits=None), spread), calls
 
 
 def is_pair(model: nn.Module) -> bool:

@@ -18,13 +18,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from sparsebp_cli.backward.core.given import Given
 from sparsebp_cli.backward.decoder.decoder import argument_names
-from sparsebp_cli.backward.observe.internals import forward_hooks_of, forward_pre_hooks_of
+from sparsebp_cli.backward.observe.internals import find_hook
 from sparsebp_cli.backward.packing.batch import Counts, read_mask, read_positions
 from sparsebp_cli.backward.packing.extension import IGNORED, PackingExtension
 from sparsebp_cli.backward.packing.layout import make_layout
 from sparsebp_cli.backward.packing.pair import is_pair
 from sparsebp_cli.backward.packing.refusal import find_head, find_model
+from sparsebp_cli.backward.patch.deferred import Deferred
 from sparsebp_cli.backward.patch.forward import ForwardOverride, ForwardPatches
 from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.policy import BatchPacker, make_policy
@@ -35,7 +37,6 @@ READS_LOGITS = (
 )
 READS_PADDING = "the loss of the script reads positions of padding"
 READS_TUPLE = "the script takes the model's output as a tuple"
-LIBRARIES = ("sparsebp_cli", "torch", "transformers", "accelerate", "peft")
 
 
 class ScriptPacking:
@@ -45,6 +46,7 @@ class ScriptPacking:
     """
 
     reference = False
+    is_probing = False
 
     enabled: bool
     observes: bool
@@ -53,8 +55,10 @@ class ScriptPacking:
         self.notes: dict[str, str] = {}
         self.enabled, self.observes = False, True  # whether batches are packed; whether plain outputs are watched
         self.has_watched = False
-        self._extension = PackingExtension(cast("BatchPacker", make_policy("lossless")), model)
-        _refuse_hooks(self._extension.model)
+        self._extension = PackingExtension(cast("BatchPacker", make_policy("lossless")), model, Given())
+        hook = find_hook(self._extension.model)
+        if hook:
+            raise UnsupportedError(hook)
         self._patches = ForwardPatches()
 
     def install(self) -> None:
@@ -139,10 +143,10 @@ class WatchedForward(ForwardOverride):
                 return plain()
 
             return watch_reads(output, read)
-        self._watch_padding(output[0], given)
+        self._watch_padding(output[0], given, packed=self._packing.enabled)
         return output
 
-    def _watch_padding(self, values: Tensor, given: Mapping[str, Any]) -> None:
+    def _watch_padding(self, values: Tensor, given: Mapping[str, Any], *, packed: bool) -> None:
         """Stop if a gradient arrives at padding, where a packed output is zero."""
         mask, kept = given.get("attention_mask"), given.get("logits_to_keep")
         if mask is None or mask.dim() != 2 or not values.requires_grad:
@@ -151,9 +155,12 @@ class WatchedForward(ForwardOverride):
         if values.dim() < 3 or values.shape[:2] != padding.shape:
             return
 
-        def check(grad: Tensor) -> None:
-            if bool((grad[padding] != 0).any()):
-                self._packing.stop(READS_PADDING)
+        def check(grad: Tensor) -> Tensor | None:
+            if not bool((grad[padding] != 0).any()):
+                return None
+            self._packing.stop(READS_PADDING)
+            # A packed output would raise; the script goes on.
+            return grad.masked_fill(padding.view(*padding.shape, *[1] * (grad.dim() - 2)), 0) if packed else None
 
         values.register_hook(check)
 
@@ -168,6 +175,7 @@ def watch_reads(output: Any, read: Callable[[], Any]) -> Any:
     if fields(kind)[0].name != "loss":
         return output
     values = {f.name: output.__dict__.get(f.name) for f in fields(output)}
+    values = {name: None if isinstance(value, Deferred) else value for name, value in values.items()}
     watched = _watched(kind)(**values)
     watched.__dict__[_READ] = read
     return watched
@@ -205,18 +213,6 @@ def _watched(kind: type[Any]) -> type[Any]:
 
     Watched.__name__ = kind.__name__
     return Watched
-
-
-def _refuse_hooks(model: nn.Module) -> None:
-    for where, module in model.named_modules():
-        for hook in forward_hooks_of(module) + forward_pre_hooks_of(module):
-            function = hook
-            while isinstance(function, functools.partial):
-                function = function.func
-            home = str(getattr(function, "__module__", None) or type(function).__module__)
-            if home.partition(".")[0] not in LIBRARIES:
-                name = getattr(function, "__qualname__", type(function).__qualname__)
-                raise UnsupportedError(f"a hook of the script ({name}, at {where or 'the model'!r}) would see rows")
 
 
 def refusal_of(model: nn.Module) -> str:

@@ -10,7 +10,7 @@ Shape letters: B examples, T positions, K kept.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, cast, final
@@ -39,7 +39,16 @@ from sparsebp_cli.backward.selection.score.scorer import (
 from sparsebp_cli.backward.selection.score.token_scores import check_vocabulary, score_reference
 from sparsebp_cli.backward.selection.transfer import upload
 from sparsebp_cli.errors import UnsupportedError, UsageError
-from sparsebp_cli.policy import Examples, ExampleSelector, ReferenceReader, Score, Site, Step, WeightedExamples
+from sparsebp_cli.policy import (
+    Examples,
+    ExampleSelector,
+    ReadExamples,
+    ReferenceReader,
+    Score,
+    Site,
+    Step,
+    WeightedExamples,
+)
 from sparsebp_cli.policy.example import EXAMPLE_ROW
 from sparsebp_cli.policy.reference import REFERENCE_COLUMN
 
@@ -47,6 +56,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from sparsebp_cli.backward.core.extension import EngineView
+    from sparsebp_cli.backward.core.given import Given
     from sparsebp_cli.backward.core.policy_state import PolicyStates
     from sparsebp_cli.backward.selection.model_output import ModelOutput
 
@@ -55,28 +65,34 @@ _OF_LOSS = ("labels", "num_items_in_batch")
 _VALIDATION = Site("validation examples", 0, ())  # where they are drawn
 
 
+def find_places(policy: ExampleSelector, model: nn.Module, given: Given) -> Sequence[int]:  # noqa: ARG001
+    """Return the rows of the training data, for a policy that reads them."""
+    return range(given.num_examples or 0) if policy.reads_rows else ()
+
+
 @final
 class ExampleExtension:
     """An example selector in one model; see :class:`~sparsebp_cli.backward.core.extension.EngineExtension`.
 
-    ``num_examples`` is the number of rows of the training data, of a policy that reads these. ``reference`` is the
-    model that a policy compares with; None: each batch has the column ``reference_loss``. ``validation`` is the batch
-    of examples with whose gradients a policy compares, at ``optimizer``'s rate and by the linears that ``exclude`` does
-    not name. Raises :class:`UnsupportedError` unless the model is, or wraps, a transformers model, whose forward
-    computes the loss, or if the reference has another vocabulary.
+    Of what it is given, ``num_examples`` is for a policy that reads rows; without a model as ``reference``, each batch
+    has the column ``reference_loss``; ``validation`` is the batch of examples with whose gradients a policy compares,
+    at the optimizer's rate and by the linears that ``exclude`` does not name. Raises :class:`UnsupportedError` unless
+    the model is, or wraps, a transformers model, whose forward computes the loss, or if the reference has another
+    vocabulary.
     """
+
+    policy: ExampleSelector
+    num_examples: int | None
+    compares: bool
+    states: PolicyStates
+    scorer: Scorer | None
+    reference: Scorer | None
 
     def __init__(
         self,
         policy: ExampleSelector,
         model: nn.Module,
-        states: PolicyStates,
-        *,
-        num_examples: int | None = None,
-        reference: nn.Module | None = None,
-        validation: Arguments | None = None,
-        optimizer: torch.optim.Optimizer | None = None,
-        exclude: Collection[str] = (),
+        given: Given,
     ) -> None:
         from transformers import PreTrainedModel  # takes seconds, so it is not imported with the engine
 
@@ -86,19 +102,19 @@ class ExampleExtension:
                 f"{type(policy).__name__} chooses examples in the forward of a transformers model that is given "
                 f"labels, got {type(model).__name__}"
             )
-        self.policy, self.model, self.states, self.num_examples = policy, found, states, num_examples
+        self.policy, self.model, self.states, self.num_examples = policy, found, given.states, given.num_examples
         self._patches = ForwardPatches()
         head: object = found.get_output_embeddings()
         what = f"{type(policy).__name__}, which scores examples,"
         self.scorer = Scorer(found, what) if head is not None else None  # None for a classification
         self.compares = isinstance(policy, ReferenceReader) and policy.reads_reference
         self.reference = None
-        if self.compares and reference is not None:
-            self.reference = Scorer(reference, f"{what} by a reference")
+        if self.compares and isinstance(given.reference, nn.Module):
+            self.reference = Scorer(given.reference, f"{what} by a reference")
             check_vocabulary(found, self.reference)
-        self.validation, self.optimizer, self.products = validation, optimizer, None
+        self.validation, self.optimizer, self.products = given.validation, given.optimizer, None
         if policy.num_validation:
-            self.products = GradientProducts(model, type(policy).__name__, exclude)
+            self.products = GradientProducts(model, type(policy).__name__, given.exclude)
             if self.compares or policy.reads_gradient_norm or policy.scored_share < 1.0:
                 raise UnsupportedError(
                     f"{type(policy).__name__} reads products of gradients: other scores beside them, or a part of the "
@@ -133,6 +149,8 @@ class ExampleExtension:
 
 class ExamplesOverride(ForwardOverride):
     """The model's ``forward``: its own, on the examples that the policy chooses."""
+
+    was_called: bool
 
     def __init__(self, extension: ExampleExtension, engine: EngineView) -> None:
         self.was_called, self._number, self._is_compared = False, 1, False
@@ -194,15 +212,12 @@ class ExamplesOverride(ForwardOverride):
         row_B = columns[EXAMPLE_ROW]
         assert row_B is None or isinstance(row_B, Tensor)
         policy, examples = self._policy.at(step), Examples(number, row_B=row_B)
-        if row_B is not None:
-            self._states.see_scores(self._policy, "example_row", row_B)
         if policy.needs_loss(step):
             with spent:
                 examples = replace(self._score(arguments, columns[REFERENCE_COLUMN]), row_B=row_B)
-            if examples.loss_B is not None:
-                self._states.see_scores(self._policy, "example_loss", examples.loss_B)
-            if examples.gradient_norm_B is not None:
-                self._states.see_scores(self._policy, "example_gradient", examples.gradient_norm_B)
+        if self._states.watches(self._policy, ReadExamples):
+            seen = ReadExamples(self._states.next_forward(self._policy), examples)
+            self._states.see(self._policy, seen, step)
         return policy.choose(examples, step)
 
     def _check_rows(self, row_B: object, number: int) -> Tensor | None:

@@ -17,11 +17,11 @@ from torch.autograd.function import Function, once_differentiable
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
 from sparsebp_cli.backward.patch.forward import ForwardOverride, ForwardPatches
 from sparsebp_cli.errors import UnsupportedError
-from sparsebp_cli.policy import GradientSelector, LayerOutput, LayerSampler, TrialPass, choice
+from sparsebp_cli.policy import GradientSelector, LayerGradient, LayerOutput, LayerSampler, TrialPass, choice
 
 if TYPE_CHECKING:
     from sparsebp_cli.backward.core.extension import EngineView
-    from sparsebp_cli.backward.core.policy_state import PolicyStates
+    from sparsebp_cli.backward.core.given import Given
     from sparsebp_cli.policy import Step
 
 
@@ -39,13 +39,13 @@ class LayerExtension:
     policy: GradientSelector
     layers: list[nn.Module]
 
-    def __init__(self, policy: GradientSelector, model: nn.Module, states: PolicyStates) -> None:
+    def __init__(self, policy: GradientSelector, model: nn.Module, given: Given) -> None:
         numbers, name = LayerNumbers(model), type(policy).__name__
         if not numbers.layers:
             raise UnsupportedError(f"{name} chooses examples at the output of each layer: this model has no layers")
         if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
             raise UnsupportedError(f"{name} chooses examples at the output of each layer: one stack of layers, got two")
-        self.policy, self._states, self._patches = policy, states, ForwardPatches()
+        self.policy, self._states, self._patches = policy, given.states, ForwardPatches()
         self.layers, self._model = numbers.layers, model
 
     def install(self, engine: EngineView) -> None:
@@ -72,7 +72,8 @@ class LayerExtension:
         policy, step = self.policy, self._states.show(self.policy, self.engine.now())
         assert isinstance(policy, LayerSampler)
         norm_B = choice.norm(grad.reshape(len(grad), -1), 1)
-        self._states.see_layer(policy, output.layer, norm_B)
+        if self._states.watches(policy, LayerGradient):
+            self._states.see(policy, LayerGradient(str(output.layer), self._states.unscale(norm_B)), step)
         return policy.sample(norm_B, output, step)
 
     def check_shape(self, hidden: Tensor) -> None:

@@ -21,7 +21,7 @@ from sparsebp_cli.policy import ParameterSelector, Step
 
 if TYPE_CHECKING:
     from sparsebp_cli.backward.core.extension import EngineView
-    from sparsebp_cli.backward.core.policy_state import PolicyStates
+    from sparsebp_cli.backward.core.given import Given
 
 Group = dict[str, Any]
 
@@ -34,10 +34,8 @@ class LearningRates:
 
     _engine: EngineView
 
-    def __init__(
-        self, policy: ParameterSelector, model: nn.Module, states: PolicyStates, optimizer: torch.optim.Optimizer
-    ) -> None:
-        self._policy, self._states = policy, states
+    def __init__(self, policy: ParameterSelector, model: nn.Module, given: Given) -> None:
+        self._policy, self._states, optimizer = policy, given.states, given.trained_by
         self._optimizer: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper
         self._parameters, self._places = find_parameters(model)
         self._held: dict[str, float] = {}  # rate of each group, by its number, at the step whose rate is in force
@@ -110,6 +108,11 @@ class LearningRates:
                     f"{name!r}: {rate!r}"
                 )
         return {parameter_of(*self._places[name]): rate for name, rate in rates.items()}
+
+
+def make_rates(policy: ParameterSelector, model: nn.Module, given: Given) -> LearningRates | None:
+    """Return what sets the rates of a policy; None if it sets none, or there is no optimizer."""
+    return LearningRates(policy, model, given) if policy.sets_rates and given.optimizer is not None else None
 
 
 def _split(group: Group, rate: float, factors: Mapping[nn.Parameter, float]) -> Sequence[Group]:

@@ -11,9 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, final, runtime_checkable
 
-import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from sparsebp_cli.backward.decoder.decoder import find_reentrant
@@ -23,12 +21,12 @@ from sparsebp_cli.backward.observe.internals import parameter_of
 from sparsebp_cli.backward.patch.forward import NotCopyable
 from sparsebp_cli.backward.selection.optimizer_state import OffloadedState
 from sparsebp_cli.backward.selection.required_grads import claim_needed
-from sparsebp_cli.errors import PolicyError, UnsupportedError, UsageError
+from sparsebp_cli.errors import PolicyError, UnsupportedError
 from sparsebp_cli.policy import Parameter, ParameterSelector, Stateful, Step
 
 if TYPE_CHECKING:
     from sparsebp_cli.backward.core.extension import EngineView
-    from sparsebp_cli.backward.core.policy_state import PolicyStates
+    from sparsebp_cli.backward.core.given import Given
 
 Places = dict[str, tuple[nn.Module, str]]
 
@@ -45,21 +43,19 @@ class ParameterExtension:
         self,
         policy: ParameterSelector,
         model: nn.Module,
-        states: PolicyStates,
-        optimizer: torch.optim.Optimizer | None,
-        first: Step,
+        given: Given,
     ) -> None:
         _refuse_reentrant(model)
-        self._policy, self._model, self._states, self._optimizer = policy, model, states, optimizer
+        self._policy, self._model, self._states, self._optimizer = policy, model, given.states, given.optimizer
         self.parameters, self._places = find_parameters(model)
-        self._trained = self._select(first)
+        self._trained = self._select(given.first)
         self._enabled = True
         self._frozen_here: set[str] = set()  # names of parameters that this extension has frozen, and not the user
         self._handles: list[RemovableHandle] = []
         self._notes: dict[str, str] = {}  # the engine's
         self._offloaded: OffloadedState | None = None
-        if policy.offloads_state and optimizer is not None:
-            self._offloaded = OffloadedState(optimizer)
+        if policy.offloads_state and given.optimizer is not None:
+            self._offloaded = OffloadedState(given.optimizer)
 
     @property
     def frozen(self) -> frozenset[str]:
@@ -175,11 +171,9 @@ def find_parameters(model: nn.Module) -> tuple[tuple[Parameter, ...], Places]:
     return shown, places
 
 
-def refuse_lazy(model: nn.Module) -> None:
-    """Raise :class:`UsageError` if the model has a lazy module that has not run."""
-    for name, parameter in model.named_parameters():
-        if is_lazy(parameter):
-            raise UsageError(f"{name!r} has no shape before the model has run: run it once, and attach then")
+def find_places(policy: ParameterSelector, model: nn.Module, given: Given) -> tuple[Parameter, ...]:  # noqa: ARG001
+    """Return the parameters among which a policy chooses."""
+    return find_parameters(model)[0]
 
 
 @runtime_checkable

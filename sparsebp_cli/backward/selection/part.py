@@ -25,11 +25,11 @@ from sparsebp_cli.backward.observe.flops import DensePass, PassEstimate
 from sparsebp_cli.backward.patch.forward import ForwardOverride, ForwardPatches, call_module
 from sparsebp_cli.backward.selection.required_grads import claim_needed
 from sparsebp_cli.errors import PolicyError, UnsupportedError, UsageError
-from sparsebp_cli.policy import PartSelector, Step, TrainedWeight, TrialPass, WeightPart
+from sparsebp_cli.policy import PartSelector, Step, TrainedWeight, TrialPass, WeightGradient, WeightPart
 
 if TYPE_CHECKING:
     from sparsebp_cli.backward.core.extension import EngineView
-    from sparsebp_cli.backward.core.policy_state import PolicyStates
+    from sparsebp_cli.backward.core.given import Given
 
 Linears = Mapping[str, tuple[nn.Module, WeightLayout]]
 
@@ -38,7 +38,7 @@ Linears = Mapping[str, tuple[nn.Module, WeightLayout]]
 class PartExtension:
     """A part selector in one model; see :class:`~sparsebp_cli.backward.core.extension.EngineExtension`.
 
-    ``linears`` are those of :func:`find_divisible`. Raises :class:`PolicyError` if the policy does not fit the model,
+    Its linears are those of :func:`find_divisible`. Raises :class:`PolicyError` if the policy does not fit the model,
     :class:`UsageError` if the optimizer does not train a weight or has state of the whole of it, and
     :class:`UnsupportedError` under reentrant checkpointing.
     """
@@ -49,14 +49,12 @@ class PartExtension:
         self,
         policy: PartSelector,
         model: nn.Module,
-        linears: Linears,
-        states: PolicyStates,
-        optimizer: torch.optim.Optimizer,
-        first: Step,
+        given: Given,
     ) -> None:
         _refuse_reentrant(model)
-        self.policy, self._model, self._linears, self._states = policy, model, linears, states
-        self._swap, self._first = _Swap(optimizer), replace(first, index=0)
+        linears = find_divisible(model, given.exclude, frozen=policy.of_frozen)
+        self.policy, self._model, self._linears, self._states = policy, model, linears, given.states
+        self._swap, self._first = _Swap(given.trained_by), replace(given.first, index=0)
         # What is frozen in a step: all that the user trains, or weights that the user has frozen already.
         own = {id(weight_of(module)) for module, _ in linears.values()}
         self._names = {
@@ -150,7 +148,9 @@ class PartExtension:
             for name, (module, form) in self._linears.items():
                 weight = weight_of(module)
                 gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
-                self._states.see_weight(self.policy, name, form.by_output(gradient))
+                if self._states.watches(self.policy, WeightGradient):
+                    seen = WeightGradient(name, self._states.unscale(form.by_output(gradient)))
+                    self._states.see(self.policy, seen)
         finally:
             self.enable(before)
 
@@ -194,14 +194,14 @@ class PartExtension:
             own.enabled = self._enabled
             self._overrides[name] = own
             self._patches.install(module, own)
-            self._swap.swap(weight_of(module), own.leaf)
+        self._swap.swap((weight_of(each.module), each.leaf) for each in self._overrides.values())
         self._engine.notes["parts"] = self._describe()
 
     def _remove_parts(self) -> None:
         self._patches.remove()
         for each in self._overrides.values():
             each.handle.remove()
-            self._swap.swap(each.leaf, weight_of(each.module))
+        self._swap.swap((each.leaf, weight_of(each.module)) for each in self._overrides.values())
         self._overrides = {}
 
     @torch.no_grad()
@@ -227,6 +227,8 @@ class PartOverride(ForwardOverride):
     leaf: nn.Parameter
     handle: RemovableHandle
     enabled: bool
+    name: str
+    module: nn.Module
 
     def __init__(self, name: str, module: nn.Module, form: WeightLayout, part: WeightPart, engine: EngineView) -> None:
         self.name, self.module, self.form, self.part, self._engine = name, module, form, part, engine
@@ -266,6 +268,7 @@ class _Swap:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._added: list[Tensor] = []
+        self._trained = {id(each) for group in optimizer.param_groups for each in group["params"]}
 
     def check_begins(self) -> None:
         """Raise :class:`UsageError` if the optimizer has state, which parts that it gets would lack."""
@@ -282,7 +285,7 @@ class _Swap:
 
     def check(self, name: str, weight: Tensor, is_whole: bool) -> None:
         """Raise :class:`UsageError` unless the optimizer trains a weight, and has state of a part of it at most."""
-        if not any(each is weight for group in self._optimizer.param_groups for each in group["params"]):
+        if id(weight) not in self._trained:
             raise UsageError(f"the optimizer does not train the weight of {name!r}, of which a part is to be trained")
         state = self._optimizer.state.get(weight, {})
         if not is_whole and any(isinstance(v, Tensor) and v.shape == weight.shape for v in state.values()):
@@ -291,12 +294,15 @@ class _Swap:
                 "before its first step"
             )
 
-    def swap(self, before: Tensor, after: Tensor) -> None:
-        """Replace a parameter by another one, which takes over its state."""
+    def swap(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Replace the first parameter of each pair by the second, which takes over its state."""
+        pairs = list(pairs)
+        other = {id(before): after for before, after in pairs}
         for group in self._optimizer.param_groups:
-            group["params"][:] = [after if each is before else each for each in group["params"]]
-        if before in self._optimizer.state:
-            self._optimizer.state[after] = self._optimizer.state.pop(before)
+            group["params"][:] = [other.get(id(each), each) for each in group["params"]]
+        for before, after in pairs:
+            if before in self._optimizer.state:
+                self._optimizer.state[after] = self._optimizer.state.pop(before)
 
     def forget(self, weights: Iterable[Tensor] | None) -> None:
         """Forget the state of some weights, None: of all, since that of a part has another shape than its weight; and
@@ -324,6 +330,11 @@ def find_divisible(model: nn.Module, exclude: Sequence[str] = (), *, frozen: boo
         if weight.requires_grad != frozen and uses.get(id(weight)) == 1 and not form.replaces:
             found[name] = (module, form)
     return found
+
+
+def find_places(policy: PartSelector, model: nn.Module, given: Given) -> tuple[TrainedWeight, ...]:
+    """Return the weights of which a part selector chooses parts."""
+    return show_weights(model, find_divisible(model, given.exclude, frozen=policy.of_frozen))
 
 
 def show_weights(model: nn.Module, linears: Linears) -> tuple[TrainedWeight, ...]:

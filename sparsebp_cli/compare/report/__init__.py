@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from sparsebp_cli import durable
 from sparsebp_cli.compare import number as show
 from sparsebp_cli.compare.comparison import Comparison, Group, Kind
 from sparsebp_cli.compare.control import WORDS
@@ -18,11 +19,10 @@ from sparsebp_cli.compare.grid import Grid
 from sparsebp_cli.compare.loaded import flatten
 from sparsebp_cli.compare.number import SECONDS
 from sparsebp_cli.compare.overview_grid import grids
-from sparsebp_cli.compare.question import find_course
-from sparsebp_cli.compare.report.board import find_busy, join_names, make_board, make_headline
+from sparsebp_cli.compare.report.board import find_withheld, join_names, make_board, make_headline
 from sparsebp_cli.compare.trade import find_trades
-from sparsebp_cli.compare.verdict import split_statements
 from sparsebp_cli.compare.view import View, view_grids
+from sparsebp_cli.compare.words import say
 from sparsebp_cli.page import check_path, render
 from sparsebp_cli.run import metric
 from sparsebp_cli.run.visible import make_visible, mask
@@ -43,7 +43,7 @@ def write_report(comparison: Comparison, path: Path, command: str = "", more: It
     path. ``command`` is the one that made the report; empty leaves it out. ``more`` are further tables. Raises
     ``UsageError`` for another ending or a missing folder."""
     check_path(path)
-    path.write_text(render_report(comparison, command, more), encoding="utf-8")
+    durable.write_file(path, render_report(comparison, command, more))
     return path
 
 
@@ -54,26 +54,32 @@ def render_report(comparison: Comparison, command: str = "", more: Iterable[Grid
     data = json.dumps(_make_visible(_data(comparison)), allow_nan=False, separators=(",", ":"))
     curves = [name for name in REPORT_CURVES if any(run.counts and run.curves.get(name) for run in comparison.runs)]
     page_grids = _filled(
-        [*grids(comparison, everything=True), *more, runs_grid(comparison), environment_grid(comparison)]
+        [
+            *grids(comparison, everything=True),
+            *more,
+            samples_grid(comparison),
+            runs_grid(comparison),
+            environment_grid(comparison),
+        ]
     )
     numbers = {
         "curves": _filled(grid for name in curves for grid in view_grids(comparison, View("curves", name))),
         "layers": _filled(view_grids(comparison, View("layers"))),
     }
     missing = _missing_controls(comparison)
-    page = render(
+    return render(
         __package__,
         "page.html",
         comparison=comparison,
         names=join_names([group.label for group in comparison.groups]),
         basis=_basis(comparison),
         headline=make_headline(comparison),
-        board=make_board(comparison, find_busy(comparison)),
+        board=make_board(comparison),
         num_doubts=len(comparison.warnings) + len(missing),
         cards=[_make_card(number, group) for number, group in enumerate(comparison.groups)],
         missing=missing,
         num_simultaneous=next((family.statements for family in comparison.families if family.name == CLAIMS), 0),
-        busy_note=_busy_note(comparison),
+        withheld_note=_describe_withheld(comparison),
         has_layers=any(group.layers.figures for group in comparison.groups),
         has_memory=any(group.memory for group in comparison.groups),
         numbers=numbers,
@@ -82,7 +88,6 @@ def render_report(comparison: Comparison, command: str = "", more: Iterable[Grid
         appendix=make_appendix(comparison, command),
         data=Markup(data.replace("<", "\\u003c")),  # a "</script>" inside the data would end the script element
     )
-    return make_visible(page)
 
 
 def _list_contents(
@@ -116,21 +121,21 @@ def _basis(comparison: Comparison) -> str:
 
 @dataclass(frozen=True)
 class _Card:
-    """A group's verdict, and how the drawings show the group: colours repeat after seven, so dashes and mark differ."""
+    """A group's statements, and how the drawings show the group: colours repeat after seven, so dashes and mark
+    differ."""
 
     label: str
-    verdict: str
-    statements: list[str]
+    first: str
+    others: list[str]
     colour: int
     dashes: str
     mark: str
 
 
 def _make_card(number: int, group: Group) -> _Card:
-    first, *rest = split_statements(group.verdict)
-    verdict = first if first.startswith(("eval/", "train/")) else first[:1].upper() + first[1:]
+    first, *others = map(say, group.statements)
     dashes, mark = DASHES[number % len(DASHES)], MARKS[number % len(MARKS)]
-    return _Card(group.label, verdict, rest, number % NUM_COLOURS, dashes, mark)
+    return _Card(group.label, first, others, number % NUM_COLOURS, dashes, mark)
 
 
 @dataclass(frozen=True)
@@ -156,23 +161,24 @@ def _filled(grids: Iterable[Grid]) -> list[Grid]:
     return [grid for grid in grids if grid.rows]
 
 
-def _busy_note(comparison: Comparison) -> str:
-    busy = find_busy(comparison)
-    return f" Left out are step times from a busy machine: {', '.join(busy)}." if busy else ""
+def _describe_withheld(comparison: Comparison) -> str:
+    withheld = find_withheld(comparison)
+    return f" Step times that cannot be believed are withheld: {', '.join(withheld)}." if withheld else ""
 
 
 def _data(comparison: Comparison) -> dict[str, object]:
     number = {group.group: place for place, group in enumerate(comparison.groups)}
-    busy = find_busy(comparison)
     return {
         "metric": comparison.metric,
-        "course": find_course(comparison.metric),
+        "course": comparison.course,
         "better": comparison.better,
-        "units": {name: known.unit for name, known in metric.METRICS.items() if known.unit},
+        "units": {name: known.unit for name, known in metric.METRICS.items() if known.unit}
+        | ({comparison.metric: comparison.unit, comparison.course: comparison.unit} if comparison.unit else {}),
         "groups": [group.label for group in comparison.groups],
+        "prices": [group.speed.relative_cost for group in comparison.groups],
         "runs": [
             {"group": number[run.group], "seed": run.seed, "id": run.run_id, "curves": run.curves}
-            | {"quality": run.quality, "step": None if group.label in busy else run.step_seconds}
+            | {"quality": run.quality, "step": run.step_seconds}
             for group in comparison.groups
             for run in comparison.comparable_runs(group)
         ],
@@ -181,8 +187,8 @@ def _data(comparison: Comparison) -> dict[str, object]:
             {
                 "group": number[group.group],
                 "quality": asdict(group.quality.difference) if group.quality.difference else None,
-                "step": None if group.label in busy or not group.speed.step_ratio else asdict(group.speed.step_ratio),
-                "peak": asdict(group.cost.peak_ratio) if group.cost.peak_ratio else None,
+                "step": asdict(group.speed.step_ratio) if group.speed.step_ratio else None,
+                "held": asdict(group.cost.held_ratio) if group.cost.held_ratio else None,
             }
             for group in comparison.groups
             if not group.baseline
@@ -208,6 +214,21 @@ def _make_visible(value: object) -> object:
         case list() | tuple():
             return [_make_visible(child) if isinstance(child, str | dict | list | tuple) else child for child in value]
     return value
+
+
+def samples_grid(comparison: Comparison) -> Grid:
+    """Return the texts that the first run of each group generated, beside what the data have there."""
+    first = {run.group: run for run in reversed(comparison.runs) if run.samples and run.counts}
+    rows = tuple(
+        (group.label, str(sample.step), sample.prompt, sample.reference, sample.prediction)
+        for group in comparison.groups
+        if group.group in first
+        for sample in first[group.group].samples
+    )
+    note = "Of the first run of each group that counts, at its first, middle and last generation on validation. Long "
+    note += "texts are shortened; they are examples and no measurement."
+    columns = ("group", "step", "prompt", "reference", "generated")
+    return Grid("Generated texts", columns, rows, note, aside=len(columns))
 
 
 def runs_grid(comparison: Comparison) -> Grid:

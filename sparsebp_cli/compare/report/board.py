@@ -1,23 +1,26 @@
 """The first screen of the report: one sentence, and the leaderboard with its intervals.
 
-Both repeat what the comparison holds: the sentence sorts groups by the first statement of their verdicts, and the
-cells are the differences of the tables, written in the same way.
+Both repeat what the comparison holds: the sentence sorts groups by their statements on quality, and the cells are the
+numbers of the tables, written in the same way. A cell that shows a gain is marked where a statement supports it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sparsebp_cli.compare import number as show
 from sparsebp_cli.compare.comparison import Comparison, Group
+from sparsebp_cli.compare.statement import OUTCOMES, Outcome, Statement, Subject
 from sparsebp_cli.compare.statistics import Difference
-from sparsebp_cli.compare.verdict import OUTCOMES, find_outcome, split_statements
+from sparsebp_cli.compare.words import say
 
 MOST_NAMES = 6
 ROOM = 6.0  # of 100, at both ends of a bar
+RATIOS = {"step time", "memory"}  # subjects whose numbers are ratios
 LEAST = 1e-4  # of the baseline's value: a scale of differences is no finer, so that rounding stays at its zero
-TIMES = ("step time", "timed in turns")  # how statements about time begin; they are what an exact policy is for
+OTHER_TRAINING = "after other steps or with another batch"
+HEADINGS: dict[Outcome, str] = {"lower": f"lower {OTHER_TRAINING}", "higher": f"higher {OTHER_TRAINING}"}
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,8 @@ class Cell:
     text: str
     value: float | None = None
     bar: Bar | None = None
+    interval: str = ""  # in square brackets
+    is_gain: bool = False  # whether a statement shows that it is better than the baseline's
 
 
 @dataclass(frozen=True)
@@ -64,14 +69,21 @@ def make_headline(comparison: Comparison) -> str:
     if not others:
         return f"{base.label} alone: there is nothing to compare it with."
     if len(others) == 1:
-        first, *rest = split_statements(others[0].verdict)
-        timed = [text for text in rest if find_outcome(first) == "exact" and text.startswith(TIMES)]
-        return f"{others[0].label} against {base.label}: {'; '.join([first, *timed[:1]])}."
-    found: dict[str, list[str]] = {}
+        quality, time = others[0].find("quality"), find_time(others[0])
+        found = [quality, *([time] if quality and quality.outcome == "exact" else [])]
+        return f"{others[0].label} against {base.label}: {'; '.join(say(one) for one in found if one)}."
+    labels: dict[Outcome, list[str]] = {}
     for group in others:
-        found.setdefault(find_outcome(group.verdict), []).append(group.label)
-    parts = [f"{word}: {join_names(found[word])}" for word in OUTCOMES if word in found]
+        if (quality := group.find("quality")) is not None:
+            labels.setdefault(quality.outcome, []).append(group.label)
+    parts = [f"{HEADINGS.get(word, word)}: {join_names(labels[word])}" for word in OUTCOMES if word in labels]
     return f"Against {base.label} in {comparison.metric}: {'; '.join(parts)}."
+
+
+def find_time(group: Group) -> Statement | None:
+    """Return what an exact policy is for: its time in turns with dense, which holds on a busy machine, too, else that
+    of whole steps."""
+    return group.find("passes") or group.find("step time")
 
 
 def join_names(names: Sequence[str]) -> str:
@@ -80,32 +92,54 @@ def join_names(names: Sequence[str]) -> str:
     return ", ".join(names[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
-def find_busy(comparison: Comparison) -> list[str]:
-    """Return the labels of the groups whose machine was too busy to time steps; all groups where the baseline's was."""
-    slowed = [group.label for group in comparison.groups if group.speed.busy is not None]
-    return [group.label for group in comparison.groups] if comparison.groups[0].label in slowed else slowed
+def find_withheld(comparison: Comparison) -> list[str]:
+    """Return the labels of the groups of which step times are withheld."""
+    return [group.label for group in comparison.groups if group.speed.withheld]
 
 
-def make_board(comparison: Comparison, busy: Sequence[str]) -> Board:
-    """Return the leaderboard of all groups. The step times of ``busy`` groups are left out."""
+def make_board(comparison: Comparison) -> Board:
+    """Return the leaderboard of all groups, with what the comparison holds of them."""
     groups, base = comparison.groups, comparison.groups[0]
-    metric = comparison.metric
-    own = [Cell(show.of_spread(group.quality.final), _mean(group)) for group in groups]
-    plain: list[tuple[str, list[Difference | None], bool]] = [
-        ("at equal cost", [_at_equal(group, base) for group in groups], False),
-        (f"to {base.label}", [group.quality.difference for group in groups], False),
-        ("step time", [None if group.label in busy else group.speed.step_ratio for group in groups], True),
-        ("peak memory", [group.cost.peak_ratio for group in groups], True),
+    own = [
+        Cell(show.of_spread(group.quality.final), _mean(group), is_gain=comparison.is_gain(group, "quality"))
+        for group in groups
+    ]
+    plain: list[tuple[str, list[Difference | None], Subject | None]] = [
+        ("at equal cost", [_at_equal(group, base) for group in groups], None),
+        (f"to {base.label}", [group.quality.difference for group in groups], "quality"),
+        ("step time", [group.speed.step_ratio for group in groups], "step time"),
+        ("memory held", [group.cost.held_ratio for group in groups], "memory"),
     ]
     least = LEAST * abs(_mean(base) or 0.0)
-    columns = [(title, _cells(values, least, is_ratio=is_ratio)) for title, values, is_ratio in plain if any(values)]
-    titles = (metric, *(title for title, _ in columns))
+    columns = [
+        (title, _mark(comparison, _cells(values, least, is_ratio=subject in RATIOS), subject))
+        for title, values, subject in plain
+        if any(values)
+    ]
+    if any(group.speed.relative_cost is not None for group in groups):
+        columns.insert(0, ("cost of a step", [_cost(group) for group in groups]))
+    titles = (comparison.metric, *(title for title, _ in columns))
     rows = zip(own, *(cells for _, cells in columns), strict=True)
     note = (
         f"Differences to {base.label}, paired by seed [95% interval, from three seeds up]; the dashed line is no "
-        "difference. At equal cost: at the evaluation nearest to the cost, or else the time, of the cheaper of the two."
+        "difference. Cost of a step: in dense steps of the baseline's batch, by probes that take dense and policy in "
+        "turn. At equal cost: at the evaluation nearest to the cost, or else the time, of the cheaper of the two."
     )
     return Board(titles, tuple(BoardRow(n, groups[n].label, cells) for n, cells in enumerate(rows)), note)
+
+
+def _mark(comparison: Comparison, cells: list[Cell], subject: Subject | None) -> list[Cell]:
+    if subject is None:
+        return cells
+    return [
+        replace(cell, is_gain=comparison.is_gain(group, subject))
+        for cell, group in zip(cells, comparison.groups, strict=True)
+    ]
+
+
+def _cost(group: Group) -> Cell:
+    cost = group.speed.relative_cost
+    return Cell(show.NONE) if cost is None else Cell(f"{cost:.2f}", cost)
 
 
 def _mean(group: Group) -> float | None:
@@ -135,5 +169,6 @@ def _cells(differences: Iterable[Difference | None], least: float, *, is_ratio: 
             continue
         first, last = (one.mean if end is None else end for end in one.shown)
         bar = Bar(place(zero), place(first), place(one.mean), place(last))
-        cells.append(Cell(show.of_change(one) if is_ratio else show.of_difference(one), one.mean, bar))
+        text, interval = show.split_change(one) if is_ratio else show.split_difference(one)
+        cells.append(Cell(text, one.mean, bar, interval))
     return cells

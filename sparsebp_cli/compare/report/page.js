@@ -111,18 +111,23 @@ function legend(bar, hidden, changed) {
     bar.append(button);
   });
 }
-const AXES = { 0: "optimizer steps", 1: "tokens seen", 2: "seconds of training, evaluation left out" };
+const AXES = { 0: "optimizer steps", 1: "tokens seen", 2: "seconds of training, evaluation left out", cost: "cost in dense steps, by probes" };
+/* Where a point [step, tokens, seconds, value] of a group stands along an axis; null where that is unknown or withheld. */
+function place(p, along, g) {
+  if (along === "cost") return data.prices[g] === null ? null : p[0] * data.prices[g];
+  return p[along];
+}
 
 function mean(values) { return values.reduce((a, b) => a + b, 0) / values.length; }
 function averaged(runs, name, along) {
   const steps = new Map();
   for (const run of runs) for (const p of run.curves[name] || []) {
-    if (p[along] === null) continue;
+    if (place(p, along, run.group) === null) continue;
     if (!steps.has(p[0])) steps.set(p[0], []);
     steps.get(p[0]).push(p);
   }
   return [...steps.values()].map(ps => ({
-    x: mean(ps.map(p => p[along])), y: mean(ps.map(p => p[3])), low: Math.min(...ps.map(p => p[3])),
+    x: mean(ps.map(p => place(p, along, runs[0].group))), y: mean(ps.map(p => p[3])), low: Math.min(...ps.map(p => p[3])),
     high: Math.max(...ps.map(p => p[3])), n: ps.length, step: ps[0][0],
   })).sort((a, b) => a.step - b.step);
 }
@@ -133,21 +138,21 @@ function curves(host) {
   const bar = make("div", { class: "bar" }), figure = make("figure"), hidden = new Set(), lens = makeLens();
   const redraw = () => { Object.assign(lens, makeLens()); paint(); };
   const [pick, name] = select("Metric", names.map(n => [n, n]), redraw);
-  const [axis, along] = select("against", [[0, "steps"], [1, "tokens"], [2, "training time"]], redraw);
+  const [axis, along] = select("against", [[0, "steps"], ["cost", "cost"], [1, "tokens"], [2, "training time"]], redraw);
   const [lines, mode] = select("shown as", [["runs", "each run"], ["mean", "mean and range of seeds"]], redraw);
   bar.append(pick, axis, lines);
   const keys = make("div", { class: "bar keys" });
   legend(keys, hidden, redraw);
   host.append(bar, keys, figure);
   function paint() {
-    const n = name(), a = Number(along()), sets = [];
+    const n = name(), a = along(), sets = [];
     data.groups.forEach((label, g) => {
       if (hidden.has(g)) return;
       const runs = data.runs.filter(run => run.group === g);
       if (mode() === "mean") sets.push({ g, label, band: true, points: averaged(runs, n, a) });
       else for (const run of runs) sets.push({
         g, label: `${label}, seed ${run.seed ?? "unknown"}`,
-        points: (run.curves[n] || []).filter(p => p[a] !== null).map(p => ({ x: p[a], y: p[3], step: p[0] })),
+        points: (run.curves[n] || []).filter(p => place(p, a, g) !== null).map(p => ({ x: place(p, a, g), y: p[3], step: p[0] })),
       });
     });
     const all = sets.flatMap(s => s.points), later = all.filter(p => p.step > 0), shown = later.length ? later : all;
@@ -185,14 +190,15 @@ function curves(host) {
   return paint;
 }
 function pareto(host) {
-  const costs = [["step_seconds", "time of a step"], ["peak_bytes", "peak memory"]].filter(([key]) => data.trades.some(t => t.costs[key] !== null));
+  const costs = [["dense_steps", "cost of a step"], ["step_seconds", "time of a step"], ["held_bytes", "memory held"]].filter(([key]) => data.trades.some(t => t.costs[key] !== null));
+  const WORDS = { dense_steps: [1, "dense steps, by probes"], step_seconds: [1000, "milliseconds a step"], held_bytes: [1e-6, "memory held by a step, MB"] };
   if (!costs.length || !data.trades.some(t => t.quality !== null)) { host.append(make("p", { class: "note" }, "Nothing to draw: quality or costs are missing.")); return; }
   const bar = make("div", { class: "bar" }), figure = make("figure"), lens = makeLens();
   const [pick, cost] = select("Quality against", costs, () => { Object.assign(lens, makeLens()); paint(); });
   bar.append(pick);
   host.append(bar, figure);
   function paint() {
-    const key = cost(), scale = key === "step_seconds" ? 1000 : 1e-6, word = key === "step_seconds" ? "milliseconds a step" : "peak memory, MB";
+    const key = cost(), [scale, word] = WORDS[key];
     const all = data.trades.map((t, g) => ({ g, label: t.label, x: t.costs[key] === null ? null : t.costs[key] * scale, y: t.quality, sd: t.sd || 0, paired: t.is_paired })).filter(p => p.x !== null && p.y !== null);
     figure.replaceChildren();
     if (!all.length) return;
@@ -233,7 +239,7 @@ function pareto(host) {
 }
 /* One row a group: mean and interval, zero marked. */
 function forest(host) {
-  const kinds = [["quality", data.metric, v => v, ""], ["step", "time of a step, %", v => 100 * (v - 1), " %"], ["peak", "peak memory, %", v => 100 * (v - 1), " %"]];
+  const kinds = [["quality", data.metric, v => v, ""], ["step", "time of a step, %", v => 100 * (v - 1), " %"], ["held", "memory held by a step, %", v => 100 * (v - 1), " %"]];
   function paint() {
     host.replaceChildren();
     const wanted = [];

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from string import Template
 
+from sparsebp_cli import durable
 from sparsebp_cli.errors import UsageError
 
 
@@ -34,6 +35,6 @@ def write_files(folder: Path, files: Mapping[str, str]) -> None:
                 raise UsageError(f"{folder / name} exists with other content; nothing was written")
         for name, text in files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_text(text, encoding="utf-8")
+            durable.write_file(folder / name, text)
     except OSError as error:
         raise UsageError(f"cannot write {error.filename or folder}: {error.strerror}") from None

@@ -1,9 +1,10 @@
 """Audit of the training in the current process, with the report written to a folder.
 
 Environment variables configure it, so that the command's child processes inherit them: ``SPARSEBP_AUDIT_FOLDER`` and
-``SPARSEBP_AUDIT`` (JSON: ``steps``, ``threshold``, ``stop``, ``apply``). It writes ``report-RANK-PID.json``,
-atomically, after the last audited step or when the process ends, with ``apply`` both; ``steps-RANK-PID`` with the
-number of steps so far; and ``idle-PID`` in a process that imported torch and ran no backward pass.
+``SPARSEBP_AUDIT`` (JSON: ``steps``, ``threshold``, ``stop``, ``apply``, ``examples``). It writes
+``report-RANK-PID.json``, atomically, after the last audited step or when the process ends, with ``apply`` both;
+``steps-RANK-PID`` with the number of steps so far; and ``idle-PID`` in a process that imported torch and ran no
+backward pass.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any, NoReturn
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from sparsebp_cli import durable
 from sparsebp_cli.audit_report import AuditReport
 from sparsebp_cli.auditor import Audit
 from sparsebp_cli.auditor.application import Application
@@ -30,7 +32,8 @@ RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 
 
 class ScriptAudit:
-    """The audit of this process. ``settings`` has the keys ``steps``, ``threshold``, ``stop`` and ``apply``."""
+    """The audit of this process. ``settings`` has the keys ``steps``, ``threshold``, ``stop``,
+    ``apply`` and ``examples``."""
 
     rank: int
 
@@ -41,7 +44,11 @@ class ScriptAudit:
         self._application: Application | None = None
         self._report: AuditReport | None = None
         self._audit = Audit(
-            steps=settings["steps"], threshold=settings["threshold"], on_step=self._tell, on_end=self._end
+            steps=settings["steps"],
+            threshold=settings["threshold"],
+            examples=settings["examples"],
+            on_step=self._tell,
+            on_end=self._end,
         )
         if settings["apply"]:
             self._application = Application(self._audit.session, self._say, self._finish)
@@ -128,10 +135,8 @@ class ScriptAudit:
             sys.exit(0)
 
     def _save(self, name: str, text: str) -> None:
-        part = self._folder / f".{name}.part"
         try:
-            part.write_text(text, encoding="utf-8")
-            part.replace(self._folder / name)
+            durable.write_file(self._folder / name, text)
         except OSError as error:  # the auditing command may have ended and removed the folder
             print(f"sparsebp audit: the report was not written: {error}", file=sys.stderr)
 

@@ -116,7 +116,7 @@ class Subject:
             with count_flops() as backward:
                 loss.backward() if engine is None else engine.backward(loss)
             claim = None if engine is None else engine.claim()
-            kept = None if engine is None else engine.report().kept_share
+            kept = None if engine is None else engine.totals()[0]
         del loss
         self.drop_gradients()
         peak = peak_bytes(self.device, lambda: self.run(variant))

@@ -31,6 +31,7 @@ from sparsebp_cli.backward.observe.flops import DensePass
 from sparsebp_cli.backward.observe.module_trace import ModuleTrace
 from sparsebp_cli.backward.packing import extension as extension_module
 from sparsebp_cli.backward.packing import groups as groups_module
+from sparsebp_cli.backward.patch.deferred import Deferred
 from sparsebp_cli.errors import PolicyError, UnsupportedError
 
 from .case import IGNORED, LIMIT, SOME, error, errors, gradients, make_batch
@@ -203,7 +204,7 @@ def test_logits_beside_a_loss_are_there_for_whoever_reads_them() -> None:
     expected = model(**batch).logits[:, :-1][trained]
     with sbp.attach(model, "lossless"):
         output = model(**batch)
-        assert "logits" not in output.keys()  # noqa: SIM118 - a transformers output is no plain mapping
+        assert isinstance(dict(output.items())["logits"], Deferred)  # nobody has read them
         torch.testing.assert_close(output.logits[:, :-1][trained], expected)
         assert output.logits.shape == (6, 44, 64)
         with pytest.raises(UnsupportedError, match="leave the labels out of the forward"):
@@ -231,7 +232,12 @@ def test_labels_that_the_script_keeps_can_be_given_to_the_engine() -> None:
 
 def rows_of(module: nn.Module) -> list[int]:
     rows: list[int] = []
-    module.register_forward_hook(lambda _, inputs, __: rows.append(inputs[0].numel() // inputs[0].shape[-1]))
+
+    def count(_: nn.Module, inputs: tuple[Tensor, ...], __: object) -> None:
+        rows.append(inputs[0].numel() // inputs[0].shape[-1])
+
+    count.__module__ = "torch"  # packing makes way for a hook of a script
+    module.register_forward_hook(count)
     return rows
 
 
@@ -284,13 +290,18 @@ def test_a_classification_head_of_a_decoder_reads_what_it_would(pad: str) -> Non
 
 
 @pytest.mark.parametrize("pad", ["right", "left"])
-def test_an_encoder_that_reads_padding_is_left_alone(pad: str) -> None:
-    """Its pooler reads the first position, which is padding where that is on the left."""
+@pytest.mark.parametrize("verify", ["first", "never"])
+def test_an_encoder_that_reads_padding_is_left_alone(pad: str, verify: str) -> None:
+    """Its pooler reads the first position, which is padding where that is on the left: such a batch runs the plain
+    step, and others are packed all the same.
+    """
     model, batch = _bert(BertForSequenceClassification), _classified(make_batch(pad, "dense", "groups"))
     expected = gradients(model, None, batch)
-    with sbp.attach(model, "lossless") as engine:
+    with sbp.attach(model, {"name": "lossless", "verify": verify}) as engine:
         got = gradients(model, engine, batch)
-        assert ("not computed" if pad == "right" else "the plain step is used") in packing(engine)
+        assert ("first position" in engine.notes) == (pad == "left")
+        gradients(model, engine, _classified(make_batch("right", "dense", "groups")))
+        assert f"in {1 + (pad == 'right')} of 2 batches" in packing(engine)
     assert error(expected[1], got[1]) < 10 * LIMIT  # the gradients of six examples nearly cancel
 
 
@@ -353,14 +364,18 @@ def test_evaluation_and_detach_run_the_model_as_it_was() -> None:
     assert torch.equal(model(**batch).logits, before.logits)
 
 
-def test_no_label_in_the_batch_gives_gradients_of_zero() -> None:
+@pytest.mark.parametrize("num_items", [None, 17])
+def test_no_label_in_the_batch_gives_the_plain_loss_and_gradients_of_zero(num_items: int | None) -> None:
     model, batch = llama(), make_batch("right", "completion", "groups")
     batch["labels"] = torch.full_like(batch["labels"], IGNORED)
-    with sbp.attach(model, sbp.make_policy("lossless", verify="never")) as engine:
-        loss = model(**batch).loss
-        engine.backward(loss)
-    assert not loss.detach().any()
-    assert all(not p.grad.any() for p in model.parameters() if p.grad is not None)
+    if num_items is not None:
+        batch["num_items_in_batch"] = torch.tensor(num_items)
+    expected, plain = gradients(model, None, batch)  # the mean of nothing is no number, its share of 17 is 0
+    with sbp.attach(model, sbp.make_policy("lossless")) as engine:
+        loss, grads = gradients(model, engine, batch)
+        assert "in 1 of 1 batches" in packing(engine)
+    assert torch.equal(loss, expected) if num_items else bool(loss.isnan() & expected.isnan())
+    assert not any(grad.any() for grad in (*plain, *grads))
 
 
 def test_the_reference_is_the_plain_step() -> None:
@@ -377,7 +392,7 @@ def test_larger_batches_are_compared_again_and_smaller_ones_not() -> None:
         for length, count in ((30, 1), (20, 1), (44, 2), (44, 2)):
             batch = {name: value[:, :length] for name, value in make_batch("none", "completion", "none").items()}
             gradients(model, engine, batch)
-            assert f"compared with the plain one {count} times" in packing(engine)
+            assert f"compared with the plain one in {count} of" in packing(engine)
 
 
 def test_a_gradient_that_differs_ends_packing_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,10 +34,6 @@ class Given(Nothing, ExampleSelector):
     seen: list[Any] = Field(default_factory=list)
 
     @property
-    def needs_num_steps(self) -> bool:
-        return False
-
-    @property
     def budget(self) -> float:
         return 1.0
 

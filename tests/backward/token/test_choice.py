@@ -9,7 +9,7 @@ import torch
 
 import sparsebp_cli as sbp
 from sparsebp_cli.backward.decoder.kv_cache import CACHE_NAMES
-from sparsebp_cli.errors import UsageError
+from sparsebp_cli.errors import UnsupportedError, UsageError
 from sparsebp_cli.policy import Step, TokenChoice, Tokens
 from sparsebp_cli.policy.token import TokenMode
 from tests.backward.families import tiny_decoder
@@ -60,7 +60,8 @@ def test_a_disabled_engine_an_evaluation_and_no_grad_are_the_model_as_it_was(mod
     for output in (disabled, silent, evaluated, after):
         assert torch.equal(output.loss, before.loss)
         assert torch.equal(output.logits, before.logits)
-    assert chosen.logits is None
+    with pytest.raises(UnsupportedError, match="read them in evaluation"):
+        _ = chosen.logits
     assert not torch.equal(chosen.loss, before.loss)
     assert "forward" not in model.__dict__
 
@@ -153,5 +154,10 @@ def test_the_loss_comes_first_however_the_output_is_read(mode: Any, engine: Any)
     assert output.loss.dim() == 0
     for loss in (output[0], output["loss"], next(iter(output.values())), parts[0]):
         assert torch.equal(loss, output.loss)
-    assert ("logits" in output) == (output.logits is not None) == (engine == "reference")
+    for read in (lambda: output.logits, lambda: output["logits"], lambda: output[1], lambda: output.get("logits")):
+        if engine == "reference":
+            assert read().shape[:2] == batch.arguments["input_ids"].shape
+        else:
+            with pytest.raises(UnsupportedError, match="read them in evaluation"):
+                read()
     assert not set(CACHE_NAMES) & set(output.keys())

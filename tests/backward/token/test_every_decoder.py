@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import ast
+import inspect
+import sys
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.configuration_utils import ALLOWED_ATTN_LAYER_TYPES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 import sparsebp_cli as sbp
@@ -37,14 +41,24 @@ RATES = ("attention_dropout", "attn_dropout", "dropout", "activation_dropout", "
 RATES += ("residual_dropout",)
 
 
-def tiny(config: Any, kind: Any) -> PreTrainedModel | None:
-    """Return a tiny model without dropout, None where these sizes do not make one."""
+def known_types(config: Any, kind: Any) -> list[str]:
+    """Return the types of layers that a model's code knows, as its published configurations have them: the defaults of
+    its class, made tiny, may have one alone.
+    """
+    modules = (sys.modules[config.__module__], sys.modules[kind.__module__])
+    texts = {
+        node.value
+        for module in modules
+        for node in ast.walk(ast.parse(inspect.getsource(module)))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    return sorted(texts & set(ALLOWED_ATTN_LAYER_TYPES), reverse=True)
+
+
+def make(config: Any, kind: Any, sizes: dict[str, Any]) -> PreTrainedModel | None:
+    """Return a model of these sizes; None where they do not make a tiny one."""
     try:
-        defaults = config()
-        known = {name: value for name, value in TINY.items() if getattr(defaults, name, None) is not None}
-        if "kv_lora_rank" in known:  # latent attention has keys and values of every head; deepseek_v2 names no experts
-            known |= {"num_key_value_heads": known["num_attention_heads"], "num_experts_per_tok": 2}
-        made = config(**known)
+        made = config(**sizes)
         with torch.device("meta"):
             size = sum(parameter.numel() for parameter in kind(made).parameters())
         if size > MOST:
@@ -52,6 +66,29 @@ def tiny(config: Any, kind: Any) -> PreTrainedModel | None:
         torch.manual_seed(0)
         model: PreTrainedModel = kind(made)
     except Exception:  # whatever a configuration thinks of sizes that were not made for it
+        return None
+    return model
+
+
+def tiny(config: Any, kind: Any, change: Mapping[str, Any] | None = None) -> PreTrainedModel | None:
+    """Return a tiny model without dropout, with some options changed; None where these sizes do not make one."""
+    try:
+        defaults = config()
+        known = {name: value for name, value in TINY.items() if getattr(defaults, name, None) is not None}
+        if "kv_lora_rank" in known:  # latent attention has keys and values of every head; deepseek_v2 names no experts
+            known |= {"num_key_value_heads": known["num_attention_heads"], "num_experts_per_tok": 2}
+        known |= change or {}
+        made = config(**known)
+        types = known_types(config, kind) if getattr(made, "layer_types", None) else []
+        if not getattr(made, "use_sliding_window", True) or getattr(made, "sliding_window", None) is None:
+            types = [each for each in types if each != "sliding_attention"]  # published without
+        model = None
+        if set(types) - set(made.layer_types if types else ()):
+            model = make(config, kind, known | {"layer_types": types, "num_hidden_layers": len(types)})
+        model = model or make(config, kind, known)
+    except Exception:  # whatever a configuration thinks of having no arguments
+        return None
+    if model is None:
         return None
     for module in model.modules():
         if isinstance(module, nn.Dropout):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from threading import RLock
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from sparsebp_cli.backward.core.extension import EngineExtension
+from sparsebp_cli.backward.core.loss_scale import refuse_scale
 from sparsebp_cli.backward.core.report import EagerReport
 from sparsebp_cli.backward.execution.eager.clipping import Clipping, norm_of, total_of
 from sparsebp_cli.backward.execution.eager.completeness import GradientCompleteness
@@ -28,6 +29,7 @@ from sparsebp_cli.backward.execution.eager.per_parameter_step import PerParamete
 from sparsebp_cli.backward.execution.eager.separable import refuse_inseparable
 from sparsebp_cli.backward.execution.grad_store import GradStore
 from sparsebp_cli.backward.observe.internals import hooks_after_accumulation
+from sparsebp_cli.backward.observe.update_flops import UpdateFlops
 from sparsebp_cli.errors import DivergedError, UnsupportedError, UsageError
 
 if TYPE_CHECKING:
@@ -55,6 +57,7 @@ class EagerUpdate(EngineExtension):
         self._write_back_hook: RemovableHandle | None = None
         self._lock = RLock()  # autograd runs hooks in one thread per device
         self.report: EagerReport | None = None
+        self.counting: UpdateFlops | None = None  # counts the updates of the coming pass
         for parameter in self._stepper.parameters:
             others = hooks_after_accumulation(parameter)
             if any(isinstance(getattr(other, "__self__", None), EagerUpdate) for other in others):
@@ -163,7 +166,7 @@ class EagerUpdate(EngineExtension):
             self._finish_all(state)
             self._total = state.total(self._stepper.parameters)
             self._check_total(self._total, num_updated=len(state.done))
-        self._has_updated = True
+        self._has_updated, self.counting = True, None
         waited = tuple(self._name(p) for p in late)
         self.report = EagerReport(num_early, waited, state.bytes_most, float(self._total))
         self._note_late_updates(waited, all_wait=not state.early)
@@ -181,8 +184,9 @@ class EagerUpdate(EngineExtension):
 
     def _update(self, parameter: Tensor, norm: Tensor) -> None:
         try:
-            self.clipping.clip(parameter, norm, self._total)
-            self._stepper.update(parameter)
+            with self.counting or nullcontext():
+                self.clipping.clip(parameter, norm, self._total)
+                self._stepper.update(parameter)
         finally:
             _free(parameter)  # also after an error, so that no gradient is applied twice
 
@@ -307,11 +311,8 @@ def refuse_scaling(backward: Callable[..., object] | None) -> None:
             "update='eager' with the backward of a GradStore: the store takes the gradients that parameters would be "
             "updated by; use update='deferred'"
         )
-    if getattr(owner, "scaler", None) is not None:
-        raise UnsupportedError(
-            "update='eager' with a GradScaler is not built: gradients would be applied before they are scaled back; "
-            "use bfloat16, or update='deferred'"
-        )
+    if getattr(owner, "scaler", None) is not None:  # accelerate's: before the first pass that only measures
+        refuse_scale()
 
 
 def choose_update(

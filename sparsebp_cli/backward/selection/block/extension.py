@@ -32,11 +32,11 @@ from sparsebp_cli.backward.selection.block.layout import BlockPart, find_blocks,
 from sparsebp_cli.backward.selection.block.skip import scale, skip
 from sparsebp_cli.backward.selection.required_grads import claim_needed
 from sparsebp_cli.errors import PolicyError, UnsupportedError, UsageError
-from sparsebp_cli.policy import BlockDropper, ResidualBlock, Step
+from sparsebp_cli.policy import BlockDropper, BlockGradient, ResidualBlock, Step
 
 if TYPE_CHECKING:
     from sparsebp_cli.backward.core.extension import EngineView
-    from sparsebp_cli.backward.core.policy_state import PolicyStates
+    from sparsebp_cli.backward.core.given import Given
 
 
 @final
@@ -51,7 +51,7 @@ class BlockExtension:
     blocks: tuple[ResidualBlock, ...]
     parts: tuple[BlockPart, ...]
 
-    def __init__(self, policy: BlockDropper, model: nn.Module, states: PolicyStates) -> None:
+    def __init__(self, policy: BlockDropper, model: nn.Module, given: Given) -> None:
         self._name = type(policy).__name__
         name = find_reentrant(model)
         if name is not None:
@@ -59,7 +59,7 @@ class BlockExtension:
                 f"{self._name} with reentrant checkpointing (at {name!r}), which runs the backward of every layer: "
                 "enable checkpointing with use_reentrant=False"
             )
-        self.policy, self._model, self._states, self._patches = policy, model, states, ForwardPatches()
+        self.policy, self._model, self._states, self._patches = policy, model, given.states, ForwardPatches()
         self.blocks, self.parts = find_blocks(model, self._name)
         if policy.skips_forward:
             refuse_norms_of_the_stream(model, self._name)
@@ -135,7 +135,7 @@ class BlockExtension:
 
     def watch(self, part: BlockPart, output: object) -> None:
         """Observe the gradient of what blocks add to the residual stream, once a forward, if the policy asks."""
-        if not part.is_last or is_in_backward() or not self._states.watches(self.policy, "block_norm"):
+        if not part.is_last or is_in_backward() or not self._states.watches(self.policy, BlockGradient):
             return
         added = output[0] if isinstance(output, tuple) else output
         if isinstance(added, Tensor) and added.requires_grad:
@@ -143,7 +143,9 @@ class BlockExtension:
 
     def _see(self, blocks: Iterable[str], gradient: Tensor) -> None:
         for name in blocks:
-            self._states.see_block(self.policy, name, gradient)
+            if self._states.watches(self.policy, BlockGradient):
+                seen = BlockGradient(name, self._states.unscale(gradient.detach()))
+                self._states.see(self.policy, seen, self.engine.now())
 
     def claim(self, dense: DensePass) -> PassEstimate:
         """Return the remaining shares of a dense pass, by the choice of the last forward; see
@@ -202,7 +204,7 @@ class BlockExtension:
     def _find_frozen(self, dropped: frozenset[str]) -> dict[str, nn.Parameter]:
         """Return the trained parameters, by name, that only dropped blocks use."""
         parts = self._dropped_parts(dropped)
-        kept = [part.module for part in self.parts if part not in parts]
+        kept = [part.module for part in self.parts if not part.blocks <= dropped]
         used = {id(p) for module in self._outside for p in module.parameters(recurse=False)}
         used |= {id(p) for module in kept for p in module.parameters()}
         named = ((f"{part.name}.{name}", p) for part in parts for name, p in part.module.named_parameters())

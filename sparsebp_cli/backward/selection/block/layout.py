@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from torch import nn
 
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
 from sparsebp_cli.backward.decoder.layout import GROUP, BranchLayout, find_layouts
 from sparsebp_cli.errors import UnsupportedError
-from sparsebp_cli.policy import ResidualBlock
+from sparsebp_cli.policy import BlockDropper, ResidualBlock
+
+if TYPE_CHECKING:
+    from sparsebp_cli.backward.core.given import Given
 
 Role = Literal["before", "core", "after"]
 
@@ -85,6 +88,11 @@ _ENCODERS: dict[str, tuple[BlockLayout, ...]] = {
         BlockLayout("mlp", ("ffn",)),
     ),  # DistilBERT
 }
+
+
+def find_places(policy: BlockDropper, model: nn.Module, given: Given) -> tuple[ResidualBlock, ...]:  # noqa: ARG001
+    """Return the blocks among which a policy chooses."""
+    return find_blocks(model, type(policy).__name__)[0]
 
 
 def find_blocks(model: nn.Module, asker: str) -> tuple[tuple[ResidualBlock, ...], tuple[BlockPart, ...]]:

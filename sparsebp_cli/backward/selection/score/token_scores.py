@@ -15,7 +15,7 @@ from sparsebp_cli.backward.selection.score.cost import ScoringCost
 from sparsebp_cli.backward.selection.score.layer_scores import INSIDE
 from sparsebp_cli.backward.selection.score.scorer import HasLogits, Scorer, next_tokens, real_positions
 from sparsebp_cli.errors import UnsupportedError, UsageError, did_you_mean
-from sparsebp_cli.policy import Score, Step, TokenChoice, Tokens, TokenSelector
+from sparsebp_cli.policy import ReadTokens, Score, Step, TokenChoice, Tokens, TokenSelector
 from sparsebp_cli.policy.reference import REFERENCE_COLUMN
 
 if TYPE_CHECKING:
@@ -80,8 +80,6 @@ class TokenChooser:
                 if self._scorer is not None:
                     with self._disabled():
                         scores |= self._scorer.score(own, next_BT, plain_forward, self._policy.needs & OWN_SCORES)
-                    if "loss" in scores:
-                        self._states.see_scores(self._policy, "token_loss", scores["loss"])
                 if self._reference is not None:
                     scores["reference_loss"] = score_reference(self._reference, own, next_BT)
         if self._needs_reference and self._reference is None:
@@ -90,6 +88,9 @@ class TokenChooser:
         ids = arguments.get("input_ids")
         tokens = Tokens(ids if isinstance(ids, Tensor) else None, target_BT, real_BT, scores, columns)
         policy = self._policy.at(step) if self._has_schedule else self._policy
+        if self._states.watches(self._policy, ReadTokens):
+            seen = ReadTokens(self._states.next_forward(self._policy), tokens)
+            self._states.see(self._policy, seen, step)
         choice = policy.choose(tokens, self._states.show(self._policy, step))
         counts = (target_BT.sum(), choice.trained_BT.sum(), real_BT.sum(), choice.carries_BT.sum())
         self._count(Chosen(*counts, scoring_seconds=cost.seconds, scoring_flops=cost.flops))

@@ -214,6 +214,8 @@ class _Behind(StandInKV):
 class GraphTokens:
     """The forward of a causal language model in graphs."""
 
+    fits: bool
+
     def __init__(self, decoder: Decoder, source: ChoosesRows, patches: ForwardPatches) -> None:
         self._decoder, self._number, self._implementation = decoder, register(source), decoder.implementation
         self.current: _Run | None = None

@@ -1,13 +1,13 @@
 """Token selection in one model: its forward lets the policy choose positions, and computes what they need.
 
-In training with gradients and labels, the model's forward returns the loss of the trained positions and no logits. A
-script with its own loss calls the model without labels. :meth:`TokenExtension.set_columns` then supplies them, and the
-forward returns logits of all positions, with zeros where a position is not trained.
+In training with gradients and labels, the model's forward returns the loss of the trained positions; its logits cannot
+be read. A script with its own loss calls the model without labels. :meth:`TokenExtension.set_columns` then supplies
+them, and the forward returns logits of all positions, with zeros where a position is not trained.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn, Protocol, final
@@ -17,9 +17,12 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from sparsebp_cli.backward.core.extension import EstimatesFlops, refuse_uncalled
+from sparsebp_cli.backward.core.loss_weight import calls_loss_function, has_weights
 from sparsebp_cli.backward.decoder.decoder import Decoder, argument_names, find_decoder, refuse_prompt
 from sparsebp_cli.backward.decoder.kv_cache import CACHE_NAMES
 from sparsebp_cli.backward.observe.flops import DensePass, PassEstimate
+from sparsebp_cli.backward.observe.internals import find_hook
+from sparsebp_cli.backward.patch.deferred import defer_logits
 from sparsebp_cli.backward.patch.forward import (
     ForwardOverride,
     ForwardPatches,
@@ -27,6 +30,7 @@ from sparsebp_cli.backward.patch.forward import (
     check_free,
     uncompiled,
 )
+from sparsebp_cli.backward.patch.places import ModulePlaces
 from sparsebp_cli.backward.selection.model_output import with_changes
 from sparsebp_cli.backward.selection.score.scorer import next_tokens
 from sparsebp_cli.backward.selection.score.token_scores import TokenChooser
@@ -36,7 +40,6 @@ from sparsebp_cli.backward.selection.token.flop_claim import Sizes, claim
 from sparsebp_cli.backward.selection.token.layers import LayerStack, has_dropout, narrows, no_graph
 from sparsebp_cli.backward.selection.token.loss import (
     NumItems,
-    calls_loss_function,
     check_loss,
     check_own_loss,
     masked_labels,
@@ -44,17 +47,18 @@ from sparsebp_cli.backward.selection.token.loss import (
     scale,
     spread_logits,
     token_losses,
+    weigh,
     weighted_loss,
 )
 from sparsebp_cli.backward.selection.token.reference import detached, stopped
 from sparsebp_cli.backward.selection.token.row_plan import PositionMask, RowPlan, make_plan, read_choice
 from sparsebp_cli.errors import UnsupportedError, UsageError
-from sparsebp_cli.policy import Policy, ScoredTokenSelector, Step, TokenSelector
+from sparsebp_cli.policy import ScoredTokenSelector, Step, TokenSelector
 from sparsebp_cli.policy.token import TokenChoice
 
 if TYPE_CHECKING:
     from sparsebp_cli.backward.core.extension import EngineView
-    from sparsebp_cli.backward.core.policy_state import PolicyStates
+    from sparsebp_cli.backward.core.given import Given
     from sparsebp_cli.backward.selection.model_output import ModelOutput
 
 
@@ -104,6 +108,8 @@ class TokenExtension(EstimatesFlops):
     policy: TokenSelector
     decoder: Decoder
     chooser: TokenChoiceSource
+    was_called: bool
+    places: ModulePlaces
 
     def __init__(self, policy: TokenSelector, decoder: Decoder, chooser: TokenChoiceSource, prefix: str = "") -> None:
         self.policy, self.decoder, self.chooser = policy, decoder, chooser
@@ -121,7 +127,7 @@ class TokenExtension(EstimatesFlops):
 
     def install(self, engine: EngineView) -> None:
         self.chooser.install(engine)
-        self._engine = engine
+        self._engine, self.places = engine, ModulePlaces(self.decoder.model)
         self.graph = GraphTokens(self.decoder, self, self._patches)
         self._patches.install(self.decoder.model, DecoderOverride(self, engine))
 
@@ -160,7 +166,7 @@ class TokenExtension(EstimatesFlops):
         """Whether a forward with these arguments can be one graph."""
         if self.policy.mode != "detach" or self.policy.needs or self.decoder.is_classifier or self.given:
             return False
-        if not (self.graph.fits and calls_loss_function(self.decoder.model)):
+        if not (self.graph.fits and calls_loss_function(self.decoder.model)) or has_weights(self.decoder.model):
             return False
         if self._engine is None or self._engine.batch_sizes is not None:  # gradients are selected at linears, too
             return False
@@ -215,8 +221,15 @@ class DecoderOverride(ForwardOverride):
             return extension.graph.run(arguments, own)
         return self._run(arguments, own)
 
+    def _check_modules(self) -> None:
+        """Refuse a module that was replaced, and a hook of somebody else that would see the chosen positions alone."""
+        self.extension.places.check()
+        if hook := find_hook(self._model, inside=True):
+            raise UnsupportedError(f"{hook} of a part of the batch: remove it, or train without token selection")
+
     def _select(self, arguments: dict[str, object], own: dict[str, object]) -> object:
         self.extension.was_called = True
+        self._check_modules()
         if self.extension.decoder.is_classifier:
             return self._select_carried(arguments, own)
         known = {**self.extension.given, **{name: value for name, value in arguments.items() if value is not None}}
@@ -247,18 +260,20 @@ class DecoderOverride(ForwardOverride):
             all_labels = None if not given or is_weighted else labels if plan is None else masked_labels(labels, marks)
             output = self._run_all(own, all_labels, num_items, marks, is_whole=plan is None)
             if is_weighted:
-                loss_N = _losses_of_all(output.logits, labels, marks)
+                loss_N = weigh(_losses_of_all(output.logits, labels, marks), self._model, marks)
                 changes = {"loss": weighted_loss(loss_N, choice, num_items, marks)}
         else:
             output = self._run_rows(own, plan, marks, implementation)
             if is_weighted:
-                loss_N = token_losses(output.logits[0], plan.label_N)
+                loss_N = weigh(token_losses(output.logits[0], plan.label_N), self._model, marks)
                 changes = {"loss": weighted_loss(loss_N, choice, num_items, marks), "logits": None}
             else:
                 changes = self._finish(output.logits, plan, num_items, marks, with_loss=given)
         # The cache may lack positions, so it must not be used after this forward.
         output = with_changes(output, **dict.fromkeys(CACHE_NAMES), **changes)
-        return output.to_tuple() if return_dict is False else output
+        if return_dict is False:
+            return output.to_tuple()
+        return defer_logits(output, _refuse_logits) if changes.get("logits", output) is None else output
 
     def _select_carried(self, arguments: dict[str, object], own: dict[str, object]) -> object:
         """Run a classifier, whose own forward computes the loss."""
@@ -350,6 +365,13 @@ class DecoderOverride(ForwardOverride):
         return {"logits": logits.new_zeros(*marks.trained.shape, logits.shape[-1]) + 0.0 * logits.sum()}
 
 
+def _refuse_logits() -> NoReturn:
+    raise UnsupportedError(
+        "token selection computes logits where a position is chosen, and keeps none of them beside a loss: read them "
+        "in evaluation, or leave the labels out of the forward and give them to engine.columns"
+    )
+
+
 def _no_forward(*_: object, **__: object) -> NoReturn:
     raise AssertionError("policies that read scores are not in graphs")
 
@@ -376,23 +398,16 @@ def _run_head(head: nn.Module, covered: Callable[[Tensor], Tensor] | None, num_r
     return logits
 
 
-def make_extensions(
-    policies: Iterable[Policy], model: nn.Module, reference: nn.Module | str | None, states: PolicyStates
-) -> list[TokenExtension]:
-    """Return the extension for the token selector among some policies, not yet installed; none without one.
-
-    ``reference`` is the model whose loss is compared with; any other value: each batch brings that loss. Raises
-    :class:`UnsupportedError` if the model's architecture is unknown, or it is attached.
+def make_extension(policy: TokenSelector, model: nn.Module, given: Given) -> TokenExtension:
+    """Return the extension for a token selector. Raise :class:`UnsupportedError` if the model's architecture is
+    unknown, or it is attached.
     """
-    policy = next((policy for policy in policies if isinstance(policy, TokenSelector)), None)
-    if policy is None:
-        return []
     decoder = find_decoder(model, or_classifier=True)
     if decoder.is_classifier:
         check_selector(policy, decoder)
     name = next(name for name, module in model.named_modules() if module is decoder.model)
     if isinstance(policy, ScoredTokenSelector) and policy.mode != "exact" and policy.carry in ("trained", "random"):
         refuse_prompt(model, type(policy).__name__, policy.mode)
-    scores = reference if isinstance(reference, nn.Module) else None
-    chooser = TokenChooser(policy, decoder, states, scores)
-    return [TokenExtension(policy, decoder, chooser, f"{name}." if name else "")]
+    scores = given.reference if isinstance(given.reference, nn.Module) else None
+    chooser = TokenChooser(policy, decoder, given.states, scores)
+    return TokenExtension(policy, decoder, chooser, f"{name}." if name else "")

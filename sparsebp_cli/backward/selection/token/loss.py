@@ -5,7 +5,6 @@ Shape letters: B examples, T positions, N trained positions of all examples, V v
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sparsebp_cli.backward.core.loss_weight import weights_at
 from sparsebp_cli.backward.patch.forward import call_module, replace_forwards
 from sparsebp_cli.backward.patch.rng import capture_generators, generators_at
 from sparsebp_cli.backward.selection.token.layers import no_graph
@@ -32,12 +32,6 @@ def check_loss(model: nn.Module) -> None:
     if function is not known:
         name = getattr(function, "__name__", repr(function))
         raise UnsupportedError(f"token selection computes transformers' ForCausalLMLoss, the model has {name}")
-
-
-def calls_loss_function(model: nn.Module) -> bool:
-    """Whether a model's own forward names the ``loss_function``; one that does not may compute any other loss."""
-    code: object = getattr(inspect.unwrap(type(model).forward), "__code__", None)
-    return "loss_function" in getattr(code, "co_names", ())
 
 
 def check_own_loss(model: nn.Module, head: nn.Module, arguments: Mapping[str, object]) -> None:
@@ -92,8 +86,27 @@ def row_loss(model: nn.Module, logits: Tensor, plan: RowPlan, num_items: NumItem
     labels = plan.label_N[None]
     # Without trained positions in the whole step, num_items may be zero and the loss NaN.
     items = scale(num_items, marks) if plan.num_trained else None
-    loss = function(logits, labels, logits.shape[-1], num_items_in_batch=items, shift_labels=labels)
+    loss = function(
+        logits, labels, logits.shape[-1], num_items_in_batch=items, shift_labels=labels, **_shift_weights(model, marks)
+    )
     return loss if plan.num_trained else loss * 0.0
+
+
+def _shift_weights(model: nn.Module, marks: PositionMask) -> dict[str, Tensor]:
+    """Return the user's own weights of the trained positions, as an argument of the loss; without any, 0."""
+    index_N = marks.trained.flatten().nonzero().flatten()
+    weight_N = weights_at(model, index_N)
+    if weight_N is None:
+        return {}
+    return {"shift_weights": weight_N if len(weight_N) else weight_N.new_zeros(1)}
+
+
+def weigh(loss_N: Tensor, model: nn.Module, marks: PositionMask) -> Tensor:
+    """Return the losses of the trained positions times the user's own weights, if the forward has any."""
+    if not bool(marks.trained.any()):
+        return loss_N
+    weight_N = weights_at(model, marks.trained.flatten().nonzero().flatten())
+    return loss_N if weight_N is None else loss_N * weight_N.to(loss_N)
 
 
 def weighted_loss(loss_N: Tensor, choice: TokenChoice, num_items: NumItems, marks: PositionMask) -> Tensor:

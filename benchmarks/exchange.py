@@ -1,0 +1,234 @@
+"""Trains and prints the test of the exchange rate: does a method train like dense with a smaller batch?
+
+    python benchmarks/exchange.py                      # page and data from the archives; trains nothing
+    python benchmarks/exchange.py --run spelling       # trains what the task misses, in the protocol's order
+    python benchmarks/exchange.py --run spelling --minutes 90
+
+`docs/results/exchange/PROTOCOL.md` says what is run and what is compared. Runs are kept below $SPARSEBP_HOME, by
+default in build/results/exchange, one folder a task; a task that was interrupted goes on where it stood.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from checkout import ROOT, use_checkout
+
+use_checkout()
+
+import yaml  # noqa: E402
+
+FOLDER = ROOT / "docs" / "results" / "exchange"
+METHODS = FOLDER / "methods.yaml"
+SPARSEBP = [sys.executable, "-c", "from sparsebp_cli.cli.app import main; main()"]
+from exchange_page import render  # noqa: E402
+from exchange_result import BATCH, METRIC, STEPS, SURFACE_SEEDS, dense_name, read_task  # noqa: E402
+
+PAGE, DATA = ROOT / "docs" / "results" / "exchange.html", ROOT / "docs" / "results" / "exchange.json"
+RATES = (3e-4, 6e-4, 1e-3, 2e-3, 4e-3)
+BATCHES = (16, 8, 4, 2, 1, 32)
+FIRST_SEEDS, MORE_SEEDS = (100, 101, 102), tuple(range(103, 110))
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Some runs that differ in their seed alone."""
+
+    arm: str
+    changes: tuple[str, ...]  # of the task's recipe, as --set takes them
+    seeds: tuple[int, ...]
+
+
+class Task:
+    """A task's recipe, its runs and what was measured of its methods."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.recipe = FOLDER / f"{name}.yaml"
+        self.archive = FOLDER / f"{name}.tar.gz"
+        self.worth = FOLDER / f"{name}-worth.json"
+        self.home = Path(os.environ.get("SPARSEBP_HOME", ROOT / "build" / "results" / "exchange")) / name
+
+    def train(self, cell: Cell) -> None:
+        """Train the seeds of a cell that are not there."""
+        if missing := [seed for seed in cell.seeds if seed not in self.losses(cell)]:
+            changes = [word for change in cell.changes for word in ("--set", change)]
+            seeds = ["--seeds", ",".join(map(str, missing))]
+            words = [*SPARSEBP, "run", str(self.recipe), "--name", cell.arm, *changes, *seeds]
+            # A run that diverges ends with an error, and is a result like any other.
+            subprocess.run(words, env=self._environment(), check=False, stdout=subprocess.DEVNULL)
+            for model in (self.home / "runs").glob("*/model"):
+                shutil.rmtree(model)  # 15 MB a run, which nobody reads
+
+    def losses(self, cell: Cell) -> dict[int, dict[int, float]]:
+        """Return the validation losses of a cell's runs by seed and step."""
+        from sparsebp_cli.plan import make_plan
+        from sparsebp_cli.recipe import load_recipe
+
+        group = make_plan(load_recipe(self.recipe, list(cell.changes)), self.recipe).group
+        return {seed: losses for (found, seed), losses in self._read().items() if found == group}
+
+    def _read(self) -> dict[tuple[str, int], dict[int, float]]:
+        """Return the losses of all runs that came to an end, by group and seed."""
+        from sparsebp_cli.compare.load import load_folder
+        from sparsebp_cli.run import RunFolder
+
+        found: dict[tuple[str, int], dict[int, float]] = {}
+        for plan in (self.home / "runs").glob("*/plan.json"):
+            run = load_folder(RunFolder(plan.parent))
+            if run.seed is not None and (run.finished or run.broke_down):
+                found[run.group, run.seed] = dict(run.series(METRIC)) if run.finished else {}
+        return found
+
+    def measure(self, rate: float) -> None:
+        """Measure noise, bias and price of every arm that has none yet."""
+        known: dict[str, Any] = json.loads(self.worth.read_text(encoding="utf-8")) if self.worth.exists() else {}
+        for arm, change in read_methods().items():
+            if arm in known:
+                continue
+            words = [
+                "worth",
+                str(self.recipe),
+                "--set",
+                change,
+                "--set",
+                f"training.learning_rate={rate}",
+                "-o",
+                "json",
+            ]
+            done = subprocess.run(
+                [*SPARSEBP, *words], env=self._environment(), capture_output=True, text=True, check=False
+            )
+            if done.returncode:
+                known[arm] = {"refused": done.stderr.strip().splitlines()[-1]}
+            else:
+                [known[arm]] = [
+                    {key: value for key, value in policy.items() if key != "by_part"}
+                    for policy in json.loads(done.stdout)["policies"]
+                    if policy["name"] != "dense"
+                ]
+            self.worth.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+
+    def read_archive(self) -> None:
+        """Put the runs of the task's archive beside those that are here, so that they go on on another machine."""
+        from sparsebp_cli.compare.archive import open_archive
+
+        if self.archive.exists():
+            for run in (open_archive(self.archive) / "runs").iterdir():
+                if not (place := self.home / "runs" / run.name).exists():
+                    shutil.copytree(run, place)
+
+    def write_archive(self) -> None:
+        """Write all runs that ended into the task's archive."""
+        from sparsebp_cli.compare.load import load_folder
+        from sparsebp_cli.run import RunFolder
+
+        found = [load_folder(RunFolder(plan.parent)) for plan in (self.home / "runs").glob("*/plan.json")]
+        runs = sorted(run.run_id for run in found if run.finished or run.broke_down)
+        subprocess.run([*SPARSEBP, "archive", *runs, "-o", str(self.archive)], env=self._environment(), check=True)
+
+    def _environment(self) -> dict[str, str]:
+        return os.environ | {"SPARSEBP_HOME": str(self.home), "OMP_NUM_THREADS": "1"}
+
+
+def read_methods() -> dict[str, str]:
+    """Return what each arm changes in a recipe."""
+    arms = yaml.safe_load(METHODS.read_text(encoding="utf-8"))
+    return {arm: f"policy={json.dumps(about['policy'])}" for arm, about in arms.items()}
+
+
+def make_dense(batch: int, rate: float, seeds: Sequence[int]) -> Cell:
+    """Return a cell of dense's surface."""
+    changes = (f"training.per_device_train_batch_size={batch}", f"training.learning_rate={rate}")
+    return Cell(dense_name(batch, rate), changes, tuple(seeds))
+
+
+def choose_rate(task: Task) -> float:
+    """Return the rate of a task; the grid is extended as long as its best rate is at an edge."""
+    rates = [*RATES]
+    while True:
+        cells = {rate: make_dense(BATCH, rate, SURFACE_SEEDS) for rate in rates}
+        for cell in cells.values():
+            task.train(cell)
+        # A run that diverged has no loss, and its rate is not chosen.
+        means = {
+            rate: fmean(losses.get(STEPS, float("inf")) for losses in task.losses(cell).values())
+            for rate, cell in cells.items()
+        }
+        best = min(means, key=lambda rate: means[rate])
+        if best == min(rates):
+            rates.insert(0, best / 2)
+        elif best == max(rates):
+            rates.append(best * 2)
+        else:
+            return best
+
+
+def list_cells(rate: float) -> Iterator[Cell]:
+    """Yield the cells of steps 4 to 6 of the protocol."""
+    methods = read_methods()
+    changed = {arm: (change, f"training.learning_rate={rate}") for arm, change in methods.items()}
+    yield make_dense(BATCH, rate, FIRST_SEEDS)
+    for arm, changes in changed.items():
+        yield Cell(arm, changes, FIRST_SEEDS)
+    for other in RATES:
+        for batch in BATCHES[1:-1]:
+            yield make_dense(batch, other, SURFACE_SEEDS)
+    for seed in MORE_SEEDS:
+        yield make_dense(BATCH, rate, [seed])
+        for arm, changes in changed.items():
+            yield Cell(arm, changes, (seed,))
+
+
+def run(task: Task, minutes: float) -> None:
+    """Train what a task misses, in the order of the protocol, and archive it."""
+    end = time.monotonic() + 60 * minutes
+    task.read_archive()
+    try:
+        rate = choose_rate(task)
+        print(f"{task.name}: rate {rate:g}", flush=True)
+        for batch in BATCHES[1:]:
+            task.train(make_dense(batch, rate, SURFACE_SEEDS))
+        task.measure(rate)
+        for cell in list_cells(rate):
+            if time.monotonic() > end:
+                break
+            task.train(cell)
+            print(f"{task.name}: {cell.arm} {','.join(map(str, cell.seeds))}", flush=True)
+    finally:  # also when it is interrupted
+        task.write_archive()
+
+
+def main() -> None:
+    """Run what is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", metavar="TASK", help="train what this task misses, and archive it")
+    parser.add_argument(
+        "--minutes", type=float, default=float("inf"), help="of --run: begin nothing more after so long"
+    )
+    arguments = parser.parse_args()
+    if arguments.run:
+        run(Task(arguments.run), arguments.minutes)
+    # A task whose methods were not measured yet has a part of its surface alone, and no predictions.
+    names = [file.name.removesuffix("-worth.json") for file in sorted(FOLDER.glob("*-worth.json"))]
+    tasks = [read_task(FOLDER, name) for name in names]
+    DATA.write_text(json.dumps(tasks, indent=1) + "\n", encoding="utf-8")
+    PAGE.write_text(render(tasks), encoding="utf-8")
+    print(
+        f"{PAGE.relative_to(ROOT)}, {DATA.relative_to(ROOT)}: {', '.join(task['task'] for task in tasks) or 'no task'}"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""Draws what `exchange_result.py` found: one picture and one table a task."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+LEFT, RIGHT, TOP, BOTTOM = 62.0, 620.0, 14.0, 420.0  # of the picture, in its own units
+MOST_LABELS = 6
+ANSWERS = {True: "holds", False: "does not hold", None: "cannot be said yet"}
+
+
+def render(tasks: Sequence[dict[str, Any]]) -> str:
+    """Return the page."""
+    loader = jinja2.ChoiceLoader(
+        [jinja2.FileSystemLoader(Path(__file__).parent / "page"), jinja2.PackageLoader("sparsebp_cli.page", "")]
+    )
+    environment = jinja2.Environment(
+        loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.globals["embed"] = lambda name: Markup(loader.get_source(environment, name)[0])
+    shown = [{**task, "rows": sort(task["rows"]), "lines": describe(task), "picture": place(task)} for task in tasks]
+    return environment.get_template("exchange.html").render(tasks=shown) + "\n"
+
+
+def sort(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows by what was predicted of them, those without a prediction last."""
+    return sorted(rows, key=lambda row: (row["predicted"] is None, row["predicted"] or row["noise"]))
+
+
+def describe(task: Mapping[str, Any]) -> list[str]:
+    """Say what became of each hypothesis."""
+    scores, outcome = task["scores"], task["hypotheses"]
+    number, beaten = len(task["rows"]), ", ".join(scores["beat_their_verdict"]) or "none"
+    unsaid = "too few unbiased arms"
+    fit = unsaid
+    if scores["r2"] is not None:
+        fit = (
+            f"over {scores['unbiased']} unbiased arms R² is {scores['r2']:.2f} (claimed: at least 0.9), the difference "
+            f"{scores['root_mean_square']:.3f} nats (root mean square); {scores['within']} of {scores['unbiased']} lie "
+            "within their predicted interval"
+        )
+    order = (
+        unsaid if scores["spearman"] is None else f"rank correlation over all {number} arms {scores['spearman']:.2f}"
+    )
+    found = {
+        "H1": fit,
+        "H2": f"{scores['biased_above']} of {scores['biased']} clearly biased arms lie above the line",
+        "H3": order,
+        "H4": f"arms with a product above 1 that were lower than dense at one price: {beaten}",
+    }
+    lines = [f"{name} {ANSWERS[outcome[name]]}: {text}." for name, text in found.items()]
+    if regret := scores["regret"]:
+        lines.append(
+            f"At the price of 60 dense steps the smallest product chooses {regret['chosen']}, training chooses "
+            f"{regret['best']}: {regret['nats']:.3f} nats are lost by not training them all."
+        )
+    if task["unpredicted"]:
+        lines.append(f"No prediction, because dense would need a batch below 1: {', '.join(task['unpredicted'])}.")
+    return lines
+
+
+def place(task: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the coordinates of the picture. Its range is that of dense's surface, and a tenth on both sides."""
+    losses = [loss for loss in task["surface"].values() if loss is not None]
+    span = max(losses) - min(losses)
+    low, high = min(losses) - span / 10, max(losses) + span / 10
+    step = next(step for step in (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0) if span / step <= 8)
+
+    def across(value: float) -> float:
+        return round(LEFT + (RIGHT - LEFT) * (min(max(value, low), high) - low) / (high - low), 1)
+
+    def up(value: float) -> float:
+        return round(BOTTOM - (BOTTOM - TOP) * (min(max(value, low), high) - low) / (high - low), 1)
+
+    shown = [
+        row
+        for row in task["rows"]
+        if row["surprise"] is not None and low <= row["predicted"] <= high and low <= row["observed"] <= high
+    ]
+    far = sorted(shown, key=lambda row: -abs(row["surprise"]))[:MOST_LABELS]
+    first = -(-low // step)
+    ticks = [round((first + number) * step, 4) for number in range(int((high - first * step) / step) + 1)]
+    return {
+        "left": LEFT,
+        "right": RIGHT,
+        "top": TOP,
+        "bottom": BOTTOM,
+        "ticks": [{"x": across(tick), "y": up(tick), "text": f"{tick:g}"} for tick in ticks],
+        "points": [
+            {
+                "x": across(row["predicted"]),
+                "y": up(row["observed"]),
+                "low": across(row["low"]),
+                "high": across(row["high"]),
+                "unbiased": row["unbiased"],
+                "text": f"{row['arm']}: predicted {row['predicted']:.3f}, observed {row['observed']:.3f}",
+            }
+            for row in shown
+        ],
+        "labels": [
+            {"x": across(row["predicted"]) + 8, "y": up(row["observed"]) + 4, "text": row["arm"]}
+            for row in far
+            if across(row["predicted"]) < RIGHT - 80
+        ],
+    }

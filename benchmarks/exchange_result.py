@@ -1,0 +1,269 @@
+"""What the runs of `exchange.py` say of the exchange rate, by the rules of `docs/results/exchange/PROTOCOL.md`."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import yaml
+from scipy.stats import rankdata, spearmanr
+from scipy.stats import t as student
+
+METRIC, STEPS, BATCH = "eval/loss", 120, 16
+SURFACE_SEEDS, FIRST_METHOD_SEED = (0, 1, 2), 100
+LEVEL = 0.95
+CLEAR_BIAS = 0.05  # of the variance between batches: above it a method counts as biased
+BUDGET = 60.0  # dense steps of which the regret is taken
+
+_ONE, _NONE = ({"value": value, "low": value, "high": value} for value in (1.0, 0.0))
+DENSE = {"price": _ONE, "noise": _NONE, "bias": _NONE, "product": _ONE}
+
+Losses = Mapping[str, Mapping[int, Mapping[int, float]]]  # of each arm, by seed and step; no steps: it diverged
+
+
+@dataclass(frozen=True)
+class Row:
+    """One arm: what was predicted before it was trained, and what came out."""
+
+    arm: str
+    unbiased: bool  # by the derivation of its policy
+    price: float
+    noise: float
+    bias: float
+    bias_low: float
+    product: float  # (1 + noise) x price, with the update
+    product_low: float
+    batch: float  # of dense with as much noise
+    predicted: float | None  # None: that batch is below 1
+    low: float | None
+    high: float | None
+    observed: float | None  # None: a run of it diverged
+    seeds: int
+
+    @property
+    def surprise(self) -> float | None:
+        """Observed minus predicted."""
+        return None if self.predicted is None or self.observed is None else self.observed - self.predicted
+
+
+def read_losses(archive: Path) -> Losses:
+    """Return the losses of an archive's runs by arm."""
+    from sparsebp_cli.compare.archive import open_archive
+    from sparsebp_cli.compare.load import load_folder
+    from sparsebp_cli.run import RunFolder
+
+    found: dict[str, dict[int, dict[int, float]]] = {}
+    for plan in sorted((open_archive(archive) / "runs").glob("*/plan.json")):
+        run = load_folder(RunFolder(plan.parent))
+        if run.seed is not None and (run.finished or run.broke_down):
+            found.setdefault(run.name, {})[run.seed] = dict(run.series(METRIC)) if run.finished else {}
+    return found
+
+
+def judge(losses: Losses, worth: Mapping[str, Any], methods: Mapping[str, Any], rate: float) -> dict[str, Any]:
+    """Return rows, scores and the outcomes of the hypotheses, all after the last step."""
+    rows = [
+        row
+        for arm, about in methods.items()
+        if "refused" not in worth.get(arm, {"refused": ""})
+        if (row := make_row(arm, bool(about["unbiased"]), worth[arm], losses, rate))
+    ]
+    complete = [row for row in rows if row.predicted is not None and row.observed is not None]
+    fair = [row for row in complete if row.unbiased]
+    biased = [row for row in complete if row.bias_low > CLEAR_BIAS]
+    beaten = [row.arm for row in rows if row.product_low > 1.0 and beats_dense(row, losses, rate)]
+    r2 = explained(fair)
+    order = rank_correlation(rows)
+    above = [row.arm for row in biased if (row.surprise or 0.0) > 0.0]
+    return {
+        "rows": [asdict(row) | {"surprise": row.surprise} for row in rows],
+        "refused": {arm: about["refused"] for arm, about in worth.items() if "refused" in about},
+        "missing": [arm for arm in methods if arm not in worth or arm not in losses],
+        "unpredicted": [row.arm for row in rows if row.predicted is None],
+        "surface": {str(b): _mean(losses.get(dense_name(b, rate), {}), STEPS) for b in batches(losses, rate)},
+        "scores": {
+            "r2": r2,
+            "root_mean_square": math.sqrt(fmean((row.surprise or 0.0) ** 2 for row in fair)) if fair else None,
+            "unbiased": len(fair),
+            "within": sum(_within(row) for row in fair),
+            "spearman": order,
+            "biased": len(biased),
+            "biased_above": len(above),
+            "regret": find_regret(rows, losses),
+            "beat_their_verdict": beaten,
+        },
+        "hypotheses": {
+            "H1": None if r2 is None else r2 >= 0.9,
+            "H2": None if not biased else len(above) >= 0.8 * len(biased),
+            "H3": None if order is None else order >= 0.8,
+            "H4": not beaten,
+        },
+    }
+
+
+def make_row(arm: str, unbiased: bool, worth: Mapping[str, Any], losses: Losses, rate: float) -> Row | None:
+    """Return the row of an arm; None before it was trained."""
+    if arm not in losses:
+        return None
+    noise = worth["noise"]
+    runs = losses[arm]
+    observed = _mean(runs, STEPS)
+    centre = predict(losses, rate, noise["value"], STEPS)
+    interval: tuple[float, float] | None = None
+    if centre is not None:
+        sd, freedom = pooled_deviation(losses)
+        half = float(student.ppf(0.5 + LEVEL / 2, freedom)) * sd * math.sqrt(1 / len(SURFACE_SEEDS) + 1 / len(runs))
+        ends = [predict(losses, rate, noise[end], STEPS) for end in ("low", "high")]
+        below, above = (abs((end if end is not None else centre) - centre) for end in ends)
+        interval = centre - math.hypot(below, half), centre + math.hypot(above, half)
+    return Row(
+        arm,
+        unbiased,
+        worth["price"]["value"],
+        noise["value"],
+        worth["bias"]["value"],
+        worth["bias"]["low"],
+        worth["product"]["value"],
+        worth["product"]["low"],
+        BATCH / (1 + max(0.0, noise["value"])),
+        centre,
+        *(interval or (None, None)),
+        observed,
+        len(runs),
+    )
+
+
+def dense_name(batch: int, rate: float) -> str:
+    """Return the name of a cell of dense's surface."""
+    return f"dense-b{batch}-r{rate:g}"
+
+
+def batches(losses: Losses, rate: float) -> list[int]:
+    """Return the batches of the surface at a rate, smallest first."""
+    found = (re.fullmatch(r"dense-b(\d+)-r(.+)", arm) for arm in losses)
+    return sorted(int(match[1]) for match in found if match and match[2] == f"{rate:g}")
+
+
+def predict(losses: Losses, rate: float, noise: float, step: int) -> float | None:
+    """Return dense's loss at the batch that has as much noise, linear in the logarithm of the batch between the two
+    nearest; None below a batch of one."""
+    wanted = math.log2(BATCH / (1.0 + max(0.0, noise)))
+    there = [(math.log2(b), loss) for b in batches(losses, rate) if (loss := _surface(losses, b, rate, step))]
+    for (left, first), (right, second) in pairwise(there):
+        if left <= wanted <= right:
+            return first + (second - first) * (wanted - left) / (right - left)
+    return None
+
+
+def _surface(losses: Losses, batch: int, rate: float, step: int) -> float | None:
+    runs = losses.get(dense_name(batch, rate), {})
+    return _mean({seed: runs[seed] for seed in SURFACE_SEEDS if seed in runs}, step)
+
+
+def _mean(runs: Mapping[int, Mapping[int, float]], step: int) -> float | None:
+    """Return the mean loss of some runs; None if one of them diverged."""
+    values = [losses.get(step) for losses in runs.values()]
+    return fmean(values) if values and None not in values else None  # type: ignore[type-var]
+
+
+def pooled_deviation(losses: Losses) -> tuple[float, int]:
+    """Return the standard deviation of a run over seeds, pooled over all cells, and its degrees of freedom."""
+    squares, freedom = 0.0, 0
+    for runs in losses.values():
+        values = [steps[STEPS] for steps in runs.values() if STEPS in steps]
+        if len(values) > 1:
+            mean = fmean(values)
+            squares += sum((value - mean) ** 2 for value in values)
+            freedom += len(values) - 1
+    return math.sqrt(squares / freedom), freedom
+
+
+def explained(rows: Sequence[Row]) -> float | None:
+    """Return R² of observed against predicted, about the line of equality."""
+    if len(rows) < 3:
+        return None
+    observed = [row.observed or 0.0 for row in rows]
+    mean = fmean(observed)
+    return 1.0 - sum((row.surprise or 0.0) ** 2 for row in rows) / sum((value - mean) ** 2 for value in observed)
+
+
+def rank_correlation(rows: Sequence[Row]) -> float | None:
+    """Return Spearman's rho; an arm without a prediction is predicted as the last, one that diverged came out last."""
+    if len(rows) < 3:
+        return None
+    last = float("inf")
+    predicted = rankdata([last if row.predicted is None else row.predicted for row in rows])
+    observed = rankdata([last if row.observed is None else row.observed for row in rows])
+    return float(spearmanr(predicted, observed).statistic)
+
+
+def _within(row: Row) -> bool:
+    return row.observed is not None and (row.low or 0.0) <= row.observed <= (row.high or 0.0)
+
+
+def loss_at(losses: Mapping[int, float], steps: float) -> float:
+    """Return a run's loss after some steps, linear between its evaluations."""
+    points = sorted(losses.items())
+    for (left, first), (right, second) in pairwise(points):
+        if left <= steps <= right:
+            return first + (second - first) * (steps - left) / (right - left)
+    return points[-1][1]
+
+
+def find_regret(rows: Sequence[Row], losses: Losses) -> dict[str, Any] | None:
+    """Return what choosing by the smallest product costs beside choosing by training, at the price of the budget."""
+    there = {
+        row.arm: fmean(loss_at(run, min(BUDGET / row.price, STEPS)) for run in losses[row.arm].values())
+        for row in rows
+        if row.observed is not None
+    }
+    if not there:
+        return None
+    chosen = min((row for row in rows if row.arm in there), key=lambda row: row.product).arm
+    best = min(there, key=lambda arm: there[arm])
+    return {"chosen": chosen, "best": best, "nats": there[chosen] - there[best]}
+
+
+def beats_dense(row: Row, losses: Losses, rate: float) -> bool:
+    """Return whether an arm is lower than every batch of dense at the price of the budget, beyond the error."""
+    if row.observed is None:
+        return False
+    mine = fmean(loss_at(run, min(BUDGET / row.price, STEPS)) for run in losses[row.arm].values())
+    sd, freedom = pooled_deviation(losses)
+    dense = min(
+        fmean(loss_at(run, min(BUDGET * BATCH / b, STEPS)) for run in losses[dense_name(b, rate)].values())
+        for b in batches(losses, rate)
+        if _surface(losses, b, rate, STEPS) is not None
+    )
+    half = float(student.ppf(0.5 + LEVEL / 2, freedom)) * sd * math.sqrt(1 / len(SURFACE_SEEDS) + 1 / row.seeds)
+    return mine - dense + half < 0.0
+
+
+def read_task(folder: Path, name: str) -> dict[str, Any]:
+    """Return what a task's archive and measurements say."""
+    worth = json.loads((folder / f"{name}-worth.json").read_text(encoding="utf-8"))
+    methods = yaml.safe_load((folder / "methods.yaml").read_text(encoding="utf-8"))
+    losses = read_losses(folder / f"{name}.tar.gz")
+    rate = find_rate(losses)
+    # Dense as an arm whose noise is 0: the fresh seeds of the cell that the surface has with others.
+    fresh = {seed: run for seed, run in losses[dense_name(BATCH, rate)].items() if seed >= FIRST_METHOD_SEED}
+    return {"task": name, "rate": rate} | judge(
+        {**losses, "dense": fresh} if fresh else losses,
+        {"dense": DENSE} | worth,
+        {"dense": {"unbiased": True}} | methods,
+        rate,
+    )
+
+
+def find_rate(losses: Losses) -> float:
+    """Return the rate whose dense runs have the lowest mean loss at the methods' batch, on the seeds of the surface."""
+    found = (re.fullmatch(rf"dense-b{BATCH}-r(.+)", arm) for arm in losses)
+    means = {float(match[1]): _surface(losses, BATCH, float(match[1]), STEPS) for match in found if match}
+    return min((mean, rate) for rate, mean in means.items() if mean is not None)[1]

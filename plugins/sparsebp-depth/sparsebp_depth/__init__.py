@@ -1,0 +1,6 @@
+"""A kind of policy that a package brings: how many of the last layers have a backward at a step."""
+
+from sparsebp_depth.kind import DEPTH_SELECTOR, DepthDraw, DepthSelector
+from sparsebp_depth.policy import RandomDepth
+
+__all__ = ["DEPTH_SELECTOR", "DepthDraw", "DepthSelector", "RandomDepth"]

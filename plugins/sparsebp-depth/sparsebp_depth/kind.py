@@ -1,0 +1,59 @@
+"""The kind of policy that chooses how many of the last layers have a backward at a step.
+
+The backward ends at the input of the first of them: nothing below is differentiated, and has a gradient.
+"""
+
+from abc import abstractmethod
+from dataclasses import dataclass
+
+from sparsebp_cli.policy import Kind, Policy, Step, rule
+
+
+@dataclass(frozen=True)
+class DepthDraw:
+    """What a policy draws random numbers for, once a step: ``step.generator(DepthDraw())``."""
+
+    name: str = "depth"
+
+
+class DepthSelector(Policy):
+    """Chooses how many of the last layers have a backward. What is left out has no weight that makes up for it, so a
+    policy that leaves any layer out is neither exact nor unbiased."""
+
+    @property
+    def unbiased(self) -> bool:
+        return self.exact
+
+    @abstractmethod
+    def depth(self, num_layers: int, step: Step) -> int:
+        """Return the number of layers with a backward.
+
+        Args:
+            num_layers: Of the model, at least 1.
+            step: When; ``step.generator(DepthDraw())`` is the only source of randomness allowed. Micro-batch, call,
+                draw and rank are 0: one choice holds for the whole step, and in every probe.
+
+        Returns:
+            From 1 to ``num_layers``; all of them is dense.
+        """
+
+
+DEPTH_SELECTOR = Kind(
+    DepthSelector,
+    asked="Decides at the start of each step. Exact if all layers have a backward at every step, else biased.",
+    extensions=((Kind.OF_PACKAGES, "sparsebp_depth.extension:DepthExtension"),),
+    suite="sparsebp_depth.suite:check_depth_selector",
+    leaves_out_gradients=True,
+    keeps_state=False,
+    limits=(
+        rule.not_beside(
+            ("TokenSelector", "BatchPacker", "TokenRouter", "GradientEstimator"),
+            "They replace the forward of layers, at whose input the backward is to end.",
+        ),
+        rule.at_linears("Branches and nodes are known by the backward of every layer."),
+        rule.not_with("segments", rule.GIVEN, "segments run each layer from an input that needs a gradient"),
+        rule.whole_weights(),
+        rule.needs_optimizer("one choice holds for all backward passes of a step"),
+        rule.not_compiled("the backward ends at another layer at each step"),
+    ),
+)

@@ -1,0 +1,1 @@
+"""Policies on a shelf: references, controls from below, and methods that are slower than dense here."""

@@ -1,0 +1,125 @@
+"""Gradients estimated from losses at shifted weights, by a gradient estimator; there is no backward.
+
+Each shifted weight is computed from a copy of the plain one, so rounding never adds up, and the copy is put back in the
+end: the weights are bit for bit those of before. The copy's memory then takes the gradient. A direction is drawn anew,
+from the same seed, each time that it is needed, and exists for one parameter at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, final
+
+import torch
+from torch import Tensor, nn
+
+from sparsebp_cli.backward import DensePass, PassEstimate
+from sparsebp_cli.errors import PolicyError, UsageError
+from sparsebp_cli.policy import Step
+from sparsebp_shelf.estimator.kind import DirectionDraw, GradientEstimator
+
+if TYPE_CHECKING:
+    from sparsebp_cli.backward import EngineView, Given
+
+
+@final
+class EstimatorExtension:
+    """A gradient estimator in one model; see :class:`~sparsebp_cli.backward.EngineExtension`."""
+
+    policy: GradientEstimator
+
+    def __init__(self, policy: GradientEstimator, model: nn.Module, given: Given) -> None:  # noqa: ARG002 - as of all
+        self.policy, self._model = policy, model
+
+    def install(self, engine: EngineView) -> None:
+        number = self.policy.num_directions * len(self.policy.shifts)
+        engine.notes["estimate"] = (
+            f"{type(self.policy).__name__} estimates gradients from {number} forwards of each micro-batch in "
+            "evaluation mode, without dropout; there is no backward"
+        )
+
+    def remove(self) -> None:
+        """Do nothing: the model is as it was."""
+
+    def enable(self, enabled: bool) -> None:
+        """Do nothing: the engine asks for an estimate only while policies are active."""
+
+    def start_step(self, step: Step) -> None:
+        """Do nothing: directions are drawn when they are needed."""
+
+    def check_called(self) -> None:
+        """Refuse a backward; see :class:`~sparsebp_cli.backward.RequiresForward`."""
+        raise UsageError(
+            f"{type(self.policy).__name__} estimates gradients without a backward: call engine.estimate(forward) in "
+            "place of forward and engine.backward"
+        )
+
+    def claim(self, dense: DensePass) -> PassEstimate:
+        """Return the shares of a dense pass: no backward; see
+        :class:`~sparsebp_cli.backward.EstimatesFlops`.
+        """
+        number = float(self.policy.num_directions * len(self.policy.shifts))
+        flops = dense.flops
+        return PassEstimate(
+            backward=dict.fromkeys(flops.backward, 0.0),
+            recomputed=dict.fromkeys([*flops.recomputed, *flops.forward], 0.0),
+            forward=dict.fromkeys(flops.forward, number),
+        )
+
+    def estimate(self, forward: Callable[[], Tensor], step: Step) -> Tensor:
+        """Add the estimate for one micro-batch to ``.grad`` of the trained parameters, and return the mean of its
+        losses at all points. Raise :class:`PolicyError` if the policy returns no coefficient for each direction.
+        """
+        step = replace(step, micro_batch=0, call=0, rank=0)
+        policy = self.policy.at(step)
+        trained = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
+        if not trained:
+            raise UsageError(f"{type(policy).__name__}: the model trains no parameter")
+        plain = {name: p.detach().clone() for name, p in trained.items()}
+        losses: list[Tensor] = []
+        with torch.no_grad(), _evaluating(self._model):
+            try:
+                for number in range(policy.num_directions):
+                    for shift in policy.shifts:
+                        for name, parameter in trained.items():
+                            part = self._draw(policy, step, number, name, parameter)
+                            parameter.copy_(plain[name] + shift * part)
+                        losses.append(forward().detach().double())
+            finally:
+                for name, parameter in trained.items():
+                    parameter.copy_(plain[name])
+            loss_PS = torch.stack(losses).view(policy.num_directions, -1)
+            coefficients = policy.estimate(loss_PS.tolist(), step)
+            if len(coefficients) != policy.num_directions:
+                raise PolicyError(
+                    f"{type(policy).__name__} returns {len(coefficients)} coefficients for {policy.num_directions} "
+                    "directions"
+                )
+            for name, parameter in trained.items():
+                gradient = plain[name].zero_()
+                for number, coefficient in enumerate(coefficients):
+                    gradient += coefficient * self._draw(policy, step, number, name, parameter)
+                if parameter.grad is None:
+                    parameter.grad = gradient
+                else:
+                    parameter.grad += gradient
+        return loss_PS.mean()
+
+    @staticmethod
+    def _draw(policy: GradientEstimator, step: Step, number: int, name: str, parameter: Tensor) -> Tensor:
+        generator = step.generator(DirectionDraw(number, name), parameter.device)
+        return policy.draw(parameter.shape, generator)
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Put every module into evaluation mode inside the block, and each back into its own afterwards."""
+    before = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in before:
+            module.training = training

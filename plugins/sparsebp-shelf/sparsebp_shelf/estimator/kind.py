@@ -1,0 +1,110 @@
+"""The kind of policy that estimates the gradient of a step from losses alone, without a backward.
+
+Shape letters: P random directions of a step, S points along each at which the loss is computed.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, final
+
+from sparsebp_cli.policy import Kind, Policy, Step, rule
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class DirectionDraw:
+    """What a policy draws random numbers for: one parameter's part of one direction, ``step.generator(draw)``.
+
+    Args:
+        number: Of the direction within the step, from 0.
+        parameter: The parameter's name in the model.
+    """
+
+    number: int
+    parameter: str
+
+    @property
+    def name(self) -> str:
+        """Name of the draw."""
+        return f"direction {self.number}/{self.parameter}"
+
+
+class GradientEstimator(Policy):
+    """Estimates the gradient of a step from losses at other weights, in place of a backward.
+
+    For each direction z the engine adds ``shift * z`` to the trained weights, runs the forward without autograd and
+    with the model in evaluation mode, and restores the weights to the last bit. The gradient that the optimizer gets is
+    the sum of the directions, each times its coefficient. All micro-batches of a step have the same directions.
+
+    It is never exact. ``unbiased`` means that the mean of the estimate over draws is the gradient of every loss that is
+    quadratic in the weights; of another loss it is the gradient of a smoothed one, which differs by terms of the order
+    of the squared shifts.
+    """
+
+    @property
+    @final
+    def exact(self) -> bool:
+        return False
+
+    @property
+    @abstractmethod
+    def num_directions(self) -> int:
+        """P, the number of directions drawn in each step, at least 1."""
+
+    @property
+    @abstractmethod
+    def shifts(self) -> Sequence[float]:
+        """The S points along each direction, at least two different finite numbers; each costs one forward."""
+
+    @abstractmethod
+    def draw(self, shape: Sequence[int], generator: torch.Generator) -> torch.Tensor:
+        """Draw one parameter's part of a direction.
+
+        Args:
+            shape: The parameter's.
+            generator: The only source of randomness allowed; the result lies on its device.
+
+        Returns:
+            The part, float32.
+        """
+
+    @abstractmethod
+    def estimate(self, loss_PS: Sequence[Sequence[float]], step: Step) -> Sequence[float]:
+        """Compute from the losses how far the gradient goes along each direction.
+
+        Args:
+            loss_PS: The micro-batch's share of the step's loss at each point; the shares of a step add up.
+            step: When. Micro-batch, call and rank are 0: one choice holds for the whole step.
+
+        Returns:
+            The coefficient of each of the P directions; it must be linear in the losses, so that those of the
+            micro-batches add up to that of the step.
+        """
+
+
+GRADIENT_ESTIMATOR = Kind(
+    GradientEstimator,
+    asked="Estimates the gradient of a step from losses at shifted weights: there is no backward. Never "
+    "exact; unbiased if the mean over draws is the gradient of every quadratic loss. "
+    "[Estimate gradients without a backward](../guide/library.md#estimate-gradients-without-a-backward)\n",
+    extensions=((800, "sparsebp_shelf.estimator.extension:EstimatorExtension"),),
+    suite="sparsebp_shelf.estimator.suite:check_gradient_estimator",
+    has_backward=False,
+    limits=(
+        rule.not_beside(
+            rule.AllBut(("GradientEstimator",)),
+            "Without a backward there are no gradients at sites and nodes, nothing is saved for them, and the losses "
+            "are those of the model in evaluation mode.",
+            where="training",
+        ),
+        rule.not_in_trainer(
+            "{policy} estimates gradients without a backward, which a Trainer cannot; run a recipe, or your own loop "
+            "with engine.estimate"
+        ),
+    ),
+)

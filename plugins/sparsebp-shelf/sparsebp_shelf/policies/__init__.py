@@ -1,0 +1,1 @@
+"""Policies of kinds that SparseBP has."""

@@ -1,0 +1,6 @@
+"""Sending some positions through each layer of the forward of training."""
+
+from sparsebp_shelf.token_router.kind import TOKEN_ROUTER, RoutedLayer, TokenRouter
+from sparsebp_shelf.token_router.random_ltd import RandomLTD
+
+__all__ = ["TOKEN_ROUTER", "RandomLTD", "RoutedLayer", "TokenRouter"]

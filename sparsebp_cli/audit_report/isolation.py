@@ -1,0 +1,191 @@
+"""Whether each example of a step got the gradient of the example alone, as plain numbers and as sentences."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Verdict = Literal["alone", "mixed", "purpose", "unjudged"]
+
+
+@dataclass(frozen=True)
+class MixedPair:
+    """One example whose outputs read another one.
+
+    Args:
+        source: The example that is read, counted from 0 over the batch.
+        target: The example whose outputs read it.
+        share: Gradient of the target's outputs for the source's embeddings over that for its own, 2-norms; above 0.
+    """
+
+    source: int
+    target: int
+    share: float
+
+
+@dataclass(frozen=True)
+class BatchJudgement:
+    """The judgement of one batch: the outputs of its examples beside those of the examples alone.
+
+    Args:
+        model: Class of the model that was called.
+        verdict: ``alone``: each example's outputs and their gradient are those of the example alone. ``mixed``: they
+            are not. ``purpose``: they are not, by a part that mixes examples by its definition. ``unjudged``: see
+            ``reason``.
+        examples: In the batch.
+        rows: Of the batch.
+        positions: Of the batch, padding included.
+        told_by: The argument that says where examples begin and end.
+        reason: Why it was not judged, or which part mixes on purpose; empty otherwise.
+        difference: Largest difference of an example's outputs from those of the example alone, relative, by 2-norms.
+        difference_limit: What rounding explains of it.
+        leak: Largest share of another example in the gradient for one example's embeddings, relative, by 2-norms.
+        leak_limit: What rounding explains of it.
+        affected: The examples whose outputs differ, those that differ most first, counted from 0.
+        differences: Of these examples, in the same order.
+        pairs: Which examples read which, of the most affected examples; empty where nothing is read across.
+        module: The first module that gave an example another output than alone; empty if none was found.
+        module_class: Its class.
+        cause: What in the batch does it, in one sentence.
+        mend: What would mend it, in one sentence.
+        is_mend_tried: Whether the mend was tried on this batch, and the examples were alone with it.
+        cost_steps: What the judgement computed, in plain steps of this batch by positions: a forward is a third of one.
+    """
+
+    model: str
+    verdict: Verdict
+    examples: int = 0
+    rows: int = 0
+    positions: int = 0
+    told_by: str = ""
+    reason: str = ""
+    difference: float = 0.0
+    difference_limit: float = 0.0
+    leak: float = 0.0
+    leak_limit: float = 0.0
+    affected: tuple[int, ...] = ()
+    differences: tuple[float, ...] = ()
+    pairs: tuple[MixedPair, ...] = ()
+    module: str = ""
+    module_class: str = ""
+    cause: str = ""
+    mend: str = ""
+    is_mend_tried: bool = False
+    cost_steps: float = 0.0
+
+    def lines(self) -> list[str]:
+        """Return sentences without a full stop, the headline first."""
+        size = (
+            f"{self.model}, {self.examples} example{'s' * (self.examples != 1)} in {self.rows} "
+            f"row{'s' * (self.rows != 1)}"
+        )
+        if self.verdict == "unjudged":
+            return [f"{self.model}: not judged: {self.reason}"]
+        if self.verdict == "alone":
+            return [f"{size}: each as if alone (outputs to {self.difference:.0e}, gradient to {self.leak:.0e})"]
+        if self.verdict == "purpose":
+            return [f"{size}: mixed on purpose by {self.reason} (outputs by {self.difference:.1e})"]
+        worst = f"outputs of {self._named()} differ from those alone by up to {self.difference:.1%}"
+        found = [f"{size}: NOT as if alone: {worst}"]
+        if self.pairs:
+            read = ", ".join(f"{pair.target + 1} reads {pair.source + 1} ({pair.share:.1%})" for pair in self.pairs[:6])
+            more = f" and {len(self.pairs) - 6} more" if len(self.pairs) > 6 else ""
+            found.append(f"pairs: {read}{more}, by the gradient for their embeddings")
+        else:
+            found.append("no example reads another: an example alone is computed otherwise")
+        if self.module:
+            found.append(f"first at: {self.module} ({self.module_class})")
+        if self.cause:
+            found.append(f"by: {self.cause}")
+        if self.mend:
+            found.append(f"to do: {self.mend}{' (tried on this batch: mends it)' if self.is_mend_tried else ''}")
+        return found
+
+    def _named(self) -> str:
+        numbers = [str(number + 1) for number in sorted(self.affected)]
+        if len(numbers) == 1:
+            return f"example {numbers[0]}"
+        more = f" and {len(numbers) - 6} more" if len(numbers) > 6 else ""
+        return f"examples {', '.join(numbers[:6])}{more}"
+
+
+@dataclass(frozen=True)
+class LossJudgement:
+    """What the loss of one step does to its examples, read from the gradient that arrived at the model's outputs.
+
+    Args:
+        kind: ``crossing``: a label is predicted from another example. ``uneven``: tokens of one micro-batch weigh more
+            than those of another. ``purpose``: the loss reads several examples by its definition.
+        detail: What was seen, in one sentence.
+        advice: What to do, in one sentence; empty for what is on purpose.
+    """
+
+    kind: Literal["crossing", "uneven", "purpose"]
+    detail: str
+    advice: str = ""
+
+
+@dataclass(frozen=True)
+class IsolationReport:
+    """Whether, in one step of a training, each example's gradient is that of the example alone.
+
+    Args:
+        batches: Of the first optimizer step, in the order of the calls.
+        losses: What the loss of that step does; empty if it is a sum over tokens that all weigh the same.
+        unread_losses: Why the loss was not judged; empty if it was.
+    """
+
+    batches: tuple[BatchJudgement, ...] = ()
+    losses: tuple[LossJudgement, ...] = ()
+    unread_losses: str = ""
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether an example's gradient is not that of the example alone, and not on purpose."""
+        return any(batch.verdict == "mixed" for batch in self.batches) or any(
+            loss.kind != "purpose" for loss in self.losses
+        )
+
+    @property
+    def headline(self) -> str:
+        """The result in one line."""
+        counts = {kind: sum(batch.verdict == kind for batch in self.batches) for kind in ("mixed", "alone", "purpose")}
+        total = len(self.batches)
+        if counts["mixed"]:
+            return f"examples are mixed in {counts['mixed']} of {total} batch{'es' * (total != 1)}"
+        if self.is_mixed:
+            return "the loss does not treat examples as it would alone"
+        judged = counts["alone"] + counts["purpose"]
+        if not judged:
+            return "examples were not judged"
+        rest = f"; {total - judged} not judged" if judged < total else ""
+        aim = f", but for what is mixed on purpose in {counts['purpose']}" if counts["purpose"] else ""
+        return f"each example's gradient is that of the example alone, in {judged} of {total} batches{aim}{rest}"
+
+    def lines(self) -> list[tuple[str, list[str]]]:
+        """Return what was found: a headline, and sentences below it; equal batches once, with their count."""
+        found: dict[tuple[str, ...], int] = {}
+        for batch in self.batches:
+            key = tuple(batch.lines())
+            found[key] = found.get(key, 0) + 1
+        shown = [
+            (f"{lines[0]}{f' ({count} batches)' if count > 1 else ''}", list(lines[1:]))
+            for lines, count in found.items()
+        ]
+        shown += [
+            (f"the loss: {loss.detail}", [f"to do: {loss.advice}"] if loss.advice else []) for loss in self.losses
+        ]
+        if self.unread_losses:
+            shown.append((f"the loss was not judged: {self.unread_losses}", []))
+        return shown
+
+    @classmethod
+    def from_dict(cls, content: dict[str, Any]) -> IsolationReport:
+        """Return the report for the result of ``dataclasses.asdict``, also after JSON."""
+        batches = []
+        for item in content["batches"]:
+            lists = {name: tuple(item[name]) for name in ("affected", "differences")}
+            pairs = tuple(MixedPair(**pair) for pair in item["pairs"])
+            batches.append(BatchJudgement(**(item | lists | {"pairs": pairs})))
+        losses = tuple(LossJudgement(**item) for item in content["losses"])
+        return cls(tuple(batches), losses, content["unread_losses"])

@@ -1,0 +1,151 @@
+"""The outputs of a batch and of its examples alone, beside each other.
+
+Shape letters: B rows, T positions.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsebp_cli.backward.isolation.examples import Examples, NotAlone
+
+NAMES = ("logits", "last_hidden_state", "start_logits", "prediction_logits")
+STACK = "(hidden states)"  # of the model below its head, where a head gives no values of positions
+Place = tuple[Any, ...]
+
+
+class Outputs:
+    """Runs a model for a batch and for examples alone, and chooses the values that are compared."""
+
+    def __init__(self, model: nn.Module, examples: Examples) -> None:
+        self._model, self._examples = model, examples
+        self._name: str | None = None  # of the values that are compared; None: not chosen yet
+        self._is_flat = False  # whether rows and positions share an axis
+        self._has_positions = False
+        self._alone: dict[int, dict[str, Tensor]] = {}
+
+    def of_one(self, number: int) -> Tensor:
+        """Run an example alone, and return its values."""
+        return self._take_alone(self.run(self._examples.alone(number)))
+
+    def of_two(self, number: int) -> Tensor | None:
+        """Run two copies of an example as two rows, and return the values of the second; None if it cannot be."""
+        try:
+            inputs = self._examples.alone(number)
+            twice = {
+                name: torch.cat([value, value]) if isinstance(value, Tensor) and value.dim() else value
+                for name, value in inputs.items()
+            }
+            return self._take_alone({name: _second(value) for name, value in self.run(twice).items()})
+        except Exception:  # a model that takes one row at a time
+            return None
+
+    def of_batch(self, inputs: dict[str, Any]) -> Tensor:
+        """Run the batch with these arguments, and return the values of all examples."""
+        return self.take_batch(self.run(inputs))
+
+    def take_batch(self, values: dict[str, Tensor]) -> Tensor:
+        """Return the values of all examples from those of a run."""
+        assert self._name is not None
+        output = values[self._name]
+        return output.unflatten(0, self._examples.size) if self._is_flat else output
+
+    def place(self, number: int) -> Place:
+        """Return the index of an example's values in those of the batch."""
+        example = self._examples.found[number]
+        return (example.row, example.columns) if self._has_positions else (example.row,)
+
+    def part(self, output: Tensor, number: int) -> Tensor:
+        """Return the values of an example from those of the batch."""
+        return output[self.place(number)]
+
+    def input_part(self, leaf: Tensor, number: int) -> Tensor:
+        """Return the part of an input, or of its gradient, that belongs to an example."""
+        example = self._examples.found[number]
+        width = self._examples.size[1]
+        if leaf.dim() > 1 and leaf.shape[1] >= width and (self._examples.several or leaf.shape[1] == width):
+            return leaf[:, -width:][example.row, example.columns.to(leaf.device)]
+        return leaf[example.row]
+
+    def choose(self, batch: dict[str, Tensor]) -> None:
+        """Choose the values that are compared by their shape, from those of the batch and of its shortest example,
+        which is unlike the batch in width if any is. Raise NotAlone if no output has values of single examples."""
+        size, lengths = self._examples.size, [len(example.columns) for example in self._examples.found]
+        length = min(lengths)
+        with torch.no_grad():
+            alone = self.run(self._examples.alone(lengths.index(length)))
+        order = sorted(batch, key=lambda name: (name == STACK, name not in NAMES))
+        for name in order:
+            joint, one = batch[name], alone.get(name)
+            if one is None or joint.dim() != one.dim():
+                continue
+            shapes = (joint.shape[:2], one.shape[:2])
+            is_flat = joint.shape[0] == size[0] * size[1] and one.shape[0] == length and size[1] > 1
+            has_positions = joint.dim() > 1 and shapes == (size, (1, length)) and joint.shape[2:] == one.shape[2:]
+            is_row = not self._examples.several and shapes[0][0] == size[0] and joint.shape[1:] == one.shape[1:]
+            if has_positions or is_flat or is_row:
+                self._name, self._is_flat, self._has_positions = name, is_flat and not has_positions, False
+                self._has_positions = has_positions or self._is_flat
+                return
+        raise NotAlone("its output has no values of single examples")
+
+    def _take_alone(self, values: dict[str, Tensor]) -> Tensor:
+        assert self._name is not None
+        value = values[self._name]
+        return value if self._is_flat else value[0]
+
+    def run(self, inputs: dict[str, Any]) -> dict[str, Tensor]:
+        """Run the model, and return the tensors of its output, with the hidden states below its head."""
+        with self._stack_watched() as seen:
+            output = self._model(**inputs)
+        return named_tensors(output) | seen
+
+    @contextmanager
+    def _stack_watched(self) -> Iterator[dict[str, Tensor]]:
+        seen: dict[str, Tensor] = {}
+        stack = find_stack(self._model)
+
+        def note(_module: nn.Module, _args: object, output: object) -> None:
+            value = next(iter(named_tensors(output).values()), None)
+            if value is not None:
+                seen[STACK] = value
+
+        handle = stack.register_forward_hook(note) if stack is not None else None
+        try:
+            yield seen
+        finally:
+            if handle is not None:
+                handle.remove()
+
+
+def find_stack(model: nn.Module) -> nn.Module | None:
+    """Return what is below the head of a model of transformers; None for any other model."""
+    loaded = sys.modules.get("transformers.modeling_utils")
+    for module in model.modules():
+        if loaded is not None and isinstance(module, loaded.PreTrainedModel):
+            stack = module.base_model
+            return stack if isinstance(stack, nn.Module) and stack is not module else None
+    return None
+
+
+def named_tensors(output: object) -> dict[str, Tensor]:
+    """Return the tensors of an output that may be values of examples, by their names or numbers."""
+    if isinstance(output, Tensor):
+        items: list[tuple[str, object]] = [("output", output)]
+    elif isinstance(output, Mapping):
+        items = [(str(name), value) for name, value in output.items()]
+    elif hasattr(output, "__dataclass_fields__"):
+        items = list(vars(output).items())
+    else:
+        items = [(str(n), v) for n, v in enumerate(output)] if isinstance(output, tuple | list) else []
+    return {n: v for n, v in items if isinstance(v, Tensor) and v.dim() > 0 and v.is_floating_point()}
+
+
+def _second(value: Tensor) -> Tensor:
+    return value[len(value) // 2 :]

@@ -1,0 +1,122 @@
+"""Runs a model for a judgement: without dropout, and so that the training does not notice.
+
+Shape letters: B rows, T positions, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from sparsebp_cli.backward.observe.internals import is_batch_norm
+from sparsebp_cli.backward.patch.rng import capture_generators, generators_at
+
+_F = torch.nn.functional
+_DROPOUTS: tuple[object, ...] = (_F.dropout, _F.dropout1d, _F.dropout2d, _F.dropout3d, torch.dropout)
+_DROPOUTS += (_F.alpha_dropout, _F.feature_alpha_dropout, torch.native_dropout)
+_ATTENTION = _F.scaled_dot_product_attention
+
+
+class WithoutDropout(TorchFunctionMode):
+    """Lets dropout return its input; the model stays in training mode, in which it may take other paths."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run a function without dropout."""
+        kwargs = dict(kwargs or {})
+        if func in _DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        if func is _ATTENTION:
+            kwargs |= {"dropout_p": 0.0} if len(args) < 5 else {}
+            args = (*args[:4], 0.0, *args[5:]) if len(args) >= 5 else args
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Run the block without dropout, and with batch norms by their running statistics, which hide no other leak and
+    which one example alone has, too; restore all, buffers and random generators afterwards."""
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    buffers = {buffer: buffer.detach().clone() for buffer in model.buffers()}
+    skips = [m for m in model.modules() if isinstance(getattr(m, "layerdrop", None), float)]
+    skips += [m for m in model.modules() if isinstance(m, nn.MultiheadAttention)]
+    rates = [(m, name, getattr(m, name)) for m in skips for name in ("layerdrop", "dropout") if hasattr(m, name)]
+    norms = [module for module in model.modules() if is_batch_norm(module) and module.training]
+    try:
+        for norm in norms:
+            norm.training = False
+        for module, name, _ in rates:
+            setattr(module, name, 0.0)
+        with generators_at(capture_generators(device), device), WithoutDropout():
+            yield
+    finally:
+        for norm in norms:
+            norm.training = True
+        for module, name, rate in rates:
+            setattr(module, name, rate)
+        with torch.no_grad():
+            for buffer, before in buffers.items():
+                if buffer.shape == before.shape:
+                    buffer.copy_(before)
+
+
+class Embeddings:
+    """What the tokens of a batch become first, as leaves of the graph: each forward gives new ones.
+
+    A forward hook at every embedding of tokens replaces its output. ``size`` is that of the tokens, B and T.
+    """
+
+    def __init__(self, model: nn.Module, inputs: Mapping[str, Any], size: tuple[int, int]) -> None:
+        self.leaves: list[Tensor] = []
+        self._model, self._inputs, self._size = model, inputs, size
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Take the leaves of the forwards in the block."""
+        tables = [module for module in self._model.modules() if isinstance(module, nn.Embedding)]
+        handles = [table.register_forward_hook(self._replace) for table in tables]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def open_inputs(self) -> dict[str, Any]:
+        """Return the arguments, with those that are numbers of positions, such as embeddings, as leaves."""
+        opened = dict(self._inputs)
+        for name, value in self._inputs.items():
+            if (
+                isinstance(value, Tensor)
+                and value.is_floating_point()
+                and value.dim() > 1
+                and value.shape[0] == self._size[0]
+                and "mask" not in name
+            ):
+                opened[name] = value.detach().requires_grad_()
+                self.leaves.append(opened[name])
+        return opened
+
+    def _replace(self, _module: nn.Module, args: tuple[object, ...], output: object) -> object:
+        ids = args[0] if args else None
+        if not (isinstance(ids, Tensor) and isinstance(output, Tensor)) or ids.shape[:1] != self._size[:1]:
+            return None
+        if output.shape[: ids.dim()] != ids.shape:
+            return None  # of positions alone
+        tokens = self._inputs.get("input_ids")
+        if isinstance(tokens, Tensor) and tokens.dim() == 2:  # a model may put a prompt of its own before them
+            own = ids[:, -tokens.shape[1] :] if ids.dim() == 2 else ids
+            if own.shape != tokens.shape or not torch.equal(own, tokens):
+                return None  # embeddings of positions or types, which are of no token
+        leaf = output.detach().requires_grad_()
+        self.leaves.append(leaf)
+        return leaf.clone()  # a model may write into it

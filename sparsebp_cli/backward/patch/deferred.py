@@ -1,0 +1,71 @@
+"""Outputs of transformers whose logits are computed when somebody reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from functools import cache
+from typing import Any
+
+from torch import Tensor
+
+from sparsebp_cli.errors import UnsupportedError
+
+
+class Deferred:
+    """Logits of an output that are computed when somebody reads them: a loss does not, and they may be the largest
+    tensor of a step."""
+
+    def __init__(self, compute: Callable[[], Tensor]) -> None:
+        self._compute = compute
+        self._made: Tensor | None = None
+
+    def read(self) -> Tensor:
+        """Return the logits; a gradient that arrives at them is refused."""
+        if self._made is None:
+            self._made = self._compute().requires_grad_()
+            self._made.register_hook(_refuse_gradient)
+        return self._made
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"logits that are computed when they are read have no {name!r}: read output.logits")
+
+
+def defer_logits(output: Any, compute: Callable[[], Tensor]) -> Any:
+    """Return an output of transformers whose logits are computed when they are read, in whatever form.
+
+    What its ``items`` and ``values`` yield is left as it is: accelerate copies outputs through them at every step of a
+    mixed precision, and DistributedDataParallel passes them through its own backward.
+    """
+    kind: Any = next(base for base in type(output).__mro__ if "__dataclass_fields__" in vars(base))
+    values = {field.name: getattr(output, field.name) for field in fields(kind)}
+    return _deferring(kind)(**values | {"logits": Deferred(compute)})
+
+
+@cache  # transformers registers every class of outputs with torch for ever, so there is one for each kind
+def _deferring(kind: type[Any]) -> type[Any]:
+    def resolve(value: Any) -> Any:
+        return value.read() if isinstance(value, Deferred) else value
+
+    class Deferring(kind):  # type: ignore[misc] # a class made at run time
+        def __getattribute__(self, name: str) -> Any:
+            return resolve(super().__getattribute__(name))
+
+        def __getitem__(self, key: Any) -> Any:
+            if isinstance(key, int):
+                return self[list(self.keys())[key]]
+            found = super().__getitem__(key)
+            return tuple(map(resolve, found)) if isinstance(found, tuple) else resolve(found)
+
+        def get(self, key: str, default: Any = None) -> Any:
+            return resolve(super().get(key, default))
+
+    Deferring.__name__, Deferring.__qualname__ = kind.__name__, kind.__qualname__
+    return Deferring
+
+
+def _refuse_gradient(_: Tensor) -> Tensor:
+    raise UnsupportedError(
+        "the loss reads the logits of a forward that was given labels, which have no gradient here: leave the "
+        "labels out of the forward"
+    )

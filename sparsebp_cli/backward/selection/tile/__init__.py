@@ -1,1 +1,0 @@
-"""Skipping tiles of attention in the backward, by a tile selector."""

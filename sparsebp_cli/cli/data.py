@@ -1,0 +1,34 @@
+"""``sparsebp data``: what a recipe trains on, counted and shown; nothing is trained and no weights are loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sparsebp_cli.cli.option import Changes, resolve_one
+from sparsebp_cli.cli.screen import Output, console, print_json
+
+
+def data(
+    recipe: Annotated[Path, typer.Argument(help="A recipe, or the plan.json of a run.", callback=resolve_one)],
+    changes: Changes = None,
+    output: Annotated[
+        Output, typer.Option("-o", "--output", help="A table and examples for people, or JSON with their token ids.")
+    ] = Output.TABLE,
+) -> None:
+    """Count what a recipe's data become, and show the first examples with what is trained; nothing is trained."""
+    from sparsebp_cli.cli.census_table import census_table, print_examples, print_warnings
+    from sparsebp_cli.cli.validate import load_checked
+    from sparsebp_cli.cli.worker_answer import ask_worker
+    from sparsebp_cli.plan import make_plan
+
+    checked, origin, _ = load_checked(recipe, changes or [])
+    answer = ask_worker("data_preview", make_plan(checked, origin), "reads the data")
+    if output is Output.JSON:
+        print_json(answer)
+        return
+    console().print(census_table(answer))
+    print_warnings(answer)
+    print_examples(answer["first"])

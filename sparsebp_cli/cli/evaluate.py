@@ -1,0 +1,123 @@
+"""``sparsebp evaluate``: judges a finished run's model, or any folder's, by tasks of lm-evaluation-harness."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from sparsebp_cli.cli.completion import complete_run
+from sparsebp_cli.cli.screen import Output, console, make_table, print_json, print_line
+from sparsebp_cli.errors import UsageError
+from sparsebp_cli.run import History, JournalWriter, RunFolder, State
+
+PREFIX = "lm_eval/"
+
+
+def evaluate(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN",
+            help="A finished run, or a folder with a model and its tokenizer.",
+            autocompletion=complete_run,
+        ),
+    ],
+    lm_eval: Annotated[
+        str, typer.Option("--lm-eval", metavar="TASK,...", help="Tasks of lm-evaluation-harness, by name.")
+    ],
+    include: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="A folder with tasks of your own, as the harness's YAML files.")
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Only the first N examples of each task, to try it.")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, metavar="N", help="Requests in a forward pass.")] = 8,
+    device: Annotated[str, typer.Option(help="Where the model runs, as torch names it: cpu, cuda, cuda:1.")] = "cpu",
+    output: Annotated[Output, typer.Option("-o", "--output", help="A table for people, or JSON.")] = Output.TABLE,
+) -> None:
+    """Judge a model by tasks of lm-evaluation-harness; a run keeps the results, and nothing is trained."""
+    from sparsebp_cli.cli.worker_process import measure_apart
+
+    run, folder = _find(source)
+    tasks = [name.strip() for name in lm_eval.split(",") if name.strip()]
+    if not tasks:
+        raise UsageError(f"--lm-eval needs the name of a task, got {lm_eval!r}")
+    if include is not None and not include.is_dir():
+        raise UsageError(f"--include must be a folder, got {include}")
+    place = str(include.absolute()) if include is not None else None
+    request = {"folder": str(folder), "tasks": tasks, "include": place, "limit": limit}
+    found = measure_apart("harness", json.dumps(request | {"batch_size": batch_size, "device": device}))
+    kept = record(run, found) if run is not None and limit is None else []
+    if output is Output.JSON:
+        print_json(found)
+        return
+    _print(found)
+    if run is not None:
+        print_line(describe_kept(run, kept) if limit is None else "not kept: --limit judges a part of the examples")
+
+
+def describe_kept(run: RunFolder, kept: Sequence[str]) -> str:
+    """Say what a run keeps, with the command that compares the first of these metrics."""
+    if not kept:
+        return f"not kept: run {run.run_id} has no new metric from this, and keeps the first values of those it has"
+    return f"kept with the run: `sparsebp compare {run.run_id} --metric {kept[0]}`"
+
+
+def _find(source: str) -> tuple[RunFolder | None, Path]:
+    """Return a run and the folder of its model, or a folder of no run."""
+    from sparsebp_cli.cli.stored_run import find_one
+
+    folder = Path(source)
+    run = None
+    if not (folder / "config.json").is_file() and not (folder / "adapter_config.json").is_file():
+        run = find_one(source)
+        if run.state() is not State.FINISHED:
+            raise UsageError(f"run {run.run_id} is {run.state()}: it has no model to be judged before it finishes")
+        folder = run.path / "model"
+    if (folder / "adapter_config.json").is_file():
+        raise UsageError(f"{folder} has adapters alone: merge them into their model, and judge that folder")
+    return run, folder.absolute()
+
+
+def record(run: RunFolder, found: Mapping[str, Any]) -> list[str]:
+    """Write the results into a run's journal as metrics of its last step, with their directions, the version of the
+    harness and what identifies each task, and return the names of these metrics. A task that the run was judged by
+    before keeps its first values, and what identified it then."""
+    lock = run.lock("worker")
+    try:
+        history = History.load(run.path)
+        step = max(history.series("train/loss"), default=0)
+        facts: Any = history.facts
+        before = facts.get("lm_eval", {}).get("tasks", {})
+        new = {task: judged for task, judged in found["tasks"].items() if task not in before and judged["values"]}
+        if not new:
+            return []
+        values, declared = dict[str, float](), dict(facts.get("metrics", {}))
+        for task, judged in new.items():
+            for name, one in judged["values"].items():
+                values[f"{PREFIX}{task}/{name}"] = one["value"]
+                declared[f"{PREFIX}{task}/{name}"] = {"unit": "", "better": one["better"]}
+        tasks = before | {
+            task: {key: judged[key] for key in ("version", "hash", "examples")} for task, judged in new.items()
+        }
+        with JournalWriter(run.path) as journal:
+            journal.attempt = max(1, journal.attempt - 1)  # nothing is trained, so it is no attempt
+            facts = {"metrics": declared, "lm_eval": {"version": found["version"], "tasks": tasks}}
+            journal.write("facts", values=facts)
+            journal.write("metrics", step=step, values=values)
+        return list(values)
+    finally:
+        lock.release()
+
+
+def _print(found: Mapping[str, Any]) -> None:
+    title = f"lm-evaluation-harness {found['version']}"
+    table = make_table("task", "metric", "value", "better", "examples", numbers=["value", "examples"], title=title)
+    for task, judged in found["tasks"].items():
+        for name, one in judged["values"].items():
+            table.add_row(task, name, f"{one['value']:.4f}", one["better"], str(judged["examples"] or ""))
+    console().print(table)

@@ -1,0 +1,40 @@
+"""The answer of a short process of the worker, which may load torch; the client does not."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sparsebp_cli import interpreter
+from sparsebp_cli.errors import RunFailedError, UsageError
+from sparsebp_cli.run import home
+
+if TYPE_CHECKING:
+    from sparsebp_cli.plan import Plan
+
+
+def ask_worker(module: str, plan: Plan, what: str) -> dict[str, Any]:
+    """Return what a module of the worker answers about a plan, which it rehearses on this machine in one process,
+    whatever its target. ``what`` says in an error what the process does. Raises ``UsageError`` if model or data cannot
+    be loaded as the recipe says, ``RunFailedError`` if the process failed."""
+    with tempfile.TemporaryDirectory(prefix="sparsebp-") as folder:
+        command = interpreter.command("-m", f"sparsebp_cli.worker.{module}", str(plan.save(Path(folder))))
+        done = subprocess.run(
+            command,
+            env=interpreter.environment({"SPARSEBP_HOME": str(home())}),  # a relative one is relative to this process
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    try:
+        answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        raise RunFailedError(f"the process that {what} ended with {done.returncode}: {last}") from None
+    if "error" in answer:
+        raise UsageError(answer["error"]) if answer["code"] == UsageError.exit_code else RunFailedError(answer["error"])
+    return answer

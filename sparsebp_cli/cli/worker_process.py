@@ -1,0 +1,152 @@
+"""Starts a process of the worker that measures, shows its progress, and ends it on a signal."""
+
+from __future__ import annotations
+
+import json
+import queue
+import subprocess
+import tempfile
+import threading
+import time
+from contextlib import suppress
+from typing import IO, TYPE_CHECKING, Any, Self
+
+import typer
+
+from sparsebp_cli import interpreter
+from sparsebp_cli.cli.interrupt import Interrupts
+from sparsebp_cli.cli.quantity import show_clock
+from sparsebp_cli.cli.screen import console, print_line
+from sparsebp_cli.errors import RunFailedError, UsageError
+from sparsebp_cli.run import home
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+SECONDS_BETWEEN_LINES = 10.0
+SECONDS_TO_END = 5.0
+
+
+def measure_apart(module: str, request: str) -> dict[str, Any]:
+    """Return what a module of the worker measures for a request, one line, in a process of its own. Raises
+    ``UsageError`` if model or data cannot be loaded, ``RunFailedError`` if the process failed, and ``typer.Exit`` after
+    Ctrl-C (130) or SIGTERM (143)."""
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors, Interrupts() as interrupts:
+        process = subprocess.Popen(
+            interpreter.command("-m", f"sparsebp_cli.worker.{module}"),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env=interpreter.environment({"SPARSEBP_HOME": str(home())}),  # a relative one is relative to here
+            text=True,
+            start_new_session=True,  # Ctrl-C reaches this process only
+        )
+        try:
+            assert process.stdin is not None
+            with suppress(BrokenPipeError):
+                process.stdin.write(request + "\n")
+                process.stdin.flush()
+            end = _follow(process, interrupts)
+        finally:
+            _end(process)
+        if end is None and interrupts.exit_code:
+            print_line("interrupted: nothing was written", stderr=True)
+            raise typer.Exit(interrupts.exit_code)
+        if end is None:
+            raise RunFailedError(f"the process that measures ended with {process.returncode}: {_last_line(errors)}")
+    if end["kind"] == "error":
+        raise UsageError(end["text"]) if end["code"] == UsageError.exit_code else RunFailedError(end["text"])
+    content: dict[str, Any] = end["content"]
+    return content
+
+
+def _follow(process: subprocess.Popen[str], interrupts: Interrupts) -> dict[str, Any] | None:
+    """Show progress until the last record, and return it; None when there is none."""
+    records: queue.Queue[dict[str, Any] | None] = queue.Queue()
+    threading.Thread(target=_read, args=(process, records), daemon=True).start()
+    with _Display() as display:
+        while not interrupts.received:
+            try:
+                record = records.get(timeout=0.1)
+            except queue.Empty:
+                display.refresh()
+                continue
+            if record is None or record["kind"] != "progress":
+                return record
+            display.add(record["what"], record["done"], record["total"])
+    return None
+
+
+def _read(process: subprocess.Popen[str], records: queue.Queue[dict[str, Any] | None]) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        records.put(json.loads(line))
+    records.put(None)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Close its input, which ends it; then terminate it, then kill it."""
+    assert process.stdin is not None
+    with suppress(BrokenPipeError):
+        process.stdin.close()
+    for end in (process.terminate, process.kill):
+        try:
+            process.wait(SECONDS_TO_END)
+        except subprocess.TimeoutExpired:
+            end()
+    process.wait()
+
+
+def _last_line(file: IO[str]) -> str:
+    file.seek(0)
+    lines = [line.strip() for line in file if line.strip()]
+    return lines[-1] if lines else "no output"
+
+
+class _Display:
+    """A bar in a terminal, a line every few seconds elsewhere; on standard error, as the result may go into a pipe."""
+
+    def __init__(self) -> None:
+        self._console = console(stderr=True)
+        self._start, self._shown = time.monotonic(), float("-inf")
+        self._first_done: int | None = None
+        self._progress: Progress | None = None
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+
+            self._progress = Progress(
+                SpinnerColumn(),
+                BarColumn(20),
+                TextColumn("{task.fields[left]:>13}"),
+                TextColumn("{task.description}", markup=False),  # the console's own markup=False does not reach it
+                console=self._console,
+                transient=True,
+            )
+            self._progress.start()
+            self._task = self._progress.add_task("starting", total=None, left="")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+    def add(self, what: str, done: int, total: int) -> None:
+        """Show how far the process is."""
+        now = time.monotonic()
+        if done and self._first_done is None:
+            self._first_done, self._start = done, now
+        left = ""
+        if self._first_done is not None and done > self._first_done:
+            seconds = (now - self._start) / (done - self._first_done) * (total - done)
+            left = f"{show_clock(seconds)} left"
+        if self._progress is not None:
+            self._progress.update(self._task, description=what, completed=done, total=total or None, left=left)
+        elif now - self._shown >= SECONDS_BETWEEN_LINES:
+            self._shown = now
+            passes = f"pass {done} of {total}" if total else ""
+            print_line("  ".join(part for part in (passes, what, left) if part), stderr=True)
+
+    def refresh(self) -> None:
+        """Do nothing: a terminal's spinner turns by itself."""

@@ -1,0 +1,106 @@
+"""``sparsebp worth``: what policies are worth before they train."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sparsebp_cli.cli.option import Changes
+from sparsebp_cli.cli.quantity import show_count
+from sparsebp_cli.cli.screen import Output, console, make_table, print_json
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+NUMBERS = ("price", "noise", "bias", "(1 + noise) x price", "same as dense with")
+LESSON = {
+    "dense": "dense itself",
+    "cannot beat a smaller batch": "dense with a smaller batch has as little noise and costs less: no training needed",
+    "could": "costs less than dense with a batch of as much noise: worth a training",
+    "decide by training": "the interval includes 1, or its bias does not average out, which the law does not price",
+}
+
+
+def worth(
+    recipe: Annotated[Path, typer.Argument(help="A recipe, or the plan.json of a run.")],
+    every: Annotated[
+        bool,
+        typer.Option(
+            "--all",
+            help="Also every other installed policy that applies, with its defaults and half of what it must be told "
+            "to keep.",
+        ),
+    ] = False,
+    changes: Changes = None,
+    output: Annotated[Output, typer.Option("-o", "--output", help="A table for people, or JSON for programs.")] = (
+        Output.TABLE
+    ),
+) -> None:
+    """Measure what a recipe's policies are worth against dense with a smaller batch; nothing of them is trained."""
+    from sparsebp_cli.cli.validate import load_checked
+    from sparsebp_cli.cli.worker_process import measure_apart
+    from sparsebp_cli.plan import make_plan
+
+    checked, origin, _ = load_checked(recipe, changes or [])
+    with tempfile.TemporaryDirectory(prefix="sparsebp-") as folder:
+        plan_file = make_plan(checked, origin).save(Path(folder))
+        found = measure_apart("worth", json.dumps({"plan": str(plan_file), "all": every}))
+    if output is Output.JSON:
+        print_json(found)
+        return
+    print_worth(found)
+
+
+def print_worth(found: Mapping[str, Any]) -> None:
+    """Print a table, what its verdicts mean, and what was not measured."""
+    steps = ", ".join(map(str, found["steps"]))
+    metric = "in AdamW's metric" if found["metric"] == "adam" else "of plain gradients"
+    screen = console()
+    if found["policies"]:
+        screen.print(worth_table(found["policies"]))
+        for verdict in dict.fromkeys(policy["verdict"] for policy in found["policies"]):
+            screen.print(f"{verdict}: {LESSON[verdict]}")
+        screen.print(
+            f"noise and bias: squared error over dense's variance between batches, {metric}; price in dense steps of "
+            f"{found['batch']} examples, {show_count(found['dense_step_flops'], 'FLOP')}. In brackets 95 % intervals, "
+            f"over {found['batches']} batches at steps {steps} of one dense training. docs/guide/worth.md says when "
+            "this holds."
+        )
+    if any(policy["remembers"] for policy in found["policies"]):
+        screen.print("*: chooses by what it remembers of earlier steps; measured as at its first step.")
+    for one in found["policies"]:
+        if one["as_at_step"] is not None:
+            screen.print(f"{one['name']}: leaves nothing out so early; measured as if at step {one['as_at_step']}.")
+    for one in found["left_out"]:
+        screen.print(f"not measured: {one['name']}: {one['why']}")
+
+
+def worth_table(policies: Sequence[Mapping[str, Any]]) -> Table:
+    """Return a row for each policy, the best first."""
+    table = make_table("policy", *NUMBERS, "verdict", numbers=NUMBERS)
+    for one in sorted(policies, key=lambda policy: policy["product"]["value"]):
+        table.add_row(
+            one["name"] + " *" * one["remembers"],
+            _show(one["price"]),
+            _show(one["noise"]),
+            _show(one["bias"]),
+            _show(one["product"]),
+            f"{one['dense_batch']:.3g}",
+            one["verdict"],
+        )
+    return table
+
+
+def _show(interval: Mapping[str, float]) -> str:
+    """Return a value with its interval, unless that has no width: ``0.63 (0.61-0.66)``."""
+    value, low, high = (_round(interval[name]) for name in ("value", "low", "high"))
+    return value if low == high else f"{value} ({low}-{high})"
+
+
+def _round(value: float) -> str:
+    return f"{max(0.0, value):.2f}" if value < 99.5 else f"{value:.2g}"

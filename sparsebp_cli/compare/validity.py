@@ -1,0 +1,67 @@
+"""Which measured numbers may be shown: what is withheld leaves the comparison here, before any statement is made.
+
+No face of a comparison decides this for itself, and none can print what is not there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from sparsebp_cli.compare.measured import Busy, Quality, Speed
+
+
+def withhold_times(
+    speed: Speed, quality: Quality, baseline: Speed | None, *, same_hardware: bool
+) -> tuple[Speed, Quality]:
+    """Return a group's speed and quality without the times that cannot be believed: all of whole steps where its own
+    machine was busy, and those compared with the baseline where that one's was, or where two runs drifted apart by more
+    than the policy can save. ``baseline`` is the baseline's speed as measured; None for the baseline itself. On
+    hardware other than the baseline's nothing is known of a drift."""
+    busy = {"its": speed.busy, "the baseline's": None if baseline is None else baseline.busy}
+    found = {whose: some for whose, some in busy.items() if some is not None}
+    if found:
+        why = _describe_busy(found)
+    elif baseline is not None and same_hardware and (limit := _find_drift(speed, quality, baseline)) is not None:
+        why = (
+            f"the two runs differ by more than the policy can save, at most {100 * (limit - 1):+.0f} % of forward and "
+            "backward: the machine drifted between them"
+        )
+    else:
+        return speed, quality
+    if quality.reach is not None:
+        quality = replace(quality, reach=replace(quality.reach, seconds=None, ratio=None, at_least_seconds=None))
+    speed = replace(speed, withheld=why, step_ratio=None, backward_ratio=None)
+    if found and speed.busy is None:
+        return speed, quality  # its own times are those of a quiet machine
+    speed = replace(speed, step=None, forward=None, backward=None, optimizer=None)
+    return replace(speed, tokens_per_second=None, training_seconds=None), quality
+
+
+def _find_drift(speed: Speed, quality: Quality, baseline: Speed) -> float | None:
+    """Return the least ratio of forward and backward that the policy allows, where two runs had a smaller one on equal
+    batches; else None. A step that keeps a share of the work takes at least that share of the time."""
+    own, there = (
+        None if some.forward is None or some.backward is None else some.forward.median + some.backward.median
+        for some in (speed, baseline)
+    )
+    same_batch = quality.unequal is None or quality.unequal.same_batch
+    if own is None or not there or not speed.ceiling or not same_batch or not _seems_faster(speed, baseline):
+        return None
+    limit = 1.0 / speed.ceiling
+    return limit if own / there < limit else None
+
+
+def _seems_faster(speed: Speed, baseline: Speed) -> bool:
+    """Whether a statement would call the group's steps faster."""
+    if speed.step_ratio is not None and speed.step_ratio.high is not None:
+        return speed.step_ratio.high < 1.0
+    return speed.step is not None and baseline.step is not None and speed.step.high < baseline.step.low
+
+
+def _describe_busy(found: dict[str, Busy]) -> str:
+    runs = " and ".join(f"{busy.runs} of {whose} {busy.of} runs" for whose, busy in found.items())
+    shares = [busy.cpu_share for busy in found.values() if busy.cpu_share is not None]
+    loads = [busy.load for busy in found.values() if busy.load is not None]
+    how = [f"{min(shares):.0%} of the CPU time of a quiet one"] if shares else []
+    how += [f"load {max(loads):.1f} a CPU"] if loads else []
+    return f"the machine was busy in {runs} ({', '.join(how)})"

@@ -1,0 +1,167 @@
+"""A group's statements in words, never stronger than they are. Words come last: nothing reads them back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from sparsebp_cli.compare.number import show_change, show_ends
+from sparsebp_cli.compare.statement import Number, Statement, Subject
+from sparsebp_cli.compare.statistics import FEWEST_PAIRS
+from sparsebp_cli.run import metric as names
+
+COUNTS = {1: "one seed", 2: "two seeds"}
+ANSWERS = {"not worse": "yes", "worse": "no"}
+
+
+def say_all(statements: Sequence[Statement]) -> str:
+    """Return statements as one sentence, with a full stop."""
+    return "; ".join(map(say, statements)) + "."
+
+
+def say(statement: Statement) -> str:
+    """Return one statement in words, without a full stop."""
+    return SAY[statement.subject](statement)
+
+
+def _quality(statement: Statement) -> str:
+    if not statement.numbers:
+        return f"{statement.reasons[0]}: no statement about quality" if statement.reasons else "no quality to compare"
+    return ", ".join([*statement.reasons, _level(statement)])
+
+
+def _level(statement: Statement) -> str:  # noqa: PLR0911 - one sentence an outcome
+    """A metric against the baseline's."""
+    number, outcome, margin = statement.numbers[0], statement.outcome, statement.number("margin")
+    name, size = number.name, f"{number.value:+.2g} in {number.name}"
+    inside = f"({_describe_interval(number)}{_ranks(statement)})"
+    few = number.count < FEWEST_PAIRS or number.low is None
+    match outcome:
+        case "exact":
+            return f"exact: what differs is rounding ({size})"
+        case "fault":
+            how = f"({_count(number)})" if few else inside
+            return f"declared exact, but {size} {how} is far more than rounding: a fault"
+        case "identical":
+            return f"{name} is identical on all {number.count} seeds"
+        case "equal within the margin":
+            within = f"of {margin.value:g}" if margin else ""
+            return f"{name} is equal within the margin {within}{_within(statement)} {inside}"
+        case "no difference shown":
+            return f"no difference in {name} was shown {inside}, which is not proof of equality"
+        case "differs":
+            return f"{name} differs by {number.value:+.3g} {inside}"
+        case "no statement" if few:
+            return f"{_count(number)}: no statement about quality"
+        case "no statement" if number.p is None:
+            same = f"differs by the same {number.value:+.3g} on all {number.count} seeds"
+            return f"{name} {same}: seeds change nothing here, so there is no statement"
+        case "no statement":
+            lost = "but others diverged, so there is no statement about quality"
+            return f"{name} differs by {number.value:+.3g} {inside}, {lost}"
+    more = f", not shown to be more than the margin of {margin.value:g}" if margin else ""
+    return f"{name} is {outcome} by {abs(number.value):.3g} {inside}{more}"
+
+
+def _within(statement: Statement) -> str:
+    """How much better or worse it was shown to be, though within the margin."""
+    found = (statement.number(word) for word in ("worse by", "better by"))
+    return next((f", {number.name} {number.value:.3g}" for number in found if number is not None), "")
+
+
+def _count(number: Number) -> str:
+    return COUNTS.get(number.count, "no shared seed")
+
+
+def _describe_interval(number: Number) -> str:
+    """The interval and, where Holm's procedure ends it at zero, which is no measured end, its p value."""
+    kind = "simultaneous 95% interval" if number.simultaneous else "95% interval"
+    p = f"p = {number.p:.2g}, " if number.p is not None and 0.0 in {number.low, number.high} else ""
+    return f"{kind} {show_ends(number.low, number.high)}, {p}{number.count} seeds"
+
+
+def _ranks(statement: Statement) -> str:
+    rank, plain = statement.number("signed-rank p"), statement.number("p alone")
+    if rank is None or plain is None:
+        return ""
+    return f"; a signed-rank test disagrees, p = {rank.value:.2g} against {plain.value:.2g}"
+
+
+def _examples(statement: Statement) -> str:
+    number, (where,) = statement.numbers[0], statement.reasons
+    inside = show_ends(number.low, number.high)
+    if statement.outcome not in {"lower", "higher"}:
+        return f"{where} is not shown to differ in loss ({inside})"
+    word = "a larger" if statement.outcome == "higher" else "a smaller"
+    return f"{where} has {word} loss by {abs(number.value):.3g} ({inside})"
+
+
+def _margin(statement: Statement) -> str:
+    answer = ANSWERS.get(statement.outcome, statement.outcome)
+    why = f" ({'; '.join(statement.reasons)})" if statement.reasons else ""
+    return f"not worse by more than the margin of {statement.numbers[0].value:g}: {answer}{why}"
+
+
+def _step_time(statement: Statement) -> str:
+    if not statement.numbers:
+        if statement.reasons:
+            return f"no statement about step time: {statement.reasons[0]}"
+        overlap = statement.outcome == "no difference shown"
+        return "step times overlap: neither is clearly faster" if overlap else "no step times to compare"
+    return ": ".join([_ratio("step time", statement), *statement.reasons])
+
+
+def _ratio(what: str, statement: Statement) -> str:
+    """The ratio of two runs, as a change."""
+    number = statement.numbers[0]
+    change = show_change(number.value, number.low, number.high)
+    match statement.outcome:
+        case "identical":
+            return f"{what} is equal"
+        case "no difference shown":
+            return f"no difference in {what} was shown ({change})"
+    return f"{what} {change}" if number.low is not None else f"{what} {change} in these runs"
+
+
+def _passes(statement: Statement) -> str:
+    number, share = statement.numbers[0], statement.number(names.REALISED_SHARE.name)
+    low, high = (f"{100 * ((x or 0.0) - 1.0):+.0f}" for x in (number.low, number.high))
+    change = f"{100 * (number.value - 1.0):+.0f} % [{low}, {high}]"
+    how = f"median and quartiles of {number.count} probes"
+    text = f"timed in turns with dense, forward and backward take {change} ({how})"
+    return text if share is None else f"{text}, {_realised(share)}"
+
+
+def _realised(share: Number) -> str:
+    if share.low is not None and share.low > 1.0:  # beyond the spread of the probes
+        return f"more than the policy can save ({share.value:.0%} of the possible saving): one of the two is wrong"
+    if share.value > 1.0:
+        return "all of the possible saving, as far as the probes can tell"
+    return f"{share.value:.0%} of the possible saving"
+
+
+def _against(statement: Statement) -> str:
+    (against,) = statement.reasons
+    if statement.outcome == "no statement":
+        return against
+    number = statement.numbers[0]
+    inside = show_ends(number.low, number.high)
+    match statement.outcome:
+        case "no difference shown":
+            return f"no difference from {against} was shown ({inside})"
+        case "differs":
+            return f"differs from {against} by {number.value:+.3g} ({inside})"
+    return f"{statement.outcome} than {against}, by {abs(number.value):.3g} ({inside})"
+
+
+SAY: dict[Subject, Callable[[Statement], str]] = {
+    "quality": _quality,
+    "common step": _quality,
+    "examples": _examples,
+    "margin": _margin,
+    "step time": _step_time,
+    "passes": _passes,
+    "memory": lambda statement: _ratio("memory held by a step", statement),
+    "random": _against,
+    "equal cost": _against,
+    "circumstance": lambda statement: statement.reasons[0],
+}

@@ -1,0 +1,34 @@
+"""The rules about policies that change in phases."""
+
+from __future__ import annotations
+
+from sparsebp_cli.policy.rule import SEVERAL, Conditions, Rule
+
+
+def make_phase_rules(shortens: Conditions) -> tuple[Rule, ...]:
+    """Return the rules. ``shortens`` are the kinds whose forward computes less than all positions and examples."""
+    return (
+        Rule(
+            "a schedule of phases needs {sharding:none}, got {sharding:=}",
+            why="The modules of a sharded model are of other classes, to which no policy can be attached any more.",
+            options={"phases": SEVERAL, "sharding": ("fsdp2",)},
+            blame="sharding",
+        ),
+        Rule(
+            "{policy} makes trial passes at a share of the whole training: not built in a schedule, whose phase may be "
+            "another part of it",
+            policy={"has_trials": (True,)},
+            options={"phases": SEVERAL},
+        ),
+        Rule(
+            "{policy} in a phase after the first needs {mixed_precision:no}, got {mixed_precision:=}",
+            why="It replaces the forward of the whole model, which autocast has wrapped when the training began: its "
+            "own computation would be outside of autocast.",
+            policy=shortens,
+            options={"is_later_phase": (True,), "mixed_precision": ("bf16",)},
+        ),
+        Rule(
+            "a schedule of phases is not built with torch.compile: each phase would be compiled again",
+            options={"phases": SEVERAL, "wrapped": ("compiled",)},
+        ),
+    )

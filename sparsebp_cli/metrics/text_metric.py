@@ -1,0 +1,154 @@
+"""The contract of metrics of generated texts, and the plugins that offer them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Literal, Protocol
+
+from sparsebp_cli.entry_point import entry_points, find_source
+from sparsebp_cli.errors import DataError, UsageError, did_you_mean
+
+GROUP = "sparsebp.metrics"
+FIGURE_NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
+
+
+class Compute(Protocol):
+    """The function of a metric."""
+
+    def __call__(
+        self, predictions: Sequence[str], references: Sequence[str], batch: Mapping[str, Sequence[object]], /
+    ) -> Mapping[str, float]:
+        """Return every declared number of some generated texts.
+
+        Args:
+            predictions: What the model generated for each prompt, without special tokens.
+            references: What the data have there.
+            batch: The columns of the rows by name, and under ``prompt`` the prompts as the model read them.
+
+        Returns:
+            A finite number by each declared name.
+        """
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A number that a metric gives.
+
+    Args:
+        better: Which direction is better.
+        unit: Its unit; empty for a pure number.
+    """
+
+    better: Literal["lower", "higher"]
+    unit: str = ""
+
+
+@dataclass(frozen=True)
+class TextMetric:
+    """A metric of generated texts.
+
+    Args:
+        compute: Its function.
+        figures: What the function returns, by name: lower-case letters, digits and underscores. A run logs each as
+            ``eval/NAME`` and ``test/NAME``.
+        package: The module that the function needs beyond the package that offers it; None: none.
+    """
+
+    compute: Compute
+    figures: Mapping[str, Figure]
+    package: str | None = None
+
+    def measure(
+        self,
+        name: str,
+        predictions: Sequence[str],
+        references: Sequence[str],
+        batch: Mapping[str, Sequence[object]],
+    ) -> dict[str, float]:
+        """Compute all numbers of the metric.
+
+        Args:
+            name: What recipes call it, for errors.
+            predictions: As in :class:`Compute`.
+            references: The same.
+            batch: The same.
+
+        Returns:
+            The numbers by name.
+
+        Raises:
+            DataError: The function fails, or returns something else than a finite number for each declared name.
+        """
+        try:
+            found = dict(self.compute(predictions, references, batch))
+            values = {key: float(value) for key, value in found.items()}
+        except DataError:
+            raise
+        except Exception as error:  # a plugin may fail in any way
+            text = str(error).partition("\n")[0]
+            raise DataError(f"metric {name!r} fails: {type(error).__name__}: {text}") from error
+        if values.keys() != self.figures.keys():
+            raise DataError(
+                f"metric {name!r} must return {', '.join(self.figures)}, got {', '.join(values) or 'nothing'}"
+            )
+        for key, value in values.items():
+            if not math.isfinite(value):
+                raise DataError(f"metric {name!r} must return finite numbers, got {value} for {key}")
+        return values
+
+    def require(self, name: str) -> None:
+        """Raise DataError if the module is not installed that the metric needs, called ``name`` in recipes."""
+        if self.package is not None and find_spec(self.package) is None:
+            raise DataError(f"metric {name!r} needs {self.package}: pip install 'sparsebp[generation]'")
+
+
+def list_text_metrics() -> list[str]:
+    """Return the names of all installed metrics of generated texts, sorted."""
+    return sorted(set(entry_points(group=GROUP).names))
+
+
+def find_text_metric_sources(names: Sequence[str]) -> list[str]:
+    """Return the packages that offer some metrics, with their versions, such as ``sparsebp 0.3.0``."""
+    entries = entry_points(group=GROUP)
+    return [find_source(entry) for name in names for entry in entries.select(name=name)]
+
+
+def find_text_metric(name: str) -> TextMetric:
+    """Return a metric of generated texts by its name.
+
+    Args:
+        name: Of the entry point.
+
+    Returns:
+        The metric.
+
+    Raises:
+        UsageError: No package offers it, several do, or its entry is broken.
+    """
+    found = {entry.value: entry for entry in entry_points(group=GROUP).select(name=name)}
+    if not found:
+        names = list_text_metrics()
+        raise UsageError(f"unknown metric {name!r}, allowed: {', '.join(names)}{did_you_mean(name, names)}")
+    if len(found) > 1:
+        raise UsageError(f"metric {name!r} is offered more than once, by {' and '.join(sorted(found))}")
+    (entry,) = found.values()
+    broken = f"metric {name!r} of {find_source(entry)} is broken"
+    try:
+        metric = entry.load()
+    except Exception as error:  # a plugin may fail in any way
+        text = str(error).partition("\n")[0]
+        raise UsageError(f"{broken}: {type(error).__name__}: {text}") from None
+    if not isinstance(metric, TextMetric):
+        raise UsageError(f"{broken}: {entry.value} is no TextMetric")
+    for figure, declared in metric.figures.items():
+        if not FIGURE_NAME.fullmatch(figure):
+            raise UsageError(f"{broken}: {figure!r} must be lower-case letters, digits and underscores")
+        if declared.better not in ("lower", "higher"):
+            raise UsageError(f"{broken}: {figure}: better must be lower or higher, got {declared.better!r}")
+    if not metric.figures:
+        raise UsageError(f"{broken}: it declares no number")
+    return metric

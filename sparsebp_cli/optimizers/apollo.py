@@ -1,0 +1,138 @@
+"""APOLLO and APOLLO-Mini: the whole gradient, scaled as AdamW would scale a few random projections of it.
+
+Zhu, Zhang, Cong, Liu, Park, Chandra, Long, Pan, Wang, Lee: APOLLO: SGD-like Memory, AdamW-level Performance, 2025,
+https://arxiv.org/abs/2412.05270, algorithm 1. We differ: the projection of a matrix is drawn again at every step from a
+seed of its own and never stored, so it depends neither on the order in which parameters are updated nor on what else is
+drawn. (pytorch-optimizer 4.1 scales the projected gradient in place of the whole one: its steps have the projection's
+rank.)
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from sparsebp_cli.optimizers.separate import SeparateOptimizer, adam_step, check_betas, check_not_negative, wide_dtype
+from sparsebp_cli.policy import Step
+
+_GROWTH = 1.01  # section 3.2: by how much the norm of a step may exceed that of the one before
+
+
+@dataclass(frozen=True)
+class _Projection:
+    """Where a projection is drawn, as :meth:`Step.generator` wants to know it."""
+
+    name: str
+
+
+class Apollo(SeparateOptimizer):
+    """AdamW for vectors; for matrices, gradients scaled by channel or as a whole.
+
+    Args:
+        params: Parameters or groups of them, as for a class of torch.optim.
+        lr: Learning rate.
+        betas: Decay rates of the first and the second moment, in [0, 1).
+        eps: Added to the root of the second moment.
+        weight_decay: Decoupled from the gradient, as in AdamW; 0 or more.
+        rank: Projections of a matrix, 1 or more.
+        scale: The square of the factor of matrices' steps.
+        scale_type: ``channel``, a factor for each row or column, whichever are more; ``tensor``, one for all.
+        update_proj_gap: Steps for which a projection is used.
+        seed: Seed of the random projections.
+
+    Raises:
+        ValueError: An argument is out of range.
+    """
+
+    def __init__(  # noqa: PLR0913 - the paper's
+        self,
+        params: ParamsT,
+        lr: float = 1e-2,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+        rank: int = 128,
+        scale: float = 1.0,
+        scale_type: str = "channel",
+        update_proj_gap: int = 200,
+        seed: int = 0,
+    ) -> None:
+        if scale_type not in ("channel", "tensor"):
+            raise ValueError(f"scale_type must be channel or tensor, got {scale_type!r}")
+        for name, value in {"rank": rank, "update_proj_gap": update_proj_gap}.items():
+            if type(value) is not int or value < 1:
+                raise ValueError(f"{name} must be a whole number of 1 or more, got {value!r}")
+        check_betas(betas)
+        check_not_negative({"lr": lr, "eps": eps, "weight_decay": weight_decay, "scale": scale})
+        self._number: dict[Tensor, int] = {}
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "rank": rank,
+            "scale": scale,
+            "scale_type": scale_type,
+            "update_proj_gap": update_proj_gap,
+            "seed": seed,
+        }
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Take further parameters; each gets a number, by which its projections are drawn."""
+        super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"]:
+            self._number[parameter] = len(self._number)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Be the copy of such an optimizer, of which PyTorch copies groups and state alone."""
+        super().__setstate__(state)
+        parameters = (p for group in self.param_groups for p in group["params"])
+        self._number = {parameter: number for number, parameter in enumerate(parameters)}
+
+    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        state, gradient = self.state[parameter], parameter.grad
+        assert gradient is not None  # step() leaves the others out
+        state["step"] = state.get("step", 0) + 1
+        if gradient.dim() != 2:
+            update = adam_step(gradient.to(wide_dtype(gradient)), state, group)
+        else:
+            update = self._scale(parameter, gradient, state, group)
+        parameter.mul_(1.0 - group["lr"] * group["weight_decay"])
+        parameter.add_(update.to(parameter.dtype), alpha=-group["lr"])
+
+    def _scale(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+        """Equations 5 to 7: the factors come from the projections, what is scaled is the gradient."""
+        small = 0 if gradient.shape[0] <= gradient.shape[1] else 1
+        projection_RS = self._draw(parameter, gradient.shape[small], state["step"], group).to(gradient.dtype)
+        projected = projection_RS @ (gradient if small == 0 else gradient.t())  # rank by channels
+        moved = adam_step(projected.to(wide_dtype(projected)), state, group)
+        dim = 0 if group["scale_type"] == "channel" else None
+        factor = _norm(moved, dim) / (_norm(projected, dim) + 1e-8)
+        if dim == 0:
+            factor = factor[None, :] if small == 0 else factor[:, None]
+        update = gradient * factor.to(gradient.dtype)
+        norm = _norm(update, None)
+        if "norm" in state:
+            limit = torch.clamp(norm / (state["norm"] + 1e-8), min=_GROWTH) / _GROWTH
+            update, norm = update.div_(limit.to(update.dtype)), norm / limit
+        state["norm"] = norm
+        return update.mul_(math.sqrt(group["scale"]))
+
+    def _draw(self, parameter: Tensor, width: int, step: int, group: dict[str, Any]) -> Tensor:
+        turn = (step - 1) // group["update_proj_gap"]
+        place = _Projection(f"APOLLO's projection of parameter {self._number[parameter]}")
+        generator = Step(turn, seed=group["seed"]).generator(place, parameter.device)
+        shape = group["rank"], width
+        return torch.randn(shape, generator=generator, device=parameter.device) / math.sqrt(group["rank"])
+
+
+def _norm(tensor: Tensor, dim: int | None) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(tensor, dim=dim, dtype=wide_dtype(tensor))
+    return norm

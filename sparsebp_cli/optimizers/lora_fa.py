@@ -1,0 +1,103 @@
+"""LoRA-FA: AdamW on the second factors of low-rank adapters, whose gradients are those of the whole weight, projected.
+
+Longteng Zhang, Lin Zhang, Shaohuai Shi, Xiaowen Chu, Bo Li: LoRA-FA: Memory-efficient Low-rank Adaptation for Large
+Language Models Fine-tuning, 2023, https://arxiv.org/abs/2308.03303. An adapter adds ``s B A`` to a weight. With A as it
+was drawn, the gradient g of B becomes ``1/s^2 g (A A^T + 1e-8 I)^-1``: a step of plain descent along it changes the
+weight by the negative gradient of the whole weight, projected on the rows of A. We differ: A is frozen by a policy, not
+by the optimizer, and the Gram matrix is inverted in double precision at each step, so nothing is stored.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsebp_cli.errors import UnsupportedError
+from sparsebp_cli.optimizers.separate import SeparateOptimizer, adam_step, check_betas, check_not_negative, wide_dtype
+
+_RIDGE = 1e-8  # added to the Gram matrix's diagonal
+
+
+class LoRAFA(SeparateOptimizer):
+    """AdamW, on projected gradients for second factors of adapters and on plain ones for all else that is trained.
+
+    Args:
+        model: With low-rank adapters of peft on linears. The first factors are frozen before the first step.
+        lr: Learning rate.
+        betas: Decay rates of the first and the second moment, in [0, 1).
+        eps: Added to the root of the second moment.
+        weight_decay: Decoupled from the gradient, as in AdamW; 0 or more.
+
+    Raises:
+        ValueError: An argument is out of range.
+        UnsupportedError: The model has no adapters, or others than low-rank ones of linears.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float = 1e-3,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+    ) -> None:
+        check_betas(betas)
+        check_not_negative({"lr": lr, "eps": eps, "weight_decay": weight_decay})
+        self._adapters = find_adapters(model)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        super().__init__(trained, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy needs beside what PyTorch copies: which factors belong together."""
+        return {**super().__getstate__(), "_adapters": self._adapters}
+
+    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        state, gradient = self.state[parameter], parameter.grad
+        assert gradient is not None  # step() leaves the others out
+        gradient = gradient.to(wide_dtype(gradient))
+        if parameter in self._adapters:
+            first_RD, scale = self._adapters[parameter]
+            if first_RD.requires_grad:
+                raise UnsupportedError(
+                    "lora-fa projects by the first factor of an adapter as it was drawn, and here this factor is "
+                    "trained: freeze all of *lora_A*"
+                )
+            gradient = project(gradient, first_RD, scale)
+        state["step"] = state.get("step", 0) + 1
+        update = adam_step(gradient, state, group)
+        parameter.mul_(1.0 - group["lr"] * group["weight_decay"])
+        parameter.add_(update.to(parameter.dtype), alpha=-group["lr"])
+
+
+def project(gradient_OR: Tensor, first_RD: Tensor, scale: float) -> Tensor:
+    """Return the gradient of a second factor, multiplied by the inverse of the first one's Gram matrix and by one over
+    the square of the adapter's scale."""
+    wide_RD = first_RD.double()
+    gram_RR = wide_RD @ wide_RD.t() + _RIDGE * torch.eye(len(wide_RD), dtype=torch.float64, device=wide_RD.device)
+    solved_RO: Tensor = torch.linalg.solve_ex(gram_RR, gradient_OR.double().t())[0]  # does not wait for a GPU
+    return (solved_RO.t() / scale**2).to(gradient_OR.dtype)
+
+
+def find_adapters(model: nn.Module) -> dict[Tensor, tuple[Tensor, float]]:
+    """Return each second factor of a model's adapters with the first one and the adapter's scale."""
+    from peft.tuners.lora import LoraLayer
+
+    found: dict[Tensor, tuple[Tensor, float]] = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, LoraLayer):
+            continue
+        factors = [*module.lora_A.values(), *module.lora_B.values()]
+        if not all(isinstance(factor, nn.Linear) for factor in factors) or len(module.lora_embedding_A):
+            raise UnsupportedError(f"lora-fa is built for adapters of linears, got another one (at {name!r})")
+        if len(module.lora_magnitude_vector):
+            raise UnsupportedError(f"lora-fa is not built for DoRA (at {name!r}): give use_dora=False")
+        for key, second in module.lora_B.items():
+            found[second.weight] = module.lora_A[key].weight, float(module.scaling[key])
+    if not found:
+        raise UnsupportedError(
+            "lora-fa updates low-rank adapters, and the model has none: give model.lora, or use peft"
+        )
+    return found

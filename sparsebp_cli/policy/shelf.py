@@ -1,0 +1,24 @@
+"""Policies that were built in up to 0.3.0 and are on the shelf since, a package of its own under the same version.
+
+Names alone: what is known of them is known of a policy of any package. A policy that is new on the shelf needs no line
+here.
+"""
+
+from __future__ import annotations
+
+SHELF = "sparsebp-shelf"
+MOVED = frozenset({"backlite", "dither", "dropit", "layerdrop", "mezo", "mvue", "pld", "random-ltd", "velora"})
+
+
+def tell_home(name: str) -> str:
+    """Return how to get a policy that is not installed; empty if it was never built in.
+
+    Args:
+        name: As a recipe has it.
+
+    Returns:
+        The end of a sentence.
+    """
+    if name not in MOVED:
+        return ""
+    return f"it is in the package {SHELF}: pip install {SHELF}, or plugins/{SHELF} of a checkout"

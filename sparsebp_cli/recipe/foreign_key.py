@@ -1,0 +1,112 @@
+"""Keys of other tools' configurations, and the key of a recipe that does the same.
+
+The names are those of transformers' ``TrainingArguments`` (4 and 5), TRL's ``SFTConfig``, axolotl, LLaMA-Factory and
+torchtune.
+"""
+
+from __future__ import annotations
+
+EPOCHS = "training.max_steps: epochs x training examples / (per_device_train_batch_size x gradient_accumulation_steps)"
+ANSWERS = {
+    # how long
+    "epochs": EPOCHS,
+    "num_epochs": EPOCHS,
+    "num_train_epochs": EPOCHS,
+    "steps": "training.max_steps",
+    "num_steps": "training.max_steps",
+    # the optimizer
+    "lr": "training.learning_rate",
+    "optimizer": "training.optim",
+    "adam_beta1": "training.optim_args: {betas: [0.9, 0.999]}",
+    "adam_beta2": "training.optim_args: {betas: [0.9, 0.999]}",
+    "adam_epsilon": "training.optim_args: {eps: 1e-8}",
+    "betas": "training.optim_args: {betas: [0.9, 0.999]}",
+    "eps": "training.optim_args: {eps: 1e-8}",
+    "momentum": "training.optim_args: {momentum: 0.9}",
+    "scheduler": "training.lr_scheduler_type",
+    "lr_scheduler": "training.lr_scheduler_type",
+    "warmup": "training.warmup_steps, or training.warmup_ratio",
+    "clip_grad_norm": "training.max_grad_norm",
+    "gradient_clipping": "training.max_grad_norm",
+    # the batch
+    "batch_size": "training.per_device_train_batch_size",
+    "micro_batch_size": "training.per_device_train_batch_size",
+    "train_batch_size": "training.per_device_train_batch_size",
+    "eval_batch_size": "measure.per_device_eval_batch_size",
+    "grad_accum": "training.gradient_accumulation_steps",
+    "accumulation_steps": "training.gradient_accumulation_steps",
+    "group_by_length": "training.group_by: length",
+    "train_sampling_strategy": "training.group_by: length",
+    "data_seed": "training.seed",
+    # numbers, memory and speed
+    "bf16": "training.mixed_precision: bf16 (autocast), or model.dtype: bfloat16 (weights too)",
+    "fp16": "training.mixed_precision: bf16 (float16 would need a scaled loss, which recipes do not have)",
+    "tf32": "training.mixed_precision: bf16",
+    "torch_dtype": "model.dtype",
+    "precision": "model.dtype, or training.mixed_precision",
+    "gradient_checkpointing": "backward.checkpointing: full",
+    "activation_checkpointing": "backward.checkpointing: full",
+    "torch_compile": "training.compile",
+    "attn_implementation": "model.attention",
+    "fsdp": "target.sharding: fsdp2, with target.processes",
+    "deepspeed": "target.sharding: fsdp2, with target.processes",
+    "use_cpu": "target.device: cpu",
+    "no_cuda": "target.device: cpu",
+    "use_liger_kernel": "policy: lossless",
+    "padding_free": "policy: lossless",
+    "neftune_noise_alpha": None,
+    "label_smoothing_factor": None,
+    # measuring and keeping
+    "eval_steps": "measure.eval_every",
+    "eval_strategy": "measure.eval_every",
+    "evaluation_strategy": "measure.eval_every",
+    "logging_steps": "nothing: every step is logged",
+    "logging_dir": "nothing: every run has a folder of its own; `sparsebp show` prints it",
+    "output_dir": "nothing: every run has a folder of its own, with the trained model; `sparsebp show` prints it",
+    "overwrite_output_dir": "nothing: every run has a folder of its own",
+    "save_steps": "checkpoint.every",
+    "save_strategy": "checkpoint.every",
+    "save_total_limit": "checkpoint.keep_last",
+    "resume_from_checkpoint": "`sparsebp resume RUN`",
+    "report_to": "tracking.uri",
+    "run_name": "name",
+    "load_best_model_at_end": None,
+    "push_to_hub": None,
+    # the data
+    "max_length": "dataset.max_seq_length",
+    "max_seq_len": "dataset.max_seq_length",
+    "sequence_len": "dataset.max_seq_length",
+    "cutoff_len": "dataset.max_seq_length",
+    "block_size": "dataset.max_seq_length",
+    "val_set_size": "dataset.eval_fraction",
+    "val_size": "dataset.eval_fraction",
+    "validation_split": "dataset.eval_split",
+    "test_size": "dataset.eval_fraction",
+    "packing": "dataset.format: text (packed into blocks), or policy: lossless (no padding)",
+    "sample_packing": "dataset.format: text (packed into blocks), or policy: lossless (no padding)",
+    "assistant_only_loss": "dataset.train_on: assistant",
+    "train_on_inputs": "dataset.train_on: all, or dataset.completion_only_loss: false",
+    "train_on_prompt": "dataset.train_on: all, or dataset.completion_only_loss: false",
+    "dataset_text_field": "dataset.text_column",
+    # the model
+    "model_name_or_path": "model.name",
+    "base_model": "model.name",
+    "tokenizer_name": "model.tokenizer",
+    "lora_r": "model.lora.r",
+    "lora_rank": "model.lora.r",
+    "lora_alpha": "model.lora.lora_alpha",
+    "lora_dropout": "model.lora.lora_dropout",
+    "lora_target_modules": "model.lora.target_modules",
+    "load_in_4bit": None,
+    "load_in_8bit": None,
+}
+
+
+def answer(key: str) -> str | None:
+    """Return what a recipe writes instead of a key of another tool; None for a key that none is known to have."""
+    if key not in ANSWERS:
+        return None
+    instead = ANSWERS[key]
+    if instead is None:
+        return "recipes have no key that does it"
+    return f"in a recipe, {instead}" + ("" if instead.startswith(("nothing", "`")) else " does it")

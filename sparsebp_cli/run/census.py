@@ -1,0 +1,65 @@
+"""The census of a run's data: what was read, dropped and cut on each side, and what of it is worth a warning.
+
+It is plain data, so that it crosses to the journal, to MLflow and to programs as it is::
+
+    {"splits": {"train": {"rows": 90, "examples": 88, "dropped": {"the prompt fills max_seq_length": 2}, "cut": 1,
+                          "cut_reasons": {...}, "tokens": 4000, "targets": 1600, "target_share": 0.4,
+                          "lengths": {"shortest": 3, "quarter": 9, "median": 12, "three_quarters": 20, "longest": 64},
+                          "duplicates": 0, "classes": {"good": 45, "bad": 43}, "left_over_tokens": 0,
+                          "unused_examples": 0},
+                "validation": {...}},
+     "shared": {"train, validation": 0}}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+Census = Mapping[str, Any]
+MOST_LOST = 0.1  # share of the rows of a split from which a loss is a warning
+MOST_CLASSES = 5  # that a warning names
+COMPARED = (
+    "rows",
+    "examples",
+    "dropped",
+    "cut",
+    "tokens",
+    "targets",
+    "classes",
+)  # by which two censuses are told apart
+
+
+def find_warnings(census: Census) -> Iterator[tuple[Literal["info", "warning"], str]]:
+    """Yield what a person should know of a census, a line each, with numbers."""
+    for name, split in census["splits"].items():
+        for lost, verb in ((split["dropped"], "dropped"), (split["cut_reasons"], "cut")):
+            many = sum(lost.values())
+            if many:
+                reasons = ", ".join(f"{number} because {reason}" for reason, number in lost.items())
+                reasons = reasons if len(lost) > 1 else next(iter(lost))
+                level: Literal["info", "warning"] = "warning" if many > MOST_LOST * split["rows"] else "info"
+                yield level, f"data: {many} of {split['rows']} {name} rows are {verb}: {reasons}"
+    known = dict.fromkeys(label for split in census["splits"].values() for label in split["classes"])
+    for name, split in census["splits"].items():
+        missing = [label for label in known if not split["classes"].get(label)]
+        if missing:
+            named = ", ".join(missing[:MOST_CLASSES]) + (", ..." if len(missing) > MOST_CLASSES else "")
+            yield "warning", f"data: {name} has no example of {len(missing)} of {len(known)} classes: {named}"
+    for pair, number in census["shared"].items():
+        one, other = pair.split(", ")
+        if number:
+            rows = census["splits"][other]["rows"]
+            yield "warning", f"data: {number} of {rows} {other} rows stand in {one} as well"
+
+
+def summarise_census(census: Census) -> str:
+    """Return the part of a census in which two runs should be alike, as one line for each split."""
+    parts = []
+    for name, split in census["splits"].items():
+        lost = sum(split["dropped"].values())
+        parts.append(
+            f"{name} {split['examples']} of {split['rows']} rows ({lost} dropped, {split['cut']} cut), "
+            f"{split['tokens']} tokens, {split['targets']} targets"
+        )
+    return "; ".join(parts)

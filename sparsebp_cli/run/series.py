@@ -1,0 +1,177 @@
+"""A metric over the steps of a run, in arrays: 8 bytes a point and 16 a step, where a dictionary takes about 250."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from array import array
+from bisect import bisect_left
+from collections.abc import Callable, ItemsView, Iterator, Mapping, MutableMapping, ValuesView
+from typing import TypeVar
+
+Timed = tuple[float, float]  # seconds since 1970, value
+Value = TypeVar("Value")
+
+
+class _Column(Mapping[int, Value]):
+    """Ascending steps, and something for each. Views read the arrays in order instead of searching for each step."""
+
+    @property
+    @abstractmethod
+    def _steps(self) -> range | array[int]: ...  # a range as long as no step is missing
+
+    @abstractmethod
+    def _at(self, place: int) -> Value: ...
+
+    def _find(self, step: object) -> int | None:
+        place = bisect_left(self._steps, step) if isinstance(step, int) else 0
+        return place if place < len(self._steps) and self._steps[place] == step else None
+
+    def __getitem__(self, step: int) -> Value:
+        place = self._find(step)
+        if place is None:
+            raise KeyError(step)
+        return self._at(place)
+
+    def __contains__(self, step: object) -> bool:
+        return self._find(step) is not None
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._steps)
+
+    def __reversed__(self) -> Iterator[int]:
+        return reversed(self._steps)
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def __repr__(self) -> str:
+        return repr(dict(self.items()))
+
+    def values(self) -> ValuesView[Value]:
+        return _Values(self)
+
+    def items(self) -> ItemsView[int, Value]:
+        return _Items(self)
+
+
+class _Values(ValuesView[Value]):
+    _mapping: _Column[Value]
+
+    def __iter__(self) -> Iterator[Value]:
+        return map(self._mapping._at, range(len(self._mapping)))  # noqa: SLF001 - of this file
+
+
+class _Items(ItemsView[int, Value]):
+    _mapping: _Column[Value]
+
+    def __iter__(self) -> Iterator[tuple[int, Value]]:
+        return zip(self._mapping, self._mapping.values(), strict=True)
+
+
+def _insert(steps: range | array[int], place: int, step: int) -> range | array[int]:
+    """Return the steps with another one; an array is changed."""
+    if isinstance(steps, range):
+        if not steps or (place == len(steps) and step == steps[-1] + 1):
+            return range(steps.start if steps else step, step + 1)
+        steps = array("q", steps)
+    steps.insert(place, step)
+    return steps
+
+
+class _Rows:
+    """The steps and times of metrics that were always logged together."""
+
+    def __init__(self, num_series: int = 0) -> None:
+        self.steps: range | array[int] = range(0)
+        self.times = array("d")
+        self.num_series = num_series  # that have these rows
+
+    def has(self, step: int) -> bool:
+        """Return whether a step has a row."""
+        if not self.steps or step > self.steps[-1]:
+            return False
+        return self.steps[bisect_left(self.steps, step)] == step
+
+    def add(self, step: int, time: float) -> int:
+        """Add a row for a step that has none; return its place."""
+        place = len(self.steps) if not self.steps or step > self.steps[-1] else bisect_left(self.steps, step)
+        self.steps = _insert(self.steps, place, step)
+        self.times.insert(place, time)
+        return place
+
+    def part(self, num_series: int) -> _Rows:
+        """Return a copy for some of the series, which leave the others."""
+        found = _Rows(num_series)
+        found.steps, found.times = self.steps[:], self.times[:]
+        self.num_series -= num_series
+        return found
+
+
+class Series(_Column[Timed]):
+    """Step to time and value. The first value of a step counts, so points are only added."""
+
+    def __init__(self, points: Mapping[int, Timed] | None = None) -> None:
+        """Begin with some points."""
+        self._rows, self._values = _Rows(1), array("d")
+        for step, (time, value) in (points or {}).items():
+            add_together({"": self}, step, time, {"": value})
+
+    @property
+    def _steps(self) -> range | array[int]:
+        return self._rows.steps
+
+    def without_times(self) -> Mapping[int, float]:
+        """Return step to value; the points are not copied."""
+        return _Plain(self._steps, self._values)
+
+    def _at(self, place: int) -> Timed:
+        return self._rows.times[place], self._values[place]
+
+
+def add_together(
+    metrics: MutableMapping[str, Series], step: int, time: float, values: Mapping[str, float]
+) -> dict[str, float]:
+    """Add the values of a step that were logged at one time, and return those of metrics that had none there. Metrics
+    that have always come together keep one column of steps and times between them."""
+    if unknown := [name for name in values if name not in metrics]:
+        rows = _Rows(len(unknown))
+        for name in unknown:
+            metrics[name] = Series()
+            metrics[name]._rows = rows  # noqa: SLF001 - of this file
+    alike: dict[_Rows, list[str]] = {}
+    for name in values:
+        alike.setdefault(metrics[name]._rows, []).append(name)  # noqa: SLF001 - of this file
+    known: set[str] = set()
+    for rows, names in alike.items():
+        if rows.has(step):
+            known.update(names)
+            continue
+        own = rows if len(names) == rows.num_series else rows.part(len(names))
+        place = own.add(step, time)
+        for name in names:
+            metrics[name]._rows = own  # noqa: SLF001 - of this file
+            metrics[name]._values.insert(place, values[name])  # noqa: SLF001 - of this file
+    return {name: value for name, value in values.items() if name not in known}
+
+
+class _Plain(_Column[float]):
+    def __init__(self, steps: range | array[int], values: array[float]) -> None:
+        self._known_steps, self._values = steps, values
+
+    @property
+    def _steps(self) -> range | array[int]:
+        return self._known_steps
+
+    def _at(self, place: int) -> float:
+        return self._values[place]
+
+
+def select(series: Mapping[int, float], is_wanted: Callable[[int, float], bool]) -> Mapping[int, float]:
+    """Return the points of ascending steps of which ``is_wanted`` says so, in arrays."""
+    steps: range | array[int] = range(0)
+    values = array("d")
+    for step, value in series.items():
+        if is_wanted(step, value):
+            steps = _insert(steps, len(values), step)
+            values.append(value)
+    return _Plain(steps, values)

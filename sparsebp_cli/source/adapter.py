@@ -1,0 +1,57 @@
+"""Checks of a folder with an adapter of peft, before a library reads it: its type, its keys, its weights.
+
+An adapter's config names another model, a library to import its class from, and options by which peft imports others.
+None of these is followed: the base is what the recipe names, and only the options of a known type are passed on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from sparsebp_cli.composition import ADAPTER_TYPES, find_adapter_options
+from sparsebp_cli.errors import DataError
+from sparsebp_cli.policy.error_text import shorten
+from sparsebp_cli.source.model import LARGEST_CONFIG, read_object
+from sparsebp_cli.source.name import MODELS, find_source
+from sparsebp_cli.source.weight import check_sidecars
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+INSIDE = "adapter"  # where a run's model folder has the adapter that was merged into it
+# By these peft imports a library that the file names, or asks for a pass over data of its own.
+LEADING = ("megatron_config", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "arrow_config")
+
+
+def find_adapter(name: str, base: str | None = None) -> Path:
+    """Return the folder of an adapter: one of peft, or inside of a run's model folder. Raise DataError if it has none,
+    or if the adapter is merged into the model ``base`` already."""
+    source = find_source(name, MODELS)
+    if not isinstance(source, Path):
+        raise DataError(f"{name}: must be a folder with {CONFIG}")
+    folder = source if (source / CONFIG).is_file() else source / INSIDE
+    if not (folder / CONFIG).is_file():
+        raise DataError(f"{name}: no {CONFIG} in it, nor in its folder {INSIDE}")
+    if base is not None and find_source(base, MODELS) == folder.parent:
+        raise DataError(
+            f"{name}: is merged into the model {base} already; give the model that it was trained on as name"
+        )
+    return folder
+
+
+def read_adapter(folder: Path) -> Mapping[str, object]:
+    """Return the checked content of an adapter's config. Raise DataError for what must not be followed."""
+    check_sidecars(folder)
+    content = read_object(folder / CONFIG, LARGEST_CONFIG)
+    if content is None:
+        raise DataError(f"{folder}: no readable {CONFIG}")
+    if not (folder / WEIGHTS).is_file():
+        raise DataError(f"{folder}: no {WEIGHTS}")
+    kind = str(content.get("peft_type", "")).lower()
+    if kind not in ("lora", *ADAPTER_TYPES) or not find_adapter_options(kind):
+        allowed = ", ".join(("lora", *ADAPTER_TYPES))
+        raise DataError(f"{folder / CONFIG}: peft_type must be one of {allowed}, got {shorten(kind)!r}")
+    for key in LEADING:
+        if content.get(key):
+            raise DataError(f"{folder / CONFIG}: {key} is refused, because peft would import or read what it names")
+    return content

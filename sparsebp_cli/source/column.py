@@ -1,0 +1,132 @@
+"""Texts and labels in the columns of rows: what is missing, and what is of another type, is refused with its place."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from sparsebp_cli.errors import DataError, did_you_mean
+from sparsebp_cli.policy.error_text import describe_kind, shorten
+from sparsebp_cli.source.reader import Row
+
+KINDS: dict[type, str] = {str: "text", bool: "a boolean", int: "a number", float: "a number"}
+Rows = Sequence[Row]
+SHAREGPT = "columns: {messages: conversations, role: from, content: value, user: human, assistant: gpt}"
+# Kinds of data by their columns, and what a recipe says of them.
+USUAL = {
+    ("messages",): "format: chat",
+    ("conversations",): f"format: chat and {SHAREGPT}",
+    ("prompt", "completion"): "format: completion",
+    ("prompt", "response"): "format: completion and completion_column: response",
+    ("instruction", "input", "output"): "format: chat and columns: {user: [instruction, input], assistant: output}",
+    ("instruction", "output"): "format: chat and columns: {user: instruction, assistant: output}",
+    ("instruction", "response"): "format: chat and columns: {user: instruction, assistant: response}",
+    ("question", "answer"): "format: chat and columns: {user: question, assistant: answer}",
+    ("text", "label"): "format: classification",
+    ("text",): "format: text",
+}
+
+
+def read_column(rows: Rows, column: str) -> list[object]:
+    """Return the values of a column, None where a row has none. Raise DataError if no row has the column."""
+    if rows and not any(column in row for row in rows):
+        raise missing_column(column, dict.fromkeys(name for row in rows for name in row))
+    return [row.get(column) for row in rows]
+
+
+def read_texts(rows: Rows, column: str, *, may_be_empty: bool = False) -> list[str]:
+    """Return a column of texts; numbers are written as text. Raise DataError with the place of a row that has no text,
+    something else than a text, or another type than the rows before."""
+    texts, kinds = [], set[str]()
+    for row, value in zip(rows, read_column(rows, column), strict=True):
+        kind = KINDS.get(type(value))
+        if value is None or _is_nan(value) or (value == "" and not may_be_empty):
+            raise DataError(f"{row.place}: column {column!r} has no text")
+        if kind is None:
+            got = "bytes" if isinstance(value, bytes) else describe_kind(value)
+            raise DataError(f"{row.place}: column {column!r} must be text, got {got}")
+        _refuse_change(row, column, kind, kinds)
+        texts.append(str(value))
+    return texts
+
+
+def read_labels(rows: Rows, column: str) -> list[str]:
+    """Return the labels of a column by name: a number or a boolean is named as JSON writes it. Raise DataError with
+    the place of a row that has no label, something else than a name, a whole number or a boolean, or another type than
+    the rows before."""
+    labels, kinds = [], set[str]()
+    for row, value in zip(rows, read_column(rows, column), strict=True):
+        kind = KINDS.get(type(value))
+        if value is None or _is_nan(value) or value == "":
+            raise DataError(f"{row.place}: column {column!r} has no label")
+        if kind is None or (isinstance(value, float) and value != int(value)):
+            raise DataError(
+                f"{row.place}: column {column!r} must be a name, a whole number or a boolean, got "
+                f"{describe_kind(value)}"
+            )
+        _refuse_change(row, column, kind, kinds)
+        named = str(value).lower() if kind == "a boolean" else str(int(value) if isinstance(value, float) else value)
+        labels.append(named)
+    return labels
+
+
+def read_numbers(rows: Rows, column: str) -> list[float]:
+    """Return a column of finite numbers. Raise DataError with the place of a row that has something else there."""
+    numbers = []
+    for row, value in zip(rows, read_column(rows, column), strict=True):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            got = "none" if value is None else str(value) if _is_nan(value) else describe_kind(value)
+            raise DataError(f"{row.place}: column {column!r} must be a finite number, got {got}")
+        numbers.append(float(value))
+    return numbers
+
+
+def name_classes(labels: Iterable[str]) -> list[str]:
+    """Return the classes that occur, each once: whole numbers by size, else by name."""
+    names = set(labels)
+    try:
+        return sorted(names, key=lambda name: (int(name), name))
+    except ValueError:
+        return sorted(names)
+
+
+def missing_column(name: str, columns: Collection[str]) -> DataError:
+    """Return the error for a missing column."""
+    near = did_you_mean(name, columns) or _find_format(columns)
+    return DataError(f"the dataset has no column {name!r}; it has {_list(columns)}{near}")
+
+
+def _find_format(columns: Collection[str]) -> str:
+    """Return the settings of a recipe that read columns of a usual kind of data; nothing is set by itself."""
+    for needed, settings in USUAL.items():
+        if set(needed) <= set(columns):
+            return f"; these are read with dataset.{settings}"
+    return ""
+
+
+def missing_split(name: str, splits: Collection[str]) -> DataError:
+    """Return the error for a missing split."""
+    return DataError(f"the dataset has no split {name!r}; it has {_list(splits)}{did_you_mean(name, splits)}")
+
+
+def _list(names: Collection[str]) -> str:
+    return ", ".join(shorten(str(name)) for name in list(names)[:20])
+
+
+def _is_nan(value: object) -> bool:
+    return isinstance(value, float) and math.isnan(value)
+
+
+def _refuse_change(row: Row, column: str, kind: str, kinds: set[str]) -> None:
+    if kinds and kind not in kinds:
+        before = next(iter(kinds))
+        raise DataError(f"{row.place}: column {column!r} is {kind} here and {before} before")
+    kinds.add(kind)
+
+
+def as_rows(rows: Iterable[Mapping[str, object]], source: str) -> list[Row]:
+    """Return rows that know their place, counted from 1, of rows from somewhere else than a file."""
+    return [
+        row if isinstance(row, Row) else Row(dict(row), f"{source}, row", number)
+        for number, row in enumerate(rows, start=1)
+    ]

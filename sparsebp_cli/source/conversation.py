@@ -1,0 +1,223 @@
+"""Conversations of a dataset's rows: lists of messages, or columns with one message each, by a recipe's mapping.
+
+A message is what the chat template takes: ``role``, ``content``, and whatever else it reads, such as ``tool_calls``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from sparsebp_cli.errors import DataError
+from sparsebp_cli.policy.error_text import shorten, show_with_type
+from sparsebp_cli.source.column import SHAREGPT, Rows, read_column
+from sparsebp_cli.source.reader import Row
+
+ASSISTANT = "assistant"
+Trained = Literal["assistant", "last", "all"]
+# Roles that templates know. Another one would be written as it stands, and no model has seen it.
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
+NAMED_ROLES = ("system", "user", "assistant", "tool")  # those that a mapping may give another name
+SEPARATOR = "\n\n"  # between the columns of one message
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages of one row, checked, with the weight of each."""
+
+    place: str  # of the row, for errors
+    messages: Sequence[Mapping[str, object]]
+    weights: Sequence[float]  # one for each message
+    tools: Sequence[object] | None = None
+    num_given: int = 0  # messages at the beginning that are a prompt, and never trained
+
+    def is_trained(self, number: int, train_on: Trained) -> bool:
+        """Return whether a message is one that is trained, if its weight is not 0."""
+        if number < self.num_given:
+            return False
+        if self.num_given or train_on == "all":
+            return True
+        role = self.messages[number]["role"]
+        return role == ASSISTANT and (train_on == "assistant" or number == self.last_of_assistant)
+
+    @property
+    def last_of_assistant(self) -> int:
+        """The number of the assistant's last message; -1 without one."""
+        numbers = (number for number, message in enumerate(self.messages) if message["role"] == ASSISTANT)
+        return max(numbers, default=-1)
+
+
+def read_conversations(rows: Rows, columns: Mapping[str, str | Sequence[str]]) -> list[Conversation]:
+    """Return the conversation of each row. ``columns`` is the recipe's mapping: with ``messages``, or without ``user``
+    and ``assistant``, the rows hold lists of messages; else one column, or several, for each message."""
+    tools = _read_tools(rows, str(columns.get("tools", "tools")), is_given="tools" in columns)
+    if _has_columns(columns):
+        talks = [_join(row, columns) for row in rows]
+    else:
+        name = str(columns.get("messages", "messages"))
+        lists = zip(rows, read_column(rows, name), strict=True)
+        talks = [read_messages(row, value, name, columns) for row, value in lists]
+    return [
+        Conversation(row.place, messages, _weigh(row, messages), of_row)
+        for row, messages, of_row in zip(rows, talks, tools, strict=True)
+    ]
+
+
+def read_prompts(rows: Rows, prompt_column: str, completion_column: str) -> list[Conversation]:
+    """Return the conversation of each row whose prompt and completion are lists of messages."""
+    talks = []
+    pairs = zip(rows, read_column(rows, prompt_column), read_column(rows, completion_column), strict=True)
+    tools = _read_tools(rows, "tools", is_given=False)
+    for (row, prompt, completion), of_row in zip(pairs, tools, strict=True):
+        first = read_messages(row, prompt, prompt_column, {})
+        messages = [*first, *read_messages(row, completion, completion_column, {})]
+        talks.append(Conversation(row.place, messages, _weigh(row, messages), of_row, num_given=len(first)))
+    return talks
+
+
+def find_prompt(row: Row, columns: Mapping[str, str | Sequence[str]]) -> str:
+    """Return what a conversation begins with, all but its last message, as text: rows with the same belong together."""
+    if _has_columns(columns):
+        names = [columns[role] for role in ("system", "user") if role in columns]
+        flat = [name for some in names for name in ([some] if isinstance(some, str) else some)]
+        return json.dumps([row.get(name) for name in flat], default=str)
+    value = row.get(str(columns.get("messages", "messages")))
+    return json.dumps(value[:-1] if isinstance(value, list) else value, default=str, sort_keys=True)
+
+
+def _has_columns(columns: Mapping[str, object]) -> bool:
+    """Return whether each message has a column of its own."""
+    return "messages" not in columns and "assistant" in columns
+
+
+def holds_messages(rows: Rows, column: str) -> bool:
+    """Return whether the first row with a value has a list of messages in a column, not a text."""
+    first = next((row[column] for row in rows if row.get(column) is not None), None)
+    return isinstance(first, list) and bool(first) and isinstance(first[0], Mapping)
+
+
+def read_messages(
+    row: Row, value: object, column: str, columns: Mapping[str, str | Sequence[str]]
+) -> list[dict[str, object]]:
+    """Return the messages in a column of a row, with the names that templates read."""
+    if not isinstance(value, list) or not value:
+        got = "nothing" if value is None else show_with_type(value)
+        raise DataError(f"{row.place}: column {column!r} must be a list of messages, got {got}")
+    role_key, content_key = str(columns.get("role", "role")), str(columns.get("content", "content"))
+    names = {str(columns[role]): role for role in NAMED_ROLES if role in columns}
+    messages = []
+    for number, given in enumerate(value):
+        place = f"{row.place}: column {column!r}, message {number}"
+        if not isinstance(given, Mapping):
+            raise DataError(
+                f"{place}: must be a mapping with {role_key} and {content_key}, got {show_with_type(given)}"
+            )
+        # A reader of tables fills what a message has not with nulls, which templates would write as None.
+        message = {str(key): part for key, part in given.items() if part is not None}
+        if role_key not in message:
+            hint = f"; dataset.{SHAREGPT} reads these" if {"from", "value"} <= message.keys() else ""
+            raise DataError(
+                f"{place}: has no {role_key!r}; it has {', '.join(map(shorten, message)) or 'nothing'}{hint}"
+            )
+        role = message.pop(role_key)
+        role = names.get(str(role), role)
+        if role not in ROLES:
+            raise DataError(f"{place}: unknown role {shorten(repr(role))}{_advise_role(str(role))}")
+        content = message.pop(content_key, None)
+        if content is None and not message.keys() - {"weight"}:
+            raise DataError(f"{place}: has no {content_key!r}")
+        if content is not None and not isinstance(content, str | list):
+            raise DataError(f"{place}: {content_key} must be text or a list of parts, got {show_with_type(content)}")
+        messages.append({"role": role} | ({} if content is None else {"content": content}) | message)
+    return messages
+
+
+def _advise_role(role: str) -> str:
+    usual = {
+        "human": "user",
+        "gpt": "assistant",
+        "bot": "assistant",
+        "model": "assistant",
+        "function_call": "assistant",
+    }
+    known = f"; known: {', '.join(ROLES)}"
+    return f"{known}; dataset.columns may say {{messages: COLUMN, {usual[role]}: {role}}}" if role in usual else known
+
+
+def _join(row: Row, columns: Mapping[str, str | Sequence[str]]) -> list[dict[str, object]]:
+    """Return the messages of a row that has one in each of some columns; empty ones are left out, but not the user's
+    and the assistant's."""
+    messages: list[dict[str, object]] = []
+    for role in ("system", "user", "assistant"):
+        given = columns.get(role, ())
+        names = [given] if isinstance(given, str) else list(given)
+        parts = []
+        for name in names:
+            if name not in row:
+                read_column([row], name)  # raises, and lists what there is
+            value = row[name]
+            if value is not None and not isinstance(value, str | int | float):
+                raise DataError(f"{row.place}: column {name!r} must be text, got {show_with_type(value)}")
+            parts.append("" if value is None else str(value))
+        content = SEPARATOR.join(part for part in parts if part)
+        if content:
+            messages.append({"role": role, "content": content})
+        elif names and role != "system":
+            raise DataError(f"{row.place}: columns {', '.join(map(repr, names))} have no text for the {role}")
+    return messages
+
+
+def _weigh(row: Row, messages: Sequence[dict[str, object]]) -> list[float]:
+    """Take each message's own weight out of it, and return them; 1 where it has none."""
+    weights = []
+    for number, message in enumerate(messages):
+        weight = message.pop("weight", 1)
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
+            raise DataError(f"{row.place}: message {number}: weight must be a number, got {show_with_type(weight)}")
+        weights.append(float(weight))
+    return weights
+
+
+def _read_tools(rows: Rows, column: str, *, is_given: bool) -> list[Sequence[object] | None]:
+    """Return the tools of each row: a list of schemas, or the JSON of one; None where a row has none."""
+    if not is_given and not any(column in row for row in rows):
+        return [None] * len(rows)
+    found: list[Sequence[object] | None] = []
+    for row, value in zip(rows, read_column(rows, column), strict=True):
+        tools = value
+        if isinstance(value, str):
+            try:
+                tools = json.loads(value) if value.strip() else None
+            except ValueError as error:
+                raise DataError(f"{row.place}: column {column!r}: not JSON: {error}") from None
+        if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
+            raise DataError(f"{row.place}: column {column!r} must be a list of tools, got {show_with_type(tools)}")
+        found.append(tools or None)
+    return found
+
+
+def is_path(template: str) -> bool:
+    """Return whether a recipe's chat template is a path, and not the template itself, which a plan holds."""
+    return "{" not in template and "\n" not in template
+
+
+def read_template(template: str, folders: Sequence[Path] = ()) -> str:
+    """Return a recipe's chat template; a relative path is searched in the folders in order. Raise DataError if there is
+    no such file, or it holds no template."""
+    if not is_path(template):
+        return template
+    places = [folder / template for folder in folders] or [Path(template)]
+    file = next((place for place in places if place.is_file()), None)
+    if file is None:
+        raise DataError(f"no file {template}; looked in {', '.join(str(place.parent) for place in places)}")
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{file}: cannot be read: {error}") from None
+    if "{" not in text:
+        raise DataError(f"{file}: is no Jinja template: it has no {{{{ ... }}}} or {{% ... %}}")
+    return text

@@ -1,0 +1,239 @@
+"""The one reader of data files, for the inspection before a run and for the run itself.
+
+It reads values as they stand: ``NA`` in a table is the text NA, and ``01`` is not 1. A table has texts alone, JSON and
+Parquet their own types. Each row knows its file and line (of a Parquet file or a JSON array: its row, counted from 1).
+Files may be compressed, with a further suffix ``.gz`` or ``.zst``.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, cast
+
+from sparsebp_cli.errors import DataError
+from sparsebp_cli.policy.error_text import describe_kind, shorten
+
+FORMATS = {".txt": "text", ".text": "text", ".md": "text", ".jsonl": "json", ".json": "json", ".csv": "csv"}
+FORMATS |= {".tsv": "csv", ".parquet": "parquet"}
+COMPRESSED = (".gz", ".zst")
+LONGEST_LINE = 256 * 1024 * 1024  # bytes; a compressed file of one endless line would fill the memory
+
+
+class Row(dict[str, object]):
+    """A row by column, and where it is."""
+
+    __slots__ = ("number", "source")
+
+    def __init__(self, values: dict[str, object], source: str, number: int | None = None) -> None:
+        """Take the values. ``source`` is its file and, before the number, the word line or row."""
+        super().__init__(values)
+        self.source = source
+        self.number = number
+
+    @property
+    def place(self) -> str:
+        """File and line, or file and row, for an error."""
+        return self.source if self.number is None else f"{self.source} {self.number}"
+
+
+def find_suffix(file: Path) -> str:
+    """Return the suffix that says the format of a file: of ``a.jsonl.gz``, it is ``.jsonl``."""
+    return Path(file.stem).suffix if file.suffix in COMPRESSED else file.suffix
+
+
+def iter_rows(file: Path) -> Iterator[Row]:
+    """Yield the rows of a data file, one after the other. Raise DataError with the line, or the row, if one cannot be
+    read, and if the file is empty or of no known format."""
+    kind = FORMATS.get(find_suffix(file))
+    if kind is None or (kind == "parquet" and file.suffix in COMPRESSED):
+        allowed = f"{', '.join(FORMATS)}, and with a further .gz or .zst all but .parquet"
+        raise DataError(f"{file}: cannot read {''.join(file.suffixes[-2:]) or 'no suffix'}; allowed: {allowed}")
+    if not file.is_file():
+        raise DataError(f"{file}: is not a regular file")
+    try:
+        if not file.stat().st_size:
+            raise DataError(f"{file}: is empty")
+        if kind == "parquet":
+            yield from _iter_parquet(file)
+            return
+        with _open(file) as stream:
+            read = {"json": _iter_json, "csv": _iter_table, "text": _iter_document}[kind]
+            yield from read(file, stream)
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read: {error.strerror or error}") from None
+
+
+@contextmanager
+def _open(file: Path) -> Iterator[IO[bytes]]:
+    """Open a file for reading, decompressed."""
+    try:
+        if file.suffix == ".gz":
+            with gzip.open(file) as stream:
+                yield cast("IO[bytes]", stream)
+        elif file.suffix == ".zst":
+            import pyarrow
+
+            with pyarrow.input_stream(str(file), compression="zstd") as raw:
+                yield io.BufferedReader(raw)
+        else:
+            with file.open("rb") as plain:
+                yield plain
+    except (EOFError, zlib.error) as error:
+        raise DataError(f"{file}: is damaged or cut: {error}") from None
+
+
+def _iter_lines(file: Path, stream: IO[bytes]) -> Iterator[str]:
+    """Yield the lines with their ends, decoded; the mark at the start of some UTF-8 files is left out."""
+    number = 0
+    while line := stream.readline(LONGEST_LINE + 1):
+        number += 1
+        if len(line) > LONGEST_LINE:
+            raise DataError(f"{file}, line {number}: must have at most {LONGEST_LINE} bytes")
+        try:
+            yield line.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{file}, line {number}: not UTF-8 text: got byte 0x{error.object[error.start]:02x}"
+            ) from None
+
+
+def _iter_document(file: Path, stream: IO[bytes]) -> Iterator[Row]:
+    text = "".join(_iter_lines(file, stream))
+    if not text.strip():
+        raise DataError(f"{file}: is empty")
+    yield Row({"text": text.replace("\r\n", "\n")}, str(file))
+
+
+def _iter_json(file: Path, stream: IO[bytes]) -> Iterator[Row]:
+    lines = _iter_lines(file, stream)
+    first = next((line for line in lines if line.strip()), "")
+    if find_suffix(file) == ".json" or first.lstrip().startswith("["):
+        text = "".join([first, *lines])
+        whole = _parse_whole(file, text)
+        if whole is not None:
+            yield from (Row(row, f"{file}, row", number) for number, row in enumerate(whole, start=1))
+            return
+    with _open(file) as again:
+        num_rows = 0
+        for number, line in enumerate(_iter_lines(file, again), start=1):
+            if line.strip():
+                num_rows += 1
+                yield Row(
+                    _as_object(_parse(line, f"{file}, line {number}"), f"{file}, line {number}"),
+                    f"{file}, line",
+                    number,
+                )
+    if not num_rows:
+        raise DataError(f"{file}: is empty")
+
+
+def _parse_whole(file: Path, text: str) -> list[dict[str, object]] | None:
+    """Return the rows of a file that is one JSON text: an array of objects, or one object. None if it is not one
+    text, but lines of JSON."""
+    try:
+        whole = _parse(text, str(file), is_whole=True)
+    except DataError:
+        if _is_json(text.lstrip().partition("\n")[0]):
+            return None
+        raise
+    rows = whole if isinstance(whole, list) else [whole]
+    if not rows:
+        raise DataError(f"{file}: is empty")
+    return [_as_object(row, f"{file}, row {number}") for number, row in enumerate(rows, start=1)]
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _as_object(value: object, place: str) -> dict[str, object]:
+    if not isinstance(value, dict):
+        raise DataError(f"{place}: must be a JSON object, got {describe_kind(value)}")
+    return value
+
+
+def _parse(text: str, place: str, *, is_whole: bool = False) -> object:
+    try:
+        found: object = json.loads(text, object_pairs_hook=_refuse_twice)
+        if "\\u" in text:  # an escape of half a character is JSON, and no text
+            json.dumps(found, ensure_ascii=False).encode()
+        return found
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise DataError(f"{place}: not UTF-8 text: got half a character, {half!r}") from None
+    except json.JSONDecodeError as error:
+        where = f"{place}, line {error.lineno}" if is_whole else place
+        raise DataError(f"{where}: not JSON: {error.msg}") from None
+    except RecursionError:
+        raise DataError(f"{place}: not JSON: nested too deeply") from None
+    except _TwiceError as error:
+        raise DataError(f"{place}: the key {shorten(str(error))!r} stands twice") from None
+    except ValueError:  # Python's limit of digits
+        raise DataError(f"{place}: not JSON: a number is too long") from None
+
+
+class _TwiceError(Exception):
+    """A key that an object has twice."""
+
+
+def _refuse_twice(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise _TwiceError(next(name for name in names if names.count(name) > 1))
+    return found
+
+
+def _iter_table(file: Path, stream: IO[bytes]) -> Iterator[Row]:
+    csv.field_size_limit(LONGEST_LINE)  # of the whole process; its default is shorter than many texts
+    delimiter = "\t" if find_suffix(file) == ".tsv" else ","
+    # strict: an open quote would take the rest of the file for one value
+    reader = csv.reader(_iter_lines(file, stream), delimiter=delimiter, strict=True)
+    try:
+        header = next(reader, [])
+        for name in header:
+            if header.count(name) > 1:
+                raise DataError(f"{file}, line 1: the column {shorten(name)!r} stands twice")
+        num_rows, last = 0, reader.line_num
+        for values in reader:
+            number, last = last + 1, reader.line_num
+            if not values:  # a blank line
+                continue
+            if len(values) > len(header):
+                raise DataError(
+                    f"{file}, line {number}: must have {len(header)} values as the header, got {len(values)}"
+                )
+            num_rows += 1
+            yield Row(dict.fromkeys(header) | dict(zip(header, values, strict=False)), f"{file}, line", number)
+    except csv.Error as error:
+        raise DataError(f"{file}, line {reader.line_num}: not a table: {error}") from None
+    if not num_rows:
+        raise DataError(f"{file}: has a header and no rows" if header else f"{file}: is empty")
+
+
+def _iter_parquet(file: Path) -> Iterator[Row]:
+    import pyarrow.parquet
+
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(file) as table:
+            for batch in table.iter_batches(1000):
+                for values in batch.to_pylist():
+                    number += 1
+                    yield Row(values, f"{file}, row", number)
+    except (OSError, ValueError, NotImplementedError, pyarrow.ArrowException) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise DataError(f"{file}: not a Parquet file: {reason}") from None
+    if not number:
+        raise DataError(f"{file}: has no rows")

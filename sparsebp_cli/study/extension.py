@@ -1,0 +1,92 @@
+"""A grid whose best value is at its edge is extended there, for every arm, until the best is inside.
+
+Each side of a key gets at most ``search.extend`` more values, each by the factor that its last two have. All arms get
+them, so that all have as many trials over the same values. Nothing is remembered: the rule is applied to the results
+anew.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+
+from sparsebp_cli.errors import RecipeError
+from sparsebp_cli.study.course import Course, Tuned, choose_best, plan_course
+from sparsebp_cli.study.loader import ArmVariant, Combination, LoadedStudy
+from sparsebp_cli.study.store import TrialStore
+from sparsebp_cli.study.trial import TrialMaker
+
+DIGITS = 4  # of a new value
+
+
+def plan_extended(loaded: LoadedStudy, maker: TrialMaker, store: TrialStore) -> tuple[LoadedStudy, Course, list[str]]:
+    """Derive every trial that is known by now, with all values that edges ask for. Return the study with these, its
+    course, and in words the edges that stay."""
+    course, edges = plan_course(loaded, maker, store), list[str]()
+    known: Sequence[ArmVariant] = ()
+    while known != loaded.variants:
+        known = loaded.variants
+        loaded, edges = extend(loaded, course.tuned)
+        course = plan_course(loaded, maker, store)
+    return loaded, course, edges
+
+
+def extend(loaded: LoadedStudy, tuned: Sequence[Tuned]) -> tuple[LoadedStudy, list[str]]:
+    """Return the study with one more value at each edge that an arm has chosen, and in words the edges that stay.
+
+    The same study comes back where nothing is to be added: results are missing, all are inside, or the keys are not
+    numbers. Halving, and searches that propose values themselves, are left alone.
+    """
+    best = choose_best(tuned)
+    arms = [arm for arm in loaded.study.arms if arm not in loaded.study.shares]
+    if loaded.study.search.kind != "grid" or any(arm not in best for arm in arms):
+        return loaded, []
+    grid = find_grid(loaded)
+    added: dict[str, list[object]] = {}
+    stays = []
+    for key, values in grid.items():
+        given = loaded.study.vary[key]
+        numbers = sorted(value for value in values if isinstance(value, int | float) and not isinstance(value, bool))
+        if not isinstance(given, list) or len(numbers) < max(2, len(values)) or numbers[0] <= 0:
+            continue
+        chosen = {arm: dict(best[arm].combination)[key] for arm in arms}
+        for edge, inner, name in ((numbers[0], numbers[1], "least"), (numbers[-1], numbers[-2], "largest")):
+            at = [arm for arm in arms if chosen[arm] == edge]
+            limits = [value for value in given if isinstance(value, int | float)]
+            more = sum(value < min(limits) if name == "least" else value > max(limits) for value in numbers)
+            new = _next(edge, inner)
+            if at and new is not None and more < loaded.study.search.extend:
+                added.setdefault(key, []).append(new)
+            elif at:
+                stays.append(f"{', '.join(at)}: {key}={edge} is the {name} of its grid, extended {more} times")
+    if not added:
+        return loaded, stays
+    try:
+        return _with(loaded, {key: [*values, *added.get(key, [])] for key, values in grid.items()}), stays
+    except RecipeError as error:  # such as a batch that no recipe allows
+        return loaded, [*stays, f"the grid could not be extended: {error.text}"]
+
+
+def find_grid(loaded: LoadedStudy) -> dict[str, list[object]]:
+    """Return the values of each varied key that the variants have, in order."""
+    found: dict[str, dict[str, object]] = {}
+    for variant in loaded.variants:
+        for key, value in variant.combination:
+            found.setdefault(key, {}).setdefault(repr(value), value)
+    return {key: [*values.values()] for key, values in found.items()}
+
+
+def _next(edge: float, inner: float) -> float | None:
+    """Return the value beyond an edge; whole numbers stay whole, and None says that there is none."""
+    value = edge * (edge / inner)
+    if isinstance(edge, int) and isinstance(inner, int):
+        whole = round(value)
+        return whole if whole >= 1 and whole != edge else None
+    return float(f"{value:.{DIGITS}g}")
+
+
+def _with(loaded: LoadedStudy, grid: Mapping[str, Sequence[object]]) -> LoadedStudy:
+    combinations: list[Combination] = [
+        tuple(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())
+    ]
+    return loaded.with_combinations(dict.fromkeys(loaded.study.arms, combinations))

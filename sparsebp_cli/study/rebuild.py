@@ -1,0 +1,113 @@
+"""Rebuilds what a study chose from an archive of its trials: prices, steps, added values and combinations.
+
+The rules are those of the study itself, and so is its file; the archive has the trials and ``studies/NAME.json``, their
+list. A trial is found by its recipe and seed, with names in the place of paths, since code and machine may be others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sparsebp_cli.errors import RunNotFoundError, UsageError
+from sparsebp_cli.run import RunFolder
+from sparsebp_cli.study.course import Course
+from sparsebp_cli.study.extension import plan_extended
+from sparsebp_cli.study.loader import LoadedStudy
+from sparsebp_cli.study.store import Listed, StudyRecord, TrialStore, digest_journal, find_archived, has_plan
+from sparsebp_cli.study.trial import StudyTrial, TrialMaker
+
+
+@dataclass(frozen=True)
+class ArmChoice:
+    """What an arm was reported with."""
+
+    combination: str  # the varied values in one line; empty where nothing is varied
+    steps: int
+
+    def __str__(self) -> str:
+        return f"{self.steps} steps{self.combination and f', {self.combination}'}"
+
+
+@dataclass(frozen=True)
+class RebuiltArm:
+    """An arm's choice as the archived trials make it, and as it was reported; None where there is none."""
+
+    arm: str
+    rebuilt: ArmChoice | None
+    reported: ArmChoice | None
+
+    def describe(self) -> str:
+        """Return both in one line."""
+        if self.rebuilt == self.reported:
+            return f"{self.arm}: {self.reported or 'nothing is chosen yet'}, as chosen"
+        reported = "not reported" if self.reported is None else f"reported with {self.reported}"
+        return f"{self.arm}: {self.rebuilt or 'no choice follows from these trials'}; {reported}"
+
+
+@dataclass(frozen=True)
+class Rebuilt:
+    """The choices of a study, rebuilt."""
+
+    arms: tuple[RebuiltArm, ...]
+    faults: tuple[str, ...]  # trials that are not as the list or the rules say, in words
+    edges: tuple[str, ...]  # of grids that were extended no more, in words
+    num_trials: int
+
+    @property
+    def is_as_chosen(self) -> bool:
+        """Whether everything is as it was reported."""
+        return not self.faults and all(arm.rebuilt == arm.reported for arm in self.arms)
+
+
+def rebuild(loaded: LoadedStudy, archive: Path) -> Rebuilt:
+    """Derive the choices of a study from the folder of an unpacked archive. Raise UsageError for an archive without the
+    study, and for a search whose questions depend on when its trials ended."""
+    name = loaded.study.study
+    if loaded.study.search.is_sampled:
+        raise UsageError(
+            f"{name}: what a search of kind {loaded.study.search.kind} asks follows from when its trials ended, so "
+            "choices are rebuilt of a grid or of halving alone"
+        )
+    record = find_archived(name, archive)
+    maker = TrialMaker(name, loaded.folders, record.generation)
+    store = TrialStore(maker, archive)
+    loaded, course, edges = plan_extended(loaded, maker, store)
+    rebuilt = {one.arm: ArmChoice(one.combination, one.steps) for one in course.report}
+    reported: dict[str, ArmChoice] = {}
+    for one in record.trials:
+        run = RunFolder(archive / "runs" / one.run_id)
+        if one.role == "report" and has_plan(run):
+            reported[one.arm] = ArmChoice(one.combination, run.read_plan()["recipe"]["training"]["max_steps"])
+    arms = tuple(RebuiltArm(arm, rebuilt.get(arm), reported.get(arm)) for arm in loaded.study.arms)
+    faults = (*_find_changed(record, archive), *_find_others(record, course, store))
+    return Rebuilt(arms, faults, tuple(edges), len(record.trials))
+
+
+def _find_changed(record: StudyRecord, archive: Path) -> Iterator[str]:
+    """Say which listed trials are not in the archive, or not as they were archived."""
+    for one in record.trials:
+        run = RunFolder(archive / "runs" / one.run_id)
+        try:
+            if digest_journal(run) != record.digests.get(one.run_id):
+                yield f"{_describe(one)}: the journal of run {one.run_id} is not the one that was archived"
+        except (OSError, RunNotFoundError):
+            yield f"{_describe(one)}: run {one.run_id} is not in the archive"
+
+
+def _find_others(record: StudyRecord, course: Course, store: TrialStore) -> Iterator[str]:
+    """Say which trials the rules ask for that are not there, and which are there that they do not ask for."""
+    needed = [*course.rehearsals, *course.tuning, *course.report]
+    for trial in needed:
+        if not has_plan(store.find(trial)):
+            yield f"{_describe(trial)}: the rules of the study ask for it, and the archive has no such run"
+    found = {store.find(trial).run_id for trial in needed}
+    for one in record.trials:
+        if one.role != "control" and one.run_id not in found:
+            yield f"{_describe(one)}: run {one.run_id} was made, and the rules of the study do not ask for it"
+
+
+def _describe(trial: Listed | StudyTrial) -> str:
+    words: Sequence[str] = (trial.role, trial.arm, trial.combination, f"seed {trial.seed}")
+    return " ".join(filter(None, words))

@@ -1,0 +1,294 @@
+"""Conformance suite for kinds of policies. Each broken promise is an ``AssertionError`` of one sentence.
+
+Everything runs on the CPU with fixed seeds, in double precision. What one kind promises beside is in its own suite.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsebp_cli.backward import Engine, PassCount, Proof, attach, count_flops, saved_bytes
+from sparsebp_cli.backward.core.extension import EstimatesFlops
+from sparsebp_cli.backward.observe.flops import DensePass
+from sparsebp_cli.backward.observe.module_trace import ModuleTrace
+from sparsebp_cli.composition import PolicyFacts, Setup, find_refusals
+from sparsebp_cli.errors import UnsupportedError, UsageError
+from sparsebp_cli.policy import Kind, Policy, PolicyLike, make_policies
+from sparsebp_cli.policy.kind import load
+from sparsebp_cli.policy.known_kind import find_kind, find_kinds
+from sparsebp_cli.policy.rule import Match, Rule
+from sparsebp_cli.testing.policy import check_policy
+from sparsebp_cli.testing.promise import Network, equal, name_of, random_states, require, through_json
+
+NUM_STEPS, STOP = 6, 3
+EXACT = 1e-9  # of the largest change of a weight: the order of sums, in double precision
+OVER = 1e-9  # share of the dense backward's FLOPs
+
+Loss = Callable[[nn.Module, int], Tensor]
+
+
+def check_kind(
+    kind: Kind,
+    policies: Sequence[PolicyLike],
+    *,
+    make_model: Callable[[], nn.Module] | None = None,
+    loss: Loss | None = None,
+    **given: Any,
+) -> None:
+    """Check a kind of policy, and some of its policies, against what every kind promises; a broken promise is an
+    ``AssertionError``.
+
+    The kind must be known to this installation: by its entry point in the group ``sparsebp.kinds``.
+
+    Args:
+        kind: Its record.
+        policies: At least one that is exact with its options, unless the kind has none, and one that is not, unless all
+            are.
+        make_model: Makes a model, the same at each call, for a kind that needs another one than the suite's three
+            linears with tanh between them. It is converted to double precision.
+        loss: Runs the model on a batch with a number, from 0, and returns the loss.
+        **given: Further arguments of ``attach``, such as ``num_examples``.
+
+    Raises:
+        UsageError: ``policies`` is empty, or only one of ``make_model`` and ``loss`` is given.
+    """
+    if not policies or (make_model is None) != (loss is None):
+        raise UsageError("check_kind needs policies, and make_model and loss together or neither")
+    _check_record(kind)
+    trial = _Trial(make_model or Network, loss or _loss_of_network, given)
+    dense = trial.train(None)
+    for policy in make_policies(policies):
+        require(find_kind(policy) is kind, f"{name_of(policy)}: is of another kind than {kind.name}, or of none")
+        check_policy(policy)
+        _check_refusals(kind, policy)
+        if kind.by_worker:
+            continue  # attach does not get it
+        before = random_states()
+        _check_training(policy, trial, dense)
+        _check_detached(policy, trial)
+        _check_pair(kind, policy, trial)
+        if kind.has_backward:
+            _check_claim(policy, trial)
+        require(before == random_states(), f"{name_of(policy)}: uses a global random generator")
+
+
+class _Trial:
+    """Short trainings of one model."""
+
+    def __init__(self, make_model: Callable[[], nn.Module], loss: Loss, given: Mapping[str, Any]) -> None:
+        self._make_model, self._given, self.loss = make_model, given, loss
+
+    def make(self) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Return a new model with the same weights as ever, and its optimizer."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = self._make_model().double().train()
+        return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 0.01)
+
+    def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer, *policies: Policy) -> Engine:
+        """Attach policies."""
+        return attach(model, policies, optimizer=optimizer, num_steps=NUM_STEPS, **self._given)
+
+    def step(self, model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine | None, number: int) -> None:
+        """Make one step of two micro-batches."""
+        if engine is not None and engine.trials_are_due():
+            first, *others = [
+                lambda batch=batch: self.loss(model, 2 * number + batch)
+                for batch in range(max(1, engine.count_trial_batches()))
+            ]
+            engine.run_trials(first, others=others)
+        for batch in (2 * number, 2 * number + 1):
+            self._differentiate(model, engine, batch)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def _differentiate(self, model: nn.Module, engine: Engine | None, batch: int) -> None:
+        if engine is not None and engine.estimator is not None:
+            engine.estimate(lambda: self.loss(model, batch))
+        elif engine is not None:
+            engine.backward(self.loss(model, batch))
+        else:
+            self.loss(model, batch).backward()
+
+    def train(self, policy: Policy | None, *, resumes: bool = False) -> list[Tensor]:
+        """Train, and return the weights. With ``resumes`` what is saved after some steps is loaded into new objects."""
+        model, optimizer = self.make()
+        engine = None if policy is None else self.attach(model, optimizer, policy)
+        for number in range(NUM_STEPS):
+            if resumes and number == STOP and policy is not None and engine is not None:
+                saved = model.state_dict(), optimizer.state_dict(), engine.state_dict()
+                model, optimizer = self.make()
+                model.load_state_dict(saved[0])
+                engine = self.attach(model, optimizer, through_json(policy))
+                optimizer.load_state_dict(saved[1])
+                engine.load_state_dict(saved[2])
+            self.step(model, optimizer, engine, number)
+        if engine is not None:
+            engine.detach()
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def _loss_of_network(model: nn.Module, batch: int) -> Tensor:
+    x = torch.randn(4, 3, 6, generator=torch.Generator().manual_seed(batch), dtype=torch.float64)
+    output: Tensor = model(x)
+    return output.square().mean()
+
+
+def _check_record(kind: Kind) -> None:
+    require(
+        inspect.isabstract(kind.policy), f"{kind.name}: is not abstract: a kind asks a question that policies answer"
+    )
+    require(issubclass(kind.policy, Policy), f"{kind.name}: does not derive from Policy")
+    require(bool(kind.suite), f"{kind.name}: has no suite")
+    require(bool(kind.extensions) or kind.by_worker or kind.at_sites, f"{kind.name}: nothing carries its policies out")
+    names = [name for _, name in kind.extensions]
+    for name in (*names, kind.suite, kind.places, kind.adapter):
+        if name:
+            try:
+                found = load(name)
+            except Exception as error:
+                text = f"{kind.name}: {name} cannot be imported: {type(error).__name__}: {error}"
+                raise AssertionError(text) from None
+            require(callable(found), f"{kind.name}: {name} cannot be called")
+    above = [base for base in kind.policy.__mro__[1:] if base is not object]
+    hidden = [name for name in kind.policy.model_fields if name in Policy.model_fields]
+    require(not hidden and Policy in above, f"{kind.name}: replaces options of every policy: {', '.join(hidden)}")
+
+
+def _check_refusals(kind: Kind, policy: Policy) -> None:
+    """Check that every limit names the policy, and whatever else it is about, in one line."""
+    label = type(policy).__name__
+    names = [known.name for known in find_kinds().kinds]
+    for rule in (limit.resolve(names) for limit in kind.rules):
+        facts = {name: _pick(wanted) for name, wanted in rule.policy.items()} | {"kind": kind.name}
+        of_other = {name: kind.name if wanted is Match.SAME else _pick(wanted) for name, wanted in rule.other.items()}
+        others = [PolicyFacts("Other", of_other)] if rule.other else []
+        setup = Setup(
+            [*others, PolicyFacts(label, {**PolicyFacts.of(policy).facts, **facts})],
+            {name: _pick(wanted) for name, wanted in rule.options.items()},
+        )
+        texts = [refusal.text for refusal in find_refusals(setup) if _is_same(refusal.rule, rule)]
+        require(bool(texts), f"{kind.name}: a limit refuses nothing: {rule.text!r}")
+        named = label in texts[0] and "\n" not in texts[0] and (not others or "Other" in texts[0])
+        require(named, f"{kind.name}: a limit does not name whom it refuses: {texts[0]!r}")
+
+
+def _is_same(one: Rule, other: Rule) -> bool:
+    return (one.text, one.why, one.options) == (other.text, other.why, other.options)
+
+
+def _pick(wanted: object) -> object:
+    """Return a value for which a condition holds."""
+    if isinstance(wanted, tuple):
+        return wanted[0]
+    return {Match.GIVEN: "given", Match.SEVERAL: 2}.get(wanted) if isinstance(wanted, Match) else None
+
+
+def _check_training(policy: Policy, trial: _Trial, dense: list[Tensor]) -> None:
+    name = name_of(policy)
+    first = trial.train(policy)
+    require(equal(first, trial.train(through_json(policy))), f"{name}: a second training ends with other weights")
+    require(equal(first, trial.train(policy, resumes=True)), f"{name}: a resumed training ends with other weights")
+    start = [parameter.detach() for parameter in trial.make()[0].parameters()]
+    moved = max(float((weight - before).abs().max()) for weight, before in zip(dense, start, strict=True))
+    apart = max(float((ours - theirs).abs().max()) for ours, theirs in zip(first, dense, strict=True)) / moved
+    if policy.exact:
+        require(apart <= EXACT, f"{name}: says it is exact, and is off by {apart:.1e} of what dense changes")
+    else:
+        require(apart > EXACT, f"{name}: says it is not exact, and trains as dense does: nothing carries it out")
+
+
+def _describe(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, object]:
+    """Return what an engine could leave behind in a model or its optimizer."""
+    hooks = [name for name in vars(model) if name.endswith("_hooks")]
+    of_modules = {
+        name: (*sorted(set(vars(module)) - set(hooks)), *(len(getattr(module, hook)) for hook in hooks))
+        for name, module in model.named_modules()
+    }
+    of_parameters = {
+        name: (id(parameter), parameter.requires_grad, len(parameter._backward_hooks or ()))  # noqa: SLF001 - no other way
+        for name, parameter in model.named_parameters()
+    }
+    groups = [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
+    of_optimizer = [len(getattr(optimizer, name)) for name in sorted(vars(optimizer)) if name.endswith("_hooks")]
+    return {
+        "modules": of_modules,
+        "parameters": of_parameters,
+        "state_dict": list(model.state_dict()),
+        "groups of the optimizer": groups,
+        "hooks of the optimizer": of_optimizer,
+    }
+
+
+def _check_detached(policy: Policy, trial: _Trial) -> None:
+    model, optimizer = trial.make()
+    before, keys = _describe(model, optimizer), list(model.state_dict())
+    plain = trial.loss(model, 0).detach()
+    engine = trial.attach(model, optimizer, policy)
+    require(list(model.state_dict()) == keys, f"{name_of(policy)}: changes the keys of the model's state_dict")
+    with engine.disabled():
+        same = torch.equal(trial.loss(model, 0).detach(), plain)
+    require(same, f"{name_of(policy)}: a disabled engine computes another loss than the plain model")
+    trial.step(model, optimizer, engine, 0)
+    trial.loss(model, 1)  # a forward without a backward
+    engine.detach()
+    after = _describe(model, optimizer)
+    left = [what for what, found in before.items() if after[what] != found]
+    require(not left, f"{name_of(policy)}: detach leaves something behind: {', '.join(left)}")
+
+
+def _check_pair(kind: Kind, policy: Policy, trial: _Trial) -> None:
+    if kind.may_repeat:
+        return
+    model, optimizer = trial.make()
+    name = type(policy).__name__
+    try:
+        trial.attach(model, optimizer, policy, through_json(policy)).detach()
+    except UnsupportedError as error:
+        require(name in str(error), f"{name}: two of its kind are refused without a name: {error}")
+    else:
+        raise AssertionError(f"{name}: two of its kind in one model are not refused")
+
+
+def _check_claim(policy: Policy, trial: _Trial) -> None:
+    """Check that no step executes another share of the dense backward than is claimed. As in a probe of a training, the
+    claim follows a forward of the same draw; -1 is that of the coming step.
+    """
+    model, optimizer = trial.make()
+    engine = trial.attach(model, optimizer, policy)
+    claiming = [part for part in engine.extensions if isinstance(part, EstimatesFlops)]
+    for number, draw in product(range(NUM_STEPS), (1, -1)) if claiming else ():
+        with engine.probing(draw):
+            engine.backward(trial.loss(model, number))
+        with engine.disabled(), _counting(model) as (trace, flops, saved):
+            dense_loss = trial.loss(model, number)
+            dense_loss.backward()
+            claims = [part.claim(DensePass(dense_loss, trace, flops)) for part in claiming]
+        dense = PassCount(flops, saved)
+        with engine.probing(draw), _counting(model) as (_, flops, saved):
+            engine.backward(trial.loss(model, number))
+            proof = Proof.of(model, dense, PassCount(flops, saved), engine.report(), claims)
+        executed, claimed = proof.policy.backward_flops.total(), proof.claimed_flops or 0.0
+        text = f"{name_of(policy)}: claims {claimed:g} FLOPs of a backward, but {executed:g} were executed"
+        require(abs(executed - claimed) <= OVER * dense.backward_flops.total(), f"{text}, in step {number}")
+        model.zero_grad()
+        if draw == -1:
+            trial.step(model, optimizer, engine, number)
+    engine.detach()
+
+
+@contextmanager
+def _counting(model: nn.Module) -> Iterator[tuple[ModuleTrace, Any, Any]]:
+    with (
+        ModuleTrace(model) as trace,
+        count_flops(trace) as flops,
+        saved_bytes(model.parameters(), trace) as saved,
+    ):
+        yield trace, flops, saved

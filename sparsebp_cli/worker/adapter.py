@@ -1,0 +1,81 @@
+"""Adapters of peft: those that a recipe asks for, those that it goes on with, and their merge into the saved model."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from sparsebp_cli.composition import find_adapter_options
+from sparsebp_cli.recipe.schema import ModelSection
+from sparsebp_cli.source import MODELS, find_source
+from sparsebp_cli.source.adapter import find_adapter, read_adapter
+from sparsebp_cli.source.architecture import Architecture
+
+# What peft calls them; a masked language model has no name there and needs none.
+PEFT_TASKS: dict[Architecture, str | None] = {
+    "causal": "CAUSAL_LM",
+    "masked": None,
+    "encoder-decoder": "SEQ_2_SEQ_LM",
+    "classifier": "SEQ_CLS",
+}
+
+
+def find_adapter_key(section: ModelSection) -> str:
+    """Return the key of a model's section that asks for adapters."""
+    return next(key for key in ("lora", "peft", "adapter") if getattr(section, key) is not None)
+
+
+def add_adapters(model: PreTrainedModel, section: ModelSection, architecture: Architecture) -> PreTrainedModel:
+    """Return a model with the adapters of its section, which are all that is trained. Raise DataError, or what peft
+    raises, if they do not fit."""
+    from peft import PeftModel, get_peft_model
+    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+    from peft.utils import PeftType
+
+    adapted: PreTrainedModel
+    if section.adapter is not None:
+        folder = find_adapter(section.adapter, section.name)
+        content = read_adapter(folder)
+        kind = str(content["peft_type"]).lower()
+        known = {"base_model_name_or_path", "task_type", "peft_type", *find_adapter_options(kind)}
+        config = PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(str(content["peft_type"]))](
+            **{key: value for key, value in content.items() if key in known and key != "peft_type"}
+        )
+        adapted = PeftModel.from_pretrained(model, str(folder), is_trainable=True, config=config)
+        return adapted
+    if section.lora is not None:
+        kind, options = "LORA", _drop_unset(section.lora.model_dump())
+    else:
+        assert section.peft is not None
+        kind, options = section.peft.type.upper(), section.peft.options
+    config = PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(kind)](task_type=PEFT_TASKS[architecture], **options)
+    adapted = get_peft_model(model, config)
+    source = find_source(section.name, MODELS) if section.name is not None else None
+    source = source() if callable(source) else source
+    base = None if source is None else str(source)
+    saved: Any = adapted.peft_config["default"]
+    saved.base_model_name_or_path, saved.revision = base, section.revision  # as the recipe says, not as it was found
+    return adapted
+
+
+def _drop_unset(options: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what is null or empty, which an older peft may not know."""
+    return {key: value for key, value in options.items() if value is not None and value != {} and value is not False}
+
+
+def is_adapted(model: nn.Module) -> bool:
+    """Return whether a model is one of peft."""
+    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+
+
+def merge_beside(model: nn.Module, folder: Path, *, keeps: bool) -> nn.Module:
+    """Write a model's adapters to a folder as peft does, and return the model with them merged into its weights. The
+    given model is spent, unless it ``keeps`` its weights, which then are in memory twice."""
+    adapted: Any = copy.deepcopy(model) if keeps else model
+    adapted.save_pretrained(folder)
+    merged: nn.Module = adapted.merge_and_unload()
+    return merged

@@ -1,0 +1,122 @@
+"""Examples from conversations: tokens by the chat template, labels where an assistant is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from sparsebp_cli.backward.core.loss_weight import LOSS_WEIGHT
+from sparsebp_cli.errors import DataError
+from sparsebp_cli.recipe.schema import DatasetSection
+from sparsebp_cli.source.column import Rows, read_column
+from sparsebp_cli.source.conversation import Conversation, read_conversations, read_prompts, read_template
+from sparsebp_cli.worker.chat import ChatText, mark_tokens, write_chats
+from sparsebp_cli.worker.encoding import IGNORED, Encoded, Example, call_tokenizer
+from sparsebp_cli.worker.token_weight import check_number
+
+NOTHING_TRAINED = "no message is trained"
+TRAINED_CUT_OFF = "no trained message begins within max_seq_length"
+CHAT_CUT = "the conversation loses its end"
+
+
+def encode_chat(
+    rows: Rows,
+    section: DatasetSection,
+    tokenizer: PreTrainedTokenizerBase,
+    columns: Collection[str],
+    _: Sequence[str],
+) -> Encoded:
+    """Write each conversation by the chat template, and ignore the tokens of what is not trained. What exceeds
+    ``max_seq_length`` is cut from the end."""
+    _refuse_spans(columns)
+    return _encode(read_conversations(rows, section.columns), rows, section, tokenizer)
+
+
+def encode_prompts(
+    rows: Rows,
+    section: DatasetSection,
+    tokenizer: PreTrainedTokenizerBase,
+    columns: Collection[str],
+    _: Sequence[str],
+) -> Encoded:
+    """Do the same for prompts and completions that are lists of messages; the completion is trained."""
+    _refuse_spans(columns)
+    if not section.completion_only_loss:
+        raise DataError("completion_only_loss: false of messages is format: chat with train_on: all")
+    return _encode(read_prompts(rows, section.prompt_column, section.completion_column), rows, section, tokenizer)
+
+
+def _refuse_spans(columns: Collection[str]) -> None:
+    if columns:
+        raise DataError(f"column {min(columns)!r} marks characters of a text, and a conversation has none")
+
+
+def _encode(
+    conversations: Sequence[Conversation], rows: Rows, section: DatasetSection, tokenizer: PreTrainedTokenizerBase
+) -> Encoded:
+    if not tokenizer.is_fast:
+        raise DataError(f"format {section.format} of messages needs a fast tokenizer, got {type(tokenizer).__name__}")
+    found = Encoded()
+    weights = section.weight_column
+    if weights is not None:
+        values = zip(conversations, read_column(rows, weights), strict=True)
+        conversations = [_weigh_row(one, value, f"{one.place}: column {weights!r}") for one, value in values]
+    tokens = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
+    texts = write_chats(conversations, find_template(section, tokenizer), tokens, section.train_on)
+    # The template writes every special token itself.
+    options = {"add_special_tokens": False, "return_offsets_mapping": True}
+    encoded = call_tokenizer(tokenizer, [text.text for text in texts], **options) if texts else {}
+    for number, text in enumerate(texts):
+        _add(found, number, text, (encoded["input_ids"][number], encoded["offset_mapping"][number]), section)
+    return found
+
+
+def _add(
+    found: Encoded,
+    number: int,
+    text: ChatText,
+    tokens: tuple[Sequence[int], Sequence[tuple[int, int]]],
+    section: DatasetSection,
+) -> None:
+    """Add the example of a row, or the reason why it has none."""
+    all_ids, length = tokens[0], section.max_seq_length
+    weight_T = mark_tokens(tokens[1], text.spans)
+    if not (weight_T[1:] != 0).any():
+        found.dropped[NOTHING_TRAINED] += 1
+        return
+    ids, weight_T = np.array(all_ids[:length], dtype=np.int64), weight_T[:length]
+    if not (weight_T[1:] != 0).any():
+        found.dropped[TRAINED_CUT_OFF] += 1
+        return
+    if len(ids) < len(all_ids):
+        found.cut[CHAT_CUT] += 1
+    labels = np.where(weight_T != 0, ids, IGNORED)
+    given = {LOSS_WEIGHT: weight_T.astype(np.float32)} if set(weight_T) - {0.0, 1.0} else {}
+    found.examples.append(Example(ids, labels, given, number))
+
+
+def find_template(section: DatasetSection, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the chat template: the recipe's, which the plan holds as text, or the tokenizer's own."""
+    given = section.chat_template
+    if given is not None:
+        return read_template(given)
+    own: object = tokenizer.chat_template
+    if isinstance(own, dict):
+        own = own.get("default")
+    if not isinstance(own, str) or not own:
+        raise DataError("the tokenizer has no chat template: give dataset.chat_template, a file with one")
+    return own
+
+
+def _weigh_row(one: Conversation, value: object, place: str) -> Conversation:
+    """Put the weights of the recipe's column into a conversation."""
+    if value is None:
+        return one
+    given = value if isinstance(value, list) else [value] * len(one.messages)
+    if len(given) != len(one.messages):
+        raise DataError(f"{place} must have a weight for each of {len(one.messages)} messages, got {len(given)}")
+    numbers = [check_number(weight, place) for weight in given]
+    return replace(one, weights=[a * b for a, b in zip(one.weights, numbers, strict=True)])

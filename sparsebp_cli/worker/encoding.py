@@ -1,0 +1,274 @@
+"""The one place where rows become token ids and labels, for each format of a recipe.
+
+What surrounds a sequence is what the model's own tokenizer puts there when it is called: ``[CLS]`` and ``[SEP]``, a
+beginning of sequence, or nothing. An end of sequence is added where the tokenizer adds nothing behind a text, so that a
+language model learns where texts end; TRL's ``SFTTrainer`` does the same. Labels of a classification are as in
+transformers' ``run_glue``, those of a completion as in TRL.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from sparsebp_cli.backward.core.loss_weight import LOSS_WEIGHT
+from sparsebp_cli.errors import DataError, first_line
+from sparsebp_cli.recipe.schema import DatasetSection
+from sparsebp_cli.source.column import Rows, read_column, read_labels, read_numbers, read_texts
+from sparsebp_cli.worker.token_mask import TextTokens, mask_tokens
+from sparsebp_cli.worker.token_weight import weigh_tokens
+
+IGNORED = -100  # the label that transformers' losses ignore
+
+# Why a row gives no example, or loses a part. The census counts rows by these words.
+NO_TEXT = "the text is empty"
+PROMPT_TOO_LONG = "the prompt fills max_seq_length"
+NO_TOKEN = "the text has no token"
+COMPLETION_CUT = "the completion loses its end"
+TEXT_CUT = "the text loses its end"
+
+
+@dataclass(frozen=True)
+class Example:
+    """One tokenised example."""
+
+    input_ids: np.ndarray  # int64, at most max_seq_length
+    # int64, as long as input_ids, -100 where nothing is trained; or one class (0-d); of a pair, what a decoder writes
+    labels: np.ndarray
+    # further columns that policies read, by name, as long as input_ids
+    columns: dict[str, np.ndarray] = field(default_factory=dict)
+    document: int = 0  # row of the dataset; of a packed block, the row that most of its tokens are from
+    token_type_ids: np.ndarray | None = None  # int64, as long as input_ids, where not all are 0
+    is_pair: bool = False  # whether an encoder reads input_ids and a decoder writes labels
+    pads_left: bool = False  # whether padding is in front, because the model reads a text's class at its last position
+
+
+@dataclass
+class Encoded:
+    """The examples of some rows, and what did not become a part of one."""
+
+    examples: list[Example] = field(default_factory=list)
+    dropped: Counter[str] = field(default_factory=Counter)  # rows without an example, by reason
+    cut: Counter[str] = field(default_factory=Counter)  # rows whose example lacks tokens, by what is lost
+    left_over: int = 0  # tokens of packed text behind the last whole block
+    # for each block of packed text, the numbers of the first and the last row that have a token in it
+    block_rows: list[tuple[int, int]] = field(default_factory=list)
+    num_rows: int | None = None  # rows that have a part here, where a tail was cut; None: all that were given
+
+
+@dataclass(frozen=True)
+class Surrounding:
+    """What a tokenizer puts around a single text."""
+
+    num_before: int  # special tokens before it
+    num_behind: int  # special tokens behind it
+    end: list[int]  # the end of sequence that we add, where the tokenizer puts nothing behind a text
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase) -> Surrounding:
+        """Find it by a call: tokenizers declare it in several ways, and no attribute says it for all of them."""
+        plain = tokenizer("a", add_special_tokens=False, verbose=False)["input_ids"]
+        whole = tokenizer("a", verbose=False)["input_ids"]
+        starts = range(len(whole) - len(plain) + 1)
+        before = next((start for start in starts if whole[start : start + len(plain)] == plain), 0)
+        behind = len(whole) - before - len(plain)
+        end = [] if behind or tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        return cls(before, behind, end)
+
+
+def encode_text(
+    rows: Rows,
+    section: DatasetSection,
+    tokenizer: PreTrainedTokenizerBase,
+    columns: Collection[str],
+    _: Sequence[str],
+) -> Encoded:
+    """Pack texts into blocks of ``max_seq_length`` tokens; each text is surrounded as the tokenizer does it."""
+    found, length, around = Encoded(), section.max_seq_length, Surrounding.of(tokenizer)
+    texts = read_texts(rows, section.text_column, may_be_empty=True)
+    kept = [number for number, text in enumerate(texts) if text]
+    if empty := len(texts) - len(kept):
+        found.dropped[NO_TEXT] = empty
+    tokens = _tokenize(
+        tokenizer, [texts[number] for number in kept], with_offsets=bool(columns or section.weight_column)
+    )
+    documents = [_with_end(ids, around.end) for ids in tokens["input_ids"]]
+    blocks = _blocks(documents, length)
+    found.left_over = sum(map(len, documents)) - blocks.size
+    owners = np.repeat(kept, [len(ids) for ids in documents])[: blocks.size].reshape(blocks.shape)
+    some = [rows[number] for number in kept]
+    marked = _mark(some, [texts[number] for number in kept], documents, tokens, around, columns, section.weight_column)
+    marked_blocks = {name: _blocks(masks, length) for name, masks in marked.items()}
+    found.block_rows = [(int(owner[0]), int(owner[-1])) for owner in owners]
+    found.examples = [
+        Example(block, block, {name: of_name[number] for name, of_name in marked_blocks.items()}, _most_common(owner))
+        for number, (block, owner) in enumerate(zip(blocks, owners, strict=True))
+    ]
+    return found
+
+
+def encode_completion(
+    rows: Rows,
+    section: DatasetSection,
+    tokenizer: PreTrainedTokenizerBase,
+    columns: Collection[str],
+    _: Sequence[str],
+) -> Encoded:
+    """Tokenise each prompt together with its completion, as a model sees them, and ignore the tokens that the prompt
+    alone begins with. What exceeds ``max_seq_length`` is cut from the end, the end of sequence first."""
+    found, around = Encoded(), Surrounding.of(tokenizer)
+    prompts = read_texts(rows, section.prompt_column, may_be_empty=True)
+    completions = read_texts(rows, section.completion_column)
+    texts = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
+    prompt_ids = _tokenize(tokenizer, prompts)["input_ids"]
+    tokens = _tokenize(tokenizer, texts, with_offsets=bool(columns or section.weight_column))
+    whole = [_with_end(ids, around.end) for ids in tokens["input_ids"]]
+    marked = _mark(rows, texts, whole, tokens, around, columns, section.weight_column)
+    for number, (prompt, all_ids) in enumerate(zip(prompt_ids, whole, strict=True)):
+        ids = np.array(all_ids[: section.max_seq_length], dtype=np.int64)
+        labels = ids.copy()
+        labels[: _common_length(prompt, all_ids)] = IGNORED
+        if not (labels[1:] != IGNORED).any():
+            found.dropped[PROMPT_TOO_LONG] += 1
+            continue
+        if len(ids) < len(all_ids):
+            found.cut[COMPLETION_CUT] += 1
+        of_row = {name: masks[number][: len(ids)] for name, masks in marked.items()}
+        found.examples.append(Example(ids, labels, of_row, number))
+    return found
+
+
+def encode_classification(
+    rows: Rows,
+    section: DatasetSection,
+    tokenizer: PreTrainedTokenizerBase,
+    _: Collection[str],
+    label_names: Sequence[str],
+) -> Encoded:
+    """Tokenise each text, or pair of texts. Of what exceeds ``max_seq_length``, the tokenizer cuts text and keeps its
+    special tokens."""
+    classes = {name: number for number, name in enumerate(label_names)}
+    labels = []
+    for row, label in zip(rows, read_labels(rows, section.label_column), strict=True):
+        if label not in classes:
+            known = ", ".join(label_names[:10])
+            raise DataError(f"{row.place}: label {label!r} is not among those of the training split: {known}")
+        labels.append(np.array(classes[label], dtype=np.int64))
+    return _encode_labelled(rows, section, tokenizer, labels)
+
+
+def encode_regression(
+    rows: Rows,
+    section: DatasetSection,
+    tokenizer: PreTrainedTokenizerBase,
+    _: Collection[str],
+    __: Sequence[str],
+) -> Encoded:
+    """Do the same for texts whose label is a number, as float32: transformers' models of one output compute the mean
+    squared error then."""
+    labels = [np.array(number, dtype=np.float32) for number in read_numbers(rows, section.label_column)]
+    return _encode_labelled(rows, section, tokenizer, labels)
+
+
+def _encode_labelled(
+    rows: Rows, section: DatasetSection, tokenizer: PreTrainedTokenizerBase, labels: Sequence[np.ndarray]
+) -> Encoded:
+    found, texts = Encoded(), read_texts(rows, section.text_column)
+    pairs = read_texts(rows, section.text_pair_column) if section.text_pair_column is not None else None
+    tokens = _tokenize(tokenizer, texts, pairs)
+    types = tokens.get("token_type_ids") or itertools.repeat([])
+    for number, (ids, types_of_one, label) in enumerate(zip(tokens["input_ids"], types, labels, strict=False)):
+        if len(ids) > section.max_seq_length:
+            found.cut[TEXT_CUT] += 1
+            pair = None if pairs is None else pairs[number]
+            shorter = call_tokenizer(tokenizer, texts[number], pair, truncation=True, max_length=section.max_seq_length)
+            ids, types_of_one = shorter["input_ids"], shorter.get("token_type_ids") or []  # noqa: PLW2901
+        if not ids:
+            found.dropped[NO_TOKEN] += 1
+            continue
+        type_ids = np.array(types_of_one, dtype=np.int64) if any(types_of_one) else None
+        found.examples.append(
+            Example(
+                np.array(ids, dtype=np.int64),
+                label,
+                document=number,
+                token_type_ids=type_ids,
+                pads_left=ids[-1] == tokenizer.cls_token_id,  # XLNet
+            )
+        )
+    return found
+
+
+def _tokenize(
+    tokenizer: PreTrainedTokenizerBase, texts: list[str], pairs: list[str] | None = None, *, with_offsets: bool = False
+) -> Mapping[str, Any]:
+    """Call the tokenizer as a user would, with its special tokens and without truncation."""
+    if not texts:
+        return {"input_ids": [], "offset_mapping": []}
+    if with_offsets and not tokenizer.is_fast:
+        raise DataError(f"columns that mark characters need a fast tokenizer, got {type(tokenizer).__name__}")
+    return call_tokenizer(tokenizer, texts, pairs, return_offsets_mapping=with_offsets)
+
+
+def call_tokenizer(tokenizer: PreTrainedTokenizerBase, *texts: object, **options: object) -> Mapping[str, Any]:
+    """Call a tokenizer on texts of the data; raise DataError where its own pattern fails on them."""
+    try:
+        found: Mapping[str, Any] = tokenizer(*texts, verbose=False, **options)
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # of pyo3: no Exception, and it has no public name
+            raise
+        text = f"the tokenizer cannot split these texts: its pattern fails or takes too long ({first_line(error)})"
+        raise DataError(text) from None
+    return found
+
+
+def _with_end(ids: list[int], end: list[int]) -> list[int]:
+    return ids if ids[-1:] == end else [*ids, *end]
+
+
+def _mark(
+    rows: Rows,
+    texts: Sequence[str],
+    whole: Sequence[Sequence[int]],
+    tokens: Mapping[str, Any],
+    around: Surrounding,
+    columns: Collection[str],
+    weight_column: str | None = None,
+) -> dict[str, list[np.ndarray]]:
+    """Return a mask over the tokens of each text for each column of character spans, and the weights of the tokens."""
+    if not columns and weight_column is None:
+        return {}
+    of_texts = [
+        TextTokens(
+            len(text), offsets[around.num_before : len(offsets) - around.num_behind], around.num_before, len(ids)
+        )
+        for text, offsets, ids in zip(texts, tokens["offset_mapping"], whole, strict=True)
+    ]
+    found = {name: mask_tokens(of_texts, rows, read_column(rows, name), name) for name in columns}
+    if weight_column is not None:
+        found[LOSS_WEIGHT] = weigh_tokens(of_texts, rows, read_column(rows, weight_column), weight_column)
+    return found
+
+
+def _blocks(parts: Sequence[Sequence[int]] | Sequence[np.ndarray], length: int) -> np.ndarray:
+    kind = parts[0].dtype if len(parts) and isinstance(parts[0], np.ndarray) else np.int64
+    stream = np.array([i for part in parts for i in part], dtype=kind)
+    return stream[: len(stream) // length * length].reshape(-1, length)
+
+
+def _most_common(values: np.ndarray) -> int:
+    found, counts = np.unique(values, return_counts=True)
+    return int(found[counts.argmax()])
+
+
+def _common_length(first: Sequence[int], second: Sequence[int]) -> int:
+    """Return how many tokens two sequences have in common from their start. A token may span the border of prompt and
+    completion; it belongs to the completion then."""
+    both = zip(first, second, strict=False)
+    return next((number for number, (a, b) in enumerate(both) if a != b), min(len(first), len(second)))

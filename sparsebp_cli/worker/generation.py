@@ -1,0 +1,178 @@
+"""Texts that the model generates from held-out prompts, and the metrics of them.
+
+A generation is greedy, so it draws no random number, and leaves everything as it was: the mode of each module, the
+policies, the random generators, which a metric of a package may use, and the model's own settings of generation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from sparsebp_cli.backward.core.rewind import capture_rng, restore_rng
+from sparsebp_cli.errors import DataError
+from sparsebp_cli.metrics import find_text_metric
+from sparsebp_cli.recipe.schema import GenerateSection
+from sparsebp_cli.worker.process import Ranks
+from sparsebp_cli.worker.prompt import Prompt
+
+MOST_SAMPLES = 3  # of a generation that the journal keeps: the first prompts of the split
+MOST_CHARACTERS = 500  # of each of their texts; the end of a prompt, the beginning of an answer
+
+
+@dataclass(frozen=True)
+class Generator:
+    """Generates texts with a model that is being trained."""
+
+    model: nn.Module  # the bare one
+    tokenizer: PreTrainedTokenizerBase
+    section: GenerateSection
+    batch_size: int
+    device: torch.device
+
+    def check(self, prompts: Sequence[Prompt]) -> None:
+        """Raise DataError, before anything is trained, if a metric lacks its library, the model cannot generate, or has
+        too few positions for a prompt and its answer."""
+        for name in self.section.metrics:
+            find_text_metric(name).require(name)
+        inner = find_generating(self.model)
+        if not inner.can_generate():
+            raise DataError(f"measure.generate: a {type(inner).__name__} cannot generate")
+        most = getattr(inner.config.get_text_config(), "max_position_embeddings", None)
+        longest = max(len(prompt.ids) for prompt in prompts)
+        if inner.config.is_encoder_decoder or not isinstance(most, int):
+            return
+        if longest + self.section.max_new_tokens > most:
+            raise DataError(
+                f"measure.generate.max_new_tokens: {self.section.max_new_tokens} behind a prompt of {longest} tokens "
+                f"is more than the {most} positions of the model"
+            )
+
+    def generate(self, prompts: Sequence[Prompt]) -> list[str]:
+        """Return what the model writes for each prompt, without special tokens."""
+        inner, found = find_generating(self.model), list[str]()
+        settings = self._settings(inner, prompts)
+        with _evaluating(self.model), _with_settings(inner, settings), torch.no_grad():
+            for start in range(0, len(prompts), self.batch_size):
+                some = prompts[start : start + self.batch_size]
+                ids_BT, mask_BT = self._pad(some)
+                made_BT = inner.generate(input_ids=ids_BT, attention_mask=mask_BT)  # type: ignore[operator]
+                if not inner.config.is_encoder_decoder:
+                    made_BT = made_BT[:, ids_BT.shape[1] :]
+                found += self.tokenizer.batch_decode(made_BT, skip_special_tokens=True)
+        return found
+
+    def _settings(self, inner: PreTrainedModel, prompts: Sequence[Prompt]) -> GenerationConfig:
+        """Return settings of our own: a model's may sample, punish repetitions or search beams, and a metric would
+        change with them. What begins and ends a text stays the model's."""
+        own, pad = inner.generation_config, self.tokenizer.pad_token_id
+        ends = {end for prompt in prompts for end in prompt.ends}
+        for given in (getattr(own, "eos_token_id", None), self.tokenizer.eos_token_id):
+            ends |= set(given) if isinstance(given, list) else set() if given is None else {given}
+        return GenerationConfig(
+            do_sample=False,
+            num_beams=1,
+            max_new_tokens=self.section.max_new_tokens,
+            use_cache=True,  # the model's config says false, for training
+            pad_token_id=pad,
+            eos_token_id=sorted(ends) or None,
+            bos_token_id=getattr(own, "bos_token_id", None),
+            decoder_start_token_id=getattr(own, "decoder_start_token_id", None),
+        )
+
+    def _pad(self, prompts: Sequence[Prompt]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return prompts padded on the left, so that what follows is at the end of every row, and their mask."""
+        longest, pad = max(len(prompt.ids) for prompt in prompts), self.tokenizer.pad_token_id
+        ids_BT = torch.full((len(prompts), longest), pad if isinstance(pad, int) else 0)
+        mask_BT = torch.zeros((len(prompts), longest), dtype=torch.int64)
+        for row, prompt in enumerate(prompts):
+            ids_BT[row, longest - len(prompt.ids) :] = torch.from_numpy(prompt.ids)
+            mask_BT[row, longest - len(prompt.ids) :] = 1
+        return ids_BT.to(self.device), mask_BT.to(self.device)
+
+
+@dataclass(frozen=True)
+class Generated:
+    """The metrics of a generation, and its first texts."""
+
+    values: dict[str, float]
+    samples: dict[str, list[str]]  # ``prompt``, ``reference`` and ``prediction``
+
+
+def measure_generated(
+    generator: Generator,
+    prompts: Sequence[Prompt],
+    prefix: str,
+    ranks: Ranks,
+    precision: AbstractContextManager[object],
+) -> Generated:
+    """Generate on all ranks, each its part, and compute the metrics on the first; every rank returns them. Raise
+    DataError on every rank if a metric fails."""
+    size = -(-len(prompts) // ranks.count)
+    own = prompts[ranks.rank * size : (ranks.rank + 1) * size]
+    before = capture_rng()
+    with precision:
+        parts = ranks.gather(generator.generate(own) if own else [])
+    values, failure = dict[str, float](), ""
+    predictions = [text for part in parts for text in part]
+    if ranks.is_first:
+        try:
+            values = _compute(generator.section, prompts, predictions, prefix)
+        except DataError as error:  # the other ranks wait for the result
+            failure = str(error)
+    restore_rng(before)
+    values, failure = ranks.broadcast((values, failure))
+    if failure:
+        raise DataError(f"measure.generate: {failure}")
+    shown = list(zip(prompts, predictions, strict=False))[:MOST_SAMPLES]
+    samples = {
+        "prompt": [prompt.text[-MOST_CHARACTERS:] for prompt, _ in shown],
+        "reference": [prompt.reference[:MOST_CHARACTERS] for prompt, _ in shown],
+        "prediction": [text[:MOST_CHARACTERS] for _, text in shown],
+    }
+    return Generated(values, samples)
+
+
+def _compute(
+    section: GenerateSection, prompts: Sequence[Prompt], predictions: Sequence[str], prefix: str
+) -> dict[str, float]:
+    references = [prompt.reference for prompt in prompts]
+    columns = dict.fromkeys(name for prompt in prompts for name in prompt.row)
+    batch: dict[str, list[object]] = {name: [prompt.row.get(name) for prompt in prompts] for name in columns}
+    batch["prompt"] = [prompt.text for prompt in prompts]
+    values: dict[str, float] = {}
+    for name in section.metrics:
+        found = find_text_metric(name).measure(name, predictions, references, batch)
+        values |= {f"{prefix}{figure}": value for figure, value in found.items()}
+    return values
+
+
+def find_generating(model: nn.Module) -> PreTrainedModel:
+    """Return transformers' own model: adapters are inside of it, and wrappers around it have no settings."""
+    return next(module for module in model.modules() if isinstance(module, PreTrainedModel))
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    before = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in before:
+            module.training = training
+
+
+@contextmanager
+def _with_settings(model: PreTrainedModel, settings: GenerationConfig) -> Iterator[None]:
+    before = model.generation_config
+    model.generation_config = settings
+    try:
+        yield
+    finally:
+        model.generation_config = before

@@ -1,0 +1,79 @@
+"""A folder's model judged by the tasks of EleutherAI's lm-evaluation-harness, for ``sparsebp evaluate``.
+
+The request is JSON: ``folder``, ``tasks``, ``include`` (a folder with tasks of one's own, or null), ``limit`` (examples
+of each task, or null), ``batch_size`` and ``device``. The harness does everything, with its own defaults; seeds are its
+own. The result has ``version``, and for each task its ``version``, ``hash``, ``examples`` and ``values``, each with its
+direction.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from sparsebp_cli.errors import DataError, UsageError, did_you_mean
+from sparsebp_cli.source import read_config
+from sparsebp_cli.source.weight import check_weights
+from sparsebp_cli.worker.answer import converse
+
+NO_METRIC = ("name", "alias", "sample_len", "sample_count")  # of what the harness reports of a task
+
+
+def judge(request: str, tell: Callable[[str, int, int], None]) -> Mapping[str, object]:
+    """Return what the harness says of a model. Raise UsageError for an unknown task, DataError without the harness or
+    without weights in safetensors."""
+    if find_spec("lm_eval") is None:
+        raise DataError("lm-eval is not installed: pip install 'sparsebp[lm-eval]'")
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    asked = json.loads(request)
+    folder = Path(asked["folder"])
+    if not any(folder.glob("*.safetensors")):  # the harness would load a pickle, too
+        raise DataError(f"{folder} has no weights in safetensors")
+    check_weights(folder, read_config(folder))
+    manager = TaskManager(include_path=asked["include"])
+    for name in asked["tasks"]:
+        if name not in manager.all_tasks:
+            raise UsageError(f"the harness knows no task {name!r}{did_you_mean(name, manager.all_tasks)}")
+    tell(f"{', '.join(asked['tasks'])}", 0, 0)
+    found: Any = simple_evaluate(
+        model="hf",
+        model_args={"pretrained": asked["folder"], "dtype": "auto", "use_safetensors": True},
+        tasks=asked["tasks"],
+        task_manager=manager,
+        limit=asked["limit"],
+        batch_size=asked["batch_size"],
+        device=asked["device"],
+    )
+    return {"version": version("lm_eval"), "tasks": {name: _describe(found, name) for name in found["results"]}}
+
+
+def _describe(found: Any, task: str) -> dict[str, object]:
+    ways = found["higher_is_better"].get(task, {})
+    values = {}
+    for key, value in found["results"][task].items():
+        name, _, which = key.partition(",")  # of the filter of the answers
+        if key in NO_METRIC or name.endswith("_stderr") or not isinstance(value, int | float):
+            continue
+        way = {True: "higher", False: "lower"}.get(ways.get(name), "")
+        values[name if which in ("", "none") else f"{name}_{which}"] = {"value": float(value), "better": way}
+    number = found["n-samples"].get(task, {}).get("effective")
+    about = {"version": found["versions"].get(task), "hash": _hash(found["samples"].get(task, [])), "examples": number}
+    return about | {"values": values}
+
+
+def _hash(samples: Any) -> str:
+    """Return the harness's own hash of a task: of every document, prompt and target, as its results file has it."""
+    from lm_eval.utils import hash_string
+
+    return str(hash_string("".join(one["doc_hash"] + one["prompt_hash"] + one["target_hash"] for one in samples)))
+
+
+if __name__ == "__main__":
+    sys.exit(converse(judge))

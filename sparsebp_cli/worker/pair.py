@@ -1,0 +1,49 @@
+"""Examples of an encoder and a decoder: the encoder reads the prompt, the decoder writes the completion."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from sparsebp_cli.errors import DataError
+from sparsebp_cli.recipe.schema import DatasetSection
+from sparsebp_cli.source.column import Rows, read_texts
+from sparsebp_cli.worker.encoding import COMPLETION_CUT, Encoded, Example, call_tokenizer
+
+PROMPT_CUT = "the prompt loses its end"
+
+
+def encode_pairs(
+    rows: Rows,
+    section: DatasetSection,
+    tokenizer: PreTrainedTokenizerBase,
+    columns: Collection[str],
+    _: Sequence[str],
+) -> Encoded:
+    """Tokenise each prompt, and each completion as a target, with the special tokens that the tokenizer puts around
+    either, as transformers' ``run_translation`` does; each has at most ``max_seq_length`` tokens."""
+    if columns or section.weight_column is not None:
+        name = min(columns) if columns else section.weight_column
+        raise DataError(f"column {name!r} marks tokens of one text, and an encoder-decoder has two")
+    if not section.completion_only_loss:
+        raise DataError("completion_only_loss: false trains on prompts, which an encoder-decoder does not predict")
+    prompts = read_texts(rows, section.prompt_column, may_be_empty=True)
+    completions = read_texts(rows, section.completion_column)
+    length, found = section.max_seq_length, Encoded()
+    if not prompts:
+        return found
+    sources = call_tokenizer(tokenizer, prompts)["input_ids"]
+    targets = call_tokenizer(tokenizer, text_target=completions)["input_ids"]
+    for number, (source, target) in enumerate(zip(sources, targets, strict=True)):
+        if len(source) > length:
+            found.cut[PROMPT_CUT] += 1
+            source = call_tokenizer(tokenizer, prompts[number], truncation=True, max_length=length)["input_ids"]  # noqa: PLW2901
+        if len(target) > length:
+            found.cut[COMPLETION_CUT] += 1
+            cut = call_tokenizer(tokenizer, text_target=completions[number], truncation=True, max_length=length)
+            target = cut["input_ids"]  # noqa: PLW2901
+        source_ids, labels = np.array(source, dtype=np.int64), np.array(target, dtype=np.int64)
+        found.examples.append(Example(source_ids, labels, document=number, is_pair=True))
+    return found

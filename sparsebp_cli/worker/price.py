@@ -1,0 +1,149 @@
+"""What an optimizer step costs, in FLOPs of forward, backward, update and trial passes: the one price of the project.
+
+Counting slows a step down and changes its last bits, so passes are counted in trial steps, at some steps of the run.
+Between them the policy's last count holds, in proportion to the shape of the batch: of a dense pass the products
+with weights grow with the positions, and attention with the square of the length. The update is counted at the first
+step of a phase, as it is made, and from then on in proportion to the entries that it changes.
+The journal has the price of each step, so whoever reads the run adds up instead of counting again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, astuple, dataclass, field
+
+import torch
+from torch import Tensor
+
+from sparsebp_cli.run import metric
+
+Shape = tuple[int, int]  # examples and padded length of a micro-batch
+FIRST, MOST = 8, 32  # a run with a limit of work counts the first steps of each price, then one of MOST at least
+MEMORY = 100  # counts
+TOLERANCE = 0.004  # standard error of the work of all steps so far, over that work
+
+
+@dataclass(frozen=True)
+class CountedPass:
+    """FLOPs of forward and backward over one micro-batch."""
+
+    policy: float
+    dense: float
+    attention: float  # of dense's: what grows with the square of the length
+    examples: int
+    length: int
+
+    def scale(self, shape: Shape) -> float:
+        """Return the work of another micro-batch as a multiple of this one's."""
+        longer = shape[1] / self.length
+        share = self.attention / self.dense if self.dense else 0.0
+        return shape[0] / self.examples * longer * (1.0 - share + share * longer)
+
+
+@dataclass
+class Spread:
+    """Mean and variance of counts. Older ones fade slowly: a policy may make a dearer step once in a hundred, which the
+    last few counts do not show, and one that has changed for long has another variance."""
+
+    number: int = 0
+    mean: float = 0.0
+    variance: float = 0.0
+
+    def add(self, share: float) -> None:
+        """Take in one more count; the first ``MEMORY`` have equal weights."""
+        self.number += 1
+        weight, distance = 1.0 / min(self.number, MEMORY), share - self.mean
+        self.mean += weight * distance
+        self.variance = (1.0 - weight) * (self.variance + weight * distance**2)
+
+    @property
+    def relative(self) -> float:
+        """The standard deviation over the mean."""
+        return math.sqrt(self.variance) / self.mean if self.mean else 0.0
+
+
+@dataclass
+class StepPrice:
+    """Prices the steps of a run from what was counted last; ``processes`` make each step together."""
+
+    processes: int = 1
+    counted: CountedPass | None = None
+    per_entry: float = 0.0  # FLOPs of clipping and update by entry of a parameter
+    spread: Spread = field(default_factory=Spread)  # of the policy's FLOPs over dense's
+    due: int = 0  # the next step (from 1) that a limit of work needs counted
+    trained: tuple[bool, ...] = ()  # which parameters the last step had a gradient of
+
+    def begin(self, counted: CountedPass) -> None:
+        """Take over the first count of a phase, whose policies have another price."""
+        self.counted, self.due, self.spread = counted, 0, Spread()
+
+    def count(self, counted: CountedPass, step: int) -> None:
+        """Take over a count at a step, and say when the next is due.
+
+        Charging k steps by one count, where counts vary by v of their mean, has a standard error of v sqrt(k (k - 1))
+        of a step; over N steps so far that is v sqrt((k - 1) / N) of their work.
+        """
+        self.counted = counted
+        self.spread.add(counted.policy / counted.dense)
+        spread = self.spread.relative
+        most = MOST if spread * math.sqrt(MOST) < TOLERANCE else 1.0 + step * (TOLERANCE / spread) ** 2
+        self.due = step + (1 if self.spread.number < FIRST else min(MOST, int(most)))
+
+    def price(
+        self, shapes: Iterable[Shape], updated: int, trained: int, trials: float = 0.0
+    ) -> dict[str, float | None]:
+        """Return the FLOPs of a step over micro-batches of one process, and those of a dense step over the same ones;
+        None while nothing was counted. The step updates so many entries of all that dense trains; ``trials`` are the
+        FLOPs of trial passes before it."""
+        if self.counted is None:
+            return {metric.STEP_FLOPS.name: None, metric.DENSE_STEP_FLOPS.name: None}
+        scale, update = sum(map(self.counted.scale, shapes)), self.per_entry * updated
+        dense = self.counted.dense * scale + self.per_entry * trained
+        return {
+            metric.STEP_FLOPS.name: self.processes * (self.counted.policy * scale + update + trials),
+            metric.DENSE_STEP_FLOPS.name: self.processes * dense,
+            metric.UPDATE_FLOPS.name: self.processes * update,
+            metric.DENSE_UPDATE_FLOPS.name: self.processes * self.per_entry * trained,
+        }
+
+    def see(self, trained: tuple[bool, ...], step: int) -> None:
+        """Begin to count anew after ``step`` if other parameters had a gradient than in the step before."""
+        if self.trained and trained != self.trained:
+            self.due, self.spread = step + 1, Spread()
+        self.trained = trained
+
+    def state_dict(self) -> dict[str, object]:
+        """Return what was counted, for a checkpoint: it is the same in each run of a plan."""
+        return {
+            "counted": None if self.counted is None else list(astuple(self.counted)),
+            "per_entry": self.per_entry,
+            "spread": asdict(self.spread),
+            "due": self.due,
+            "trained": list(self.trained),
+        }
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Go on with what was counted when a checkpoint was made; one of an older version has nothing."""
+        counted, per_entry = state.get("counted"), state.get("per_entry")
+        self.counted = CountedPass(*counted) if isinstance(counted, list) else None
+        self.per_entry = per_entry if isinstance(per_entry, float) else 0.0
+        spread, due = state.get("spread"), state.get("due")
+        self.spread = Spread(**spread) if isinstance(spread, dict) else Spread()
+        self.due = due if isinstance(due, int) else 0
+        trained = state.get("trained")
+        self.trained = tuple(trained) if isinstance(trained, list) else ()
+
+
+def find_updated(optimizer: torch.optim.Optimizer, *, all_of_them: bool) -> tuple[int, tuple[bool, ...]]:
+    """Return the entries of the parameters that an update changes, those with a gradient or all of the optimizer's, and
+    which parameters these are."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    found = tuple(all_of_them or p.grad is not None for p in parameters)
+    return sum(p.numel() for p, is_one in zip(parameters, found, strict=True) if is_one), found
+
+
+def shape_of(batch: Mapping[str, Tensor]) -> Shape:
+    """Return the examples of a micro-batch and their padded length."""
+    examples, length = batch["input_ids"].shape
+    return examples, length

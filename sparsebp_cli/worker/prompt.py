@@ -1,0 +1,106 @@
+"""Prompts of held-out rows, tokenised as at inference, and what the data have as their answers.
+
+A completion's prompt is tokenised alone, with what the tokenizer puts in front of a text and without what it puts
+behind; a conversation is written up to the assistant's last message, by the same template as for training, which then
+adds the header of the assistant's turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from sparsebp_cli.errors import DataError
+from sparsebp_cli.recipe.schema import DatasetSection
+from sparsebp_cli.source.column import Rows, read_texts
+from sparsebp_cli.source.conversation import Conversation, holds_messages, read_conversations, read_prompts
+from sparsebp_cli.source.reader import Row
+from sparsebp_cli.worker.chat_encoding import find_template
+from sparsebp_cli.worker.chat_template import ChatRequest, render_chats
+from sparsebp_cli.worker.encoding import Example, Surrounding, call_tokenizer
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a model is given, and what it should write."""
+
+    ids: np.ndarray  # int64
+    text: str
+    reference: str
+    row: Row
+    ends: frozenset[int] = frozenset()  # special tokens that end an answer in the training examples
+
+
+@dataclass(frozen=True)
+class HeldOutPrompts:
+    """The prompts of both held-out splits."""
+
+    validation: Sequence[Prompt] = ()
+    test: Sequence[Prompt] = ()
+
+
+def make_prompts(
+    rows: Rows, examples: Sequence[Example], section: DatasetSection, tokenizer: PreTrainedTokenizerBase
+) -> list[Prompt]:
+    """Return the prompts of the rows that examples were made of, in their order. Raise DataError for a row without a
+    prompt or an answer."""
+    chosen = [rows[example.document] for example in examples]
+    if not chosen:
+        return []
+    if section.format == "chat":
+        return _of_conversations(read_conversations(chosen, section.columns), chosen, examples, section, tokenizer)
+    if holds_messages(chosen, section.prompt_column):
+        found = read_prompts(chosen, section.prompt_column, section.completion_column)
+        return _of_conversations(found, chosen, examples, section, tokenizer)
+    texts = read_texts(chosen, section.prompt_column, may_be_empty=True)
+    references = read_texts(chosen, section.completion_column)
+    around = Surrounding.of(tokenizer)
+    prompts = []
+    encoded = call_tokenizer(tokenizer, texts)["input_ids"]
+    for row, text, reference, all_ids, example in zip(chosen, texts, references, encoded, examples, strict=True):
+        ids = all_ids if example.is_pair else all_ids[: len(all_ids) - around.num_behind]  # an encoder reads the end
+        if not ids:
+            raise DataError(f"{row.place}: the prompt has no token that a generation could begin with")
+        prompts.append(Prompt(np.array(ids, dtype=np.int64), text, reference, row))
+    return prompts
+
+
+def _of_conversations(
+    conversations: Sequence[Conversation],
+    rows: Rows,
+    examples: Sequence[Example],
+    section: DatasetSection,
+    tokenizer: PreTrainedTokenizerBase,
+) -> list[Prompt]:
+    requests, references = [], []
+    for one in conversations:
+        last = one.num_given or one.last_of_assistant
+        if not 0 < last < len(one.messages):
+            raise DataError(f"{one.place}: measure.generate needs a message of the assistant behind another one")
+        content = one.messages[last].get("content")
+        if not isinstance(content, str):
+            raise DataError(f"{one.place}: measure.generate needs text as the assistant's last message")
+        requests.append(ChatRequest(one.messages[:last], one.tools, generation_prompt=True))
+        references.append(content)
+    tokens = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
+    rendered = render_chats(find_template(section, tokenizer), tokens, requests)
+    for one, made in zip(conversations, rendered, strict=True):
+        if made.error:
+            raise DataError(f"{one.place}: the chat template refuses the prompt: {made.error}")
+    encoded = call_tokenizer(tokenizer, [made.text for made in rendered], add_special_tokens=False)["input_ids"]
+    special = set(tokenizer.all_special_ids)
+    found = zip(encoded, rendered, references, rows, examples, strict=True)
+    return [
+        Prompt(np.array(ids, dtype=np.int64), made.text, reference, row, _find_end(example, special))
+        for ids, made, reference, row, example in found
+    ]
+
+
+def _find_end(example: Example, special: set[int]) -> frozenset[int]:
+    """Return the special token that ends a turn: templates have one of their own, which a base model's config does not
+    name."""
+    ends = [int(token) for token in example.labels if int(token) in special]
+    return frozenset(ends[-1:])

@@ -1,0 +1,81 @@
+"""Packed rows have the masks of LoRA's dropout that their positions have in the plain step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import BertConfig, BertForSequenceClassification
+
+import sparsebp_cli as sbp
+from sparsebp_cli.asset.checkpointing import checkpoint_activations
+from sparsebp_cli.errors import UnsupportedError
+from tests.backward.families import tiny_decoder
+
+from .case import LIMIT, error, make_batch
+
+# peft 0.21 asks transformers 5.23 by its old name
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+
+def _adapted(rate: float = 0.1, *, checkpointing: bool = False) -> nn.Module:
+    model = tiny_decoder("llama", vocab_size=64)
+    config = peft.LoraConfig(
+        r=4, lora_dropout=rate, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False
+    )
+    torch.manual_seed(1)
+    adapted = peft.get_peft_model(model, config)  # type: ignore[arg-type]
+    if checkpointing:
+        checkpoint_activations(model)
+        model.enable_input_require_grads()
+    return adapted.train()
+
+
+def _step(model: nn.Module, engine: Any, batches: list[dict[str, Tensor]]) -> tuple[list[Tensor], Tensor]:
+    torch.manual_seed(7)
+    model.zero_grad()
+    loss = sum(model(**batch).loss for batch in batches)
+    assert isinstance(loss, Tensor)
+    loss.backward() if engine is None else engine.backward(loss)
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None], torch.get_rng_state()
+
+
+@pytest.mark.parametrize("verify", ["first", "never"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(("pad", "labels", "prefix"), [("right", "completion", "groups"), ("left", "dense", "none")])
+def test_a_packed_step_is_the_plain_one_with_the_same_masks(
+    pad: str, labels: str, prefix: str, checkpointing: bool, verify: str
+) -> None:
+    model, batch = _adapted(checkpointing=checkpointing), make_batch(pad, labels, prefix)
+    expected, random = _step(model, None, [batch])
+    dropped, _ = _step(_adapted(0.0), None, [batch])
+    assert error(expected, dropped) > 1e-2, "dropout matters"
+    with sbp.attach(model, {"name": "lossless", "verify": verify}) as engine:
+        for _ in range(2):
+            got, after = _step(model, engine, [batch])
+            assert error(expected, got) < LIMIT
+            assert torch.equal(random, after), "the generator is where the plain step leaves it"
+        assert "the plain step is used" not in engine.notes["packing"]
+
+
+def test_two_forwards_before_a_backward() -> None:
+    batches = [make_batch("right", "completion", "none"), make_batch("left", "dense", "none")]
+    model = _adapted()
+    expected, _ = _step(model, None, batches)
+    with sbp.attach(model, {"name": "lossless", "verify": "never"}) as engine:
+        got, _ = _step(model, engine, batches)
+    assert error(expected, got) < LIMIT
+
+
+def test_other_dropout_stays_refused() -> None:
+    config = peft.LoraConfig(r=4, lora_dropout=0.1, target_modules=["lm_head"])
+    at_head = peft.get_peft_model(tiny_decoder("llama", vocab_size=64), config)  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedError, match=r"lm_head.*has dropout 0.1"):
+        sbp.attach(at_head.train(), ["lossless"])
+    sizes = {"vocab_size": 30, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    bert = BertForSequenceClassification(BertConfig(**sizes, num_attention_heads=2))
+    with pytest.raises(UnsupportedError, match=r"has dropout 0.1"):
+        sbp.attach(bert.train(), ["lossless"])

@@ -1,0 +1,216 @@
+"""Under a loss scaler, what policies keep and observe is that of the training without one, whatever the scale does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import sparsebp_cli as sbp
+from sparsebp_cli.backward.core.loss_scale import ScaleFinder, remove_scale
+from sparsebp_cli.errors import UnsupportedError
+from sparsebp_cli.policy import (
+    BlockDropper,
+    BlockGradient,
+    Measure,
+    Observation,
+    Observed,
+    Policy,
+    ResidualBlock,
+    Stateful,
+    Step,
+    choice,
+)
+from sparsebp_cli.policy.discovery import find_policies, make_policies
+from tests.backward.families import tiny_decoder
+from tests.backward.test_policy_state import Momentum
+
+NUM_STEPS = 6
+# Batches whose loss is infinite, none before trial passes: a scaler drops their steps, and the oracle lacks them.
+OVERFLOWS = (1, 2, 5)
+
+
+class ByBlockNorm(Stateful, BlockDropper):
+    """Drops the block of the smallest gradient so far."""
+
+    @property
+    def budget(self) -> float:
+        return 0.5
+
+    def drop(self, blocks: Sequence[ResidualBlock], step: Step) -> list[str]:
+        return [min(step.state, key=lambda name: float(step.state[name]))] if step.index else []
+
+    @property
+    def observes(self) -> frozenset[type[Observed]]:
+        return frozenset({BlockGradient})
+
+    def measure(self, seen: Any, step: Step) -> dict[str, Measure]:
+        return {"norm": Measure(choice.l2_norm(seen.gradient), "hypot")}
+
+    def init(self, places: Sequence[ResidualBlock], /) -> dict[str, Tensor | float]:
+        return {place.name: torch.zeros(()) for place in places}
+
+    def observe(self, state: Any, observation: Observation, step: Step) -> dict[str, Tensor | float]:
+        return {name: before + observation["norm"].get(name, 0 * before) for name, before in state.items()}
+
+
+POLICIES: dict[str, Any] = {
+    "rows with feedback": {"name": "topk", "keep": 0.25, "along": "rows", "error_feedback": True},
+    "random entries with feedback": {"name": "random", "keep": 0.5, "along": "elements", "error_feedback": True},
+    "momentum": Momentum(),
+    "vcas": {"name": "vcas", "every": 2},
+    "dropbp": {"name": "dropbp", "keep": 0.5, "sensitivity_at": 0.0},
+    "gact": {"name": "gact", "adapt_interval": 4, "group": 8},
+    "subnet": {"name": "subnet", "keep": 0.25},
+    "grades": {"name": "grades", "threshold": 0.9, "relative": True, "grace": 0.4},
+    "autofreeze": {"name": "autofreeze", "every": 2},
+    "grass": {"name": "grass", "at_once": 1, "every": 2},
+    "importance": {"name": "importance", "keep": 0.5, "threshold": 0.0},
+    "block norms": ByBlockNorm(),
+}
+
+
+def _batch(number: int) -> dict[str, Tensor]:
+    ids = torch.randint(3, 64, (4, 8), generator=torch.Generator().manual_seed(number))
+    return {"input_ids": ids, "labels": ids}
+
+
+def _train(policy: Any, *, scaled: bool, inside: bool = False) -> tuple[nn.Module, dict[str, Any]]:
+    """Train, and return model and state. ``inside`` scales in the function that runs the pass."""
+    model = tiny_decoder("llama", vocab_size=64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2, enabled=scaled)
+    engine, seen = sbp.attach(model, policy, optimizer=optimizer, num_steps=NUM_STEPS), set[float]()
+    for number in range(NUM_STEPS + len(OVERFLOWS)):
+        if number in OVERFLOWS and not scaled:
+            continue
+        losses = [partial(_loss, model, number), partial(_loss, model, 100 + number)]
+        scales: Callable[[Tensor], Tensor] = scaler.scale if not inside else lambda loss: loss
+        differentiate = (lambda loss, **given: scaler.scale(loss).backward(**given)) if inside else None
+        if engine.trials_are_due():
+            forward, other = (partial(_scaled, scales, loss) for loss in losses)
+            engine.run_trials(forward, differentiate, others=[other])
+        loss = losses[0]()
+        engine.backward(scales(loss * float("inf") if number in OVERFLOWS else loss), differentiate)
+        scaler.step(optimizer)
+        scaler.update()
+        seen.add(scaler.get_scale())
+        optimizer.zero_grad()
+        engine.state_dict()  # as a checkpoint after each step
+    assert seen == ({256.0, 512.0, 1024.0} if scaled else {1.0}), "it has risen and fallen"
+    state = engine.state_dict()
+    engine.detach()
+    return model, state
+
+
+def _scaled(scales: Callable[[Tensor], Tensor], forward: Callable[[], Tensor]) -> Tensor:
+    return scales(forward())
+
+
+def _loss(model: nn.Module, number: int) -> Tensor:
+    loss: Tensor = model(**_batch(number)).loss
+    return loss
+
+
+def _tensors(state: Any, name: str = "") -> dict[str, Tensor]:
+    if isinstance(state, dict):
+        return {key: value for part, inner in state.items() for key, value in _tensors(inner, f"{name}/{part}").items()}
+    return {name: state if isinstance(state, Tensor) else torch.tensor(float(state))}
+
+
+CASES = [(name, False) for name in POLICIES] + [("rows with feedback", True), ("dropbp", True)]
+
+
+@pytest.mark.parametrize(("name", "inside"), CASES)
+def test_a_scale_that_moves_and_overflows_changes_no_state(name: str, inside: bool) -> None:
+    plain, expected = _train(POLICIES[name], scaled=False)
+    model, state = _train(POLICIES[name], scaled=True, inside=inside)
+    for (parameter, one), two in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-7, msg=lambda m, p=parameter: f"{p}: {m}")
+    mine, theirs = _tensors(state), _tensors(expected)
+    assert mine.keys() == theirs.keys()
+    assert all(tensor.isfinite().all() for tensor in mine.values())
+    for key, tensor in mine.items():
+        torch.testing.assert_close(tensor, theirs[key], rtol=1e-4, atol=1e-7, msg=lambda m, k=key: f"{k}: {m}")
+
+
+def test_every_policy_that_observes_a_gradient_is_tried_under_a_scaler() -> None:
+    tried = {policy["name"] for policy in POLICIES.values() if isinstance(policy, dict)}
+    made: dict[str, Policy] = {
+        policy["name"]: make_policies(policy)[0] for policy in POLICIES.values() if isinstance(policy, dict)
+    }
+    observes = {name: policy.observes for name, policy in made.items() if isinstance(policy, Stateful)}
+    seen = {name for name, found in observes.items() if any(observed.is_gradient for observed in found)}
+    assert seen | {"importance"} == tried - {"topk", "random"}  # whose norms are of a gradient at the logits
+    classes = {name: found.policy_class for name, found in find_policies().items()}
+    stateful = {name for name, policy in classes.items() if policy is not None and issubclass(policy, Stateful)}
+    # What these observe is of inputs and losses, which nobody scales.
+    assert stateful - tried == {"evolved-pruning", "evolved-sampling", "selective-backprop", "velora"}
+
+
+def test_what_is_kept_has_no_scale_and_nothing_that_is_not_finite() -> None:
+    kept = remove_scale(torch.tensor([1.5, float("nan"), float("-inf")], dtype=torch.float16), torch.tensor(2.0**20))
+    assert kept.dtype == torch.float32  # float16 has no 1.4e-6
+    assert torch.equal(kept, torch.tensor([1.5 * 2.0**-20, 0.0, 0.0]))
+
+
+def test_a_scale_that_the_script_multiplies_by_itself_is_given() -> None:
+    gradients = []
+    for scales in ((1.0, 1.0, 1.0), (1024.0, 512.0, 2048.0)):
+        model = tiny_decoder("llama", vocab_size=64)
+        engine = sbp.attach(model, POLICIES["rows with feedback"])
+        for number, scale in enumerate(scales):
+            model.zero_grad()
+            engine.backward(_loss(model, number) * scale, loss_scale=scale)
+        gradients.append(torch.cat([p.grad.flatten() / scales[-1] for p in model.parameters() if p.grad is not None]))
+        engine.detach()
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize("number", [1024, 1024.0])
+def test_a_loss_that_seems_to_be_scaled_by_hand_is_noted(number: float) -> None:
+    def notes(factor: float, policy: Any = POLICIES["rows with feedback"], **given: float) -> dict[str, str]:
+        model = tiny_decoder("llama", vocab_size=64)
+        with sbp.attach(model, policy) as engine:
+            engine.backward(_loss(model, 0) * factor, **given)
+            return engine.notes
+
+    assert "give engine.backward(loss * 1024, loss_scale=1024)" in notes(number)["loss scale"]
+    assert "loss scale" not in notes(number, loss_scale=number)
+    assert "loss scale" not in notes(number, {"name": "topk", "keep": 0.5})  # it keeps nothing
+    for weight in (0.25, 3.0, 8.0, 100.0):
+        assert "loss scale" not in notes(weight)
+
+
+def test_only_a_scaler_is_taken_for_one() -> None:
+    finder, weight = ScaleFinder(), torch.ones(3, requires_grad=True)
+    scaler, own, loss = torch.amp.GradScaler("cpu", init_scale=8.0), torch.tensor(8.0), weight.sum()
+    assert all(finder.find(other) is None for other in (loss, loss * 8.0, loss * own, own * loss * torch.tensor(0.5)))
+    for scaled in (scaler.scale(loss), scaler.scale(loss) / 4, scaler.scale(loss * own), scaler.scale(loss) + loss):
+        found = finder.find(scaled)
+        assert found is not None
+        assert float(found) == 8.0
+    for _ in range(100):
+        assert finder.find(loss * torch.tensor(0.5)) is None
+    later = torch.amp.GradScaler("cpu", init_scale=4.0)
+    assert [finder.find(later.scale(loss)) for _ in range(2)][1] == 4.0
+
+
+@pytest.mark.parametrize("form", ["before", "inside", "given"])
+def test_an_eager_update_of_a_scaled_loss_is_refused_before_it_changes_a_weight(form: str) -> None:
+    model = tiny_decoder("llama", vocab_size=64)
+    before = [parameter.clone() for parameter in model.parameters()]
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    engine = sbp.attach(model, [], optimizer=torch.optim.SGD(model.parameters(), 0.1), update="eager")
+    backward: dict[str, Callable[[Tensor], None]] = {
+        "before": lambda loss: engine.backward(scaler.scale(loss)),
+        "inside": lambda loss: engine.backward(loss, lambda root, **given: scaler.scale(root).backward(**given)),
+        "given": lambda loss: engine.backward(loss * 8.0, loss_scale=8.0),
+    }
+    with pytest.raises(UnsupportedError, match="update='eager' with a GradScaler is not built"):
+        backward[form](_loss(model, 0))
+    assert all(torch.equal(one, two) for one, two in zip(model.parameters(), before, strict=True))

@@ -1,0 +1,181 @@
+"""Table, picture, LaTeX, page and JSON of one comparison have the same numbers, withhold the same, bold the same."""
+
+from __future__ import annotations
+
+import html
+import json
+import random
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparsebp_cli.compare import Comparison, Question, compare_runs, picture, render
+from sparsebp_cli.compare import number as show
+from sparsebp_cli.compare.overview_grid import grids
+from sparsebp_cli.compare.report import render_report
+from sparsebp_cli.compare.statistics import Difference, Spread
+from sparsebp_cli.compare.view import View, view_grids
+from sparsebp_cli.run import JournalWriter, RunFolder
+
+MakeRun = Callable[..., RunFolder]
+Cells = dict[str, dict[str, tuple[str, bool]]]  # label to column to the text and whether it is bold
+SEEDS = 12
+
+
+def draw_runs(make_run: MakeRun, draw: random.Random) -> list[RunFolder]:
+    """Groups of random effects, seeds, costs and memory; some ran on a busy machine, some are tested on a split of its
+    own."""
+    runs, num_seeds, is_tested = [], draw.choice((2, 3, 5)), draw.random() < 0.5
+    noise = [draw.gauss(0.0, 0.1) for _ in range(num_seeds)]
+    for number in range(draw.choice((2, 3, 4))):
+        effect, seconds = (0.0, 0.2) if number == 0 else (draw.choice((-0.5, 0.0, 0.5)), draw.choice((0.06, 0.15, 0.3)))
+        share, held = (1.0, 4e8) if number == 0 else (draw.choice((0.1, 0.5)), draw.choice((2e8, 4e8, 6e8)))
+        policy = [{"name": "dense"}] if number == 0 else [{"name": "topk", "keep": 0.1 * number, "along": "rows"}]
+        is_busy, steps = draw.random() < 0.25, draw.choice((20, 20, 10))
+        for seed in range(num_seeds):
+            loss = 3.0 + noise[seed] + effect + draw.gauss(0.0, 0.02)
+            metrics = {"probe/dense_seconds": 0.2, "probe/policy_seconds": 0.2 * (share + 0.1 * draw.random())}
+            metrics |= {"test/loss": loss + 0.1} if is_tested else {}
+            run = make_run(
+                f"group-{number}", seed, policy=policy, exact=number == 0, loss=loss, seconds=seconds, executed=share,
+                claimed=share, steps=steps, training={"max_steps": steps}, metrics=metrics,
+            )  # fmt: skip
+            with JournalWriter(run.path, durable=False) as journal:
+                journal.attempt = 1
+                journal.write("metrics", step=6, values={"memory/step_peak_bytes": held * (1 + 0.01 * draw.random())})
+                for step in range(1, steps + 1) if is_busy else ():
+                    journal.write("metrics", step=step, values={"host/load": 9.0})
+            runs.append(run)
+    return runs
+
+
+def read_page(comparison: Comparison) -> Cells:
+    """The leaderboard of the report."""
+    page = render_report(comparison)
+    board = page[page.index("<table class=board>") : page.index("</table>")]
+    found: Cells = {}
+    for row in board.split("<tr>")[2:]:
+        label = html.unescape(
+            re.sub(r"<[^>]*>", "", re.findall(r"<th scope=row>(.*?)</th>", row, re.DOTALL)[0])
+        ).strip()
+        cells = re.findall(r'data-label="([^"]*)"[^>]*><span>(.*?)</span>', row, re.DOTALL)
+        found[label] = {
+            html.unescape(column): (html.unescape(re.sub(r"<[^>]*>", "", cell)), "<b>" in cell)
+            for column, cell in cells
+        }
+    return found
+
+
+def read_latex(comparison: Comparison) -> Cells:
+    rows = [
+        line.removesuffix(r" \\").split(" & ") for line in render(comparison, "latex").splitlines() if " & " in line
+    ]
+    plain = [[re.sub(r"\\textbf\{(.*?)\}(?= \{|$)", r"\1", cell) for cell in row] for row in rows]
+    plain = [
+        [re.sub(r"\$|\\(?=[%])", "", cell.replace("{[}", "[").replace(r"\pm", "±")) for cell in row] for row in plain
+    ]
+    return {
+        row[0]: {
+            column: (cell, r"\textbf" in raw) for column, cell, raw in zip(plain[0][1:], row[1:], raws[1:], strict=True)
+        }
+        for row, raws in zip(plain[1:], rows[1:], strict=True)
+    }
+
+
+def read_tables(comparison: Comparison, title: str, column: str) -> dict[str, tuple[str, bool]]:
+    """A column of a table in the terminal."""
+    grid = next((grid for grid in grids(comparison) if grid.title.startswith(title)), None)
+    if grid is None:
+        return {}
+    place = grid.columns.index(column)
+    return {row[0]: (row[place], (number, place) in grid.bold) for number, row in enumerate(grid.rows)}
+
+
+def difference_of(values: dict[str, Any] | None) -> Difference | None:
+    return None if values is None else Difference(**{k: v for k, v in values.items() if k not in {"pairs", "dropped"}})
+
+
+def is_gain(group: dict[str, Any], subject: str, good: str) -> bool:
+    outcomes = [s["outcome"] for s in group["statements"] if s["subject"] == subject]
+    return bool(outcomes) and outcomes[0] in {"better", good}
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_all_faces_of_a_comparison_agree(make_run: MakeRun, tmp_path: Path, seed: int) -> None:
+    draw = random.Random(seed)
+    comparison = compare_runs(draw_runs(make_run, draw), Question(margin=draw.choice((None, 0.2))))
+    data = json.loads(render(comparison, "json"))
+    page, latex = read_page(comparison), read_latex(comparison)
+    assert page == latex
+    quality, speed, memory = (read_tables(comparison, title, "to baseline") for title in ("Quality", "Speed", "Memory"))
+    step = read_tables(comparison, "Speed", "step")
+    levels = read_tables(comparison, "Quality", data["metric"])
+    drawn = picture(comparison, tmp_path / "a.svg").read_text()
+    texts = [html.unescape(text) for text in re.findall(r"<text[^>]*>(.*?)</text>", drawn)]
+    pareto = {row[0]: row for row in view_grids(comparison, View("pareto"))[0].rows}
+    for group in data["groups"]:
+        label, cells, is_base = group["label"], page[group["label"]], group["baseline"]
+        level = group["quality"]["final"]
+        level = show.of_spread(Spread(**level)) if level else "-"
+        assert cells[data["metric"]][0] == levels[label][0] == level
+        ratio = difference_of(group["speed"]["step_ratio"])
+        expected = {
+            f"to {data['groups'][0]['label']}": show.of_difference(difference_of(group["quality"]["difference"])),
+            "step time": show.of_change(ratio),
+            "memory held": show.of_change(difference_of(group["cost"]["held_ratio"])),
+            "cost of a step": f"{group['speed']['relative_cost']:.2f}",
+        }
+        bold = {
+            data["metric"]: is_gain(group, "quality", data["better"]),
+            f"to {data['groups'][0]['label']}": is_gain(group, "quality", data["better"]),
+            "step time": is_gain(group, "step time", "lower"),
+            "memory held": is_gain(group, "memory", "lower"),
+        }
+        for column, (text, is_bold) in cells.items():
+            assert text == expected.get(column, text), column
+            assert is_bold == bold.get(column, False), column
+        if not is_base:
+            assert quality[label] == (expected[f"to {data['groups'][0]['label']}"], bold[data["metric"]])
+            assert speed[label] == (
+                "withheld" if group["speed"]["withheld"] else expected["step time"],
+                bold["step time"],
+            )
+            assert memory[label] == (expected["memory held"], bold["memory held"])
+        is_hidden = bool(group["speed"]["withheld"]) and group["speed"]["step"] is None
+        assert (step[label][0] == "withheld") == is_hidden
+        if group["speed"]["withheld"]:
+            assert ratio is None
+            assert cells.get("step time", ("-", False)) == ("-", False)
+            assert not [s for s in group["statements"] if s["subject"] == "step time" and s["numbers"]]
+        shown = f" {group['speed']['relative_cost']:.2f}"
+        if is_hidden:
+            shown += ", times withheld"
+        elif group["speed"]["step"]:
+            shown += f", {1000 * group['speed']['step']['median']:.0f} ms"
+        if ratio is not None and not is_hidden:
+            shown += f", {show.split_change(ratio)[0]}"
+        assert shown in texts
+        assert expected["cost of a step"] in pareto[label]
+    ratios = [difference_of(group["speed"]["step_ratio"]) for group in data["groups"]]
+    allowed = {show.split_change(ratio)[0] for ratio in ratios if ratio is not None}
+    assert {found for text in texts for found in re.findall(r"[-+][\d.]+ %", text)} <= allowed
+    course = "eval/loss" if data["metric"] == "test/loss" else data["metric"]
+    assert any(text.startswith(course) for text in texts)  # what is drawn is named
+    assert not any(text.startswith("test/") for text in texts)
+
+
+def test_the_random_comparisons_hold_what_the_faces_have_to_agree_on(make_run: MakeRun) -> None:
+    seen: set[str] = set()
+    for seed in range(SEEDS):
+        draw = random.Random(seed)
+        found = compare_runs(draw_runs(make_run, draw), Question(margin=draw.choice((None, 0.2))))
+        for group in found.groups:
+            seen |= {f"{s.subject}: {s.outcome}" for s in group.statements}
+            seen |= {"withheld"} if group.speed.withheld else set()
+            seen |= {"drift"} if "drifted" in group.speed.withheld else set()
+            seen |= {"gain"} if found.is_gain(group, "quality") else set()
+    wanted = {"withheld", "drift", "gain", "step time: lower", "step time: no statement", "memory: lower"}
+    assert wanted <= seen

@@ -1,0 +1,111 @@
+"""The exchange rate's page says what its archives hold, by rules that are tried here on surfaces that are known."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+RATE = 1e-3
+FAIR = {"unbiased": True}
+
+
+@pytest.fixture
+def result(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    yield importlib.import_module("exchange_result")
+    sys.modules.pop("exchange_result", None)
+
+
+def make_run(batch: float, seed: int) -> dict[int, float]:
+    """A training that obeys the law: its loss goes with the logarithm of its batch and with its steps."""
+    return {step: 4.0 - 0.2 * math.log2(batch) - 0.01 * step + 0.001 * (seed % 3) for step in range(20, 121, 20)}
+
+
+def make_losses(arms: dict[str, float]) -> dict[str, dict[int, dict[int, float]]]:
+    dense = {f"dense-b{batch}-r0.001": {s: make_run(batch, s) for s in (0, 1, 2)} for batch in (1, 2, 4, 8, 16, 32)}
+    return dense | {arm: {seed: make_run(batch, seed) for seed in (100, 101, 102)} for arm, batch in arms.items()}
+
+
+def make_worth(noise: float, price: float = 1.0, bias: float = 0.0) -> dict[str, Any]:
+    product = (1 + noise) * price
+    numbers = {"price": price, "noise": noise, "bias": bias, "product": product}
+    return {name: {"value": value, "low": value - 0.01, "high": value + 0.01} for name, value in numbers.items()}
+
+
+def test_methods_that_obey_the_law_are_found_to(result: ModuleType) -> None:
+    noise = {"a": 0.0, "b": 1.0, "c": 2.5, "d": 7.0}
+    losses = make_losses({arm: 16 / (1 + nu) for arm, nu in noise.items()})
+    worth = {arm: make_worth(nu) for arm, nu in noise.items()}
+    found = result.judge(losses, worth, {arm: {"unbiased": True} for arm in noise}, RATE)
+    assert found["scores"]["r2"] == pytest.approx(1.0, abs=1e-4)
+    assert found["scores"]["spearman"] == pytest.approx(1.0)
+    assert found["scores"]["within"] == 4
+    assert found["hypotheses"] == {"H1": True, "H2": None, "H3": True, "H4": True}
+    assert [row["batch"] for row in found["rows"]] == [16.0, 8.0, 16 / 3.5, 2.0]
+
+
+def test_a_biased_method_lies_above_the_line_and_outside_of_its_interval(result: ModuleType) -> None:
+    losses = make_losses({"a": 2.0, "b": 8.0, "c": 4.0})
+    worth = {"a": make_worth(0.0, bias=0.5), "b": make_worth(1.0), "c": make_worth(3.0)}
+    about = {"a": {"unbiased": False}, "b": {"unbiased": True}, "c": {"unbiased": True}}
+    found = result.judge(losses, worth, about, RATE)
+    biased = found["rows"][0]
+    assert biased["surprise"] == pytest.approx(0.6, abs=1e-2)
+    assert biased["observed"] > biased["high"]
+    assert (found["scores"]["biased"], found["scores"]["biased_above"]) == (1, 1)
+    assert found["scores"]["r2"] is None  # two arms are no fit
+
+
+def test_what_needs_a_batch_below_one_has_no_prediction_and_is_last_in_the_order(result: ModuleType) -> None:
+    noise = {"a": 0.0, "b": 3.0, "c": 500.0}
+    losses = make_losses({"a": 16.0, "b": 4.0, "c": 1.0})
+    worth = {arm: make_worth(nu) for arm, nu in noise.items()}
+    found = result.judge(losses, worth, {arm: {"unbiased": True} for arm in noise}, RATE)
+    assert found["unpredicted"] == ["c"]
+    assert found["scores"]["spearman"] == pytest.approx(1.0)
+    assert found["scores"]["unbiased"] == 2
+
+
+def test_one_that_wins_against_its_verdict_is_named(result: ModuleType) -> None:
+    """At half of dense's price, with dense's gradient, yet with a verdict that it cannot win."""
+    losses = make_losses({"a": 32.0, "b": 8.0, "c": 4.0})
+    worth = {"a": make_worth(3.0, price=0.5), "b": make_worth(0.5), "c": make_worth(3.0)}
+    found = result.judge(losses, worth, {arm: {"unbiased": True} for arm in worth}, RATE)
+    # After 120 steps it is at 1.80; dense with a batch of 8 has as many steps for that price and is at 2.20.
+    assert found["scores"]["beat_their_verdict"] == ["a"]
+    assert found["hypotheses"]["H4"] is False
+    assert found["scores"]["regret"] == {"chosen": "b", "best": "a", "nats": pytest.approx(1.0, abs=1e-2)}
+
+
+def test_a_run_that_diverged_comes_out_last_and_is_out_of_the_fit(result: ModuleType) -> None:
+    losses = make_losses({"a": 16.0, "b": 4.0, "c": 2.0})
+    losses["a"][101] = {}
+    worth = {"a": make_worth(0.0), "b": make_worth(3.0), "c": make_worth(7.0)}
+    found = result.judge(losses, worth, {arm: {"unbiased": True} for arm in worth}, RATE)
+    assert found["rows"][0]["observed"] is None
+    assert found["scores"]["unbiased"] == 2
+    assert found["scores"]["spearman"] < 0.0
+
+
+def test_the_page_names_every_arm_and_what_became_of_each_hypothesis(
+    result: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = importlib.import_module("exchange_page")
+    losses = make_losses({"a": 16.0, "b": 4.0, "c": 2.0, "d": 1.0, "e": 8.0})
+    losses["e"][101] = {}  # diverged
+    noise = {"a": 0.0, "b": 3.0, "c": 7.0, "d": 500.0, "e": 1.0}
+    found = result.judge(losses, {arm: make_worth(nu) for arm, nu in noise.items()}, dict.fromkeys(noise, FAIR), RATE)
+    text = page.render([{"task": "known", "rate": RATE} | found])
+    assert all(f"<th scope=row>{arm}</th>" in text for arm in noise)
+    assert text.count("none: below a batch of 1") == text.count(">diverged<") == 1
+    assert "H1 holds: over 3 unbiased arms" in text
+    assert "H2 cannot be said yet" in text
+    assert text.count("<circle") == 3
+    sys.modules.pop("exchange_page")

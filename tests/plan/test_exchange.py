@@ -1,0 +1,107 @@
+"""The exchange rate of a method and dense's batch: figures by hand, and intervals that hold what they promise."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from sparsebp_cli.plan.exchange import (
+    BatchPair,
+    Interval,
+    StepCost,
+    combine,
+    estimate_share,
+    give_verdict,
+    price_against_batch,
+)
+
+SURE = Interval.exactly
+
+
+@pytest.mark.parametrize("share", [0.1, 0.25, 0.5, 0.8])
+@pytest.mark.parametrize("update", [0.0, 0.3])
+def test_uniform_examples_are_worth_exactly_their_price(share: float, update: float) -> None:
+    """A share p drawn uniformly has the noise 1 / p - 1 and costs p of the passes, and the whole update."""
+    policy, dense = StepCost(share, update), StepCost(1.0, update)
+    assert price_against_batch(1 / share - 1, policy, dense) == pytest.approx(1.0)
+
+
+def test_without_an_update_it_is_the_product_of_the_law() -> None:
+    assert price_against_batch(1.5, StepCost(0.6, 0.0), StepCost(1.0, 0.0)) == pytest.approx(2.5 * 0.6)
+
+
+def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
+    """Errors of a known size on gradients of a known variance: 3 points of 3 pairs, as a measurement has them."""
+    random, held, rounds = np.random.default_rng(0), 0, 400
+    for _ in range(rounds):
+        points = []
+        for scale in (3.0, 1.0, 0.5):  # the variance between batches changes over a training, the share does not
+            gradient = random.normal(size=(3, 2, 8)) * scale
+            error = random.normal(size=(3, 2, 2, 8)) * scale * np.sqrt(0.7) + 0.4 * scale
+            points.append(
+                [
+                    BatchPair(
+                        between=float(((g[0] - g[1]) ** 2).sum() / 2),
+                        noise=float(((e[:, 0] - e[:, 1]) ** 2).sum() / 4),
+                        bias=float((e[:, 0] * e[:, 1]).sum() / 2),
+                    )
+                    for g, e in zip(gradient, error, strict=True)
+                ]
+            )
+        noise = estimate_share(points, lambda pair: pair.noise)
+        held += noise.low <= 0.7 <= noise.high
+    assert 0.90 <= held / rounds <= 0.99
+
+
+def test_the_price_is_a_ratio_of_sums_with_the_error_of_its_residuals() -> None:
+    assert Interval.of_ratio([(1.0, 2.0)]) == SURE(0.5)
+    assert Interval.of_ratio([(1.0, 2.0), (3.0, 6.0)]) == SURE(0.5)  # batches differ, the ratio does not
+    wide = Interval.of_ratio([(1.0, 2.0), (2.0, 2.0), (3.0, 2.0)])
+    assert wide.value == pytest.approx(1.0)
+    assert wide.high - wide.value == pytest.approx(4.3027 * 0.5 / 3**0.5, rel=1e-4)  # Student, two degrees of freedom
+
+
+@pytest.mark.parametrize(
+    ("noise", "price", "bias", "claims", "verdict"),
+    [
+        (SURE(0.0), SURE(1.0), SURE(0.0), {"exact": True, "unbiased": True}, "dense"),
+        (SURE(0.0), SURE(0.5), SURE(0.0), {"exact": True, "unbiased": True}, "could"),
+        (SURE(0.0), SURE(1.2), SURE(0.0), {"exact": True, "unbiased": True}, "cannot beat a smaller batch"),
+        (
+            Interval(1, 0.9, 1.1),
+            SURE(0.8),
+            SURE(0.0),
+            {"exact": False, "unbiased": True},
+            "cannot beat a smaller batch",
+        ),
+        (Interval(1, 0.8, 1.2), SURE(0.5), SURE(0.0), {"exact": False, "unbiased": True}, "decide by training"),
+        (Interval(0.2, 0.1, 0.3), SURE(0.5), SURE(0.0), {"exact": False, "unbiased": True}, "could"),
+        (Interval(0.2, 0.1, 0.3), SURE(0.5), Interval(0, -0.2, 0.2), {"exact": False, "unbiased": True}, "could"),
+        (
+            Interval(0.2, 0.1, 0.3),
+            SURE(0.5),
+            Interval(0, -0.2, 0.2),
+            {"exact": False, "unbiased": False},
+            "decide by training",
+        ),
+        (
+            Interval(0.2, 0.1, 0.3),
+            SURE(0.5),
+            Interval(0.3, 0.2, 0.4),
+            {"exact": False, "unbiased": True},
+            "decide by training",
+        ),
+        (
+            Interval(1, 0.9, 1.1),
+            SURE(0.8),
+            Interval(9, 8, 10),
+            {"exact": False, "unbiased": False},
+            "cannot beat a smaller batch",
+        ),
+    ],
+)
+def test_the_verdict_follows_from_intervals(
+    noise: Interval, price: Interval, bias: Interval, claims: dict[str, bool], verdict: str
+) -> None:
+    product = combine(noise, price, StepCost(price.value, 0.0), StepCost(1.0, 0.0))
+    assert give_verdict(product, noise, bias, **claims) == verdict

@@ -1,0 +1,36 @@
+"""Plugins of this repository as installed distributions, whether or not they are installed here."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+from sparsebp_cli.policy import FoundPolicy, find_policies
+from sparsebp_cli.policy.shelf import MOVED
+
+PLUGINS = Path(__file__).parents[1] / "plugins"
+SHELF_TESTS = PLUGINS / "sparsebp-shelf" / "tests"
+
+
+def find_ours() -> dict[str, FoundPolicy]:
+    """Return the policies by name that tables of these tests have: those built in, and those that were.
+
+    What is new on the shelf, as what is new in any package, brings its own tests and changes none of these.
+    """
+    policies = find_policies().items()
+    return {name: found for name, found in policies if found.source.split()[0] == "sparsebp" or name in MOVED}
+
+
+def write_metadata(plugin: Path, folder: Path) -> None:
+    """Write what pip would write: on the import path, the folder makes a plugin's entry points known."""
+    project = tomllib.loads((plugin / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    info = folder / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
+    info.mkdir(parents=True)
+    groups = (
+        f"[{group}]\n" + "".join(f"{name} = {value}\n" for name, value in entries.items())
+        for group, entries in project["entry-points"].items()
+    )
+    (info / "entry_points.txt").write_text("\n".join(groups), encoding="utf-8")
+    (info / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n", encoding="utf-8"
+    )

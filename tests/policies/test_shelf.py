@@ -1,0 +1,89 @@
+"""Policies that left for the shelf: how one gets them, and that runs and checkpoints of before go on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from sparsebp_cli import entry_point
+from sparsebp_cli.errors import PolicyError, RecipeError
+from sparsebp_cli.plan import identity
+from sparsebp_cli.plan.identity import find_code
+from sparsebp_cli.plan.seal import Seal
+from sparsebp_cli.policy import find_policies, make_policy
+from sparsebp_cli.policy.known_kind import find_kinds
+from sparsebp_cli.policy.shelf import MOVED, SHELF
+from sparsebp_cli.recipe import Recipe, load_recipe
+
+ROOT = Path(__file__).parents[2]
+RECIPES = {
+    policy["name"]: file
+    for file in sorted((ROOT / "recipes" / "methods").glob("*.yaml"))
+    for policy in yaml.safe_load(file.read_text(encoding="utf-8")).get("policy", [])
+    if policy["name"] in MOVED
+}
+
+
+@pytest.fixture
+def without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An installation without the shelf."""
+
+    def read(group: str, state: object) -> metadata.EntryPoints:
+        found = metadata.entry_points(group=group)
+        return metadata.EntryPoints(entry for entry in found if entry.dist is None or entry.dist.name != SHELF)
+
+    monkeypatch.setattr(entry_point, "_read", read)
+
+
+def _recipe(name: str) -> Recipe:
+    return load_recipe(RECIPES[name])
+
+
+def test_what_left_is_on_the_shelf() -> None:
+    assert {name for name, found in find_policies().items() if found.source.split()[0] == SHELF} >= MOVED
+
+
+def test_without_the_shelf_nothing_of_it_is_known(without: None) -> None:
+    assert not MOVED & find_policies().keys()
+    assert [kind.name for kind in find_kinds().kinds if kind.policy.__module__.startswith("sparsebp_shelf")] == []
+    assert find_kinds().problems == ()
+
+
+@pytest.mark.parametrize("name", sorted(RECIPES))
+def test_a_recipe_without_the_shelf_says_in_one_line_how_to_get_it(without: None, name: str) -> None:
+    with pytest.raises(RecipeError) as raised:
+        load_recipe(RECIPES[name])
+    text = str(raised.value)
+    assert text.endswith(
+        f"policy.0.name: policy {name!r} is not installed: it is in the package sparsebp-shelf: "
+        "pip install sparsebp-shelf, or plugins/sparsebp-shelf of a checkout"
+    )
+    assert text.startswith(f"{RECIPES[name]}:")
+    assert "\n" not in text
+    with pytest.raises(PolicyError, match="it is in the package sparsebp-shelf"):
+        make_policy(name)
+
+
+@pytest.mark.parametrize("name", sorted(RECIPES))
+def test_a_checkpoint_of_the_built_in_form_and_its_run_id_hold(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    recipe = _recipe(name)
+    now = find_code(recipe)
+    built_in = {found: replace(policy, source="sparsebp 0.3.0") for found, policy in find_policies().items()}
+    monkeypatch.setattr(identity, "find_policies", lambda: built_in)
+    then = Seal(recipe.model_dump(mode="json"), find_code(recipe))
+    assert then.changes(Seal(recipe.model_dump(mode="json"), now)) == []
+    assert identity.identify("group", 0, then.code, {}) == identity.identify("group", 0, now, {})
+
+
+def test_a_shelf_of_another_version_is_another_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    name, recipe = min(RECIPES), _recipe(min(RECIPES))
+    then: Any = Seal(recipe.model_dump(mode="json"), find_code(recipe))
+    other = {found: replace(policy, source=f"{SHELF} 9.0.0") for found, policy in find_policies().items()}
+    monkeypatch.setattr(identity, "find_policies", lambda: other)
+    changes = then.changes(Seal(recipe.model_dump(mode="json"), find_code(recipe)))
+    assert [str(change) for change in changes] == [f'code.{SHELF} (absent, now "9.0.0")'], name

@@ -1,0 +1,124 @@
+"""What is larger than a run's files can be is refused before it is in memory, from archives and from workers."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import subprocess
+import sys
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sparsebp_cli.run import History
+from sparsebp_cli.run.budget import LARGEST_PLAN, LONGEST_LINE, read_bounded, read_lines
+
+pytestmark = pytest.mark.promise("R32")
+
+GIB, MIB = 1 << 30, 1 << 20
+RUN = "runs/0123456789ab"
+MOST_MIB = 256
+# Peak memory of a process of its own, above that after its imports.
+MEASURE = """
+import resource, sys
+{imports}
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+before = peak()
+try:
+    {call}
+except SparseBPError as error:
+    print("refused:", error)
+print(peak() - before)
+"""
+OPEN = ("from pathlib import Path; from sparsebp_cli.errors import SparseBPError; "
+        "from sparsebp_cli.compare.archive import open_archive; from sparsebp_cli.run import History",
+        "print(History.load(open_archive(Path(sys.argv[1])) / 'runs' / '0123456789ab').unreadable)")  # fmt: skip
+RECEIVE = ("import gzip; from pathlib import Path; from sparsebp_cli.errors import SparseBPError; "
+           "from sparsebp_cli.target.archive import receive; from sparsebp_cli.run import RunFolder",
+           "receive(gzip.open(sys.argv[1]), RunFolder(Path(sys.argv[1]).parent))")  # fmt: skip
+
+
+def header(name: str, size: int, kind: bytes = tarfile.REGTYPE) -> bytes:
+    member = tarfile.TarInfo(name)
+    member.size, member.type = size, kind
+    return member.tobuf(tarfile.USTAR_FORMAT)
+
+
+def zeros(size: int, byte: bytes = b"\0") -> Iterator[bytes]:
+    for _ in range(size // MIB):
+        yield byte * MIB
+
+
+def make_bomb(kind: str) -> Iterator[bytes]:
+    """Yield an archive that a careless reader takes into memory; where the size alone tells, it is not all there."""
+    match kind:
+        case "header":
+            yield header("x", 2 * GIB - 512, tarfile.XHDTYPE)
+            yield from zeros(2 * MIB, b"a")
+        case "name":
+            yield header("x", 2 * GIB - 512, tarfile.GNUTYPE_LONGNAME)
+            yield from zeros(2 * MIB, b"a")
+        case "headers":
+            for number in range(400):
+                text = f"comment{number}={'a' * 60_000}\n"
+                record = f"{len(text) + 6} {text}".encode()
+                yield header("x", len(record), tarfile.XGLTYPE) + record.ljust(-len(record) // 512 * -512, b"\0")
+        case "members":
+            for _ in range(25_000):
+                yield header("x", 0)
+        case "plan":
+            yield header(f"{RUN}/plan.json", 2 * GIB - 512)
+            yield from zeros(2 * MIB, b" ")
+        case "holes":
+            yield header(f"{RUN}/plan.json", 512, tarfile.GNUTYPE_SPARSE) + bytes(512)
+        case "line":
+            yield header(f"{RUN}/journal.jsonl", 200 * MIB)
+            yield from zeros(200 * MIB, b"a")
+    yield bytes(1024)
+
+
+@pytest.mark.parametrize("where", ["archive", "worker"])
+@pytest.mark.parametrize("kind", ["header", "name", "headers", "members", "plan", "holes", "line"])
+def test_a_bomb_is_refused_in_one_line_and_little_memory(kind: str, where: str, tmp_path: Path) -> None:
+    file = tmp_path / "bomb.tar.gz"
+    with gzip.open(file, "wb", 1) as packed:
+        for chunk in make_bomb(kind):
+            packed.write(chunk)
+    imports, call = OPEN if where == "archive" else RECEIVE
+    words = [sys.executable, "-c", MEASURE.format(imports=imports, call=call), str(file)]
+    done = subprocess.run(
+        words, capture_output=True, text=True, check=False, env=os.environ | {"TMPDIR": str(tmp_path)}
+    )
+    assert done.returncode == 0, done.stderr
+    answer, peak = done.stdout.splitlines() if kind != "line" or where == "archive" else ["", done.stdout]
+    assert int(peak) < MOST_MIB
+    assert (answer.startswith("refused: ") and len(answer) < 400) or (kind == "line")
+    if (kind, where) == ("line", "archive"):
+        assert answer == "[]"  # without its end it is left for later
+
+
+def test_a_line_that_is_too_long_is_one_unreadable_line(tmp_path: Path) -> None:
+    good = json.dumps({"kind": "metrics", "attempt": 1, "time": 1.0, "step": 1, "values": {"train/loss": 2.0}}).encode()
+    (tmp_path / "journal.jsonl").write_bytes(good + b"\n" + b"a" * (LONGEST_LINE + 5) + b"\n" + good + b"\n")
+    history = History.load(tmp_path)
+    assert (history.unreadable, history.series("train/loss")) == (["line 2"], {1: 2.0})
+
+
+@pytest.mark.parametrize("extra", [-1, 0, 1, LONGEST_LINE])
+def test_lines_are_split_where_they_end(extra: int) -> None:
+    content = b"x\n" + b"a" * (LONGEST_LINE - 1 + extra) + b"\n" + b"y\nend"
+    found = [*read_lines(io.BytesIO(content))]
+    assert [size for _, size in found] == [2, LONGEST_LINE + extra, 2, 3]
+    assert (found[1][0] is None) == (extra > 0)
+
+
+def test_a_large_plan_and_an_endless_one_are_not_read(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_bytes(b" " * (LARGEST_PLAN + 1))
+    os.mkfifo(tmp_path / "pipe")
+    for file in (tmp_path / "plan.json", tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(ValueError, match=r"more than|not a regular file"):
+            read_bounded(file, LARGEST_PLAN)

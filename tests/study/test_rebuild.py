@@ -1,0 +1,133 @@
+"""The choices of a study follow from an archive of its trials, and whatever was changed in it is named."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import shutil
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from sparsebp_cli.run import home, list_runs
+from tests.study.conftest import STUDY, Cli, Write
+from tests.study.study_folder import list_trials
+
+EXTENDED = STUDY + "search: {extend: 1}\nbudget: {same: cost, as: dense, steps: 20}\n"
+Change = Callable[[dict[str, bytes]], None]
+
+
+KEPT: list[bytes] = []  # the archive, made once
+
+
+@pytest.fixture
+def archived(cli: Cli, write_study: Write, tmp_path: Path) -> Path:
+    """An archive of a study that was rehearsed, tuned, extended and reported, elsewhere; this home is empty."""
+    write_study(EXTENDED)
+    archive = tmp_path / "tiny.tar.gz"
+    if not KEPT:
+        done = cli("study", "study.yaml")
+        assert done.returncode == 0, done.stderr
+        assert cli("archive", "@tiny", "-o", archive.name).returncode == 0
+        shutil.rmtree(home())
+        KEPT.append(archive.read_bytes())
+    archive.write_bytes(KEPT[0])
+    return archive
+
+
+def change(archive: Path, edit: Change) -> None:
+    with tarfile.open(archive) as file:
+        members = {one.name: file.extractfile(one).read() for one in file}  # type: ignore[union-attr]
+    edit(members)
+    with gzip.open(archive, "wb") as packed, tarfile.open(fileobj=packed, mode="w|") as file:
+        for name, content in members.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            file.addfile(member, io.BytesIO(content))
+
+
+def find(members: dict[str, bytes], role: str, arm: str, combination: str = "") -> str:
+    listed = json.loads(members["studies/tiny.json"])["trials"]
+    (found,) = [t for t in listed if (t["role"], t["arm"], t["combination"]) == (role, arm, combination)]
+    return f"runs/{found['run_id']}/journal.jsonl"
+
+
+def test_choices_follow_from_the_archive_in_an_empty_home(cli: Cli, archived: Path) -> None:
+    done = cli("study", "study.yaml", "--from", archived)
+    assert (done.returncode, done.stderr) == (0, "")
+    first, *lines = done.stdout.splitlines()
+    assert first.startswith("tiny: choices rebuilt from ")
+    assert "dense: 20 steps, learning_rate=0.001, as chosen" in lines
+    assert "topk: 40 steps, learning_rate=0.001, as chosen" in lines
+    assert not list_runs()
+    compared = cli("compare", "--study", "tiny", "--from", archived)
+    assert compared.returncode == 0
+    assert "Tuning, not compared" in compared.stdout
+    assert "has no list of study tini" in cli("compare", "--study", "tini", "--from", archived).stderr
+
+
+def test_a_trial_that_was_changed_is_named(cli: Cli, archived: Path) -> None:
+    def edit(members: dict[str, bytes]) -> None:
+        name = find(members, "tune", "topk", "learning_rate=0.0005")
+        members[name] = members[name].replace(b'"eval/loss": 3.', b'"eval/loss": 1.')
+
+    change(archived, edit)
+    done = cli("study", "study.yaml", "--from", archived)
+    assert done.returncode == 1
+    assert "fault: tune topk learning_rate=0.0005 seed 0: the journal of run " in done.stdout
+    assert "dense: 20 steps, learning_rate=0.001, as chosen" not in done.stdout  # one arm's edge extends all
+    assert "; reported with 40 steps, learning_rate=0.001" in done.stdout
+
+
+def test_a_trial_that_is_left_out_is_named(cli: Cli, archived: Path) -> None:
+    def edit(members: dict[str, bytes]) -> None:
+        run = Path(find(members, "tune", "dense", "learning_rate=0.0005")).parent
+        for name in [name for name in members if name.startswith(f"{run}/")]:
+            del members[name]
+
+    change(archived, edit)
+    done = cli("study", "study.yaml", "--from", archived)
+    assert done.returncode == 1
+    assert "fault: tune dense learning_rate=0.0005 seed 0: run " in done.stdout
+    assert "dense: no choice follows from these trials; reported with 20 steps, learning_rate=0.001" in done.stdout
+
+
+def test_another_price_of_a_step_is_another_number_of_steps(cli: Cli, archived: Path) -> None:
+    def edit(members: dict[str, bytes]) -> None:
+        name = find(members, "rehearse", "topk")
+        lines = [json.loads(line) for line in members[name].splitlines()]
+        for line in lines:
+            if "flops/step" in line.get("values", {}):
+                line["values"]["flops/step"] *= 0.9
+        members[name] = "".join(json.dumps(line) + "\n" for line in lines).encode()
+
+    change(archived, edit)
+    done = cli("study", "study.yaml", "--from", archived)
+    assert done.returncode == 1
+    assert "topk: no choice follows from these trials; reported with 40 steps, learning_rate=0.001" in done.stdout
+    assert "fault: rehearse topk seed 0: the journal of run " in done.stdout
+
+
+def test_an_archive_of_runs_alone_says_how_to_make_one(cli: Cli, write_study: Write) -> None:
+    write_study(STUDY)
+    assert cli("study", "study.yaml").returncode == 0
+    cli("archive", *[run.run_id for run in list_trials("report")], "-o", "report.tar.gz")
+    done = cli("study", "study.yaml", "--from", "report.tar.gz")
+    assert done.returncode != 0
+    assert "`sparsebp archive @tiny -o FILE` writes one" in done.stderr
+    assert cli("study", "study.yaml", "--from", "report.tar.gz", "--again").returncode != 0
+    assert "must be an archive" in cli("study", "study.yaml", "--from", "none.tar.gz").stderr
+
+
+def test_the_choices_of_the_committed_study_are_rebuilt(cli: Cli) -> None:
+    """A real one, whose grid was extended and whose dearer rehearsal was made twice as long."""
+    results = Path(__file__).parents[2] / "docs" / "results"
+    done = cli("study", results / "priced" / "study.yaml", "--from", results / "priced.tar.gz")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[1:] == [
+        "dense: 12 steps, learning_rate=0.002, as chosen",
+        "lossless: 23 steps, learning_rate=0.002, as chosen",
+    ]

@@ -1,0 +1,141 @@
+"""Files of runs are written durably, and by one module; child interpreters start through one module."""
+
+from __future__ import annotations
+
+import ast
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import sparsebp_cli
+from sparsebp_cli import durable, interpreter
+
+PACKAGE = Path(sparsebp_cli.__file__).parent
+# Files that write by themselves, and why a power cut may take what they write.
+EXEMPT = {
+    "durable.py": "is the one that writes",
+    "run/journal.py": "appends, fsyncs at checkpoints and at the end; and the outline, a cache",
+    "worker/reference.py": "scores of a reference model: a cache, scored again",
+    "worker/checkpoint.py": "fills a part that durable.put_folder syncs",
+    "asset/fetched.py": "fills a part that durable.sync_content syncs",
+    "compare/store.py": "a temporary copy of a database",
+    "compare/archive.py": "unpacks into a temporary folder",
+    "plan/provenance.py": "a temporary index of git",
+    "target/relay.py": "worker.log, the output of a process",
+    "worker/node.py": "an empty file by which nodes find out whether they share a disk",
+    "cli/housekeeping.py": "renames what it deletes",
+    "cli/outlet.py": "the null device",
+    "cli/app.py": "error.log, a traceback",
+    "testing/fake.py": "the other side of a fake target",
+    "worker/step_memory.py": "a file of /proc",
+    "worker/audit/site/sitecustomize.py": "a note of a failure, in a temporary folder; imports nothing of the package",
+}
+NO_FILES = {"dataclasses", "durable", "self.states"}  # whose functions have names like those of files
+BARE = {"write_text", "write_bytes", "rename", "touch", "copyfile", "copytree", "copy2", "copyfileobj", "move"}
+
+
+def find_bare_writes(source: str) -> Iterator[int]:
+    """Yield the lines of a module that write, rename or copy files by themselves."""
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call):
+            continue
+        function = ast.unparse(node.func)
+        owner, _, name = function.rpartition(".")
+        texts = [a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
+        opens = name == "open" and any(set(text) <= set("rwaxbt+") and set(text) & set("wax+") for text in texts)
+        # A text's replace takes two arguments, a path's one.
+        replaces = function == "os.replace" or (name == "replace" and len(node.args) == 1 and not node.keywords)
+        if owner not in NO_FILES and ((name in BARE and owner) or opens or (replaces and owner)):
+            yield node.lineno
+
+
+def list_modules() -> Iterator[tuple[str, str]]:
+    for file in sorted(PACKAGE.rglob("*.py")):
+        yield str(file.relative_to(PACKAGE)), file.read_text(encoding="utf-8")
+
+
+def test_every_file_but_caches_is_written_through_one_module() -> None:
+    found = {name: [*find_bare_writes(source)] for name, source in list_modules()}
+    assert {name: lines for name, lines in found.items() if lines and name not in EXEMPT} == {}
+    assert [name for name in EXEMPT if not found.get(name)] == []
+
+
+def test_a_bare_write_is_found() -> None:
+    source = "p.write_text(s)\np.replace(q)\nos.replace(p, q)\nopen(p, 'wb')\ns.replace('a', 'b')\np.open('rb')\n"
+    assert [*find_bare_writes(source)] == [1, 2, 3, 4]
+
+
+def test_child_interpreters_start_through_one_module() -> None:
+    named = {name for name, source in list_modules() if "sys.executable" in source}
+    assert named == {"interpreter.py", "worker/audit/site/sitecustomize.py"}  # the second only names it in an error
+
+
+@pytest.mark.parametrize("entries", ["", ".", ":/srv/x", "/srv/x::relative", "../up"])
+def test_no_entry_of_the_path_of_children_is_the_working_folder(monkeypatch: pytest.MonkeyPatch, entries: str) -> None:
+    monkeypatch.setenv("PYTHONPATH", entries)
+    found = interpreter.environment({"A": "b"})
+    kept = ["/srv/x"] if "/srv/x" in entries else []
+    assert found.get("PYTHONPATH", "").split(os.pathsep) == (kept or [""])
+    assert (found["A"], found["PYTHONSAFEPATH"]) == ("b", "1")
+
+
+def test_a_write_that_fails_leaves_the_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "report.html"
+    durable.write_file(file, "before")
+
+    def fail(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="No space"):
+        durable.write_file(file, "after")
+    assert ([*tmp_path.iterdir()], file.read_text()) == ([file], "before")
+
+
+def test_content_and_name_are_synced_in_this_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    fsync, rename = os.fsync, Path.replace
+
+    def note(descriptor: int) -> None:
+        order.append(f"sync {Path(f'/proc/self/fd/{descriptor}').readlink().name.split('.')[0] or 'part'}")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note)
+    monkeypatch.setattr(Path, "replace", lambda self, place: (order.append("rename"), rename(self, place))[1])
+    durable.write_file(tmp_path / "plan", "x")
+    assert order == ["sync part", "rename", f"sync {tmp_path.name}"]
+
+
+def test_a_link_stays_a_link_and_a_device_a_device(tmp_path: Path) -> None:
+    real, link = tmp_path / "real", tmp_path / "link"
+    link.symlink_to(real)
+    durable.write_file(link, "x")
+    durable.write_file(Path("/dev/null"), "x")
+    assert link.is_symlink()
+    assert real.read_text() == "x"
+    assert Path("/dev/null").is_char_device()
+
+
+@pytest.mark.parametrize("damage", ["removed", "emptied", "one bit", "no manifest", "manifest leads out"])
+def test_a_manifest_tells_what_is_not_whole(tmp_path: Path, damage: str) -> None:
+    folder = tmp_path / "model"
+    (folder / "below").mkdir(parents=True)
+    (folder / "weights").write_bytes(b"abc")
+    (folder / "below" / "x").write_bytes(b"def")
+    durable.write_manifest(folder)
+    durable.write_manifest(folder)  # again: it does not list itself
+    assert durable.find_damage(folder) == ""
+    match damage:
+        case "removed":
+            (folder / "below" / "x").unlink()
+        case "emptied":
+            (folder / "weights").write_bytes(b"")
+        case "one bit":
+            (folder / "weights").write_bytes(b"abb")
+        case "no manifest":
+            (folder / durable.MANIFEST).unlink()
+        case _:
+            (folder / durable.MANIFEST).write_text('{"sha256": {"../weights": "0"}}')
+    assert durable.find_damage(folder)

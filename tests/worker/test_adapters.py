@@ -1,0 +1,223 @@
+"""Adapters of peft in a run: what is trained, what is saved, and that the next recipe goes on from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+from peft.utils import PeftType
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+import sparsebp_cli as sbp
+from sparsebp_cli.composition import ADAPTER_TYPES, find_adapter_options
+from sparsebp_cli.composition.adapter import NOT_OPTIONS
+from sparsebp_cli.errors import DataError, RecipeError
+from sparsebp_cli.recipe import load_recipe
+from sparsebp_cli.recipe.schema import LoraSection, ModelSection, Recipe
+from sparsebp_cli.run import History, RunFolder
+from sparsebp_cli.source.adapter import find_adapter, read_adapter
+from sparsebp_cli.worker.adapter import add_adapters
+from tests.worker.conftest import LLAMA, work
+
+# Of peft 0.21, about transformers; and of methods, about what they do to a base.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+
+IDS = torch.randint(3, 60, (4, 20), generator=torch.Generator().manual_seed(0))
+MASK = torch.ones_like(IDS)
+MASK[1, 12:], MASK[3, 7:] = 0, 0
+LABELS = IDS.masked_fill(MASK == 0, -100)
+# Where the defaults of a method do not fit a model as small as this one.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "boft": {"target_modules": ["q_proj"], "boft_block_size": 4},
+    "c3a": {"target_modules": ["q_proj"], "block_size": 4},
+    "fourierft": {"target_modules": ["q_proj"], "n_frequency": 20},
+    "ia3": {"target_modules": ["k_proj", "v_proj", "down_proj"], "feedforward_modules": ["down_proj"]},
+    "ln_tuning": {},
+    "miss": {"target_modules": ["q_proj"], "r": 4},
+    "oft": {"target_modules": ["q_proj"], "oft_block_size": 4},
+    "road": {"target_modules": ["q_proj"], "group_size": 4},
+    "shira": {"target_modules": ["q_proj"], "r": 4},
+    "trainable_tokens": {"token_indices": [3, 5]},
+    "vblora": {"target_modules": ["q_proj"], "vector_length": 4, "num_vectors": 8, "topk": 1},
+}
+OPTIONS |= {name: {"target_modules": ["q_proj", "v_proj"]} for name in ADAPTER_TYPES if name not in OPTIONS}
+LORAS: dict[str, dict[str, Any]] = {
+    "rslora": {"use_rslora": True, "r": 4, "exclude_modules": ["o_proj"]},
+    "dora": {"use_dora": True, "target_modules": ["q_proj", "down_proj"]},
+    "saved whole": {"modules_to_save": ["lm_head"], "target_modules": ["v_proj"]},
+    "one layer": {
+        "layers_to_transform": [1],
+        "target_modules": ["q_proj"],
+        "rank_pattern": {"q_proj": 2},
+        "alpha_pattern": {"q_proj": 4},
+    },
+    "biases": {"bias": "all"},
+    "tokens": {"trainable_token_indices": [3, 5], "target_modules": ["q_proj"]},
+    "pissa": {"init_lora_weights": "pissa", "target_modules": ["q_proj"]},
+    "olora": {"init_lora_weights": "olora", "target_modules": ["q_proj"]},
+}
+
+
+def llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            **{k: v for k, v in LLAMA.items() if k != "model_type"}, vocab_size=64, use_cache=False, pad_token_id=0
+        )
+    )
+
+
+def build(**section: Any) -> Any:
+    return add_adapters(llama(), ModelSection(name="x", **section), "causal").double().train()
+
+
+def gradients(model: Any, backward: Callable[[Any], object]) -> torch.Tensor:
+    model.zero_grad()
+    backward(model(input_ids=IDS, attention_mask=MASK, labels=LABELS).loss)
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def test_the_options_of_every_method_are_those_of_pefts_own_config() -> None:
+    for kind in (*ADAPTER_TYPES, "lora"):
+        fields = {field.name for field in dataclasses.fields(PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(kind.upper())])}
+        assert set(find_adapter_options(kind)) == fields - NOT_OPTIONS, kind
+    assert set(LoraSection.model_fields) <= set(find_adapter_options("lora"))
+
+
+@pytest.mark.parametrize("name", [*ADAPTER_TYPES, *LORAS])
+def test_policies_train_every_kind_of_adapter_as_autograd_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sparsebp_cli.worker.adapter.find_source", lambda *_: None)
+    model = build(lora=LORAS[name]) if name in LORAS else build(peft={"type": name} | OPTIONS[name])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+    expected = gradients(model, lambda loss: loss.backward())
+    assert expected.norm() > 0
+    for policy in (sbp.make_policy("topk", keep=1.0, along="rows"), "lossless"):
+        with sbp.attach(model, policy) as engine:
+            found = gradients(model, engine.backward)
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+def saved_like(run: RunFolder, recipe: Recipe) -> None:
+    """Compare the saved model with peft's own merge of the saved adapter into the base."""
+    base = AutoModelForCausalLM.from_pretrained(recipe.model.name)
+    expected = peft.PeftModel.from_pretrained(base, run.path / "model" / "adapter").merge_and_unload().eval()
+    found = AutoModelForCausalLM.from_pretrained(run.path / "model")
+    with torch.no_grad():
+        torch.testing.assert_close(found(IDS).logits, expected(IDS).logits)
+
+
+@pytest.fixture
+def base(tiny_recipe: Any, prepared: Any, tiny_folder: Path, tmp_path: Path) -> str:
+    model = llama()
+    model.resize_token_embeddings(len(AutoTokenizer.from_pretrained(tiny_folder / "tokenizer")))
+    model.config.use_cache = True
+    model.save_pretrained(tmp_path / "base")
+    AutoTokenizer.from_pretrained(tiny_folder / "tokenizer").save_pretrained(tmp_path / "base")
+    return str(tmp_path / "base")
+
+
+def train(recipe: Recipe, prepared: Any) -> RunFolder:
+    run = prepared(recipe)
+    assert work(run) == 0, (run.path / "worker.log").read_text()
+    return run
+
+
+def last_loss(run: RunFolder) -> float:
+    return list(History.load(run.path).series("eval/loss").values())[-1]
+
+
+def test_the_output_of_a_run_with_adapters_is_a_model_for_the_next_recipe(
+    base: str, tiny_recipe: Any, prepared: Any
+) -> None:
+    def recipe(**model: Any) -> Recipe:
+        made = tiny_recipe(measure={"eval_every": 10}, checkpoint={"keep_best": "eval/loss"})
+        return made.model_copy(update={"model": ModelSection(**model)})
+
+    first = recipe(name=base, lora={"r": 4, "use_rslora": True})
+    run = train(first, prepared)
+    saved_like(run, first)
+    config = json.loads((run.path / "model" / "config.json").read_text())
+    assert config.get("use_cache", True) is True
+    assert (
+        json.loads((run.path / "model" / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"]
+        == base
+    )
+    last, best = (load_file(run.path / folder / "model.safetensors") for folder in ("model", "best"))
+    assert last.keys() == best.keys() == load_file(Path(base) / "model.safetensors").keys()
+    tokenizer = AutoTokenizer.from_pretrained(run.path / "model")
+    again = AutoModelForCausalLM.from_pretrained(run.path / "model")
+    again.generate(**tokenizer("Line 3", return_tensors="pt"), max_new_tokens=2)
+
+    start = last_loss(run)
+    for model in (
+        {"name": str(run.path / "model")},  # the merged model, all of it
+        {"name": base, "adapter": str(run.path / "model")},  # the adapter on its base
+    ):
+        second = train(recipe(**model), prepared)
+        (at_start, *_) = History.load(second.path).series("eval/loss").values()
+        assert at_start == pytest.approx(start, rel=1e-5)
+        assert last_loss(second) != start
+    trained = History.load(second.path).facts["num_trainable_parameters"]
+    assert trained == History.load(run.path).facts["num_trainable_parameters"]
+    saved_like(second, recipe(name=base))
+
+
+def test_an_adapter_that_is_merged_already_is_not_added_again(base: str, tiny_recipe: Any, prepared: Any) -> None:
+    run = train(tiny_recipe(model={"config": LLAMA, "lora": {"r": 2}}, training={"max_steps": 1}), prepared)
+    folder = str(run.path / "model")
+    with pytest.raises(DataError, match=r"is merged into the model .* already"):
+        find_adapter(folder, folder)
+    assert find_adapter(folder, base) == run.path / "model" / "adapter"
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        ("lora: {r: 2, rank_patern: {}}", "unknown key 'rank_patern'.*did you mean rank_pattern"),
+        ("lora: {init_lora_weights: eva}", "model.lora.init_lora_weights: .*gaussian"),
+        ("peft: {type: ia4}", "model.peft.type: .*did you mean"),
+        ("peft: {type: lora, r: 2}", r"model.peft.type: LoRA is written model.lora: \{r: 8"),
+        ("peft: {type: ia3, target_module: [q_proj]}", "ia3 takes .*did you mean target_modules"),
+        ("lora: {layers_to_transform: [1]}", "layers_to_transform needs target_modules as a list"),
+        ("peft: {type: adalora}", "model.peft.type: "),
+        ("lora: {r: 2}, peft: {type: ia3}", "give one of lora, peft and adapter, got lora and peft"),
+    ],
+)
+def test_a_wrong_key_of_adapters_is_one_line(tmp_path: Path, model: str, says: str) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(f"version: 1\nname: x\nmodel: {{name: austen-llama, {model}}}\ndataset: {{name: austen}}\n")
+    with pytest.raises(RecipeError, match=says) as caught:
+        load_recipe(file)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"peft_type": "XLORA"}, "peft_type must be one of"),
+        ({"megatron_config": {"a": 1}, "megatron_core": "evil"}, "megatron_config is refused"),
+        (None, "no adapter_model.safetensors"),
+    ],
+)
+def test_an_adapter_that_leads_elsewhere_is_refused(tmp_path: Path, changes: dict[str, Any] | None, says: str) -> None:
+    peft.get_peft_model(llama(), peft.LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path)
+    if changes is None:
+        (tmp_path / "adapter_model.safetensors").unlink()
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | (changes or {})))
+    with pytest.raises(DataError, match=says):
+        read_adapter(find_adapter(str(tmp_path)))

@@ -1,0 +1,192 @@
+"""What policies are worth before they train: the measurement against enumeration, and what it leaves as it was."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sparsebp_cli.errors import DataError, UsageError
+from sparsebp_cli.plan import Plan
+from sparsebp_cli.recipe.schema import Recipe
+from sparsebp_cli.run import JournalWriter, RunFolder
+from sparsebp_cli.worker.ending import StopRequest
+from sparsebp_cli.worker.training import Training
+from sparsebp_cli.worker.worth import measure as module
+from sparsebp_cli.worker.worth.measure import find_candidates, measure
+from sparsebp_cli.worker.worth.squares import Metric, square_between, square_errors
+
+MakeRecipe = Callable[..., Recipe]
+Prepare = Callable[[Recipe], RunFolder]
+QUIET = {"eval_every": 5, "eval_batches": 2, "probe_every": None, "fidelity_every": None}
+
+
+@pytest.fixture
+def build(prepared: Prepare) -> Iterator[Callable[[Recipe], Training]]:
+    """Build the training of a recipe in this process."""
+    with ExitStack() as stack:
+
+        def make(recipe: Recipe) -> Training:
+            run = prepared(recipe)
+            journal = stack.enter_context(JournalWriter(run.path, durable=False))
+            return Training.build(Plan.load(run.plan_file), run, journal, StopRequest())
+
+        yield make
+
+
+@pytest.fixture
+def found(
+    tiny_recipe: MakeRecipe, build: Callable[[Recipe], Training], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., dict[str, Any]]:
+    """Measure policies, by name in the result."""
+
+    def run(*policies: dict[str, Any], pairs: int = 4, **sections: Any) -> dict[str, Any]:
+        monkeypatch.setattr(module, "PAIRS", pairs)
+        results = {}
+        for policy in policies:
+            recipe = tiny_recipe(policy=[policy], measure=QUIET, **sections)
+            answer = measure(build(recipe), all_policies=False, report=lambda *_: None)
+            json.dumps(answer)
+            assert answer["left_out"] == []
+            (results[policy["name"]],) = answer["policies"]
+        return results
+
+    return run
+
+
+def test_uniform_examples_are_worth_exactly_their_price(found: Callable[..., dict[str, Any]]) -> None:
+    """The null of the law: dense with half of the batch is the same thing."""
+    one = found({"name": "uniform", "keep": 0.5, "start": 0, "end": 1, "interrupt": 0}, pairs=24)["uniform"]
+    assert one["product"]["low"] < 1.0 < one["product"]["high"]
+    assert one["product"]["value"] == pytest.approx(1.0, abs=0.15)
+    assert one["noise"]["value"] == pytest.approx(1.0, abs=0.3)
+    assert one["noise_plain"]["value"] == pytest.approx(1.0, abs=0.3)
+    assert one["verdict"] == "decide by training"
+
+
+def test_dense_and_exact_policies_have_no_noise(found: Callable[..., dict[str, Any]]) -> None:
+    both = found({"name": "dense"}, {"name": "lossless"})
+    for one in both.values():
+        assert one["noise"] == one["bias"] == {"value": 0.0, "low": 0.0, "high": 0.0}
+        assert one["dense_batch"] == 4
+    assert both["dense"]["price"]["value"] == pytest.approx(1.0, rel=1e-6)
+    assert both["dense"]["verdict"] == "dense"
+
+
+def test_a_largest_first_choice_has_bias_and_no_noise(found: Callable[..., dict[str, Any]]) -> None:
+    one = found({"name": "topk", "keep": 0.25})["topk"]
+    assert one["noise"]["value"] == 0.0
+    assert one["bias"]["low"] > 0.0
+    assert one["price"]["value"] < 1.0
+    assert one["verdict"] == "decide by training"
+    assert set(one["by_part"]) >= {"model.layers.0", "model.layers.1", "model.embed_tokens"}
+
+
+def test_a_policy_with_a_schedule_is_measured_where_it_acts(found: Callable[..., dict[str, Any]]) -> None:
+    one = found({"name": "uniform", "keep": 0.5, "start": 0.5}, pairs=2, training={"max_steps": 100})["uniform"]
+    assert 50 < one["as_at_step"] < 90
+    assert one["noise"]["value"] > 0.0
+
+
+def test_trial_passes_are_in_the_price(found: Callable[..., dict[str, Any]]) -> None:
+    one = found({"name": "vcas"})["vcas"]
+    assert one["remembers"]
+    assert one["price"]["value"] > 1.0  # its trial passes alone, since it begins with keeping everything
+
+
+@pytest.mark.parametrize("optim", ["sgd", "adamw"])
+def test_the_dense_training_is_that_of_a_run(
+    tiny_recipe: MakeRecipe, build: Callable[[Recipe], Training], optim: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Measuring changes nothing: the weights after the last point are those of a training without it."""
+    monkeypatch.setattr(module, "MOST_STEPS", 6)
+    weights = []
+    for policies in (["topk", "uniform"], []):
+        entries = [[{"name": name, "keep": 0.5}] for name in policies] or [[{"name": "dense"}]]
+        recipe = tiny_recipe(policy=entries[0], measure=QUIET, training={"optim": optim, "max_steps": 6})
+        training = build(recipe)
+        if policies:
+            answer = measure(training, all_policies=True, report=lambda *_: None)
+            assert answer["metric"] == ("plain" if optim == "sgd" else "adam")
+            assert len(answer["policies"]) > 15
+        else:
+            training.run_to_end()
+        weights.append({name: p.detach().clone() for name, p in training.bare.named_parameters()})
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_every_installed_policy_is_measured_or_named_with_a_reason(tiny_recipe: MakeRecipe) -> None:
+    from sparsebp_cli.policy import find_policies
+
+    candidates, left_out = find_candidates(tiny_recipe(), all_policies=True)
+    names = {one.name.split()[0] for one in candidates} | {one["name"] for one in left_out}
+    assert names == set(find_policies())
+    reasons = {one["name"]: one["why"] for one in left_out}
+    assert reasons["infobatch"] == "chooses whole epochs: there is nothing to measure on a batch"
+    assert reasons["grades"] == "needs threshold: name it in the recipe's policy"
+    assert "compares with a reference" in reasons["rho"]
+
+
+def test_equal_batches_and_eager_updates_are_refused_in_one_line(
+    tiny_recipe: MakeRecipe, build: Callable[[Recipe], Training], tmp_path: Path
+) -> None:
+    rows = [{"prompt": "Line 1: the", "completion": " fox"}] * 40
+    (tmp_path / "same.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"name": str(tmp_path / "same.jsonl"), "format": "completion", "max_seq_length": 40}
+    training = build(tiny_recipe(dataset=data, measure=QUIET))
+    with pytest.raises(DataError, match="two batches have the same gradient"):
+        measure(training, all_policies=False, report=lambda *_: None)
+    training = build(tiny_recipe(backward={"update": "eager", "eager_clip": "parameter"}, measure=QUIET))
+    with pytest.raises(UsageError, match=r"--set backward\.update=deferred"):
+        measure(training, all_policies=False, report=lambda *_: None)
+
+
+def _gradients(weight: Tensor, x_BD: Tensor, y_B: Tensor) -> list[dict[str, Tensor | None]]:
+    found: list[dict[str, Tensor | None]] = []
+    for x_D, y in zip(x_BD, y_B, strict=True):
+        (grad,) = torch.autograd.grad((x_D @ weight - y).square(), weight)
+        found.append({"weight": grad})
+    return found
+
+
+def test_squares_of_draws_have_the_mean_that_enumeration_gives() -> None:
+    """Two of four examples, all pairs of choices: noise is the variance over the six, bias nothing."""
+    torch.manual_seed(0)
+    weight = torch.randn(5, requires_grad=True)
+    each = torch.stack([g["weight"] for g in _gradients(weight, torch.randn(4, 5), torch.randn(4))])  # type: ignore[arg-type]
+    dense: dict[str, Tensor | None] = {"weight": each.mean(0)}
+    choices = [each[list(two)].mean(0) for two in itertools.combinations(range(4), 2)]
+    metric = Metric(torch.optim.SGD([weight]), {"weight": weight})
+    noise = bias = 0.0
+    for one, other in itertools.product(choices, choices):
+        squares = square_errors(dense, ({"weight": one}, {"weight": other}), metric, lambda _: "all")
+        noise, bias = noise + squares[0].sums["plain"]["all"], bias + squares[1].sums["plain"]["all"]
+    expected = torch.stack(choices).sub(each.mean(0)).square().sum(1).mean()
+    assert noise / 36 == pytest.approx(float(expected), rel=1e-5)
+    assert bias / 36 == pytest.approx(0.0, abs=1e-6)
+
+
+def test_the_metric_is_the_second_moment_that_the_optimizer_has() -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(3, 2, bias=False)
+    optimizer = torch.optim.AdamW(linear.parameters(), lr=1e-3, betas=(0.9, 0.99), weight_decay=0.0)
+    for _ in range(3):
+        linear.weight.grad = torch.randn(2, 3)
+        linear.weight.grad[0, 0] = 0.0
+        optimizer.step()
+    metric = Metric(optimizer, {"weight": linear.weight})
+    gradient, moment = torch.randn(2, 3), optimizer.state[linear.weight]["exp_avg_sq"]
+    scaled = metric.scale("weight", gradient)
+    assert scaled is not None
+    assert scaled.square() == pytest.approx(gradient.square() / (moment + 0.01 * moment.mean()), rel=1e-5)
+    between = square_between({"weight": gradient}, {"weight": -gradient}, metric, lambda _: "all").sums
+    assert between["adam"]["all"] == pytest.approx(2 * float(scaled.square().sum()), rel=1e-5)
+    assert metric.scale("other", gradient) is None
