@@ -32,6 +32,20 @@ def write_file(path: Path, content: str | bytes, *, private: bool = False) -> No
         stream.write(content.encode() if isinstance(content, str) else content)
 
 
+def write_new(path: Path, content: str) -> bool:
+    """Write a file where there is none, and return whether it was: of two that write at once, one does. A reader may
+    see it empty for a moment. Raises ``OSError``."""
+    try:
+        with path.open("x", encoding="utf-8") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+    except FileExistsError:
+        return False
+    sync(path.parent)
+    return True
+
+
 @contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
     """Open a stream whose content becomes the file when the block ends without an error; else the file stays."""

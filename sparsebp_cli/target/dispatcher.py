@@ -95,7 +95,7 @@ class Dispatcher:
                 self._stopping = True
                 self._abandon_waiting()
                 for other in self._followed:
-                    durable.write_file(other.run.request_file, "stop")
+                    durable.write_new(other.run.request_file, "stop")  # never in the place of a kill
             if remote.over:
                 self._followed.remove(remote)
         for remote in [*self._waiting]:

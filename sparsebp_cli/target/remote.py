@@ -32,7 +32,7 @@ class RemoteJob(RunHandle):
 
     def stop(self) -> None:
         if not self.status().over:
-            durable.write_file(self._run.request_file, "stop")
+            durable.write_new(self._run.request_file, "stop")  # a kill that was asked for stays one
 
     def kill(self) -> None:
         if not self.status().over:

@@ -242,6 +242,29 @@ def test_a_stop_that_comes_while_its_run_is_polled_ends_the_others_too(
     assert History.load(runs[2].path).environments == []
 
 
+def test_a_kill_that_follows_a_stop_at_once_is_not_taken_for_the_stop(
+    fake: FakeTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = [make_run("stubborn"), make_run("stubborn")]
+    dispatcher = Dispatcher(runs, fake.engine, max_parallel=2, sleep=lambda _: None)
+    dispatcher.begin()
+    jobs = [fake.reattach(run) for run in runs]
+    until(lambda: dispatcher.poll() or all(1 in History.load(run.path).series("train/loss") for run in runs))
+    signal = fake.engine.signal
+
+    def obey(run: RunFolder, handle: str, number: int) -> None:
+        signal(run, handle, number)
+        monkeypatch.setattr(fake.engine, "signal", signal)
+        for job in jobs:  # as a second Ctrl-C that comes while the first is carried out
+            job.kill()
+            job.stop()
+
+    monkeypatch.setattr(fake.engine, "signal", obey)
+    jobs[0].stop()
+    until(lambda: dispatcher.poll() or all(run.state().over for run in runs))
+    assert [run.state() for run in runs] == [State.INTERRUPTED] * 2
+
+
 def test_a_run_cancelled_before_its_turn_is_never_started(fake: FakeTarget) -> None:
     runs = [make_run("slow"), make_run("slow"), make_run()]
     jobs = fake.submit_all(runs)
