@@ -63,6 +63,7 @@ BASE: dict[str, Any] = {
     "checkpoint": {"every": 100},
     "target": {"kind": "local", "device": "cpu", "threads": 1},
 }
+FEW = {**TEXT, "max_examples": 300}  # of letters a text has many
 SPELLING = {"name": "cmudict", "format": "completion", "max_seq_length": 64, "max_examples": 4000}
 # Each with what it changes of BASE.
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -96,9 +97,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "model": {"config": GPT2, "dropout": 0.0},
         "policy": {"name": "topk", "keep": 0.1, "along": "columns"},
     },
-    "bert, gaps": {"model": {"config": BERT, "tokenizer": "letters"}},
+    "bert, gaps": {"model": {"config": BERT, "tokenizer": "letters"}, "dataset": FEW},
     "bert, full checkpointing": {
         "model": {"config": BERT, "tokenizer": "letters"},
+        "dataset": FEW,
         "backward": {"checkpointing": "full"},
     },
 }
@@ -158,13 +160,11 @@ def measure(content: dict[str, Any], folder: Path) -> dict[str, Any]:
     file = folder / "setting.yaml"
     file.write_text(json.dumps(content), encoding="utf-8")
     plan_file = make_plan(load_recipe(file), file).save(folder)
-    forecast, (peak, resident, before) = apart(forecast_plan, plan_file), apart(run_plan, plan_file)
-    total = forecast["total"]
+    total, (peak, resident, before) = apart(forecast_plan, plan_file), apart(run_plan, plan_file)
     return {
         "forecast": round(total / 1e6, 1),
         "measured": round(peak / 1e6, 1),
         "error": round(total / peak - 1, 4),
-        "phase": forecast["phase"],
         "process_forecast": round((before + total) / 1e6),
         "process_measured": round(resident / 1e6),
         "process_error": round((before + total) / resident - 1, 3),
@@ -188,15 +188,14 @@ def apart(work: Callable[[Path], Any], plan_file: Path) -> Any:
         return pool.submit(work, plan_file).result()
 
 
-def forecast_plan(plan_file: Path) -> dict[str, Any]:
-    """Return what is forecast of a plan."""
+def forecast_plan(plan_file: Path) -> int:
+    """Return the peak that is forecast of a plan, in bytes."""
     from sparsebp_cli.plan import Plan
     from sparsebp_cli.plan.forecast import ForecastRequest
     from sparsebp_cli.worker.forecast.measure import forecast
 
     request = ForecastRequest(plan=Plan.load(plan_file), gpu=False, flops_per_second=1.0, remedies=False)
-    step = forecast(request, lambda *_: None).policy
-    return {"total": step.peak.total, "phase": step.peak_phase}
+    return forecast(request, lambda *_: None).policy.peak.total
 
 
 def run_plan(plan_file: Path) -> tuple[int, int, int]:

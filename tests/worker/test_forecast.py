@@ -114,10 +114,6 @@ def test_eager_updates_hold_fewer_gradients_and_the_optimizer_counts_from_the_be
 def test_a_model_that_is_not_here_and_a_reference_model_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"model.name: somebody/model is not on this machine; .* config.json is enough"):
         _forecast(_write(tmp_path, model={"name": "somebody/model"}))
+    reference = {"name": "tokens", "keep": 0.5, "score": "excess", "reference": str(tmp_path / "model")}
     with pytest.raises(UnsupportedError, match=r"reference model is not rehearsed"):
-        _forecast(
-            _write(
-                tmp_path,
-                policy={"name": "tokens", "keep": 0.5, "score": "excess", "reference": str(tmp_path / "model")},
-            )
-        )
+        _forecast(_write(tmp_path, policy=reference))

@@ -91,7 +91,8 @@ def _compute(func: OpOverload, args: tuple[object, ...], kwargs: dict[str, objec
         found = func(*args, **kwargs)
         made = [value for value in tree_leaves(found) if isinstance(value, Tensor)]
         is_whole = all(not (tensor.is_floating_point() or tensor.is_complex()) for tensor in made)
-        if sum(tensor.numel() for tensor in made) > MOST_REAL or not (has_inputs or is_whole):
+        is_drawn = kwargs.get("generator") is not None  # by a policy that chooses at random: weights have no generator
+        if sum(tensor.numel() for tensor in made) > MOST_REAL or not (has_inputs or is_whole or is_drawn):
             return found
     with _disable_current_modes():
         return func(*args, **kwargs)

@@ -9,7 +9,7 @@ from dataclasses import replace
 import psutil
 import torch
 
-from sparsebp_cli.errors import SparseBPError, UnsupportedError, first_line
+from sparsebp_cli.errors import SparseBPError, UnsupportedError, UsageError, first_line
 from sparsebp_cli.plan.forecast import Forecast, ForecastRequest, Remedy, StepForecast
 from sparsebp_cli.policy import Policy
 from sparsebp_cli.policy.known_kind import list_kinds
@@ -94,9 +94,10 @@ def _rehearse(run: Callable[[], StepForecast]) -> StepForecast:
     """Run a rehearsal; what code cannot do without data is an UnsupportedError."""
     try:
         return run()
-    except SparseBPError:
-        raise
     except Exception as error:
+        # A policy that reads values finds those that stand in, and may call its own choice wrong.
+        if isinstance(error, SparseBPError) and type(error) is not UsageError:
+            raise
         text = f"{type(error).__name__}: {first_line(error)}"
         raise UnsupportedError(
             f"this step cannot be rehearsed without data ({text}); start it with max_steps=2"
@@ -151,7 +152,9 @@ def _find_rate(request: ForecastRequest, recipe: Recipe) -> tuple[float | None, 
 
 def _assume(request: ForecastRequest, recipe: Recipe, policies: list[Policy]) -> list[str]:
     found = ["operators' own temporaries and what an allocator rounds up or cannot reuse are not counted"]
-    if request.gpu:
+    if not request.gpu:
+        found.append("a process on a CPU holds more: libraries' buffers, and freed memory that the C library keeps")
+    else:
         found += [
             "attention by a fused kernel that stores no scores (flash, or memory-efficient with a mask)",
             "CUDA's context and the libraries' workspaces, about 0.5 to 1 GB, are not counted",

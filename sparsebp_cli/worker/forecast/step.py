@@ -101,11 +101,12 @@ class Rehearsal:
             width,
         )
 
-    def _examples(self, recipe: Recipe, built: _Built) -> tuple[dict[str, Tensor], int]:
-        """Return the micro-batch with the columns that the policies read, and its number of targets."""
+    def _examples(self, recipe: Recipe, built: _Built) -> _Batch:
+        """Return the micro-batch with the columns that the policies read."""
         order = make_order(recipe, self.material)
         built.sequence.set_columns(order, built.sequence.phases[built.phase])
-        return order.rank_part(self.number)
+        inputs, targets = order.rank_part(self.number)
+        return _Batch(inputs, targets, order.candidates)
 
 
 def make_order(recipe: Recipe, material: Material) -> BatchOrder:
@@ -115,6 +116,13 @@ def make_order(recipe: Recipe, material: Material) -> BatchOrder:
     order = BatchOrder(material.data.train, size, seed, material.pad_token_id, group_by=training.group_by)
     order.gaps = material.data.gaps
     return order
+
+
+@dataclass(frozen=True)
+class _Batch:
+    inputs: dict[str, Tensor]
+    targets: int
+    candidates: str | None  # the column of targets that may be trained
 
 
 @dataclass(frozen=True)
@@ -131,7 +139,7 @@ class _Built:
     vocabulary: int
 
 
-def _run(recipe: Recipe, built: _Built, batch: tuple[dict[str, Tensor], int]) -> StepForecast:
+def _run(recipe: Recipe, built: _Built, batch: _Batch) -> StepForecast:
     record, update = FakeRecord(built.vocabulary), UpdateFlops()
     with _counted(record, built) as flops:
         _pass(recipe, built, batch, record)
@@ -166,15 +174,13 @@ def _counted(record: FakeRecord, built: _Built) -> Iterator[FlopCount]:
         yield flops
 
 
-def _pass(recipe: Recipe, built: _Built, batch: tuple[dict[str, Tensor], int], record: FakeRecord) -> None:
+def _pass(recipe: Recipe, built: _Built, batch: _Batch, record: FakeRecord) -> None:
     """Run forward and backward; of several micro-batches two, as the second already meets gradients."""
     number = min(recipe.training.gradient_accumulation_steps, 2)
-    inputs, targets = batch
-    candidates = next((str(name) for name in inputs if name == "candidate"), None)
     engine = built.engine
 
     def forward() -> Tensor:
-        return micro_batch_loss(built.prepared, inputs, targets * number, CPU, candidates)
+        return micro_batch_loss(built.prepared, batch.inputs, batch.targets * number, CPU, batch.candidates)
 
     for place in range(number):
         record.begin("forward")
