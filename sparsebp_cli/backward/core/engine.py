@@ -161,6 +161,7 @@ class Engine:
             self._trials.check_made(self._clock.now())
         self._counter.sites.start_backward()
         self.states.move(loss.device)
+        # Read before the pass, which frees the graph.
         reads, short = self._reads_graph(), None
         if reads and self._calls is not None:
             short = Products()
@@ -176,6 +177,7 @@ class Engine:
                 differentiate = partial(self._differentiate, loss, backward, loss_scale)
                 self.eager.run_pass(loss, differentiate, backward=backward, updates=updates)
         finally:
+            # From here on a backward that does not come through the engine is refused again.
             self.decisions.step = None
         if short is not None:
             self._count_short(short)
@@ -504,6 +506,7 @@ class Engine:
             raise UsageError(f"not a state of the engine: {dict(state)!r}")
         if self.decisions.has_selectors:
             self.decisions.residuals = dict(cut)
+        # Passes that were made belong to the state that is replaced.
         self._trials = Trials(self._model, self.states, self.extensions)
         for keeper in self._keepers():
             keeper.load_state_dict(state)

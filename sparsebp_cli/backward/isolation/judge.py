@@ -59,6 +59,7 @@ def judge_batch(model: nn.Module, inputs: dict[str, Any]) -> BatchJudgement:
     """
     kind = type(_unwrapped(model)).__name__
     pad = getattr(getattr(_unwrapped(model), "config", None), "pad_token_id", None)
+    # All positions are judged, whatever the script keeps of them.
     given = {name: value for name, value in inputs.items() if name != "logits_to_keep"}
     try:
         examples = find_examples(given, pad if isinstance(pad, int) else None)
@@ -187,6 +188,7 @@ class _Trial:
     def _find_leak(self, output: Tensor, leaves: list[Tensor]) -> float:
         """Return the largest relative change of a gradient when the outputs of other examples get other factors."""
         count, base = len(self.examples.found), len(FACTORS)
+        # From a generator of its own: that of the training must not move.
         direction = torch.randn(output.shape, generator=torch.Generator().manual_seed(0)).to(output)
         plain = self._gradients(output, leaves, direction, [1.0] * count)
         scale = max(_norm(part) for part in plain)
@@ -196,6 +198,7 @@ class _Trial:
             scaled = self._gradients(output, leaves, direction, factors)
             for number, factor in enumerate(factors):
                 change = _norm([b / factor - a for a, b in zip(plain[number], scaled[number], strict=True)])
+                # An example with hardly any gradient has no relative change of its own.
                 worst = max(worst, change / max(_norm(plain[number]), 1e-3 * scale, 1e-30))
             place *= base
         return worst

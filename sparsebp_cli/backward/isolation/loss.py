@@ -119,6 +119,7 @@ class LossReader:
             got_KV, probability_KV = grad_NV[part].float(), logits_NV[part].float().softmax(-1)
             label_K = got_KV.abs().argmax(dim=1)
             at = (torch.arange(len(part), device=part.device), label_K)
+            # Where the model is sure, p - 1 is 0.
             weight_K = got_KV[at] / (probability_KV[at] - 1).clamp(max=-1e-6)
             probability_KV[at] -= 1
             residual = (got_KV - weight_K[:, None] * probability_KV).norm()

@@ -54,6 +54,7 @@ def mask_slower(selection: Selection | Split | None, limits: Limits, budget: Bud
 
 
 def _mask(selection: Selection | None, limits: Limits, budget: float) -> Selection | None:
+    # A kind without a limit has one that no share reaches.
     if selection is None or budget < limits.get(type(selection), 2.0):
         return selection
     return Masked(selection)

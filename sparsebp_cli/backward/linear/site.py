@@ -68,6 +68,7 @@ def find_linears(model: nn.Module, exclude: Iterable[str] = ()) -> FoundLinears:
             raise UsageError(f"exclude: {pattern!r} matches no linear of the model{did_you_mean(pattern, linears)}")
     covered, not_covered, excluded = [], [], []
     for name, module in linears.items():
+        # A subclass may compute something else; only this very forward has our backward.
         form = next((f for kind, f in forms.items() if type(module).forward is kind.forward), None)
         if any(fnmatchcase(name, pattern) for pattern in patterns):
             excluded.append(name)

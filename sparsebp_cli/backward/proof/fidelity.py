@@ -160,6 +160,7 @@ class _Sums:
         if not norms:
             return None
         value = self.product / norms
+        # Rounding may lead out of [-1, 1], and min and max would make a bound of no number.
         return value if math.isnan(value) else min(1.0, max(-1.0, value))
 
     @property

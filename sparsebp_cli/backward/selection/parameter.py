@@ -188,6 +188,7 @@ def _find_forced(model: nn.Module) -> Sequence[nn.Module]:
     """Return the embeddings whose output is forced to require a gradient by ``enable_input_require_grads``."""
     found: dict[nn.Module, None] = {}
     for module in model.modules():
+        # enable_input_require_grads leaves no other trace in a model of transformers.
         if module.__dict__.get("_require_grads_hooks"):
             assert isinstance(module, HasEmbeddings)
             found[module.get_input_embeddings()] = None

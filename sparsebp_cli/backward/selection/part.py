@@ -95,6 +95,7 @@ class PartExtension:
             self._swap.add(self._names.values())
 
     def remove(self) -> None:
+        # Until the next step begins, what was trained is in the leaves alone.
         self._write()
         self._remove_parts()
         self.enable(False)
