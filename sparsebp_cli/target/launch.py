@@ -178,6 +178,7 @@ def start_process(module: str, options: Sequence[str], runs: Sequence[RunFolder]
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,  # until it has reported; from then on it writes to watcher.log
+        # Ctrl-C in the client's terminal must not reach it.
         start_new_session=True,
     )
     kind, problem = _read_report(process)

@@ -66,6 +66,7 @@ class LocalRun:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
+                # Unbuffered, since its log is followed while it runs.
                 env=interpreter.environment({"PYTHONUNBUFFERED": "1", **environment}),
             )
         self._save(worker_pid=self._process.pid)
@@ -142,6 +143,7 @@ class LocalQueue:
         self._start(local, first)
         report_start()
         leave_client(local.run)
+        # A thread for each, since all it does is wait for a worker's end.
         slots = [threading.Thread(target=self._work_slot, args=(share, None)) for share in others]
         for slot in slots:
             slot.start()
