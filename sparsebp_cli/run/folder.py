@@ -194,6 +194,7 @@ class RunFolder:
     def lock(self, role: str) -> FileLock:
         """Take the lock of a role (``worker``, ``rank`` or ``target``). The system releases it when the process dies.
         Raise RunBusyError if another process holds it."""
+        # thread_local=False: a watcher locks in one thread and releases in another.
         lock = FileLock(self.path / f"{role}.lock", thread_local=False)
         try:
             lock.acquire(timeout=LOCK_PATIENCE_SECONDS, poll_interval=0.01)
@@ -204,6 +205,7 @@ class RunFolder:
     def is_locked(self, role: str) -> bool:
         """Return whether a living process holds the lock of a role."""
         try:
+            # By hand: FileLock would make a file that is missing, and shut out other readers.
             descriptor = os.open(self.path / f"{role}.lock", os.O_RDONLY)
         except FileNotFoundError:
             return False
@@ -289,6 +291,7 @@ def find_run(word: str) -> list[RunFolder]:
     """Return the runs that a word refers to: an id, a unique prefix of one (3 digits or more), a run's folder, a
     recipe's name (all its runs, oldest first), ``@last`` or ``@N`` (the newest N, oldest first), ``@TAG``. Raise
     RunNotFoundError if there is none, or a prefix is not unique."""
+    # A word with a slash is never looked up inside of the store.
     if word == Path(word).name and (home() / "runs" / word / "plan.json").is_file():
         return [RunFolder(home() / "runs" / word)]
     named = _name_runs()
