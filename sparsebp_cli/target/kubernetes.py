@@ -201,8 +201,8 @@ class KubernetesEngine(TargetEngine):
         lines = f"tar -C {folder}/.. -xf - && mkdir -p {folder}/../../home && touch {folder}/.go"
         words = [*self._words, "exec", "--stdin", pod, "--", "sh", "-c", lines]
         user, group = (int(number) for number in self._options.user.split(":"))
+        # The log too: it is followed by its size here, so there it has to begin with the same bytes.
         answer = self._tool.write(
-            # The log too: it is followed by its size here, so there it has to begin with the same bytes.
             words, lambda stream: pack(stream, run, run.run_id, user, group, more=("worker.log",))
         )
         if answer.code != 0:
