@@ -77,10 +77,12 @@ def _rehearse(
     first, steps, budget = loaded.firsts[variant.arm], REHEARSED_STEPS, loaded.study.budget
     assert budget is not None
     while True:
+        # One seed for all arms, whose prices so are ratios over the same batches. See decision 98.
         (trial,) = maker.make("rehearse", variant.arm, "", rehearse(variant.recipe, first.recipe, steps), [0])
         yield trial
         run = store.load(trial)
         price = None if run is None or not run.finished else read_price(run, budget)[0]
+        # See decision 98.
         if price is None or price.half_width <= WITHIN or 2 * steps > min(MOST_REHEARSED, count_own(price)):
             return
         steps *= 2
@@ -141,6 +143,7 @@ def share_budget(
     rounded down, so that an arm never gets more. Raise UsageError if these are fewer than ten."""
     amount = budget.amount if payer is None else steps * payer.amount
     assert amount is not None
+    # A quotient that is a whole number may come out a last bit below it.
     found = math.floor(amount / price.amount + 1e-9)
     if found >= FEWEST_STEPS:
         return found

@@ -64,6 +64,7 @@ class TrialStore:
         if not has_plan(run):
             return None
         loaded = load_folder(run)
+        # One that failed or was interrupted may be tried again, and then there is more to read.
         if loaded.state in {State.FINISHED, State.CANCELLED}:
             self._loaded[run.run_id] = loaded
         return loaded
@@ -97,11 +98,13 @@ class TrialStore:
         return min(found)[2] if found else None
 
     def _has_same_code(self, trial: StudyTrial, run: RunFolder, plan: Plan) -> bool:
+        # Every attempt's: a part of the run may have been trained by other code.
         seals = [Seal.from_json(record["values"]) for record, _ in read(run.path) if record["kind"] == "seal"]
         same = bool(seals) and all(
             seal is not None and seal.code == self._maker.find_code(trial.recipe) for seal in seals
         )
         named = [Path(name) for name in find_sources(trial.recipe).values()]
+        # A file that is newer than the plan may not be what the run has read. See decision 39.
         return same and all(
             path.stat().st_mtime <= plan.created for path in named if path.is_absolute() and path.exists()
         )
