@@ -47,6 +47,7 @@ def converse(make: Callable[[str, Callable[[str, int, int], None]], Mapping[str,
 
         try:
             request = sys.stdin.readline()
+            # After the request: both read the same input.
             threading.Thread(target=_end_with_input, daemon=True).start()
             found = make(request, lambda what, done, total: send("progress", what=what, done=done, total=total))
         except Exception as error:

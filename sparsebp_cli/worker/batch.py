@@ -296,5 +296,6 @@ def run_micro_batch(
     if candidates is not None:
         # The engine multiplies this number by trained / targets of the batch: make that trained / candidates.
         items *= num_targets(batch) / max(1, num_targets(batch, candidates))
+    # full, not tensor: a tensor made of a number is copied from pageable memory, for which the host waits.
     output = model(**on_device, num_items_in_batch=torch.full((), items, device=device))
     return output.loss, output

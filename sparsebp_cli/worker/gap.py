@@ -62,6 +62,7 @@ class Gaps:
     def draw(self, example: Example, *key: object) -> Example:
         """Return an example with gaps that follow from the key: at least one, if it has a token that may be one."""
         digest = hashlib.sha256(" ".join(map(str, key)).encode()).digest()
+        # By name: default_rng may be another generator in a later NumPy.
         generator = np.random.Generator(np.random.PCG64(int.from_bytes(digest[:16], "little")))
         may_be = np.flatnonzero(example.labels != IGNORED)
         if not len(may_be):

@@ -60,6 +60,7 @@ class NodeGroup:
         self._left = threading.Event()
         self._peers = range(1, self._count) if place.node == 0 else range(1)
         self._store.set(f"host/{place.node}", socket.gethostname())
+        # With a connection of its own: on the other one, a get that waits would hold up the signs of life.
         threading.Thread(target=self._beat, args=(self._connect(),), daemon=True).start()
 
     def __enter__(self) -> Self:

@@ -219,6 +219,7 @@ class Training:
             self._require_finite()
             self._save_model()
         elif self.step > 0 and self.ranks.broadcast(self.step not in self.checkpoints.steps()):
+            # By what the first rank sees of the folder: all save, or none does.
             self._save_checkpoint()
 
     def _describe_uncharged(self) -> str:
