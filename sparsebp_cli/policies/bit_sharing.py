@@ -48,6 +48,7 @@ def share_bits(sensitivity_J: Sequence[float], entries_J: Sequence[float], mean:
         (J,), each 1, 2, 4 or 8.
     """
     bits = [FEWEST] * len(sensitivity_J)
+    # What the mean allows must not be lost by rounding.
     left = (mean - FEWEST) * sum(entries_J) * (1 + 1e-9)
 
     def find_gain(place: int) -> tuple[float, int]:

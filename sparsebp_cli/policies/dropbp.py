@@ -164,6 +164,7 @@ def share_out(sensitivity_J: Sequence[float], work_J: Sequence[float], keep: flo
         (J,), each in [0, 9].
     """
     tenths = [0] * len(work_J)
+    # What the share allows must not be missed by rounding.
     allowed = keep * sum(work_J) * (1 + 1e-9)
     while sum(work * (UNIT - tenth) for work, tenth in zip(work_J, tenths, strict=True)) / UNIT > allowed:
         open_blocks = [place for place, tenth in enumerate(tenths) if tenth < UNIT - 1]

@@ -30,6 +30,7 @@ def sample_gradient(gradient: Tensor, name: str, step: Step) -> Tensor:
     num_drawn = -(-number // SAMPLED)
     generator = step.generator(_Draw(f"sample of {name}"))
     index_K = torch.randint(number, (num_drawn,), generator=generator).to(gradient.device)
+    # Scaled so that the squared distance of two samples is in the mean that of the gradients.
     return gradient.reshape(-1)[index_K].float() * float((number / num_drawn) ** 0.5)
 
 

@@ -162,6 +162,7 @@ def control_shares(
 
 def count(share: float, number: int) -> int:
     """Return how many a share keeps, rounded down as published, at least 1."""
+    # A share that makes a whole number must not fall below it by rounding.
     return max(1, int(share * number + 1e-9))
 
 
@@ -197,6 +198,7 @@ def adjust_strength(strength: float, added: float, between: float, tolerance: fl
         In [0, 1].
     """
     change = STRENGTH_STEP if added > tolerance * between else -STRENGTH_STEP
+    # Rounded, so that steps up and down lead back to the same number.
     return min(1.0, max(0.0, round(strength + change, 10)))
 
 
@@ -211,6 +213,7 @@ def find_top_share(norm_B: Tensor, strength: float) -> float:
         In (0, 1]: at least one example.
     """
     sums = norm_B.double().sort(descending=True).values.cumsum(0)
+    # A sum that is all of it may be a last bit short.
     reached = int((sums < strength * sums[-1] * (1 - 1e-12)).sum()) + 1
     return min(reached, len(norm_B)) / len(norm_B)
 

@@ -121,6 +121,7 @@ class Step:
         """
         import torch
 
+        # A draw of -1 repeats that of training.
         draw = max(0, self.draw)
         key = f"{self.seed}/{self.index}/{self.micro_batch}/{self.call}/{draw}/{site.name}"
         # Ranks draw different rows; rank 0 draws what a single process would.

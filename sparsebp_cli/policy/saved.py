@@ -284,6 +284,7 @@ class SavedRepresentatives(Saved):
         if epsilon is not None:
             # By Pythagoras: the distance to the projection is what of the length is not along it.
             size_N = torch.linalg.vector_norm(x, dim=1)
+            # 1e-6: a row that stands for itself is away from itself by rounding alone.
             is_near_N = size_N.square() - along_N.square() <= (epsilon * size_N).square() + 1e-6 * size_N.square()
             factor_N = factor_N * is_near_N * (len(x) / is_near_N.sum().clamp(min=1).to(dtype))
         shape = (x_ND.shape[0], x_ND.shape[1])
@@ -337,6 +338,7 @@ class SavedCodes(Saved):
         flat = x_ND.reshape(-1).to(torch.promote_types(x_ND.dtype, torch.float32))
         missing = -flat.numel() % group
         if missing:
+            # Filled up with the last entry, which widens no grid.
             flat = torch.cat([flat, flat[-1:].expand(missing)])
         flat = flat.view(-1, group)
         low_G, high_G = flat.amin(1), flat.amax(1)

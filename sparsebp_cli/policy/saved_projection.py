@@ -97,6 +97,7 @@ class SavedProjection(Saved):
 
     def forget(self) -> SavedProjection:
         """Return what draws the same matrix, without the projection."""
+        # A copy: a view of no rows would keep all of them in memory.
         return SavedProjection(self.shape, self.projection_NK[:0].clone(), self.seed, self.entries)
 
     def draw(self) -> Tensor:
