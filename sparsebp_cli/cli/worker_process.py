@@ -43,6 +43,7 @@ def measure_apart(module: str, request: str) -> dict[str, Any]:
         )
         try:
             assert process.stdin is not None
+            # A process that has ended already is told of below.
             with suppress(BrokenPipeError):
                 process.stdin.write(request + "\n")
                 process.stdin.flush()

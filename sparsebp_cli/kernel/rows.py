@@ -191,4 +191,5 @@ def options(tile: Tile, dtype: torch.dtype, *, indirect: bool = False) -> dict[s
 
 def on_device(tensor: Tensor) -> AbstractContextManager[object]:
     """Return a context in which kernels run on the device of a tensor."""
+    # Triton launches on the current device, wherever its arguments are.
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()

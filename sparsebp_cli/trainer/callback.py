@@ -150,6 +150,7 @@ class PolicyCallback(TrainerCallback):
         def backward(loss: Tensor, **kwargs: object) -> None:
             phased.backward(loss, lambda scaled: original(scaled, **kwargs))
 
+        # Somebody else may have put one on the instance: it is put back, and no other is left there.
         own = accelerator.__dict__.get("backward")
         accelerator.backward = backward
         self._undo.append(lambda: _restore_backward(accelerator, own))
