@@ -70,8 +70,9 @@ def attach(  # noqa: PLR0913 - what a training loop may give
         policies: One or several, each a policy, its name, or a mapping of ``name`` and its options. At most one answers
             each question; none is dense.
         optimizer: Its steps advance ``Step.index``; without it, every backward does.
-        max_grad_norm: With ``update="eager"``, what gradients are clipped to, greater than 0; None: no clipping.
-        seed: Of random decisions.
+        max_grad_norm: With ``update="eager"``, the 2-norm to which gradients are clipped, greater than 0; None: no
+            clipping.
+        seed: Seed of random decisions, each of which depends on it, the step, the site and the process.
         num_steps: Optimizer steps of the whole training; policies with a schedule over all of it need it.
         num_examples: Rows of the training data; policies that keep something for each example need it, and in each
             batch the column ``example_row``, (B,), int64, among the model's arguments.
@@ -214,7 +215,7 @@ def refuse_model(model: nn.Module, policies: Sequence[Policy], chosen: Mapping[s
     """Refuse a model into which policies cannot be put, before anything of it is changed, through whichever door.
 
     Args:
-        model: As :func:`attach` takes it.
+        model: The model with or without wrappers, as :func:`attach` takes it.
         policies: All of them.
         chosen: Options of the backward, and of ``attach``, by name.
 
@@ -283,13 +284,13 @@ def check_scoring(
 
     Args:
         policies: All that are to be attached.
-        num_steps: Optimizer steps of the whole training; None: nobody told.
-        num_examples: Rows of the training data; None: nobody told.
+        num_steps: Optimizer steps of the whole training; None if unknown.
+        num_examples: Rows of the training data; None if unknown.
         reference: A model; ``batch``: its scores come with each batch.
         validation: One batch of examples with their labels; None: there are none.
 
     Raises:
-        UsageError: Something is missing, or given for nothing.
+        UsageError: A policy needs an argument that is missing, or one was given that no policy reads.
     """
     for policy in policies:
         needs_length(policy, num_steps)
@@ -318,7 +319,7 @@ def validates(policy: Policy) -> bool:
     """Return whether a policy compares gradients with those of validation examples.
 
     Args:
-        policy: With its options.
+        policy: A policy with its options, on which the answer depends.
 
     Returns:
         Whether it does.

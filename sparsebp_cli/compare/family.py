@@ -31,8 +31,8 @@ class Family:
     """Statements that are corrected together.
 
     Args:
-        name: Their subject.
-        statements: How many there are. The chance that any of them is false is at most 5%.
+        name: Subject of the statements.
+        statements: Number of statements. The chance that any of them is false is at most 5%.
     """
 
     name: str

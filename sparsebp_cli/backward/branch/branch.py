@@ -48,13 +48,13 @@ class Branch:
         core: The attention or MLP.
         before: The norm whose output the core reads, if the branch includes one.
         after: The norm that reads the core's output, if there is one.
-        layout: What it is.
+        layout: Names of its modules in the layer, and how the layer adds its output.
         layer: Number of the decoder layer.
 
     Attributes:
         last: Name of the core's last linear; None, or a name that it lacks: there is none.
         attention: The attention's linears; None for a core that computes each position independently.
-        num_outputs: How many values the core's forward returns; 0: it returns a tensor.
+        num_outputs: Number of values that the core's forward returns; 0: it returns a tensor.
         is_written: Whether the layer changes the core's output in place.
         adds: The argument of the core's forward that it adds to its output; None: there is none.
     """

@@ -137,13 +137,13 @@ class Engine:
         """Run the backward pass, calling the policy at every site.
 
         Args:
-            loss: As for ``loss.backward()``.
+            loss: One number with a graph, the micro-batch's share of the step's loss, as for ``loss.backward()``.
             backward: Runs the pass instead of ``torch.Tensor.backward``, such as ``accelerator.backward``. With
                 ``eager_clip='exact'`` it is called twice, the first time with ``retain_graph=True`` as well.
             is_last: Whether this is the last micro-batch of a step. With ``update='eager'`` parameters change in its
                 pass; otherwise it makes no difference.
-            loss_scale: What the script has multiplied the loss by, and divides gradients by before its step; greater
-                than 0. What policies keep and observe is divided by it. None: the factor of the
+            loss_scale: Factor by which the script has multiplied the loss, and divides gradients before its step;
+                greater than 0. What policies keep and observe is divided by it. None: the factor of the
                 ``torch.amp.GradScaler`` that scaled the loss, also in ``backward``, is found, if one did.
 
         Raises:
@@ -231,7 +231,7 @@ class Engine:
 
         Args:
             forward: Runs the model on the step's first micro-batch and returns the loss.
-            backward: As for :meth:`backward`.
+            backward: Runs the pass instead of ``torch.Tensor.backward``, as for :meth:`backward`.
             others: Do the same on other micro-batches, for policies that measure how batches differ.
 
         Raises:
@@ -342,7 +342,7 @@ class Engine:
         """Return the policy that decides at a site in the current or next backward.
 
         Args:
-            site: The site.
+            site: A module at whose output a policy may decide.
 
         Returns:
             The policy, with its ``keep`` of this step; None if the site stays dense.
@@ -446,10 +446,10 @@ class Engine:
         here.
 
         Args:
-            **columns: By name, each (B, T): ``labels``, and columns that the policy reads; ``loss_weight``, any finite
-                number for each label, with which the model's own loss is a weighted sum over the number of labels, with
-                every policy and dense; or ``num_items_in_batch``, a number that replaces the forward's. They stay set
-                until the next call.
+            **columns: Tensors (B, T) by name: ``labels``, and columns that the policy reads; ``loss_weight``, any
+                finite number for each label, with which the model's own loss is a weighted sum over the number of
+                labels, with every policy and dense; or ``num_items_in_batch``, a number that replaces the forward's.
+                They stay set until the next call.
 
         Raises:
             UnsupportedError: ``loss_weight`` for a model that is no causal language model with transformers' loss.
@@ -495,7 +495,7 @@ class Engine:
         """Restore a state.
 
         Args:
-            state: From :meth:`state_dict`.
+            state: What :meth:`state_dict` returned for an engine with the same policies and model.
 
         Raises:
             UsageError: It is no such state.

@@ -23,7 +23,7 @@ class KeptQueries:
 
     Args:
         index_BK: Row numbers in N.
-        place_R: Where the rows are in the flat ``index_BK``; None: there is no padding.
+        place_R: Places of the rows in the flat ``index_BK``, int64; None: there is no padding.
     """
 
     index_BK: Tensor

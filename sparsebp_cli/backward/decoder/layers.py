@@ -12,7 +12,7 @@ class LayerNumbers:
     ``encoder`` and ``decoder``, the layers of both count, the encoder's first, so -1 is the decoder's last.
 
     Args:
-        model: object module.
+        model: The model, of any architecture.
 
     Attributes:
         layers: All layers; empty if the model has no module list.

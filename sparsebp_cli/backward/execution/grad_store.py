@@ -190,7 +190,7 @@ class GradStore:
 
         Args:
             max_norm: The bound, greater than 0.
-            norm_type: As in :meth:`norm`.
+            norm_type: 2.0, ``inf`` or another p, as in :meth:`norm`.
 
         Returns:
             The norm before scaling.

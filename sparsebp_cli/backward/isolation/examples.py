@@ -64,7 +64,7 @@ def find_examples(inputs: dict[str, Any], pad_token_id: int | None) -> Examples:
     """Find the examples of a batch from its arguments.
 
     Args:
-        inputs: The model's arguments by name.
+        inputs: Arguments of the model's forward by name.
         pad_token_id: The token of padding, which is left out at the ends of rows where no mask says what is padding.
 
     Returns:

@@ -80,8 +80,8 @@ def compare_with_alone(model: nn.Module, examples: Examples, passes: Sequence[Ca
     """Return how far each of several ways to run a batch is from running its examples alone.
 
     Args:
-        model: As for :func:`judge_batch`.
-        examples: Those of the batch, by :func:`find_examples` or :func:`examples_at`.
+        model: Any model that is called with its batch by name, as for :func:`judge_batch`.
+        examples: The batch's examples, by :func:`find_examples` or :func:`examples_at`.
         passes: Each runs the whole batch and returns an output in the shapes of the model's own.
 
     Returns:

@@ -39,7 +39,7 @@ class SavedInput:
     """What a policy keeps of one input.
 
     Args:
-        saved: What is kept; None: the input itself.
+        saved: The form that is kept instead of the input; None: the input itself.
         share: Multiplications of the weight's gradient that the policy claims, over the dense ones.
         first: Name of the linear that reads the input first.
     """

@@ -83,7 +83,7 @@ class GradientComparison:
         """Compare one more draw.
 
         Args:
-            gradients: Of the same parameters.
+            gradients: Gradients by the same names as the dense ones; None for a parameter without one.
         """
         sums: dict[str, Tensor] = {}
         for name, dense in self._dense.items():

@@ -14,8 +14,8 @@ class Moved:
     """How much of a parameter, or of several, a step changed.
 
     Args:
-        entries: All entries.
-        moved: Entries whose value changed.
+        entries: Number of all entries.
+        moved: Number of entries whose value changed.
     """
 
     entries: int
