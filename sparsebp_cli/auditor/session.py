@@ -219,6 +219,7 @@ class Session:
 
     def _install(self) -> None:
         """Install this thread's dispatch mode and hooks, never on top of another library's, which would remove ours."""
+        # See decision 20.
         if not self._is_installed and not dispatch_modes():
             self._is_installed = True
             self._installed.enter_context(self.watch)

@@ -22,6 +22,7 @@ from sparsebp_cli.study.schema import FEWEST_STEPS, BudgetSection
 from sparsebp_cli.study.store import TrialStore
 from sparsebp_cli.study.trial import REHEARSED_STEPS, StudyTrial, TrialMaker, rehearse
 
+# See decision 83.
 WITHIN = 0.02  # half of the 95% interval of a price, over it
 MOST_REHEARSED = 320  # steps: a price that is not known then is the best there is
 Steps = Mapping[int, int]  # position of a variant in the study to its optimizer steps; without those not known yet

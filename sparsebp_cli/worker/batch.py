@@ -292,6 +292,7 @@ def run_micro_batch(
         loss: Tensor = output.loss
         share = num_targets(batch) / targets
         return loss * share if targets != num_targets(batch) else loss, output
+    # Every target of the step weighs the same, whichever micro-batch it is in. See decision 5.
     items: float = targets
     if candidates is not None:
         # The engine multiplies this number by trained / targets of the batch: make that trained / candidates.

@@ -163,6 +163,7 @@ class ExamplesOverride(ForwardOverride):
         training = self._model.training and torch.is_grad_enabled()
         if args and args[0] is self._model:  # accelerate's wrapper calls a forward it has wrapped as a method
             args = args[1:]
+        # The model's own forward knows no such argument. See decision 63.
         row_B = kwargs.pop(EXAMPLE_ROW, None) if self._policy.reads_rows else None
         reference_BT = kwargs.pop(REFERENCE_COLUMN, None) if self._extension.compares else None
         if self.is_removed or not (training and self._engine.enabled):

@@ -84,6 +84,7 @@ class ParameterExtension:
             parameter = self._get(name)
             if enabled and name not in self._trained:
                 if parameter.requires_grad:
+                    # Before the forward: decided in the backward, the inputs would be kept by then. See decision 16.
                     parameter.requires_grad_(False)
                     self._frozen_here.add(name)
             elif name in self._frozen_here:  # not those that the user has frozen meanwhile

@@ -208,6 +208,8 @@ class PartExtension:
     @torch.no_grad()
     def _write(self) -> None:
         for each in self._overrides.values():
+            # Copied, even if contiguous: through a view the optimizer would change a saved weight, and autograd would
+            # not notice. See decision 49.
             each.part.write(each.form.by_output(weight_of(each.module)), each.leaf)
 
     def _describe(self) -> str:
