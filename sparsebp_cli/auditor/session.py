@@ -193,6 +193,7 @@ class Session:
     def _record_rows(self, module: nn.Module, kwargs: dict[str, object]) -> None:
         """Count what packing would leave out of a batch of a causal language model."""
         self.trained.add(module)
+        # As long as nobody has imported it, no model is one of its own; importing it here would take seconds.
         if "transformers" not in sys.modules:
             return
         left = count_leftover(module, kwargs)

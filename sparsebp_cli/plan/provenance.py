@@ -57,6 +57,7 @@ def find_provenance(recipe_file: Path, *, code_diff: bool = False) -> Provenance
 
 def _tell_changes(repository: Repository, sha: str) -> Iterator[str]:
     """Yield the changes of each imported file. A file whose changes may contain a credential is only named."""
+    # Copied: reading an attribute of a lazy module may import others.
     files = {Path(file).resolve() for module in [*sys.modules.values()] if (file := getattr(module, "__file__", None))}
     for file in sorted(file for file in files if file.is_relative_to(repository.folder)):
         name = str(file.relative_to(repository.folder))

@@ -212,6 +212,7 @@ class KubernetesEngine(TargetEngine):
         manifest = make_reader(self._options, run.run_id)
         name = str(manifest["metadata"]["name"])
         answer = self._run("create", "--filename", "-", given=to_text(manifest).encode())
+        # A fetch that broke off has left its pod behind.
         if answer.code != 0 and "(AlreadyExists)" not in answer.err:
             raise UnreachableError(f"{self._place}: the results cannot be read: {answer.problem}")
         deadline = time.monotonic() + READER_SECONDS

@@ -222,6 +222,7 @@ def _read_report(process: subprocess.Popen[bytes]) -> tuple[str, str]:
 
 
 def _is_alive(pid: int, process: subprocess.Popen[bytes]) -> bool:
+    # The process that was started ends when it has detached; the one that it named then does the work.
     return process.poll() is None or (pid != process.pid and psutil.pid_exists(pid))
 
 
