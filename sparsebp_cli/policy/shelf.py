@@ -7,7 +7,6 @@ here.
 from __future__ import annotations
 
 SHELF = "sparsebp-shelf"
-# See decision 109.
 MOVED = frozenset({"backlite", "dither", "dropit", "layerdrop", "mezo", "mvue", "pld", "random-ltd", "velora"})
 
 
