@@ -84,6 +84,7 @@ def _allow(folder: RunFolder, fields: Sequence[str]) -> None:
     if not folder.state().over:
         raise RunBusyError(f"run {folder.run_id} is {folder.state()}: changes are allowed to a run that is over")
     with folder.lock("target"), JournalWriter(folder.path) as journal:
+        # No attempt: nothing is trained.
         journal.attempt = max(journal.attempt - 1, 1)
         journal.write("allow", fields=list(fields))
 

@@ -88,6 +88,7 @@ def record(run: RunFolder, found: Mapping[str, Any]) -> list[str]:
     """Write the results into a run's journal as metrics of its last step, with their directions, the version of the
     harness and what identifies each task, and return the names of these metrics. A task that the run was judged by
     before keeps its first values, and what identified it then."""
+    # As a worker does, so that nobody else writes to the journal meanwhile.
     lock = run.lock("worker")
     try:
         history = History.load(run.path)

@@ -45,6 +45,7 @@ def note(
 def _change(folder: RunFolder, change: Callable[[Labels], Labels]) -> None:
     """Change the labels of a run here and, if the run is over and was sent there, in MLflow. A run that is alive sends
     its labels itself, at the latest when it ends."""
+    # Else two commands could both read before either writes.
     with folder.lock("labels"):
         change(Labels.load(folder.path)).save(folder.path)
     if (folder.path / "tracking.json").exists() and folder.state().over:

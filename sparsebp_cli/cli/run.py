@@ -154,6 +154,7 @@ def _add_baselines(plans: Sequence[Plan], recipes: Sequence[Path], changes: Sequ
     known = {(plan.group, plan.recipe.training.seed) for plan in plans}
     for number, plan in enumerate(plans):
         file = recipes[number // num_seeds]
+        # 58 characters: with -dense a name has 64 at most.
         dense_changes = [*changes, "policy=dense", f"name={plan.recipe.name[:58]}-dense"]
         (dense,) = make_plans([file], dense_changes, str(plan.recipe.training.seed))
         key = (dense.group, dense.recipe.training.seed)

@@ -103,6 +103,7 @@ def _check_recipes(files: dict[str, str]) -> None:
     from sparsebp_cli.starter import write_files
 
     recipes = {name: text for name, text in files.items() if name.endswith(".yaml") and name != "targets.yaml"}
+    # See decision 43.
     with tempfile.TemporaryDirectory(prefix="sparsebp-") as folder:
         write_files(Path(folder), {name: text for name, text in files.items() if "/" not in name})
         for name in recipes:

@@ -183,6 +183,7 @@ class StudySession:
         """Write the list of trials, by which other commands find them."""
         from sparsebp_cli.study.store import Listed, StudyRecord
 
+        # The run that has the result may be one that another command made.
         listed = [
             Listed(self.store.find(t).run_id, t.role, t.arm, t.combination, t.seed, t.is_cut)
             for t in (*self.course.rehearsals, *self.course.tuning, *self.course.report, *self.controls)

@@ -52,6 +52,7 @@ def ui(
             if browse or (browse is None and sys.stdout.isatty() and any(name in os.environ for name in DESKTOP)):
                 webbrowser.open(page)
         code = process.wait()
+    # The terminal sends Ctrl-C to the server as well, which then ends by itself.
     except KeyboardInterrupt:
         process.wait()
         raise typer.Exit(130) from None

@@ -59,6 +59,7 @@ class Database:
     def __init__(self, file: Path, elsewhere: ReadArtifact) -> None:
         """Keep the file; ``elsewhere`` reads artifacts that are in no folder of this machine."""
         self._elsewhere = elsewhere
+        # Read-only: MLflow may be writing, and to read a store must change nothing there.
         self._address = f"{file.absolute().as_uri()}?mode=ro"
 
     def is_known(self) -> bool:

@@ -255,6 +255,7 @@ def flatten(recipe: Mapping[str, object]) -> dict[str, Any]:
         path, value = todo.pop()
         if isinstance(value, dict | list) and value:
             pairs = list(value.items() if isinstance(value, dict) else enumerate(value))
+            # Reversed, since what is last in the list is taken first.
             todo += [(f"{path}.{key}" if path else str(key), child) for key, child in reversed(pairs)]
         else:
             found[path] = value

@@ -104,6 +104,7 @@ def _detached(tensor: Tensor) -> Tensor:
 def _packs_noted(note: Callable[[object], None]) -> Iterator[None]:
     """Note the tensors that hooks really store: of several nested saved-tensor hooks, PyTorch calls only the innermost.
     So the hooks of activation checkpointing would hide what they store, and what its second forward stores."""
+    # See decision 19.
     original = saved_tensors_hooks.__enter__
 
     def enter(self: saved_tensors_hooks) -> None:

@@ -39,6 +39,7 @@ class BudgetError(UsageError):
 def open_regular(file: Path) -> BinaryIO:
     """Open a file to read. Raises ``OSError`` if it cannot be read, and ``UnsupportedOperation``, which is an
     ``OSError`` and a ``ValueError``, for what is no regular file: a pipe waits for ever, a device has no end."""
+    # O_NONBLOCK: opening a pipe would wait for its writer.
     opened = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(opened).st_mode):
         os.close(opened)
@@ -93,6 +94,7 @@ def open_tar(stream: Readable) -> tarfile.TarFile:
     """Open a tar stream whose headers and members are counted before tarfile reads what belongs to them; read it with
     :func:`read_members`."""
 
+    # A class of its own: tarfile makes the members, and the counts are those of one archive.
     class CountedInfo(_CountedInfo):
         num_members = header_bytes = 0  # of this archive
 

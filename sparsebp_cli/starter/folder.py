@@ -58,8 +58,8 @@ def make_starter(folder: Path, task: Task, model: str, data: str | None) -> dict
     """Return the files of a starter folder by their paths in it.
 
     Args:
-        folder: Where they will be; its name begins the name of the policy.
-        task: What the model learns.
+        folder: Path at which they will be; its name begins the name of the policy.
+        task: What the model learns from a row of the data, such as ``chat``.
         model: An installed name, an id of the hub, or a path.
         data: The same for the data; None: those of the package for this task.
 

@@ -32,6 +32,7 @@ class LocalJob(RunHandle):
     """A job on this machine."""
 
     def stop(self) -> None:
+        # Through its watcher, which also holds back the runs that wait behind this one.
         launch = Launch.load(self._run)
         if process := (launch and launch.watcher(self._run)) or find_worker(self._run):
             _signal(process, signal.SIGINT)
@@ -43,9 +44,11 @@ class LocalJob(RunHandle):
     def cancel(self, grace_seconds: float = 30.0) -> State:
         if self.status().over:
             return self.status()
+        # Before any signal, so that whoever writes the end finds it.
         durable.write_file(self._run.cancel_file, "")
         deadline, signalled = time.monotonic() + grace_seconds, None
         while (worker := self._worker()) is not None or not self.status().over:
+            # A watcher may start a worker in this moment: each one that appears gets its signal.
             if worker is not None and worker != signalled:
                 _signal(worker, signal.SIGTERM)
                 signalled = worker
@@ -136,5 +139,6 @@ def share_gpus(num_shares: int) -> list[dict[str, str]]:
     devices = given.split(",") if given else [str(number) for number in range(len(list_gpus()))]
     if not devices:
         return [{} for _ in range(num_shares)]
+    # With more workers than GPUs, some share one.
     shares = [devices[number::num_shares] or [devices[number % len(devices)]] for number in range(num_shares)]
     return [{"CUDA_VISIBLE_DEVICES": ",".join(share)} for share in shares]

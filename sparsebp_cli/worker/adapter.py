@@ -41,6 +41,7 @@ def add_adapters(model: PreTrainedModel, section: ModelSection, architecture: Ar
         folder = find_adapter(section.adapter, section.name)
         content = read_adapter(folder)
         kind = str(content["peft_type"]).lower()
+        # A file of a newer peft may have keys that this one does not know. See decision 113.
         known = {"base_model_name_or_path", "task_type", "peft_type", *find_adapter_options(kind)}
         config = PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(str(content["peft_type"]))](
             **{key: value for key, value in content.items() if key in known and key != "peft_type"}

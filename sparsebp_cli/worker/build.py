@@ -78,6 +78,7 @@ def build_training(
     tokenizer, reference = _load_data(recipe, policies, accelerator, journal)
     data = reference.data
     guard.check_data(data.digest())
+    # Again, so that random weights do not depend on what data and reference have drawn.
     set_seed(recipe.training.seed)
     model = _build_model(recipe, policies, tokenizer, data, journal)
     _check_fit(model, tokenizer, recipe)
@@ -319,14 +320,17 @@ def _build_accelerator(recipe: Recipe, ranks: Ranks, policies: Sequence[Policy])
         raise DataError("target.device: cuda, but torch finds no CUDA device here; use auto or cpu")
     threads = recipe.target.threads
     if ranks.count > 1:
+        # Each rank would else take as many threads as there are cores.
         threads = threads or max(1, torch.get_num_threads() // ranks.count)
     drops = any(kind.leaves_out_gradients for kind in list_kinds(policies))
+    # DDP waits for a gradient of each parameter, unless it looks for those that get none.
     accelerator = Accelerator(
         mixed_precision=recipe.training.mixed_precision,
         cpu=recipe.target.device == "cpu",
         kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)] if drops else [],
     )
     if threads is not None:
+        # After accelerate, which sets the number of threads itself for processes on a CPU.
         torch.set_num_threads(threads)
     return accelerator
 

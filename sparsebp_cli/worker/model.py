@@ -169,6 +169,7 @@ def _refuse_incomplete(
     another shape. transformers would fill them with random values; it leaves tied tensors out of both lists itself."""
     missing = sorted(found["missing_keys"])
     body = f"{model.base_model_prefix}."
+    # BERT's pooler is in the body, and files of a language model have none.
     new = [name for name in missing if is_classification and (not name.startswith(body) or ".pooler." in name)]
     kind = type(model).__name__
     if lacking := [name for name in missing if name not in new]:

@@ -81,6 +81,7 @@ class StepMemoryRecorder:
         self.peak.pause()
         state = self.engine.state_dict()  # tensors such as error feedback, to be attributed in the trace
         with memory_trace(self.model, self.optimizer, also=state, device=self.device) as self._trace:
+            # Or tensors that the step replaces would be kept alive by this name.
             del state
             values = run()
         trace, self._trace = self._trace, None
@@ -90,6 +91,7 @@ class StepMemoryRecorder:
         curve = trace.curve
         content = curve.to_values() | {"allocator_peak_bytes": trace.allocator_peak_bytes}
         self.journal.write("memory", step=step, values=content)
+        # The trace slows the step down; those of warm-up are left out by every reader.
         if step > self.recipe.measure.warmup_steps:
             values |= {time.name: None for time in TIMES}
         split = curve.peak.split

@@ -25,8 +25,8 @@ class Entry:
     """One policy with options.
 
     Args:
-        policy: Its name.
-        options: Its options.
+        policy: Name of the policy.
+        options: Options of the policy, as pairs.
         kind: The kind of policy.
     """
 
@@ -80,7 +80,7 @@ class Refusal:
 
     Args:
         message: The one line that is raised, whole.
-        recipe: What `sparsebp validate` says, without the place; empty where a recipe cannot ask for it.
+        recipe: Line that `sparsebp validate` says, without the place; empty where a recipe cannot ask for it.
     """
 
     message: str
@@ -95,7 +95,7 @@ def find_refusal(entry: Entry, site: str, composition: str) -> Refusal | None:
     """Return why a cell is refused; None: it works.
 
     Args:
-        entry: The policy.
+        entry: Policy with its options.
         site: One of :data:`SITES`.
         composition: One of :data:`COMPOSITIONS`.
     """

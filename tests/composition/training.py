@@ -73,12 +73,12 @@ def train(
     """Train for two steps and return the gradients of each.
 
     Args:
-        composition: How.
-        entry: With which policy; None: dense.
-        site: Where.
+        composition: One of :data:`COMPOSITIONS`.
+        entry: Policy with its options; None: dense.
+        site: One of :data:`SITES`.
         compiled: ``before`` attaching, ``after`` it, or ``never``.
-        plain: Without an engine.
-        **options: Of ``attach``; ``instead``: policies instead of the entry's.
+        plain: Whether PyTorch's own backward runs, without an engine.
+        **options: Options of ``attach``; ``instead``: policies instead of the entry's.
     """
     model = build(composition)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2)

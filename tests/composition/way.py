@@ -17,7 +17,7 @@ class Way:
     """One policy that is not asked at sites, or one way to carry a step out.
 
     Args:
-        label: What the table calls it.
+        label: Name in the table.
         policy: Its name and options; empty where there is no policy.
         options: Further options of ``attach``.
         form: Without a policy, what it is a form of.
@@ -103,7 +103,7 @@ def find_refusal(way: Way, composition: str, wrapped: str = "after") -> str:
     Args:
         way: One of :data:`WAYS`.
         composition: A way of training of the other table.
-        wrapped: By DDP ``before`` attaching, or ``after`` it.
+        wrapped: ``before`` attaching or ``after`` it: when DDP wraps the model.
     """
     if way.question == "ParameterSelector" and composition == "DDP":
         if "turn" in way.policy:
@@ -171,7 +171,7 @@ def find_pair_refusal(first: Way, second: Way) -> str:
 
     Args:
         first: One of :data:`WAYS`.
-        second: Another.
+        second: Another one of :data:`WAYS`.
     """
     if {first.label, second.label} & _WEIGHING and (refusal := _find_weighing_refusal(first, second)):
         return refusal

@@ -24,9 +24,9 @@ class Block(NamedTuple):
     """One fenced block.
 
     Args:
-        file: Where it stands.
-        line: Of its first line, counted from 1.
-        text: Without the fences.
+        file: Page of the documentation.
+        line: Number of its first line, counted from 1.
+        text: Lines without the fences.
     """
 
     file: Path

@@ -69,6 +69,7 @@ class BranchCost:
 
     def _reads_input(self, name: str) -> bool:
         """Whether a linear reads the core's input directly, and not the output of another trained linear."""
+        # peft's lora_B reads what lora_A gives, never the core's input.
         return self.branch.last not in name.split(".") and ".lora_B." not in name
 
     def _products(self) -> tuple[float, float]:
@@ -98,4 +99,5 @@ def _attention_width(branch: Branch) -> int:
     assert branch.attention is not None
     assert branch.last is not None
     output: nn.Module = getattr(branch.core, branch.last)
+    # transformers' Conv1D, as in gpt2, calls its input width nx.
     return int(getattr(output, "nx" if hasattr(output, "nx") else "in_features"))

@@ -101,6 +101,7 @@ class _StoredOutputLayout(WeightLayout):
     @override
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if self.kept is None:
+            # One number for all: no gradient depends on the last linear's output.
             return x.new_zeros(()).expand(*x.shape[:-1], weight.shape[self.output_dim])
         if self.index_K is None:
             return self.kept

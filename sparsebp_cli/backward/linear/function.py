@@ -454,6 +454,7 @@ def _elements(
     if not _csr_pays(grad_NO, elements):
         return None
     num_rows, num_outputs = grad_NO.shape
+    # CSR has its entries row by row.
     index_K, order = elements.index_K.sort()
     value_K = elements.gather(grad_NO)[order]
     dgrad_ND = wgrad = bias_grad = None
@@ -469,6 +470,7 @@ def _elements(
 
 def _csr_pays(grad_NO: Tensor, elements: Elements) -> bool:
     mkl: bool = torch.backends.mkl.is_available()
+    # On a CPU PyTorch multiplies CSR by MKL, and real numbers in these two dtypes alone.
     backed = grad_NO.is_cuda or (mkl and grad_NO.dtype in (torch.float32, torch.float64))
     return backed and elements.index_K.numel() < CSR_BELOW * grad_NO.numel()
 
@@ -502,6 +504,7 @@ def _has_sparse_cores(grad_NO: Tensor, weight: Tensor) -> bool:
     if not grad_NO.is_cuda or grad_NO.dtype not in (torch.float16, torch.bfloat16):
         return False
     fits = all(size % 64 == 0 for size in (*grad_NO.shape, *weight.shape))
+    # Ampere was the first with sparse tensor cores.
     able = torch.cuda.get_device_capability(grad_NO.device) >= (8, 0) and torch.backends.cusparselt.is_available()
     return fits and able
 

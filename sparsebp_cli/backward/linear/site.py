@@ -68,6 +68,7 @@ def find_linears(model: nn.Module, exclude: Iterable[str] = ()) -> FoundLinears:
             raise UsageError(f"exclude: {pattern!r} matches no linear of the model{did_you_mean(pattern, linears)}")
     covered, not_covered, excluded = [], [], []
     for name, module in linears.items():
+        # A subclass may compute something else; only this very forward has our backward.
         form = next((f for kind, f in forms.items() if type(module).forward is kind.forward), None)
         if any(fnmatchcase(name, pattern) for pattern in patterns):
             excluded.append(name)
@@ -156,6 +157,7 @@ class LinearAdapter(SiteAdapter):
 
 def _is_plain(module: nn.Module) -> bool:
     """Whether a layer's weight is an ordinary real tensor: not parametrized, quantised or sharded."""
+    # Reading such a weight computes it: spectral_norm's would move its estimate, and so the training. See decision 21.
     if is_parametrized(module):
         return False
     weight = weight_of(module)

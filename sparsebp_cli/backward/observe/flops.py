@@ -126,6 +126,7 @@ class _Counting(TorchDispatchMode):
         kwargs = kwargs or {}
         formula = find_formula(func)
         if formula is None:
+            # The same exception as in torch.utils.flop_counter.
             if func is not torch.ops.prim.device.default:
                 with self:  # under inference mode composite operators arrive undecomposed
                     result = func.decompose(*args, **kwargs)

@@ -44,7 +44,7 @@ class SavedBytes:
         """Count a saved tensor.
 
         Args:
-            tensor: The tensor.
+            tensor: A tensor that autograd saved; its whole storage counts, once for all tensors that share it.
             module: The module that saved it; None: do not count by module.
         """
         address = _address(tensor)

@@ -55,8 +55,9 @@ class TileSelector(Policy):
         Args:
             mass_HQK: Sum of the attention weights in each tile, float32 or wider; those of a tile of queries add up to
                 its number of queries. 0 where the mask excludes the whole tile, which then has no backward.
-            tiles: Whose.
-            step: When; ``step.generator(tiles, mass_HQK.device)`` is the only source of randomness allowed.
+            tiles: Module and example of the attention.
+            step: The step of the decision; ``step.generator(tiles, mass_HQK.device)`` is the only source of randomness
+                allowed.
 
         Returns:
             Which tiles are kept, bool, (H, Q, K).
