@@ -22,7 +22,7 @@ def quickstart(
     changes: Changes = None,
     ids: Annotated[Path | None, typer.Option(metavar="FILE", help=IDS)] = None,
 ) -> None:
-    """Train dense and with the same gradient for less work, and compare the two: a minute or two on two cores."""
+    """Train with every gradient computed (dense) and with the same gradient for less work, and compare the two."""
     from sparsebp_cli.compare import Question, compare_runs, load_all
     from sparsebp_cli.compare.choose import choose, local_candidates
     from sparsebp_cli.starter import find_shipped

@@ -1,4 +1,4 @@
-"""The fenced blocks of what people read: README, CONTRIBUTING, ARCHITECTURE, the guide, the plugin's README."""
+"""The fenced blocks of what people read: README, CONTRIBUTING, ARCHITECTURE, the guide, its results, the plugin's README."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ FILES = [
     ROOT / "ARCHITECTURE.md",
     ROOT / "docs" / "index.md",
     *sorted((ROOT / "docs" / "guide").glob("*.md")),
+    *sorted((ROOT / "docs" / "results").glob("*.md")),
     *sorted((ROOT / "plugins").glob("*/README.md")),
 ]
 # These pages are followed from top to bottom in an empty folder: test_newcomer.py.
