@@ -48,7 +48,7 @@ def describe_lesson(comparison: Comparison, ids: Sequence[str]) -> list[str]:
     share = f", and its backward executed {executed / dense:.0%} of the multiplications" if executed and dense else ""
     seen = "; ".join(say(found) for found in (group.find("quality"), find_time(group)) if found)
     return [
-        f"Seen: {group.label} is {seen}{share}.",
+        f"Seen: beside dense, which computes every gradient, {group.label} is {seen}{share}.",
         'Use: `policy: lossless` in a recipe, `sbp.attach(model, "lossless")` in your own loop.',
         f"Next: `sparsebp compare {' '.join(ids)}` (every number), `sparsebp show {ids[-1]}` (the run and its notes), "
         "`sparsebp init study` (your model and data).",

@@ -1,4 +1,4 @@
-"""The fenced blocks of what people read: README, CONTRIBUTING, ARCHITECTURE, the guide, its results, the plugin's README."""
+"""The fenced blocks of what people read: README, CONTRIBUTING, ARCHITECTURE, guide, results, READMEs of plugins."""
 
 from __future__ import annotations
 
