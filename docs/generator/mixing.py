@@ -1,4 +1,4 @@
-"""The tables of docs/guide/mixing.md and docs/results/mixing.md, and reports for upstream, from what benchmarks/mixing.py found."""
+"""Count and tables of both pages mixing.md, and reports for upstream, from what benchmarks/mixing.py found."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ FILES = [
 ]
 # These pages are followed from top to bottom in an empty folder: test_newcomer.py.
 FOLLOWED = [ROOT / "docs" / "guide" / "own-data.md", ROOT / "docs" / "guide" / "chat.md"]
+LINK = re.compile(r"\]\(([^)#\s]*)#?([^)\s]*)\)")
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 

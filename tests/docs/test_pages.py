@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 
 from sparsebp_cli.run.metric import METRICS
-from tests.docs.block import FILES, ROOT
+from tests.docs.block import FILES, LINK, ROOT
 from tests.docs.conftest import PLUGIN
 
-LINK = re.compile(r"\]\(([^)#\s]*)#?([^)\s]*)\)")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 WRITTEN = [ROOT / "docs" / "reference" / f"{name}.md" for name in ("api", "glossary", "stability", "verdicts")]
 HOSTS = [".".join(parts) for parts in (("pypi", "org"), ("pythonhosted", "org"), ("huggingface", "co"))]
