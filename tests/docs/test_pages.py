@@ -68,6 +68,14 @@ def test_recorded_numbers_take_their_place_in_the_readme(tmp_path: Path, monkeyp
     )
 
 
+def test_the_first_page_has_the_time_of_the_recorded_quickstart() -> None:
+    record = (ROOT / "docs" / "picture" / "quickstart.md").read_text(encoding="utf-8")
+    shorter = re.search(r"step time -(\d+\.\d) %", record)
+    assert shorter
+    first = " ".join((ROOT / "docs" / "index.md").read_text(encoding="utf-8").split())
+    assert f"took {float(shorter[1]):.0f} % less time a step in the [quickstart]" in first
+
+
 def test_every_metric_is_explained() -> None:
     text = (ROOT / "docs" / "guide" / "numbers.md").read_text(encoding="utf-8")
     assert [name for name in METRICS if f"`{name}`" not in text] == []
