@@ -342,7 +342,8 @@ def _at_equal(comparison: Comparison) -> Grid:
     note = (
         "Two groups at a time, on the seeds that both have: the evaluation at the cost of the cheaper one (up to 10% "
         "earlier or 5% later); training time where a cost is not known. For the more expensive one, the learning rate "
-        "was then still under way: dense with its own schedule, among the controls, is the fair one."
+        "was then still under way: dense with its own schedule, among the controls, is the fair one. A dense step "
+        "computes every gradient."
     )
     if any(row[3] == show.NONE for row in rows):
         note += " A dash: one of the two was not evaluated near there; measure.eval_every says how often to evaluate."
