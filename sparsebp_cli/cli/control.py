@@ -23,12 +23,12 @@ def resume(
         list[str] | None,
         typer.Option(
             metavar="FIELD",
-            help="Go on although this field, or this section, is not as it was: training.seed, code, data. Repeat.",
+            help="Continue although this field, or this section, is not as it was: training.seed, code, data. Repeat.",
         ),
     ] = None,
-    cancelled: Annotated[bool, typer.Option("--cancelled", help="Go on with cancelled runs too.")] = False,
+    cancelled: Annotated[bool, typer.Option("--cancelled", help="Continue cancelled runs too.")] = False,
 ) -> None:
-    """Go on with runs from their last good checkpoints, under the same ids.
+    """Continue runs from their last good checkpoints, under the same ids.
 
     A run whose recipe, code or data differ from those of its checkpoint is refused, with a table of the changes.
     """

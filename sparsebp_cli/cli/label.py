@@ -34,7 +34,7 @@ def tag(
 
 def note(
     run: OneRun,
-    text: Annotated[str, typer.Argument(metavar="TEXT", help='One line; "" takes the note away.')],
+    text: Annotated[str, typer.Argument(metavar="NOTE", help='One line; "" takes the note away.')],
 ) -> None:
     """Write a note on a run, in place of the one that it has. `show` and `runs --columns note` show it."""
     line, folder = make_note(text), find_one(run)

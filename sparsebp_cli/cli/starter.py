@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import tempfile
 from enum import StrEnum
@@ -139,4 +140,6 @@ def new(
     write_files(folder, files)
     for file in files:
         print_line(str(folder / file))
-    print_line(f"next: python -m pip install --editable {folder}; python -m pytest {folder}")
+    python, package = shlex.quote(sys.executable), shlex.quote(str(folder))
+    print_line(f"next: {python} -m pip install --editable {shlex.quote(f'{folder}[test]')}")
+    print_line(f"      {python} -m pytest {package}")

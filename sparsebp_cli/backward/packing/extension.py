@@ -80,6 +80,7 @@ AGAIN = 1 / 200  # share of the batches that are compared though their kind is k
 _NOTHING_SEEN = (
     "no batch went through the forward of {} in training: what calls a part of it, or another forward, runs plainly"
 )
+_EVAL_MODE = "{} is in eval mode, as from_pretrained returns it, and runs plainly: call model.train() before the loop"
 IGNORED = -100  # the label of no target, as in PyTorch's cross entropy
 
 
@@ -291,7 +292,8 @@ class PackingExtension:
                 self.counts.error = max(self.counts.error, check.error)
             if not check.passed:
                 self.failure = f"{check.describe()}: the plain step is used from here on"
-        seen = self.counts.describe() if self.counts.batches else _NOTHING_SEEN.format(type(self.model).__name__)
+        nothing = (_NOTHING_SEEN if self.model.training else _EVAL_MODE).format(type(self.model).__name__)
+        seen = self.counts.describe() if self.counts.batches else nothing
         self.engine.notes["packing"] = self.failure or seen
 
     def run_stack(

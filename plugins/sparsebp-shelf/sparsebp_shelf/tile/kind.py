@@ -68,7 +68,7 @@ TILE_SELECTOR = Kind(
     TileSelector,
     asked="Decides in the backward, example by example, by the attention weights in each tile. Exact if "
     "every tile has a backward. Claims no FLOPs beforehand, since they depend on the weights; the run counts them. "
-    "[Skip tiles of attention](../guide/attention.md)\n",
+    "[Skip tiles of attention](../guide/blocks.md#skip-tiles-of-attention)\n",
     extensions=((1_000, "sparsebp_shelf.tile.extension:TileExtension"),),
     suite="sparsebp_shelf.tile.suite:check_tile_selector",
     keeps_state=False,
