@@ -35,7 +35,10 @@ PROMISES = {
         "every point is in the store, or the run reports that it is not",
     ),
     "R7": ("NaN or Inf in a loss or a gradient", "the run stops before the update and names the step"),
-    "R9": ("the clock steps back or forward between attempts", "steps alone order checkpoints; the result is the same"),
+    "R9": (
+        "the clock steps back or forward, between attempts or while clients and workers are at work",
+        "steps alone order checkpoints; the result is the same, and every command ends",
+    ),
     "R10": (
         "a remote host or its daemon goes away, the connection breaks, the client is killed, the power fails",
         "the run is unreachable, not failed; the next command finds it again; one process writes at a time",
