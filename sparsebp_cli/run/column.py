@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import TypeVar, overload
+from typing import Any, Generic, TypeVar, overload
 
 Number = TypeVar("Number", int, float)
 
@@ -24,7 +24,7 @@ class Column(Sequence[Number]):
 
     def __init__(self, code: str, numbers: Iterable[Number] = ()) -> None:
         """Begin with some numbers; ``code`` is their type: q for int, d for float."""
-        self._blocks: list[_Block] = []
+        self._blocks: list[_Block[Number]] = []
         self._starts: list[int] = []  # places of the first number of each block
         self._rest: array[Number] = array(code)
         self._rest_start = 0
@@ -75,13 +75,14 @@ class Column(Sequence[Number]):
                 self._put_away()
             return
         at = bisect_right(self._starts, place) - 1
-        start, numbers = self._starts[at], self._read(at)[:]
+        numbers, start = self._read(at)[:], self._starts[at]
         numbers.insert(place - start, number)
-        middle = len(numbers) // 2 if len(numbers) > BLOCK else len(numbers)
-        parts = [part for part in (numbers[:middle], numbers[middle:]) if part]
+        middle = len(numbers) // 2 if len(numbers) > BLOCK else 0
+        parts = [numbers[:middle], numbers[middle:]] if middle else [numbers]
         self._blocks[at : at + 1] = [_Block(part) for part in parts]
-        after = [one + 1 for one in self._starts[at + 1 :]]
-        self._starts[at:] = [start, *([start + middle] if len(parts) > 1 else []), *after]
+        self._starts[at + 1 :] = [one + 1 for one in self._starts[at + 1 :]]
+        if middle:
+            self._starts.insert(at + 1, start + middle)
         self._rest_start += 1
 
     def copy(self) -> Column[Number]:
@@ -98,8 +99,7 @@ class Column(Sequence[Number]):
         self._rest = array(self._rest.typecode)
 
     def _read(self, number: int) -> array[Number]:
-        found: array[Number] = self._blocks[number].read()
-        return found
+        return self._blocks[number].read()
 
 
 class _File:
@@ -135,49 +135,47 @@ class _File:
         self._free.append(place)
 
 
-_LOCK = threading.RLock()
+_lock = threading.RLock()
 _file: _File | None = None
-_recent: OrderedDict[_Block, array[int] | array[float]] = OrderedDict()  # the one read last is the last
+_recent: OrderedDict[_Block[Any], array[Any]] = OrderedDict()  # the one read last is the last
 
 
 def _forget_file() -> None:
-    global _file, _LOCK
-    _file, _LOCK = None, threading.RLock()
+    global _file, _lock
+    _file, _lock = None, threading.RLock()
 
 
 os.register_at_fork(after_in_child=_forget_file)
 
 
-class _Block:
+class _Block(Generic[Number]):
     """Numbers that do not change any more, in the file; in memory where that cannot be written."""
 
     __slots__ = ("_code", "_file", "_held", "_place", "_size")
 
-    def __init__(self, numbers: array[int] | array[float]) -> None:
-        global _file  # noqa: PLW0603
-        self._code, self._size, self._held = numbers.typecode, len(numbers) * numbers.itemsize, None
-        self._file, self._place = None, 0
-        with _LOCK:
-            try:
-                _file = _file or _File()
-                self._place = _file.write(numbers.tobytes())
-                self._file = _file
-            except OSError:
-                self._held = numbers
+    def __init__(self, numbers: array[Number]) -> None:
+        global _file  # noqa: PLW0603 - made with the first block
+        self._code, self._size = numbers.typecode, len(numbers) * numbers.itemsize
+        self._file: _File | None = None
+        self._held: array[Number] | None = numbers
+        with _lock, suppress(OSError):
+            _file = _file or _File()
+            self._place = _file.write(numbers.tobytes())
+            self._file, self._held = _file, None
 
-    def read(self) -> array[int] | array[float]:
+    def read(self) -> array[Number]:
         """Return the numbers; the caller does not change them."""
         if self._held is not None:
             return self._held
-        with _LOCK:
-            if (found := _recent.get(self)) is None:
+        with _lock:
+            found: array[Number] | None = _recent.pop(self, None)
+            if found is None:
+                assert self._file is not None
                 found = array(self._code)
                 found.frombytes(self._file.read(self._place, self._size))
-                _recent[self] = found
-                if len(_recent) > MOST_RECENT:
-                    _recent.popitem(last=False)
-            else:
-                _recent.move_to_end(self)
+            _recent[self] = found
+            if len(_recent) > MOST_RECENT:
+                _recent.popitem(last=False)
         return found
 
     def __del__(self) -> None:
