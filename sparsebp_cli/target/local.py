@@ -24,6 +24,7 @@ from sparsebp_cli.target.end_record import write_end_record
 from sparsebp_cli.target.launch import POLL_SECONDS, Launch, RunHandle, find_worker, start_process, wait_for_last_upload
 
 LITTLE_SPACE = 5e9
+WATCHER_SECONDS = 5.0  # to record how a worker ended, once the time of a cancellation is over
 SECONDS_FOR_GPUS = 20.0  # to list them
 
 
@@ -54,6 +55,8 @@ class LocalJob(RunHandle):
                 signalled = worker
             elif worker is not None and time.monotonic() > deadline:
                 _signal(worker, signal.SIGKILL)
+            elif worker is None and time.monotonic() > deadline:
+                self._end_watcher(is_last=time.monotonic() > deadline + WATCHER_SECONDS)
             time.sleep(POLL_SECONDS)
         self._write_missing_end()
         return self.status()
@@ -63,6 +66,13 @@ class LocalJob(RunHandle):
 
     def _worker(self) -> psutil.Process | None:
         return find_worker(self._run)
+
+    def _end_watcher(self, *, is_last: bool) -> None:
+        """Wake a watcher that was stopped and has no worker any more: it records at once how that ended. At last kill
+        one that hangs. Runs that wait behind this one are interrupted then; it would not have started them."""
+        launch = Launch.load(self._run)
+        if process := launch and launch.watcher(self._run):
+            _signal(process, signal.SIGKILL if is_last else signal.SIGCONT)
 
     def _write_missing_end(self) -> None:
         """Write the end record that a killed watcher did not write."""
