@@ -12,8 +12,8 @@ def test_my_cluster_keeps_the_contract():
     check_target("my-cluster", queue="short")
 
 ``FakeTarget`` is a target inside the test's own process. Tests can cut its connection and lose its workers. In the
-suite of a kind of your own, ``check_repeatable`` and ``check_draws`` check what every kind promises of its decisions, and
-``check_state`` what every policy with a state does.
+suite of a kind of your own, ``check_repeatable`` and ``check_draws`` check what every kind promises of its decisions,
+and ``check_state`` what every policy with a state does.
 """
 
 from __future__ import annotations

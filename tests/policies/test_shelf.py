@@ -73,8 +73,9 @@ def test_a_recipe_without_the_shelf_says_in_one_line_how_to_get_it(without: None
 def test_a_recipe_of_what_is_new_on_the_shelf_says_where_more_policies_are(without: None, name: str) -> None:
     with pytest.raises(RecipeError, match=f"unknown policy {name!r}; installed: ") as raised:
         load_recipe(ROOT / "recipes" / "methods" / f"{name}.yaml")
-    assert str(raised.value).endswith("; more are in the package sparsebp-shelf: pip install sparsebp-shelf, or "
-        "plugins/sparsebp-shelf of a checkout")
+    assert str(raised.value).endswith(
+        "; more are in the package sparsebp-shelf: pip install sparsebp-shelf, or plugins/sparsebp-shelf of a checkout"
+    )
     with pytest.raises(PolicyError, match=r"did you mean topk\?$"):
         make_policy("topq")
 

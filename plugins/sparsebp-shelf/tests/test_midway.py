@@ -12,10 +12,10 @@ import sparsebp_cli as sbp
 from sparsebp_cli.asset.checkpointing import checkpoint_activations
 from sparsebp_cli.backward import DensePass, ModuleTrace, PassCount, Proof, count_flops, saved_bytes
 from sparsebp_cli.errors import PolicyError, UnsupportedError, UsageError
-from sparsebp_cli.policy import Step, make_policies
+from sparsebp_cli.policy import Measure, Stateful, Step, make_policies
 from sparsebp_cli.run import History, metric
-from sparsebp_cli.testing import check_kind
-from sparsebp_shelf.midway import MIDWAY_SELECTOR, Features, MidwaySelector, PartialForward
+from sparsebp_cli.testing import check_kind, check_state
+from sparsebp_shelf.midway import MIDWAY_SELECTOR, Features, MidwaySelector, PartialForward, ReadFeatures
 from sparsebp_shelf.midway.partial_forward import surprise
 from sparsebp_shelf.midway.suite import check_midway_selector
 from tests.backward.conftest import FAMILIES, tiny_model, tokens
@@ -32,7 +32,7 @@ CHOSEN = [0, 1, 3]
 class Fixed(MidwaySelector):
     """The same examples at every step."""
 
-    index: list[int] = CHOSEN
+    index: tuple[int, ...] = (0, 1, 3)
 
     @property
     def exact(self) -> bool:
@@ -190,6 +190,7 @@ def test_the_estimate_is_the_running_mean_of_the_features_behind_the_layer() -> 
     model.model.layers[0].register_forward_hook(
         lambda _, __, output: seen.append(output.detach()) if len(output) == BATCH else None
     )
+    expected = torch.zeros(32, dtype=torch.float64)
     for step in range(3):
         seen.clear()
         engine.backward(model(**batch(step)).loss)
@@ -198,8 +199,7 @@ def test_the_estimate_is_the_running_mean_of_the_features_behind_the_layer() -> 
         optimizer.zero_grad()
         mask_BT1 = MASK[:, :, None].double()
         feature_ND = torch.cat([((x * mask_BT1).sum(1) / mask_BT1.sum(1)) for x in seen]).float().double()
-        now = feature_ND.mean(0)
-        expected = 0.2 * now if not step else 0.8 * expected + 0.2 * now
+        expected = 0.8 * expected + 0.2 * feature_ND.mean(0)
         state = {key.removeprefix("0/"): value for key, value in engine.state_dict()["policy_state"].items()}
         torch.testing.assert_close(state["mean"], expected, rtol=1e-6, atol=1e-9)
         assert float(state["weight"]) == pytest.approx(1.0 - 0.8 ** (step + 1))
@@ -264,15 +264,15 @@ def test_what_is_not_built_is_refused_by_name() -> None:
 
 
 class _Backwards(Fixed):
-    index: list[int] = [2, 0]
+    index: tuple[int, ...] = (2, 0)
 
 
 class _Twice(Fixed):
-    index: list[int] = [0, 0]
+    index: tuple[int, ...] = (0, 0)
 
 
 class _Exact(Fixed):
-    index: list[int] = [0]
+    index: tuple[int, ...] = (0,)
 
     @property
     def exact(self) -> bool:
@@ -280,7 +280,7 @@ class _Exact(Fixed):
 
 
 class _Global(Fixed):
-    index: list[int] = [0]
+    index: tuple[int, ...] = (0,)
 
     def choose(self, features: Features, step: Step) -> Tensor:
         torch.rand(1)
@@ -298,6 +298,30 @@ class _Global(Fixed):
 def test_the_suite_finds_a_broken_promise(policy: type[MidwaySelector], text: str) -> None:
     with pytest.raises(AssertionError, match=text):
         check_midway_selector(policy())
+
+
+class _Grows(Stateful[Any], Fixed):
+    """Its state has another shape behind a step."""
+
+    @property
+    def observes(self) -> Any:
+        return frozenset({ReadFeatures})
+
+    def measure(self, seen: Any, step: Step) -> dict[str, Measure]:
+        return {"sum": Measure(seen.feature_BD.sum(0))}
+
+    def init(self, places: Any, /) -> Any:
+        return {"sum": torch.zeros(1)}
+
+    def observe(self, state: Any, observation: Any, step: Step) -> Any:
+        return {"sum": next(iter(observation["sum"].values()), state["sum"])}
+
+
+def test_the_state_of_a_kind_of_ones_own_is_checked_with_what_it_is_shown() -> None:
+    with pytest.raises(AssertionError, match="observe returns other entries than init"):
+        check_midway_selector(_Grows())
+    with pytest.raises(AssertionError, match="observes ReadFeatures, which a policy of its kind is not shown"):
+        check_state(_Grows(), ())
 
 
 @pytest.mark.parametrize("policy", [_Backwards, _Twice])

@@ -39,7 +39,9 @@ class GradES(Stateful[Parameter], ParameterSelector):
 
     takes_schedules = False
 
-    threshold: Annotated[float, Field(ge=0.0)] = Field(description="The sum below which a matrix is frozen; 0 is dense.")
+    threshold: Annotated[float, Field(ge=0.0)] = Field(
+        description="The sum below which a matrix is frozen; 0 is dense."
+    )
     relative: bool = Field(False, description="Whether it is a share of the first sum after the grace.")
     grace: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(0.5, description="Share of the steps that freeze nothing.")
     by: Literal["gradient", "random"] = Field("gradient", description="Which are frozen; random: as many, the control.")
@@ -64,7 +66,7 @@ class GradES(Stateful[Parameter], ParameterSelector):
     def observes(self) -> frozenset[type[Observed]]:
         return frozenset() if self.exact else frozenset({ParameterGradient})
 
-    def measure(self, seen: Observed, step: Step) -> dict[str, Measure]:  # noqa: ARG002 - of the contract
+    def measure(self, seen: Observed, step: Step) -> dict[str, Measure]:
         assert isinstance(seen, ParameterGradient)
         return {"magnitude": Measure(seen.gradient.abs().sum(dtype=torch.float32))}
 

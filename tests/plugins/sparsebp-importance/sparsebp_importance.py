@@ -33,8 +33,12 @@ if TYPE_CHECKING:
 class Importance(Stateful[object], ExampleSelector):
     """Draw examples in proportion to the norm of the gradient at their logits, or uniformly while that gains little."""
 
-    keep: Annotated[float, Field(gt=0.0, le=1.0)] = Field(1 / 3, description="Share of each batch, in (0, 1]; 1: dense.")
-    threshold: Annotated[float, Field(ge=0.0)] | None = Field(None, description="Gain that pays; null: 1 + 1 / (3 keep).")
+    keep: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
+        1 / 3, description="Share of each batch, in (0, 1]; 1: dense."
+    )
+    threshold: Annotated[float, Field(ge=0.0)] | None = Field(
+        None, description="Gain that pays; null: 1 + 1 / (3 keep)."
+    )
     smoothing: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(0.9, description="Of the running mean of the gain.")
     every: PositiveInt = Field(10, description="Steps between two measurements while examples are uniform.")
     denominator: Literal["targets", "weights"] = Field("targets", description="What divides the weighted losses.")
@@ -63,7 +67,7 @@ class Importance(Stateful[object], ExampleSelector):
     def observes(self) -> frozenset[type[Observed]]:
         return frozenset() if self.exact else frozenset({ReadExamples})
 
-    def measure(self, seen: Observed, step: Step) -> dict[str, Measure]:  # noqa: ARG002 - of the contract
+    def measure(self, seen: Observed, step: Step) -> dict[str, Measure]:
         assert isinstance(seen, ReadExamples)
         norm_B = seen.examples.gradient_norm_B
         if norm_B is None:
@@ -71,10 +75,10 @@ class Importance(Stateful[object], ExampleSelector):
         share_B = norm_B.double() / norm_B.double().sum().clamp(min=1e-300)
         return {"gain": Measure((len(norm_B) * share_B.square().sum()).sqrt())}
 
-    def init(self, places: Sequence[object], /) -> State:  # noqa: ARG002 - of the contract
+    def init(self, places: Sequence[object], /) -> State:
         return {"mean": torch.zeros((), dtype=torch.float64)}
 
-    def observe(self, state: State, observation: Observation, step: Step) -> State:  # noqa: ARG002 - of the contract
+    def observe(self, state: State, observation: Observation, step: Step) -> State:
         mean, found = torch.as_tensor(state["mean"]), list(observation["gain"].values())
         if not found:
             return state

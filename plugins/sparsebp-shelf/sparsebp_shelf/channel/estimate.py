@@ -49,7 +49,8 @@ class Estimator:
         if is_mlp:
             gate_NC, up_NC = output_NO
             hidden_NC = cast("Tensor", group.block.act_fn(gate_NC)) * up_NC
-            return hidden_NC.float().norm(dim=0)
+            norm_C: Tensor = hidden_NC.float().norm(dim=0)
+            return norm_C
         score_C = output_NO[0].new_ones(group.about.num_channels, dtype=torch.float32)
         for member, output in zip(scored, output_NO, strict=True):
             score_C = score_C * output.float().norm(dim=0)[member.entry_CG.to(output.device)].mean(1)

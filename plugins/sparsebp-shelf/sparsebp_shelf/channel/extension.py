@@ -124,7 +124,9 @@ class ChannelExtension:
     def claim(self, dense: DensePass) -> PassEstimate:  # noqa: ARG002 - the interface
         """Return the remaining shares of a dense pass whose outputs are where those of the last forward were."""
         rows, shares, forward = self._rows, dict[str, float](), dict[str, float]()
-        for group in self._groups if rows is not None else ():
+        if rows is None:
+            return PassEstimate()
+        for group in self._groups:
             share = self.count(group) / group.about.num_channels
             if share == 1.0 or not rows.context_share:
                 continue
@@ -171,12 +173,14 @@ class ChannelExtension:
             output_BT = labels != IGNORED
             output_BT[:, :-1] |= output_BT[:, 1:].clone()  # the positions that predict them
         elif self.policy.keeps_outputs and labels is None and not self.policy.exact:
-            raise UsageError(f"{type(self.policy).__name__} needs the labels among the arguments: they say what outputs are")
+            raise UsageError(
+                f"{type(self.policy).__name__} needs the labels among the arguments: they say what outputs are"
+            )
         output_N, scored_N = (rows.flatten().nonzero()[:, 0] for rows in (output_BT, real_BT & ~output_BT))
         context_N = (~output_BT).flatten().nonzero()[:, 0] if len(output_N) else None
         return _Rows(context_N, output_N, scored_N, output_BT.numel())
 
-    def _decide(self, group: Group, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _decide(self, group: Group, _: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Choose the channels of a group before its block runs."""
         if not self._is_active() or self._rows is None:
             return
@@ -202,8 +206,8 @@ class ChannelExtension:
             raise PolicyError(f"{type(self.policy).__name__} must choose {kept} channels, int64, got {index_K.shape}")
         self._choices[name] = index_K.to(hidden_BTD.device)
         self._engine.notes["channels"] = (
-            f"at step {step.index} {self._rows.context_share:.0%} of the positions leave channels of frozen weights out: "
-            "what is trained is another model than the one that is evaluated"
+            f"at step {step.index} {self._rows.context_share:.0%} of the positions leave channels of frozen weights "
+            "out: what is trained is another model than the one that is evaluated"
         )
 
 

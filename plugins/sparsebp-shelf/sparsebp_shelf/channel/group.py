@@ -132,10 +132,10 @@ def _find_linear(module: nn.Module, names: dict[nn.Module, str], asker: str) -> 
     if linear.weight.requires_grad:
         raise UnsupportedError(f"{asker}: the weight of {name!r} is trained: it computes some channels of frozen ones")
     check_adapter(module, name, asker)
-    if module is not linear and (
-        not hasattr(module, "lora_A") or any(getattr(module, "use_dora", {}).values())
-    ):
-        raise UnsupportedError(f"{asker}: the adapter of {name!r} is not a plain LoRA, which adds to the weight's output")
+    if module is not linear and (not hasattr(module, "lora_A") or any(getattr(module, "use_dora", {}).values())):
+        raise UnsupportedError(
+            f"{asker}: the adapter of {name!r} is not a plain LoRA, which adds to the weight's output"
+        )
     return names[linear], linear
 
 

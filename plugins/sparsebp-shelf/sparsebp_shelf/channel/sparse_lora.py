@@ -1,15 +1,15 @@
 """Compute the channels of frozen weights that matter in a batch, under low-rank adapters.
 
-Samir Khaki, Xiuyu Li, Junxian Guo, Ligeng Zhu, Chenfeng Xu, Konstantinos N. Plataniotis, Amir Yazdanbakhsh, Kurt Keutzer,
-Song Han and Zhijian Liu, "SparseLoRA: Accelerating LLM Fine-Tuning with Contextual Sparsity" (ICML 2025),
+Samir Khaki, Xiuyu Li, Junxian Guo, Ligeng Zhu, Chenfeng Xu, Konstantinos N. Plataniotis, Amir Yazdanbakhsh, Kurt
+Keutzer, Song Han and Zhijian Liu, "SparseLoRA: Accelerating LLM Fine-Tuning with Contextual Sparsity" (ICML 2025),
 https://arxiv.org/abs/2506.16500. As published: a weight's largest singular values, W ~ A B with A = U sqrt(S) and
 B = sqrt(S) V^T, estimate its outputs; channels of an MLP are scored by the norm of silu(gate) * up over the context,
 those of query and key by the product of their norms, of value and output by that of value; positions of outputs, early
 steps and some layers stay dense; adapters stay dense.
 
-We differ: norms of the heads of query that share a head of keys are averaged; the position that predicts the first output
-keeps all channels too; padding is not scored; a channel that is left out has its bias; the attention is computed for
-all channels, zero where they are left out; one choice holds for a micro-batch. Not there: the sensitivity of layers
+We differ: norms of the heads of query that share a head of keys are averaged; the position that predicts the first
+output keeps all channels too; padding is not scored; a channel that is left out has its bias; the attention is computed
+for all channels, zero where they are left out; one choice holds for a micro-batch. Not there: the sensitivity of layers
 that the paper measures beforehand (give the shares that it found), fused kernels, quantised weights.
 
 Cost: of each frozen weight K / C of its products for the context, all for the outputs; beside that two products of
@@ -43,7 +43,8 @@ class SparseLoRA(ChannelSelector):
 
     card: ClassVar[MethodCard | None] = MethodCard(
         use="Adapters on data with long prompts and short answers, as its context alone is cut. The model that is "
-        "trained is not the one that is evaluated: compare with `by: random` at the same shares, and with dense adapters.",
+        "trained is not the one that is evaluated: compare with `by: random` at the same shares, and with dense "
+        "adapters.",
         year=2025,
         saves=("time", "memory"),
         work="computed",

@@ -52,7 +52,7 @@ def _check_choice(policy: ChannelSelector) -> None:
             continue
         good = index_K.dtype == torch.int64 and index_K.shape == (kept,)
         require(good, f"{name}: choose must return int64 of shape ({kept},), as count says")
-        good = bool((index_K[1:] > index_K[:-1]).all()) and 0 <= int(index_K[0])
+        good = bool((index_K[1:] > index_K[:-1]).all()) and int(index_K[0]) >= 0
         good = good and int(index_K[-1]) < group.num_channels
         require(good, f"{name}: channels must ascend and be below {group.num_channels}, got {index_K.tolist()}")
 

@@ -154,7 +154,8 @@ class MidwayExtension:
     def take_middle(self) -> Tensor:
         """Return what the last of the first layers has computed, (B, T, D), and forget it."""
         last = self._stack[self.policy.num_first - 1]
-        middle_BTD, last.output = last.output, None
+        middle_BTD: Tensor | None = last.output
+        last.output = None
         if middle_BTD is None:
             raise UnsupportedError(f"{type(self.model).__name__} did not call its layer {self.policy.num_first - 1}")
         return middle_BTD
@@ -170,9 +171,9 @@ class _Layer(ForwardOverride):
     def __init__(self, number: int, module: nn.Module, num_first: int) -> None:
         self._module, self._number, self._is_first = module, number, number < num_first
         self._is_last = number == num_first - 1
-        self.part, self.hidden, self.output = "", None, None
-        self.hidden: Tensor | None
-        self.output: Tensor | None
+        self.part = ""  # of the forward that is under way: first, above, or none of both
+        self.hidden: Tensor | None = None  # what the last of the first layers returns above
+        self.output: Tensor | None = None  # what it has computed
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.is_removed or not self.part or self._is_first == (self.part == "first"):
@@ -255,7 +256,7 @@ class _Model(ForwardOverride):
 
 def _check_choice(policy: MidwaySelector, index_K: Tensor, kept: int, number: int) -> Tensor:
     good = isinstance(index_K, Tensor) and index_K.dtype == torch.int64 and index_K.shape == (kept,)
-    good = good and bool((index_K[1:] > index_K[:-1]).all() and 0 <= index_K[0] and index_K[-1] < number)
+    good = good and bool((index_K[1:] > index_K[:-1]).all() and index_K[0] >= 0 and index_K[-1] < number)
     if not good:
         raise PolicyError(f"{type(policy).__name__} must choose {kept} ascending examples below {number}, int64")
     return index_K

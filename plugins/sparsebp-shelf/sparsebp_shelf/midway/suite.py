@@ -64,7 +64,7 @@ def _check_choice(policy: MidwaySelector) -> None:
             continue
         good = index_K.dtype == torch.int64 and index_K.shape == (kept,)
         require(good, f"{name}: choose must return int64 of shape ({kept},), as count says")
-        good = bool((index_K[1:] > index_K[:-1]).all()) and 0 <= int(index_K[0]) and int(index_K[-1]) < features.number
+        good = bool((index_K[1:] > index_K[:-1]).all()) and int(index_K[0]) >= 0 and int(index_K[-1]) < features.number
         require(good, f"{name}: examples must ascend and be below {features.number}, got {index_K.tolist()}")
 
 
