@@ -67,6 +67,9 @@ def find_groups(model: nn.Module, layers: LayerNumbers, asker: str) -> list[Grou
         layers: Its layers.
         asker: Whose they are, for messages.
 
+    Returns:
+        Those of each MLP and attention whose children have the names.
+
     Raises:
         UnsupportedError: There are none, or a weight is trained, merged with its adapter, quantised, or under another
             adapter than LoRA's.

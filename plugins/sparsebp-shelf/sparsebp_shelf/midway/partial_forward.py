@@ -137,11 +137,14 @@ class PartialForward(Stateful[FeatureWidth], MidwaySelector):
 
 
 def surprise(feature_BD: torch.Tensor, state: State) -> torch.Tensor:
-    """Return how rare each example is: -2 log density under the running estimate, but for a constant, (B,), float64.
+    """Say how rare each example is.
 
     Args:
         feature_BD: Features.
         state: Of :class:`PartialForward`; its running means weigh ``weight`` together, which is 1 after many steps.
+
+    Returns:
+        -2 log density under the running estimate, but for a constant, (B,), float64.
     """
     import torch
 
