@@ -6,7 +6,10 @@ here.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 SHELF = "sparsebp-shelf"
+_INSTALL = f"pip install {SHELF}, or plugins/{SHELF} of a checkout"
 MOVED = frozenset({"backlite", "dither", "dropit", "layerdrop", "mezo", "mvue", "pld", "random-ltd", "velora"})
 
 
@@ -21,4 +24,16 @@ def tell_home(name: str) -> str:
     """
     if name not in MOVED:
         return ""
-    return f"it is in the package {SHELF}: pip install {SHELF}, or plugins/{SHELF} of a checkout"
+    return f"it is in the package {SHELF}: {_INSTALL}"
+
+
+def tell_shelf(distributions: Collection[str]) -> str:
+    """Return where an unknown policy may be; empty if the shelf is installed, where it would be known.
+
+    Args:
+        distributions: Names of those that have policies.
+
+    Returns:
+        A further part of a sentence.
+    """
+    return "" if SHELF in distributions else f"; more are in the package {SHELF}: {_INSTALL}"
