@@ -97,8 +97,11 @@ ANSWERS = {
     "lora_alpha": "model.lora.lora_alpha",
     "lora_dropout": "model.lora.lora_dropout",
     "lora_target_modules": "model.lora.target_modules",
-    "load_in_4bit": None,
-    "load_in_8bit": None,
+    "load_in_4bit": "model.quantization: {type: nf4}",
+    "load_in_8bit": "model.quantization: {type: int8}",
+    "bnb_4bit_quant_type": "model.quantization: {type: nf4}, or fp4,",
+    "quantization_config": "model.quantization: {type: nf4}",
+    "quantization_bit": "model.quantization: {type: nf4}, or int8,",
 }
 
 
