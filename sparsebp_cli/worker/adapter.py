@@ -89,6 +89,7 @@ def merge_beside(model: nn.Module, folder: Path, *, keeps: bool) -> nn.Module:
     adapted: Any = copy.deepcopy(model) if keeps else model
     adapted.save_pretrained(folder)
     if next(find_quantized(adapted), None) is not None:
+        adapted.get_base_model().is_loaded_in_4bit = False  # with it, peft refuses to take ia3 off
         base = adapted.unload()
         dequantize(base)
         adapted = PeftModel.from_pretrained(base, str(folder))

@@ -83,7 +83,6 @@ def dequantize(model: PreTrainedModel) -> None:
     for name, layout in list(find_quantized(model)):
         model.set_submodule(name, _make_plain(layout, dtype))
     known.hf_quantizer.remove_quantization_config(model)
-    known.is_loaded_in_4bit = False  # which peft asks
 
 
 def _make_plain(layout: QuantizedLayout, dtype: torch.dtype) -> nn.Linear:
