@@ -43,17 +43,18 @@ def evaluate(
     from sparsebp_cli.cli.worker_process import measure_apart
 
     run, folder = _find(source)
-    tasks = [name.strip() for name in lm_eval.split(",") if name.strip()]
-    if not tasks:
+    names = [name.strip() for name in lm_eval.split(",") if name.strip()]
+    if not names:
         raise UsageError(f"--lm-eval needs the name of a task, got {lm_eval!r}")
     if include is not None and not include.is_dir():
         raise UsageError(f"--include must be a folder, got {include}")
     place = str(include.absolute()) if include is not None else None
-    request = {"folder": str(folder), "tasks": tasks, "include": place, "limit": limit}
+    request = {"folder": str(folder), "tasks": names, "include": place, "limit": limit}
     found = measure_apart("harness", json.dumps(request | {"batch_size": batch_size, "device": device}))
     kept = record(run, found) if run is not None and limit is None else []
     if output is Output.JSON:
-        print_json(found)
+        tasks = {task: {k: part for k, part in one.items() if k != "scores"} for task, one in found["tasks"].items()}
+        print_json(found | {"tasks": tasks})
         return
     _print(found)
     if run is not None:
@@ -109,6 +110,11 @@ def record(run: RunFolder, found: Mapping[str, Any]) -> list[str]:
             facts = {"metrics": declared, "lm_eval": {"version": found["version"], "tasks": tasks}}
             journal.write("facts", values=facts)
             journal.write("metrics", step=step, values=values)
+            scores = {
+                f"{PREFIX}{task}/{name}": each for task in new for name, each in new[task].get("scores", {}).items()
+            }
+            if scores:
+                journal.write("scores", step=step, values=scores)
         return list(values)
     finally:
         lock.release()

@@ -287,7 +287,7 @@ class _Builder:
             difference=self._difference(group, self.first) if group != self.first else None,
             coarsened=self._coarsened(group),
             unequal=find_unequal(here, there, self.course),
-            examples=compare_examples(here, there),
+            examples=compare_examples(here, there, self.metric, self.way),
             reach=self._reach(group, target),
         )
         return Group(

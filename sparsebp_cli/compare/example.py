@@ -2,31 +2,41 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 from sparsebp_cli.compare.family import correct_all
 from sparsebp_cli.compare.loaded import LoadedRun
 from sparsebp_cli.compare.measured import ExampleDifference
+from sparsebp_cli.compare.question import Way
 from sparsebp_cli.compare.statistics import FEWEST_PAIRS, summarise_clusters
 
 FEWEST_DOCUMENTS = 10  # below this the t quantile grows fast and one long document decides
+LOSS = "loss"
+HARNESS, TEST = "lm_eval/", "test/"  # begin the names of metrics of other examples than the validation split's
 NUM_BLOCKS = 10  # of consecutive examples, each longer than most documents
 
 
-def compare_examples(runs: Sequence[LoadedRun], baseline: Sequence[LoadedRun]) -> tuple[ExampleDifference, ...]:
+def compare_examples(
+    runs: Sequence[LoadedRun], baseline: Sequence[LoadedRun], metric: str = LOSS, way: Way = "lower"
+) -> tuple[ExampleDifference, ...]:
     """Pair the runs of a group and of the baseline by seed, and the examples within each pair. Returns one entry for
-    each shared seed whose runs kept the losses of the same examples after their last step."""
+    each shared seed whose runs kept, of the same examples after their last step, their shares of the metric or their
+    losses. ``way`` is the better direction of the metric."""
     here, there = ({run.seed: run for run in some if run.seed is not None} for some in (runs, baseline))
     found = []
     for seed in sorted(here.keys() & there.keys()):
-        if differences := _subtract(here[seed], there[seed]):
-            values = list(differences.values())
-            worse = sum(difference > 0.0 for difference in values) / len(values)
-            clusters, kind = _cluster(list(differences), here[seed])
-            found.append(ExampleDifference(seed, summarise_clusters(values, clusters), worse, len(set(clusters)), kind))
+        name = metric if _subtract_scores(here[seed], there[seed], metric) else LOSS
+        differences = _subtract_scores(here[seed], there[seed], metric) or _subtract(here[seed], there[seed])
+        if differences:
+            values, sign = list(differences.values()), -1.0 if name == metric and way == "higher" else 1.0
+            worse = sum(sign * difference > 0.0 for difference in values) / len(values)
+            clusters, kind = _cluster(list(differences), here[seed], name)
+            difference = summarise_clusters(values, clusters)
+            found.append(ExampleDifference(seed, difference, worse, len(set(clusters)), kind, name))
     return tuple(found)
 
 
@@ -67,9 +77,31 @@ def _subtract(run: LoadedRun, other: LoadedRun) -> dict[int, float]:
     return {place: a - b for place, (a, b) in losses if _is_number(a) and _is_number(b)}
 
 
-def _cluster(places: Sequence[int], run: LoadedRun) -> tuple[list[int], Literal["document", "block"]]:
+def _subtract_scores(run: LoadedRun, other: LoadedRun, metric: str) -> dict[int, float]:
+    """Position of an example to the difference of what it gives to the metric; empty where that is not known of the
+    same examples."""
+    here, there = (some.history.scores.get(some.steps, {}).get(metric, []) for some in (run, other))
+    kinds = {_identify(some, metric) for some in (run, other)}
+    if len(here) != len(there) or len(kinds) > 1:
+        return {}
+    shares = enumerate(zip(here, there, strict=True))
+    return {place: a - b for place, (a, b) in shares if _is_number(a) and _is_number(b)}
+
+
+def _identify(run: LoadedRun, metric: str) -> object:
+    """Return what tells the examples of a metric from others: the hash of a harness's task, or the data's digest."""
+    if not metric.startswith(HARNESS):
+        return run.history.facts.get("dataset_digest")
+    judged: Any = run.history.facts.get("lm_eval", {})
+    tasks = judged.get("tasks", {}) if isinstance(judged, dict) else {}
+    about = next((about for task, about in tasks.items() if metric.startswith(f"{HARNESS}{task}/")), None)
+    return json.dumps(about, sort_keys=True)
+
+
+def _cluster(places: Sequence[int], run: LoadedRun, metric: str) -> tuple[list[int], Literal["document", "block"]]:
     """Return the cluster of each example: its document, or where too few are known its block of neighbours."""
-    documents = run.history.examples.get(run.steps, {}).get("documents", [])
+    kept = run.history.test_examples if metric.startswith(TEST) else run.history.examples
+    documents = [] if metric.startswith(HARNESS) else kept.get(run.steps, {}).get("documents", [])
     if documents and places[-1] < len(documents):
         named = [int(documents[place]) for place in places]
         if len(set(named)) >= FEWEST_DOCUMENTS:

@@ -18,12 +18,13 @@ class ExampleDifference:
 
     Args:
         seed: Of both runs.
-        difference: Mean loss of the group's model minus that of the baseline's, over examples of equal weight. The
-            interval is over clusters; p is corrected for all such statements of the comparison.
-        worse_share: Share of the examples on which the group's model has the larger loss.
+        difference: Mean of ``metric`` of the group's model minus that of the baseline's, over examples of equal weight.
+            The interval is over clusters; p is corrected for all such statements of the comparison.
+        worse_share: Share of the examples on which the group's model is worse.
         clusters: Number of clusters; the examples of one cluster resemble each other.
         clustered_by: A cluster is a ``document``, or a ``block`` of consecutive examples where documents are unknown or
             too few.
+        metric: What is compared: the metric of the comparison where it is a mean over examples, else the ``loss``.
     """
 
     seed: int
@@ -31,6 +32,7 @@ class ExampleDifference:
     worse_share: float
     clusters: int = 0
     clustered_by: Literal["document", "block"] = "document"
+    metric: str = "loss"
 
 
 @dataclass(frozen=True)

@@ -362,7 +362,9 @@ def _examples(comparison: Comparison, everything: bool) -> Grid:
         for e in group.quality.examples
         if everything or not (group.quality.difference and group.quality.difference.low is not None)
     )
-    columns = ("group", "seed", "loss to baseline", "examples", "p", "of them worse")
+    metrics = {e.metric for group in comparison.groups for e in group.quality.examples}
+    name = metrics.pop() if len(metrics) == 1 else "metric, or loss,"
+    columns = ("group", "seed", f"{name} to baseline", "examples", "p", "of them worse")
     note = (
         "Descriptive: the two trained models of one seed on the same held-out examples, which weigh alike here. The "
         "interval is over documents, or over blocks of consecutive examples where documents are not known or fewer "

@@ -179,7 +179,7 @@ def _on_examples(entry: ExampleDifference) -> list[Statement]:
     examples = f"{found.n} held-out examples in {entry.clusters} {entry.clustered_by}s"
     where = f"descriptively, of two models and not of seeds: on {examples} the model of seed {entry.seed}"
     outcome: Outcome = _judge(found, None, "")
-    return [Statement(outcome, "examples", (Number.of(f"loss, seed {entry.seed}", found),), (where,))]
+    return [Statement(outcome, "examples", (Number.of(f"{entry.metric}, seed {entry.seed}", found),), (where,))]
 
 
 def _margin(decision: NotWorse) -> Statement:

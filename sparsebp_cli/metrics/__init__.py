@@ -25,7 +25,7 @@ from sparsebp_cli.metrics.text_metric import (
 
 __all__ = ["Compute", "Figure", "TextMetric", "find_text_metric", "find_text_metric_sources", "list_text_metrics"]
 
-_SHARE = Figure("higher", "share")
+_SHARE = Figure("higher", "share", is_mean=True)
 EXACT_MATCH = TextMetric(count_exact_matches, {"exact_match": _SHARE})
 NUMERIC_MATCH = TextMetric(count_numeric_matches, {"numeric_match": _SHARE})
 BLEU = TextMetric(measure_bleu, {"bleu": Figure("higher", "of 100")}, package="sacrebleu")

@@ -41,10 +41,13 @@ class Figure:
     Args:
         better: Which direction is better.
         unit: Its unit; empty for a pure number.
+        is_mean: Whether it is the mean of what the function returns for each text alone. Two models are then compared
+            text by text, too.
     """
 
     better: Literal["lower", "higher"]
     unit: str = ""
+    is_mean: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,44 @@ class TextMetric:
             if not math.isfinite(value):
                 raise DataError(f"metric {name!r} must return finite numbers, got {value} for {key}")
         return values
+
+    def measure_each(
+        self,
+        name: str,
+        predictions: Sequence[str],
+        references: Sequence[str],
+        batch: Mapping[str, Sequence[object]],
+    ) -> dict[str, list[float]]:
+        """Compute the numbers that are means over texts, for each text alone.
+
+        Args:
+            name: What recipes call it, for errors.
+            predictions: As in :class:`Compute`.
+            references: The same.
+            batch: The same.
+
+        Returns:
+            One value for each text, by the name of the number; empty if none of the numbers is a mean.
+
+        Raises:
+            DataError: As :meth:`measure`; or a number is declared to be the mean over texts, and is not.
+        """
+        means = [key for key, figure in self.figures.items() if figure.is_mean]
+        found: dict[str, list[float]] = {key: [] for key in means}
+        for place, pair in enumerate(zip(predictions, references, strict=True)) if means else ():
+            alone = {column: cells[place : place + 1] for column, cells in batch.items()}
+            values = self.measure(name, pair[:1], pair[1:], alone)
+            for key in means:
+                found[key].append(values[key])
+        whole = self.measure(name, predictions, references, batch) if means else {}
+        for key in means:
+            mean = math.fsum(found[key]) / len(found[key])
+            if not math.isclose(mean, whole[key], rel_tol=1e-6, abs_tol=1e-9):
+                raise DataError(
+                    f"metric {name!r} declares {key} to be the mean over texts, but it is {whole[key]:.6g} of all "
+                    f"and {mean:.6g} on average"
+                )
+        return found
 
     def require(self, name: str) -> None:
         """Raise DataError if the module is not installed that the metric needs, called ``name`` in recipes."""

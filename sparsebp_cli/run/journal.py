@@ -14,6 +14,7 @@ Records, each with ``kind``, ``attempt`` (from 1) and ``time`` (seconds since 19
               ``loss``, its number of ``targets``, and its row of the split in ``documents``
     samples   ``step``, ``split``, ``values``: of the first texts that a generation made, ``prompt``, ``reference`` and
               ``prediction``, each shortened
+    scores    ``step``, ``values``: metric to what each example alone gives, where the metric is their mean
     seal      ``values``: recipe, versions and digest of the data of an attempt
     allow     ``fields`` of the seal that a user allowed to change before the next attempt
     note      ``level`` (info, warning, error; detail: for ``show`` alone), ``text``
@@ -49,6 +50,7 @@ from sparsebp_cli.run.series import Series, add_together
 FILE = "journal.jsonl"
 OUTLINE = "outline.json"
 VERSION = 1
+ADDED = ("test_examples", "samples", "scores")  # parts that the records of older runs lack
 MOST_UNREADABLE = 4  # places that are named; a list of runs shows no more
 
 
@@ -182,6 +184,7 @@ class History:
     test_examples: dict[int, dict[str, list[float]]] = field(default_factory=dict)  # the same of the test split
     # split to step to the prompts, references and predictions of the first generated texts
     samples: dict[str, dict[int, dict[str, list[str]]]] = field(default_factory=dict)
+    scores: dict[int, dict[str, list[float]]] = field(default_factory=dict)  # step to metric to each example's share
     memory: dict[int, CurveValues] = field(default_factory=dict)  # step to its memory curve, as in the journal
     # step to the columns and the row of each of the modules
     proofs: dict[int, ProofValues] = field(default_factory=dict)
@@ -218,12 +221,13 @@ class History:
             "examples": self.examples,
             "test_examples": self.test_examples,
             "samples": self.samples,
+            "scores": self.scores,
         }
 
     def take(self, dumped: Mapping[str, object]) -> None:
         """Add what :meth:`dump` returned, after it went through JSON and a store, where anything may have changed it;
         invalid records are left out."""
-        for part in ("facts", "environments", "notes", "ends", "layers", "examples", "test_examples", "samples"):
+        for part in ("facts", "environments", "notes", "ends", "layers", "examples", *ADDED):
             try:
                 records = [HEAD | record for record in _undump(part, dumped)]
             except (AttributeError, KeyError, TypeError, ValueError):
@@ -250,6 +254,9 @@ class History:
                 examples.setdefault(record["step"], record["values"])
             case "samples":
                 self.samples.setdefault(record["split"], {}).setdefault(record["step"], record["values"])
+            case "scores":
+                scores = self.scores.setdefault(record["step"], {})
+                self.scores[record["step"]] = record["values"] | scores  # as of metrics, the first value counts
             case "memory":
                 self.memory.setdefault(record["step"], record["values"])
             case "proof":
@@ -301,7 +308,7 @@ HEAD = {"attempt": 1, "time": 0.0}  # common fields of records from a store, whi
 
 
 def _undump(part: str, dumped: Mapping[str, Any]) -> list[dict[str, object]]:
-    content = dumped.get(part, {}) if part in {"test_examples", "samples"} else dumped[part]  # older runs have none
+    content = dumped.get(part, {}) if part in ADDED else dumped[part]
     match part:
         case "facts":
             return [{"kind": "facts", "values": content}]

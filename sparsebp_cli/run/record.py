@@ -183,6 +183,7 @@ FIELDS: dict[str, dict[str, Check]] = {
         "values": lambda value: _EXAMPLES(value) and _DOCUMENTS(value),
     },
     "samples": {"step": is_count, "split": _is_text, "values": _SAMPLES},
+    "scores": {"step": is_count, "values": _is_dict_of(_is_list_of(is_figure))},
     "note": {"level": _is_text, "text": _is_text},
     "seal": {"values": lambda value: isinstance(value, dict)},
     "allow": {"fields": _is_list_of(_is_text)},

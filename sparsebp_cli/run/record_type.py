@@ -125,6 +125,14 @@ class SamplesRecord(_Common):
     values: dict[str, list[str]]
 
 
+class ScoresRecord(_Common):
+    """What each example contributes to metrics that are means over examples."""
+
+    kind: Literal["scores"]
+    step: int
+    values: dict[str, list[float]]
+
+
 class SealRecord(_Common):
     """What decides the numbers of an attempt."""
 
@@ -168,6 +176,7 @@ Record = (
     | CurveRecord
     | ExamplesRecord
     | SamplesRecord
+    | ScoresRecord
     | SealRecord
     | AllowRecord
     | NoteRecord

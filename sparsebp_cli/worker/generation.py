@@ -102,6 +102,7 @@ class Generated:
 
     values: dict[str, float]
     samples: dict[str, list[str]]  # ``prompt``, ``reference`` and ``prediction``
+    scores: dict[str, list[float]]  # of each prompt, by metric, where a metric is their mean; empty if not asked for
 
 
 def measure_generated(
@@ -110,23 +111,25 @@ def measure_generated(
     prefix: str,
     ranks: Ranks,
     precision: AbstractContextManager[object],
+    *,
+    each: bool = False,
 ) -> Generated:
-    """Generate on all ranks, each its part, and compute the metrics on the first; every rank returns them. Raise
-    DataError on every rank if a metric fails."""
+    """Generate on all ranks, each its part, and compute the metrics on the first, also of ``each`` prompt alone; every
+    rank returns them. Raise DataError on every rank if a metric fails."""
     size = -(-len(prompts) // ranks.count)
     own = prompts[ranks.rank * size : (ranks.rank + 1) * size]
     before = capture_rng()
     with precision:
         parts = ranks.gather(generator.generate(own) if own else [])
-    values, failure = dict[str, float](), ""
+    values, scores, failure = dict[str, float](), dict[str, list[float]](), ""
     predictions = [text for part in parts for text in part]
     if ranks.is_first:
         try:
-            values = _compute(generator.section, prompts, predictions, prefix)
+            values, scores = _compute(generator.section, prompts, predictions, prefix, each=each)
         except DataError as error:  # the other ranks wait for the result
             failure = str(error)
     restore_rng(before)
-    values, failure = ranks.broadcast((values, failure))
+    values, scores, failure = ranks.broadcast((values, scores, failure))
     if failure:
         raise DataError(f"measure.generate: {failure}")
     shown = list(zip(prompts, predictions, strict=False))[:MOST_SAMPLES]
@@ -135,21 +138,24 @@ def measure_generated(
         "reference": [prompt.reference[:MOST_CHARACTERS] for prompt, _ in shown],
         "prediction": [text[:MOST_CHARACTERS] for _, text in shown],
     }
-    return Generated(values, samples)
+    return Generated(values, samples, scores)
 
 
 def _compute(
-    section: GenerateSection, prompts: Sequence[Prompt], predictions: Sequence[str], prefix: str
-) -> dict[str, float]:
+    section: GenerateSection, prompts: Sequence[Prompt], predictions: Sequence[str], prefix: str, *, each: bool
+) -> tuple[dict[str, float], dict[str, list[float]]]:
     references = [prompt.reference for prompt in prompts]
     columns = dict.fromkeys(name for prompt in prompts for name in prompt.row)
     batch: dict[str, list[object]] = {name: [prompt.row.get(name) for prompt in prompts] for name in columns}
     batch["prompt"] = [prompt.text for prompt in prompts]
-    values: dict[str, float] = {}
+    values, scores = dict[str, float](), dict[str, list[float]]()
     for name in section.metrics:
-        found = find_text_metric(name).measure(name, predictions, references, batch)
+        metric = find_text_metric(name)
+        found = metric.measure(name, predictions, references, batch)
         values |= {f"{prefix}{figure}": value for figure, value in found.items()}
-    return values
+        of_each = metric.measure_each(name, predictions, references, batch) if each else {}
+        scores |= {f"{prefix}{figure}": some for figure, some in of_each.items()}
+    return values, scores
 
 
 def find_generating(model: nn.Module) -> PreTrainedModel:

@@ -3,12 +3,13 @@
 The request is JSON: ``folder``, ``tasks``, ``include`` (a folder with tasks of one's own, or null), ``limit`` (examples
 of each task, or null), ``batch_size`` and ``device``. The harness does everything, with its own defaults; seeds are its
 own. The result has ``version``, and for each task its ``version``, ``hash``, ``examples`` and ``values``, each with its
-direction.
+direction, and the ``scores`` of each example for those values that are their mean.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
@@ -21,6 +22,7 @@ from sparsebp_cli.source import read_config
 from sparsebp_cli.source.weight import check_weights
 from sparsebp_cli.worker.answer import converse
 
+MOST_EXAMPLES = 10_000  # of a task whose scores a run keeps
 NO_METRIC = ("name", "alias", "sample_len", "sample_count")  # of what the harness reports of a task
 
 
@@ -55,17 +57,30 @@ def judge(request: str, tell: Callable[[str, int, int], None]) -> Mapping[str, o
 
 
 def _describe(found: Any, task: str) -> dict[str, object]:
-    ways = found["higher_is_better"].get(task, {})
-    values = {}
+    ways, samples = found["higher_is_better"].get(task, {}), found["samples"].get(task, [])
+    values, scores = dict[str, object](), dict[str, list[float]]()
     for key, value in found["results"][task].items():
         name, _, which = key.partition(",")  # of the filter of the answers
         if key in NO_METRIC or name.endswith("_stderr") or not isinstance(value, int | float):
             continue
         way = {True: "higher", False: "lower"}.get(ways.get(name), "")
-        values[name if which in ("", "none") else f"{name}_{which}"] = {"value": float(value), "better": way}
+        full = name if which in ("", "none") else f"{name}_{which}"
+        values[full] = {"value": float(value), "better": way}
+        if each := _score_each(samples, name, which, float(value)):
+            scores[full] = each
     number = found["n-samples"].get(task, {}).get("effective")
-    about = {"version": found["versions"].get(task), "hash": _hash(found["samples"].get(task, [])), "examples": number}
-    return about | {"values": values}
+    about = {"version": found["versions"].get(task), "hash": _hash(samples), "examples": number}
+    return about | {"values": values, "scores": scores}
+
+
+def _score_each(samples: Any, name: str, which: str, value: float) -> list[float]:
+    """Return what each example alone gives to a value; empty where the value is not the mean of that, as a perplexity
+    of all words is not, or where there are too many examples to keep."""
+    each = [one.get(name) for one in samples if one.get("filter", which) == which]
+    if not 0 < len(each) <= MOST_EXAMPLES or not all(isinstance(score, bool | int | float) for score in each):
+        return []
+    found = [float(score) for score in each]
+    return found if math.isclose(math.fsum(found) / len(found), value, rel_tol=1e-6, abs_tol=1e-9) else []
 
 
 def _hash(samples: Any) -> str:

@@ -477,8 +477,12 @@ class Training:
         for prefix, split, prompts in due:
             if prompts:
                 with self.engine.disabled():
-                    made = measure_generated(self.generator, prompts, prefix, self.ranks, self.accelerator.autocast())
+                    made = measure_generated(
+                        self.generator, prompts, prefix, self.ranks, self.accelerator.autocast(), each=self.is_done
+                    )
                 values |= made.values
+                if made.scores:
+                    self.journal.write("scores", step=self.step, values=made.scores)
                 self.journal.write("samples", step=self.step, split=split.name, values=made.samples)
         return values
 

@@ -95,6 +95,10 @@ def test_the_results_are_those_of_the_harness_itself(tmp_path: Path, home_folder
     assert (judged["version"], judged["examples"]) == (results["versions"]["colours"], 4)
     history = History.load(run.path)
     assert history.last("lm_eval/colours/acc") == judged["values"]["acc"]["value"]
+    (samples,) = (tmp_path / "out").rglob("samples_colours_*.jsonl")
+    each = [json.loads(line)["acc"] for line in samples.read_text().splitlines()]
+    assert history.scores == {2: {"lm_eval/colours/acc": each}}
+    assert "scores" not in judged
 
 
 def test_a_run_keeps_the_results_and_stays_as_it_was(home_folder: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from sparsebp_cli.compare import compare_runs
 from sparsebp_cli.compare.statistics import summarise, summarise_clusters
@@ -86,3 +87,44 @@ def test_with_ten_groups_the_sentences_on_examples_are_one_corrected_family(make
     assert together.quality.examples[0].difference.p_holm == pytest.approx(
         10 * (alone.quality.examples[0].difference.p or 0)
     )
+
+
+def score(run: RunFolder, values: dict[str, list[float]], **facts: Any) -> RunFolder:
+    declared = {"metrics": {name: {"unit": "", "better": "higher"} for name in values}}
+    with JournalWriter(run.path, durable=False) as journal:
+        journal.write("facts", values=declared | facts)
+        journal.write("metrics", step=20, values={name: float(np.mean(some)) for name, some in values.items()})
+        journal.write("scores", step=20, values=values)
+    return run
+
+
+def test_a_metric_that_is_a_mean_is_compared_example_by_example_in_its_direction(make_run: MakeRun) -> None:
+    draw = np.random.default_rng(5)
+    right = [[float(x) for x in draw.random(60) < share] for share in (0.8, 0.3)]
+    documents = list(range(NUM_EXAMPLES))
+    dense, other = (record(run, np.zeros(NUM_EXAMPLES), documents) for run in (make_run(), topk(make_run, 0)))
+    for run, some in zip((dense, other), right, strict=True):
+        score(run, {"eval/exact_match": some})
+    entry = compare_runs([dense, other], metric="eval/exact_match").groups[1].quality.examples[0]
+    apart = np.subtract(right[1], right[0])
+    theirs = stats.ttest_1samp(apart, 0.0)
+    assert (entry.metric, entry.clusters, entry.clustered_by) == ("eval/exact_match", 60, "document")
+    assert (entry.difference.mean, entry.difference.p) == pytest.approx((apart.mean(), theirs.pvalue))
+    assert entry.worse_share == (apart < 0).mean() > 0.3
+    (line,) = [
+        line
+        for line in compare_runs([dense, other], metric="eval/exact_match").groups[1].statements
+        if line.subject == "examples"
+    ]
+    assert line.numbers[0].name == "eval/exact_match, seed 0"
+    assert compare_runs([dense, other]).groups[1].quality.examples[0].metric == "loss"
+
+
+def test_tasks_of_a_harness_are_compared_by_example_where_they_are_the_same_task(make_run: MakeRun) -> None:
+    values = {"lm_eval/colours/acc": [1.0, 0.0] * 20}
+    for number, hashes, metric in ((0, ("ab", "ab"), "lm_eval/colours/acc"), (1, ("ab", "cd"), None)):
+        runs = [make_run(f"dense-{number}", loss=3.0 + number), topk(make_run, number)]
+        for run, task in zip(runs, hashes, strict=True):
+            score(run, values, lm_eval={"version": "0.4", "tasks": {"colours": {"hash": task}}})
+        found = compare_runs(runs, metric="lm_eval/colours/acc").groups[1].quality.examples
+        assert [entry.metric for entry in found] == ([metric] if metric else [])

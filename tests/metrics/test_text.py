@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from types import SimpleNamespace
 
@@ -119,6 +120,33 @@ def test_a_plugin_that_breaks_its_declaration_is_named(returned: object, message
     metric = TextMetric(lambda *_: returned, {"pass_rate": Figure("higher")})  # type: ignore[arg-type,return-value]
     with pytest.raises(DataError, match=f"metric 'mine' {message}"):
         metric.measure("mine", [""], [""], {})
+
+
+@pytest.mark.parametrize("name", ["exact_match", "numeric_match", "rouge_l", "bleu", "cer", "wer"])
+def test_a_metric_that_is_a_mean_over_texts_is_known_for_each_of_them(name: str) -> None:
+    references = ["4 cats", "#### 12", "no more than 3 words", "answer 7"]
+    predictions = ["4 cats", "#### 11", "no less than 3 words", "7"]
+    found = find_text_metric(name).measure_each(name, predictions, references, {"row": list("abcd")})
+    if name in {"bleu", "cer", "wer"}:  # of the whole corpus: its length is in the denominator
+        assert found == {}
+        return
+    alone = [measure(name, [p], [r])[name] for p, r in zip(predictions, references, strict=True)]
+    assert found == {name: alone}
+    assert sum(alone) / 4 == pytest.approx(measure(name, predictions, references)[name])
+
+
+def test_a_metric_that_is_wrongly_declared_a_mean_is_refused() -> None:
+    def compute(
+        predictions: Sequence[str], _: Sequence[str], batch: Mapping[str, Sequence[object]]
+    ) -> dict[str, float]:
+        assert len(batch["row"]) == len(predictions)
+        return {"longest": float(max(map(len, predictions)))}
+
+    metric = TextMetric(compute, {"longest": Figure("lower", is_mean=True)})
+    with pytest.raises(
+        DataError, match="declares longest to be the mean over texts, but it is 4 of all and 3 on average"
+    ):
+        metric.measure_each("mine", ["four", "ab"], ["", ""], {"row": [1, 2]})
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,10 @@ def test_the_metrics_are_those_of_greedy_answers_to_the_held_out_prompts(recipe:
         find_text_metric("cer").measure("cer", predictions, references, {})["cer"]
     )
     assert history.last("eval/cer") < history.series("eval/cer")[0]
+    matches = [p.strip() == r.strip() for p, r in zip(predictions, references, strict=True)]
+    assert history.scores[24]["test/exact_match"] == matches
+    assert history.scores.keys() == {24}
+    assert history.scores[24].keys() == {"eval/exact_match", "test/exact_match"}
     assert history.facts["metrics"]["test/cer"] == {"unit": "edits/character", "better": "lower"}
 
 
