@@ -25,6 +25,7 @@ from sparsebp_cli.backward.execution.eager.update import choose_update
 from sparsebp_cli.backward.execution.segment.extension import Segments
 from sparsebp_cli.backward.linear.float8 import find_float8
 from sparsebp_cli.backward.linear.form_choice import FormChoice
+from sparsebp_cli.backward.linear.quantized import find_quantized
 from sparsebp_cli.backward.linear.saving import InputSaving, connect
 from sparsebp_cli.backward.linear.site import LinearAdapter
 from sparsebp_cli.backward.node.site import NodeAdapter
@@ -265,8 +266,14 @@ def _refuse_unbuilt(model: nn.Module, policies: Sequence[Policy], chosen: Mappin
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         wrapped = "DDP"
     processes = count_processes(model)
-    facts = {**chosen, "float8": float8, "wrapped": wrapped, "processes": processes, "loop": "own"}
-    words = {"processes": SEVERAL, "float8": f"float8 linears (at {float8!r})"}
+    quantized = next((name for name, _ in find_quantized(model)), None)
+    options = {"float8": float8, "quantization": quantized, "wrapped": wrapped, "processes": processes}
+    facts = {**chosen, **options, "loop": "own"}
+    words = {
+        "processes": SEVERAL,
+        "float8": f"float8 linears (at {float8!r})",
+        "quantization": f"quantised linears (at {quantized!r})",
+    }
     refuse(Setup([PolicyFacts.of(policy) for policy in policies], facts, words=words))
 
 

@@ -57,7 +57,7 @@ class MemoryWatch:
 
     def _note_all(self) -> None:
         for tensor in (*self._parameters(), *self._model.buffers()):
-            self._note(tensor, "weights")
+            self._note([tensor, dict(vars(tensor))], "weights")  # a quantised weight holds its scales
         self._note_gradients()
         if self._optimizer is not None:
             self._note(self._optimizer.state, "optimizer")

@@ -133,6 +133,7 @@ PART_SELECTOR = Kind(
         ),
         not_with("optim", ("adagrad",), "this optimizer has state of whole weights before parts of them are chosen"),
         not_with("float8", GIVEN, "the product of a part would have another float8 scale"),
+        not_with("quantization", GIVEN, "no part of a quantised weight is trained"),
         not_in_trainer(
             "{policy} trains parts of weights, which a Trainer cannot: it clips the gradients of the model's "
             "parameters; run a recipe, or your own loop"

@@ -103,8 +103,11 @@ ANSWERS = {
     "lora_modules_to_save": "model.lora.modules_to_save",
     "peft_use_dora": "model.lora.use_dora",
     "peft_use_rslora": "model.lora.use_rslora",
-    "load_in_4bit": None,
-    "load_in_8bit": None,
+    "load_in_4bit": "model.quantization: {type: nf4}",
+    "load_in_8bit": "model.quantization: {type: int8}",
+    "bnb_4bit_quant_type": "model.quantization: {type: nf4}, or fp4,",
+    "quantization_config": "model.quantization: {type: nf4}",
+    "quantization_bit": "model.quantization: {type: nf4}, or int8,",
 }
 
 

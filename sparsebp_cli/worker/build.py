@@ -19,6 +19,7 @@ from sparsebp_cli import durable
 from sparsebp_cli.asset.checkpointing import checkpoint_activations
 from sparsebp_cli.backward.attachment import validates
 from sparsebp_cli.backward.core.loss_weight import LOSS_WEIGHT, LossWeights
+from sparsebp_cli.backward.linear.quantized import count_parameters
 from sparsebp_cli.errors import DataError, UnsupportedError
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.policy import (
@@ -352,7 +353,7 @@ def _facts(plan: Plan, model: nn.Module, reference: Reference, accelerator: Acce
     return {
         "max_steps": training.max_steps,
         "warmup_steps": recipe.measure.warmup_steps,
-        "num_parameters": sum(p.numel() for p in model.parameters()),
+        "num_parameters": count_parameters(model),
         "num_trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "dataset_digest": data.digest(without=reference.columns),  # a control trains on the same data without scores
         "train_examples": len(data.train),

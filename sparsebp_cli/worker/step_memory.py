@@ -21,7 +21,7 @@ from sparsebp_cli.backward import Engine, Route
 from sparsebp_cli.backward.core.report import Chosen
 from sparsebp_cli.backward.observe.saved_bytes import tensor_bytes
 from sparsebp_cli.memory import MemoryTrace, memory_trace
-from sparsebp_cli.memory.storage import tensors_in
+from sparsebp_cli.memory.storage import plain_tensors, tensors_in
 from sparsebp_cli.policy import GradientSelector, Policy
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run import JournalWriter, metric
@@ -161,13 +161,14 @@ class PeakMemory:
 
 def memory_metrics(model: nn.Module, optimizer: AcceleratedOptimizer, peak: PeakMemory) -> dict[str, float]:
     """Return the bytes of weights and optimizer state on this rank, and its peak memory since the run began. Weights
-    include what the optimizer trains in their place."""
+    include what the optimizer trains in their place, and the scales of quantised ones."""
     state = tensors_in(dict(optimizer.state))
     trained = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    weights = {id(parameter): parameter for parameter in (*model.parameters(), *trained)}.values()
+    parameters = {id(parameter): parameter for parameter in (*model.parameters(), *trained)}.values()
+    weights = (part for each in parameters for part in (*plain_tensors(local_part(each)), *tensors_in(vars(each))))
     name = metric.PEAK_ALLOCATED_BYTES if peak.device.type == "cuda" else metric.PEAK_RESIDENT_BYTES
     return {
-        metric.WEIGHT_BYTES.name: float(tensor_bytes(local_part(p) for p in weights)),
+        metric.WEIGHT_BYTES.name: float(tensor_bytes(weights)),
         metric.OPTIMIZER_BYTES.name: float(tensor_bytes(local_part(value) for value in state)),
         name.name: float(peak.bytes()),
     }

@@ -16,6 +16,7 @@ COMPOSITIONS = {
     "autocast": "`torch.autocast` to bfloat16",
     "DDP": "two processes on gloo, wrapped before and after attaching",
     "LoRA": "adapters of peft at every linear, the rest frozen",
+    "QLoRA": "the same over linears in 4 bits (bitsandbytes nf4), in float32",
     "resume": "engine, model and optimizer saved after a step, loaded into new ones",
 }
 

@@ -300,7 +300,9 @@ def difference(ours: Weights, theirs: Weights, before: Weights) -> float:
 
 
 def _weights(model: nn.Module) -> Weights:
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    """Return the parameters, without quantised ones and those that stand for them."""
+    some = ((n, p) for n, p in model.named_parameters() if p.is_floating_point() and not hasattr(p, "is_restored"))
+    return {name: parameter.detach().clone() for name, parameter in some}
 
 
 def untrained(composition: str) -> Weights:

@@ -81,6 +81,10 @@ _DROPPED = (
     "{name} with reentrant checkpointing (at 'model'), which runs the backward of every layer: enable checkpointing "
     "with use_reentrant=False"
 )
+_QUANTIZED = (
+    "{name} with quantised linears (at 'base_model.model.model.layers.0.self_attn.q_proj.base_layer') is not built: "
+    "no part of a quantised weight is trained"
+)
 _PARTS = "parts of weights and reentrant checkpointing (at 'model'): enable checkpointing with use_reentrant=False"
 _COMPARED = (
     "reentrant checkpointing (at 'model') computes no gradient that could be compared: enable checkpointing with "
@@ -118,6 +122,7 @@ def find_refusal(way: Way, composition: str, wrapped: str = "after") -> str:
         return "Greats and activation checkpointing (at 'model') are not built: switch it off"
     return {
         ("PartSelector", "reentrant checkpointing"): _PARTS,
+        ("PartSelector", "QLoRA"): _QUANTIZED.format(name=_class_of(way)),
         ("ParameterSelector", "reentrant checkpointing"): _REENTRANT,
         ("BatchPacker", "reentrant checkpointing"): _COMPARED,
         ("BlockDropper", "reentrant checkpointing"): _DROPPED.format(name=_class_of(way)),

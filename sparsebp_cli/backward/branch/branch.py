@@ -98,7 +98,7 @@ class Branch:
     def _keys_are_narrow(self, attention: AttentionLayout) -> bool:
         """Whether keys and values together are no wider than the residual stream, which is stored in any case."""
         widths = [
-            form.by_output(weight_of(module)).shape
+            form.sizes(weight_of(module))
             for name, module, form in self.linears
             # peft puts the adapted linear into a child `base_layer`.
             if name.removesuffix(".base_layer") in attention.key_value

@@ -56,9 +56,9 @@ class BranchCost:
 
     def _linears(self) -> Iterator[_Linear]:
         attention, num_rows = self.branch.attention, prod(self.batch_shape)
-        for name, module, _ in self.branch.linears:
+        for name, module, form in self.branch.linears:
             weight = weight_of(module)
-            flops = 2.0 * num_rows * weight.numel()
+            flops = 2.0 * num_rows * prod(form.sizes(weight))
             yield _Linear(
                 forward=flops,
                 backward=flops * (self.input_needs_grad or not self._reads_input(name)) + flops * weight.requires_grad,

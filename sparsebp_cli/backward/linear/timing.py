@@ -80,8 +80,7 @@ class TimedCase:
 
 def shape_of(module: nn.Module, form: WeightLayout) -> tuple[int, int]:
     """Return the output and input width of a linear."""
-    weight = weight_of(module)
-    return weight.shape[form.output_dim], weight.shape[1 - form.output_dim]
+    return form.sizes(weight_of(module))
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,7 @@ class Proof:
             The proof.
         """
         linears, layers = find_linears(model).covered, LayerNumbers(model)
-        row_flops = {name: 2.0 * weight_of(module).numel() for name, module, _ in linears}
+        row_flops = {name: 2.0 * prod(form.sizes(weight_of(module))) for name, module, form in linears}
         again = {layers.part_of(name) for name in dense.flops.recomputed}
         checkpointed = frozenset(name for name in dense.flops.forward if layers.part_of(name) in again)
         owners = {site.name: layers.owner_of(site.name) for site in report.sites}

@@ -330,7 +330,7 @@ def find_divisible(model: nn.Module, exclude: Sequence[str] = (), *, frozen: boo
     found = {}
     for name, module, form in find_linears(model, exclude).covered:
         weight = weight_of(module)
-        if weight.requires_grad != frozen and uses.get(id(weight)) == 1 and not form.replaces:
+        if weight.requires_grad != frozen and uses.get(id(weight)) == 1 and not (form.replaces or form.is_quantized):
             found[name] = (module, form)
     return found
 
