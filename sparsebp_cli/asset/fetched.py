@@ -101,6 +101,7 @@ def fetch(asset: Fetched) -> Path:
     if asset.folder.is_dir():
         return asset.folder
     asset.folder.parent.mkdir(parents=True, exist_ok=True)
+    # Beside the folder: a rename does not lead from one file system to another.
     with tempfile.TemporaryDirectory(dir=asset.folder.parent, prefix=f".{asset.name}-") as place:
         files = Path(place, "files")
         files.mkdir()

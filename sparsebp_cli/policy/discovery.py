@@ -137,7 +137,7 @@ def make_policies(given: PolicyLike | Iterable[PolicyLike]) -> tuple[Policy, ...
     """Make policies from one or several of: a policy, its name, a mapping of ``name`` and options.
 
     Args:
-        given: The policies.
+        given: Policies, their names, or mappings of ``name`` and options; or one of these.
 
     Returns:
         The policies, in the same order.

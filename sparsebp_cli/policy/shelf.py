@@ -17,7 +17,7 @@ def tell_home(name: str) -> str:
     """Return how to get a policy that is not installed; empty if it was never built in.
 
     Args:
-        name: As a recipe has it.
+        name: Name of a policy, as a recipe has it.
 
     Returns:
         The end of a sentence.

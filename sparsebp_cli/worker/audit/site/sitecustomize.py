@@ -29,6 +29,7 @@ class TorchFinder:
         """Return torch's spec; None for everything else."""
         if name != "torch":
             return None
+        # Or the search below would come here again.
         sys.meta_path.remove(self)
         try:
             spec = importlib.util.find_spec(name)
@@ -96,6 +97,7 @@ def begin() -> None:
             note.write_text(text, encoding="utf-8")
 
 
+# Without this folder the import below finds the sitecustomize that this one hid.
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != FOLDER]
 this: ModuleType = sys.modules.pop(__name__)
 try:
