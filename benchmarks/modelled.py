@@ -18,7 +18,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from fake_gpu.attention import attend
 from fake_gpu.device import fake_cuda
 from fake_gpu.roofline import BANDWIDTH, BLOCK, IS_SLOW, LAUNCH, Cost, metered
 from measured import SIZES
@@ -29,6 +28,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from sparsebp_cli import kernel
 from sparsebp_cli.backward.linear.function import LinearLayout, Needs, run_kernel
 from sparsebp_cli.kernel import operation
+from sparsebp_cli.memory.fake.attention import attend
 from sparsebp_cli.policy import Blocks, GradientSelector, Site, Step, make_policy
 
 NUM_ROWS = 8192

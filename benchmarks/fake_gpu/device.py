@@ -48,8 +48,6 @@ def fake_cuda() -> Iterator[Counter[str]]:
         "is_current_stream_capturing": lambda: False,  # of a build for CUDA; optimizers ask it
     }
     with ExitStack() as stack:
-        # A fake tensor is of a subclass, which sites leave alone.
-        stack.enter_context(patch("sparsebp_cli.backward.linear.site._is_plain", lambda _: True))
         stack.enter_context(patch.object(Step, "generator", lambda *_, **__: None))
         stack.enter_context(patch.object(torch.nn.functional, "scaled_dot_product_attention", _attend))
         # A build for CUDA has it, one for CPUs does not, and fake tensors have no kernel of it.

@@ -100,7 +100,7 @@ def count_flops(name: str, given: list[Tensor], made: list[Tensor]) -> float:
     if name in ("dgrad_of_blocks", "wgrad_of_blocks"):  # index, then one weight a block, if any
         return 2.0 * given[2].numel() * BLOCK[0] * BLOCK[1] * given[1].shape[1]
     if name.startswith("attend"):  # two products forward; five backward, with that of the scores again
-        query, key = given[-3:-1]
+        query, key = given[1:3] if name.endswith("backward") else given[:2]
         of_one = 2.0 * query.numel() * key.shape[-2] / (1 + _is_square(query, key))
         return of_one * (5 if name.endswith("backward") else 2)
     return 0.0
@@ -115,6 +115,8 @@ BLOCK = [32, 32]  # rows and features of the blocks that are being counted
 
 
 def _count_bytes(name: str, given: list[Tensor], made: list[Tensor]) -> int:
+    if name.startswith("attend"):  # what a kernel keeps for its own backward, a few bytes a row, is left out
+        given, made = (given[:4], made) if name.endswith("backward") else (given, made[:1])
     sizes = [tensor.numel() * tensor.element_size() for tensor in given]
     results = sum(tensor.numel() * tensor.element_size() for tensor in made)
     if name == "dgrad_of_rows":  # the kept rows and the weight; zeros, then the rows that are kept

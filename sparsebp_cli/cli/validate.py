@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sparsebp_cli.cli.option import Changes, Recipes, Seeds
-from sparsebp_cli.cli.screen import print_json, print_line
+from sparsebp_cli.cli.screen import Output, console, print_json, print_line
 from sparsebp_cli.cli.worker_answer import ask_worker
 from sparsebp_cli.errors import SparseBPError, UsageError
 from sparsebp_cli.recipe.description import describe_policies
@@ -30,11 +30,61 @@ Probing = Annotated[
 ]
 
 
-def validate(recipes: Recipes, changes: Changes = None, seeds: Seeds = None, probe: Probing = False) -> None:
+FORECAST = "Memory and time"
+Forecasting = Annotated[
+    bool,
+    typer.Option(
+        "--memory",
+        help="Instead: what a step would need, by part, and what would need less. Nothing is loaded: a config.json is "
+        "enough.",
+        rich_help_panel=FORECAST,
+    ),
+]
+Gpu = Annotated[
+    str | None,
+    typer.Option(
+        "--gpu",
+        metavar="NAME",
+        help="With --memory, on this device: h100-80gb, or a size such as 48gb (default: this machine's CPU).",
+        rich_help_panel=FORECAST,
+    ),
+]
+Rate = Annotated[
+    str | None,
+    typer.Option(
+        "--rate",
+        metavar="TFLOPS|RUN",
+        help="With --memory, how fast the device trains: in TFLOP/s, or as in a run of yours.",
+        rich_help_panel=FORECAST,
+    ),
+]
+Format = Annotated[
+    Output,
+    typer.Option("-o", "--output", help="With --memory: a table, or JSON for programs.", rich_help_panel=FORECAST),
+]
+
+
+def validate(
+    recipes: Recipes,
+    changes: Changes = None,
+    seeds: Seeds = None,
+    probe: Probing = False,
+    memory: Forecasting = False,
+    gpu: Gpu = None,
+    rate: Rate = None,
+    output: Format = Output.TABLE,
+) -> None:
     """Check recipes, what goes together in them, and the files that they name; exit code 2 when one is wrong."""
     from sparsebp_cli.plan import make_plan
     from sparsebp_cli.recipe import parse_seeds
 
+    if memory:
+        show_memory(recipes, changes or [], gpu, rate, output)
+        return
+    given = {"--gpu": gpu, "--rate": rate, "--output json": None if output is Output.TABLE else output}
+    for option, value in given.items():
+        if value is not None:
+            raise UsageError(f"{option} needs --memory")
     num_runs, wrong = len(parse_seeds(seeds)) if seeds is not None else 1, 0
     for file in recipes:
         try:
@@ -53,6 +103,35 @@ def validate(recipes: Recipes, changes: Changes = None, seeds: Seeds = None, pro
             print_line(f"   not known from here: {text}")
         for line in lines:
             print_line(f"   {line}")
+    if wrong:
+        raise typer.Exit(UsageError.exit_code)
+
+
+def show_memory(
+    recipes: Sequence[Path], changes: Sequence[str], gpu: str | None, rate: str | None, form: Output
+) -> None:
+    """Print what a step of each recipe would need; exit code 2 when one is wrong. Weights and data need not be here."""
+    from sparsebp_cli.cli import forecast
+    from sparsebp_cli.plan import make_plan
+    from sparsebp_cli.plan.accelerator import find_accelerator
+    from sparsebp_cli.recipe import load_placed
+
+    if gpu is not None:
+        find_accelerator(gpu)  # before any recipe is read: the error is not about one
+    contents, wrong = list[object](), 0
+    for file in recipes:
+        try:
+            found = forecast.forecast_plan(make_plan(load_placed(file, changes).recipe, file), gpu, rate)
+        except SparseBPError as error:
+            print_line(f"error: {error}", stderr=True)
+            wrong += 1
+            continue
+        contents.append(forecast.to_json(found, file))
+        if form is Output.TABLE:
+            for part in forecast.tables(found):
+                console().print(part, soft_wrap=isinstance(part, str))
+    if form is Output.JSON:
+        print_json(contents)
     if wrong:
         raise typer.Exit(UsageError.exit_code)
 

@@ -156,12 +156,16 @@ class MemoryRecord:
         for plain in plain_tensors(tensor):
             if plain.device == self._device:
                 storage = plain.untyped_storage()
-                self.note_block(storage.data_ptr(), storage.nbytes(), part)
+                self.note_block(self.find_address(storage), storage.nbytes(), part)
 
     def note_block(self, address: int, num_bytes: int, part: Part | Literal["gone"]) -> None:
         """Record the purpose of a block; ``gone`` when it was released. Address 0, of an empty storage, is ignored."""
         if address and num_bytes:
             _mark(f"{part}::{address}::{num_bytes}")
+
+    def find_address(self, storage: torch.UntypedStorage) -> int:
+        """Return the address of a storage; 0 of an empty one."""
+        return storage.data_ptr()
 
     def begin(self, phase: Phase) -> None:
         """Record the beginning of a phase; without any, phases are inferred from events."""

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +14,21 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
 from sparsebp_cli.errors import UnsupportedError
-from sparsebp_cli.memory.profiler_record import MemoryRecord
 from sparsebp_cli.memory.storage import plain_tensors, tensors_in
 from sparsebp_cli.run.memory import Part
+
+
+class Record(Protocol):
+    """What the purposes of storages are noted in."""
+
+    def note(self, tensor: Tensor, part: Part) -> None:
+        """Record the purpose of a tensor's storage."""
+
+    def note_block(self, address: int, num_bytes: int, part: Part | Literal["gone"]) -> None:
+        """Record the purpose of a block, or its release."""
+
+    def find_address(self, storage: torch.UntypedStorage) -> int:
+        """Return the address of a storage; 0 of one that holds nothing."""
 
 
 class MemoryWatch:
@@ -25,7 +38,7 @@ class MemoryWatch:
     is no torch optimizer.
     """
 
-    def __init__(self, record: MemoryRecord, model: nn.Module, optimizer: object, also: object = None) -> None:
+    def __init__(self, record: Record, model: nn.Module, optimizer: object, also: object = None) -> None:
         inner = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper
         if inner is not None and not isinstance(inner, torch.optim.Optimizer):
             raise UnsupportedError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
@@ -83,7 +96,7 @@ class MemoryWatch:
 
     def _watch(self, storage: torch.UntypedStorage) -> None:
         """Note the release of a storage: a CPU's allocator does not record it for blocks from before the record."""
-        address, num_bytes = storage.data_ptr(), storage.nbytes()
+        address, num_bytes = self._record.find_address(storage), storage.nbytes()
         known = self._watched.get(address)
         if not address or (known is not None and known() is storage):
             return

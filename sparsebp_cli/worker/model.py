@@ -103,6 +103,48 @@ def build_model(
         raise _explain(f"model {section.name or section.config}", error) from None
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id
+    return _prepare(model, section, "classifier" if num_labels is not None else architecture)
+
+
+def build_by_config(
+    section: ModelSection,
+    config: PreTrainedConfig,
+    pad_token_id: int,
+    *,
+    architecture: Architecture,
+) -> PreTrainedModel:
+    """Build a recipe's model in training mode from a config of :func:`read_model_config` alone, adapters included,
+    without reading weights: on tensors without data, to see what it takes."""
+    options: dict[str, Any] = {"dtype": getattr(torch, section.dtype), "attn_implementation": section.attention}
+    if config.pad_token_id is None:
+        config.pad_token_id = pad_token_id
+    try:
+        model = CLASSES[architecture].from_config(config, **options)
+    except Exception as error:
+        raise _explain(f"model {section.name or section.config}", error) from None
+    return _prepare(model, section, architecture)
+
+
+def read_model_config(section: ModelSection, vocab_size: int, num_labels: int | None) -> PreTrainedConfig:
+    """Return the config of a recipe's model. ``vocab_size`` is that of a config which does not say it. Raise DataError
+    if it cannot be read."""
+    labels = {} if num_labels is None else {"num_labels": num_labels}
+    try:
+        if section.config is not None:
+            config = _random_config(section.config, vocab_size, labels)
+        else:
+            source = _folder_or_id(section.name or "")
+            if isinstance(source, Path):
+                read_config(source)  # refuses one that names code
+            config = AutoConfig.from_pretrained(source, revision=section.revision, trust_remote_code=False, **labels)
+    except Exception as error:
+        raise _explain(f"model {section.name or section.config}", error) from None
+    _set_dropouts(config, section.dropout)
+    return config
+
+
+def _prepare(model: PreTrainedModel, section: ModelSection, architecture: Architecture) -> PreTrainedModel:
+    """Return a model as it is trained: without a cache, with the recipe's dropout, float8 linears and adapters."""
     model.source_use_cache = model.config.use_cache  # what is saved with it; read by `save_model`
     model.config.use_cache = False
     if section.dropout is not None:
@@ -111,7 +153,7 @@ def build_model(
                 module.p = section.dropout
     if section.float8 is not None:
         convert_to_float8(model, section.float8)
-    trained: PreTrainedModel = _adapt(model, section, "classifier" if num_labels is not None else architecture).train()
+    trained: PreTrainedModel = _adapt(model, section, architecture).train()
     return trained
 
 

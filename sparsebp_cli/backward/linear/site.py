@@ -160,12 +160,14 @@ class LinearAdapter(SiteAdapter):
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether a layer's weight is an ordinary real tensor: not parametrized or sharded."""
+    """Whether a layer's weight is an ordinary real tensor: not parametrized or sharded. One without data, of
+    FakeTensorMode, stands for such a tensor."""
     # Reading such a weight computes it: spectral_norm's would move its estimate, and so the training. See decision 21.
     if is_parametrized(module):
         return False
     weight = weight_of(module)
-    return type(weight.data) is Tensor and not weight.is_complex() and weight.numel() > 0
+    is_ordinary = type(weight.data) is Tensor or hasattr(weight.data, "fake_mode")
+    return is_ordinary and not weight.is_complex() and weight.numel() > 0
 
 
 _NO_KINDS = frozenset[type[Selection]]()

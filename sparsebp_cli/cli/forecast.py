@@ -1,0 +1,178 @@
+"""``sparsebp validate --memory``: will it fit, and how long will it take? Asked of the worker, shown as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from sparsebp_cli.cli.quantity import show_count, show_share
+from sparsebp_cli.errors import UsageError
+from sparsebp_cli.plan.accelerator import ASSUMED_SHARE, Accelerator, find_accelerator
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from sparsebp_cli.plan import Plan
+    from sparsebp_cli.plan.forecast import Forecast, Remedy, StepForecast
+
+ROWS = (
+    ("weights", "weights"),
+    ("gradients", "gradients"),
+    ("optimizer", "optimizer state"),
+    ("activations", "saved activations"),
+    ("logits", "logits and their loss"),
+    ("workspace", "workspace"),
+)
+WARMUP = 3  # steps of a run that its rate leaves out
+
+
+def forecast_plan(plan: Plan, gpu: str | None, rate: str | None) -> Forecast:
+    """Return what a plan takes. ``gpu`` is an accelerator's name or size, None for this machine; ``rate`` is given in
+    TFLOP/s, or a run whose rate is taken. Raise UsageError for a word that is neither, and for what cannot be read."""
+    from sparsebp_cli.cli.worker_process import measure_apart
+    from sparsebp_cli.plan.forecast import Forecast, ForecastRequest
+
+    device = None if gpu is None else find_accelerator(gpu)
+    flops_per_second, note = _read_rate(rate, device, plan)
+    request = ForecastRequest(
+        plan=plan,
+        gpu=device is not None,
+        capacity_bytes=None if device is None else device.memory_bytes,
+        flops_per_second=flops_per_second,
+    )
+    found = Forecast.model_validate(measure_apart("forecast", request.model_dump_json()))
+    update = {"device": found.device if device is None else device.name, "rate_note": note or found.rate_note}
+    return found.model_copy(update=update)
+
+
+def _read_rate(rate: str | None, device: Accelerator | None, plan: Plan) -> tuple[float | None, str]:
+    """Return FLOPs a second, and where they come from."""
+    if rate is None:
+        training, model = plan.recipe.training, plan.recipe.model
+        dtype = "bfloat16" if training.mixed_precision == "bf16" else model.dtype
+        known = None if device is None else device.flops_of(dtype)
+        if known is None:
+            return None, "" if device is None else f"no rate of {device.name} is known: give --rate"
+        text = f"assumed: {show_share(ASSUMED_SHARE)} of the maker's {show_count(known, 'FLOP')}/s in {dtype}"
+        return ASSUMED_SHARE * known, f"{text}; --rate takes a measured one"
+    try:
+        given = float(rate)
+    except ValueError:
+        return _measure_rate(rate)
+    if not 0.0 < given < 1e6:
+        raise UsageError(f"--rate: must be TFLOP/s above 0, or a run, got {rate!r}")
+    return given * 1e12, "given"
+
+
+def _measure_rate(word: str) -> tuple[float, str]:
+    """Return the rate of a run: the FLOPs of its steps over their seconds."""
+    from sparsebp_cli.run import History, find_run, metric
+
+    folders = find_run(word)
+    if len(folders) != 1:
+        raise UsageError(f"--rate: must be TFLOP/s or one run, got {word!r}")
+    history = History.load(folders[0].path)
+    seconds = {step: value for step, value in history.series(metric.STEP_SECONDS.name).items() if step > WARMUP}
+    flops = history.series(metric.STEP_FLOPS.name)
+    rates = [flops[step] / value for step, value in seconds.items() if step in flops and value > 0.0]
+    if not rates:
+        raise UsageError(f"--rate: run {folders[0].run_id} has no step with FLOPs and seconds after step {WARMUP}")
+    return median(rates), f"measured in run {folders[0].run_id}, at its batches"
+
+
+def to_json(found: Forecast, file: Path) -> dict[str, Any]:
+    """Return a forecast as JSON content, with what follows from it."""
+
+    def derive(step: StepForecast) -> dict[str, Any]:
+        need = found.need(step)
+        return {
+            "peak_bytes": step.peak.total,
+            "peak_phase": step.peak_phase,
+            "probe_bytes": step.probe_bytes if found.has_probes else None,
+            "need_bytes": need,
+            "fit": found.fit(need),
+            "step_flops": found.step_flops(step),
+            "hours": found.hours(step),
+        }
+
+    content = found.model_dump(mode="json") | {"file": str(file)}
+    for name, step in (("policy", found.policy), ("dense", found.dense)):
+        content[name] |= derive(step)
+    for remedy, made in zip(found.remedies, content["remedies"], strict=True):
+        if remedy.step is not None:
+            made["need_bytes"] = found.need(remedy.step, with_probes=found.has_probes and not remedy.saves_probes)
+            made["fit"] = found.fit(made["need_bytes"])
+    return content
+
+
+def tables(found: Forecast) -> Iterator[Table | str]:
+    """Yield the tables of a forecast, and lines beside them."""
+    batch = found.batch
+    yield (
+        f"{found.name}: forecast of a step on {found.device}, {show_count(found.capacity_bytes, 'B')}; nothing was "
+        "loaded"
+    )
+    yield (
+        f"   micro-batch: {batch.examples} x {batch.length}, {show_share(batch.trained_share)} of the positions "
+        f"trained; {batch.note}"
+    )
+    yield _main_table(found)
+    if found.remedies:
+        yield _remedy_table(found)
+    for text in filter(None, [found.layers_note, *found.assumptions]):
+        yield f"   {text}"
+    if found.rate_note:
+        rate = "" if found.flops_per_second is None else f"by {show_count(found.flops_per_second, 'FLOP')}/s, "
+        yield f"   time: {rate}{found.rate_note}"
+
+
+def _main_table(found: Forecast) -> Table:
+    from sparsebp_cli.cli.screen import make_table
+
+    arms = [("policy", found.policy), ("dense", found.dense)]
+    if found.policy == found.dense:
+        arms = arms[1:]
+    names = [name if name == "dense" else found.policy.policy for name, _ in arms]
+    table = make_table("", *names, numbers=names)
+
+    def add(label: str, cell: Callable[[StepForecast], str]) -> None:
+        table.add_row(label, *(cell(step) for _, step in arms))
+
+    for part, label in ROWS:
+        add(label, lambda step, part=part: show_count(getattr(step.peak, part), "B"))  # type: ignore[misc]
+    add("peak of a step", lambda step: f"{show_count(step.peak.total, 'B')}, {step.peak_phase}")
+    if found.has_probes:
+        add("peak of a probe", lambda step: f"{show_count(step.probe_bytes, 'B')}, estimated")
+    if found.process_bytes:
+        add("Python and libraries", lambda _: show_count(found.process_bytes, "B"))
+    add("needed", lambda step: f"{show_count(found.need(step), 'B')}: {found.fit(found.need(step))}")
+    add("parameters trained", lambda step: f"{show_count(step.num_trained)} of {show_count(step.num_parameters)}")
+    add("work of a step", lambda step: show_count(found.step_flops(step), "FLOP"))
+    if found.flops_per_second is not None:
+        add(f"{found.max_steps} steps", lambda step: _show_hours(found.hours(step)))
+    return table
+
+
+def _remedy_table(found: Forecast) -> Table:
+    from sparsebp_cli.cli.screen import make_table
+
+    table = make_table("what needs less: --set", "needed", "", "work", "what changes", numbers=["needed", "work"])
+    before = found.step_flops(found.policy)
+    for remedy in found.remedies:
+        cells = ["", "", ""] if remedy.step is None else _show_need(found, remedy, before)
+        table.add_row("\n".join(remedy.changes), *cells, remedy.note)
+    return table
+
+
+def _show_need(found: Forecast, remedy: Remedy, before: float) -> list[str]:
+    assert remedy.step is not None
+    need = found.need(remedy.step, with_probes=found.has_probes and not remedy.saves_probes)
+    return [show_count(need, "B"), found.fit(need), f"{found.step_flops(remedy.step) / before:.2f}x"]
+
+
+def _show_hours(hours: float | None) -> str:
+    if hours is None:
+        return ""
+    return f"{hours:.1f} h" if hours >= 1.0 else f"{60 * hours:.1f} min"

@@ -1,0 +1,139 @@
+"""Runs code on tensors without data, by PyTorch's FakeTensorMode.
+
+Whole numbers and booleans that follow from others stay real, so whatever the host reads of ids, labels and masks is
+what it would read in training. What follows from weights is unknown; where the host reads such a value, one stands in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from sparsebp_cli.memory.fake.attention import attend
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
+
+MOST_REAL = 2**26  # entries of a real tensor, such as a mask; a larger one becomes fake, too
+FOREACH = "torch.utils._foreach_utils._get_foreach_kernels_supported_devices"
+
+
+@contextmanager
+def pretend(*, gpu: bool) -> Iterator[None]:
+    """Run a block on tensors without data.
+
+    Args:
+        gpu: Whether to do what PyTorch does on a GPU: attention by a fused kernel, also with dropout, and optimizers
+            that update all parameters at once. Tensors say that they are on a CPU in either case.
+
+    Yields:
+        None: New tensors of the block hold no data, but for small ones of whole numbers.
+    """
+    with ExitStack() as stack:
+        if gpu:
+            stack.enter_context(patch.object(torch.nn.functional, "scaled_dot_product_attention", attend))
+            stack.enter_context(patch(FOREACH, lambda: ["cpu", "cuda"]))
+        # PyTorch swaps a fake tensor for the moved one, and refuses while anybody else refers to it.
+        stack.enter_context(patch.object(nn.Module, "_apply", _replace))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(_Values())
+        yield
+
+
+def _replace(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """Do what ``Module._apply`` does, with new parameters in the place of those that change."""
+    for child in module.children() if recurse else ():
+        _replace(child, function)
+    for key, parameter in module._parameters.items():  # noqa: SLF001 - a parameter is replaced here
+        if parameter is not None:
+            with torch.no_grad():
+                made = function(parameter)
+            if made is not parameter:
+                module._parameters[key] = nn.Parameter(made, parameter.requires_grad)  # noqa: SLF001
+    for key, buffer in module._buffers.items():  # noqa: SLF001
+        if buffer is not None:
+            module._buffers[key] = function(buffer)  # noqa: SLF001
+    return module
+
+
+class _Values(TorchDispatchMode):
+    """Computes on real tensors where it can, and puts in a value where nobody knows it."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
+    ) -> Any:
+        """Run one operator."""
+        kwargs = kwargs or {}
+        given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        if not any(isinstance(tensor, FakeTensor) for tensor in given):
+            return _compute(func, args, kwargs, has_inputs=bool(given))
+        name = func.overloadpacket.__name__
+        found = stand_in(name, args)
+        if name.startswith(("index", "_index_put", "_unsafe_index")) and len(args) > 1:
+            args = (args[0], _number(args[1]), *args[2:])
+        return func(*args, **kwargs) if found is None else found
+
+
+def _compute(func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object], *, has_inputs: bool) -> Any:
+    """Run an operator without fake inputs: for real if its results are small and, without inputs, whole numbers."""
+    if not has_inputs or not _writes(func):
+        found = func(*args, **kwargs)
+        made = [value for value in tree_leaves(found) if isinstance(value, Tensor)]
+        is_whole = all(not (tensor.is_floating_point() or tensor.is_complex()) for tensor in made)
+        is_drawn = kwargs.get("generator") is not None  # by a policy that chooses at random: weights have no generator
+        if sum(tensor.numel() for tensor in made) > MOST_REAL or not (has_inputs or is_whole or is_drawn):
+            return found
+    with _disable_current_modes():
+        return func(*args, **kwargs)
+
+
+def _writes(func: OpOverload) -> bool:
+    """Whether an operator changes an input, or needs its values: it cannot be tried on fake ones first."""
+    return func._schema.is_mutable or func.overloadpacket.__name__ in _NEEDS_VALUES  # noqa: SLF001 - not public
+
+
+_UNKNOWN_SIZE = frozenset({"nonzero", "bincount"})
+_NEEDS_VALUES = _UNKNOWN_SIZE | {
+    "_local_scalar_dense", "masked_select", "unique_dim", "unique_consecutive", "_unique2", "equal", "allclose",
+    "repeat_interleave", "index",
+}  # fmt: skip
+
+
+def _number(indices: Any) -> Any:
+    """Return indices with the places of masks in their place; of a mask that nobody knows, all of them."""
+    if not isinstance(indices, list | tuple):
+        return indices
+    found: list[object] = []
+    for index in indices:
+        if not isinstance(index, Tensor) or index.dtype not in (torch.bool, torch.uint8):
+            found.append(index)
+        elif isinstance(index, FakeTensor):
+            found += [index.new_empty(index.numel(), dtype=torch.long) for _ in range(index.dim())]
+        else:
+            with _disable_current_modes():
+                found += list(index.nonzero(as_tuple=True))
+    return found
+
+
+def stand_in(name: str, args: tuple[Any, ...]) -> Any:
+    """Return what stands in for the result of an operator that reads the values of a tensor without data; None for an
+    operator that does not: the number 1, and of an unknown size the largest."""
+    if name == "_local_scalar_dense":
+        return True if args[0].dtype == torch.bool else 1
+    if name in _UNKNOWN_SIZE:
+        size = (args[0].numel(), args[0].dim()) if name == "nonzero" else (args[0].numel(),)
+        return args[0].new_empty(size, dtype=torch.long)
+    if name in ("equal", "allclose"):
+        return True
+    return None

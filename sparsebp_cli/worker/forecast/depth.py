@@ -1,0 +1,106 @@
+"""Large models by small ones: layers are alike, so what a step takes grows by the same amount with each of them.
+
+Whether it does is tried, at a third depth, before it is used.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from sparsebp_cli.plan.forecast import Parts, StepForecast
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+FULL = 8  # models of at most so many layers are rehearsed whole
+DEPTHS = (2, 4, 8)  # the last one is tried
+TOLERANCE = 0.002  # of the peak and of the FLOPs
+
+
+def count_layers(config: PreTrainedConfig) -> int | None:
+    """Return how many layers a decoder or an encoder has; None of a model with both, or of parts."""
+    inner = config.get_text_config()
+    number = getattr(inner, "num_hidden_layers", None)
+    return number if inner is config and not config.is_encoder_decoder and isinstance(number, int) else None
+
+
+def shorten(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
+    """Return the config of a model of fewer layers."""
+    made: Any = copy.deepcopy(config)
+    before, made.num_hidden_layers = made.num_hidden_layers, layers
+    for key, value in vars(made).items():
+        if isinstance(value, list) and len(value) == before:  # what each layer is
+            setattr(made, key, value[:layers])
+    return made  # type: ignore[no-any-return]
+
+
+class Depth:
+    """How many layers are rehearsed of a model that has ``layers``: all, or few if a step is linear in them."""
+
+    def __init__(self, layers: int | None) -> None:
+        self.layers = layers
+        self.is_short = layers is not None and layers > FULL
+
+    def forecast(self, rehearse: Callable[[int | None], StepForecast], *, checks: bool) -> StepForecast:
+        """Return the forecast of the whole model. With ``checks``, first find whether few layers show it; from then on
+        they do, or the whole model is rehearsed."""
+        if not self.is_short or self.layers is None:
+            return rehearse(None)
+        try:
+            few = [rehearse(number) for number in DEPTHS[:2]]
+            if checks:
+                tried, expected = rehearse(DEPTHS[2]), extend(few[0], few[1], *DEPTHS)
+                self.is_short = _agree(tried, expected)
+        except Exception:
+            if not checks:
+                raise
+            self.is_short = False  # such as a policy that names the tenth layer
+        return extend(few[0], few[1], *DEPTHS[:2], self.layers) if self.is_short else rehearse(None)
+
+    def describe(self) -> str:
+        """Return a line on what was rehearsed."""
+        if not self.is_short:
+            return ""
+        first, second, third = DEPTHS
+        return (
+            f"rehearsed with {first} and {second} layers, which gave a model of {third} within {TOLERANCE:.1%}, and "
+            f"extended to {self.layers}"
+        )
+
+
+def extend(few: StepForecast, more: StepForecast, low: int, high: int, layers: int) -> StepForecast:
+    """Return the forecast of a model of ``layers`` from those of a model of ``low`` and of one of ``high``."""
+
+    def line(one: float, other: float) -> float:
+        return one + (other - one) / (high - low) * (layers - low)
+
+    phases = {
+        phase: Parts(
+            **{
+                part: round(line(size, getattr(more.phases[phase], part)))
+                for part, size in few.phases[phase].model_dump().items()
+            }
+        )
+        for phase in few.phases
+    }
+    numbers = ("gradient_bytes", "num_parameters", "num_trained")
+    return more.model_copy(
+        update={
+            "phases": phases,
+            **{name: line(getattr(few, name), getattr(more, name)) for name in _WORK},
+            **{name: round(line(getattr(few, name), getattr(more, name))) for name in numbers},
+        }
+    )
+
+
+_WORK = ("pass_flops", "attention_flops", "update_flops")
+
+
+def _agree(one: StepForecast, other: StepForecast) -> bool:
+    if set(one.phases) != set(other.phases):
+        return False
+    pairs = [(one.phases[phase].total, other.phases[phase].total) for phase in one.phases]
+    pairs.append((round(one.pass_flops), round(other.pass_flops)))
+    return all(abs(a - b) <= TOLERANCE * a for a, b in pairs)

@@ -1,0 +1,178 @@
+"""Puts a forecast together: the recipe, dense, and the changes that would need less, on one material."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import psutil
+import torch
+
+from sparsebp_cli.errors import SparseBPError, UnsupportedError, UsageError, first_line
+from sparsebp_cli.plan.forecast import Forecast, ForecastRequest, Remedy, StepForecast
+from sparsebp_cli.policy import Policy
+from sparsebp_cli.policy.known_kind import list_kinds
+from sparsebp_cli.recipe.composition import has_own_worker, refuse_unsupported
+from sparsebp_cli.recipe.schema import PolicyEntry, Recipe
+from sparsebp_cli.worker.forecast.depth import Depth, count_layers
+from sparsebp_cli.worker.forecast.material import gather_material, set_aside
+from sparsebp_cli.worker.forecast.remedy import Change, try_changes
+from sparsebp_cli.worker.forecast.step import Rehearsal, make_order
+from sparsebp_cli.worker.policy_phase import make_phases
+
+SECONDS = 0.5  # of products that are timed where no rate was given
+WORTH = 0.99  # of the peak: a change that saves less is not shown
+SIDE = 1024  # of the matrices that are multiplied
+
+Report = Callable[[str, int, int], None]
+
+
+def forecast(request: ForecastRequest, report: Report) -> Forecast:
+    """Rehearse a plan. Raise DataError if its config is not here, UnsupportedError if it cannot be rehearsed."""
+    process_bytes = 0 if request.gpu else psutil.Process().memory_info().rss
+    recipe = request.plan.recipe
+    if not has_own_worker(recipe):
+        raise UnsupportedError("target.worker: what another worker does is not known here")
+    recipe = _without_comparisons(recipe)
+    policies = [policy for phase in make_phases(recipe) for policy in phase.policies]
+    report("reads config and data", 0, 0)
+    material = set_aside(gather_material(recipe, policies), recipe)
+    number, batch = material.describe(recipe, make_order(recipe, material))
+    rehearsal = Rehearsal(material, number, gpu=request.gpu)
+    depth = Depth(count_layers(material.config))
+    report("the recipe", 0, 0)
+    own = _rehearse(lambda: depth.forecast(lambda layers: rehearsal.forecast(recipe, layers), checks=True))
+    dense = make_dense(recipe)
+    report("dense", 0, 0)
+    plain = own if dense == recipe else depth.forecast(lambda layers: rehearsal.forecast(dense, layers), checks=False)
+
+    def rehearse(change: Change) -> StepForecast:
+        changed = _one_example(rehearsal) if change.batch_share < 1.0 else rehearsal
+        other = _without_comparisons(change.recipe)
+        step = _rehearse(lambda: depth.forecast(lambda layers: changed.forecast(other, layers), checks=False))
+        # By micro-batches of the recipe's own size, as everything else is shown.
+        return step.model_copy(update={"pass_flops": step.pass_flops / change.batch_share})
+
+    tried = try_changes(recipe, rehearse, lambda name: report(name, 0, 0)) if request.remedies else ()
+    remedies = [one for one in tried if one.step is None or one.step.peak.total < WORTH * own.peak.total]
+    if recipe.measure.probe_every is not None or recipe.measure.fidelity_every is not None:
+        remedies.insert(0, _without_probes(own))
+    rate, rate_note = _find_rate(request, recipe)
+    return Forecast(
+        name=recipe.name,
+        device="" if request.gpu else f"this machine's CPU, {torch.get_num_threads()} threads",
+        capacity_bytes=request.capacity_bytes or psutil.virtual_memory().available + process_bytes,
+        process_bytes=process_bytes,
+        has_probes=recipe.measure.probe_every is not None,
+        micro_batches=recipe.training.gradient_accumulation_steps,
+        max_steps=recipe.training.max_steps,
+        processes=recipe.target.options.get("processes", 1),
+        batch=batch,
+        policy=own,
+        dense=plain,
+        remedies=remedies,
+        flops_per_second=rate,
+        rate_note=rate_note,
+        assumptions=_assume(request, recipe, policies),
+        layers_note=depth.describe(),
+    )
+
+
+def make_dense(recipe: Recipe) -> Recipe:
+    """Return a recipe without its policies, and where they needed it without the options of their backward."""
+    plain = recipe.model_copy(update={"schedule": None, "policy": [PolicyEntry(name="dense")]})
+    try:
+        refuse_unsupported(plain)
+    except SparseBPError:
+        usual = type(recipe.backward)(update=recipe.backward.update, eager_clip=recipe.backward.eager_clip)
+        plain = plain.model_copy(update={"backward": usual})
+    return plain
+
+
+def _rehearse(run: Callable[[], StepForecast]) -> StepForecast:
+    """Run a rehearsal; what code cannot do without data is an UnsupportedError."""
+    try:
+        return run()
+    except Exception as error:
+        # A policy that reads values finds those that stand in, and may call its own choice wrong.
+        if isinstance(error, SparseBPError) and type(error) is not UsageError:
+            raise
+        text = f"{type(error).__name__}: {first_line(error)}"
+        raise UnsupportedError(
+            f"this step cannot be rehearsed without data ({text}); start it with max_steps=2"
+        ) from error
+
+
+def _without_comparisons(recipe: Recipe) -> Recipe:
+    """Return a recipe whose exact policies do not compare themselves with the plain step, as in most of its steps."""
+
+    def change(entries: list[PolicyEntry]) -> list[PolicyEntry]:
+        return [
+            entry.model_copy(update={"verify": "never"}) if "verify" in entry.options else entry for entry in entries
+        ]
+
+    if recipe.schedule is None:
+        return recipe.model_copy(update={"policy": change(recipe.policy)})
+    schedule = [phase.model_copy(update={"policy": change(phase.policy)}) for phase in recipe.schedule]
+    return recipe.model_copy(update={"schedule": schedule})
+
+
+def _one_example(rehearsal: Rehearsal) -> Rehearsal:
+    """Return a rehearsal of micro-batches of one example, the longest of the largest micro-batch."""
+    data = rehearsal.material.data
+    longest = max(data.train, key=lambda example: len(example.input_ids))
+    material = replace(rehearsal.material, data=replace(data, train=[longest] * len(data.train)))
+    return replace(rehearsal, material=material, number=0)
+
+
+def _without_probes(own: StepForecast) -> Remedy:
+    return Remedy(
+        changes=["measure.probe_every=null", "measure.fidelity_every=null"],
+        is_exact=True,
+        step=own,
+        note="the same gradient: nothing of the run is measured against dense",
+        saves_probes=True,
+    )
+
+
+def _find_rate(request: ForecastRequest, recipe: Recipe) -> tuple[float | None, str]:
+    if request.flops_per_second is not None or request.gpu:
+        return request.flops_per_second, ""
+    dtype = torch.bfloat16 if "bf16" in recipe.training.mixed_precision else getattr(torch, recipe.model.dtype)
+    left = torch.ones(SIDE, SIDE, dtype=dtype)
+    torch.mm(left, left)
+    start, number = time.perf_counter(), 0
+    while (seconds := time.perf_counter() - start) < SECONDS:
+        torch.mm(left, left)
+        number += 1
+    rate = 2.0 * SIDE**3 * number / seconds
+    return rate, "at least: by the rate of products of matrices alone, measured here just now"
+
+
+def _assume(request: ForecastRequest, recipe: Recipe, policies: list[Policy]) -> list[str]:
+    found = ["operators' own temporaries and what an allocator rounds up or cannot reuse are not counted"]
+    if not request.gpu:
+        found.append("a process on a CPU holds more: libraries' buffers, and freed memory that the C library keeps")
+    else:
+        found += [
+            "attention by a fused kernel that stores no scores (flash, or memory-efficient with a mask)",
+            "CUDA's context and the libraries' workspaces, about 0.5 to 1 GB, are not counted",
+        ]
+    if recipe.measure.probe_every is not None:
+        found.append("a probe is estimated: the passes of a step beside the gradients of both arms")
+    if any("verify" in entry.options for entry in recipe.policies):
+        found.append("the steps that compare themselves with the plain one, such as the first, are not counted")
+    if recipe.training.compile:
+        found.append("counted as it runs uncompiled; a compiled step fuses operators and may need less")
+    if recipe.training.mixed_precision != "no":
+        found.append("autocast by the rules of a CPU: on a GPU a few more operators, such as norms, run in float32")
+    processes = recipe.target.options.get("processes", 1)
+    if processes > 1:
+        found.append(f"one of {processes} processes, as if alone: DDP's buckets take as much as the gradients again")
+    if recipe.target.options.get("sharding", "none") != "none":
+        found.append("counted unsharded: fsdp2 divides weights, gradients and optimizer state by the processes")
+    if any(not kind.has_backward or kind.by_worker for kind in list_kinds(policies)):
+        found.append("passes that a policy makes besides, to choose examples, are not counted")
+    found.append("evaluations, generations and checkpoints are not rehearsed")
+    return found

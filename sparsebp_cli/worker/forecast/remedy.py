@@ -1,0 +1,101 @@
+"""Changes of a recipe that need less memory, those first that keep the gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from sparsebp_cli.errors import SparseBPError
+from sparsebp_cli.plan.forecast import Remedy, StepForecast
+from sparsebp_cli.policy import make_policy
+from sparsebp_cli.recipe import refuse_unsupported
+from sparsebp_cli.recipe.schema import LoraSection, PolicyEntry, Recipe
+
+SEGMENTS = 2
+RANK = 16
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change as ``--set`` takes it, and the recipe with it."""
+
+    settings: tuple[str, ...]
+    recipe: Recipe
+    is_exact: bool
+    note: str
+    batch_share: float = 1.0  # examples of a micro-batch over those before
+
+
+def list_changes(recipe: Recipe) -> Iterator[Change]:
+    """Yield the changes that a recipe does not make already and that go together with the rest of it."""
+    for change in (*_exact(recipe), *_other(recipe)):
+        try:
+            refuse_unsupported(change.recipe)
+        except SparseBPError:
+            continue
+        yield change
+
+
+def _exact(recipe: Recipe) -> Iterator[Change]:
+    backward, training = recipe.backward, recipe.training
+    if recipe.schedule is None and [entry.name for entry in recipe.policy] == ["dense"]:
+        text = "the same gradient: what no loss needs is not computed; it saves where there is padding or a prompt"
+        entry = PolicyEntry(name="lossless", **make_policy("lossless").model_dump(mode="json"))
+        yield Change(("policy=lossless",), recipe.model_copy(update={"policy": [entry]}), True, text)
+    is_stored = backward.checkpointing == "none" and backward.segments is None
+    if is_stored:
+        made = backward.model_copy(update={"segments": SEGMENTS})
+        text = "the same gradient: all layers but the last part are computed twice"
+        yield Change((f"backward.segments={SEGMENTS}",), recipe.model_copy(update={"backward": made}), True, text)
+        made = backward.model_copy(update={"checkpointing": "full"})
+        text = "the same gradient: every layer is computed twice"
+        yield Change(("backward.checkpointing=full",), recipe.model_copy(update={"backward": made}), True, text)
+    if backward.update == "deferred" and training.gradient_accumulation_steps == 1:
+        clips = training.max_grad_norm is not None
+        made = backward.model_copy(update={"update": "eager", "eager_clip": "exact" if clips else None})
+        settings = ("backward.update=eager", *(["backward.eager_clip=exact"] if clips else []))
+        text = "the same gradient: each is applied and freed inside the backward"
+        text += ", which runs twice, for the norm of all" if clips else ""
+        yield Change(settings, recipe.model_copy(update={"backward": made}), True, text)
+    size = training.per_device_train_batch_size
+    if size > 1:
+        count = training.gradient_accumulation_steps * size
+        smaller = training.model_copy(update={"per_device_train_batch_size": 1, "gradient_accumulation_steps": count})
+        settings = ("training.per_device_train_batch_size=1", f"training.gradient_accumulation_steps={count}")
+        text = "the same gradient, where a policy does not compare the examples of a batch; slower on a GPU"
+        yield Change(settings, recipe.model_copy(update={"training": smaller}), True, text, 1.0 / size)
+    if size > 1 and is_stored:
+        made = backward.model_copy(update={"checkpointing": "full"})
+        both = recipe.model_copy(update={"training": smaller, "backward": made})
+        yield Change((*settings, "backward.checkpointing=full"), both, True, "both of them", 1.0 / size)
+
+
+def _other(recipe: Recipe) -> Iterator[Change]:
+    if recipe.model.adapters is not None:
+        return
+    model = recipe.model.model_copy(update={"lora": LoraSection(r=RANK, lora_alpha=2 * RANK)})
+    adapted = recipe.model_copy(update={"model": model})
+    text = "another training: low-rank adapters alone, which need another learning rate"
+    yield Change((f"model.lora={{r: {RANK}, lora_alpha: {2 * RANK}}}",), adapted, False, text)
+    if recipe.backward.checkpointing == "none" and recipe.backward.segments is None:
+        backward = recipe.backward.model_copy(update={"checkpointing": "full"})
+        both = adapted.model_copy(update={"backward": backward})
+        settings = (f"model.lora={{r: {RANK}, lora_alpha: {2 * RANK}}}", "backward.checkpointing=full")
+        yield Change(settings, both, False, "both of them")
+
+
+def try_changes(
+    recipe: Recipe, rehearse: Callable[[Change], StepForecast], report: Callable[[str], None]
+) -> Iterator[Remedy]:
+    """Yield what each change would need; one that cannot be rehearsed has a note that says why."""
+    for change in list_changes(recipe):
+        name = " ".join(change.settings)
+        report(name)
+        try:
+            step, note = rehearse(change), change.note
+        except SparseBPError as error:
+            step, note = None, f"not with this recipe: {error}"
+        yield Remedy(changes=list(change.settings), is_exact=change.is_exact, step=step, note=note)
+
+
+__all__ = ["Change", "list_changes", "try_changes"]

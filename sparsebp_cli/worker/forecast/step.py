@@ -1,0 +1,229 @@
+"""One training step on tensors without data: its memory at every moment, and its FLOPs.
+
+The step is that of :mod:`sparsebp_cli.worker.training`, by the same functions, without its measurements. Only one is
+made, from a fresh optimizer: its state is then put in place from the begin, as in every later step.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass, replace
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from sparsebp_cli.asset.checkpointing import checkpoint_activations
+from sparsebp_cli.backward import Engine, count_flops
+from sparsebp_cli.backward.observe.flops import FlopCount
+from sparsebp_cli.backward.observe.update_flops import UpdateFlops
+from sparsebp_cli.memory.fake import FakeRecord, pretend
+from sparsebp_cli.memory.watch import MemoryWatch
+from sparsebp_cli.plan.forecast import Parts, StepForecast
+from sparsebp_cli.recipe.description import describe_policy
+from sparsebp_cli.recipe.schema import Recipe
+from sparsebp_cli.run.memory import PHASES, MemoryCurve, MemoryPoint
+from sparsebp_cli.run.policy_phase import describe_phases
+from sparsebp_cli.worker.batch import BatchOrder, collate, micro_batch_loss
+from sparsebp_cli.worker.forecast.depth import shorten
+from sparsebp_cli.worker.forecast.material import Material
+from sparsebp_cli.worker.model import build_by_config
+from sparsebp_cli.worker.optimizer import build_optimizer
+from sparsebp_cli.worker.policy_phase import PhaseSequence, make_phases
+from sparsebp_cli.worker.probe import SQUARES
+from sparsebp_cli.worker.reference import Reference
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """Steps of recipes that differ in how they are trained, on the same material.
+
+    Args:
+        material: Config and examples.
+        number: Of the micro-batch that the step is made of.
+        gpu: Whether to do what PyTorch does on a GPU.
+    """
+
+    material: Material
+    number: int
+    gpu: bool
+
+    def forecast(self, recipe: Recipe, layers: int | None = None) -> StepForecast:
+        """Rehearse the phases of a recipe, and return the one that needs most; ``layers`` is how many to build, None:
+        all. Raise what an attempt to train would raise."""
+        found = [self._forecast(recipe, number, layers) for number in range(len(recipe.phases))]
+        return max(found, key=lambda step: step.peak.total)
+
+    def _forecast(self, recipe: Recipe, number: int, layers: int | None) -> StepForecast:
+        with pretend(gpu=self.gpu):
+            parts = self._build(recipe, number, layers)
+            try:
+                return _run(recipe, parts, self._examples(recipe, parts))
+            finally:
+                parts.engine.detach()
+                del parts
+                gc.collect()
+
+    def _build(self, recipe: Recipe, number: int, layers: int | None) -> _Built:
+        material = self.material
+        config = copy.deepcopy(material.config) if layers is None else shorten(material.config, layers)
+        model: nn.Module = build_by_config(
+            recipe.model, config, material.pad_token_id, architecture=material.architecture
+        )
+        if recipe.backward.checkpointing == "full":
+            checkpoint_activations(model)
+        accelerator = Accelerator(mixed_precision=recipe.training.mixed_precision, cpu=True)
+        optimizer = build_optimizer(recipe.training, model)
+        num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        aside = list(material.data.set_aside.values())
+        validation = collate(aside, material.pad_token_id) if aside else None
+        phases = make_phases(recipe)
+        sequence = PhaseSequence(phases, recipe, model, optimizer, Reference(material.data), validation)
+        engine = sequence.attach(phases[number])
+        width = config.get_text_config().vocab_size
+        return _Built(
+            accelerator.prepare_model(model, device_placement=False, evaluation_mode=True).train(),
+            model,
+            optimizer,
+            engine,
+            accelerator,
+            sequence,
+            number,
+            num_parameters,
+            num_trained,
+            width,
+        )
+
+    def _examples(self, recipe: Recipe, built: _Built) -> _Batch:
+        """Return the micro-batch with the columns that the policies read."""
+        order = make_order(recipe, self.material)
+        built.sequence.set_columns(order, built.sequence.phases[built.phase])
+        inputs, targets = order.rank_part(self.number)
+        return _Batch(inputs, targets, order.candidates)
+
+
+def make_order(recipe: Recipe, material: Material) -> BatchOrder:
+    """Return the order of the micro-batches of a recipe."""
+    training = recipe.training
+    size, seed = training.per_device_train_batch_size, training.seed
+    order = BatchOrder(material.data.train, size, seed, material.pad_token_id, group_by=training.group_by)
+    order.gaps = material.data.gaps
+    return order
+
+
+@dataclass(frozen=True)
+class _Batch:
+    inputs: dict[str, Tensor]
+    targets: int
+    candidates: str | None  # the column of targets that may be trained
+
+
+@dataclass(frozen=True)
+class _Built:
+    prepared: nn.Module  # with autocast, where the recipe asks for it
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    engine: Engine
+    accelerator: Accelerator
+    sequence: PhaseSequence
+    phase: int
+    num_parameters: int
+    num_trained: int
+    vocabulary: int
+
+
+def _run(recipe: Recipe, built: _Built, batch: _Batch) -> StepForecast:
+    record, update = FakeRecord(built.vocabulary), UpdateFlops()
+    with _counted(record, built) as flops:
+        _pass(recipe, built, batch, record)
+        of_passes = FlopCount()
+        of_passes.by_operator.update(flops.by_operator)
+        gradient_bytes = _count_gradients(built)
+        record.begin("update")
+        with update:
+            _update(recipe, built)
+    curve = _settle(record.take_curve())
+    peaks = {phase: point for phase in PHASES if (point := curve.within(phase)) is not None}
+    number = min(recipe.training.gradient_accumulation_steps, 2)
+    squares = sum(
+        count for name, count in of_passes.by_operator.items() if any(part in name for part in (*SQUARES, "attend"))
+    )
+    entry = recipe.phases[built.phase]
+    return StepForecast(
+        policy=describe_phases([entry], lambda one: describe_policy(one.model_dump(mode="json"))),
+        phases={phase: _split(record, point) for phase, point in peaks.items()},
+        pass_flops=of_passes.total / number,
+        attention_flops=squares / number,
+        update_flops=float(update.flops),
+        gradient_bytes=gradient_bytes,
+        num_parameters=built.num_parameters,
+        num_trained=built.num_trained,
+    )
+
+
+@contextmanager
+def _counted(record: FakeRecord, built: _Built) -> Iterator[FlopCount]:
+    with record, MemoryWatch(record, built.model, built.optimizer), count_flops() as flops:
+        yield flops
+
+
+def _pass(recipe: Recipe, built: _Built, batch: _Batch, record: FakeRecord) -> None:
+    """Run forward and backward; of several micro-batches two, as the second already meets gradients."""
+    number = min(recipe.training.gradient_accumulation_steps, 2)
+    engine = built.engine
+
+    def forward() -> Tensor:
+        return micro_batch_loss(built.prepared, batch.inputs, batch.targets * number, CPU, batch.candidates)
+
+    for place in range(number):
+        record.begin("forward")
+        if engine.estimator is not None:
+            engine.estimate(forward)
+            continue
+        loss = forward()
+        record.begin("backward")
+        engine.backward(loss, built.accelerator.backward, is_last=place == number - 1)
+        del loss
+
+
+def _update(recipe: Recipe, built: _Built) -> None:
+    norm = recipe.training.max_grad_norm
+    if built.engine.eager is None:
+        trained = [parameter for group in built.optimizer.param_groups for parameter in group["params"]]
+        torch.nn.utils.clip_grad_norm_(trained, math.inf if norm is None else norm)
+    built.optimizer.step()
+    built.optimizer.zero_grad(set_to_none=True)
+
+
+def _count_gradients(built: _Built) -> int:
+    report = None if built.engine.eager is None else built.engine.eager.report
+    if report is not None:
+        return report.gradient_bytes
+    gradients = [parameter.grad for parameter in built.model.parameters() if parameter.grad is not None]
+    return sum(gradient.numel() * gradient.element_size() for gradient in gradients)
+
+
+def _settle(curve: MemoryCurve) -> MemoryCurve:
+    """Return the curve of a later step, in which the optimizer's state is there from the begin."""
+    last = curve.points[-1].split.optimizer
+    return MemoryCurve(tuple(replace(p, split=replace(p.split, optimizer=last)) for p in curve.points))
+
+
+def _split(record: FakeRecord, point: MemoryPoint) -> Parts:
+    logits = record.count_logits(point)
+    weights, gradients, optimizer, activations, workspace = astuple(point.split)
+    return Parts(
+        weights=weights,
+        gradients=gradients,
+        optimizer=optimizer,
+        activations=activations - logits["activations"],
+        logits=logits.total(),
+        workspace=workspace - logits["workspace"],
+    )

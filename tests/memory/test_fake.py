@@ -1,0 +1,131 @@
+"""A step on tensors without data takes the memory that PyTorch's allocator records for the real one."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+import sparsebp_cli as sbp
+from sparsebp_cli.backward import count_flops
+from sparsebp_cli.memory.fake import FakeRecord, pretend
+from sparsebp_cli.memory.watch import MemoryWatch
+from sparsebp_cli.run.memory import PHASES, MemoryCurve
+
+WIDTH = 512  # of the vocabulary
+LLAMA = LlamaConfig(
+    vocab_size=WIDTH,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
+GPT2 = GPT2Config(vocab_size=WIDTH, n_embd=64, n_layer=2, n_head=4, n_positions=64)
+MODELS: dict[str, Callable[[], Any]] = {  # each with a config of its own, which the engine changes
+    "llama": lambda: LlamaForCausalLM(copy.deepcopy(LLAMA)),
+    "gpt2": lambda: GPT2LMHeadModel(copy.deepcopy(GPT2)),
+}
+POLICIES: dict[str, list[tuple[str, dict[str, Any]]]] = {
+    "dense": [],
+    "rows": [("topk", {"keep": 0.25, "along": "rows"})],
+    "frozen": [("frozen", {"freeze": ["*layers.0.*"]})],
+    "lossless": [("lossless", {"verify": "never"})],
+}
+
+
+def _train(family: str, policy: str, *, fake: bool) -> tuple[MemoryCurve, int]:
+    """Return the memory of a second step, and its FLOPs."""
+    torch.manual_seed(0)
+    ids = torch.randint(0, WIDTH, (2, 32))
+    labels = ids.clone()
+    labels[:, :16] = -100
+    with pretend(gpu=False) if fake else nullcontext():
+        model = MODELS[family]().train()
+        model.config.use_cache = False
+        optimizer = torch.optim.AdamW(model.parameters())
+        policies = [sbp.make_policy(name, **options) for name, options in POLICIES[policy]]
+        engine = sbp.attach(model, policies, optimizer=optimizer)
+        record = FakeRecord(WIDTH)
+
+        def step(begin: object = None) -> None:
+            mark = begin if callable(begin) else lambda _: None
+            mark("forward")
+            loss = model(input_ids=ids, labels=labels).loss
+            mark("backward")
+            engine.backward(loss)
+            del loss
+            mark("update")
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step()
+        gc.collect()
+        if fake:
+            with record, MemoryWatch(record, model, optimizer), count_flops() as flops:
+                step(record.begin)
+            return record.take_curve(), flops.total
+        with sbp.memory_trace(model, optimizer) as trace:
+            step(trace.begin)
+        with count_flops() as flops:
+            step()
+        return trace.curve, flops.total
+
+
+@pytest.mark.parametrize(
+    ("family", "policy"), [*(("llama", policy) for policy in POLICIES), ("gpt2", "dense"), ("gpt2", "rows")]
+)
+def test_a_step_without_data_has_the_peaks_and_flops_of_the_real_one(family: str, policy: str) -> None:
+    (real, real_flops), (fake, fake_flops) = (_train(family, policy, fake=is_fake) for is_fake in (False, True))
+    assert fake_flops == real_flops
+    for phase in PHASES:
+        measured, found = real.within(phase), fake.within(phase)
+        assert measured is not None
+        assert found is not None
+        assert found.split.total == pytest.approx(measured.split.total, rel=0.01)
+        assert found.split.weights == measured.split.weights
+        assert found.split.optimizer == measured.split.optimizer
+
+
+def test_logits_are_what_has_the_width_of_the_vocabulary() -> None:
+    with pretend(gpu=False):
+        head, x = torch.nn.Linear(8, WIDTH, bias=False), torch.randn(4, 8, requires_grad=True)
+        record = FakeRecord(WIDTH)
+        record.note(head.weight, "weights")
+        with record:
+            logits = head(x)
+            kept = logits * 2.0
+            kept.sum()
+        curve = record.take_curve()
+        assert record.count_logits(curve.peak) == {"workspace": 2 * 4 * WIDTH * 4}
+        del logits, kept
+
+
+def test_what_follows_from_ids_is_real_and_what_follows_from_weights_is_not() -> None:
+    with pretend(gpu=False):
+        labels = torch.tensor([[1, -100, 3], [-100, -100, 6]])
+        assert (labels != -100).nonzero().tolist() == [[0, 0], [0, 2], [1, 2]]
+        rows = torch.randn(2, 3, 5)[labels != -100]
+        assert rows.shape == (3, 5)
+        weight = torch.empty(1 << 20, 1 << 20)  # four terabytes
+        assert weight.norm().item() == 1
+        assert bool((weight > 0).any())
+
+
+def test_the_stand_in_for_fused_attention_counts_and_stores_what_a_fused_kernel_does() -> None:
+    shape = (2, 4, 16, 8)
+    with pretend(gpu=True), count_flops() as flops:
+        query, key, value = (torch.randn(shape, requires_grad=True) for _ in range(3))
+        output = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, dropout_p=0.1)
+        output.sum().backward()
+    query, key, value = (torch.randn(shape, requires_grad=True) for _ in range(3))
+    with count_flops() as expected:
+        torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True).sum().backward()
+    assert flops.total == expected.total
+    assert output.shape == shape

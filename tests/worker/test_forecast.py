@@ -1,0 +1,119 @@
+"""What a recipe would take is what it takes: the whole way, at several depths, and from a config alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparsebp_cli.errors import DataError, UnsupportedError
+from sparsebp_cli.plan import make_plan
+from sparsebp_cli.plan.forecast import Forecast, ForecastRequest
+from sparsebp_cli.recipe import load_recipe
+from sparsebp_cli.recipe.schema import Recipe
+from sparsebp_cli.worker.forecast.depth import DEPTHS, extend
+from sparsebp_cli.worker.forecast.material import gather_material
+from sparsebp_cli.worker.forecast.measure import forecast
+from sparsebp_cli.worker.forecast.step import Rehearsal, make_order
+
+# Of peft.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+}
+
+
+def _write(folder: Path, **changes: Any) -> Path:
+    content: dict[str, Any] = {
+        "version": 1,
+        "name": "made",
+        "model": {"name": str(folder / "model")},
+        "dataset": {"name": "somebody/elsewhere", "max_seq_length": 32},
+        "training": {"max_steps": 10, "per_device_train_batch_size": 4},
+        "measure": {"probe_every": None, "fidelity_every": None},
+    }
+    for key, value in changes.items():
+        content[key] = content.get(key, {}) | value if isinstance(value, dict) and key != "policy" else value
+    (folder / "model").mkdir(exist_ok=True)
+    (folder / "model" / "config.json").write_text(json.dumps(CONFIG | {"architectures": ["LlamaForCausalLM"]}))
+    file = folder / "recipe.yaml"
+    file.write_text(json.dumps(content))
+    return file
+
+
+def _forecast(file: Path, *, remedies: bool = False, gpu: bool = True) -> Forecast:
+    plan = make_plan(load_recipe(file), file)
+    request = ForecastRequest(plan=plan, gpu=gpu, capacity_bytes=10**9, flops_per_second=1e9, remedies=remedies)
+    return forecast(request, lambda *_: None)
+
+
+def _recipe(file: Path) -> Recipe:
+    return make_plan(load_recipe(file), file).recipe
+
+
+def test_a_config_alone_is_enough_and_the_batch_is_then_full(tmp_path: Path) -> None:
+    found = _forecast(_write(tmp_path))
+    step = found.policy
+    weights = 512 * 32 * 2 + 32 + 2 * (4 * 32 * 32 + 3 * 32 * 48 + 2 * 32)
+    assert (step.num_parameters, step.num_trained) == (weights, weights)
+    assert step.peak.optimizer == pytest.approx(2 * 4 * weights, rel=0.01)
+    assert step.gradient_bytes == 4 * weights
+    assert (found.batch.examples, found.batch.length, found.batch.trained_share) == (4, 32, 1.0)
+    assert not found.batch.is_read
+    tokens = 4 * 32
+    products = 6 * tokens * (weights - 512 * 32 - 5 * 32) + 7 * 2 * 2 * 4 * 32 * 32 * 32 // 1
+    assert step.pass_flops == pytest.approx(products, rel=0.05)
+    assert found.hours(step) == pytest.approx((step.pass_flops + step.update_flops) * 10 / 1e9 / 3600)
+
+
+def test_changes_that_need_less_are_tried_exact_ones_first(tmp_path: Path) -> None:
+    found = _forecast(_write(tmp_path), remedies=True)
+    changes = {" ".join(one.changes): one for one in found.remedies}
+    full = changes["backward.checkpointing=full"]
+    assert full.step is not None
+    assert full.step.peak.total < found.policy.peak.total
+    assert full.step.pass_flops > 1.1 * found.policy.pass_flops
+    exact = [one.is_exact for one in found.remedies]
+    assert exact == sorted(exact, reverse=True)
+    lora = next(one for name, one in changes.items() if name.startswith("model.lora"))
+    assert lora.step is not None
+    assert lora.step.num_trained < 0.7 * found.policy.num_trained
+    for one in found.remedies:
+        assert one.step is not None, one.note
+
+
+def test_few_layers_show_what_many_take(tmp_path: Path) -> None:
+    file = _write(tmp_path, policy={"name": "topk", "keep": 0.25, "along": "rows"})
+    recipe = _recipe(file)
+    material = gather_material(recipe, [])
+    rehearsal = Rehearsal(material, material.describe(recipe, make_order(recipe, material))[0], gpu=True)
+    few, more, whole = (rehearsal.forecast(recipe, layers) for layers in (*DEPTHS[:2], 10))
+    found = extend(few, more, *DEPTHS[:2], 10)
+    assert found.num_parameters == whole.num_parameters
+    assert found.pass_flops == pytest.approx(whole.pass_flops, rel=1e-9)
+    for phase, parts in whole.phases.items():
+        for name, size in parts.model_dump().items():
+            assert getattr(found.phases[phase], name) == pytest.approx(size, rel=0.01, abs=20_000), (phase, name)
+
+
+def test_eager_updates_hold_fewer_gradients_and_the_optimizer_counts_from_the_begin(tmp_path: Path) -> None:
+    dense = _forecast(_write(tmp_path, training={"max_grad_norm": None})).policy
+    eager = _forecast(_write(tmp_path, training={"max_grad_norm": None}, backward={"update": "eager"})).policy
+    assert max(parts.gradients for parts in eager.phases.values()) < 0.5 * dense.gradient_bytes
+    assert {parts.optimizer for parts in dense.phases.values()} == {eager.peak.optimizer}
+
+
+def test_a_model_that_is_not_here_and_a_reference_model_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"model.name: somebody/model is not on this machine; .* config.json is enough"):
+        _forecast(_write(tmp_path, model={"name": "somebody/model"}))
+    reference = {"name": "tokens", "keep": 0.5, "score": "excess", "reference": str(tmp_path / "model")}
+    with pytest.raises(UnsupportedError, match=r"reference model is not rehearsed"):
+        _forecast(_write(tmp_path, policy=reference))
