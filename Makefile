@@ -1,4 +1,5 @@
-# One line a verb. Everything lives in .venv; delete it to start again.
+# One line a verb. Everything is installed in .venv; delete it to install again. Runs are not in there: `sparsebp doctor`
+# says where.
 PYTHON ?= python3
 BIN = .venv/bin
 

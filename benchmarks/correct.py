@@ -40,9 +40,9 @@ class Check:
     Args:
         kind: ``model`` or ``kernel``.
         form: Policy, site, form and share kept.
-        dtype: Of weights and activations.
-        error: Of the fast form: norm of the difference to truth, over the norm of truth.
-        reference_error: The same of the reference form.
+        dtype: Dtype of weights and activations.
+        error: Error of the fast form: norm of the difference to truth, over the norm of truth.
+        reference_error: Error of the reference form.
         good: Whether the first is small enough.
         note: A remark; empty for none.
     """

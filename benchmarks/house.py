@@ -24,7 +24,7 @@ class Size:
     """Counts over some files.
 
     Args:
-        files: Python files.
+        files: Number of Python files.
         code: Lines of code: not blank, no comment, no docstring.
         comments: Comments on a line of their own.
         any: Uses of the name ``Any``.

@@ -38,11 +38,11 @@ class Way:
     """One way to train a step.
 
     Args:
-        label: In the table.
+        label: Name in the table.
         policies: Names and options; None for plain PyTorch.
         attach: Other choices of ``sbp.attach``.
         frozen: Globs over parameters that are not trained.
-        rank: Of a LoRA of every linear in the layers; 0 for none.
+        rank: Rank of a LoRA of every linear in the layers; 0 for none.
         triton: Whether Triton's kernels may run.
     """
 

@@ -52,16 +52,16 @@ class Row:
 
     Args:
         family: Shape of the model.
-        layout: Where the trained positions are.
-        keep: How many of an example's targets are trained.
-        way: Of ``WAYS``.
-        seconds: A step's.
-        ratio: To dense in the same round.
+        layout: Arrangement of the trained positions, such as ``scattered``.
+        keep: Number of an example's targets that are trained.
+        way: Key of ``WAYS``.
+        seconds: Seconds of a step.
+        ratio: Seconds over those of dense in the same round.
         speedup: 1 / median ratio.
         ceiling: See the module; 1 where nothing is claimed.
         realised: Share of the saving; None where none is claimed.
-        flops: Executed in a step.
-        saved_bytes: Kept between forward and backward.
+        flops: FLOPs executed in a step.
+        saved_bytes: Bytes kept between forward and backward.
     """
 
     family: str

@@ -48,13 +48,13 @@ class Way:
     """One way to run the script.
 
     Args:
-        name: In the table.
+        name: Name in the table.
         load: Returns the script as a module.
         count: The same, through an engine that counts FLOPs.
         pass_seconds: Forward, backward and clipping of each step.
         step_seconds: The same and the optimizer.
-        forward_flops: Of one micro-batch, mean over the steps.
-        backward_flops: The same.
+        forward_flops: FLOPs of a micro-batch's forward, mean over the steps.
+        backward_flops: FLOPs of a micro-batch's backward, mean over the steps.
     """
 
     name: str

@@ -27,10 +27,10 @@ class Waits:
     """The waits of one variant in a step.
 
     Args:
-        label: The variant's.
+        label: Name of the variant in the table.
         is_engine: Whether it goes through the engine.
         known: Why it waits on purpose; empty when it should not.
-        in_forward: How often PyTorch warned that it waits.
+        in_forward: Number of PyTorch's warnings that it waits.
         in_backward: PyTorch's error at the first wait; empty when there was none.
         calls: Synchronising calls of the driver in forward and backward, by name, including the profiler's own.
         slowest: Time on the device by kernel, in milliseconds: the largest of the step.

@@ -46,10 +46,11 @@ PAGES: dict[str, Callable[[Path], str]] = {
     "docs/audit.schema.json": audit.schema,
     "docs/guide/blocks.md": timing.blocks_page,
     "docs/guide/lossless.md": timing.lossless_page,
-    "docs/guide/mixing.md": mixing.page,
+    "docs/guide/mixing.md": mixing.guide,
+    "docs/results/mixing.md": mixing.results,
     "benchmarks/results/mixing-upstream.md": mixing.upstream,
     "docs/reference/times.md": timing.policies_page,
-    "docs/guide/study.md": study.page,
+    "docs/results/studies.md": study.page,
     "README.md": readme.page,
     "docs/guide/quickstart.md": readme.quickstart,
 }

@@ -55,6 +55,7 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
         return
     path = path.resolve()  # a link stays one, and so its target is what is replaced
     # Threads and processes may write one file at once; each has its own part, and the last one counts.
+    # A name has 255 bytes at most, and the part adds to it.
     part = path.with_name(f"{PART}{path.name[:200]}.{os.getpid()}-{threading.get_ident()}")
     try:
         with part.open("wb") as stream:
@@ -100,6 +101,7 @@ def move(source: Path, place: Path) -> None:
     before = source.parent
     source.replace(place)
     sync(place.parent)
+    # The folder that lost the name, too.
     if before != place.parent:
         sync(before)
 
@@ -148,6 +150,7 @@ def write_manifest(folder: Path) -> None:
     """List the sha256 of every file of a folder in its manifest; :func:`find_damage` compares."""
     files = sorted(file for file in folder.rglob("*") if file.is_file() and file != folder / MANIFEST)
     listed = {str(file.relative_to(folder)): digest(file) for file in files}
+    # No wait for the disk here: `put_folder` waits for the whole folder.
     (folder / MANIFEST).write_text(json.dumps({"format": 1, "sha256": listed}, indent=1), encoding="utf-8")
 
 

@@ -65,7 +65,7 @@ class RecipeError(UsageError):
         """Place the error.
 
         Args:
-            text: What is wrong, the value got, what is allowed.
+            text: One sentence: what is wrong, the value got, what is allowed.
             file: The recipe's path as the user gave it, or the ``--set KEY=VALUE`` that the value came from.
             line: Counted from 1; 0 when unknown.
             column: Counted from 1; 0 when unknown.
@@ -103,9 +103,9 @@ class ChangedError(UsageError):
         """Name what changed.
 
         Args:
-            run_id: The run.
-            where: What it is compared with.
-            changes: Field, its value then, its value now.
+            run_id: Id of the run, for the command that goes on with it.
+            where: Name of what it is compared with, such as ``the checkpoint of step 8``.
+            changes: (field, its value then, its value now) of each change.
         """
         self.changes: list[tuple[str, ...]] = [tuple(change) for change in changes]
         shown = ", ".join(map(str, changes))
@@ -155,7 +155,7 @@ def first_line(error: BaseException | str) -> str:
     """Return the first line of an error's text that is not empty, which foreign ones often begin with.
 
     Args:
-        error: Of any library.
+        error: An error of any library, or its text.
 
     Returns:
         Its text, or the name of its class if there is none.
@@ -168,7 +168,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return ``; did you mean X?`` for the nearest known name, or an empty string.
 
     Args:
-        name: What the user wrote.
+        name: A name as the user wrote it, with its mistake.
         known: Every name that would have been accepted.
 
     Returns:

@@ -20,7 +20,7 @@ def hold(config: pytest.Config, column: str, found: dict[str, str], *, is_whole:
 
     Args:
         config: Says whether to write instead.
-        column: What was tried.
+        column: Name of the trial, a key of the file.
         found: Class of a model, and why it is refused; empty where it works.
         is_whole: Whether all models of the release were tried; those of a part are never written.
     """

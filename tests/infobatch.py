@@ -10,7 +10,7 @@ def obvious(losses: Sequence[float], keep: float, drawn: Callable[[list[int]], l
     """Return the weight of each example, 0 for those that are left out.
 
     Args:
-        losses: Of each example when it was last trained on; NaN before that.
+        losses: Loss of each example when it was last trained on; NaN before that.
         keep: Share of the well-learnt ones that is visited.
         drawn: Puts these in the order in which they are left out.
     """

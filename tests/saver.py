@@ -24,9 +24,9 @@ def saving_by_hand(
     value zero, that of the weight. One input is asked for once.
 
     Args:
-        model: The model.
+        model: A model without an engine.
         policy: Restores the inputs.
-        step: When; every linear runs once.
+        step: The step of the forward, in which every linear runs once.
         means: Gets the mean row of each input.
 
     Yields:

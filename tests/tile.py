@@ -22,7 +22,7 @@ def tiling_by_hand(policy: TileSelector, step: Step) -> Iterator[list[Tensor]]:
 
     Args:
         policy: Draws nothing: the names of modules are not known here.
-        step: When.
+        step: The step of the forward and backward.
 
     Yields:
         The choices, (H, Q, K) each, as they are made.

@@ -45,12 +45,15 @@ def fake_cuda() -> Iterator[Counter[str]]:
         "get_rng_state": lambda *_: torch.zeros(16),
         "set_rng_state": lambda *_: None,
         "Event": partial(Event, watch),
+        "is_current_stream_capturing": lambda: False,  # of a build for CUDA; optimizers ask it
     }
     with ExitStack() as stack:
         stack.enter_context(patch.object(Step, "generator", lambda *_, **__: None))
         stack.enter_context(patch.object(torch.nn.functional, "scaled_dot_product_attention", _attend))
         # A build for CUDA has it, one for CPUs does not, and fake tensors have no kernel of it.
         stack.enter_context(patch.object(torch.backends.cusparselt, "is_available", lambda: False))
+        # Makes a tensor on the device, to which a build for CUDA needs a driver; the guard needs no context.
+        stack.enter_context(patch("torch._subclasses.fake_tensor.init_gpu_context", lambda _: None))
         for name, function in cuda.items():
             stack.enter_context(patch.object(torch.cuda, name, function))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))

@@ -35,7 +35,11 @@ PROMISES = {
         "every point is in the store, or the run reports that it is not",
     ),
     "R7": ("NaN or Inf in a loss or a gradient", "the run stops before the update and names the step"),
-    "R9": ("the clock steps back or forward between attempts", "steps alone order checkpoints; the result is the same"),
+    "R9": (
+        "the clock steps back or forward, between attempts or while clients and workers are at work",
+        "steps alone order checkpoints; the result is the same but for the memory curve of a step in which it jumps, "
+        "and every command ends",
+    ),
     "R10": (
         "a remote host or its daemon goes away, the connection breaks, the client is killed, the power fails",
         "the run is unreachable, not failed; the next command finds it again; one process writes at a time",
@@ -116,8 +120,9 @@ PROMISES = {
         "each policy is attached in time proportional to their number (CPU time is counted, not promised)",
     ),
     "R37": (
-        "a store of MLflow has texts, bytes or numbers beyond all in the place of values, or a pipe as an artifact",
-        "those values are left out, the other runs are compared, and nothing waits",
+        "a store of MLflow has texts, bytes or numbers beyond all in the place of values, or artifacts that are pipes "
+        "or larger than they can be",
+        "what is wrong is left out, the other runs are compared, and nothing waits",
     ),
     "R38": (
         "a file system answers reads and writes with an error (EIO), or becomes read-only at work",

@@ -1,4 +1,4 @@
-"""Copies tables and verdicts of the reports in docs/results into the guide's page, and checks the page's claims.
+"""Copies tables and verdicts of the reports in docs/results into their page, and checks the page's claims.
 
 A sentence of the page that compares carries a claim: ``<!-- claim: REPORT GROUP[,GROUP] "words of the verdict" -->``,
 or ``... not "words" -->``. The verdict of each group must contain these words, or must not.
@@ -10,7 +10,7 @@ import json
 import re
 from pathlib import Path
 
-PAGE = "docs/guide/study.md"
+PAGE = "docs/results/studies.md"
 PLACE = re.compile(r"(<!-- report: (\w+) -->\n).*?(<!-- end of report -->)", re.DOTALL)
 CLAIM = re.compile(r'<!-- claim: ([\w-]+) (\S+) (not )?"([^"]+)" -->')
 TABLES = ("Quality:", "Controls", "Dense at equal cost", "Speed")

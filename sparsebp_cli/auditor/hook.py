@@ -83,6 +83,7 @@ class Hooks:
         """Restore everything."""
         self._patches.restore()
         for hooks, number, clocked, original in self._replaced:
+            # Whoever replaced it since is left alone.
             if hooks.get(number) is clocked:
                 hooks[number] = original
         self._replaced.clear()

@@ -43,6 +43,7 @@ def walk(roots: Sequence[Tensor], bit_of: Callable[[Tensor], int]) -> LeafReacha
     """Read the graph below some tensors; ``bit_of`` gives the bit of a leaf."""
     reach, found, order = LeafReachability(), dict[Node, int](), list[Node]()
     waiting = [(root.grad_fn, False) for root in roots if root.grad_fn is not None]
+    # With a stack of its own: graphs are deeper than Python recurses.
     while waiting:
         node, is_done = waiting.pop()
         if is_done:

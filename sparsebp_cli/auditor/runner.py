@@ -61,6 +61,7 @@ class PassRunner:
         handles = [
             node.register_hook(_Returned(node, tape.dropped, self._watch, self._parameters)) for node in reach.functions
         ]
+        # Or the nodes and what they have saved would live longer than the pass needs them.
         reach.functions.clear()
         reach.variables.clear()
         try:

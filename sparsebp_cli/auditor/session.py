@@ -193,6 +193,7 @@ class Session:
     def _record_rows(self, module: nn.Module, kwargs: dict[str, object]) -> None:
         """Count what packing would leave out of a batch of a causal language model."""
         self.trained.add(module)
+        # As long as nobody has imported it, no model is one of its own; importing it here would take seconds.
         if "transformers" not in sys.modules:
             return
         left = count_leftover(module, kwargs)
@@ -219,6 +220,7 @@ class Session:
 
     def _install(self) -> None:
         """Install this thread's dispatch mode and hooks, never on top of another library's, which would remove ours."""
+        # See decision 20.
         if not self._is_installed and not dispatch_modes():
             self._is_installed = True
             self._installed.enter_context(self.watch)

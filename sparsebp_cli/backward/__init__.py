@@ -14,7 +14,7 @@ from sparsebp_cli.backward.observe.flops import DensePass, FlopCount, PassEstima
 from sparsebp_cli.backward.observe.internals import find_attentions
 from sparsebp_cli.backward.observe.module_trace import ModuleTrace
 from sparsebp_cli.backward.observe.saved_bytes import SavedBytes, saved_bytes, tensor_bytes
-from sparsebp_cli.backward.patch.forward import uncompiled
+from sparsebp_cli.backward.patch.forward import ForwardOverride, ForwardPatches, uncompiled
 from sparsebp_cli.backward.phase import Phase, PhasedEngine, attach_phases
 from sparsebp_cli.backward.proof.fidelity import Fidelity, GradientComparison, compare_gradients
 from sparsebp_cli.backward.proof.movement import Moved, Movement
@@ -33,6 +33,8 @@ __all__ = [
     "Fidelity",
     "FlopCount",
     "FlopEstimate",
+    "ForwardOverride",
+    "ForwardPatches",
     "Given",
     "GradStore",
     "GradientComparison",

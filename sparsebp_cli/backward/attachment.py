@@ -25,6 +25,7 @@ from sparsebp_cli.backward.execution.eager.update import choose_update
 from sparsebp_cli.backward.execution.segment.extension import Segments
 from sparsebp_cli.backward.linear.float8 import find_float8
 from sparsebp_cli.backward.linear.form_choice import FormChoice
+from sparsebp_cli.backward.linear.quantized import find_quantized
 from sparsebp_cli.backward.linear.saving import InputSaving, connect
 from sparsebp_cli.backward.linear.site import LinearAdapter
 from sparsebp_cli.backward.node.site import NodeAdapter
@@ -70,8 +71,9 @@ def attach(  # noqa: PLR0913 - what a training loop may give
         policies: One or several, each a policy, its name, or a mapping of ``name`` and its options. At most one answers
             each question; none is dense.
         optimizer: Its steps advance ``Step.index``; without it, every backward does.
-        max_grad_norm: With ``update="eager"``, what gradients are clipped to, greater than 0; None: no clipping.
-        seed: Of random decisions.
+        max_grad_norm: With ``update="eager"``, the 2-norm to which gradients are clipped, greater than 0; None: no
+            clipping.
+        seed: Seed of random decisions, each of which depends on it, the step, the site and the process.
         num_steps: Optimizer steps of the whole training; policies with a schedule over all of it need it.
         num_examples: Rows of the training data; policies that keep something for each example need it, and in each
             batch the column ``example_row``, (B,), int64, among the model's arguments.
@@ -121,11 +123,13 @@ def attach(  # noqa: PLR0913 - what a training loop may give
     )
     states = PolicyStates(
         [(policy, _find_places(policy, model, decisions, given)) for policy in policies],
+        # A function: `.grad` is another tensor at each step.
         lambda: {name: p.grad for name, p in model.named_parameters() if p.grad is not None},
     )
     given = replace(given, states=states)
     extensions = _make_extensions(policies, model, given)
     savings = [extension for _, extension in extensions if isinstance(extension, InputSaving)]
+    # An optimizer with moments of projections has to draw those of the saver. See decision 59.
     connect(savings, optimizer)
     for saving in savings:
         assert isinstance(adapter, LinearAdapter), "refused at other sites"
@@ -140,6 +144,7 @@ def attach(  # noqa: PLR0913 - what a training loop may give
         seed=seed,
         num_steps=num_steps,
         states=states,
+        # By their numbers and not by their place, since an override wraps the forward that it finds. See decision 100.
         extensions=[
             *(extension for number, extension in extensions if number < Kind.EAGER_UPDATE),
             *choose_update(wrapped, optimizer, options.update, clipping),
@@ -169,6 +174,7 @@ def _make_adapter(
         model,
         options.exclude,
         may_be_empty=not any(kind.needs_linears for kind in kinds),
+        # Where nothing is asked, counting at every linear would only cost time. See decision 38.
         installs=not kinds or any(kind.at_sites for kind in kinds),
         forms=forms,
     )
@@ -197,6 +203,7 @@ def _make_extensions(
         for number, name in each.extensions
     ]
     found = list[tuple[int, EngineExtension]]()
+    # Stable, by the number alone: extensions of one number keep the order of their policies.
     for number, name, policy in sorted(declared, key=lambda entry: entry[0]):
         make: MakeExtension = load(name)
         extension = make(policy, model, given)
@@ -209,7 +216,7 @@ def refuse_model(model: nn.Module, policies: Sequence[Policy], chosen: Mapping[s
     """Refuse a model into which policies cannot be put, before anything of it is changed, through whichever door.
 
     Args:
-        model: As :func:`attach` takes it.
+        model: The model with or without wrappers, as :func:`attach` takes it.
         policies: All of them.
         chosen: Options of the backward, and of ``attach``, by name.
 
@@ -229,6 +236,8 @@ def refuse_model(model: nn.Module, policies: Sequence[Policy], chosen: Mapping[s
 def _unwrap(model: nn.Module) -> nn.Module:
     """Return what DDP and ``torch.compile`` have wrapped: the names of its modules are those of sites and patterns."""
     while True:
+        # torch.compile's wrapper is told by its child: its class would import torch._dynamo, and a plain model attaches
+        # without.
         name = "module" if isinstance(model, DistributedDataParallel) else "_orig_mod"
         inner = dict(model.named_children()).get(name)
         if inner is None:
@@ -238,6 +247,7 @@ def _unwrap(model: nn.Module) -> nn.Module:
 
 def _refuse_attached(model: nn.Module) -> None:
     for name, module in model.named_modules():
+        # Asked of the instance: an override is an entry in its dictionary, and the class has a forward in any case.
         if isinstance(module.__dict__.get("forward"), ForwardOverride) or is_watched(module):
             where = f" (at {name!r})" if name else ""
             raise UnsupportedError(f"the model is already attached{where}: call detach() of its engine first")
@@ -256,8 +266,14 @@ def _refuse_unbuilt(model: nn.Module, policies: Sequence[Policy], chosen: Mappin
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         wrapped = "DDP"
     processes = count_processes(model)
-    facts = {**chosen, "float8": float8, "wrapped": wrapped, "processes": processes, "loop": "own"}
-    words = {"processes": SEVERAL, "float8": f"float8 linears (at {float8!r})"}
+    quantized = next((name for name, _ in find_quantized(model)), None)
+    options = {"float8": float8, "quantization": quantized, "wrapped": wrapped, "processes": processes}
+    facts = {**chosen, **options, "loop": "own"}
+    words = {
+        "processes": SEVERAL,
+        "float8": f"float8 linears (at {float8!r})",
+        "quantization": f"quantised linears (at {quantized!r})",
+    }
     refuse(Setup([PolicyFacts.of(policy) for policy in policies], facts, words=words))
 
 
@@ -275,13 +291,13 @@ def check_scoring(
 
     Args:
         policies: All that are to be attached.
-        num_steps: Optimizer steps of the whole training; None: nobody told.
-        num_examples: Rows of the training data; None: nobody told.
+        num_steps: Optimizer steps of the whole training; None if unknown.
+        num_examples: Rows of the training data; None if unknown.
         reference: A model; ``batch``: its scores come with each batch.
         validation: One batch of examples with their labels; None: there are none.
 
     Raises:
-        UsageError: Something is missing, or given for nothing.
+        UsageError: A policy needs an argument that is missing, or one was given that no policy reads.
     """
     for policy in policies:
         needs_length(policy, num_steps)
@@ -310,7 +326,7 @@ def validates(policy: Policy) -> bool:
     """Return whether a policy compares gradients with those of validation examples.
 
     Args:
-        policy: With its options.
+        policy: A policy with its options, on which the answer depends.
 
     Returns:
         Whether it does.

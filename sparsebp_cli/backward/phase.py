@@ -75,13 +75,13 @@ class PhasedEngine:
     step number and the counts of the report go on.
 
     Args:
-        phases: In their order.
+        phases: Phases of the training, the first one first.
         attach: Attaches the policies of a phase; returns the engine and a function that detaches it.
         optimizer: Its steps end the phases.
 
     Attributes:
-        phases: The phases of the training.
-        engine: Of the phase that makes the next step. It is another one in each phase: do not keep it.
+        phases: The phases of the training, the first one first.
+        engine: The engine of the phase that makes the next step. It is another one in each phase: do not keep it.
     """
 
     phases: Sequence[PolicyPhase[Policy]]
@@ -112,7 +112,7 @@ class PhasedEngine:
         """Run the backward pass with the policies of the current phase.
 
         Args:
-            loss: As for ``loss.backward()``.
+            loss: One number with a graph, as for ``loss.backward()``.
             backward: As for :meth:`Engine.backward`.
             is_last: As for :meth:`Engine.backward`.
             loss_scale: As for :meth:`Engine.backward`.
@@ -131,7 +131,7 @@ class PhasedEngine:
         """Restore a state, and attach the policies of its phase.
 
         Args:
-            state: From :meth:`state_dict`.
+            state: What :meth:`state_dict` returned for the same schedule.
 
         Raises:
             UsageError: It is no such state.
@@ -166,6 +166,7 @@ class PhasedEngine:
         if phase is not self._phase:
             before, state = self.engine, self.engine.state_dict()
             self._replace(phase)
+            # What policies remember begins with their phase; the step's number and the like go on. See decision 46.
             self.engine.follow(before, state, step)
 
     def _replace(self, phase: PolicyPhase[Policy]) -> None:

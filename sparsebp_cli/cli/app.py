@@ -39,6 +39,7 @@ from sparsebp_cli.cli.targets import doctor, targets
 from sparsebp_cli.cli.top import top
 from sparsebp_cli.cli.tracking import sync, ui
 from sparsebp_cli.cli.validate import schema, validate
+from sparsebp_cli.cli.verb_help import Verb, Verbs
 from sparsebp_cli.cli.worth import worth
 from sparsebp_cli.errors import SparseBPError, explain_system_error
 from sparsebp_cli.run import home, keep_private
@@ -70,7 +71,9 @@ class Crash:
 
 
 app: typer.Typer = typer.Typer(
-    help="Try which gradients are worth computing when a transformer is fine-tuned, and be told the truth about it.",
+    cls=Verbs,
+    help="Fine-tune transformers with a policy that leaves a part of the backward pass out, and compare the result "
+    "with dense training, which computes every gradient: quality, time, memory.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -106,7 +109,7 @@ WRITING = {
 }
 for panel, verbs in VERBS.items():
     for verb in verbs:
-        app.command(rich_help_panel=panel)(verb)
+        app.command(cls=Verb, rich_help_panel=panel)(verb)
 
 
 def show_version(requested: bool) -> None:

@@ -24,7 +24,9 @@ SUBJECT = "A recipe; or `--` and any command that trains with PyTorch: -- python
 
 def audit(  # noqa: PLR0913, PLR0917 - one parameter an option
     words: Annotated[list[str], typer.Argument(metavar="RECIPE|COMMAND", help=SUBJECT)],
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps that are watched.", rich_help_panel=WHAT)] = 3,
+    steps: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Optimizer steps that are watched.", rich_help_panel=WHAT)
+    ] = 3,
     changes: Changes = None,
     stop: Annotated[
         bool, typer.Option("--stop", help="End the command when its steps are watched.", rich_help_panel=WHAT)
@@ -71,7 +73,7 @@ def audit(  # noqa: PLR0913, PLR0917 - one parameter an option
         Path | None, typer.Option(metavar="FILE", help="Also write a report: one page.", rich_help_panel=FILE)
     ] = None,
 ) -> None:
-    """Watch a training for some steps: what its backward executes and keeps, and what of it is wasted."""
+    """Watch a training for some steps: the work and memory of its backward pass, and the part that is wasted."""
     for name, share in (("--threshold", threshold), ("--fail-if-waste", fail_if_waste or 0.0)):
         if not 0.0 <= share < 1.0:
             raise UsageError(f"{name} must be in [0, 1), got {share:g}")

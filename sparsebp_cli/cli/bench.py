@@ -29,12 +29,17 @@ def bench(  # noqa: PLR0913, PLR0917 - one parameter an option
     recipe: Annotated[
         Path | None,
         typer.Option(
-            help="Model, threads, batch size and length of this recipe.", callback=resolve_one, rich_help_panel=WHAT
+            metavar="RECIPE",
+            help="Model, threads, batch size and length of this recipe.",
+            callback=resolve_one,
+            rich_help_panel=WHAT,
         ),
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(help="This model, by a name as in a recipe (default: austen-llama).", rich_help_panel=WHAT),
+        typer.Option(
+            metavar="NAME", help="This model, by a name as in a recipe (default: austen-llama).", rich_help_panel=WHAT
+        ),
     ] = None,
     options: Annotated[
         list[str] | None,
@@ -61,12 +66,18 @@ def bench(  # noqa: PLR0913, PLR0917 - one parameter an option
             rich_help_panel=WHAT,
         ),
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="In each, every form runs once.", rich_help_panel=HOW)] = 9,
+    rounds: Annotated[
+        int, typer.Option(min=1, metavar="N", help="In each, every form runs once.", rich_help_panel=HOW)
+    ] = 9,
     batch: Annotated[
-        int | None, typer.Option(min=1, help="Examples a pass (default: the recipe's, or 16).", rich_help_panel=HOW)
+        int | None,
+        typer.Option(min=1, metavar="N", help="Examples a pass (default: the recipe's, or 16).", rich_help_panel=HOW),
     ] = None,
     length: Annotated[
-        int | None, typer.Option(min=8, help="Tokens an example (default: the recipe's, or 128).", rich_help_panel=HOW)
+        int | None,
+        typer.Option(
+            min=8, metavar="N", help="Tokens an example (default: the recipe's, or 128).", rich_help_panel=HOW
+        ),
     ] = None,
     output: Annotated[
         Output, typer.Option("-o", "--output", help="A table for people, or JSON for programs.", rich_help_panel=FILE)
@@ -79,7 +90,7 @@ def bench(  # noqa: PLR0913, PLR0917 - one parameter an option
         typer.Option("--png", metavar="FILE", help="Also draw it (.png, .svg, .pdf).", rich_help_panel=FILE),
     ] = None,
 ) -> None:
-    """Time every form of a policy against dense: speed-up, ceiling, realised share, memory, break-even."""
+    """Time every form of a policy against dense training: speed-up, the most that is possible, memory, break-even."""
     if recipe is not None and model is not None:
         raise UsageError("give either --recipe or --model, not both")
     from sparsebp_cli.bench import find_forms

@@ -124,6 +124,7 @@ def check_store() -> CheckResult:
                 return CheckResult("ok", "tracking", f"{mask(uri)} (made by the first run)")
             with sqlite3.connect(f"file:{sqlite_file(uri)}?mode=ro", uri=True, timeout=TIMEOUT_SECONDS) as database:
                 count = database.execute("select count(*) from runs").fetchone()[0]
+            # The block above ends a transaction, and closes nothing.
             database.close()
             return CheckResult("ok", "tracking", f"{mask(uri)} ({count} runs)")
         if is_server(uri):

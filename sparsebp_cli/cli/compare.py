@@ -62,7 +62,7 @@ BETTER = "The better direction of --metric, where its name does not show it."
 GROUP_BY = "Only these keys of the recipe decide which runs form a group: policy.name,learning_rate."
 IGNORE = "These keys do not decide it: output_dir,logging_steps."
 SEED_PARAM = "The parameter that is the seed of other programs' runs."
-REACH = "Also show how soon each group came to this value."
+REACH = "Also show the first step and cost at which each group reached this value."
 FAIL_IF = "End with 1 if this holds for a group: 'eval/loss.delta.high > 0.02'."
 SHOW, GATE, FILE, GROUPS = "What is shown", "For CI", "Files", "Which runs form a group"
 
@@ -114,7 +114,7 @@ def compare(  # noqa: PLR0913, PLR0917 - one parameter an option
         str | None,
         typer.Option(
             metavar="METRIC",
-            help="Only this metric, as it went.",
+            help="Only the course of this metric over the training.",
             rich_help_panel=SHOW,
             autocompletion=complete_metric,
         ),

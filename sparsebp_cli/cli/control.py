@@ -23,12 +23,12 @@ def resume(
         list[str] | None,
         typer.Option(
             metavar="FIELD",
-            help="Go on although this field, or this section, is not as it was: training.seed, code, data. Repeat.",
+            help="Continue although this field, or this section, is not as it was: training.seed, code, data. Repeat.",
         ),
     ] = None,
-    cancelled: Annotated[bool, typer.Option("--cancelled", help="Go on with cancelled runs too.")] = False,
+    cancelled: Annotated[bool, typer.Option("--cancelled", help="Continue cancelled runs too.")] = False,
 ) -> None:
-    """Go on with runs from their last good checkpoints, under the same ids.
+    """Continue runs from their last good checkpoints, under the same ids.
 
     A run whose recipe, code or data differ from those of its checkpoint is refused, with a table of the changes.
     """
@@ -84,6 +84,7 @@ def _allow(folder: RunFolder, fields: Sequence[str]) -> None:
     if not folder.state().over:
         raise RunBusyError(f"run {folder.run_id} is {folder.state()}: changes are allowed to a run that is over")
     with folder.lock("target"), JournalWriter(folder.path) as journal:
+        # No attempt: nothing is trained.
         journal.attempt = max(journal.attempt - 1, 1)
         journal.write("allow", fields=list(fields))
 

@@ -12,7 +12,9 @@ from sparsebp_cli.cli.screen import Output, console, print_json
 
 
 def data(
-    recipe: Annotated[Path, typer.Argument(help="A recipe, or the plan.json of a run.", callback=resolve_one)],
+    recipe: Annotated[
+        Path, typer.Argument(metavar="RECIPE", help="A recipe, or the plan.json of a run.", callback=resolve_one)
+    ],
     changes: Changes = None,
     output: Annotated[
         Output, typer.Option("-o", "--output", help="A table and examples for people, or JSON with their token ids.")

@@ -36,7 +36,9 @@ def evaluate(
         int | None, typer.Option(min=1, metavar="N", help="Only the first N examples of each task, to try it.")
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, metavar="N", help="Requests in a forward pass.")] = 8,
-    device: Annotated[str, typer.Option(help="Where the model runs, as torch names it: cpu, cuda, cuda:1.")] = "cpu",
+    device: Annotated[
+        str, typer.Option(metavar="DEVICE", help="Where the model runs, as torch names it: cpu, cuda, cuda:1.")
+    ] = "cpu",
     output: Annotated[Output, typer.Option("-o", "--output", help="A table for people, or JSON.")] = Output.TABLE,
 ) -> None:
     """Judge a model by tasks of lm-evaluation-harness; a run keeps the results, and nothing is trained."""
@@ -88,6 +90,7 @@ def record(run: RunFolder, found: Mapping[str, Any]) -> list[str]:
     """Write the results into a run's journal as metrics of its last step, with their directions, the version of the
     harness and what identifies each task, and return the names of these metrics. A task that the run was judged by
     before keeps its first values, and what identified it then."""
+    # As a worker does, so that nobody else writes to the journal meanwhile.
     lock = run.lock("worker")
     try:
         history = History.load(run.path)

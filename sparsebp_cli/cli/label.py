@@ -34,7 +34,7 @@ def tag(
 
 def note(
     run: OneRun,
-    text: Annotated[str, typer.Argument(metavar="TEXT", help='One line; "" takes the note away.')],
+    text: Annotated[str, typer.Argument(metavar="NOTE", help='One line; "" takes the note away.')],
 ) -> None:
     """Write a note on a run, in place of the one that it has. `show` and `runs --columns note` show it."""
     line, folder = make_note(text), find_one(run)
@@ -45,6 +45,7 @@ def note(
 def _change(folder: RunFolder, change: Callable[[Labels], Labels]) -> None:
     """Change the labels of a run here and, if the run is over and was sent there, in MLflow. A run that is alive sends
     its labels itself, at the latest when it ends."""
+    # Else two commands could both read before either writes.
     with folder.lock("labels"):
         change(Labels.load(folder.path)).save(folder.path)
     if (folder.path / "tracking.json").exists() and folder.state().over:

@@ -22,7 +22,7 @@ def quickstart(
     changes: Changes = None,
     ids: Annotated[Path | None, typer.Option(metavar="FILE", help=IDS)] = None,
 ) -> None:
-    """Train dense and with the same gradient for less work, and compare the two: a minute or two on two cores."""
+    """Train with every gradient computed (dense) and with the same gradient for less work, and compare the two."""
     from sparsebp_cli.compare import Question, compare_runs, load_all
     from sparsebp_cli.compare.choose import choose, local_candidates
     from sparsebp_cli.starter import find_shipped
@@ -48,7 +48,7 @@ def describe_lesson(comparison: Comparison, ids: Sequence[str]) -> list[str]:
     share = f", and its backward executed {executed / dense:.0%} of the multiplications" if executed and dense else ""
     seen = "; ".join(say(found) for found in (group.find("quality"), find_time(group)) if found)
     return [
-        f"Seen: {group.label} is {seen}{share}.",
+        f"Seen: beside dense, which computes every gradient, {group.label} is {seen}{share}.",
         'Use: `policy: lossless` in a recipe, `sbp.attach(model, "lossless")` in your own loop.',
         f"Next: `sparsebp compare {' '.join(ids)}` (every number), `sparsebp show {ids[-1]}` (the run and its notes), "
         "`sparsebp init study` (your model and data).",

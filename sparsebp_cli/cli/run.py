@@ -35,21 +35,26 @@ def run(  # noqa: PLR0913, PLR0917 - one parameter an option
     like: Like = None,
     changes: Changes = None,
     seeds: Seeds = None,
-    name: Annotated[str | None, typer.Option(help="Another name for the runs.")] = None,
+    name: Annotated[str | None, typer.Option(metavar="NAME", help="Another name for the runs.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print plan and command; write nothing.")] = False,
     detach: Detach = False,
     target: Annotated[
         str | None,
-        typer.Option("--target", "-t", help="Where to run: a kind or a name.", autocompletion=complete_target),
+        typer.Option(
+            "--target", "-t", metavar="TARGET", help="Where to run: a kind or a name.", autocompletion=complete_target
+        ),
     ] = None,
-    max_parallel: Annotated[int, typer.Option(min=1, help="Runs at once on a target; GPUs are shared out.")] = 1,
+    max_parallel: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Runs at once on a target; GPUs are shared out.")
+    ] = 1,
     ids: Annotated[Path | None, typer.Option(metavar="FILE", help=IDS)] = None,
     with_baseline: Annotated[
         bool, typer.Option("--with-baseline", help="Also run each recipe dense, alternating on one device.")
     ] = False,
     until_ci: Annotated[str | None, typer.Option("--until-ci", metavar="METRIC=MARGIN", help=UNTIL)] = None,
     max_minutes: Annotated[
-        float | None, typer.Option(min=0.0, help="With --until-ci: begin no further round after so long.")
+        float | None,
+        typer.Option(min=0.0, metavar="MINUTES", help="With --until-ci: begin no further round after so long."),
     ] = None,
 ) -> None:
     """Execute recipes: train, measure, track. Several recipes or seeds run one after the other."""
@@ -154,6 +159,7 @@ def _add_baselines(plans: Sequence[Plan], recipes: Sequence[Path], changes: Sequ
     known = {(plan.group, plan.recipe.training.seed) for plan in plans}
     for number, plan in enumerate(plans):
         file = recipes[number // num_seeds]
+        # 58 characters: with -dense a name has 64 at most.
         dense_changes = [*changes, "policy=dense", f"name={plan.recipe.name[:58]}-dense"]
         (dense,) = make_plans([file], dense_changes, str(plan.recipe.training.seed))
         key = (dense.group, dense.recipe.training.seed)
@@ -184,9 +190,11 @@ def export(
     seeds: Seeds = None,
     target: Annotated[
         str | None,
-        typer.Option("--target", "-t", help="Whose options are used.", autocompletion=complete_target),
+        typer.Option(
+            "--target", "-t", metavar="TARGET", help="Whose options are used.", autocompletion=complete_target
+        ),
     ] = None,
-    max_parallel: Annotated[int, typer.Option(min=1, help="Runs at once, in an array of Slurm.")] = 1,
+    max_parallel: Annotated[int, typer.Option(min=1, metavar="N", help="Runs at once, in an array of Slurm.")] = 1,
 ) -> None:
     """Print a recipe as a batch script, a manifest or a task, with the plan in it. Nothing is started or written."""
     from sparsebp_cli.target.export import export_dstack, export_kubernetes, export_sbatch, export_sky

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import tempfile
 from enum import StrEnum
@@ -103,6 +104,7 @@ def _check_recipes(files: dict[str, str]) -> None:
     from sparsebp_cli.starter import write_files
 
     recipes = {name: text for name, text in files.items() if name.endswith(".yaml") and name != "targets.yaml"}
+    # See decision 43.
     with tempfile.TemporaryDirectory(prefix="sparsebp-") as folder:
         write_files(Path(folder), {name: text for name, text in files.items() if "/" not in name})
         for name in recipes:
@@ -138,4 +140,6 @@ def new(
     write_files(folder, files)
     for file in files:
         print_line(str(folder / file))
-    print_line(f"next: python -m pip install --editable {folder}; python -m pytest {folder}")
+    python, package = shlex.quote(sys.executable), shlex.quote(str(folder))
+    print_line(f"next: {python} -m pip install --editable {shlex.quote(f'{folder}[test]')}")
+    print_line(f"      {python} -m pytest {package}")

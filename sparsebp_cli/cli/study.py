@@ -38,7 +38,7 @@ def study(
     again: Annotated[bool, typer.Option("--again", help="Train everything again, finished trials too.")] = False,
     archive: Annotated[Path | None, typer.Option("--from", metavar="ARCHIVE", help=FROM)] = None,
 ) -> None:
-    """Tune arms, train them with fresh seeds at the same budget, add controls. What is done is not trained again.
+    """Tune several methods, train them with fresh seeds at the same cost, and add controls. Nothing is trained twice.
 
     A study that was interrupted or killed goes on with the same command. With --from nothing is trained: the choices
     are rebuilt from archived trials, and it ends with 1 if one differs.
@@ -183,6 +183,7 @@ class StudySession:
         """Write the list of trials, by which other commands find them."""
         from sparsebp_cli.study.store import Listed, StudyRecord
 
+        # The run that has the result may be one that another command made.
         listed = [
             Listed(self.store.find(t).run_id, t.role, t.arm, t.combination, t.seed, t.is_cut)
             for t in (*self.course.rehearsals, *self.course.tuning, *self.course.report, *self.controls)

@@ -99,7 +99,7 @@ def summary_rows(history: History, phases: Phases[dict[str, Any]]) -> Iterator[t
         yield "memory", text
     executed, dense = (_last(history, which, phases) for which in (metric.BACKWARD_EXECUTED, metric.BACKWARD_DENSE))
     if executed is not None and dense:
-        both = f"{show_count(executed, 'FLOP')} executed, dense {show_count(dense, 'FLOP')}"
+        both = f"{show_count(executed, 'FLOP')} executed, with every gradient (dense) {show_count(dense, 'FLOP')}"
         where = "the last probe" if len(phases) == 1 else "the last probes of the phases, mean over their steps"
         yield "backward", f"{both} ({show_share(executed / dense)}), at {where}"
     if trials := history.series(metric.PROBING_FLOPS.name):
@@ -132,7 +132,9 @@ def _proof(history: History, phases: Phases[dict[str, Any]]) -> str:
     parts = []
     if claimed is not None and executed is not None:
         broken = max(history.series(metric.EXCESS_SHARE.name).values(), default=0.0) > 0
-        parts.append(f"{show_share(executed)} of the backward at stake executed, {show_share(claimed)} claimed")
+        parts.append(
+            f"{show_share(executed)} of the work that the policy decides on was done, it claimed {show_share(claimed)}"
+        )
         parts += ["the claim was not kept"] if broken else []
     moved, share = history.last(metric.MOVED_TENSORS.name), history.last(metric.MOVED_SHARE.name)
     if moved is not None and share is not None:
@@ -193,11 +195,12 @@ def _speed(history: History, phases: Phases[dict[str, Any]]) -> str:
     share = median(shares) if (shares := list(history.series(metric.REALISED_SHARE.name).values())) else None
     if len(phases) > 1 and speedup is not None and ceiling is not None:
         share = realised_share(speedup, 1.0, ceiling)
-    parts = [f"median {speedup:.2f}x against dense in this run"] if speedup is not None else []
+    parts = [f"median {speedup:.2f}x as fast as dense training in this run"] if speedup is not None else []
     if ceiling is not None:
-        parts.append(f"ceiling {ceiling:.2f}x")
+        parts.append(f"{ceiling:.2f}x possible by the work left")
     if share is not None:
-        parts.append(f"{show_share(share)} of the saving realised" if share > 0 else "nothing of the saving realised")
+        reached = show_share(share) if share > 0 else "nothing"
+        parts.append(f"{reached} of that saving reached")
     return ", ".join(parts)
 
 

@@ -26,7 +26,7 @@ DESKTOP = ("DISPLAY", "WAYLAND_DISPLAY")
 
 def ui(
     port: Annotated[
-        int | None, typer.Option(min=1, max=65535, help="On 127.0.0.1; not given: 5000, or a free one.")
+        int | None, typer.Option(min=1, max=65535, metavar="PORT", help="On 127.0.0.1; not given: 5000, or a free one.")
     ] = None,
     browse: Annotated[
         bool | None,
@@ -52,6 +52,7 @@ def ui(
             if browse or (browse is None and sys.stdout.isatty() and any(name in os.environ for name in DESKTOP)):
                 webbrowser.open(page)
         code = process.wait()
+    # The terminal sends Ctrl-C to the server as well, which then ends by itself.
     except KeyboardInterrupt:
         process.wait()
         raise typer.Exit(130) from None
@@ -67,7 +68,10 @@ def sync(
     runs: Annotated[list[str] | None, typer.Argument(metavar="RUN", help=RUN_HELP, autocompletion=complete_run)] = None,
     everything: Annotated[bool, typer.Option("--all", help="Every run of this machine.")] = False,
     uri: Annotated[
-        str | None, typer.Option(help="Another server or database than that of each run's recipe or this environment.")
+        str | None,
+        typer.Option(
+            metavar="URI", help="Another server or database than that of each run's recipe or this environment."
+        ),
     ] = None,
 ) -> None:
     """Send unsent records of runs to MLflow; safe to repeat."""

@@ -43,6 +43,7 @@ def measure_apart(module: str, request: str) -> dict[str, Any]:
         )
         try:
             assert process.stdin is not None
+            # A process that has ended already is told of below.
             with suppress(BrokenPipeError):
                 process.stdin.write(request + "\n")
                 process.stdin.flush()
@@ -63,6 +64,7 @@ def measure_apart(module: str, request: str) -> dict[str, Any]:
 def _follow(process: subprocess.Popen[str], interrupts: Interrupts) -> dict[str, Any] | None:
     """Show progress until the last record, and return it; None when there is none."""
     records: queue.Queue[dict[str, Any] | None] = queue.Queue()
+    # By a thread: a signal, which is only recorded, would wait as long as the pipe is silent.
     threading.Thread(target=_read, args=(process, records), daemon=True).start()
     with _Display() as display:
         while not interrupts.received:

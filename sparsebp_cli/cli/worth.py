@@ -27,7 +27,7 @@ LESSON = {
 
 
 def worth(
-    recipe: Annotated[Path, typer.Argument(help="A recipe, or the plan.json of a run.")],
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe, or the plan.json of a run.")],
     every: Annotated[
         bool,
         typer.Option(
@@ -41,7 +41,7 @@ def worth(
         Output.TABLE
     ),
 ) -> None:
-    """Measure what a recipe's policies are worth against dense with a smaller batch; nothing of them is trained."""
+    """Estimate in minutes, without training, if a recipe's policies can beat ordinary training with a smaller batch."""
     from sparsebp_cli.cli.validate import load_checked
     from sparsebp_cli.cli.worker_process import measure_apart
     from sparsebp_cli.plan import make_plan

@@ -71,6 +71,7 @@ def write_archive(path: Path, members: Iterable[Member]) -> None:
     try:
         with (
             durable.replacing(path) as file,
+            # Neither name nor time in gzip's header, or equal members would not make equal bytes.
             gzip.GzipFile(filename="", mode="wb", fileobj=file, mtime=0) as packed,
             tarfile.open(fileobj=packed, mode="w|", format=tarfile.PAX_FORMAT) as archive,
         ):
@@ -93,6 +94,7 @@ def open_archive(path: Path) -> Path:
             with open_tar(packed) as archive:
                 for member in read_members(archive):
                     if _is_expected(member) and (content := archive.extractfile(member)):
+                        # By the size in the header, before a byte of it is unpacked. See decision 90.
                         _check_size(member)
                         _unpack(content, folder / member.name)
             while packed.read(CHUNK):  # to the end, where the checksum is

@@ -151,6 +151,7 @@ class _Builder:
             text = str(run.history.ends[-1].get("text", "")) if run.history.ends and run.state.over else ""
             return Exclusion("unfinished", f"{run.state}: {text.splitlines()[0]}" if text.strip() else str(run.state))
         value = self.values[run.run_id]
+        # Written so that NaN is caught, too.
         if value is not None and not abs(value) < BROKEN:
             where = (
                 "after the last step" if self.question.reducer.kind == "final" else f"({self.question.reducer.name})"
@@ -158,6 +159,7 @@ class _Builder:
             return Exclusion("diverged", f"diverged: {self.metric} is {value} {where}")
         if not run.repeats:
             return None
+        # The newest run of a seed could be chosen by its result. See decision 24.
         return Exclusion("repeats", f"repeats seed {run.seed}, of which the first run counts: {run.repeats}")
 
     def _difference(self, group: str, other: str) -> Difference | None:

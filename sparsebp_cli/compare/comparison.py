@@ -34,8 +34,8 @@ class ControlRuns:
 
     Args:
         like: Id of the run whose recipe they have.
-        name: Their name.
-        changes: Of that recipe, as ``--set`` takes them.
+        name: Name of the recipe that they will have.
+        changes: Changes of that recipe, as ``--set`` takes them: ``KEY=VALUE``.
         seeds: Their seeds; empty: the recipe's own.
     """
 
@@ -54,7 +54,7 @@ class Control:
             at the cost of the policy: with ``fewer_steps``, a ``smaller_batch``, ``fewer_examples`` as often, batches
             ``by_length``, or its ``own_learning_rate``.
         group: Hash of the group that needs it.
-        label: Of that group.
+        label: Label of that group.
         found: Label of the group that is this control; empty when it is missing.
         difference: The policy's quality minus the control's; None when it is missing.
         runs: The runs that make it; None when it exists, or cannot be made here.
@@ -84,7 +84,7 @@ class Group:
         baseline: Whether the others are compared with it.
         policies: Names, in the recipe's order.
         exact: Whether every policy is exact; None when no run recorded it and a plugin is missing.
-        seeds: Those that count, in order.
+        seeds: Seeds of the runs that count, in order.
         states: State to number of runs, repeated ones left out.
         changes: Differences from the baseline's recipe.
         recipe: The resolved recipe of the newest run; for a run of another program, its parameters.
@@ -92,9 +92,10 @@ class Group:
         speed: See :class:`Speed`.
         cost: See :class:`Cost`.
         layers: See :class:`Layers`.
-        memory: Of the last watched step of the newest run; None without one, or where only a store has the runs.
-        statements: What is stated of it, the one on quality first. Every output reads these.
-        verdict: The same in words, for people.
+        memory: Memory over the last watched step of the newest run; None without one, or where only a store has the
+            runs.
+        statements: Statements about it, the one on quality first. Every output reads these.
+        verdict: The statements in words, for people.
     """
 
     group: str
@@ -133,9 +134,9 @@ class Sample:
 
     Args:
         step: Optimizer steps done before.
-        prompt: What the model was given, its end.
-        reference: What the data have there, its beginning.
-        prediction: What the model wrote, its beginning.
+        prompt: End of the prompt that the model was given.
+        reference: Beginning of the text that the data have there.
+        prediction: Beginning of the text that the model wrote.
     """
 
     step: int
@@ -149,22 +150,23 @@ class RunLine:
     """One run.
 
     Args:
-        run_id: Its id.
+        run_id: Id of the run, which is also its folder's name.
         group: Hash of its group.
-        label: Of the group.
+        label: Label of the group.
         seed: Its seed; None when unknown.
-        state: Its state.
+        state: State in which the run is or ended, such as ``finished``.
         counts: Whether it is in the group's numbers.
-        excluded: What kept it out: ``half sent``, ``unfinished``, ``diverged``, ``repeats``; empty when it counts.
-        reason: The same in one line.
+        excluded: Kind of the reason that kept it out: ``half sent``, ``unfinished``, ``diverged``, ``repeats``; empty
+            when it counts.
+        reason: The reason in one line; empty when it counts.
         steps: Optimizer steps done.
         attempts: 1 and the number of times it was resumed.
-        created: Seconds since 1970.
-        source: Where it was read: empty for its folder, else the store.
-        version: Of the package that made its plan.
+        created: Time at which the run was made, in seconds since 1970.
+        source: Tracking store that it was read from; empty: its folder.
+        version: Version of the package that made its plan.
         git_sha: Commit of the code that made its plan.
         dirty: Whether the code had uncommitted changes.
-        environment: Of its last attempt: packages, hardware.
+        environment: Packages and hardware of its last attempt.
         quality: The metric after the reducer; None when there is none or it is not finite.
         step_seconds: Median step after warm-up; None where it is withheld.
         curves: Metric to [step, tokens, seconds of training, value], thinned to at most 400 points.
@@ -201,7 +203,7 @@ class Confound:
     """Something other than the recipe that differs and could explain a difference.
 
     Args:
-        name: What differs.
+        name: The property that differs, such as a version.
         values: (value, labels of the groups that have it).
     """
 
@@ -217,10 +219,11 @@ class Comparison:
         schema: Version of this structure.
         metric: Name of the quality metric.
         course: The metric that is evaluated during training: the same, or for one of the test split the validation's.
-        unit: Its unit.
+        unit: Unit of the metric.
         better: ``lower``, ``higher``, or empty when neither.
-        reducer: How a run's evaluations become one number, in words.
-        margin: How much worse still counts as not worse; None: no such statement.
+        reducer: The way in which a run's evaluations become one number, in words.
+        margin: Amount, in the metric's unit, by which a worse result still counts as not worse; None: no such
+            statement.
         target: Value whose first reaching is measured; None: none.
         baseline: Content hash of the baseline group.
         groups: The baseline first, the others in the order of their first runs.

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 from urllib.parse import unquote, urlsplit
 
 from sparsebp_cli.compare.stored import MetricRow, Point, StoredRun
-from sparsebp_cli.run.budget import read_bounded
+from sparsebp_cli.errors import RunNotFoundError
+from sparsebp_cli.run.budget import LARGEST_ARTIFACT, LARGEST_PLAN, limit_files, read_bounded
 from sparsebp_cli.tracking.store import open_client
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ COLUMNS = {  # seen in MLflow 2.0 to 3.17
 }
 IDS_AT_ONCE = 500  # in one query; old builds of sqlite take 999
 REQUESTS_AT_ONCE = 8  # to a server
-LARGEST_ARTIFACT_BYTES = 256 * 2**20
+LARGEST = {"plan.json": LARGEST_PLAN}  # of other artifacts LARGEST_ARTIFACT
 NAN = float("nan")
 LATEST_MS = 253_402_300_800_000  # the end of the year 9999
 BUSY_SECONDS = 30.0  # a run may be writing
@@ -59,6 +60,7 @@ class Database:
     def __init__(self, file: Path, elsewhere: ReadArtifact) -> None:
         """Keep the file; ``elsewhere`` reads artifacts that are in no folder of this machine."""
         self._elsewhere = elsewhere
+        # Read-only: MLflow may be writing, and to read a store must change nothing there.
         self._address = f"{file.absolute().as_uri()}?mode=ro"
 
     def is_known(self) -> bool:
@@ -110,16 +112,11 @@ class Database:
         return found
 
     def read_artifact(self, run: StoredRun, name: str) -> dict[str, object] | None:
-        """Return an artifact that is a JSON object."""
+        """Return an artifact that is a JSON object. Raises ``RunNotFoundError`` for one that is too large."""
         address = urlsplit(run.artifacts)
         if address.scheme not in {"", "file"} or address.netloc not in {"", "localhost"}:
             return self._elsewhere(run, name)
-        file = Path(unquote(address.path)) / name
-        try:
-            content = json.loads(read_bounded(file, LARGEST_ARTIFACT_BYTES))
-        except (OSError, ValueError, RecursionError):
-            return None
-        return content if isinstance(content, dict) else None
+        return _read_object(Path(unquote(address.path)) / name)
 
     def _open(self) -> sqlite3.Connection:
         return sqlite3.connect(self._address, uri=True, timeout=BUSY_SECONDS)
@@ -191,13 +188,33 @@ class ClientSource:
             return dict(zip(run_ids, pool.map(query, run_ids), strict=True))
 
     def read_artifact(self, run: StoredRun, name: str) -> dict[str, object] | None:
-        """Return an artifact that is a JSON object."""
+        """Return an artifact that is a JSON object. Raises ``RunNotFoundError`` for one that is too large."""
+        largest = LARGEST.get(name, LARGEST_ARTIFACT)
         with tempfile.TemporaryDirectory() as folder:
             try:
-                content = json.loads(Path(self._client.download_artifacts(run.run_id, name, folder)).read_bytes())
-            except Exception:  # it was never sent, or its folder is on another machine
+                with limit_files(largest + 1):
+                    file = Path(self._client.download_artifacts(run.run_id, name, folder))
+            except Exception:  # it was never sent, its folder is on another machine, or it is too large
+                for file in Path(folder).rglob(name):
+                    _refuse_large(file)
                 return None
-        return content if isinstance(content, dict) else None
+            return _read_object(file)
+
+
+def _read_object(file: Path) -> dict[str, object] | None:
+    """Return the JSON object in a file; None without one."""
+    _refuse_large(file)
+    try:
+        content = json.loads(read_bounded(file, LARGEST.get(file.name, LARGEST_ARTIFACT)))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def _refuse_large(file: Path) -> None:
+    largest = LARGEST.get(file.name, LARGEST_ARTIFACT)
+    if file.is_file() and file.stat().st_size > largest:
+        raise RunNotFoundError(f"its artifact {file.name} has more than {largest >> 20} MiB")
 
 
 def _all_pages(query: Callable[[str | None], Any]) -> Iterator[Any]:

@@ -61,6 +61,7 @@ def find_unequal(runs: Sequence[LoadedRun], others: Sequence[LoadedRun], name: s
     if not words:
         return None
     same_batch = steps_alone == words
+    # Before the first step both are the same model.
     common = set.intersection(*(set(run.series(name)) for run in (*runs, *others))) - {0}
     if not common:
         return Unequal(words, same_batch)

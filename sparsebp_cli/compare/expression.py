@@ -83,6 +83,7 @@ class _Parser:
 
     def _factor(self) -> Test:
         self.depth += 1
+        # Each bracket is several calls: a long row of them would end in a RecursionError.
         if self.depth > DEEPEST:
             raise UsageError(f"{self.option}: at most {DEEPEST} conditions may lie inside each other")
         if self._take("word", "not"):

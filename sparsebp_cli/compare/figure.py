@@ -233,6 +233,7 @@ def _cpu_share(run: LoadedRun) -> float | None:
     rates = [used[step] / wall[step] for step in used if wall.get(step, 0.0) > 0.0]
     if len(rates) < 2:
         return None
+    # What this run can reach: its own best tenth of steps, a second a second at least. See decision 22.
     best = statistics.quantiles(rates, n=10, method="inclusive")[-1]
     return statistics.median(rates) / max(1.0, best)
 

@@ -37,6 +37,7 @@ def check(comparison: Comparison, expression: str) -> list[Failure]:
         raise UsageError("--fail-if needs a group other than the baseline")
     tables = {group.label: figures(comparison, group) for group in comparison.groups}
     failures = []
+    # A condition that names its groups is the same for every group, so it is tested once.
     for group in groups if not labels else groups[:1]:
         holds = condition.holds(partial(_find, tables, group.label))
         shown = ", ".join(_show(name, group.label, tables) for name in dict.fromkeys(condition.names))

@@ -39,6 +39,7 @@ def mark_repeats(runs: Sequence[LoadedRun]) -> None:
     for run in runs:
         run.repeats = ""
     ended = [run for run in runs if run.seed is not None and (run.finished or run.broke_down)]
+    # By the id as well, so that the order of two runs of one moment is always the same.
     for run in sorted(ended, key=lambda run: (run.created, run.run_id)):
         assert run.seed is not None
         kept = first.setdefault((run.group, run.seed), run)

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from heapq import merge
+from itertools import pairwise, starmap
+from operator import le
 from typing import Any, NamedTuple
 
 from sparsebp_cli.compare.sequential import Looks
@@ -17,6 +19,7 @@ from sparsebp_cli.plan import Plan
 from sparsebp_cli.policy import make_policy
 from sparsebp_cli.run import History, State
 from sparsebp_cli.run import metric as names
+from sparsebp_cli.run.column import Column
 from sparsebp_cli.run.policy_phase import PolicyPhase, read_phases
 from sparsebp_cli.run.series import select
 
@@ -204,11 +207,13 @@ class LoadedRun:
         return bool(self._clock[0])
 
     @cached_property
-    def _clock(self) -> tuple[array[int], array[float]]:
+    def _clock(self) -> tuple[Sequence[int], Sequence[float]]:
         series, cold = self.series(names.STEP_SECONDS.name), self._warmup_steps
         warm = array("d", (value for step, value in series.items() if step not in cold))
         usual = statistics.median(warm) if warm else None
-        done, seconds, total = array("q"), array("d"), 0.0
+        done: Column[int] = Column("q")
+        seconds: Column[float] = Column("d")
+        total = 0.0
         # A step whose memory was watched has no time of its own.
         watched = self.series(names.STEP_PEAK_BYTES.name) if usual is not None else {}
         for step in merge(series, (step for step in watched if step not in series)):
@@ -244,7 +249,8 @@ class LoadedRun:
     @cached_property
     def step_times(self) -> Sequence[float]:
         """End times of its steps, seconds since 1970, sorted."""
-        return array("d", sorted(time for time, _ in self._timed(names.STEP_SECONDS.name)))
+        times = Column("d", (time for time, _ in self._timed(names.STEP_SECONDS.name)))
+        return times if all(starmap(le, pairwise(times))) else array("d", sorted(times))
 
 
 def flatten(recipe: Mapping[str, object]) -> dict[str, Any]:
@@ -255,6 +261,7 @@ def flatten(recipe: Mapping[str, object]) -> dict[str, Any]:
         path, value = todo.pop()
         if isinstance(value, dict | list) and value:
             pairs = list(value.items() if isinstance(value, dict) else enumerate(value))
+            # Reversed, since what is last in the list is taken first.
             todo += [(f"{path}.{key}" if path else str(key), child) for key, child in reversed(pairs)]
         else:
             found[path] = value

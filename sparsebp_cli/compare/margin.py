@@ -34,15 +34,15 @@ class NotWorse:
     """Whether a group is not worse than the baseline by more than a margin.
 
     Args:
-        margin: In the metric's unit, above 0.
+        margin: Largest deficit to the baseline that still counts as not worse, in the metric's unit, above 0.
         answer: ``yes``, ``no`` or ``inconclusive``.
-        p: Of the test, before correction; None when none could be made.
-        p_holm: After correction over all groups; None where there is nothing to correct.
+        p: p of the test, before correction; None when none could be made.
+        p_holm: p of the test, after correction over all groups; None where there is nothing to correct.
         more_seeds: About how many more shared seeds would decide, at the mean and spread seen so far; None when it is
             decided, cannot be predicted, or would take more than 200.
         equivalent: Whether the difference is smaller than the margin either way.
         anytime: The answer that holds for any number of interim looks while seeds were added.
-        looks: Of a trial of ``run --until-ci`` whose answer this is: after how many seeds it looked; else empty.
+        looks: Numbers of seeds at which a trial of ``run --until-ci``, whose answer this is, looked; else empty.
         withheld: Why the answer is not that of the numbers; empty when it is.
     """
 

@@ -17,7 +17,7 @@ class ExampleDifference:
     It describes these two trained models and says nothing about other seeds.
 
     Args:
-        seed: Of both runs.
+        seed: Seed that both runs have.
         difference: Mean of ``metric`` of the group's model minus that of the baseline's, over examples of equal weight.
             The interval is over clusters; p is corrected for all such statements of the comparison.
         worse_share: Share of the examples on which the group's model is worse.
@@ -42,12 +42,12 @@ class Reach:
     Args:
         reached: Runs that reached it.
         of: Runs that count, and those that failed or diverged.
-        steps: Until then; None where a run did not reach it.
-        seconds: Of training until then; None where a run did not reach it.
-        ratio: Of these seconds to the baseline's, paired by seed; None for the baseline, where a run of either did not
+        steps: Optimizer steps until then; None where a run did not reach it.
+        seconds: Seconds of training until then; None where a run did not reach it.
+        ratio: Seconds over the baseline's, paired by seed; None for the baseline, where a run of either did not
             reach it, and where step times are withheld, as the seconds are then.
         at_least_steps: Mean steps where some runs did not reach it and count with all of their steps: a lower bound.
-        at_least_seconds: The same of seconds of training.
+        at_least_seconds: Mean seconds of training where some runs did not reach it, as ``at_least_steps``.
         censored: Whether a run of the group or of the baseline did not reach it.
     """
 
@@ -69,10 +69,10 @@ class AtEqual:
         other: Label of the group with which this one is compared.
         by: ``cost``, counted in dense steps of this group's batch; ``time``, seconds of training, where the cost of one
             of them is unknown or their models differ.
-        amount: How much.
-        quality: Of this group, at its evaluation near the end of that; on the seeds that both have, where they
+        amount: Dense steps of this group's batch, or seconds, as ``by`` says.
+        quality: Metric of this group, at its evaluation near the end of that; on the seeds that both have, where they
             share any. None where one of the two was not evaluated in the last tenth, nor up to 5 % later.
-        others: Of the other.
+        others: Metric of the other group, by the same rule.
         difference: This group's minus the other's, paired by seed.
     """
 
@@ -93,7 +93,7 @@ class Unequal:
         same_batch: Whether a step of both has as many examples and tokens.
         common_step: The last step at which both were evaluated; None when there is none after the start.
         metric: The metric at that step.
-        difference: At that step, paired by seed.
+        difference: Metric of the group minus the baseline's at that step, paired by seed; None without such a step.
     """
 
     words: str
@@ -109,13 +109,13 @@ class Quality:
 
     Args:
         final: The metric after the reducer, over the runs that count.
-        difference: To the baseline; None for the baseline itself.
+        difference: Metric of the group minus the baseline's, paired by seed; None for the baseline itself.
         not_worse: Whether it is not worse by more than the margin; None without a margin or a direction.
-        at_equal: At equal cost or time, one entry for each group with which this one is compared.
+        at_equal: Quality at equal cost or time, one entry for each group with which this one is compared.
         coarsened: Why the difference is not that of the two columns; empty where it is.
         unequal: The difference in training from the baseline; None where there is none.
         examples: Example by example, one entry a shared seed whose runs kept the losses.
-        reach: How soon the target was reached; None without one.
+        reach: Steps and seconds until the target was reached; None without a target.
     """
 
     final: Spread | None = None
@@ -157,22 +157,22 @@ class Speed:
     of a run timed in turns stays.
 
     Args:
-        step: A whole optimizer step.
-        forward: Its forward passes.
-        backward: Its backward passes.
-        optimizer: Clipping and the update.
-        tokens_per_second: Throughput.
-        training_seconds: Of all steps of a run; those of warm-up count as the median of the others.
+        step: Seconds of a whole optimizer step.
+        forward: Seconds of its forward passes.
+        backward: Seconds of its backward passes.
+        optimizer: Seconds of clipping and the update.
+        tokens_per_second: Tokens of a step over its seconds.
+        training_seconds: Seconds of all steps of a run; those of warm-up count as the median of the others.
         step_ratio: A run's median step as a multiple of the baseline's, paired by seed; None for the baseline.
-        backward_ratio: The same of the backward passes alone.
+        backward_ratio: The same of the backward passes of a step alone.
         ceiling: The largest speed-up of forward and backward that the policy could give.
         realised_share: Share of the saving in time that was realised, from dense and policy timed in turn.
         probe_ratio: Forward and backward over those of dense, timed in turn in each run's probes.
         update_share: The update's time over that of forward and backward in the same runs.
-        step_cost: Of a whole step in dense steps of the same batch: median and quartiles over probes, else over counts
-            of FLOPs.
-        cost_by: How the cost is known: ``probe``, ``flops``, or ``dense`` (the same work was counted); empty: unknown.
-        relative_cost: Of a whole step in dense steps of the baseline's batch; None where either cost is unknown or
+        step_cost: Cost of a whole step in dense steps of the same batch: median and quartiles over probes, else over
+            counts of FLOPs.
+        cost_by: Source of the cost: ``probe``, ``flops``, or ``dense`` (the same work was counted); empty: unknown.
+        relative_cost: Cost of a whole step in dense steps of the baseline's batch; None where either cost is unknown or
             their models differ.
         step_price: FLOPs of a whole step, update included, over those of a dense step of the same batches; controls at
             equal cost are chosen by FLOPs. None for older runs, where ``step_cost`` chooses them.
@@ -219,11 +219,11 @@ class Choice:
 
     Args:
         cost_ratio: FLOPs of forward and backward over those of dense.
-        share: Of the units that the policy chooses among, those that are trained; None where it chooses none.
+        share: Trained units over all among which the policy chooses; None where it chooses none.
         unit_worth: ``cost_ratio / share``: how many dense units a kept one must be worth.
         target_ess: Effective sample size of the targets' gradients at the head, over their number.
-        example_ess: The same of the examples'.
-        row_ess: Of the rows' at the sites, the median site.
+        example_ess: Effective sample size of the examples' gradients at the head, over their number.
+        row_ess: Effective sample size of the rows' gradients at a site, over their number; the median site.
     """
 
     cost_ratio: float
@@ -239,22 +239,22 @@ class Cost:
     """The memory and FLOPs of a step, and the fidelity of its gradient.
 
     Args:
-        held_bytes: What a step holds at its highest moment, the largest of all runs: by the allocator of CUDA, else by
-            the tensors of a watched step; None where neither was recorded.
+        held_bytes: Bytes that a step holds at its highest moment, the largest of all runs: by the allocator of CUDA,
+            else by the tensors of a watched step; None where neither was recorded.
         held_ratio: The same of a run as a multiple of the baseline's, paired by seed; None for the baseline.
-        peak_bytes: Largest over all runs that count.
-        peak_of: Where it was read: ``device`` (the allocator of CUDA) or ``process``, which also holds libraries, data
+        peak_bytes: Peak bytes, the largest over all runs that count.
+        peak_of: Source of the peak: ``device`` (the allocator of CUDA) or ``process``, which also holds libraries, data
             and what it kept from before, and so is compared with nothing.
-        weight_bytes: Of it, weights.
-        gradient_bytes: Gradients.
-        optimizer_bytes: Optimizer state.
-        saved_bytes: Saved for the backward pass.
+        weight_bytes: Bytes of the weights.
+        gradient_bytes: Bytes of the gradients.
+        optimizer_bytes: Bytes of the optimizer's state.
+        saved_bytes: Bytes that are saved for the backward pass.
         step_peak: Parts of the live memory at the peak of a watched step; of the run and step with the highest peak.
-        executed_flops: Of one backward pass, counted.
-        dense_flops: Of one dense backward pass.
+        executed_flops: FLOPs of one backward pass, counted.
+        dense_flops: FLOPs of one dense backward pass.
         claimed_flops: FLOPs that the policy claims to leave; None without a ceiling.
-        kept_share: Of the gradient's entries, at the policy's sites.
-        cosine: Between the gradient and the dense one.
+        kept_share: Kept entries over all entries of the gradient, at the policy's sites.
+        cosine: Cosine of the angle between the gradient and the dense one.
         relative_error: Norm of their difference over the norm of the dense one.
         noise_ratio: Squared norm of their difference over the variance of the dense gradient over micro-batches.
         independent_cosine: Between the gradient and that of a large batch of other examples.
@@ -288,8 +288,8 @@ class StepMemory:
     """The memory of one step over time.
 
     Args:
-        run_id: Of the watched run.
-        step: Which of its steps.
+        run_id: Id of the watched run.
+        step: Number of the optimizer step, counted from 1.
         curve: Live bytes in their parts, thinned.
     """
 
@@ -304,7 +304,7 @@ class Layers:
 
     Args:
         steps: Steps of the figures.
-        names: Of the layers or sites, in the model's order.
+        names: Names of the layers or sites, in the model's order.
         figures: ``kept_share``, ``cosine``, ``relative_error``, ``sign_agreement`` to a row a layer, a cell a step;
             None where nothing was measured. A figure that no run has is absent.
     """

@@ -81,7 +81,8 @@ def _speed(comparison: Comparison) -> Grid:
         "backward and optimizer. To baseline: geometric mean of the ratios of whole steps, paired by seed [95% "
         "interval on the logarithm, simultaneous as that of quality is]; withheld: the machine was busy, or drifted. "
         "Cost: of a step in dense steps of its batch, by probes inside each run, where dense and policy take turns. "
-        "Ceiling (a factor) and realised share: of forward and backward, by the same probes."
+        "Ceiling: the factor by which forward and backward would be faster if time fell as the work does. Realised: "
+        "the share of that saving which was measured, by the same probes. Dense: every gradient is computed."
     )
     return Grid("Speed", columns, tuple(rows), note, bold=_find_gains(comparison, comparison.groups, "step time", 3))
 
@@ -188,9 +189,11 @@ def _work(comparison: Comparison) -> Grid:
         )
     columns = ["group", "backward executed", "of dense", "claimed", "kept", "cosine", "rel. error", "of SGD's noise"]
     note = (
-        "Cosine and relative error: to the dense gradient of the same batch, medians over the steps of all runs. Of "
-        "SGD's noise: the squared error over the variance of the dense gradient over batches. Far below 1 the error is "
-        "lost in the noise that training has anyway; far above 1 equal steps cannot make up for it."
+        "Backward executed: FLOPs as counted, and their share of dense's, which computes every gradient. Claimed: the "
+        "share that the policy said it would leave. Kept: of the gradient's entries. Cosine and relative error: to the "
+        "dense gradient of the same batch, medians over the steps of all runs. Of SGD's noise: the squared error over "
+        "the variance of the dense gradient over batches. Far below 1 the error is lost in the noise that training has "
+        "anyway; far above 1 equal steps cannot make up for it."
     )
     if other:
         columns += ["cosine, other batch", "of dense, equal cost"]
@@ -338,8 +341,9 @@ def _at_equal(comparison: Comparison) -> Grid:
             rows.append((group.label, entry.other, amount, *values))
     note = (
         "Two groups at a time, on the seeds that both have: the evaluation at the cost of the cheaper one (up to 10% "
-        "earlier or 5% later); training time where a cost is not known. For the dearer one, the learning rate was then "
-        "still under way: dense with its own schedule, among the controls, is the fair one."
+        "earlier or 5% later); training time where a cost is not known. For the more expensive one, the learning rate "
+        "was then still under way: dense with its own schedule, among the controls, is the fair one. A dense step "
+        "computes every gradient."
     )
     if any(row[3] == show.NONE for row in rows):
         note += " A dash: one of the two was not evaluated near there; measure.eval_every says how often to evaluate."

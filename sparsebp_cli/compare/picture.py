@@ -202,6 +202,7 @@ def _draw(axes: Axes, comparison: Comparison, cost: str, scale: float) -> None:
         front.sort()
         axes.plot([x for x, _ in front], [y for _, y in front], color="#888888", linewidth=1, zorder=0)
     if comparison.better == "lower":
+        # The panels share this axis: a second inversion would undo the first.
         axes.invert_yaxis() if not axes.yaxis_inverted() else None
     grid_lines(axes)
     axes.margins(0.12)

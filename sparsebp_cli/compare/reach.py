@@ -38,6 +38,7 @@ class Goal:
 def find_common_steps(runs: Sequence[LoadedRun], name: str) -> frozenset[int]:
     """Return the steps at which every run that was still training was evaluated."""
     evaluated = [steps for run in runs if (steps := {point.step for point in run.curve(name)})]
+    # By identity, as a set has no hash.
     last = {id(steps): max(steps) for steps in evaluated}
     return frozenset(
         step for step in set().union(*evaluated) if all(step in steps for steps in evaluated if last[id(steps)] >= step)

@@ -32,6 +32,7 @@ def plan_looks(num_seeds: int) -> tuple[int, ...]:
         raise UsageError(f"--until-ci needs at least {FEWEST_PAIRS} seeds to choose from, got {num_seeds}")
     looks = [FEWEST_PAIRS]
     while looks[-1] < num_seeds:
+        # Halves go up: Python rounds them to even numbers, so 4.5 would be 4.
         looks.append(min(num_seeds, round(looks[-1] * GROWTH + 0.01)))
     return tuple(looks)
 
@@ -47,6 +48,7 @@ class Trial:
     def __init__(self, groups: Sequence[str], num_seeds: int, margin: float, *, worse_is_up: bool) -> None:
         """Fix the looks and the level of each. One or more groups are compared, on at most ``num_seeds``."""
         self.looks = plan_looks(num_seeds)
+        # Split evenly, which can be checked by hand. See decision 10.
         self.level = LEVEL / (len(self.looks) * len(groups))
         self.margin, self.worse_is_up = margin, worse_is_up
         self.answers: dict[str, NotWorse | None] = dict.fromkeys(groups)

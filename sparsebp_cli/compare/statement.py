@@ -65,10 +65,10 @@ class Number:
     """A number that a statement rests on.
 
     Args:
-        name: Of the metric or figure; of a control, its label.
+        name: Name of the metric or figure; of a control, its label.
         value: A difference, a ratio, or a plain number.
         low: Lower end of its interval, or lower quartile of probes; None without.
-        high: Upper end.
+        high: Upper end of the interval, or upper quartile of probes; None without.
         count: Seeds, probes or examples behind it; 0 for a plain number.
         p: The p value that decides, corrected; None without a test.
         simultaneous: Whether the interval holds together with those of the whole family.
@@ -100,10 +100,11 @@ class Statement:
     """One thing that a comparison states, never more than its numbers allow.
 
     Args:
-        outcome: What was found. *Better* and *worse* are of equal trainings; *lower* and *higher* of times, memory, and
-            trainings of unequal length or batch; *fault* is a policy that declares itself exact and is not.
-        subject: Of what.
-        numbers: What it rests on, the main one first; empty where nothing may be shown.
+        outcome: Finding in one or a few fixed words. *Better* and *worse* are of equal trainings; *lower* and *higher*
+            of times, memory, and trainings of unequal length or batch; *fault* is a policy that declares itself exact
+            and is not.
+        subject: Aspect that was compared, such as ``quality``.
+        numbers: Numbers that it rests on, the main one first; empty where nothing may be shown.
         reasons: Words that limit or explain it. Nothing reads them but people.
     """
 

@@ -24,9 +24,9 @@ class Spread:
     """Mean over seeds.
 
     Args:
-        mean: Arithmetic mean.
+        mean: Arithmetic mean over the seeds.
         sd: Sample standard deviation; None under two values.
-        n: Values.
+        n: Number of values.
     """
 
     mean: float
@@ -39,10 +39,10 @@ class Quartiles:
     """Median and quartiles of many measured times.
 
     Args:
-        median: Half are below.
-        low: A quarter are below.
-        high: A quarter are above.
-        n: Values.
+        median: Value below which half of them are.
+        low: Lower quartile: a quarter of them are below.
+        high: Upper quartile: a quarter of them are above.
+        n: Number of measured values.
     """
 
     median: float
@@ -60,12 +60,12 @@ class Difference:
     """A group against another, paired by seed: as a difference, or as a ratio (whose mean is geometric).
 
     Args:
-        mean: Over the shared seeds; without any, of the two means.
+        mean: Mean over the shared seeds; without any, of the two means.
         low: Lower end of the 95% interval; None under three shared seeds.
-        high: Upper end.
-        n: Shared seeds, or other pairs.
+        high: Upper end of the 95% interval; None under three shared seeds.
+        n: Number of shared seeds, or of other pairs.
         sd: Standard deviation of the single differences (of the logarithms, for a ratio); None under two.
-        p: Of the two-sided t test for no difference; None without an interval, or when all pairs differ by the same.
+        p: p of the two-sided t test for no difference; None without an interval, or when all pairs differ by the same.
         p_holm: The p on which a statement rests: of ``error`` and ``df``, after Holm's correction over the whole family
             of statements; None where there is nothing to correct.
         dropped: Seeds that only one side has, so that they are in no pair.
@@ -73,10 +73,10 @@ class Difference:
         error: Standard error that p_holm rests on (of the logarithm, for a ratio); None: sd / sqrt(n).
         df: Degrees of freedom of that error; None: n - 1.
         family_low: Lower end of the simultaneous 95% interval: all of the family hold at once with that chance.
-        family_high: Upper end.
+        family_high: Upper end of the simultaneous 95% interval; None without one.
         choice_error: Standard error of what was chosen for both sides by tuning, part of every other number here; 0
             without tuning.
-        rank_p: Of Wilcoxon's signed-rank test of the same pairs, which is robust to outliers; None under six pairs,
+        rank_p: p of Wilcoxon's signed-rank test of the same pairs, which is robust to outliers; None under six pairs,
             where it cannot be significant.
     """
 

@@ -60,10 +60,12 @@ def _writable(uri: str) -> str:
     if not is_sqlite(uri):
         return uri
     file = sqlite_file(uri)
+    # SQLite writes a journal beside the file, so the folder counts as well.
     if all(os.access(path, os.W_OK) for path in (file, file.parent)):
         return uri
     folder = Path(tempfile.mkdtemp(prefix="sparsebp-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    # With the log that SQLite may have beside it: its newest values are in no other file.
     for path in (file, file.with_name(f"{file.name}-wal")):
         if path.exists():
             shutil.copyfile(path, folder / path.name)
@@ -214,6 +216,7 @@ def unflatten(params: Mapping[str, str]) -> dict[str, object]:
 
 def _value(text: str) -> object:
     try:
+        # NaN and Infinity are numbers for Python's JSON alone; here they stay texts.
         return json.loads(text, parse_constant=str)
     except ValueError:
         return text

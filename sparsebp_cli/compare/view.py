@@ -128,6 +128,7 @@ def _places(lines: list[Line], along: Along) -> list[float]:
 def _values_at(lines: list[Line], at: float) -> list[float]:
     found = []
     for line in lines:
+        # Rows are computed places: a last bit must not lose the value that stands there.
         before = [y for x, y in line if x <= at * 1.0001]
         if before and line[-1][0] >= 0.95 * at:  # leave out runs that ended before
             found.append(before[-1])

@@ -1,7 +1,7 @@
 """Supported combinations of policies and options: one table without torch, for recipes, ``attach``, trainer, worker and
 docs."""
 
-from sparsebp_cli.composition.adapter import ADAPTER_TYPES, find_adapter_options
+from sparsebp_cli.composition.adapter import ADAPTER_TYPES, READERS, find_adapter_options
 from sparsebp_cli.composition.backward import BackwardChoices, BackwardOptions
 from sparsebp_cli.composition.optimizer import OptimizerEntry, find_optimizer, list_optimizers
 from sparsebp_cli.composition.setup import PolicyFacts, Refusal, Setup, Spelling, find_refusals, refuse
@@ -10,6 +10,7 @@ from sparsebp_cli.policy.rule import Rule
 
 __all__ = [
     "ADAPTER_TYPES",
+    "READERS",
     "BackwardChoices",
     "BackwardOptions",
     "OptimizerEntry",

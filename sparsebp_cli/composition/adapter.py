@@ -17,6 +17,13 @@ ADAPTER_TYPES = (
     *("oft", "randlora", "road", "shira", "trainable_tokens", "vblora", "vera"),
 )
 
+# Of these, the ones whose code in peft 0.21 reads the weights of the base as plain numbers, by type of quantisation.
+READERS: dict[str, tuple[str, ...]] = {
+    "nf4": ("delora", "hra", "loha", "lokr"),
+    "fp4": ("delora", "hra", "loha", "lokr"),
+    "int8": ("delora", "hira", "hra"),
+}
+
 # What an adapter's config says of its base and of its own history, which a recipe says elsewhere.
 NOT_OPTIONS = frozenset(
     {

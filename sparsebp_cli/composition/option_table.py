@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sparsebp_cli.composition.adapter import READERS
 from sparsebp_cli.policy.rule import ABSENT, GIVEN, SEVERAL, Rule
 
 OPTIONS = (
@@ -94,6 +95,42 @@ OPTIONS = (
         "all rows.",
         options={"float8": GIVEN, "sites": ("branches",)},
         blame="float8",
+    ),
+    Rule(
+        "{quantization} freezes the weights: train model.lora, model.peft or model.adapter, or leave it out",
+        options={"quantization": GIVEN, "lora": ABSENT},
+        blame="quantization",
+    ),
+    *(
+        Rule(
+            "{peft} with {quantization} is not built: this method reads the weights as plain numbers; use model.lora, "
+            "or another type",
+            options={"peft": types, "quantization": (quantization,)},
+            blame="peft",
+        )
+        for quantization, types in READERS.items()
+    ),
+    Rule(
+        "{quantization} with {float8} is not built: give one of them",
+        options={"quantization": GIVEN, "float8": GIVEN},
+        blame="quantization",
+    ),
+    Rule(
+        "{time_forms} with {quantization} is not built: products would be timed without restoring the weights",
+        options={"time_forms": (True,), "quantization": GIVEN},
+        blame="time_forms",
+    ),
+    Rule(
+        "{quantization} is not built with torch.compile",
+        why="The forward of a quantised linear is the library's own function, which a graph does not hold.",
+        options={"quantization": GIVEN, "wrapped": ("compiled",)},
+        blame="quantization",
+    ),
+    Rule(
+        "{quantization} is not built with {sharding}; use {sharding:none}",
+        why="A sharded weight is gathered as numbers, and its scales lie beside it.",
+        options={"quantization": GIVEN, "sharding": ("fsdp2",)},
+        blame="quantization",
     ),
     Rule(
         "{sharding} needs {processes:2} or more, got {processes:=}",

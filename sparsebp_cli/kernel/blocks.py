@@ -28,10 +28,12 @@ def dgrad_of_blocks(
     down, part = tl.program_id(0) // num_parts, tl.program_id(0) % num_parts
     n = part * HIGH + tl.arange(0, HIGH)
     is_row = (n < block_high) & (n < num_rows - down * block_high)
+    # Offsets into a large tensor exceed int32.
     row = (down * block_high + n).to(tl.int64)
     begin, end = tl.load(start + down), tl.load(start + down + 1)
     num_pieces = tl.cdiv(block_wide, DEEP)  # of one block along the sum
     grad_row_of = grad + row[:, None] * grad_row
+    # Columns beyond the last are wrapped round, so that loads need no condition on them; they are not stored.
     weight_column_of = weight + (d % num_inputs).to(tl.int64)[None, :] * weight_input
     total = tl.zeros((HIGH, WIDE), tl.float32)
     for step in range((end - begin) * num_pieces):

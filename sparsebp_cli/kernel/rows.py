@@ -30,6 +30,7 @@ class Tile(NamedTuple):
     num_stages: int
 
 
+# Fixed tiles: an autotuner picks by the clock, and with the tile the order of a sum. See decision 61.
 WIDE = Tile(128, 256, 64, 8, 3)  # on Hopper alone: older tensor cores need more registers than there are
 LARGE = Tile(128, 128, 64, 8, 3)
 SMALL = Tile(64, 64, 64, 4, 4)
@@ -191,4 +192,5 @@ def options(tile: Tile, dtype: torch.dtype, *, indirect: bool = False) -> dict[s
 
 def on_device(tensor: Tensor) -> AbstractContextManager[object]:
     """Return a context in which kernels run on the device of a tensor."""
+    # Triton launches on the current device, wherever its arguments are.
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()

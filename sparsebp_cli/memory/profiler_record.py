@@ -140,6 +140,7 @@ class MemoryRecord:
         if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]  # noqa: SLF001 - no public query
             raise UsageError("memory cannot be traced while a profiler of PyTorch runs: take one of them at a time")
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise kineto logs its start and end to stderr
+        # acc_events: without it a profile warns, in PyTorch 2.11 from the second one on, that events are cleared.
         self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
         self._profile.__enter__()
         _mark("start")

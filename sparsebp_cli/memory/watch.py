@@ -70,7 +70,7 @@ class MemoryWatch:
 
     def _note_all(self) -> None:
         for tensor in (*self._parameters(), *self._model.buffers()):
-            self._note(tensor, "weights")
+            self._note([tensor, dict(vars(tensor))], "weights")  # a quantised weight holds its scales
         self._note_gradients()
         if self._optimizer is not None:
             self._note(self._optimizer.state, "optimizer")
@@ -117,6 +117,7 @@ def _detached(tensor: Tensor) -> Tensor:
 def _packs_noted(note: Callable[[object], None]) -> Iterator[None]:
     """Note the tensors that hooks really store: of several nested saved-tensor hooks, PyTorch calls only the innermost.
     So the hooks of activation checkpointing would hide what they store, and what its second forward stores."""
+    # See decision 19.
     original = saved_tensors_hooks.__enter__
 
     def enter(self: saved_tensors_hooks) -> None:

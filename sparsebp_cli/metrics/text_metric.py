@@ -25,8 +25,8 @@ class Compute(Protocol):
         """Return every declared number of some generated texts.
 
         Args:
-            predictions: What the model generated for each prompt, without special tokens.
-            references: What the data have there.
+            predictions: Texts that the model generated, one for each prompt, without special tokens.
+            references: Texts that the data have there, in the same order.
             batch: The columns of the rows by name, and under ``prompt`` the prompts as the model read them.
 
         Returns:
@@ -39,8 +39,8 @@ class Figure:
     """A number that a metric gives.
 
     Args:
-        better: Which direction is better.
-        unit: Its unit; empty for a pure number.
+        better: Direction in which the number improves.
+        unit: Unit of the number; empty for a pure one.
         is_mean: Whether it is the mean of what the function returns for each text alone. Two models are then compared
             text by text, too.
     """
@@ -55,9 +55,9 @@ class TextMetric:
     """A metric of generated texts.
 
     Args:
-        compute: Its function.
-        figures: What the function returns, by name: lower-case letters, digits and underscores. A run logs each as
-            ``eval/NAME`` and ``test/NAME``.
+        compute: Function that computes all figures of a list of texts at once.
+        figures: Figures that the function returns, by name: lower-case letters, digits and underscores. A run logs each
+            as ``eval/NAME`` and ``test/NAME``.
         package: The module that the function needs beyond the package that offers it; None: none.
     """
 
@@ -75,10 +75,10 @@ class TextMetric:
         """Compute all numbers of the metric.
 
         Args:
-            name: What recipes call it, for errors.
-            predictions: As in :class:`Compute`.
-            references: The same.
-            batch: The same.
+            name: Name of the metric in recipes, for errors.
+            predictions: Generated texts, as for :class:`Compute`.
+            references: Texts of the data, as for :class:`Compute`.
+            batch: Columns of the rows, as for :class:`Compute`.
 
         Returns:
             The numbers by name.
@@ -162,7 +162,7 @@ def find_text_metric(name: str) -> TextMetric:
     """Return a metric of generated texts by its name.
 
     Args:
-        name: Of the entry point.
+        name: Name of the entry point, by which recipes call it.
 
     Returns:
         The metric.

@@ -24,9 +24,9 @@ class AdaLomo(SeparateOptimizer):
     """Steps of bounded size in units of each parameter's own, with a factored second moment.
 
     Args:
-        params: As for any optimizer; vectors and matrices.
+        params: Parameters or groups of them, as for a class of torch.optim; vectors and matrices alone.
         lr: Learning rate, in units of a parameter's root mean square.
-        weight_decay: As in AdamW.
+        weight_decay: Decoupled from the gradient, as in AdamW; 0 or more.
         clip_threshold: Largest root mean square of a step before it is scaled.
         decay_rate: The exponent by which the second moment forgets, below 0.
         eps1: Added to squared gradients.

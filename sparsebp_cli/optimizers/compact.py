@@ -28,7 +28,7 @@ class CompActAdamW(SeparateOptimizer):
 
     Args:
         params: Parameters or groups of them, as for a class of torch.optim.
-        lr: Learning rate.
+        lr: Learning rate, 0 or more.
         betas: Decay rates of the first and the second moment, in [0, 1).
         eps: Added to the root of the second moment.
         weight_decay: Decoupled from the gradient, as in AdamW; 0 or more.

@@ -24,8 +24,8 @@ class LoRAFA(SeparateOptimizer):
     """AdamW, on projected gradients for second factors of adapters and on plain ones for all else that is trained.
 
     Args:
-        model: With low-rank adapters of peft on linears. The first factors are frozen before the first step.
-        lr: Learning rate.
+        model: A model with low-rank adapters of peft on linears. The first factors are frozen before the first step.
+        lr: Learning rate, 0 or more.
         betas: Decay rates of the first and the second moment, in [0, 1).
         eps: Added to the root of the second moment.
         weight_decay: Decoupled from the gradient, as in AdamW; 0 or more.

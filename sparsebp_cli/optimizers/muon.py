@@ -21,15 +21,15 @@ class MuonAdamW(torch.optim.Optimizer):
     """Muon on the matrices of hidden layers, AdamW on all other parameters.
 
     Args:
-        model: Whose parameters are trained; those of an ``nn.Embedding``, and of a transformers model those outside of
-            its base model (the head), are not hidden. Of plain parameters every matrix counts as hidden.
-        lr: Learning rate of both.
-        weight_decay: Of both, decoupled from the gradient; 0 or more.
-        momentum: Of Muon, 0 or more.
+        model: The model whose parameters are trained; those of an ``nn.Embedding``, and of a transformers model those
+            outside of its base model (the head), are not hidden. Of plain parameters every matrix counts as hidden.
+        lr: Learning rate of Muon and AdamW, 0 or more.
+        weight_decay: Decay of Muon and AdamW, decoupled from the gradient; 0 or more.
+        momentum: Momentum of Muon, 0 or more.
         nesterov: Whether Muon looks ahead.
         ns_steps: Newton-Schulz steps, 1 to 99.
         betas: Decay rates of AdamW's moments, in [0, 1).
-        eps: Of both, added to a norm or to a root.
+        eps: Smallest norm by which Muon divides a gradient; in AdamW added to the root of the second moment.
 
     Raises:
         ValueError: An argument is out of range.

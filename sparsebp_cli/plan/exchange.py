@@ -105,6 +105,7 @@ def combine(noise: Interval, ratio: Interval, policy: StepCost, dense: StepCost)
     """Return :func:`price_against_batch` with the errors of the noise and of the price (``ratio``: the policy's step
     over dense's), which are independent, joined on a logarithmic scale."""
     value = price_against_batch(max(0.0, noise.value), policy, dense)
+    # The low end of a price may be below 0, which has no logarithm.
     parts = [
         (
             math.log(value / price_against_batch(max(0.0, noise_end), policy, dense)),

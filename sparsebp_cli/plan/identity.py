@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -47,6 +48,10 @@ def find_code(recipe: Recipe) -> dict[str, str]:
             # run ids of then hold. Only a shelf of another version is a fact of its own.
             if package != SHELF or number != code["sparsebp"]:
                 code.setdefault(package, number)
+    if recipe.model.quantization is not None:
+        package = recipe.model.quantization.package
+        with suppress(PackageNotFoundError):
+            code[package] = version(package)
     generate = recipe.measure.generate
     for source in [] if generate is None else find_text_metric_sources(generate.metrics):
         package, _, number = source.partition(" ")

@@ -57,6 +57,7 @@ def find_provenance(recipe_file: Path, *, code_diff: bool = False) -> Provenance
 
 def _tell_changes(repository: Repository, sha: str) -> Iterator[str]:
     """Yield the changes of each imported file. A file whose changes may contain a credential is only named."""
+    # Copied: reading an attribute of a lazy module may import others.
     files = {Path(file).resolve() for module in [*sys.modules.values()] if (file := getattr(module, "__file__", None))}
     for file in sorted(file for file in files if file.is_relative_to(repository.folder)):
         name = str(file.relative_to(repository.folder))
@@ -141,6 +142,7 @@ class Repository:
         index = self.own / "index"
         if not _is_file(index, LARGEST_INDEX_BYTES):
             return None
+        # A git folder of our own: the repository's config may name programs, which git would run.
         with tempfile.TemporaryDirectory(prefix="sparsebp-git-") as made:
             place = Path(made)
             for part in ("refs", "objects/info"):
@@ -151,6 +153,7 @@ class Repository:
             config += "[extensions]\n\tobjectFormat = sha256\n" if len(sha) == 64 else ""
             (place / "config").write_text(config, encoding="ascii")
             objects = str(self.common.resolve() / "objects")
+            # One path a line, and one that begins with a quote is read as an escaped one.
             if "\n" in objects or objects.startswith('"'):
                 return None
             (place / "objects/info/alternates").write_text(f"{objects}\n", encoding="utf-8")
@@ -179,6 +182,7 @@ class Repository:
         closed |= {"GIT_ATTR_NOSYSTEM": "1", "GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "HOME": str(place)}
         closed |= {"GIT_NO_LAZY_FETCH": "1", "GIT_NO_REPLACE_OBJECTS": "1", "LC_ALL": "C", "PATH": _absolute_path()}
         try:
+            # Times that are not the index's count as changes, until it is refreshed.
             refreshed = subprocess.run(
                 [*words[: words.index("diff-index")], "update-index", "-q", "--refresh", "--ignore-submodules"],
                 cwd=self.folder, env=kept | closed, stdin=subprocess.DEVNULL, capture_output=True,

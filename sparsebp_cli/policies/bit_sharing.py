@@ -20,9 +20,9 @@ def find_sensitivity(one_K: Tensor, other_K: Tensor, fine_K: Tensor) -> float:
     distance between both and twice the larger one to a third.
 
     Args:
-        one_K: The gradient with 1 bit.
-        other_K: The same, drawn again.
-        fine_K: With 8 bits.
+        one_K: The sampled gradient with 1 bit.
+        other_K: The sampled gradient with 1 bit, drawn again.
+        fine_K: The same entries of the gradient with 8 bits, where rounding is small.
 
     Returns:
         At least 0.
@@ -40,14 +40,16 @@ def share_bits(sensitivity_J: Sequence[float], entries_J: Sequence[float], mean:
     and again; one for which too few are left stays as it is.
 
     Args:
-        sensitivity_J: At least 0.
-        entries_J: Above 0.
-        mean: Over all entries, in [1, 8].
+        sensitivity_J: Variance that each input adds with 1 bit, or one multiple of it for all, at least 0, as from
+            :func:`find_sensitivity`.
+        entries_J: Number of entries of each input, above 0.
+        mean: Mean bits of an entry, over all inputs, in [1, 8].
 
     Returns:
         (J,), each 1, 2, 4 or 8.
     """
     bits = [FEWEST] * len(sensitivity_J)
+    # What the mean allows must not be lost by rounding.
     left = (mean - FEWEST) * sum(entries_J) * (1 + 1e-9)
 
     def find_gain(place: int) -> tuple[float, int]:

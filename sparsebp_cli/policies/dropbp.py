@@ -156,14 +156,15 @@ def share_out(sensitivity_J: Sequence[float], work_J: Sequence[float], keep: flo
     The block whose next tenth costs least is raised again and again; what a rate costs is itself times the sensitivity.
 
     Args:
-        sensitivity_J: At least 0.
-        work_J: Above 0, in any unit.
-        keep: In [0.1, 1).
+        sensitivity_J: Cost of each block's drops per unit of their rate, at least 0.
+        work_J: Work of each block, above 0, in any unit.
+        keep: Share of the work that may be left, in [0.1, 1).
 
     Returns:
         (J,), each in [0, 9].
     """
     tenths = [0] * len(work_J)
+    # What the share allows must not be missed by rounding.
     allowed = keep * sum(work_J) * (1 + 1e-9)
     while sum(work * (UNIT - tenth) for work, tenth in zip(work_J, tenths, strict=True)) / UNIT > allowed:
         open_blocks = [place for place, tenth in enumerate(tenths) if tenth < UNIT - 1]

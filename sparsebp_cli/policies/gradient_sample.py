@@ -17,9 +17,9 @@ def sample_gradient(gradient: Tensor, name: str, step: Step) -> Tensor:
     """Return some entries of a gradient, the same in all trial passes before one step.
 
     Args:
-        gradient: Of any shape.
-        name: Of the parameter, or of its linear.
-        step: The coming one.
+        gradient: A gradient of any shape, with at least one entry.
+        name: Name of the parameter, or of its linear, on which the drawn entries depend.
+        step: The coming step.
 
     Returns:
         (K,), float32, scaled so that the sum of their squares estimates that of all entries.
@@ -30,6 +30,7 @@ def sample_gradient(gradient: Tensor, name: str, step: Step) -> Tensor:
     num_drawn = -(-number // SAMPLED)
     generator = step.generator(_Draw(f"sample of {name}"))
     index_K = torch.randint(number, (num_drawn,), generator=generator).to(gradient.device)
+    # Scaled so that the squared distance of two samples is in the mean that of the gradients.
     return gradient.reshape(-1)[index_K].float() * float((number / num_drawn) ** 0.5)
 
 

@@ -43,10 +43,10 @@ def find_in_turn(layers: Sequence[int], order: Order, every: int, at_once: int, 
 
     Args:
         layers: Numbers of all that take turns, ascending.
-        order: Of the turns; ``random`` is a new order in each round, ``independent`` draws each turn by itself.
+        order: Order of the turns; ``random`` is a new one in each round, ``independent`` draws each turn by itself.
         every: Steps that a turn lasts.
         at_once: Layers of a turn; the last one of a round may have fewer.
-        step: When.
+        step: The step, whose index says how many turns have passed.
 
     Returns:
         Their numbers.

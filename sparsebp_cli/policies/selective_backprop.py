@@ -134,7 +134,7 @@ def rank(loss_B: Tensor, before_R: Tensor) -> Tensor:
     """Return which share of a window's losses is below each loss of a batch; half a place stands for none.
 
     Args:
-        loss_B: Of the batch, finite.
+        loss_B: Losses of the batch's examples, finite.
         before_R: The window before it, the latest last, inf where there was none yet. The batch takes the place of the
             earliest; of a batch that is longer than the window its last R.
 

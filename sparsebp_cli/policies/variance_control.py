@@ -134,10 +134,11 @@ def control_shares(
     """Return the state after a round of control.
 
     Args:
-        shares: Before it.
-        seen: What the trial passes saw.
-        tolerance: Of the examples' draw: variance added, over that between micro-batches. 0: all examples stay.
-        row_tolerance: The same of the draw of rows.
+        shares: Shares before the round.
+        seen: Gradients and norms that the trial passes measured.
+        tolerance: Largest variance that the draw of examples may add, over that between micro-batches. 0: all examples
+            stay.
+        row_tolerance: Largest variance that the draw of rows may add, over the same. 0: all rows stay.
         score: Gives, of norms, what the probabilities are in proportion to.
 
     Returns:
@@ -162,6 +163,7 @@ def control_shares(
 
 def count(share: float, number: int) -> int:
     """Return how many a share keeps, rounded down as published, at least 1."""
+    # A share that makes a whole number must not fall below it by rounding.
     return max(1, int(share * number + 1e-9))
 
 
@@ -188,15 +190,16 @@ def adjust_strength(strength: float, added: float, between: float, tolerance: fl
     """Return the share of the examples' norms that has to be kept, after a round of control.
 
     Args:
-        strength: Before, in [0, 1].
+        strength: The share before the round, in [0, 1].
         added: Variance that the draw of examples added.
         between: Variance between batches.
-        tolerance: Of the first over the second.
+        tolerance: Largest ``added`` over ``between`` at which it falls.
 
     Returns:
         In [0, 1].
     """
     change = STRENGTH_STEP if added > tolerance * between else -STRENGTH_STEP
+    # Rounded, so that steps up and down lead back to the same number.
     return min(1.0, max(0.0, round(strength + change, 10)))
 
 
@@ -204,13 +207,14 @@ def find_top_share(norm_B: Tensor, strength: float) -> float:
     """Return the smallest share of the examples whose norms sum to a share of all.
 
     Args:
-        norm_B: At least 0.
+        norm_B: Norm of each example's gradient, at least 0.
         strength: The share of the sum, in [0, 1].
 
     Returns:
         In (0, 1]: at least one example.
     """
     sums = norm_B.double().sort(descending=True).values.cumsum(0)
+    # A sum that is all of it may be a last bit short.
     reached = int((sums < strength * sums[-1] * (1 - 1e-12)).sum()) + 1
     return min(reached, len(norm_B)) / len(norm_B)
 
@@ -219,8 +223,8 @@ def adjust_shares(before: Sequence[float], enough: Sequence[float]) -> list[floa
     """Return the shares of examples by layer, from the first: slowly towards what is enough, never more than above.
 
     Args:
-        before: In (0, 1].
-        enough: What would do now, in (0, 1].
+        before: Share of each layer, from the first, in (0, 1].
+        enough: Share that would do now in each layer, in (0, 1].
 
     Returns:
         In (0, 1], never falling from one layer to the next.
@@ -233,10 +237,10 @@ def adjust_rows(share: float, added: float, between: float, tolerance: float) ->
     """Return the share of rows at a linear after a round of control.
 
     Args:
-        share: Before, in (0, 1].
+        share: The share before the round, in (0, 1].
         added: Variance that the draw of rows adds.
         between: Variance between batches.
-        tolerance: Of the first over the second; 0 keeps all rows.
+        tolerance: Largest ``added`` over ``between`` at which it falls; 0 keeps all rows.
 
     Returns:
         In (0, 1].

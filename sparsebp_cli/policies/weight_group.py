@@ -147,7 +147,7 @@ def group_weights(
     """Return the groups of the weights that patterns name, in the model's order.
 
     Args:
-        weights: Of the model.
+        weights: Weights of the model's linears of which parts can be trained.
         patterns: Globs over names by what the weight consists of; without any, all weights consist of rows.
         block_size: Side of a block.
         coupled: Whether the weights of one parent module have the same units.

@@ -29,7 +29,7 @@ class ResidualBlock:
     Args:
         name: The module's name in the model, such as ``model.layers.3.mlp``.
         layer: Number of the layer that it belongs to, from 0, an encoder's before a decoder's; None outside of layers.
-        kind: Which of the two it is.
+        kind: ``attention`` or ``mlp``.
         num_weights: Entries of its weight matrices, at least 0: its backward multiplies each row with each of them
             twice.
     """
@@ -50,9 +50,9 @@ class DropDraw:
 class BlockDropper(Policy):
     """Drops residual blocks from the backward of a step, before its forward.
 
-    The forward of a dropped block runs as ever, and keeps nothing for the backward. Its parameters have no gradient at
-    that step, so PyTorch's optimizers leave them alone, weight decay and state included. The gradient of the residual
-    stream passes unchanged. What the other blocks receive is therefore another gradient than the dense one, and no
+    The forward of a dropped block runs unchanged, and keeps nothing for the backward. Its parameters have no gradient
+    at that step, so PyTorch's optimizers leave them alone, weight decay and state included. The residual stream's
+    gradient passes unchanged. What the other blocks receive is therefore another gradient than the dense one, and no
     weight makes up for it: a policy that drops anything is neither exact nor unbiased.
 
     With ``skips_forward`` a dropped block is not computed at all in training: the layer adds nothing to the residual
@@ -78,7 +78,7 @@ class BlockDropper(Policy):
 
         Args:
             blocks: All of the model, in its order, at least one.
-            step: When.
+            step: The step whose share is asked for.
 
         Returns:
             At least ``budget``, which it is unless a policy defines otherwise.
@@ -90,7 +90,7 @@ class BlockDropper(Policy):
 
         Args:
             blocks: All of the model, in its order.
-            step: When.
+            step: The step whose forward is scaled.
 
         Returns:
             Finite numbers by the block's name, 1 for those that are missing. Only with ``skips_forward``.
@@ -113,8 +113,9 @@ class BlockDropper(Policy):
 
         Args:
             blocks: All of the model, in its order.
-            step: When; ``step.generator(DropDraw())`` is the only source of randomness allowed. Micro-batch, call and
-                rank are 0: one choice holds for the whole step, in every forward and on every process.
+            step: The step of the decision; ``step.generator(DropDraw())`` is the only source of randomness allowed.
+                Micro-batch, call and rank are 0: one choice holds for the whole step, in every forward and on every
+                process.
 
         Returns:
             Their names; empty drops none.

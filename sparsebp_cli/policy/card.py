@@ -13,16 +13,16 @@ class MethodCard:
     """The card of a policy, for the catalogue. All but ``use`` may be left out.
 
     Args:
-        use: When to use it, and when not; one or two sentences.
-        year: Of the publication that the policy follows; None without one.
-        saves: What it can save: the time or the memory of a step, or steps.
+        use: One or two sentences: when to use it, and when not.
+        year: Year of the publication that the policy follows; None without one.
+        saves: Resources that it can save: the time or the memory of a step, or steps.
         work: Multiplications of a step, forward and backward, in the linears at which it decides, over those of dense:
             a Python expression in the policy's numeric options, for the default values of the others. N, D and O are
             rows, inputs and outputs of a linear; ``trained`` is the share of weights that are trained, ``carried`` that
             of rows with a backward, ``computed`` that of rows that are computed. Empty if there is no formula.
-        memory: What is kept for the backward, in words or as a formula.
-        claimed: What the publication claims, and on what.
-        measured: What was measured with SparseBP, and on which page.
+        memory: Tensors that are kept for the backward, in words or as a formula.
+        claimed: The publication's claim, and on what it was measured.
+        measured: Results with SparseBP, and on which page they are.
         code: The official code, its licence, and what is wrong with it; none of it is copied.
     """
 

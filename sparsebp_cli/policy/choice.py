@@ -35,7 +35,7 @@ def largest(score: Tensor, keep: float, groups: int = 1) -> Tensor:
 
     Args:
         score: Any shape; flattened.
-        keep: Share in (0, 1].
+        keep: Share of the scores that is kept, in (0, 1].
         groups: Number of equal parts of the flat scores; each part keeps the same number.
 
     Returns:
@@ -56,7 +56,7 @@ def choose_rows(score_N: Tensor, keep: float, num_examples: int = 1) -> Rows:
 
     Args:
         score_N: One score a row.
-        keep: Share in (0, 1].
+        keep: Share of the rows that is kept, in (0, 1].
         num_examples: Number of equal parts of the rows; each part keeps the same number.
 
     Returns:
@@ -75,7 +75,7 @@ def choose_elements(score_NO: Tensor, keep: float, groups: int = 1) -> Elements:
 
     Args:
         score_NO: One score an entry.
-        keep: Share in (0, 1].
+        keep: Share of the entries that is kept, in (0, 1].
         groups: 1 over the whole gradient, N in each row, B in each example.
 
     Returns:
@@ -222,7 +222,7 @@ def l2_norm(tensor: Tensor) -> Tensor:
     """Return the 2-norm of all entries, in which squares do not underflow.
 
     Args:
-        tensor: Of any shape and floating-point dtype.
+        tensor: A tensor of any shape and floating-point dtype.
 
     Returns:
         0-d, float32, or float64 of a float64 tensor.
@@ -234,7 +234,7 @@ def l1_norm(tensor: Tensor) -> Tensor:
     """Return the sum of magnitudes.
 
     Args:
-        tensor: Of any shape and floating-point dtype.
+        tensor: A tensor of any shape and floating-point dtype.
 
     Returns:
         0-d, float32, or float64 of a float64 tensor.
@@ -287,7 +287,7 @@ def choose_blocks(score: Tensor, keep: float, block_shape: tuple[int, int]) -> B
 
     Args:
         score: One score a block, in the shape of the grid.
-        keep: Share in (0, 1].
+        keep: Share of the blocks that is kept, in (0, 1].
         block_shape: Rows and features of a block.
 
     Returns:

@@ -94,9 +94,9 @@ class Step:
             training itself.
         rank: Number of this process among those that train together, from 0; each decides about its own examples.
         num_steps: Optimizer steps of the whole training; None if not known.
-        state: Of the policy that is asked, before this step, if it is :class:`Stateful`. It must not be changed.
-        loss_scale: What the loss of this backward was multiplied by, a number or 0-d, and so is the gradient that a
-            decision sees, but not what a state was computed from; None: nothing.
+        state: State of the policy that is asked, before this step, if it is :class:`Stateful`. It must not be changed.
+        loss_scale: Factor of the loss of this backward, a number or 0-d, and so of the gradient that a decision sees,
+            but not of what a state was computed from; None: 1.
     """
 
     index: int
@@ -113,14 +113,15 @@ class Step:
         """Return a fresh random generator that depends only on seed, step, draw, rank and site.
 
         Args:
-            site: Where the decision is made.
-            device: Where the random numbers are needed.
+            site: Place or thing that is decided about; another name has independent numbers.
+            device: Device on which the random numbers are needed.
 
         Returns:
             A new generator. The global ones are not used, so nothing has to be saved for a resume.
         """
         import torch
 
+        # A draw of -1 repeats that of training.
         draw = max(0, self.draw)
         key = f"{self.seed}/{self.index}/{self.micro_batch}/{self.call}/{draw}/{site.name}"
         # Ranks draw different rows; rank 0 draws what a single process would.
@@ -148,7 +149,7 @@ class Budget:
         """Return a budget; a number is that of both products.
 
         Args:
-            budget: As a policy declares it.
+            budget: Budget as a policy declares it; a number is a share in (0, 1].
 
         Returns:
             The shares of both.
@@ -168,7 +169,7 @@ class Policy(BaseModel, ABC):
     Args:
         takes_schedules: Whether options may follow a schedule; no for kinds that decide alike at every step.
         constants: Names of options that may not, such as one that says itself when something happens.
-        card: What to know before trying it, for the catalogue; None without one.
+        card: Use, cost and results of the method, for the catalogue; None without one.
     """
 
     model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -203,7 +204,7 @@ class Policy(BaseModel, ABC):
         """Return a copy of which some options follow schedules.
 
         Args:
-            schedules: By name of the option. Both ends must be allowed values.
+            schedules: Schedules by name of the option. Both ends must be allowed values.
 
         Returns:
             The copy.
@@ -216,7 +217,7 @@ class Policy(BaseModel, ABC):
         """Return the values of the scheduled options.
 
         Args:
-            step: When; it knows the length of the training.
+            step: A step with ``num_steps``, unless no option follows a schedule.
 
         Returns:
             As many numbers as there are schedules.
@@ -230,7 +231,7 @@ class Policy(BaseModel, ABC):
         """Return the policy with the numbers of a step; itself if no option follows a schedule.
 
         Args:
-            step: When.
+            step: A step with ``num_steps``, unless no option follows a schedule.
 
         Returns:
             The policy that decides at this step.
@@ -279,8 +280,9 @@ class GradientSelector(Policy):
 
         Args:
             grad_NO: Gradient of the site's output, all leading dimensions flattened to rows. It must not be changed.
-            site: Where.
-            step: When; ``step.generator(site, grad_NO.device)`` is the only source of randomness allowed.
+            site: The linear or branch whose output has this gradient.
+            step: The step and call of the decision; ``step.generator(site, grad_NO.device)`` is the only source of
+                randomness allowed.
 
         Returns:
             What is kept; None keeps everything.
@@ -302,8 +304,8 @@ class GradientSelector(Policy):
         """Return the share that is kept at one site and step, from which the claimed work is computed.
 
         Args:
-            site: Where.
-            step: When.
+            site: The site whose share is asked for.
+            step: The step whose share is asked for.
 
         Returns:
             At most ``budget``, which it is unless a policy defines otherwise.

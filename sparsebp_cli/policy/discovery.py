@@ -19,7 +19,7 @@ from sparsebp_cli.policy.hidden_state import find_hidden_state, refuse_hidden_st
 from sparsebp_cli.policy.option import validate_options
 from sparsebp_cli.policy.reference import ReferenceReader
 from sparsebp_cli.policy.scheduled_option import split_schedules
-from sparsebp_cli.policy.shelf import tell_home
+from sparsebp_cli.policy.shelf import tell_home, tell_shelf
 
 GROUP = "sparsebp.policies"
 LONGEST_REASON = 300
@@ -103,9 +103,8 @@ def find_policy(name: str) -> FoundPolicy:
         names, home = sorted(entries.names), tell_home(name)
         if home:
             raise PolicyError(f"policy {name!r} is not installed: {home}")
-        raise PolicyError(
-            f"unknown policy {shorten(repr(name))}; installed: {', '.join(names)}{did_you_mean(name, names)}"
-        )
+        more = did_you_mean(name, names) or tell_shelf({entry.dist.name for entry in entries if entry.dist is not None})
+        raise PolicyError(f"unknown policy {shorten(repr(name))}; installed: {', '.join(names)}{more}")
     policy = _load(name, entries.select(name=name))
     if policy.policy_class is None:
         raise PolicyError(f"policy {name!r} of {policy.source} is broken: {policy.problem}")
@@ -138,7 +137,7 @@ def make_policies(given: PolicyLike | Iterable[PolicyLike]) -> tuple[Policy, ...
     """Make policies from one or several of: a policy, its name, a mapping of ``name`` and options.
 
     Args:
-        given: The policies.
+        given: Policies, their names, or mappings of ``name`` and options; or one of these.
 
     Returns:
         The policies, in the same order.

@@ -25,9 +25,9 @@ class Epoch:
     """What is known of the training examples when an epoch starts.
 
     Args:
-        number: Of the epoch, counted from 0.
-        loss_N: Of each example the mean loss of its targets when it was last trained on, without its weight: nats,
-            float32, on the CPU; NaN for an example that was never trained on.
+        number: Number of the epoch, counted from 0.
+        loss_N: Mean loss of each example's targets when it was last trained on, without its weight: nats, float32, on
+            the CPU; NaN for an example that was never trained on.
         num_before: Visits of examples in all epochs before this one, at least 0.
         num_in_all: Visits of examples in the whole training, at least 1.
     """
@@ -73,7 +73,7 @@ class EpochSelector(Policy):
         """Choose the examples of an epoch.
 
         Args:
-            epoch: What is known of them. It must not be changed.
+            epoch: Losses of the training examples so far. It must not be changed.
             step: The optimizer step in which the epoch starts; ``step.generator(epoch)`` is the only source of
                 randomness allowed.
 

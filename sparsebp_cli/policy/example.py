@@ -35,12 +35,12 @@ class Examples:
     """A batch as an example selector sees it.
 
     Args:
-        number: B, at least 1.
+        number: Number of examples in the batch, B, at least 1.
         loss_B: The mean loss of each example's targets among the positions that were read, nats, float32, finite; of
             an example without any, the mean of the others. None if the policy does not need it.
         gradient_norm_B: The 2-norm of the gradient of each example's summed loss with respect to its logits at the
             same positions, float32, at least 0. None unless the policy reads it.
-        reference_loss_B: As ``loss_B``, of the reference model. None unless the policy is a
+        reference_loss_B: The same as ``loss_B`` with the reference model. None unless the policy is a
             :class:`~sparsebp_cli.policy.ReferenceReader` and needs losses.
         row_B: The row of each example in the training data, int64. None unless the policy reads it.
         product_B: The inner product of the gradient of each example's mean loss with the mean of the validation
@@ -71,7 +71,7 @@ class WeightedExamples:
     Args:
         index_K: Their numbers in the batch, int64, ascending, each once, at least one.
         weight_K: Factor of each one's loss, at least 0, finite; 1 / probability makes a random choice unbiased.
-        denominator: What divides the sum of the weighted losses. ``targets``: the number of targets of the whole batch,
+        denominator: Divisor of the sum of the weighted losses. ``targets``: the number of targets of the whole batch,
             chosen or not, so that with weights of 1 / probability the gradient is that of all examples in the mean.
             ``weights``: each chosen example's targets times its weight, so that the loss is a weighted mean; biased,
             and never larger than the largest loss.
@@ -97,7 +97,7 @@ class ExampleSelector(Policy):
         """Return whether ``choose`` reads the examples' losses at a step; they cost a forward, which is counted.
 
         Args:
-            step: When.
+            step: The step whose ``choose`` comes next.
 
         Returns:
             Whether it reads them.
@@ -144,7 +144,8 @@ class ExampleSelector(Policy):
 
         Args:
             examples: The batch. It must not be changed.
-            step: When; ``step.generator(examples, device)`` is the only source of randomness allowed.
+            step: The step of the decision; ``step.generator(examples, device)`` is the only source of randomness
+                allowed.
 
         Returns:
             Their numbers, int64, (K,), ascending, each once, with weights if it ``weighs``; None: all of them.

@@ -36,7 +36,7 @@ class Seen:
         grad_NO: Gradient of the output. It must not be changed.
         needs_dgrad: Whether the gradient of the input is wanted.
         needs_wgrad: Whether the gradient of the weight is wanted.
-        readings: What the policy's ``reads`` name; the properties of the same names return them.
+        readings: Tensors by the names in the policy's ``reads``; the properties of the same names return them.
     """
 
     grad_NO: Tensor
@@ -99,8 +99,8 @@ class InformedSelector(GradientSelector):
 
         Args:
             seen: The gradient, and what ``reads`` names.
-            site: Where.
-            step: When, and the source of randomness.
+            site: The linear that has computed the output.
+            step: The step and call of the decision, and the only source of randomness.
 
         Returns:
             What is kept for both products, or a :class:`Split`; None keeps everything.
@@ -111,9 +111,9 @@ class InformedSelector(GradientSelector):
         """Refuse: the engine calls :meth:`choose`.
 
         Args:
-            grad_NO: Of no use.
-            site: Of no use.
-            step: Of no use.
+            grad_NO: Unused.
+            site: Unused.
+            step: Unused.
 
         Returns:
             Nothing.

@@ -26,9 +26,9 @@ class Kind:
 
     Args:
         policy: The class that its policies derive from.
-        asked: When its policies decide, and when they are exact and unbiased, for the reference.
-        extensions: What carries a policy out: a number, and ``module:name`` of a callable that takes the policy, the
-            model and a ``Given`` and returns an extension of the engine, or None where it needs none. They change the
+        asked: Text for the reference: when its policies decide, and when they are exact and unbiased.
+        extensions: (number, ``module:name``) of each callable that takes the policy, the model and a ``Given`` and
+            returns an extension of the engine that carries the policy out, or None where it needs none. They change the
             model in the order of the numbers. Empty: the engine itself asks its policies, or the worker does.
         places: ``module:name`` of a function of the same arguments that returns where a policy with state decides;
             empty: nowhere.
@@ -46,14 +46,14 @@ class Kind:
         may_repeat: Whether several of its policies may work in one model; its limits then say when.
         keeps_state: Whether its policies may be stateful.
         makes_trials: Whether they may want trial passes.
-        fact: Of an aspect, the name of a fact that is true of the policies that have it; empty: this is a kind.
+        fact: Name of a fact that is true of the policies that have an aspect; empty: this is a kind.
         facts: Returns what a policy declares with its options, for the rules, by name.
-        limits: What does not go with it. Conditions are on its own policies; their kind is added, except to those of
-            an aspect.
+        limits: Rules of what does not go with it. Conditions are on its own policies; their kind is added, except to
+            those of an aspect.
     """
 
     # Extensions of packages change a model behind all that are built in; the eager update, which frees gradients, comes
-    # behind every extension that sees them.
+    # behind every extension that sees them. See decision 101.
     OF_PACKAGES: ClassVar[int] = 1_500
     EAGER_UPDATE: ClassVar[int] = 2_000
 
@@ -94,7 +94,7 @@ def load(name: str) -> Any:
     """Import what a kind names.
 
     Args:
-        name: ``module:name``.
+        name: Place of a function or class, ``module:name``.
 
     Returns:
         The function or class.

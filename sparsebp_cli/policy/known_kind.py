@@ -47,7 +47,7 @@ class KnownKinds:
     """The kinds of this installation.
 
     Args:
-        kinds: In their order, those of packages last, by the names of their entry points.
+        kinds: Built-in kinds in their order, then those of packages by the names of their entry points.
         problems: One line for each entry point that gives none.
     """
 
@@ -101,7 +101,7 @@ def find_kind(policy: Policy) -> Kind | None:
     """Return the kind of a policy; None for one of no kind that is known.
 
     Args:
-        policy: With its options.
+        policy: A policy of any class.
 
     Returns:
         The first kind whose class it derives from.
@@ -113,7 +113,7 @@ def list_kinds(policies: Iterable[Policy]) -> list[Kind]:
     """Return the kinds of some policies, those of no known kind left out.
 
     Args:
-        policies: With their options.
+        policies: Policies of any class.
 
     Returns:
         A kind for each policy, in their order.
@@ -125,7 +125,7 @@ def find_aspects(policy: Policy) -> tuple[Kind, ...]:
     """Return the aspects that a policy has beside its kind.
 
     Args:
-        policy: With its options.
+        policy: A policy of any class.
 
     Returns:
         Those whose class it derives from.
@@ -137,7 +137,7 @@ def find_facts(policy: Policy) -> Mapping[str, object]:
     """Return what a policy declares with its options, as its kind and its aspects say.
 
     Args:
-        policy: With its options.
+        policy: A policy with its options, on which facts depend.
 
     Returns:
         Facts by name, ``kind`` among them, which is empty for a policy of no known kind.
@@ -154,7 +154,7 @@ def find_columns(policies: Iterable[Policy]) -> frozenset[str]:
     """Return the names of the columns of the data that policies read.
 
     Args:
-        policies: With their options.
+        policies: Policies with their options, on which columns depend.
 
     Returns:
         Names of columns.

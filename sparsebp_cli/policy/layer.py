@@ -24,7 +24,7 @@ class LayerOutput:
 
     Args:
         layer: Number of the layer, from 0.
-        num_layers: Of the model.
+        num_layers: Number of layers of the model.
     """
 
     layer: int
@@ -49,9 +49,9 @@ class LayerSampler(ABC):
 
         Args:
             norm_B: 2-norm of each example's gradient, in float32 at least; 0 for those that were left out above.
-            output: Where.
-            step: When, with the state; ``step.generator(output, norm_B.device)`` is the only source of randomness
-                allowed.
+            output: The layer at whose output the gradient has arrived.
+            step: The step of the decision, with the state; ``step.generator(output, norm_B.device)`` is the only source
+                of randomness allowed.
 
         Returns:
             (B,), 0 for those that are left out; None leaves the gradient as it is.

@@ -27,8 +27,8 @@ class Measure:
     """A number or tensor that a policy measured, on the device.
 
     Args:
-        value: Of the same shape wherever measures of one name and place are added.
-        fold: What becomes of the measures of one name and place in a step, over micro-batches and uses: the ``last``
+        value: A tensor of the same shape wherever measures of one name and place are added.
+        fold: Combination of the measures of one name and place in a step, over micro-batches and uses: the ``last``
             one, their ``sum``, or the root of the sum of their squares, ``hypot``, as of norms.
     """
 
@@ -44,7 +44,7 @@ class Observed:
     not finite becomes 0.
 
     Args:
-        name: Of the place, under which the observation has the measures.
+        name: Name of the place, under which the observation has the measures.
     """
 
     is_gradient: ClassVar[bool] = True
@@ -56,8 +56,8 @@ class ParameterGradient(Observed):
     """The gradient that the optimizer gets of a trained parameter, after clipping; in trial passes as it arrived.
 
     Args:
-        name: Of the parameter; a shared one has one gradient, by its first name.
-        gradient: In the shape of the parameter.
+        name: Name of the parameter; a shared one has one gradient, by its first name.
+        gradient: The gradient, in the shape of the parameter.
     """
 
     gradient: Tensor
@@ -68,7 +68,7 @@ class SiteGradient(Observed):
     """The gradient of the output of one of a gradient selector's sites, before anything is cut.
 
     Args:
-        name: Of the site.
+        name: Name of the site.
         shown: The gradient, (N, O), and what the policy's ``reads`` name.
     """
 
@@ -82,8 +82,8 @@ class BlockGradient(Observed):
     several blocks, each has that of their sum.
 
     Args:
-        name: Of the block.
-        gradient: In the shape of the block's output.
+        name: Name of the block.
+        gradient: The gradient, in the shape of the block's output.
     """
 
     gradient: Tensor
@@ -106,8 +106,8 @@ class WeightGradient(Observed):
     """The gradient of the weight of a linear, for a :class:`~sparsebp_cli.policy.PartSelector`, in trial passes alone.
 
     Args:
-        name: Of the linear.
-        gradient_OD: In the weight's own precision.
+        name: Name of the linear.
+        gradient_OD: The gradient, output by input, in the weight's own precision.
     """
 
     gradient_OD: Tensor
@@ -119,9 +119,9 @@ class ReaderGradients(Observed):
     :class:`~sparsebp_cli.policy.InputSaver`, in trial passes alone.
 
     Args:
-        name: Of the linear that reads it first.
-        gradients: By linear, in the order of their names, in the shapes of the weights.
-        num_entries: Of the input.
+        name: Name of the linear that reads the input first.
+        gradients: Gradients of the weights by linear, in the order of their names, in the shapes of the weights.
+        num_entries: Number of entries of the input, N times D.
     """
 
     gradients: Mapping[str, Tensor]
@@ -134,8 +134,8 @@ class LinearInput(Observed):
     tensor, the first. A forward that is computed again shows it again.
 
     Args:
-        name: Of the linear.
-        x_ND: The input.
+        name: Name of the linear.
+        x_ND: The input, all leading dimensions flattened to rows.
     """
 
     is_gradient: ClassVar[bool] = False
@@ -148,8 +148,8 @@ class ReadExamples(Observed):
     :class:`~sparsebp_cli.policy.EpochSelector` what a micro-batch was trained on.
 
     Args:
-        name: Of the forward, "0" and on within the step.
-        examples: With the scores that the policy has read.
+        name: Number of the forward within the step, from "0".
+        examples: The batch, with the scores that the policy has read.
     """
 
     is_gradient: ClassVar[bool] = False
@@ -161,8 +161,8 @@ class ReadTokens(Observed):
     """The tokens of a forward among which a :class:`~sparsebp_cli.policy.TokenSelector` chooses.
 
     Args:
-        name: Of the forward, "0" and on within the step.
-        tokens: With the scores that the policy has read.
+        name: Number of the forward within the step, from "0".
+        tokens: The batch, with the scores that the policy has read.
     """
 
     is_gradient: ClassVar[bool] = False
@@ -183,8 +183,8 @@ class Observation(dict[str, dict[str, "Tensor"]]):
         """Fold the measures of a place into those before.
 
         Args:
-            place: Where they were measured.
-            measures: By name.
+            place: Name of the site, parameter, block, layer or forward.
+            measures: Measures by the policy's own names.
         """
         for name, measure in measures.items():
             values = self.setdefault(name, {})

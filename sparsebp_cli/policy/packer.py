@@ -66,7 +66,7 @@ class BatchPacker(Policy):
         """Return whether a batch is packed; otherwise the plain forward runs, bit for bit.
 
         Args:
-            size: What would be computed.
+            size: Rows that the layers and the head would compute of the batch.
 
         Returns:
             Whether to pack it.

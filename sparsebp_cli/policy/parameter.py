@@ -16,7 +16,7 @@ class Parameter:
     """A parameter that the model would train without a policy.
 
     Args:
-        name: In the model; a shared one has its first name.
+        name: Name in the model; a shared one has its first name.
         layer: Number of the layer that it belongs to, from 0, an encoder's before a decoder's; None outside of layers.
         num_entries: Number of its entries, at least 0.
         aliases: Its further names if modules share it, such as that of a tied head.
@@ -62,8 +62,8 @@ class ParameterSelector(Policy):
         """Return factors of the learning rate at a step.
 
         Args:
-            parameters: As for :meth:`select`.
-            step: As for :meth:`select`.
+            parameters: All that the model would train, as for :meth:`select`.
+            step: The step whose learning rate is scaled.
 
         Returns:
             Factors of at least 0 by name; 1 for those that are missing.
@@ -75,8 +75,8 @@ class ParameterSelector(Policy):
         """Return the step whose learning rate is in force: this one, or an earlier one at which it was last set.
 
         Args:
-            parameters: As for :meth:`select`.
-            step: As for :meth:`select`.
+            parameters: All that the model would train, as for :meth:`select`.
+            step: The step whose learning rate is asked for.
 
         Returns:
             The index of a step, from 0 to that of ``step``.
@@ -89,13 +89,13 @@ class ParameterSelector(Policy):
         """Select parameters.
 
         Raise :class:`~sparsebp_cli.errors.PolicyError` for options that do not fit the model, such as a pattern that
-        matches
-        nothing: the engine calls this when the policy is attached, before anything starts.
+        matches nothing: the engine calls this when the policy is attached, before anything starts.
 
         Args:
             parameters: All that the model would train, in the model's order.
-            step: When; ``step.generator(...)`` is the only source of randomness allowed. Micro-batch, call, draw and
-                rank are 0: one selection holds for the whole step, on every process and in every probe.
+            step: The step of the decision; ``step.generator(...)`` is the only source of randomness allowed.
+                Micro-batch, call, draw and rank are 0: one selection holds for the whole step, on every process and in
+                every probe.
 
         Returns:
             Names of those that are trained, at least one; for the others no gradient is computed, and nothing is

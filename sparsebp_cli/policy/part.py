@@ -88,7 +88,7 @@ class WeightPart(ABC):
 
         Args:
             matrix_OD: Whole matrix, output by input; entries outside of the part do not change.
-            part: As :meth:`restrict` returns it.
+            part: Values of the part, in the shape that :meth:`restrict` returns.
         """
 
     def check(self, num_outputs: int, num_inputs: int) -> None:
@@ -166,7 +166,7 @@ class WeightBlocks(WeightPart):
     saved.
 
     Args:
-        index_K: As of every part.
+        index_K: int64 numbers of the blocks that are trained, each once, in any order, at least one.
         num_inputs: D, by which the numbers are read.
         size: S, side of a block; O and D are multiples of it.
     """
@@ -235,7 +235,7 @@ class WeightElements(WeightPart):
     """Single entries of a weight, numbered row by row. The whole gradient is computed, and only they are kept of it.
 
     Args:
-        index_K: As of every part.
+        index_K: int64 numbers of the entries that are trained, each once, in any order, at least one.
         num_inputs: D, by which the numbers are read.
     """
 

@@ -39,7 +39,7 @@ class TrainedWeight:
     """The weight of a linear that the model would train without a policy.
 
     Args:
-        name: Of the linear, such as ``model.layers.3.mlp.down_proj``.
+        name: Name of the linear, such as ``model.layers.3.mlp.down_proj``.
         layer: Number of the layer that it belongs to, from 0; None outside of layers.
         matrix_OD: The weight as it is now, output by input, without a copy. It must not be changed.
     """
@@ -96,8 +96,9 @@ class PartSelector(Policy):
         matches nothing: the engine calls this when the policy is attached, before anything starts.
 
         Args:
-            weights: Of all linears of which parts can be trained, in the model's order: not those that are tied,
-                quantised, sharded, in float8, parametrized, or frozen by the user; with ``of_frozen`` those that are.
+            weights: Weights of all linears of which parts can be trained, in the model's order: not those that are
+                tied, quantised, sharded, in float8, parametrized, or frozen by the user; with ``of_frozen`` those that
+                are.
             step: Always of index 0, with the state; ``step.generator(...)`` is the only source of randomness allowed.
 
         Returns:
@@ -132,6 +133,7 @@ PART_SELECTOR = Kind(
         ),
         not_with("optim", ("adagrad",), "this optimizer has state of whole weights before parts of them are chosen"),
         not_with("float8", GIVEN, "the product of a part would have another float8 scale"),
+        not_with("quantization", GIVEN, "no part of a quantised weight is trained"),
         not_in_trainer(
             "{policy} trains parts of weights, which a Trainer cannot: it clips the gradients of the model's "
             "parameters; run a recipe, or your own loop"

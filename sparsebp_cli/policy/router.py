@@ -60,9 +60,9 @@ class EdgeRouter(Policy):
         """Select the edges on which the gradient continues. Nothing behind the others is computed.
 
         Args:
-            edges: At least one, in the node's own order.
-            step: When; ``step.generator(edges[0])`` is the only source of randomness allowed. ``call`` is the node's
-                number in the graph.
+            edges: Edges of the node that have a gradient, at least one, in the node's own order.
+            step: The step of the decision; ``step.generator(edges[0])`` is the only source of randomness allowed.
+                ``call`` is the node's number in the graph.
 
         Returns:
             Numbers of edges, each at most once; none stops the gradient at this node.
@@ -73,7 +73,7 @@ class EdgeRouter(Policy):
         """Return how large gradients are by ``norm``, summed in at least float32; waits for the device once.
 
         Args:
-            gradients: At least one.
+            gradients: Gradients of any shapes, at least one.
 
         Returns:
             Their sizes. The size is infinite if an entry is not a number, so that a router follows it and the error is

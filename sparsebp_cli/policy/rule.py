@@ -27,7 +27,7 @@ class AllBut:
     """A condition on a kind: every known one but these.
 
     Args:
-        kinds: Their names.
+        kinds: Names of the kinds to which it does not apply.
     """
 
     kinds: tuple[str, ...]
@@ -65,7 +65,7 @@ class Rule:
         """Return the rule with the kinds that :class:`AllBut` stands for.
 
         Args:
-            kinds: The names of all.
+            kinds: Names of all known kinds.
 
         Returns:
             The rule, without a condition that depends on what kinds there are.
@@ -88,9 +88,9 @@ def at_linears(why: str = "", *, does: str = "", facts: Conditions = NONE) -> Ru
     """Refuse other sites than linears.
 
     Args:
-        why: For the documentation.
-        does: What the policy does, which goes on after its name: ``" saves inputs of linears:"``.
-        facts: Of the policies that are refused; empty: all of the kind.
+        why: Reason, for the documentation; empty: none is given.
+        does: Activity of the policy, which goes on after its name: ``" saves inputs of linears:"``.
+        facts: Facts of the policies that are refused; empty: all of the kind.
 
     Returns:
         The rule.
@@ -106,7 +106,7 @@ def not_with(option: str, condition: Condition, because: str, *, facts: Conditio
         option: Its name in the table.
         condition: Values that are refused.
         because: Why, as the sentence goes on.
-        facts: Of the policies that are refused; empty: all of the kind.
+        facts: Facts of the policies that are refused; empty: all of the kind.
 
     Returns:
         The rule.
@@ -119,10 +119,10 @@ def needs(option: str, value: str, got: tuple[object, ...], because: str, *, fac
 
     Args:
         option: Its name in the table.
-        value: The one that is needed.
-        got: Those that are refused.
+        value: The value that is needed.
+        got: Values that are refused.
         because: Why, as the sentence goes on.
-        facts: Of the policies that are refused; empty: all of the kind.
+        facts: Facts of the policies that are refused; empty: all of the kind.
 
     Returns:
         The rule.
@@ -136,7 +136,7 @@ def whole_weights(because: str = "it is not built for sharded weights", *, facts
 
     Args:
         because: Why, as the sentence goes on.
-        facts: Of the policies that are refused; empty: all of the kind.
+        facts: Facts of the policies that are refused; empty: all of the kind.
 
     Returns:
         The rule.
@@ -148,9 +148,9 @@ def one_process(why: str, *, what: str = "{policy}", facts: Conditions = NONE) -
     """Refuse several processes.
 
     Args:
-        why: For the documentation.
+        why: Reason, for the documentation.
         what: The sentence's subject.
-        facts: Of the policies that are refused; empty: all of the kind.
+        facts: Facts of the policies that are refused; empty: all of the kind.
 
     Returns:
         The rule.
@@ -164,7 +164,7 @@ def not_compiled(because: str, *, what: str = "{policy}", facts: Conditions = NO
     Args:
         because: Why, as the sentence goes on.
         what: The sentence's subject.
-        facts: Of the policies that are refused; empty: all of the kind.
+        facts: Facts of the policies that are refused; empty: all of the kind.
 
     Returns:
         The rule.
@@ -179,7 +179,7 @@ def needs_optimizer(because: str, *, what: str = "{policy}", facts: Conditions =
     Args:
         because: Why, as the sentence goes on.
         what: The sentence's subject.
-        facts: Of the policies that are refused; empty: all of the kind.
+        facts: Facts of the policies that are refused; empty: all of the kind.
 
     Returns:
         The rule.
@@ -192,8 +192,8 @@ def not_in_trainer(text: str, *, facts: Conditions = NONE) -> Rule:
     """Refuse a transformers.Trainer.
 
     Args:
-        text: The sentence.
-        facts: Of the policies that are refused; empty: all of the kind.
+        text: The sentence that is raised, with ``{policy}`` for the policy's name.
+        facts: Facts of the policies that are refused; empty: all of the kind.
 
     Returns:
         The rule.
@@ -208,7 +208,7 @@ def in_trainer_not_with(option: str, condition: Condition, what: str, *, facts: 
         option: Its name in the table.
         condition: Values that are refused.
         what: The option and why, as the sentence goes on.
-        facts: Of the policies that are refused; empty: all of the kind.
+        facts: Facts of the policies that are refused; empty: all of the kind.
 
     Returns:
         The rule.
@@ -228,11 +228,11 @@ def not_beside(
     """Refuse another policy beside one of this kind.
 
     Args:
-        kinds: Of the other policy, by name.
-        why: For the documentation.
-        where: What both would act on: ``forward``, ``backward`` or ``training``.
+        kinds: Names of the other policy's kinds.
+        why: Reason, for the documentation.
+        where: Part of a step on which both would act: ``forward``, ``backward`` or ``training``.
         other: Facts of the other policy beside its kind.
-        facts: Of the policies that are refused; empty: all of the kind.
+        facts: Facts of the policies of this kind that are refused; empty: all of them.
 
     Returns:
         The rule.

@@ -34,8 +34,8 @@ def water_fill(score_N: Tensor, num_kept: int) -> Tensor:
     infinite. NaN counts as 0, infinity as the largest finite number.
 
     Args:
-        score_N: At least 0, such as the product of the norms of the two rows that are multiplied.
-        num_kept: How many are to be drawn, in [1, N].
+        score_N: Scores, at least 0, such as the product of the norms of the two rows that are multiplied.
+        num_kept: Expected number that is drawn, in [1, N].
 
     Returns:
         float64, (N,), each in (0, 1], on the device of the scores.
@@ -69,8 +69,9 @@ def draw(probability_N: Tensor, num_kept: int, generator: torch.Generator) -> Te
     common random offset then falls into another segment.
 
     Args:
-        probability_N: In (0, 1], summing to ``num_kept`` up to rounding, such as from :func:`water_fill`.
-        num_kept: How many to draw, in [1, N].
+        probability_N: Probability of each number, in (0, 1], summing to ``num_kept`` up to rounding, such as from
+            :func:`water_fill`.
+        num_kept: Number that is drawn, in [1, N].
         generator: ``step.generator(site, device)``, on the device of the probabilities.
 
     Returns:
@@ -101,8 +102,8 @@ def draw_by_score(score_N: Tensor, num_kept: int, generator: torch.Generator) ->
     """Draw with probabilities in proportion to scores: :func:`water_fill`, :func:`draw` and :func:`weigh` at once.
 
     Args:
-        score_N: At least 0.
-        num_kept: How many to draw, in [1, N].
+        score_N: Scores, at least 0, as for :func:`water_fill`.
+        num_kept: Number that is drawn, in [1, N].
         generator: ``step.generator(site, device)``, on the device of the scores.
 
     Returns:
@@ -117,8 +118,8 @@ def fill_groups(score_GM: Tensor, num_kept: int) -> Tensor:
     """Return the probabilities of :func:`water_fill` in every group by itself.
 
     Args:
-        score_GM: At least 0, one row a group.
-        num_kept: How many of each group are to be drawn, in [1, M].
+        score_GM: Scores, at least 0, one row a group.
+        num_kept: Expected number that is drawn of each group, in [1, M].
 
     Returns:
         float64, (G, M), each in (0, 1]; every row sums to ``num_kept`` up to rounding.
@@ -142,8 +143,9 @@ def draw_groups(probability_GM: Tensor, num_kept: int, generator: torch.Generato
     """Draw exactly ``num_kept`` different places of every group, as :func:`draw` does.
 
     Args:
-        probability_GM: In (0, 1], every row summing to ``num_kept`` up to rounding, such as from :func:`fill_groups`.
-        num_kept: How many of each group, in [1, M].
+        probability_GM: Probability of each place, in (0, 1], every row summing to ``num_kept`` up to rounding, such as
+            from :func:`fill_groups`.
+        num_kept: Number that is drawn of each group, in [1, M].
         generator: ``step.generator(site, device)``, on the device of the probabilities.
 
     Returns:
@@ -170,7 +172,7 @@ def draw_independently(probability_N: Tensor, generator: torch.Generator) -> Ten
     The host waits for the count. Prefer :func:`draw`, except to reproduce a published method.
 
     Args:
-        probability_N: In [0, 1].
+        probability_N: Probability of each number, in [0, 1].
         generator: ``step.generator(site, device)``, on the device of the probabilities.
 
     Returns:
@@ -186,8 +188,8 @@ def weigh(probability_N: Tensor, index_K: Tensor) -> Tensor:
     """Return 1 / the probability of each number drawn: the weight that makes a sum unbiased.
 
     Args:
-        probability_N: With which they were drawn.
-        index_K: What was drawn.
+        probability_N: Probabilities with which they were drawn, in (0, 1].
+        index_K: Numbers that were drawn, int64.
 
     Returns:
         float32, (K,).
@@ -202,7 +204,7 @@ def variance(size_N: Tensor, probability_N: Tensor) -> Tensor:
 
     Args:
         size_N: Norm of each term of the sum, such as of a row's part of the weight gradient.
-        probability_N: With which each is drawn, in (0, 1].
+        probability_N: Probability with which each term is drawn, in (0, 1].
 
     Returns:
         A float64 scalar: the expected squared distance from the whole sum.

@@ -1,4 +1,4 @@
-"""What stays of a linear's input for the gradient of its weight.
+"""Compressed forms of a linear's input, kept for the gradient of its weight.
 
 Each form defines its meaning in ``restore``: the input that the gradient of the weight is computed with. Every fast
 kernel must equal the dense product with ``restore()``. The gradient of the linear's input never needs any of it.
@@ -73,7 +73,7 @@ class SavedRows(Saved):
     """Rows, multiplied by their weights; all others are zero.
 
     Args:
-        row_KD: The kept rows.
+        row_KD: The kept rows, times their weights.
         index_K: int64 row numbers, on the input's device; a number that stands there twice has the sum of both.
     """
 
@@ -85,7 +85,7 @@ class SavedRows(Saved):
         """Keep some rows of an input.
 
         Args:
-            x_ND: The input.
+            x_ND: Input of a linear, all leading dimensions flattened to N rows.
             index_K: int64 row numbers.
             weight_K: Factor of each kept row (1/probability makes a random choice unbiased); None means 1.
 
@@ -112,7 +112,7 @@ class SavedColumns(Saved):
     """Input features, the same for every row, multiplied by their weights; all others are zero.
 
     Args:
-        column_NK: The kept features.
+        column_NK: The kept features, times their weights.
         index_K: int64 feature numbers, each at most once, on the input's device.
     """
 
@@ -124,7 +124,7 @@ class SavedColumns(Saved):
         """Keep some features of an input.
 
         Args:
-            x_ND: The input.
+            x_ND: Input of a linear, all leading dimensions flattened to N rows.
             index_K: int64 feature numbers, each at most once.
             weight_K: Factor of each kept feature; None means 1.
 
@@ -151,7 +151,7 @@ class SavedElements(Saved):
     """Single entries; all others are zero.
 
     Args:
-        value_K: The kept entries.
+        value_K: The kept entries, of the input's dtype.
         index_K: Their numbers, counted row by row (row * D + feature), each at most once, on the input's device:
             int32 where they fit, else int64.
     """
@@ -164,7 +164,7 @@ class SavedElements(Saved):
         """Keep some entries of an input.
 
         Args:
-            x_ND: The input.
+            x_ND: Input of a linear, all leading dimensions flattened to N rows.
             index_K: int64 numbers of the entries, each at most once.
 
         Returns:
@@ -192,7 +192,7 @@ class SavedDirection(Saved):
     """One number for each group of neighbouring features of a row: how far they go along a direction that all share.
 
     Args:
-        along_NG: What multiplies the direction in each group.
+        along_NG: Factor of the direction in each of a row's G groups, of the input's dtype.
         direction_C: The direction, of length 1; the last group may have fewer features than it.
     """
 
@@ -204,7 +204,7 @@ class SavedDirection(Saved):
         """Project each group of neighbouring features on a direction.
 
         Args:
-            x_ND: The input.
+            x_ND: Input of a linear, all leading dimensions flattened to N rows.
             direction_C: The direction, of length 1, in float32 at least; as many features are a group.
 
         Returns:
@@ -248,7 +248,7 @@ class SavedRepresentatives(Saved):
     Args:
         row_KD: The rows that stand for others.
         index_N: int32, which of them stands for each row, in [0, K).
-        factor_N: What multiplies it, of the input's dtype; 0 leaves a row out.
+        factor_N: Factor of that row, of the input's dtype; 0 leaves a row out.
     """
 
     row_KD: Tensor
@@ -261,7 +261,7 @@ class SavedRepresentatives(Saved):
         direction.
 
         Args:
-            x_ND: The input.
+            x_ND: Input of a linear, all leading dimensions flattened to N rows.
             index_K: int64 numbers of the rows that stand for all, each at most once.
             epsilon: Leaves out rows whose distance to their projection is more than this share of their length, and
                 multiplies the others by N over their number; None leaves out none.
@@ -284,6 +284,7 @@ class SavedRepresentatives(Saved):
         if epsilon is not None:
             # By Pythagoras: the distance to the projection is what of the length is not along it.
             size_N = torch.linalg.vector_norm(x, dim=1)
+            # 1e-6: a row that stands for itself is away from itself by rounding alone.
             is_near_N = size_N.square() - along_N.square() <= (epsilon * size_N).square() + 1e-6 * size_N.square()
             factor_N = factor_N * is_near_N * (len(x) / is_near_N.sum().clamp(min=1).to(dtype))
         shape = (x_ND.shape[0], x_ND.shape[1])
@@ -307,9 +308,9 @@ class SavedCodes(Saved):
         code_GC: uint8, (G, group * bits / 8): the codes of a group, packed.
         low_G: The smallest entry of each group, float32, or float64 for a float64 input.
         step_G: The distance between two codes, of the same dtype.
-        bits: 1, 2, 4 or 8.
+        bits: Bits of a code: 1, 2, 4 or 8.
         group: Entries of a group, a multiple of 8; the last one may stand for fewer.
-        dtype: Of the input.
+        dtype: Floating-point dtype of the input.
     """
 
     code_GC: Tensor
@@ -324,8 +325,8 @@ class SavedCodes(Saved):
         """Round an input to codes.
 
         Args:
-            x_ND: The input.
-            bits: 1, 2, 4 or 8.
+            x_ND: Input of a linear, all leading dimensions flattened to N rows.
+            bits: Bits of a code: 1, 2, 4 or 8.
             group: Entries of a group, a multiple of 8.
             generator: Rounds up or down at random, so that the mean is the entry; None rounds to the nearest.
 
@@ -337,6 +338,7 @@ class SavedCodes(Saved):
         flat = x_ND.reshape(-1).to(torch.promote_types(x_ND.dtype, torch.float32))
         missing = -flat.numel() % group
         if missing:
+            # Filled up with the last entry, which widens no grid.
             flat = torch.cat([flat, flat[-1:].expand(missing)])
         flat = flat.view(-1, group)
         low_G, high_G = flat.amin(1), flat.amax(1)

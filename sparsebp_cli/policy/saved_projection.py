@@ -21,8 +21,8 @@ class SavedSketch(Saved):
     """A random projection of the rows, ``z = S^T x``, which stands for ``S z``. ``S`` is drawn again, never stored.
 
     Args:
-        sketch_KD: The projection ``z``.
-        seed: Of the generator that draws ``S`` (N, K), of independent entries with mean 0 and variance 1/K.
+        sketch_KD: The projection ``z``, K rows in place of N.
+        seed: Seed of the generator that draws ``S`` (N, K), of independent entries with mean 0 and variance 1/K.
         entries: Whether these are of the normal distribution, or +1 and -1 over the root of K.
     """
 
@@ -35,10 +35,10 @@ class SavedSketch(Saved):
         """Project the rows of an input on fewer.
 
         Args:
-            x_ND: The input.
+            x_ND: Input of a linear, all leading dimensions flattened to N rows.
             num_kept: K, at least 1.
             generator: Fresh, from ``step.generator(site, x_ND.device)``: its seed draws the same matrix again.
-            entries: How the matrix is drawn.
+            entries: Distribution of the matrix's entries: normal, or +1 and -1 over the root of K.
 
         Returns:
             The projection.
@@ -65,8 +65,8 @@ class SavedProjection(Saved):
     """A random projection of the features, ``z = x P``, which stands for ``z P^T``. ``P`` is drawn again, never stored.
 
     Args:
-        projection_NK: The projection ``z``.
-        seed: Of the generator that draws ``P`` (D, K), of independent entries with mean 0 and variance 1/K.
+        projection_NK: The projection ``z``, K features in place of D.
+        seed: Seed of the generator that draws ``P`` (D, K), of independent entries with mean 0 and variance 1/K.
         entries: Whether these are of the normal distribution, or +1 and -1 over the root of K.
     """
 
@@ -79,10 +79,10 @@ class SavedProjection(Saved):
         """Project the features of an input on fewer.
 
         Args:
-            x_ND: The input.
+            x_ND: Input of a linear, all leading dimensions flattened to N rows.
             num_kept: K, at least 1.
             generator: Fresh, from ``step.generator(site, x_ND.device)``: its seed draws the same matrix again.
-            entries: How the matrix is drawn.
+            entries: Distribution of the matrix's entries: normal, or +1 and -1 over the root of K.
 
         Returns:
             The projection.
@@ -97,6 +97,7 @@ class SavedProjection(Saved):
 
     def forget(self) -> SavedProjection:
         """Return what draws the same matrix, without the projection."""
+        # A copy: a view of no rows would keep all of them in memory.
         return SavedProjection(self.shape, self.projection_NK[:0].clone(), self.seed, self.entries)
 
     def draw(self) -> Tensor:

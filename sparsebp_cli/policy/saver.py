@@ -62,8 +62,9 @@ class InputSaver(Policy):
         Args:
             x_ND: The input, all leading dimensions flattened to rows. It must not be changed.
             site: The first linear that reads it.
-            step: When; ``step.generator(site, x_ND.device)`` is the only source of randomness allowed. A layer that
-                activation checkpointing computes again is asked with the step of its first forward.
+            step: The step of the forward; ``step.generator(site, x_ND.device)`` is the only source of randomness
+                allowed. A layer that activation checkpointing computes again is asked with the step of its first
+                forward.
 
         Returns:
             What stays; None keeps the input itself.
@@ -74,8 +75,8 @@ class InputSaver(Policy):
         """Return the bytes that stay of an input: the claim that the conformance suite compares with what is stored.
 
         Args:
-            num_rows: N.
-            num_features: D.
+            num_rows: Rows of the input, N.
+            num_features: Features of the input, D.
             itemsize: Bytes of an entry.
 
         Returns:
@@ -94,9 +95,9 @@ class InputSaver(Policy):
 
         Args:
             site: The first linear that reads the input.
-            step: When.
-            num_rows: N.
-            num_features: D.
+            step: The step of the forward, with the state.
+            num_rows: Rows of the input, N.
+            num_features: Features of the input, D.
             itemsize: Bytes of an entry.
 
         Returns:

@@ -32,7 +32,7 @@ class Schedule(BaseModel):
         """Return the value at an optimizer step.
 
         Args:
-            index: The step, counted from 0.
+            index: Number of the optimizer step, counted from 0.
             num_steps: Optimizer steps of the whole training, at least 1.
 
         Returns:

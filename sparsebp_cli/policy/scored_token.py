@@ -75,7 +75,7 @@ class ScoredTokenSelector(TokenSelector):
 
         Args:
             tokens: The batch. It must not be changed.
-            step: When; ``step.generator(tokens, device)`` is the only source of randomness allowed.
+            step: The step of the decision; ``step.generator(tokens, device)`` is the only source of randomness allowed.
 
         Returns:
             (B, T), finite; the largest are trained. Scores of positions that are no targets are ignored. None: all
@@ -133,10 +133,10 @@ class ScoredTokenSelector(TokenSelector):
         without weights.
 
         Args:
-            score_BT: Of :meth:`score_tokens`.
+            score_BT: Scores that :meth:`score_tokens` has returned.
             candidate_BT: Targets that may be trained.
-            tokens: The batch.
-            step: When.
+            tokens: The batch, with its targets and columns.
+            step: The step of the decision, with the source of randomness.
 
         Returns:
             Boolean, (B, T), and weights as in :class:`~sparsebp_cli.policy.TokenChoice`.

@@ -207,7 +207,7 @@ class Groups(Selection):
     Args:
         weight_NO: Factor of each entry, 0 for those that are cut, finite, on the gradient's device. A last group of
             fewer entries keeps as many, or all that it has.
-        num_of: How many entries of each group are kept, and how many a group has.
+        num_of: (entries of each group that are kept, entries of a group).
         along_rows: Whether the neighbours are one below the other, as in a sum over rows; else side by side.
     """
 
@@ -248,8 +248,8 @@ class Split:
     """One selection for the gradient of the input, another for those of weight and bias.
 
     Args:
-        dgrad: For the gradient of the input; None keeps everything.
-        wgrad: For the gradient of the weight; None keeps everything.
+        dgrad: Selection for the gradient of the input; None keeps everything.
+        wgrad: Selection for the gradient of the weight; None keeps everything.
         full_bias: Whether the bias gets the whole gradient; otherwise what ``wgrad`` keeps.
     """
 

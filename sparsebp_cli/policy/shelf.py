@@ -6,7 +6,10 @@ here.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 SHELF = "sparsebp-shelf"
+_INSTALL = f"pip install {SHELF}, or plugins/{SHELF} of a checkout"
 MOVED = frozenset({"backlite", "dither", "dropit", "layerdrop", "mezo", "mvue", "pld", "random-ltd", "velora"})
 
 
@@ -14,11 +17,23 @@ def tell_home(name: str) -> str:
     """Return how to get a policy that is not installed; empty if it was never built in.
 
     Args:
-        name: As a recipe has it.
+        name: Name of a policy, as a recipe has it.
 
     Returns:
         The end of a sentence.
     """
     if name not in MOVED:
         return ""
-    return f"it is in the package {SHELF}: pip install {SHELF}, or plugins/{SHELF} of a checkout"
+    return f"it is in the package {SHELF}: {_INSTALL}"
+
+
+def tell_shelf(distributions: Collection[str]) -> str:
+    """Return where an unknown policy may be; empty if the shelf is installed, where it would be known.
+
+    Args:
+        distributions: Names of those that have policies.
+
+    Returns:
+        A further part of a sentence.
+    """
+    return "" if SHELF in distributions else f"; more are in the package {SHELF}: {_INSTALL}"

@@ -24,7 +24,7 @@ class TrialPass:
 
     Args:
         batch: 0 for the step's first micro-batch, 1 for another one, and so on.
-        draw: Of random decisions, at least 1; other numbers give independent draws.
+        draw: Number of the random decisions' draw, at least 1; other numbers give independent draws.
         state: The state that the policy's decisions read in it; None: the state before the step.
     """
 
@@ -51,9 +51,9 @@ class Stateful(ABC, Generic[Place]):
         gradients, and not in probes.
 
         Args:
-            seen: Of a class that ``observes`` names. It must not be changed.
-            step: When, with the state; of gradients of parameters, the step that ended; in a trial pass, the coming
-                one.
+            seen: An object of a class that ``observes`` names. It must not be changed.
+            step: The step that sees it, with the state; of gradients of parameters, the step that ended; in a trial
+                pass, the coming one.
 
         Returns:
             Measures; empty, as without an override: nothing.
@@ -65,8 +65,8 @@ class Stateful(ABC, Generic[Place]):
         """Return what the policy measures of several things of one step, folded.
 
         Args:
-            shown: What it is shown; what it does not observe is left out.
-            step: When.
+            shown: Objects of one step; those that the policy does not observe are left out.
+            step: The step that sees them, with the state.
 
         Returns:
             The observation, as the engine makes it.
@@ -88,10 +88,10 @@ class Stateful(ABC, Generic[Place]):
         """Return the state before the first step.
 
         Args:
-            places: Where the policy decides: the sites of a gradient selector, with an empty ``batch_shape``, which is
-                not known yet; the parameters of a parameter selector; the blocks of a block dropper; the weights of a
-                part selector; the linears of an input saver; the rows of the training data, as numbers from 0, of an
-                epoch selector, and of an example selector that reads them; otherwise none.
+            places: Places where the policy decides: the sites of a gradient selector, with an empty ``batch_shape``,
+                which is not known yet; the parameters of a parameter selector; the blocks of a block dropper; the
+                weights of a part selector; the linears of an input saver; the rows of the training data, as numbers
+                from 0, of an epoch selector, and of an example selector that reads them; otherwise none.
 
         Returns:
             Tensors on the CPU, and numbers.
@@ -102,8 +102,8 @@ class Stateful(ABC, Generic[Place]):
         """Return the state after a step. Called at the end of each optimizer step.
 
         Args:
-            state: Before it. It must not be changed.
-            observation: What :meth:`measure` returned in the step, folded.
+            state: State before the step. It must not be changed.
+            observation: Measures of the whole step, folded, as :meth:`measure` has returned them.
             step: The step that ended.
 
         Returns:
@@ -134,8 +134,8 @@ class Stateful(ABC, Generic[Place]):
         """Return the state after the trial passes. Called before the step that they were made for.
 
         Args:
-            state: Before them. It must not be changed.
-            observations: What was measured in each pass, in the order of ``wants_trials``.
+            state: State before the trial passes. It must not be changed.
+            observations: Measures of each pass, in the order of ``wants_trials``.
             step: The coming one.
 
         Returns:

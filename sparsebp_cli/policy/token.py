@@ -66,8 +66,8 @@ class TokenChoice:
         weight_BT: Factor of the loss of each trained position, (B, T), floating-point, finite, at least 0; what it is
             elsewhere is ignored. 1 / probability makes a random choice unbiased. None: the loss is the mean of the
             trained positions. Weights need the model's own loss, so the labels among its arguments.
-        denominator: What divides the sum of the weighted losses: all ``targets``, trained or not, or the ``weights``
-            of the trained ones, which makes it a weighted mean; biased. Without weights it has no meaning.
+        denominator: Divisor of the sum of the weighted losses: all ``targets``, trained or not, or the ``weights`` of
+            the trained ones, which makes it a weighted mean; biased. Without weights it has no meaning.
     """
 
     trained_BT: torch.Tensor
@@ -122,7 +122,7 @@ class TokenSelector(ReferenceReader):
 
         Args:
             tokens: The batch. It must not be changed.
-            step: When; ``step.generator(tokens, device)`` is the only source of randomness allowed.
+            step: The step of the decision; ``step.generator(tokens, device)`` is the only source of randomness allowed.
 
         Returns:
             The positions that are trained, and those that carry gradient.

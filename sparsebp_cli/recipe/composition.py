@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
+from typing import Any
 
 from sparsebp_cli.composition import PolicyFacts, Setup, find_optimizer, find_refusals
 from sparsebp_cli.errors import UnsupportedError, UsageError, did_you_mean
@@ -31,7 +32,9 @@ PLACES: dict[str, Location] = {
     "dtype": ("model", "dtype"),
     "attention": ("model", "attention"),
     "float8": ("model", "float8"),
+    "quantization": ("model", "quantization"),
     "lora": ("model", "lora"),
+    "peft": ("model", "peft"),
     "format": ("dataset", "format"),
     "policy_validation_examples": ("dataset", "policy_validation_examples"),
     "independent_examples": ("measure", "independent_examples"),
@@ -70,8 +73,10 @@ def has_own_worker(recipe: Recipe) -> bool:
 
 
 def _setup(recipe: Recipe, phase: int, data: Mapping[str, object] | None) -> Setup:
-    values = {name: _read(recipe, section, key) for name, (section, key) in PLACES.items()}
+    values: dict[str, Any] = {name: _read(recipe, section, key) for name, (section, key) in PLACES.items()}
     values["lora"] = recipe.model.adapters
+    for name in ("quantization", "peft"):
+        values[name] = None if values[name] is None else values[name].type
     values |= {"phases": len(recipe.phases), "is_later_phase": phase > 0, "references": _count_references(recipe)}
     key = ".".join(map(str, recipe.phases[phase].key))
     policies = [

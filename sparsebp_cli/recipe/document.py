@@ -279,6 +279,7 @@ def read_scalar(text: str) -> str | int | float | bool | None:
         return text in _TRUE
     number: int | float
     if _INT.fullmatch(text):
+        # Longer ones are too large in any case, and Python refuses to read the longest.
         number = int(text) if len(text) < 100 else math.inf
     elif _BASED_INT.fullmatch(text):
         number = int(text, 0) if len(text) < 100 else math.inf

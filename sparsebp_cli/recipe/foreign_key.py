@@ -70,7 +70,8 @@ ANSWERS = {
     "resume_from_checkpoint": "`sparsebp resume RUN`",
     "report_to": "tracking.uri",
     "run_name": "name",
-    "load_best_model_at_end": None,
+    "load_best_model_at_end": "checkpoint.keep_best: eval/loss",
+    "metric_for_best_model": "checkpoint.keep_best: eval/loss",
     "push_to_hub": None,
     # the data
     "max_length": "dataset.max_seq_length",
@@ -88,6 +89,7 @@ ANSWERS = {
     "train_on_inputs": "dataset.train_on: all, or dataset.completion_only_loss: false",
     "train_on_prompt": "dataset.train_on: all, or dataset.completion_only_loss: false",
     "dataset_text_field": "dataset.text_column",
+    "chat_template_path": "dataset.chat_template",
     # the model
     "model_name_or_path": "model.name",
     "base_model": "model.name",
@@ -97,8 +99,15 @@ ANSWERS = {
     "lora_alpha": "model.lora.lora_alpha",
     "lora_dropout": "model.lora.lora_dropout",
     "lora_target_modules": "model.lora.target_modules",
-    "load_in_4bit": None,
-    "load_in_8bit": None,
+    "lora_target_linear": "model.lora.target_modules: all-linear",
+    "lora_modules_to_save": "model.lora.modules_to_save",
+    "peft_use_dora": "model.lora.use_dora",
+    "peft_use_rslora": "model.lora.use_rslora",
+    "load_in_4bit": "model.quantization: {type: nf4}",
+    "load_in_8bit": "model.quantization: {type: int8}",
+    "bnb_4bit_quant_type": "model.quantization: {type: nf4}, or fp4,",
+    "quantization_config": "model.quantization: {type: nf4}",
+    "quantization_bit": "model.quantization: {type: nf4}, or int8,",
 }
 
 

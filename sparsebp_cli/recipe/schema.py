@@ -36,6 +36,9 @@ class Section(BaseModel):
     model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
+CHANGES_BASE = ("olora", "pissa")  # first values of adapters that are taken out of the base
+
+
 class LoraSection(Section):
     """Low-rank adapters by peft, with the names of ``peft.LoraConfig``."""
 
@@ -107,6 +110,30 @@ class PeftSection(BaseModel):
         return section
 
 
+class QuantizationSection(Section):
+    """A frozen base with quantised linears, under adapters (QLoRA)."""
+
+    type: Literal["nf4", "fp4", "int8"] = Field(
+        description="nf4 and fp4: 4 bits, by bitsandbytes; int8: 8 bits, by torchao. The head keeps its precision."
+    )
+    bnb_4bit_use_double_quant: bool = Field(False, description="Of nf4 and fp4: quantise the scales as well.")
+    bnb_4bit_compute_dtype: Literal["float32", "bfloat16"] | None = Field(
+        None, description="Of nf4 and fp4: type of the products; null: model.dtype."
+    )
+
+    @property
+    def package(self) -> str:
+        """The package that quantises."""
+        return "torchao" if self.type == "int8" else "bitsandbytes"
+
+    @model_validator(mode="after")
+    def _options_fit_the_type(self) -> Self:
+        for key in ("bnb_4bit_use_double_quant", "bnb_4bit_compute_dtype"):
+            if self.type == "int8" and getattr(self, key):
+                raise ValueError(f"{key} is of nf4 and fp4, got type: {self.type}")
+        return self
+
+
 class ModelSection(Section):
     """The model: by name, or with random weights from a config."""
 
@@ -131,6 +158,11 @@ class ModelSection(Section):
         description="Linears multiply in float8, by torchao: native in a GPU's float8 units, emulated with the same "
         "rounding on any device. The head and adapters keep their precision.",
     )
+    quantization: QuantizationSection | None = Field(
+        None,
+        description="Load the linears quantised. They stay frozen, so it needs lora, peft or adapter; what is saved is "
+        "merged and no longer quantised. null: as the model's files say.",
+    )
     lora: LoraSection | None = Field(None, description="Train only low-rank adapters.")
     peft: PeftSection | None = Field(None, description="Train only what another method of peft adds.")
     adapter: str | None = Field(
@@ -148,6 +180,13 @@ class ModelSection(Section):
         given = [key for key in ("lora", "peft", "adapter") if getattr(self, key) is not None]
         if len(given) > 1:
             raise ValueError(f"give one of lora, peft and adapter, got {' and '.join(given)}")
+        if self.quantization is not None and self.name is None:
+            raise ValueError("quantization needs name: a config stands for random weights")
+        if self.quantization is not None and self.lora is not None and self.lora.init_lora_weights in CHANGES_BASE:
+            raise ValueError(
+                f"lora.init_lora_weights: {self.lora.init_lora_weights} changes the base, which quantization keeps; "
+                "use true, gaussian or orthogonal"
+            )
         if self.adapter is not None and self.name is None:
             raise ValueError("adapter needs its base as name: a config stands for random weights")
         if self.name is None and self.config is None:

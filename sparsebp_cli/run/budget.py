@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import stat
 import tarfile
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from io import FileIO, UnsupportedOperation
 from pathlib import Path
 from typing import IO, BinaryIO, ClassVar, NoReturn, Protocol, Self
@@ -19,6 +22,7 @@ from sparsebp_cli.errors import UsageError
 MIB = 1 << 20
 LARGEST_PLAN = 4 * MIB  # ours have some kilobytes, and up to 200,000 characters of uncommitted changes
 LARGEST_SMALL = MIB  # of labels and the like
+LARGEST_ARTIFACT = 64 * MIB  # of a run in a store: its journal without the metrics of steps
 LONGEST_LINE = 16 * MIB  # of a journal: the losses of half a million validation examples
 LARGEST_HEADER = 64 * 1024  # of a member of an archive with a long name: a path has 4,096 bytes
 LARGEST_HEADERS = 16 * MIB  # of all members together
@@ -39,6 +43,7 @@ class BudgetError(UsageError):
 def open_regular(file: Path) -> BinaryIO:
     """Open a file to read. Raises ``OSError`` if it cannot be read, and ``UnsupportedOperation``, which is an
     ``OSError`` and a ``ValueError``, for what is no regular file: a pipe waits for ever, a device has no end."""
+    # O_NONBLOCK: opening a pipe would wait for its writer.
     opened = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(opened).st_mode):
         os.close(opened)
@@ -72,6 +77,36 @@ def read_bounded(file: Path, largest: int) -> bytes:
     return content
 
 
+_limit_lock = threading.Lock()
+_limits: list[int] = []  # in force now, one a block
+
+
+@contextmanager
+def limit_files(largest: int) -> Iterator[None]:
+    """Let no file that this process or a child writes meanwhile become larger: such a write raises ``OSError``. It
+    bounds what a library downloads, whose own buffers nobody else can count. Of several blocks at once the largest
+    limit is in force."""
+    with _limit_lock:
+        _limits.append(largest)
+        _apply_limits()
+    try:
+        yield
+    finally:
+        with _limit_lock:
+            _limits.remove(largest)
+            _apply_limits()
+
+
+_given_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+
+def _apply_limits() -> None:
+    soft, hard = _given_limit
+    wanted = max(_limits, default=soft)
+    known = [limit for limit in (wanted, soft) if limit != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (min(known, default=resource.RLIM_INFINITY), hard))
+
+
 def read_lines(stream: IO[bytes]) -> Iterator[tuple[bytes | None, int]]:
     """Yield each line with its number of bytes; None for one that is longer than a journal's can be."""
     while line := stream.readline(LONGEST_LINE):
@@ -93,6 +128,7 @@ def open_tar(stream: Readable) -> tarfile.TarFile:
     """Open a tar stream whose headers and members are counted before tarfile reads what belongs to them; read it with
     :func:`read_members`."""
 
+    # A class of its own: tarfile makes the members, and the counts are those of one archive.
     class CountedInfo(_CountedInfo):
         num_members = header_bytes = 0  # of this archive
 

@@ -45,6 +45,7 @@ from sparsebp_cli.run.record import State
 from sparsebp_cli.run.visible import mask
 
 SHORTEST_PREFIX = 3
+# Beside the runs: one rename needs no other file system, no new folder and no inode. See decision 88.
 DELETED = ".deleted-"  # begins the name of a run that is being deleted
 LOCK_PATIENCE_SECONDS = 0.5  # a process that reads the state holds a shared lock for a moment
 
@@ -143,6 +144,7 @@ class RunFolder:
 
     def state(self) -> State:
         """Return the run's state, derived from locks and journal, so it is right even if processes died silently."""
+        # See decision 3.
         state = self._recorded_state()
         if state in {State.QUEUED, State.INTERRUPTED} and self.cancel_file.exists():
             return State.CANCELLED
@@ -194,6 +196,7 @@ class RunFolder:
     def lock(self, role: str) -> FileLock:
         """Take the lock of a role (``worker``, ``rank`` or ``target``). The system releases it when the process dies.
         Raise RunBusyError if another process holds it."""
+        # thread_local=False: a watcher locks in one thread and releases in another.
         lock = FileLock(self.path / f"{role}.lock", thread_local=False)
         try:
             lock.acquire(timeout=LOCK_PATIENCE_SECONDS, poll_interval=0.01)
@@ -204,6 +207,7 @@ class RunFolder:
     def is_locked(self, role: str) -> bool:
         """Return whether a living process holds the lock of a role."""
         try:
+            # By hand: FileLock would make a file that is missing, and shut out other readers.
             descriptor = os.open(self.path / f"{role}.lock", os.O_RDONLY)
         except FileNotFoundError:
             return False
@@ -289,6 +293,7 @@ def find_run(word: str) -> list[RunFolder]:
     """Return the runs that a word refers to: an id, a unique prefix of one (3 digits or more), a run's folder, a
     recipe's name (all its runs, oldest first), ``@last`` or ``@N`` (the newest N, oldest first), ``@TAG``. Raise
     RunNotFoundError if there is none, or a prefix is not unique."""
+    # A word with a slash is never looked up inside of the store.
     if word == Path(word).name and (home() / "runs" / word / "plan.json").is_file():
         return [RunFolder(home() / "runs" / word)]
     named = _name_runs()

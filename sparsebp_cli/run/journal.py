@@ -72,6 +72,7 @@ class JournalWriter:
         is_new = not self.path.exists()
         self._file = open_to_append(self.path)
         if is_new and durable:
+            # The name of a new file has to reach the disk as well.
             sync(run_folder)
         if self._file.seek(0, os.SEEK_END) != good:
             self._file.truncate(good)
@@ -100,6 +101,7 @@ class JournalWriter:
         if not self._file.closed:
             self.flush()
             self._file.close()
+            # It is cached now, so that no list has to read this journal.
             find_outline(self.path.parent)
 
     def __enter__(self) -> Self:
@@ -248,6 +250,7 @@ class History:
             case "facts":
                 self.facts |= record["values"]
             case "layers":
+                # The first value of a step counts, here and below. See decision 2.
                 self.layers.setdefault(record["step"], record["values"])
             case "examples":
                 examples = self.test_examples if record.get("split") == "test" else self.examples
@@ -360,6 +363,7 @@ class Outline:
     def save(self, run_folder: Path, stamp: list[int]) -> None:
         """Write the outline next to its journal, atomically; a failure is ignored, because the journal has
         everything."""
+        # A cache, which need not survive a power cut, so not through `durable`.
         part = run_folder / f"{OUTLINE}.{os.getpid()}.part"
         content = {"version": VERSION, "journal": stamp} | {k: to_json(v) for k, v in asdict(self).items()}
         with suppress(OSError):

@@ -60,7 +60,7 @@ class MemoryCurve:
     """Live bytes over one step.
 
     Args:
-        points: In the order of time; at least one.
+        points: Moments in the order of time, at least one.
     """
 
     points: tuple[MemoryPoint, ...]
@@ -79,7 +79,7 @@ class MemoryCurve:
         """Return the first moment of a phase with the most live bytes.
 
         Args:
-            phase: Which.
+            phase: ``forward``, ``backward`` or ``update``.
 
         Returns:
             The moment; None if the step has no such phase.
@@ -119,7 +119,7 @@ class MemoryCurve:
         """Return the curve that :meth:`to_values` has converted.
 
         Args:
-            values: From the journal.
+            values: Values as the journal has them, from :meth:`to_values`.
 
         Returns:
             The curve.

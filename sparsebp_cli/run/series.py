@@ -1,23 +1,30 @@
-"""A metric over the steps of a run, in arrays: 8 bytes a point and 16 a step, where a dictionary takes about 250."""
+"""A metric over the steps of a run, in columns: 8 bytes a point and 16 a step, where a dictionary takes about 250.
+
+Columns of long runs are in a file (:mod:`sparsebp_cli.run.column`)."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from array import array
 from bisect import bisect_left
 from collections.abc import Callable, ItemsView, Iterator, Mapping, MutableMapping, ValuesView
 from typing import TypeVar
 
+from sparsebp_cli.run.column import Column
+
 Timed = tuple[float, float]  # seconds since 1970, value
 Value = TypeVar("Value")
+Steps = range | Column[int]  # a range as long as no step is missing
 
 
-class _Column(Mapping[int, Value]):
-    """Ascending steps, and something for each. Views read the arrays in order instead of searching for each step."""
+class _Points(Mapping[int, Value]):
+    """Ascending steps, and something for each. Views read the columns in order instead of searching for each step."""
 
     @property
     @abstractmethod
-    def _steps(self) -> range | array[int]: ...  # a range as long as no step is missing
+    def _steps(self) -> Steps: ...
+
+    @abstractmethod
+    def _iterate(self) -> Iterator[Value]: ...
 
     @abstractmethod
     def _at(self, place: int) -> Value: ...
@@ -55,25 +62,25 @@ class _Column(Mapping[int, Value]):
 
 
 class _Values(ValuesView[Value]):
-    _mapping: _Column[Value]
+    _mapping: _Points[Value]
 
     def __iter__(self) -> Iterator[Value]:
-        return map(self._mapping._at, range(len(self._mapping)))  # noqa: SLF001 - of this file
+        return self._mapping._iterate()  # noqa: SLF001 - of this file
 
 
 class _Items(ItemsView[int, Value]):
-    _mapping: _Column[Value]
+    _mapping: _Points[Value]
 
     def __iter__(self) -> Iterator[tuple[int, Value]]:
         return zip(self._mapping, self._mapping.values(), strict=True)
 
 
-def _insert(steps: range | array[int], place: int, step: int) -> range | array[int]:
-    """Return the steps with another one; an array is changed."""
+def _insert(steps: Steps, place: int, step: int) -> Steps:
+    """Return the steps with another one; a column is changed."""
     if isinstance(steps, range):
         if not steps or (place == len(steps) and step == steps[-1] + 1):
             return range(steps.start if steps else step, step + 1)
-        steps = array("q", steps)
+        steps = Column("q", steps)
     steps.insert(place, step)
     return steps
 
@@ -82,8 +89,8 @@ class _Rows:
     """The steps and times of metrics that were always logged together."""
 
     def __init__(self, num_series: int = 0) -> None:
-        self.steps: range | array[int] = range(0)
-        self.times = array("d")
+        self.steps: Steps = range(0)
+        self.times: Column[float] = Column("d")
         self.num_series = num_series  # that have these rows
 
     def has(self, step: int) -> bool:
@@ -102,22 +109,24 @@ class _Rows:
     def part(self, num_series: int) -> _Rows:
         """Return a copy for some of the series, which leave the others."""
         found = _Rows(num_series)
-        found.steps, found.times = self.steps[:], self.times[:]
+        found.steps = self.steps if isinstance(self.steps, range) else self.steps.copy()
+        found.times = self.times.copy()
         self.num_series -= num_series
         return found
 
 
-class Series(_Column[Timed]):
+class Series(_Points[Timed]):
     """Step to time and value. The first value of a step counts, so points are only added."""
 
     def __init__(self, points: Mapping[int, Timed] | None = None) -> None:
         """Begin with some points."""
-        self._rows, self._values = _Rows(1), array("d")
+        self._rows = _Rows(1)
+        self._values: Column[float] = Column("d")
         for step, (time, value) in (points or {}).items():
             add_together({"": self}, step, time, {"": value})
 
     @property
-    def _steps(self) -> range | array[int]:
+    def _steps(self) -> Steps:
         return self._rows.steps
 
     def without_times(self) -> Mapping[int, float]:
@@ -126,6 +135,9 @@ class Series(_Column[Timed]):
 
     def _at(self, place: int) -> Timed:
         return self._rows.times[place], self._values[place]
+
+    def _iterate(self) -> Iterator[Timed]:
+        return zip(self._rows.times, self._values, strict=True)
 
 
 def add_together(
@@ -154,22 +166,25 @@ def add_together(
     return {name: value for name, value in values.items() if name not in known}
 
 
-class _Plain(_Column[float]):
-    def __init__(self, steps: range | array[int], values: array[float]) -> None:
+class _Plain(_Points[float]):
+    def __init__(self, steps: Steps, values: Column[float]) -> None:
         self._known_steps, self._values = steps, values
 
     @property
-    def _steps(self) -> range | array[int]:
+    def _steps(self) -> Steps:
         return self._known_steps
 
     def _at(self, place: int) -> float:
         return self._values[place]
 
+    def _iterate(self) -> Iterator[float]:
+        return iter(self._values)
+
 
 def select(series: Mapping[int, float], is_wanted: Callable[[int, float], bool]) -> Mapping[int, float]:
-    """Return the points of ascending steps of which ``is_wanted`` says so, in arrays."""
-    steps: range | array[int] = range(0)
-    values = array("d")
+    """Return the points of ascending steps of which ``is_wanted`` says so."""
+    steps: Steps = range(0)
+    values: Column[float] = Column("d")
     for step, value in series.items():
         if is_wanted(step, value):
             steps = _insert(steps, len(values), step)

@@ -15,6 +15,7 @@ from sparsebp_cli.page.character import make_visible
 __all__ = ["make_visible", "mask"]
 
 _ADDRESS = re.compile(r"://(\S*)")
+# The possessive `++` keeps long words without a match from taking quadratic time.
 _OPTION = re.compile(r"(?<![\w.%+-])([\w.%+-]++)(\s?=\s?)('[^']*'|[^&;,\s]+)")
 _SECRET_NAME = re.compile(
     r"(pass|passwd|password|passphrase|pwd|token|secret|credentials?|(api|access|private|secret)_?key|signature)$"

@@ -59,7 +59,7 @@ def read_labels(rows: Rows, column: str) -> list[str]:
         kind = KINDS.get(type(value))
         if value is None or _is_nan(value) or value == "":
             raise DataError(f"{row.place}: column {column!r} has no label")
-        if kind is None or (isinstance(value, float) and value != int(value)):
+        if kind is None or (isinstance(value, float) and not value.is_integer()):
             raise DataError(
                 f"{row.place}: column {column!r} must be a name, a whole number or a boolean, got "
                 f"{describe_kind(value)}"

@@ -9,6 +9,8 @@ from pathlib import Path
 from sparsebp_cli.errors import DataError
 
 LONGEST = ("max_position_embeddings", "n_positions")  # the second is GPT-2's name for the first
+# A name, and what BitsAndBytesConfig writes of itself.
+HARMLESS = ("_name_or_path", "_load_in_4bit", "_load_in_8bit")
 LARGEST_CONFIG = 4 * 1024 * 1024
 LARGEST_TOKENIZER = 32 * 1024 * 1024
 TOKENIZER_WORDS = ("token", "vocab", "spiece", "bpe", ".model")
@@ -29,7 +31,7 @@ def read_config(folder: Path) -> dict[str, object]:
 
 def _refuse_code(file: Path, config: Mapping[str, object]) -> None:
     for key, value in config.items():
-        if key == "auto_map" or (key.startswith("_") and key != "_name_or_path"):
+        if key == "auto_map" or (key.startswith("_") and key not in HARMLESS):
             raise DataError(f"{file}: refused, because {key!r} can make other code run")
         if isinstance(value, dict):  # the config of a part of the model
             _refuse_code(file, value)

@@ -120,6 +120,7 @@ def _iter_json(file: Path, stream: IO[bytes]) -> Iterator[Row]:
         if whole is not None:
             yield from (Row(row, f"{file}, row", number) for number, row in enumerate(whole, start=1))
             return
+    # From the start again: the look at the beginning has consumed the stream.
     with _open(file) as again:
         num_rows = 0
         for number, line in enumerate(_iter_lines(file, again), start=1):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
+import sys
 from enum import StrEnum
 from pathlib import Path
 
@@ -58,8 +60,8 @@ def make_starter(folder: Path, task: Task, model: str, data: str | None) -> dict
     """Return the files of a starter folder by their paths in it.
 
     Args:
-        folder: Where they will be; its name begins the name of the policy.
-        task: What the model learns.
+        folder: Path at which they will be; its name begins the name of the policy.
+        task: What the model learns from a row of the data, such as ``chat``.
         model: An installed name, an id of the hub, or a path.
         data: The same for the data; None: those of the package for this task.
 
@@ -99,6 +101,7 @@ def make_starter(folder: Path, task: Task, model: str, data: str | None) -> dict
         "section": section,
         "what": what,
         "policy": policy,
+        "environment": describe_environment(Path(sys.prefix), is_virtual=sys.prefix != sys.base_prefix),
     }
     files = {f"policy/{path}": text for path, text in make_package(policy).items()}
     if task is Task.CHAT and is_own:
@@ -109,6 +112,24 @@ def make_starter(folder: Path, task: Task, model: str, data: str | None) -> dict
         "targets.yaml": fill("folder/targets.yaml", **words),
         "README.md": fill("folder/README.md", **words),
     }
+
+
+def describe_environment(prefix: Path, *, is_virtual: bool) -> str:
+    """Return how to enter the virtual environment that SparseBP is installed in, whose programs no shell finds before.
+    Nothing where there is no such environment, or one that is entered in another way, as conda's are."""
+    script = prefix / "bin" / "activate"
+    if not (is_virtual and script.is_file()):
+        return ""
+    lines = (
+        "",
+        "The commands are those of this environment:",
+        "",
+        "```console",
+        f"$ . {shlex.quote(str(script))}",
+        "```",
+        "",
+    )
+    return "\n".join(lines)
 
 
 def _quote(name: str) -> str:

@@ -40,6 +40,7 @@ def find_choice_errors(chosen_by: Mapping[str, np.ndarray], values: Mapping[str,
     squares = {arm: float(((own - of_seed) ** 2).sum()) for arm, own in rest.items()}
     total = sum(map(len, arms.values()))
     pooled = sum(squares.values()) / ((total - 1) * (num_seeds - 1))
+    # With a seed of its own: the same report each time it is made.
     generator, found = np.random.default_rng(0), dict.fromkeys(chosen_by, 0.0)
     for arm, by in arms.items():
         variance = max(pooled, squares[arm] / (len(by) * (num_seeds - 1)))

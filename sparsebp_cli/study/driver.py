@@ -82,6 +82,7 @@ class TrialRun:
         """Take the trial's lock; return whether this client has it."""
         if self.lock is None:
             self.run.path.mkdir(mode=0o777 if is_shared() else 0o700, parents=True, exist_ok=True)
+            # Asked first, since to take a lock that another process holds would wait for it.
             if not self.run.is_locked(LOCK):
                 try:
                     self.lock = self.run.lock(LOCK)
@@ -184,6 +185,7 @@ class Driver:
         """Start nothing more, and ask the workers of the trials that this client holds for a checkpoint and an end."""
         self._is_stopping = True
         live = sorted(self._live(), key=lambda entry: not entry.run.is_locked("worker"))  # those that work come first
+        # Reversed, so that of a watcher's runs the first one, which works, is the one that stays.
         watchers = {Launch.load(entry.run): entry for entry in reversed(live)}
         by_watcher = {launch.watcher_pid: entry for launch, entry in watchers.items() if launch is not None}
         for entry in by_watcher.values():  # a watcher passes the request on to all its runs
@@ -268,6 +270,7 @@ class Driver:
         """Write the plans of trials of one place that have none, and submit the trials, those of one target at once."""
         targets: dict[str, list[TrialRun]] = {}
         for entry in batch:
+            # A new plan could send it to another place while a worker goes on at the one that the lost plan named.
             if len(self._places) > 1 and not has_plan(entry.run) and _may_be_elsewhere(entry.run):
                 self._give_up([entry], f"its plan cannot be read, so nobody knows where it runs: {entry.run.plan_file}")
                 continue

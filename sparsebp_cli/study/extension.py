@@ -24,6 +24,7 @@ def plan_extended(loaded: LoadedStudy, maker: TrialMaker, store: TrialStore) -> 
     course, and in words the edges that stay."""
     course, edges = plan_course(loaded, maker, store), list[str]()
     known: Sequence[ArmVariant] = ()
+    # Once for each value that earlier commands have added: nothing of these is remembered.
     while known != loaded.variants:
         known = loaded.variants
         loaded, edges = extend(loaded, course.tuned)
@@ -47,6 +48,7 @@ def extend(loaded: LoadedStudy, tuned: Sequence[Tuned]) -> tuple[LoadedStudy, li
     for key, values in grid.items():
         given = loaded.study.vary[key]
         numbers = sorted(value for value in values if isinstance(value, int | float) and not isinstance(value, bool))
+        # New values are a factor away, which leads nowhere from 0 or below.
         if not isinstance(given, list) or len(numbers) < max(2, len(values)) or numbers[0] <= 0:
             continue
         chosen = {arm: dict(best[arm].combination)[key] for arm in arms}

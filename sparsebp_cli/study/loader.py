@@ -111,6 +111,7 @@ def load_study(file: Path) -> LoadedStudy:
         study = _check(tree)
     assert isinstance(tree.content, dict)
     variants = () if study.search.is_sampled else tuple(_make_variants(tree.content, base))
+    # Reversed, so that the first variant of each arm is the one that stays in the dict.
     found = _make_firsts(tree.content, base) if study.search.is_sampled else reversed(variants)
     firsts = {variant.arm: variant for variant in found}
     return LoadedStudy(file, study, base_file, variants, firsts, tree, base)

@@ -66,6 +66,7 @@ def deal(places: Sequence[TrialPlace]) -> Iterator[TrialPlace]:
 
 def _make_place(entry: str | PlaceSection, base: TargetSection) -> TrialPlace:
     name, slots = (entry, 1) if isinstance(entry, str) else (entry.target, entry.max_parallel)
+    # With the options of the base's own target, which may differ from those of the same name in targets.yaml.
     if base.kind == name:
         return TrialPlace(name, None, slots)
     section = named_target_section(name)

@@ -48,6 +48,7 @@ class Search:
             _import_optuna()
             return self.loaded
         file.parent.mkdir(parents=True, exist_ok=True)
+        # Two clients at once would both count the open trials before either asks, and ask for too many.
         with FileLock(file.with_suffix(".lock")):
             asked = {arm: self._advance_arm(f"sqlite:///{file}", arm, tuned, asks) for arm in self.loaded.study.arms}
         return self.loaded.with_combinations(asked)
@@ -56,6 +57,7 @@ class Search:
         study = _import_optuna().create_study(
             study_name=f"{arm} {self._identify(arm)}", storage=storage, load_if_exists=True
         )
+        # By the line, since Optuna's numbers have more digits than what was trained: see `_read`.
         results = {one.variant.label: one for one in tuned if one.variant.arm == arm}
         higher = find_decisive(self.loaded.firsts[arm].recipe).better == "higher"
         return advance(study, self.loaded, results, self.parallel if asks else 0, sign=-1.0 if higher else 1.0)
@@ -82,6 +84,7 @@ def advance(
     assert search.trials is not None
     found: list[Combination] = []
     num_open = 0
+    # deepcopy=False: Optuna would copy every trial at each look, and these are only read.
     for trial in study.get_trials(deepcopy=False):
         if len(trial.params) < len(ranges):  # a client was killed between question and answer
             if not trial.state.is_finished():
@@ -90,6 +93,7 @@ def advance(
         found.append(_read(trial.params, ranges))
         if trial.state.is_finished():
             continue
+        # Two questions may round to one combination, which is trained once and answers both.
         result = results.get(describe(found[-1]))
         if result is not None and result.diverged:
             study.tell(trial.number, state=TrialState.PRUNED)  # worse than all others, for the sampler
@@ -97,6 +101,7 @@ def advance(
             study.tell(trial.number, sign * result.value)
         else:
             num_open += 1
+    # What is drawn without looking depends on no result, so nothing is waited for.
     limit = search.trials if search.kind == "random" and parallel else parallel
     while num_open < limit and len(found) < search.trials:
         study.sampler = _make_sampler(search.kind, search.seed, len(found), search.trials)
@@ -105,11 +110,13 @@ def advance(
             _suggest(trial, key, choice)
         found.append(_read(trial.params, ranges))
         num_open += 1
+    # More may be there: a study that asks for fewer trials by now is still the same search.
     return found[: search.trials]
 
 
 def _make_sampler(kind: str, seed: int, number: int, trials: int) -> optuna.samplers.BaseSampler:
     samplers = _import_optuna().samplers
+    # So far apart that no question of one seed has the seed of another's.
     own = 100_003 * seed + number
     if kind == "random":
         return samplers.RandomSampler(seed=own)
@@ -139,6 +146,7 @@ def _read(params: Mapping[str, object], ranges: Mapping[str, RangeSection | Sequ
         elif isinstance(value, int):
             found.append((key, value))
         else:
+            # Rounding may step over an end of the range.
             found.append((key, min(max(float(f"{value:.{DIGITS}g}"), float(choice.start)), float(choice.to))))
     return tuple(found)
 

@@ -64,6 +64,7 @@ class TrialStore:
         if not has_plan(run):
             return None
         loaded = load_folder(run)
+        # One that failed or was interrupted may be tried again, and then there is more to read.
         if loaded.state in {State.FINISHED, State.CANCELLED}:
             self._loaded[run.run_id] = loaded
         return loaded
@@ -97,11 +98,13 @@ class TrialStore:
         return min(found)[2] if found else None
 
     def _has_same_code(self, trial: StudyTrial, run: RunFolder, plan: Plan) -> bool:
+        # Every attempt's: a part of the run may have been trained by other code.
         seals = [Seal.from_json(record["values"]) for record, _ in read(run.path) if record["kind"] == "seal"]
         same = bool(seals) and all(
             seal is not None and seal.code == self._maker.find_code(trial.recipe) for seal in seals
         )
         named = [Path(name) for name in find_sources(trial.recipe).values()]
+        # A file that is newer than the plan may not be what the run has read. See decision 39.
         return same and all(
             path.stat().st_mtime <= plan.created for path in named if path.is_absolute() and path.exists()
         )
@@ -185,6 +188,7 @@ class StudyRecord:
     def pack(self) -> tuple[str, bytes]:
         """Return the list as an archive has it, with the name of the member."""
         begun = [RunFolder(home() / "runs" / trial.run_id) for trial in self.trials]
+        # They show that the archive is the one of its list, and are no signature. See decision 94.
         digests = {run.run_id: digest_journal(run) for run in begun if run.plan_file.is_file()}
         content = self._content | {"file": Path(self.file).name, "digests": digests}
         return f"studies/{self.study}.json", (json.dumps(content, indent=1) + "\n").encode()

@@ -69,6 +69,7 @@ class TrialMaker:
     def make(self, role: Role, arm: str, combination: str, recipe: Recipe, seeds: Sequence[int]) -> list[StudyTrial]:
         """Make a trial for each seed."""
         recipe = resolve_paths(recipe, self.folders)
+        # The recipe's own tags come last, so that they win.
         tags = {"study": self.study, **recipe.tracking.tags}
         recipe = recipe.model_copy(update={"tracking": recipe.tracking.model_copy(update={"tags": tags})})
         group, code, data = content_hash(group_content(recipe)), self.find_code(recipe), self._find_data(recipe)

@@ -89,6 +89,7 @@ def find_importances(results: Sequence[tuple[dict[str, str], float]]) -> dict[st
     for values, value in results:
         params = {key: text if key in named else float(text) for key, text in values.items()}
         study.add_trial(optuna.trial.create_trial(params=params, distributions=spaces, value=value))
+    # The forest is random: with a seed the same report each time.
     evaluator = optuna.importance.FanovaImportanceEvaluator(seed=0)
     return dict(optuna.importance.get_param_importances(study, evaluator=evaluator))
 

@@ -46,7 +46,7 @@ def make_target(section: TargetSection) -> Target:
     """Make the target that a recipe's checked ``target`` section describes.
 
     Args:
-        section: The recipe's ``target``, checked.
+        section: The recipe's ``target``, checked: the kind, and options that it may have.
 
     Returns:
         The target.

@@ -45,6 +45,7 @@ def pack(
         member.uid, member.gid, member.uname, member.gname = owner, group, "", ""
         return member
 
+    # A stream: it is written into the standard input of docker, ssh or kubectl.
     with tarfile.open(fileobj=stream, mode="w|", format=tarfile.PAX_FORMAT) as archive:
         for part in [*reversed(PurePosixPath(folder).parents), PurePosixPath(folder)]:
             if part.name:
@@ -61,6 +62,7 @@ def receive(stream: IO[bytes], run: RunFolder) -> Path:
     Raises ``UnreachableError`` when the stream broke off, and ``RunFailedError`` for content that no run's folder has:
     a path that leads out of it, a sparse file."""
     part = run.path / f"{durable.PART}fetch"
+    # A fetch that broke off may have left one.
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir()
     counted = _TailStream(stream)
@@ -70,6 +72,7 @@ def receive(stream: IO[bytes], run: RunFolder) -> Path:
                 if member.isfile() or member.isdir():  # a run writes no links, and one could lead out of the folder
                     _check_member(member)
                     archive.extract(member, part, filter="data")
+        # To the end of the transfer: the sender would meet a closed pipe, and a cut archive would not show.
         while counted.read(CHUNK):
             pass
     except (tarfile.FilterError, BudgetError, RecursionError) as error:
@@ -156,6 +159,7 @@ def _merge(folder: Path, run: RunFolder) -> None:
         elif path.is_dir():
             durable.put_folder(path, place)
         elif path.name != "plan.json":
+            # Not plan.json: the plan that counts is the one that was sent.
             durable.move(path, place)
 
 
@@ -168,6 +172,7 @@ def _merge_checkpoints(folder: Path, place: Path) -> None:
             durable.move(folder / name, place / name)
         elif durable.find_damage(place / name) and not durable.find_damage(folder / name):
             durable.put_folder(folder / name, place / name)  # whole ones never change
+    # Numbers of more than eight digits are longer, and so the newer ones.
     newest = max(filter(CHECKPOINT.fullmatch, there), key=lambda name: (len(name), name), default=None)
     if newest is not None and not durable.find_damage(place / newest):
         for path in place.iterdir():
@@ -188,6 +193,7 @@ def _append_journal(mine: Path, theirs: Path) -> None:
     (here, here_unreadable), (there, there_unreadable) = _count_lines(mine.parent), _count_lines(theirs.parent)
     if there_unreadable < here_unreadable and there >= here:
         durable.move(theirs, mine)
+        # The tracking store is sent everything again, and stores each point once. See decision 91.
         send_again(mine.parent)
     else:
         durable.move(theirs, mine.with_name(f"there-{JOURNAL}"))

@@ -85,8 +85,10 @@ class SlurmOptions(ContainerOptions):
 def sbatch_options(options: SlurmOptions, folder: str, num_runs: int, max_parallel: int) -> list[str]:
     """Return the options of sbatch; output before the run's own goes to ``folder``, and several runs are an array."""
     number = "%A_%a" if num_runs > 1 else "%j"
+    # Append, since a job that is put back would begin its output anew.
     words = [f"--job-name={JOB_NAME}", f"--output={folder}/slurm-{number}.out", "--open-mode=append"]
     words += [f"--nodes={options.nodes}", "--ntasks-per-node=1"] if options.nodes > 1 else ["--ntasks=1"]
+    # B: the script alone is warned, and passes it on.
     words += [f"--signal=B:USR1@{options.warning_seconds}", "--requeue" if options.requeue else "--no-requeue"]
     for name, value in (
         ("partition", options.partition),

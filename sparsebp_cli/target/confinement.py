@@ -113,6 +113,7 @@ def check_user(text: str) -> None:
 def mount_query(mounts: Sequence[str]) -> str:
     """Return shell lines that print how the mounts' sources resolve on a host, and its sockets."""
     paths = " ".join(shlex.quote(read_mount(mount).source) for mount in mounts)
+    # -m, since a source need not exist there yet.
     return f"realpath -m -- {paths} && printf '==\\n' && cat /proc/net/unix"
 
 
@@ -163,6 +164,7 @@ def _is_special(path: PurePosixPath) -> bool:
     try:
         return there.exists() and not (there.is_dir() or there.is_file())
     except OSError:
+        # In doubt it is nothing to be mounted.
         return True
 
 

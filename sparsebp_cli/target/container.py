@@ -127,6 +127,7 @@ def create_command(options: DockerOptions, run_id: str, image: str, labels: dict
     for name, value in {"sparsebp.run": run_id, **labels}.items():
         words += ["--label", f"{name}={value}"]
     words += confinement_options(options)
+    # -P: modules come from the image, never from a folder of the run. See decision 27.
     worker = [image, "-P", "-m", options.worker, f"{run_folder(run_id)}/plan.json"]
     return [*words, "--entrypoint", options.python, *worker]
 
@@ -134,6 +135,7 @@ def create_command(options: DockerOptions, run_id: str, image: str, labels: dict
 def confinement_options(options: DockerOptions) -> list[str]:
     """Return the options of every container: no root, no capabilities, an init, and only the mounts and limits
     requested."""
+    # An init, since process 1 gets no signal that it does not handle, and leaves zombies.
     words = ["--init", "--user", options.user, "--cap-drop", "ALL", "--security-opt", "no-new-privileges"]
     words += gpu_options(options)
     for name, value in (
@@ -165,9 +167,11 @@ def gpu_options(options: DockerOptions) -> list[str]:
     if (options.gpu_request == "auto" and options.command == "docker") or options.gpu_request == "gpus":
         wanted = options.gpus
         if isinstance(wanted, list):
+            # docker reads this as a line of CSV, so a list needs quotes of its own.
             return ["--gpus", '"device=' + ",".join(wanted) + '"']
         return ["--gpus", str(wanted)]
     names = ["all"] if options.gpus == "all" else options.gpus
+    # CDI names devices and knows no number of them.
     if isinstance(names, int):
         names = [str(number) for number in range(names)]
     return [word for name in names for word in ("--device", f"nvidia.com/gpu={name}")]

@@ -22,8 +22,8 @@ class CheckResult(NamedTuple):
     Args:
         level: ``fail`` keeps runs from working, ``warn`` does not.
         what: The property that was checked, such as ``disk``.
-        text: What was found.
-        hint: What to do about it; empty when nothing.
+        text: The finding, in one line.
+        hint: The remedy; empty when nothing has to be done.
     """
 
     level: Literal["ok", "warn", "fail"]
@@ -142,7 +142,7 @@ class Target(ABC):
         """Refuse a plan that cannot run there, as far as this machine can know.
 
         Args:
-            plan: The plan.
+            plan: A plan whose run is not started yet.
 
         Raises:
             UsageError: It cannot run there; the text gives the reason.
@@ -167,7 +167,7 @@ class Target(ABC):
 
         Args:
             runs: Their folders, with a plan in each.
-            max_parallel: How many of them work at once, at least 1; they start in order.
+            max_parallel: Number of runs that work at once, at least 1; they start in order.
 
         Returns:
             One job a run, in order.

@@ -57,10 +57,12 @@ class Dispatcher:
         for remote in self._waiting:
             remote.mark_waiting()
         try:
+            # A copy: adopting takes runs out of the list.
             for remote in [*self._waiting]:
                 if remote.adopt_worker():
                     self._adopt(remote)
         except UnreachableError as error:
+            # Nothing is known of any of them, so their folders stay as they were.
             if not self._adopt_only:
                 self._abandon_waiting(forget=True)
                 raise
@@ -125,6 +127,7 @@ class Dispatcher:
 
     def _start_next(self) -> None:
         while self._waiting and (self._engine.has_queue or len(self._followed) < self._max_parallel):
+            # A queue takes all as one submission, other places one run a call.
             chosen = self._waiting if self._engine.has_queue else self._waiting[:1]
             handles = self._engine.start([remote.run for remote in chosen], self._max_parallel)
             for remote, handle in zip([*chosen], handles, strict=True):

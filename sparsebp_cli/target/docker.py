@@ -61,7 +61,9 @@ class DockerEngine(TargetEngine):
         self._place = options.host or options.context or options.command
         local_podman = options.command == "podman" and options.context is None
         # podman without a connection is the engine itself: each of its errors is a refusal.
+        # docker's hints come among its errors.
         self._tool = Tool(self._place, always if local_podman else matching(REFUSALS), (("DOCKER_CLI_HINTS", "false"),))
+        # By it a container that was made and never started is known as ours.
         self._token = secrets.token_hex(6)
 
     def command(self, run: RunFolder) -> list[str]:
@@ -82,12 +84,14 @@ class DockerEngine(TargetEngine):
                 raise RunBusyError(f"run {run.run_id}: another dispatcher is starting it on {self._place}")
             self._run("rm", "--force", "--volumes", name)
             return None
+        # With the engine's id: a container is gone only on the engine that had it. See decision 9.
         return f"{name} {self._engine_id()}"
 
     def start(self, runs: Sequence[RunFolder], max_parallel: int) -> list[str]:
         (run,) = runs
         options, name = self._options, container_name(run.run_id)
         self._check_remote_mounts()
+        # The id of the image, so that a tag that moves meanwhile changes nothing.
         image, digest = self._resolve_image()
         labels = {"sparsebp.start": self._token, "sparsebp.image": digest or options.image}
         answer = self._tool.run(create_command(options, run.run_id, image, labels))
@@ -99,11 +103,13 @@ class DockerEngine(TargetEngine):
         durable.write_file(run.path / "image.json", json.dumps(found))
         owner, group = (int(number) for number in options.user.split(":"))
         folder = run_folder(run.run_id).removeprefix("/")
+        # Between create and start: the worker finds its plan, and nothing of the host is mounted for it.
         copied = self._tool.write(
             [*self._words, "cp", "-", f"{name}:/"], lambda stream: pack(stream, run, folder, owner, group)
         )
         begun = self._run("start", name) if copied.code == 0 else copied
         if begun.code != 0:
+            # Its name would stay taken.
             self._run("rm", "--force", "--volumes", name)
             raise self._refused(begun)
         return [f"{name} {self._engine_id()}"]
@@ -121,6 +127,7 @@ class DockerEngine(TargetEngine):
     def pull(self, run: RunFolder, handle: str) -> None:
         name = handle.partition(" ")[0]
         journal = run.path / JOURNAL
+        # Whole lines alone are appended, so the rest of a line comes again.
         tail = self._run("exec", name, "tail", "-c", f"+{size_of(journal) + 1}", f"{run_folder(run.run_id)}/{JOURNAL}")
         if tail.code == 0:  # else the journal does not exist yet, or the worker has just ended
             append_lines(journal, tail.out)

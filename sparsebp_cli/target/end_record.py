@@ -37,6 +37,7 @@ def write_end_record(
     if run.is_locked("worker"):
         raise RunBusyError(f"the worker of run {run.run_id} is alive and will write its own end")
     with JournalWriter(run.path) as journal:
+        # The writer counts a new attempt; this end belongs to the worker's, even if it died before it wrote its start.
         journal.attempt = max(journal.attempt - 1, after_attempt + 1)
         step, end = _find_last(run, journal.attempt)
         cancelled = run.cancel_file.exists()

@@ -59,6 +59,7 @@ def export_kubernetes(plans: Sequence[Plan]) -> str:
         text = _plan_text(plan)
         documents.append({"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {"plan.json": text}})
         documents += [*([make_service(plan.run_id)] if options.nodes > 1 else []), job]
+    # So wide that no line of a shell is folded.
     return yaml.dump_all(documents, Dumper=_Plain, sort_keys=False, width=10**6)
 
 
@@ -130,6 +131,7 @@ def _plan_text(plan: Plan) -> str:
 
 def _write_plan(plan: Plan, folder: str) -> str:
     text = _plan_text(plan)
+    # A plan that is there stays: submitted again, the file resumes its run.
     return f"mkdir -p {folder}\n[ -e {folder}/plan.json ] || cat > {folder}/plan.json <<'{END}'\n{text}{END}"
 
 

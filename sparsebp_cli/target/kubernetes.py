@@ -62,11 +62,13 @@ class KubernetesEngine(TargetEngine):
 
     def find(self, run: RunFolder) -> str | None:
         job = self._get("job", container_name(run.run_id))
+        # With its uid, since a later job may have the same name.
         return None if job is None else f"{job['metadata']['name']} {job['metadata']['uid']}"
 
     def start(self, runs: Sequence[RunFolder], max_parallel: int) -> list[str]:
         (run,) = runs
         if self._options.nodes > 1:
+            # Before the job, whose pods find each other by it; a start that broke off may have left one.
             made = self._run("create", "--filename", "-", given=to_text(make_service(run.run_id)).encode())
             if made.code != 0 and "(AlreadyExists)" not in made.err:
                 raise RunFailedError(f"{self._place} refused the run: {made.problem}")
@@ -106,8 +108,10 @@ class KubernetesEngine(TargetEngine):
         pod = self._running_pod(run)
         state = self._exec(pod, "cat", f"{run_folder(run.run_id)}/.state").text if pod else ""
         if pod and state == "working":
+            # The worker alone: its pod stays, so that the results can be fetched.
             self._exec(pod, "sh", "-c", f"kill -{SIGNALS[number]} $(cat {run_folder(run.run_id)}/.pid)")
         elif not state.startswith("over"):
+            # Before the worker begins there is nothing to fetch.
             self._delete("job", handle.partition(" ")[0])
 
     def fetch(self, run: RunFolder, handle: str) -> None:
@@ -197,6 +201,7 @@ class KubernetesEngine(TargetEngine):
         lines = f"tar -C {folder}/.. -xf - && mkdir -p {folder}/../../home && touch {folder}/.go"
         words = [*self._words, "exec", "--stdin", pod, "--", "sh", "-c", lines]
         user, group = (int(number) for number in self._options.user.split(":"))
+        # The log too: it is followed by its size here, so there it has to begin with the same bytes.
         answer = self._tool.write(
             words, lambda stream: pack(stream, run, run.run_id, user, group, more=("worker.log",))
         )
@@ -207,6 +212,7 @@ class KubernetesEngine(TargetEngine):
         manifest = make_reader(self._options, run.run_id)
         name = str(manifest["metadata"]["name"])
         answer = self._run("create", "--filename", "-", given=to_text(manifest).encode())
+        # A fetch that broke off has left its pod behind.
         if answer.code != 0 and "(AlreadyExists)" not in answer.err:
             raise UnreachableError(f"{self._place}: the results cannot be read: {answer.problem}")
         deadline = time.monotonic() + READER_SECONDS
@@ -217,6 +223,7 @@ class KubernetesEngine(TargetEngine):
         return name
 
     def _delete(self, kind: str, name: str) -> None:
+        # A pod may take its whole grace period to go.
         answer = self._run("delete", kind, name, "--wait=false", "--ignore-not-found")
         if answer.code != 0:
             raise UnreachableError(f"{self._place} does not answer as it should: {answer.problem}")

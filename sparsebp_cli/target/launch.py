@@ -178,6 +178,7 @@ def start_process(module: str, options: Sequence[str], runs: Sequence[RunFolder]
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,  # until it has reported; from then on it writes to watcher.log
+        # Ctrl-C in the client's terminal must not reach it.
         start_new_session=True,
     )
     kind, problem = _read_report(process)
@@ -221,6 +222,7 @@ def _read_report(process: subprocess.Popen[bytes]) -> tuple[str, str]:
 
 
 def _is_alive(pid: int, process: subprocess.Popen[bytes]) -> bool:
+    # The process that was started ends when it has detached; the one that it named then does the work.
     return process.poll() is None or (pid != process.pid and psutil.pid_exists(pid))
 
 

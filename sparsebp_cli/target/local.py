@@ -24,6 +24,7 @@ from sparsebp_cli.target.end_record import write_end_record
 from sparsebp_cli.target.launch import POLL_SECONDS, Launch, RunHandle, find_worker, start_process, wait_for_last_upload
 
 LITTLE_SPACE = 5e9
+WATCHER_SECONDS = 5.0  # to record how a worker ended, once the time of a cancellation is over
 SECONDS_FOR_GPUS = 20.0  # to list them
 
 
@@ -32,6 +33,7 @@ class LocalJob(RunHandle):
     """A job on this machine."""
 
     def stop(self) -> None:
+        # Through its watcher, which also holds back the runs that wait behind this one.
         launch = Launch.load(self._run)
         if process := (launch and launch.watcher(self._run)) or find_worker(self._run):
             _signal(process, signal.SIGINT)
@@ -43,14 +45,18 @@ class LocalJob(RunHandle):
     def cancel(self, grace_seconds: float = 30.0) -> State:
         if self.status().over:
             return self.status()
+        # Before any signal, so that whoever writes the end finds it.
         durable.write_file(self._run.cancel_file, "")
         deadline, signalled = time.monotonic() + grace_seconds, None
         while (worker := self._worker()) is not None or not self.status().over:
+            # A watcher may start a worker in this moment: each one that appears gets its signal.
             if worker is not None and worker != signalled:
                 _signal(worker, signal.SIGTERM)
                 signalled = worker
             elif worker is not None and time.monotonic() > deadline:
                 _signal(worker, signal.SIGKILL)
+            elif worker is None and time.monotonic() > deadline:
+                self._end_watcher(is_last=time.monotonic() > deadline + WATCHER_SECONDS)
             time.sleep(POLL_SECONDS)
         self._write_missing_end()
         return self.status()
@@ -60,6 +66,13 @@ class LocalJob(RunHandle):
 
     def _worker(self) -> psutil.Process | None:
         return find_worker(self._run)
+
+    def _end_watcher(self, *, is_last: bool) -> None:
+        """Wake a watcher that was stopped and has no worker any more: it records at once how that ended. At last kill
+        one that hangs. Runs that wait behind this one are interrupted then; it would not have started them."""
+        launch = Launch.load(self._run)
+        if process := launch and launch.watcher(self._run):
+            _signal(process, signal.SIGKILL if is_last else signal.SIGCONT)
 
     def _write_missing_end(self) -> None:
         """Write the end record that a killed watcher did not write."""
@@ -136,5 +149,6 @@ def share_gpus(num_shares: int) -> list[dict[str, str]]:
     devices = given.split(",") if given else [str(number) for number in range(len(list_gpus()))]
     if not devices:
         return [{} for _ in range(num_shares)]
+    # With more workers than GPUs, some share one.
     shares = [devices[number::num_shares] or [devices[number % len(devices)]] for number in range(num_shares)]
     return [{"CUDA_VISIBLE_DEVICES": ",".join(share)} for share in shares]

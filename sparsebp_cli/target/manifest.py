@@ -107,6 +107,7 @@ def make_service(run_id: Name) -> dict[str, Any]:
         "metadata": {"name": container_name(run_id), "labels": _labels(run_id)},
         "spec": {
             "clusterIP": "None",
+            # They look each other up before any of them is ready.
             "publishNotReadyAddresses": True,
             "selector": {"sparsebp.run": run_id},
             "ports": [{"name": "nodes", "port": NODE_PORT}],
@@ -142,6 +143,7 @@ def _make_pod(options: KubernetesOptions, words: list[str], *, reader: bool = Fa
     pod: dict[str, Any] = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": 0 if reader else GRACE_SECONDS,
+        # The worker asks nothing of the cluster, and so gets no key to it.
         "automountServiceAccountToken": False,
         "securityContext": {"runAsNonRoot": True, "runAsUser": user, "runAsGroup": group, "fsGroup": group},
         "containers": [

@@ -33,6 +33,7 @@ def compare_environment(answer: str, *, num_gpus: int) -> Iterator[CheckResult]:
     """Yield the results for Python, packages, GPUs and disk from the output of :data:`SOURCE`; a run asks for
     ``num_gpus``."""
     try:
+        # The last line: a login shell may print before it.
         there = json.loads(answer.strip().splitlines()[-1])
         python, packages, gpus, free = there["python"], there["packages"], there["gpus"], float(there["free"])
     except (ValueError, IndexError, KeyError, TypeError):

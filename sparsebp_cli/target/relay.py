@@ -45,6 +45,7 @@ class Relay:
                 return 128 + self._signal
             time.sleep(POLL_SECONDS)
         if self._is_first:
+            # It is there if a run on a claim was fetched before and is resumed.
             (self._folder / ".fetched").unlink(missing_ok=True)
         for _ in range(1 + MOST_RESTARTS):
             code = self._work()
@@ -64,6 +65,7 @@ class Relay:
         )
         if self._is_first:
             durable.write_file(self._folder / ".pid", str(self._process.pid))
+        # A signal may have come before there was a process.
         if self._signal:
             self._process.send_signal(self._signal)
         assert self._process.stdout is not None

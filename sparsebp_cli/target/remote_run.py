@@ -44,6 +44,7 @@ class RemoteRun:
             attempts = max((record["attempt"] for record, _ in read(run.path)), default=0)
             offset = run.log_file.stat().st_size if run.log_file.exists() else 0
             self._launch = Launch(attempts, process, sight=str(Phase.WAITING), log_offset=offset)
+            # Requests that were made before this start are not for it.
             run.cancel_file.unlink(missing_ok=True)
             run.request_file.unlink(missing_ok=True)
 
@@ -60,6 +61,7 @@ class RemoteRun:
     def adopt_worker(self) -> bool:
         """Follow the run's worker if the engine already has one, and return whether it has."""
         known = self._launch.handle
+        # A text that can be no handle is never followed: the engine is asked for the run. See decision 91.
         handle = known if self._engine.is_handle(known) else self._engine.find(self.run)
         if handle is None:
             return False
@@ -141,9 +143,11 @@ class RemoteRun:
             )
         except RunBusyError:  # on a shared disk the worker's lock may outlive its process for a moment
             return
+        # Last: whoever dies before finds everything there, and does it again.
         if not status.gone and not refused:
             self._engine.release(self.run, handle)
         said = refused or ("" if written else status.text)  # else the end record says it
+        # Before the last upload: readers see the end while a slow store is still fed.
         self._save(sight=OVER, exit_code=status.exit_code, warning=said or self._tracking_warning)
         if self._follower is not None:
             sent = self._follower.stop().advice(self.run.run_id)

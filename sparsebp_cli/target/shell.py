@@ -171,6 +171,7 @@ def ssh_command(host: str) -> list[str]:
     place = urlsplit(host)
     port = ["-p", str(place.port)] if place.port else []
     user = f"{place.username}@" if place.username else ""
+    # Behind the host ssh still reads options, up to `--`.
     return [*SSH, *SSH_SILENCE, *port, f"{user}{place.hostname}", "--"]
 
 

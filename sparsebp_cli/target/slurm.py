@@ -105,10 +105,12 @@ class SlurmEngine(TargetEngine):
         where = f"{self._quoted_folder(runs[0])}/job.sh"
         # A slurm-stop left by an earlier job would stop the new one.
         stale = " ".join(f"{self._quoted_folder(run)}/slurm-stop" for run in runs)
+        # --parsable puts the cluster's name behind a semicolon.
         lines = [f"rm -f {stale}; cat > {where} && job=$(sbatch --parsable {where}) || exit 1", "job=${job%%;*}"]
         for number, run in enumerate(runs):
             key = f'"${{job}}_{number}"' if len(runs) > 1 else '"$job"'
             place = self._quoted_folder(run)
+            # Whole or not at all: by this number the job is found again.
             lines.append(f"echo {key} > {place}/slurm-job.part && mv {place}/slurm-job.part {place}/slurm-job")
             lines.append(f"rm -rf {place}/slurm-submit {place}/slurm-exit")
         answer = self._run_shell("\n".join([*lines, 'echo "$job"']), given=script.encode())
@@ -123,6 +125,7 @@ class SlurmEngine(TargetEngine):
     def status(self, run: RunFolder, handle: str) -> WorkerStatus:
         query = f"squeue --noheader --states=all --jobs={handle} --format=%T 2>&1"
         answer = self._run_shell(
+            # Behind squeue: a job that has left the queue has written its exit code before.
             f"{query}; printf '\\n==\\n'; cat {self._quoted_folder(run)}/slurm-exit 2>/dev/null || true"
         )
         states, _, ended = answer.text.partition("==")
@@ -152,8 +155,10 @@ class SlurmEngine(TargetEngine):
             append_lines(file, tail.out)
 
     def signal(self, run: RunFolder, handle: str, number: int) -> None:
+        # TERM to the script alone, which forwards it and waits; KILL to all that the job runs.
         kill = f"scancel --full --signal=KILL {handle}" if number == 9 else f"scancel --batch --signal=TERM {handle}"
         self._run_shell(
+            # The stop first, for a job that is put back in this moment; one that waits gets no signal, it is cancelled.
             f"touch {self._quoted_folder(run)}/slurm-stop\n"
             f"case $(squeue --noheader --jobs={handle} --format=%T) in RUNNING) {kill};; *) scancel {handle};; esac"
         )
@@ -239,6 +244,7 @@ class SlurmEngine(TargetEngine):
     def _claim(self, run: RunFolder) -> None:
         """Keep other dispatchers from submitting the same run; a dead one left any claim older than ten minutes."""
         place = self._quoted_folder(run)
+        # mkdir succeeds for one of several, on shared disks as well.
         answer = self._run_shell(
             f"{'' if is_shared() else 'umask 077; '}mkdir -p {place} && cd {place} || exit 1\n"
             f"[ ! -e slurm-job ] || exit {BUSY}\n"
@@ -260,6 +266,7 @@ class SlurmEngine(TargetEngine):
 
     def _send(self, run: RunFolder) -> None:
         lines = f"tar -C {self._quoted_folder(run)}/.. -xf - --no-same-owner"
+        # With the log, see KubernetesEngine: it is followed by its size here.
         answer = self._shell.write(lines, lambda stream: pack(stream, run, run.run_id, more=("worker.log",)))
         if answer.code != 0:
             raise RunFailedError(f"{self._place} refused the run: {answer.problem}")

@@ -167,6 +167,7 @@ def _content(errors: IO[bytes]) -> str:
 @contextmanager
 def _watched(process: subprocess.Popen[bytes]) -> Iterator[Callable[[], None]]:
     """Kill a process that transfers nothing for a while, and one whose caller raises."""
+    # A thread, because reads and writes of pipes have no time limit of their own.
     moved, done = [time.monotonic()], threading.Event()
 
     def watch() -> None:

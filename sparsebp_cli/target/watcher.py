@@ -66,9 +66,11 @@ class LocalRun:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
+                # Unbuffered, since its log is followed while it runs.
                 env=interpreter.environment({"PYTHONUNBUFFERED": "1", **environment}),
             )
         self._save(worker_pid=self._process.pid)
+        # Copied, since the handler adds to them; what it has forwarded itself meanwhile is not sent twice.
         for number in [*signals]:
             if number not in self._signals:
                 self.signal(number)
@@ -94,6 +96,7 @@ class LocalRun:
                 print(f"how run {self.run.run_id} ended could not be written: {error}", file=sys.stderr, flush=True)
         with suppress(OSError):  # a full disk takes no warning either
             self._save(warning=follower.stop().advice(self.run.run_id))
+        # Not before the last metrics are sent: a job is settled when the lock is free.
         self._lock.release()
 
     def _write_end(self, exit_code: int | None) -> None:
@@ -131,6 +134,8 @@ class LocalQueue:
     def forward_signal(self, number: int, _frame: FrameType | None) -> None:
         """Forward a signal to every worker, and start no further one."""
         self._stopped.append(number)
+        # Without the lock, whose holder a handler may have interrupted in this very thread. Copied, since slots remove
+        # theirs.
         for local in [*self._current]:
             local.signal(number)
 
@@ -142,6 +147,7 @@ class LocalQueue:
         self._start(local, first)
         report_start()
         leave_client(local.run)
+        # A thread for each, since all it does is wait for a worker's end.
         slots = [threading.Thread(target=self._work_slot, args=(share, None)) for share in others]
         for slot in slots:
             slot.start()

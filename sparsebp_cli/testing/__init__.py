@@ -12,7 +12,8 @@ def test_my_cluster_keeps_the_contract():
     check_target("my-cluster", queue="short")
 
 ``FakeTarget`` is a target inside the test's own process. Tests can cut its connection and lose its workers. In the
-suite of a kind of your own, ``check_repeatable`` and ``check_draws`` check what every kind promises of its decisions.
+suite of a kind of your own, ``check_repeatable`` and ``check_draws`` check what every kind promises of its decisions,
+and ``check_state`` what every policy with a state does.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ __all__ = [
     "check_kind",
     "check_policy",
     "check_repeatable",
+    "check_state",
     "check_target",
     "name_of",
     "require",
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from sparsebp_cli.testing.kind import check_kind
     from sparsebp_cli.testing.policy import check_policy
     from sparsebp_cli.testing.promise import name_of, require
+    from sparsebp_cli.testing.state import check_state
     from sparsebp_cli.testing.suite import check_draws, check_repeatable
     from sparsebp_cli.testing.target import check_target
 else:
@@ -46,6 +49,7 @@ else:
         "check_kind": "kind",
         "check_policy": "policy",
         "check_repeatable": "suite",
+        "check_state": "state",
         "check_target": "target",
         "name_of": "promise",
         "require": "promise",

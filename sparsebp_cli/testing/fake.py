@@ -70,7 +70,7 @@ class FakeEngine(TargetEngine):
         """Choose the folder.
 
         Args:
-            there: An empty or missing folder.
+            there: Folder that stands for the other machine, empty or missing.
         """
         self.there = there
         self.reachable: bool = True

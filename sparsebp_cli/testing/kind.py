@@ -48,9 +48,9 @@ def check_kind(
     The kind must be known to this installation: by its entry point in the group ``sparsebp.kinds``.
 
     Args:
-        kind: Its record.
-        policies: At least one that is exact with its options, unless the kind has none, and one that is not, unless all
-            are.
+        kind: The record that the package's entry point names.
+        policies: Policies of the kind: at least one that is exact with its options, unless the kind has none, and one
+            that is not, unless all are.
         make_model: Makes a model, the same at each call, for a kind that needs another one than the suite's three
             linears with tanh between them. It is converted to double precision.
         loss: Runs the model on a batch with a number, from 0, and returns the loss.

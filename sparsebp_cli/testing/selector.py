@@ -170,6 +170,7 @@ def _check_share(
         [grad_NO.numel() if one is None else int(one.num_kept(grad_NO)) for one in draws], dtype=torch.float64
     )
     unit, number = _budget_unit(draws[0], grad_NO)
+    # A product that is a whole number may be a last bit above it.
     allowed = unit * max(1, math.ceil(share * number - 1e-9))
     bound = _NUM_SIGMAS * float(kept.std()) / math.sqrt(len(draws)) if len(draws) > 1 else 0.0
     text = (
@@ -237,6 +238,7 @@ def _check_claim(policy: GradientSelector) -> None:
                 engine.backward(loss)
             claim = engine.claim()
         executed.append(count.total)
+    # A share is rounded up to whole rows or columns: one of them more.
     rounding = claim.dense_flops / min(num_rows, num_outputs)
     bound = _NUM_SIGMAS * statistics.stdev(executed) / math.sqrt(len(executed)) if len(executed) > 1 else 0.0
     mean = statistics.fmean(executed)
@@ -271,6 +273,7 @@ def check_keep_all(policy: Policy) -> None:
 
 def _gradients(*dtypes: torch.dtype) -> Iterator[Tensor]:
     for dtype in dtypes or (torch.float32, torch.float64, torch.bfloat16):
+        # Also an odd number of rows, a rest behind groups of four, one row alone, and one column alone.
         for number, shape in enumerate(((8, 6), (7, 5), (1, 9), (9, 1), (64, 32))):
             generator = torch.Generator().manual_seed(number)
             yield torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)

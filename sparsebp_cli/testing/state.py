@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from typing import get_args
+from functools import partial
+from typing import Any, TypeAlias, get_args
 
 import torch
 from safetensors.torch import load, save
@@ -39,6 +40,7 @@ from sparsebp_cli.testing.promise import name_of, random_states, require
 from sparsebp_cli.testing.suite import same
 
 Values = Mapping[str, Tensor | float]
+Show: TypeAlias = Callable[[int], Sequence[Observed]]
 NUM_STEPS = 3
 LONGEST = 1000  # steps within which trial passes are looked for
 NUM_ROWS = 6
@@ -49,15 +51,22 @@ def first_state(policy: Policy, places: Sequence[object] = ()) -> Values:
     return policy.init(places) if isinstance(policy, Stateful) else {}
 
 
-def check_state(policy: Policy, places: Sequence[Named | int]) -> None:
+def check_state(policy: Policy, places: Sequence[Any], show: Show | None = None) -> None:
     """Check that ``init``, ``measure`` and ``observe`` are pure, and that entries of the state keep their names, shapes
-    and dtypes.
+    and dtypes; a broken promise is an ``AssertionError``.
+
+    Args:
+        policy: Of any kind; one without a state promises nothing here.
+        places: Where it decides, as ``init`` gets them.
+        show: Returns what policies of its kind are shown of a step, with values that are drawn by a seed; None: what
+            the built-in kinds are shown at such places. It must return new tensors at each call.
     """
     if not isinstance(policy, Stateful):
         return
+    show = partial(_show, places) if show is None else show
     name, first = name_of(policy), policy.init(places)
     require(same(first, policy.init(places)), f"{name}: init returns another state when called again")
-    state, observation = first, _observe(policy, places)
+    state, observation = first, _observe(policy, show)
     for step, observed in enumerate((observation, observation, Observation())):
         before, states = deepcopy(state), random_states()
         after = policy.observe(state, observed, Step(step, num_steps=NUM_STEPS))
@@ -67,16 +76,16 @@ def check_state(policy: Policy, places: Sequence[Named | int]) -> None:
         require(same(after, again), f"{name}: observe returns another state when called again")
         require(_layout(after) == _layout(first), f"{name}: observe returns other entries than init")
         state = after
-    _check_trials(policy, places, first)
-    _check_saved(policy, places)
+    _check_trials(policy, show, first)
+    _check_saved(policy, places, show)
 
 
-def _check_saved(policy: Policy, places: Sequence[Named | int]) -> None:
+def _check_saved(policy: Policy, places: Sequence[Any], show: Show) -> None:
     """Check that what the engine keeps can be stored after every step, as a checkpoint does, and read again."""
     assert isinstance(policy, Stateful)
     states, observed = PolicyStates([(policy, places)]), dict[str, Tensor]()
     if not policy.has_trials:
-        observation = _observe(policy, places)
+        observation = _observe(policy, show)
         observed = {
             f"observed/0/{measure}/{name}": value
             for measure, values in observation.items()
@@ -90,14 +99,14 @@ def _check_saved(policy: Policy, places: Sequence[Named | int]) -> None:
         require(same(kept, stored), f"{name_of(policy)}: the state of step {index} is another one when it is read")
 
 
-def _check_trials(policy: Policy, places: Sequence[Named | int], first: Values) -> None:
+def _check_trials(policy: Policy, show: Show, first: Values) -> None:
     """Check the same of ``observe_trials``, at the first step that wants trial passes."""
     assert isinstance(policy, Stateful)
     name, steps = name_of(policy), (Step(index, num_steps=LONGEST, state=first) for index in range(LONGEST))
     step = next((step for step in steps if policy.wants_trials(step)), None)
     if step is None:
         return
-    observations = [_observe(policy, places, seed) for seed, _ in enumerate(policy.wants_trials(step))]
+    observations = [_observe(policy, show, seed) for seed, _ in enumerate(policy.wants_trials(step))]
     before, states = deepcopy(first), random_states()
     after = policy.observe_trials(first, observations, step)
     require(states == random_states(), f"{name}: observe_trials uses a global random generator")
@@ -107,15 +116,15 @@ def _check_trials(policy: Policy, places: Sequence[Named | int], first: Values) 
     require(_layout(after) == _layout(first), f"{name}: observe_trials returns other entries than init")
 
 
-def _observe(policy: Policy, places: Sequence[Named | int], seed: int = 0) -> Observation:
+def _observe(policy: Policy, show: Show, seed: int = 0) -> Observation:
     """Return what the policy measures of an invented step; check that ``measure`` is pure."""
     assert isinstance(policy, Stateful)
-    name, step, shown = name_of(policy), Step(0, seed=seed, num_steps=NUM_STEPS), _show(places, seed)
+    name, step, shown = name_of(policy), Step(0, seed=seed, num_steps=NUM_STEPS), show(seed)
     unknown = sorted(observed.__name__ for observed in policy.observes - {type(seen) for seen in shown})
     require(not unknown, f"{name}: observes {', '.join(unknown)}, which a policy of its kind is not shown")
     states, found = random_states(), policy.look(shown, step)
     require(states == random_states(), f"{name}: measure uses a global random generator")
-    for again, text in ((shown, "when called again"), (_show(places, seed), "and changes what it is shown")):
+    for again, text in ((shown, "when called again"), (show(seed), "and changes what it is shown")):
         seen = policy.look(again, step)
         require(same(seen, found), f"{name}: measure returns other values {text}")
     for observed in policy.observes:

@@ -25,9 +25,9 @@ def check_repeatable(
     but the step's, and that it leaves alone what it is shown.
 
     Args:
-        policy: The policy.
+        policy: A policy with its options.
         ask: Returns the decision of a policy at a place.
-        *place: What ``ask`` shows the policy.
+        *place: Arguments with which ``ask`` shows the policy the place.
         **more: The same, by name.
     """
     name, before, states = name_of(policy), deepcopy((place, more)), random_states()
@@ -44,9 +44,9 @@ def check_draws(policy: Policy, asked: Sequence[tuple[Callable[[Step], object], 
     """Check that a policy whose decision depends on the draw draws anew where another part of the step is another one.
 
     Args:
-        policy: The policy.
-        asked: By place, what returns its decision at a step, and the first step.
-        parts: Of the step.
+        policy: A policy with its options.
+        asked: For each place a function that returns its decision at a step, and the first step.
+        parts: Names of the fields of :class:`~sparsebp_cli.policy.Step` on which the draw must depend.
 
     Returns:
         Whether the policy is random.
@@ -69,8 +69,8 @@ def same(one: object, other: object) -> bool:
     """Return whether two decisions are equal, tensors to the last bit, NaN to NaN.
 
     Args:
-        one: Of tensors, numbers, and collections and frozen records of them.
-        other: The same.
+        one: A tensor, a number, or a collection or frozen record of them.
+        other: Another such object, of the same type if they are equal.
 
     Returns:
         Whether they are.

@@ -65,6 +65,7 @@ def run_name(plan: Plan) -> str:
 def parameters(plan: Plan) -> dict[str, str]:
     """Return the resolved recipe as flat dotted parameters, cut to MLflow's limits, with passwords hidden."""
     flat = _flatten(plan.recipe.model_dump(mode="json"), "")
+    # Hidden before it is cut: half an address with a password would not be recognised.
     return {clean_name(key): mask(text)[:LONGEST_VALUE] for key, text in flat}
 
 

@@ -163,6 +163,7 @@ class Flusher:
         if self.run.is_gone():  # its lock and its store would make the folder and the home anew
             raise TrackingError(f"run {self.run.run_id}: {self.run.describe_move()}")
         try:
+            # The watcher and `sparsebp sync` may send the same run at once.
             with FileLock(self.run.path / "tracking.lock", timeout=LOCK_SECONDS):
                 client = self._client or open_client(self.uri)
                 if self._client is None:
@@ -246,6 +247,7 @@ class Flusher:
         batch = [self._pending[index] for index in range(min(BATCH, len(self._pending)))]
         rows = [Metric(p.name, math.nan if math.isinf(p.value) else p.value, p.time_ms, p.step) for p in batch]
         with sqlite_lock(self.uri):
+            # Whatever MLFLOW_ENABLE_ASYNC_LOGGING says: an error has to be seen here, before the offset moves.
             client.log_batch(self._sent.mlflow_run_id, metrics=rows, synchronous=True)
         for _ in batch:
             self._pending.popleft()

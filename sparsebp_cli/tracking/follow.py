@@ -96,6 +96,7 @@ class Follower:
 
     def _follow(self) -> None:
         if sys.platform == "linux":
+            # On Linux each thread has a priority of its own; elsewhere this would be that of the training as well.
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         pause = self.every
         while not self._over.wait(pause):

@@ -29,6 +29,7 @@ def follow_move(database: Path, root: Path) -> None:
             for old in set(_find_gone(locations, root)):
                 with connection:  # both tables, or neither
                     for table, column in PLACES:
+                        # Not LIKE, whose wildcards may stand in a path.
                         connection.execute(
                             f"UPDATE {table} SET {column} = ? || substr({column}, ?) "
                             f"WHERE {column} = ? OR substr({column}, 1, ?) = ?",

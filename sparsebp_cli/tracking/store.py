@@ -99,6 +99,7 @@ def open_client(uri: str) -> MlflowClient:
     """Connect to a store whose URI ``resolve_uri`` returned; create a missing sqlite database, one process at a time.
     The errors of the client are of many kinds; the caller turns them into one line."""
     for name, value in ENVIRONMENT.items():
+        # What the user has set holds.
         os.environ.setdefault(name, value)
     if is_sqlite(uri):  # a place that cannot be made is told before the seconds that the import takes
         sqlite_file(uri).parent.mkdir(parents=True, exist_ok=True)
@@ -183,6 +184,7 @@ def _create_database(uri: str) -> None:
         file = sqlite_file(uri)
         part = file.with_name(file.name + ".part")
         part.unlink(missing_ok=True)
+        # Its connections are closed before the file is renamed.
         SqlAlchemyStore(f"sqlite:///{part}", root).engine.dispose()
         durable.move(part, file)
         return

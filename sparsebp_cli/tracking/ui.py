@@ -58,6 +58,7 @@ def find_port(wanted: int | None, first: int = 5000) -> int:
     another process has the wanted one."""
     for port in (wanted,) if wanted is not None else (first, 0):
         with socket.socket() as probe:
+            # As servers do: a port that one has just left counts as free.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind(("127.0.0.1", port))

@@ -48,11 +48,11 @@ class PolicyCallback(TrainerCallback):
         policies: Each a policy, the name of one, or a mapping of ``name`` and its options; none is dense.
         schedule: Instead of policies: phases of the training, each with its own, as for
             :func:`sparsebp_cli.attach_phases`.
-        backward: How the backward pass is executed, such as ``{"sites": "branches"}``. ``update="eager"`` and
+        backward: Options of the backward pass, such as ``{"sites": "branches"}``. ``update="eager"`` and
             ``checkpointing="full"`` are refused: the trainer steps its optimizer itself, and checkpointing of whole
             layers is an option of ``TrainingArguments``.
-        reference: As for :func:`sparsebp_cli.attach`.
-        seed: Of random decisions; None: ``args.seed``.
+        reference: A model whose losses a policy compares with, as for :func:`sparsebp_cli.attach`.
+        seed: Seed of random decisions; None: ``args.seed``.
         log_flops_every: Optimizer steps, at least 1, between counts of the FLOPs of one micro-batch, dense and with the
             policies; the first step is always counted, and the counts are logged. None: never.
 
@@ -150,6 +150,7 @@ class PolicyCallback(TrainerCallback):
         def backward(loss: Tensor, **kwargs: object) -> None:
             phased.backward(loss, lambda scaled: original(scaled, **kwargs))
 
+        # Somebody else may have put one on the instance: it is put back, and no other is left there.
         own = accelerator.__dict__.get("backward")
         accelerator.backward = backward
         self._undo.append(lambda: _restore_backward(accelerator, own))
@@ -327,19 +328,19 @@ class PolicyTrainer(Trainer):
     dense. Without an approximating policy the trained weights are those of ``Trainer``, bit for bit.
 
     Args:
-        *args: As for ``Trainer``.
+        *args: Positional arguments of ``Trainer``.
         policies: Each a policy, the name of one, or a mapping of ``name`` and its options; none is dense.
         schedule: Instead of policies: phases of the training, each with its own, such as
             ``[{"until": 0.4, "policy": "dense"}, {"policy": [topk]}]``, as for :func:`sparsebp_cli.attach_phases`.
-        backward: How the backward pass is executed, such as ``{"sites": "branches"}``. ``update="eager"`` and
+        backward: Options of the backward pass, such as ``{"sites": "branches"}``. ``update="eager"`` and
             ``checkpointing="full"`` are refused: the trainer steps its optimizer itself, and checkpointing of whole
             layers is an option of ``TrainingArguments``.
-        reference: As for :func:`sparsebp_cli.attach`.
-        policy_seed: Of random decisions; None: ``args.seed``.
+        reference: A model whose losses a policy compares with, as for :func:`sparsebp_cli.attach`.
+        policy_seed: Seed of random decisions; None: ``args.seed``.
         log_flops_every: Optimizer steps, at least 1, between counts of the FLOPs of one micro-batch, dense and with the
             policies; the first step is always counted, and the counts are logged. Each count computes the loss twice
             more, on copies of the batch, and changes nothing else. None: never.
-        **kwargs: As for ``Trainer``.
+        **kwargs: Named arguments of ``Trainer``.
 
     Raises:
         UsageError: A policy, an option or a pattern is wrong.

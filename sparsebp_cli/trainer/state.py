@@ -77,6 +77,7 @@ def _digest(text: str, tensors: Mapping[str, Tensor]) -> str:
     for name in sorted(tensors):
         tensor = tensors[name]
         digest.update(f"{name}/{tensor.dtype}/{tuple(tensor.shape)}/".encode())
+        # As bytes: NumPy has no bfloat16.
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
@@ -88,6 +89,7 @@ def _split(value: object, tensors: dict[str, Tensor]) -> object:
         tensors[name] = value
         return {_TENSOR: name}
     if isinstance(value, Mapping):
+        # As pairs, since keys of JSON are texts alone; an empty one stays a mapping, or it would come back as a list.
         return [[_split(key, tensors), _split(inner, tensors)] for key, inner in value.items()] or {}
     if isinstance(value, list | tuple):
         return {"list": [_split(inner, tensors) for inner in value]}

@@ -24,6 +24,7 @@ from sparsebp_cli.worker.ending import StopRequest, describe_failure, name_refus
 from sparsebp_cli.worker.process import NodePlace, process_options
 from sparsebp_cli.worker.rank import find_rank, run_rank
 
+# The functions below import torch, whose OpenMP reads this once, when it is loaded.
 wait_briefly()
 
 
@@ -48,6 +49,7 @@ def _work(plan_file: Path, run: RunFolder, stop: StopRequest) -> int:
             if rank is None and is_first:
                 stack.enter_context(run.lock("worker"))
             elif rank == 0:
+                # Ranks may outlive a launcher that was killed: the next one waits for this lock.
                 stack.enter_context(run.lock("rank"))
         except (RunBusyError, SparseBPError) as error:
             _print_error(f"error: {error}")

@@ -9,11 +9,14 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from sparsebp_cli.composition import find_adapter_options
-from sparsebp_cli.recipe.schema import ModelSection
+from sparsebp_cli.backward.linear.quantized import find_quantized
+from sparsebp_cli.composition import READERS, find_adapter_options
+from sparsebp_cli.errors import DataError
+from sparsebp_cli.recipe.schema import CHANGES_BASE, ModelSection
 from sparsebp_cli.source import MODELS, find_source
 from sparsebp_cli.source.adapter import find_adapter, read_adapter
 from sparsebp_cli.source.architecture import Architecture
+from sparsebp_cli.worker.quantization import dequantize
 
 # What peft calls them; a masked language model has no name there and needs none.
 PEFT_TASKS: dict[Architecture, str | None] = {
@@ -41,6 +44,11 @@ def add_adapters(model: PreTrainedModel, section: ModelSection, architecture: Ar
         folder = find_adapter(section.adapter, section.name)
         content = read_adapter(folder)
         kind = str(content["peft_type"]).lower()
+        if section.quantization is not None and (
+            kind in READERS[section.quantization.type] or content.get("init_lora_weights") in CHANGES_BASE
+        ):
+            raise DataError(f"{section.adapter}: this kind of adapter needs a base without model.quantization")
+        # A file of a newer peft may have keys that this one does not know. See decision 113.
         known = {"base_model_name_or_path", "task_type", "peft_type", *find_adapter_options(kind)}
         config = PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(str(content["peft_type"]))](
             **{key: value for key, value in content.items() if key in known and key != "peft_type"}
@@ -74,8 +82,17 @@ def is_adapted(model: nn.Module) -> bool:
 
 def merge_beside(model: nn.Module, folder: Path, *, keeps: bool) -> nn.Module:
     """Write a model's adapters to a folder as peft does, and return the model with them merged into its weights. The
-    given model is spent, unless it ``keeps`` its weights, which then are in memory twice."""
+    given model is spent, unless it ``keeps`` its weights, which then are in memory twice.
+
+    A quantised base becomes numbers first: peft would round the merged weights to the few values of the base."""
+    from peft import PeftModel
+
     adapted: Any = copy.deepcopy(model) if keeps else model
     adapted.save_pretrained(folder)
+    if next(find_quantized(adapted), None) is not None:
+        adapted.get_base_model().is_loaded_in_4bit = False  # with it, peft refuses to take ia3 off
+        base = adapted.unload()
+        dequantize(base)
+        adapted = PeftModel.from_pretrained(base, str(folder))
     merged: nn.Module = adapted.merge_and_unload()
     return merged

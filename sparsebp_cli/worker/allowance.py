@@ -57,6 +57,7 @@ class Allowance:
         """The limit that is reached, in one line; empty while none is."""
         if self.max_seconds is not None and self.seconds >= self.max_seconds:
             return f"training.max_seconds: {self.max_seconds:g} is reached, with {self.seconds:.4g} s of steps"
+        # A sum that is meant to reach the limit may end a last bit below it.
         if self.max_cost is not None and self.cost >= self.max_cost - 1e-9:
             return f"training.max_cost: {self.max_cost:g} is reached, with the work of {self.cost:.4g} dense steps"
         if self.max_flops is not None and self.flops >= self.max_flops * (1.0 - 1e-9):

@@ -47,6 +47,7 @@ def converse(make: Callable[[str, Callable[[str, int, int], None]], Mapping[str,
 
         try:
             request = sys.stdin.readline()
+            # After the request: both read the same input.
             threading.Thread(target=_end_with_input, daemon=True).start()
             found = make(request, lambda what, done, total: send("progress", what=what, done=done, total=total))
         except Exception as error:
@@ -62,6 +63,7 @@ def converse(make: Callable[[str, Callable[[str, int, int], None]], Mapping[str,
 
 
 def _end_with_input() -> None:
+    # The input ends with the process that asked, even if that was killed: nobody reads the answer any more.
     while os.read(0, 4096):
         pass
     os.kill(os.getpid(), signal.SIGTERM)

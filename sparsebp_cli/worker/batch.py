@@ -292,9 +292,11 @@ def run_micro_batch(
         loss: Tensor = output.loss
         share = num_targets(batch) / targets
         return loss * share if targets != num_targets(batch) else loss, output
+    # Every target of the step weighs the same, whichever micro-batch it is in. See decision 5.
     items: float = targets
     if candidates is not None:
         # The engine multiplies this number by trained / targets of the batch: make that trained / candidates.
         items *= num_targets(batch) / max(1, num_targets(batch, candidates))
+    # full, not tensor: a tensor made of a number is copied from pageable memory, for which the host waits.
     output = model(**on_device, num_items_in_batch=torch.full((), items, device=device))
     return output.loss, output

@@ -19,6 +19,7 @@ from sparsebp_cli import durable
 from sparsebp_cli.asset.checkpointing import checkpoint_activations
 from sparsebp_cli.backward.attachment import validates
 from sparsebp_cli.backward.core.loss_weight import LOSS_WEIGHT, LossWeights
+from sparsebp_cli.backward.linear.quantized import count_parameters
 from sparsebp_cli.errors import DataError, UnsupportedError
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.policy import (
@@ -78,6 +79,7 @@ def build_training(
     tokenizer, reference = _load_data(recipe, policies, accelerator, journal)
     data = reference.data
     guard.check_data(data.digest())
+    # Again, so that random weights do not depend on what data and reference have drawn.
     set_seed(recipe.training.seed)
     model = _build_model(recipe, policies, tokenizer, data, journal)
     _check_fit(model, tokenizer, recipe)
@@ -319,14 +321,17 @@ def _build_accelerator(recipe: Recipe, ranks: Ranks, policies: Sequence[Policy])
         raise DataError("target.device: cuda, but torch finds no CUDA device here; use auto or cpu")
     threads = recipe.target.threads
     if ranks.count > 1:
+        # Each rank would else take as many threads as there are cores.
         threads = threads or max(1, torch.get_num_threads() // ranks.count)
     drops = any(kind.leaves_out_gradients for kind in list_kinds(policies))
+    # DDP waits for a gradient of each parameter, unless it looks for those that get none.
     accelerator = Accelerator(
         mixed_precision=recipe.training.mixed_precision,
         cpu=recipe.target.device == "cpu",
         kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)] if drops else [],
     )
     if threads is not None:
+        # After accelerate, which sets the number of threads itself for processes on a CPU.
         torch.set_num_threads(threads)
     return accelerator
 
@@ -348,7 +353,7 @@ def _facts(plan: Plan, model: nn.Module, reference: Reference, accelerator: Acce
     return {
         "max_steps": training.max_steps,
         "warmup_steps": recipe.measure.warmup_steps,
-        "num_parameters": sum(p.numel() for p in model.parameters()),
+        "num_parameters": count_parameters(model),
         "num_trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "dataset_digest": data.digest(without=reference.columns),  # a control trains on the same data without scores
         "train_examples": len(data.train),

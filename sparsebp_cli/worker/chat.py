@@ -108,6 +108,7 @@ class _PrefixWriter(_Writer):
         for place, number in enumerate(self._numbers()):
             before, after = rendered[1 + 2 * place], rendered[2 + 2 * place]
             begin = self._find(text, before, number, after=False) if number else 0
+            # A template may refuse to write no messages: this prefix counts where there is one and where it fits.
             if number == 0 and not before.error and text.startswith(before.text) and self._is_reply(0):
                 begin = len(before.text)
             end = self._find(text, after, number, after=True)

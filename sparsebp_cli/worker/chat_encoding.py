@@ -84,6 +84,7 @@ def _add(
     """Add the example of a row, or the reason why it has none."""
     all_ids, length = tokens[0], section.max_seq_length
     weight_T = mark_tokens(tokens[1], text.spans)
+    # Nothing predicts the first token.
     if not (weight_T[1:] != 0).any():
         found.dropped[NOTHING_TRAINED] += 1
         return

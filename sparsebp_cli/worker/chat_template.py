@@ -87,11 +87,14 @@ def main(source: TextIO, target: TextIO) -> None:
         def now(cls, tz: object = None) -> datetime:  # type: ignore[override]  # noqa: ARG003 - there is one day
             return TODAY
 
+    # The name that its strftime_now reads: no argument gives it a clock. See decision 79.
     vars(chat_template_utils)["datetime"] = FixedClock
     request = json.load(source)
+    # RLIMIT_AS bounds the whole address space, so what the process has by now is added.
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     size += request["memory_bytes"]
     resource.setrlimit(resource.RLIMIT_AS, (size, size))
+    # SIGXCPU would write the memory of the process to a core file.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for line in _render_all(chat_template_utils, request):
         target.write(json.dumps(line) + "\n")
@@ -104,6 +107,7 @@ def _render_all(transformers: Any, request: dict[str, Any]) -> Iterator[dict[str
     template, marks = request["template"], marks_generation(request["template"])
     for messages, tools, generation_prompt in request["jobs"]:
         used = resource.getrusage(resource.RUSAGE_SELF)
+        # The limit counts from the start of the process, so it is moved on; hence no hard one, which nobody may raise.
         soft = int(used.ru_utime + used.ru_stime) + request["cpu_seconds"] + 1
         resource.setrlimit(resource.RLIMIT_CPU, (soft, resource.RLIM_INFINITY))
         try:

@@ -108,6 +108,7 @@ class CheckpointFolder:
                 damaged.append(f"checkpoint {place.name} is damaged ({problem})")
                 self._passed_over.add(step)
                 continue
+            # Its checksums may fit although another version wrote it.
             try:
                 return _read(place), damaged
             except (
@@ -210,4 +211,5 @@ def _of_rank(what: str, rank: int) -> str:
 
 
 def _contiguous(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    # safetensors refuses views that are not contiguous.
     return {name: tensor.detach().contiguous() for name, tensor in tensors.items()}

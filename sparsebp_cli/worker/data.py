@@ -63,6 +63,7 @@ class Data:
             self.held_out,
             *([self.test] if self.test else []),
         ):
+            # With lengths and bars: a token that moves from one example to the next is a change.
             sha.update(len(split).to_bytes(8, "little"))
             for example in split:
                 sha.update(example.input_ids.tobytes() + b"|" + example.labels.tobytes())

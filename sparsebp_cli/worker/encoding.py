@@ -78,6 +78,7 @@ class Surrounding:
         starts = range(len(whole) - len(plain) + 1)
         before = next((start for start in starts if whole[start : start + len(plain)] == plain), 0)
         behind = len(whole) - before - len(plain)
+        # See decision 76.
         end = [] if behind or tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         return cls(before, behind, end)
 

@@ -38,6 +38,7 @@ class EpochShuffle:
 
     def draw(self, epoch: int, visited_N: NDArray[np.bool_] | None = None) -> Order:
         """Return the rows that an epoch visits, in its order; all examples where none are named."""
+        # So far apart that no epoch of one seed has the order of another's.
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
         # A NumPy array, because the memory trace would count a tensor: the first step after a resume redraws the
         # permutation, and would then show more memory than in an uninterrupted run.
@@ -138,6 +139,7 @@ class ChosenEpochs:
         if visits is not None:
             weight_N[:] = 0.0
             weight_N[visits.index_K.numpy()] = visits.weight_K.numpy()
+        # A dense epoch's order without the others: keeping all is dense to the last bit. See decision 51.
         order_K = self._shuffle.draw(number, None if visits is None else weight_N > 0.0)
         if not len(order_K):
             raise UsageError(f"{type(self._policy).__name__} visits no example in epoch {number}")

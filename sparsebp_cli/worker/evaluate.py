@@ -127,6 +127,7 @@ def evaluate(
             found.append(ExampleLosses())
             continue
         targets = num_targets(own)
+        # The mean over no target is no number.
         loss += float(outputs.loss) * targets if targets else 0.0
         found.append(ExampleLosses())
         if examples is not None and getattr(outputs, "logits", None) is not None:
@@ -138,10 +139,12 @@ def evaluate(
             classes_3C += count_classes(outputs.logits.argmax(-1).cpu(), own["labels"], classes_3C.shape[1])
     model.train()
     if examples is not None:
+        # Batch by batch, in each rank by rank: the order of the examples.
         for part in itertools.chain(*zip(*ranks.gather(found), strict=True)):
             examples.extend(part)
     loss, count, *found_classes = ranks.all_sum([loss, count, *classes_3C.flatten().tolist()])
     values = {split.loss.name: loss / max(count, 1)}
+    # A rank whose examples have all run out takes part in the collective operations.
     if ranks.all_max([len(numbers)])[0]:
         pairs = [pair for part in ranks.gather(numbers) for pair in part]
         pearson, spearman = ranks.broadcast(correlate(pairs) if ranks.is_first else (0.0, 0.0))

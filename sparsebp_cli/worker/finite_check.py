@@ -65,5 +65,6 @@ def _state_tensors(parameters: Mapping[str, Tensor], optimizer: torch.optim.Opti
 
 def _are_finite(tensors: Iterable[Tensor]) -> bool:
     parts = [local_part(tensor.detach()) for tensor in tensors]
+    # PyTorch has no norm of float8, and no largest entry of nothing.
     wide = [part for part in parts if part.is_floating_point() and part.element_size() > 1 and part.numel()]
     return math.isfinite(float(torch.nn.utils.get_total_norm(wide, math.inf)))  # a maximum propagates NaN

@@ -35,6 +35,7 @@ def choose_forms(
     choice = find_choice(engine)
     if choice is None:
         return
+    # One answer for all: ranks that chose different forms would differ in their last bits.
     stored = ranks.broadcast(_find_stored(run, snapshot) if ranks.is_first else None)
     if stored is not None:
         choice.set(stored)

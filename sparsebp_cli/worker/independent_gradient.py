@@ -110,4 +110,5 @@ class IndependentComparison:
 def examples_at_cost(cost_ratio: float, batch_size: int) -> int:
     """Return the smallest number of examples that costs dense at least as much as the policy's step, in [1,
     batch_size]: a policy that costs more than dense is compared with the whole micro-batch."""
+    # A share that is a whole number of examples must not gain one by rounding.
     return min(batch_size, max(1, math.ceil(cost_ratio * batch_size - 1e-9)))

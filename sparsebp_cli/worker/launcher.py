@@ -127,6 +127,7 @@ class RankGuard(threading.Thread):
         parent, most, since = psutil.Process(), 0, None
         while not self._done.wait(GUARD_SECONDS):
             ranks = parent.children()
+            # Ranks start one after another: one has ended where there are fewer than there ever were.
             most = max(most, len(ranks))
             if len(ranks) == most and not self._is_over():
                 continue
@@ -184,11 +185,13 @@ def _run(plan: Plan, run: RunFolder, nodes: NodeGroup | None = None) -> tuple[si
         failures: Mapping[int, ProcessFailure] = {}
         guard.start()
         try:
+            # -P: a torch.py in the working folder is not imported. See interpreter.py.
             elastic_launch(config, interpreter.PYTHON)("-P", "-m", "sparsebp_cli.worker", str(run.plan_file))
         except SignalException as error:
             asked = error.sigval
         except ChildFailedError as error:
             first = nodes.place.node * here if nodes else 0
+            # Those that the guard killed are no cause of the failure.
             failures = {first + n: failure for n, failure in error.failures.items() if failure.pid not in guard.killed}
         guard.stop()
         return asked, _find_reason(Path(folder), failures, options.processes)

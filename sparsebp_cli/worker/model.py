@@ -30,6 +30,7 @@ from sparsebp_cli.source import MODELS, find_source, read_config
 from sparsebp_cli.source.architecture import Architecture, find_architecture
 from sparsebp_cli.source.weight import check_sidecars, check_weights
 from sparsebp_cli.worker.adapter import add_adapters, find_adapter_key
+from sparsebp_cli.worker.quantization import load_options, settle
 
 CLASSES: dict[Architecture, Any] = {
     "causal": AutoModelForCausalLM,
@@ -79,6 +80,7 @@ def build_model(
             source = _folder_or_id(section.name or "")
             if isinstance(source, Path):
                 check_weights(source, read_config(source))
+            options |= load_options(section, _read_config(source, section.revision).to_dict())
             if section.dropout is not None:
                 options["config"] = AutoConfig.from_pretrained(source, revision=section.revision, **labels)
                 _set_dropouts(options["config"], section.dropout)
@@ -92,6 +94,8 @@ def build_model(
                 **options,
                 **({} if "config" in options else labels),
             )
+            if section.quantization is not None:
+                settle(model)
             new = _refuse_incomplete(source, model, found, is_classification=num_labels is not None)
             if new and tell is not None:
                 tell(f"initialised at random because {section.name} has no classification head: {_list(new)}")
@@ -159,13 +163,18 @@ def read_architecture(section: ModelSection, data_format: str) -> Architecture:
         return find_architecture(section.config, data_format)
     source = _folder_or_id(section.name or "")
     try:
-        config = AutoConfig.from_pretrained(source, revision=section.revision, trust_remote_code=False)
+        config = _read_config(source, section.revision)
     except Exception as error:
         raise _explain(f"model {section.name}", error) from None
     try:
         return find_architecture(config.to_dict(), data_format)
     except DataError as error:
         raise DataError(f"model {section.name}: {error}") from None
+
+
+def _read_config(source: str | Path, revision: str | None) -> PreTrainedConfig:
+    config: PreTrainedConfig = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
+    return config
 
 
 def predicts_in_place(model: nn.Module) -> bool:
@@ -211,6 +220,7 @@ def _refuse_incomplete(
     another shape. transformers would fill them with random values; it leaves tied tensors out of both lists itself."""
     missing = sorted(found["missing_keys"])
     body = f"{model.base_model_prefix}."
+    # BERT's pooler is in the body, and files of a language model have none.
     new = [name for name in missing if is_classification and (not name.startswith(body) or ".pooler." in name)]
     kind = type(model).__name__
     if lacking := [name for name in missing if name not in new]:

@@ -60,6 +60,7 @@ class NodeGroup:
         self._left = threading.Event()
         self._peers = range(1, self._count) if place.node == 0 else range(1)
         self._store.set(f"host/{place.node}", socket.gethostname())
+        # With a connection of its own: on the other one, a get that waits would hold up the signs of life.
         threading.Thread(target=self._beat, args=(self._connect(),), daemon=True).start()
 
     def __enter__(self) -> Self:
@@ -113,6 +114,7 @@ class NodeGroup:
             durable.write_file(Path(file), str(code))
         self._store.set("over", str(code))
         deadline = time.monotonic() + LEAVE_SECONDS
+        # The store lives in this process: whoever has not read by its end loses the connection.
         living = [node for node in self._peers if node in self._seen and not self._is_lost(node)]
         while time.monotonic() < deadline and not self._store.check([f"left/{node}" for node in living]):
             time.sleep(BEAT_SECONDS / 5)
@@ -146,7 +148,9 @@ class NodeGroup:
             self._is_cut = True
 
     def _look_at(self, store: TCPStore, node: int, before: dict[int, bytes]) -> None:
+        # Asked for first: a get waits until the key is there.
         if store.check([f"beat/{node}"]) and (beat := store.get(f"beat/{node}")) != before.get(node):
+            # By the clock of this node: those of several differ.
             before[node], self._seen[node] = beat, time.monotonic()
             if node not in self._hosts:
                 self._hosts[node] = store.get(f"host/{node}").decode()

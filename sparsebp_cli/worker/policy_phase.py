@@ -49,6 +49,7 @@ class PhaseSequence:
         """Attach the policies of a phase, with the recipe's options of the backward."""
         recipe = self.recipe
         is_eager, is_full = recipe.backward.update == "eager", recipe.backward.checkpointing == "full"
+        # Full checkpointing is transformers' own, which the build of the model has switched on.
         return attach(
             self.model,
             [policy for policy in phase.policies if not _is_asked_by_worker(policy)],  # by the data order

@@ -19,6 +19,7 @@ from torch import Tensor
 from sparsebp_cli.run import metric
 
 Shape = tuple[int, int]  # examples and padded length of a micro-batch
+# See decisions 82 and 95.
 FIRST, MOST = 8, 32  # a run with a limit of work counts the first steps of each price, then one of MOST at least
 MEMORY = 100  # counts
 TOLERANCE = 0.004  # standard error of the work of all steps so far, over that work

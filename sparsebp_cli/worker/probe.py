@@ -20,6 +20,7 @@ from sparsebp_cli.worker.trial_step import Mode, PassResult, TrialStep
 
 SQUARES = ("attention", "bmm")  # operators whose products grow with the square of the length
 JUMP = 1.5  # a count that is so many times the last one, and above dense, is made again
+# See decision 4.
 ROUNDS = 3  # timed pairs; the order within a pair alternates
 
 

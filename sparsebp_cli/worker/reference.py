@@ -115,6 +115,7 @@ def _digest(model: nn.Module) -> str:
     for name, tensor in model.state_dict().items():
         flat = tensor.detach().cpu().contiguous().flatten()
         sha.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        # As bytes: NumPy has no bfloat16.
         sha.update(flat.view(torch.uint8).numpy().tobytes())
     return sha.hexdigest()[:16]
 
@@ -130,6 +131,7 @@ def _read(path: Path, data: Data) -> Kept | None:
 
 def _write(path: Path, scores: np.ndarray, cost: dict[str, float]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
+    # With the number of the process: two runs may score the same examples at once.
     part = path.with_name(f".{os.getpid()}-{path.name}")
     save_file({REFERENCE_COLUMN: scores}, part, metadata={"cost": json.dumps(cost)})
     part.replace(path)

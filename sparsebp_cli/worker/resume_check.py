@@ -54,6 +54,7 @@ class ResumeCheck:
         if self._ranks.is_first and self._before is not None:
             changes = [change for change in self._before.changes(self.seal) if change.field not in self._reported]
             refused = [change for change in changes if not self._accept(change)]
+        # All ranks raise, or those that go on would wait for the first.
         refused = self._ranks.broadcast(refused)
         if refused:
             raise ChangedError(self._run.run_id, self._where, refused)

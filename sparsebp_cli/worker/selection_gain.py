@@ -125,6 +125,7 @@ def measure_selection_gain(
         # Of a pair of encoder and decoder, and of gaps, the logits are of other positions.
         logits = None if predicts_in_place(trial.model) else getattr(run(**arguments), "logits", None)
         effective = {} if logits is None else head_ess(logits, batch["labels"])
+        # Freed before the passes below: often the largest tensor of all.
         del logits
     rows, modules = RowNorms(), dict(trial.model.named_modules())
     names = [site.name for site in probe.policy.report.sites if site.name in modules]

@@ -22,6 +22,7 @@ def shard(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.devi
     optimizer's parameters are replaced by the sharded ones, so it must not have a state yet. This calls PyTorch
     directly, because accelerate 1.15 shards on accelerators only and silently uses DDP on a CPU."""
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+    # From the inside out, as `fully_shard` asks: what a layer has is no longer the whole model's.
     for layer in LayerNumbers(model).layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -125,4 +126,5 @@ def _shard_state(parameter: Tensor, value: object) -> object:
 def _shard_like(mine: Tensor, given: Tensor) -> Tensor:
     if not isinstance(mine, DTensor):
         return given
+    # None: every rank has the whole tensor, and nothing is sent.
     return distribute_tensor(given.to(mine.device), mine.device_mesh, mine.placements, src_data_rank=None)

@@ -80,6 +80,7 @@ def take_snapshot(training: Restorable) -> Snapshot:
     }
     if order:
         rest["order"] = {name: value for name, value in order.items() if not isinstance(value, Tensor)}
+    # Trained weights and buffers; frozen ones come from the recipe again. See decision 7.
     weights = gather(_weights(training), keep=ranks.is_first)
     optimizer = gather_optimizer(training.optimizer, keep=ranks.is_first)
     return Snapshot(training.step, weights, optimizer, rest, own, training.seal.to_json())

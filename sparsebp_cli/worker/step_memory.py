@@ -21,7 +21,7 @@ from sparsebp_cli.backward import Engine, Route
 from sparsebp_cli.backward.core.report import Chosen
 from sparsebp_cli.backward.observe.saved_bytes import tensor_bytes
 from sparsebp_cli.memory import MemoryTrace, memory_trace
-from sparsebp_cli.memory.storage import tensors_in
+from sparsebp_cli.memory.storage import plain_tensors, tensors_in
 from sparsebp_cli.policy import GradientSelector, Policy
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run import JournalWriter, metric
@@ -81,6 +81,7 @@ class StepMemoryRecorder:
         self.peak.pause()
         state = self.engine.state_dict()  # tensors such as error feedback, to be attributed in the trace
         with memory_trace(self.model, self.optimizer, also=state, device=self.device) as self._trace:
+            # Or tensors that the step replaces would be kept alive by this name.
             del state
             values = run()
         trace, self._trace = self._trace, None
@@ -90,6 +91,7 @@ class StepMemoryRecorder:
         curve = trace.curve
         content = curve.to_values() | {"allocator_peak_bytes": trace.allocator_peak_bytes}
         self.journal.write("memory", step=step, values=content)
+        # The trace slows the step down; those of warm-up are left out by every reader.
         if step > self.recipe.measure.warmup_steps:
             values |= {time.name: None for time in TIMES}
         split = curve.peak.split
@@ -159,13 +161,14 @@ class PeakMemory:
 
 def memory_metrics(model: nn.Module, optimizer: AcceleratedOptimizer, peak: PeakMemory) -> dict[str, float]:
     """Return the bytes of weights and optimizer state on this rank, and its peak memory since the run began. Weights
-    include what the optimizer trains in their place."""
+    include what the optimizer trains in their place, and the scales of quantised ones."""
     state = tensors_in(dict(optimizer.state))
     trained = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    weights = {id(parameter): parameter for parameter in (*model.parameters(), *trained)}.values()
+    parameters = {id(parameter): parameter for parameter in (*model.parameters(), *trained)}.values()
+    weights = (part for each in parameters for part in (*plain_tensors(local_part(each)), *tensors_in(vars(each))))
     name = metric.PEAK_ALLOCATED_BYTES if peak.device.type == "cuda" else metric.PEAK_RESIDENT_BYTES
     return {
-        metric.WEIGHT_BYTES.name: float(tensor_bytes(local_part(p) for p in weights)),
+        metric.WEIGHT_BYTES.name: float(tensor_bytes(weights)),
         metric.OPTIMIZER_BYTES.name: float(tensor_bytes(local_part(value) for value in state)),
         name.name: float(peak.bytes()),
     }

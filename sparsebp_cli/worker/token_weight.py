@@ -33,6 +33,7 @@ def _weigh(text: TextTokens, value: object, place: str) -> np.ndarray:
     if not isinstance(value, list):
         return np.full(text.num_tokens, check_number(value, place), dtype=np.float32)
     weight_T = np.ones(text.num_tokens, dtype=np.float32)
+    # Backwards: the first of several spans counts.
     for span in reversed(value):
         if not (
             isinstance(span, list)

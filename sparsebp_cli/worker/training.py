@@ -201,6 +201,7 @@ class Training:
             self._tell_graphs()
             self.step += 1
             self._log(values | self.measurement.after(self.step))
+            # Before the checkpoint of this step, whose engine state is that of the next phase. See decision 46.
             if self.phase is not self.phases.at(self.step - 1):
                 self._attach(self.phase)
                 self.journal.write("note", level="info", text=self.phases.describe(self.phase))
@@ -219,6 +220,7 @@ class Training:
             self._require_finite()
             self._save_model()
         elif self.step > 0 and self.ranks.broadcast(self.step not in self.checkpoints.steps()):
+            # By what the first rank sees of the folder: all save, or none does.
             self._save_checkpoint()
 
     def _describe_uncharged(self) -> str:

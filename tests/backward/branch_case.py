@@ -46,13 +46,13 @@ def step(
     """Run forward and backward once for each micro-batch.
 
     Args:
-        model: Fresh.
-        policy: At its branches; None: dense.
-        inputs: Of each micro-batch, beside the tokens.
-        autocast: To bfloat16.
+        model: A model that no engine has been attached to.
+        policy: Policy at its branches; None: dense.
+        inputs: Arguments of each micro-batch, beside the tokens.
+        autocast: Whether the forward is cast to bfloat16.
         prepare: Changes the model before the engine is attached.
-        plain: PyTorch's own backward, without an engine.
-        **options: Of ``attach``.
+        plain: Whether PyTorch's own backward runs, without an engine.
+        **options: Options of ``attach``.
     """
     prepare(model)
     engine = None if plain else sbp.attach(model, [policy] if policy else [], sites="branches", **options)

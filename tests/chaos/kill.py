@@ -63,8 +63,8 @@ def kill_at_random(run: RunFolder, chance: random.Random, longest: int = 12) -> 
     """Start or resume the worker and kill it: inside a save, or after a random number of steps.
 
     Args:
-        run: With its plan.
-        chance: Decides when.
+        run: Folder with a plan.
+        chance: Generator that decides on the moment.
         longest: Steps that it may make before it is killed outside of a save.
 
     Returns:

@@ -21,8 +21,10 @@ from safetensors.torch import load_file
 
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.run import History, RunFolder, State
+from tests.chaos.clock import SHIFTS, Clock, needs_compiler
 from tests.chaos.kill import difference, outcome
 from tests.chaos.test_kills import sections
+from tests.target.conftest import until
 from tests.worker.conftest import start, work
 
 SHORT: dict[str, Any] = {"training": {"max_steps": 24}, "measure": {"eval_every": 8, "probe_every": 9}}
@@ -170,18 +172,17 @@ def test_a_training_that_overflows_leaves_only_finite_checkpoints(
     record_property("trials", trials)
 
 
-FAKETIME = Path("/usr/lib") / f"{os.uname().machine}-linux-gnu" / "faketime" / "libfaketime.so.1"
-
-
 @pytest.mark.chaos
 @pytest.mark.promise("R9")
-@pytest.mark.skipif(not FAKETIME.exists(), reason="libfaketime is not installed")
-@pytest.mark.parametrize("shift", ["-1h", "-400d", "+3h", "+20y", "+0 x50"])
-def test_a_clock_that_steps_between_attempts_changes_no_result(shift, tiny_recipe, prepared, record_property) -> None:
+@needs_compiler
+@pytest.mark.parametrize("shift", SHIFTS[1:])
+def test_a_clock_that_steps_between_attempts_and_at_work_changes_no_result(
+    shift, tiny_recipe, prepared, tmp_path
+) -> None:
     recipe = tiny_recipe(**SHORT | {"checkpoint": {"every": 3}})
     straight = prepared(recipe)
     assert work(straight) == 0
-    run = prepared(recipe)
+    run, clock = prepared(recipe), Clock(tmp_path)
     process = start(run)
     while process.is_alive() and len(list((run.path / "checkpoints").glob("step-*"))) < 2:
         time.sleep(0.002)
@@ -189,11 +190,16 @@ def test_a_clock_that_steps_between_attempts_changes_no_result(shift, tiny_recip
     process.join()
     newest = max((run.path / "checkpoints").glob("step-*"))
     command = [sys.executable, "-m", "sparsebp_cli.worker", str(run.plan_file)]
-    shifted = os.environ | {"LD_PRELOAD": str(FAKETIME), "FAKETIME": shift, "FAKETIME_DONT_FAKE_MONOTONIC": "1"}
-    done = subprocess.run(command, env=shifted, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    clock.set(shift)
+    resumed = subprocess.Popen(command, env=os.environ | clock.variables, stderr=subprocess.PIPE, text=True)
+    until(lambda: len(History.load(run.path).environments) > 1 or resumed.poll() is not None)
+    with clock.jumping(random.Random(shift)):
+        _, said = resumed.communicate()
+    assert resumed.returncode == 0, said
     assert max((run.path / "checkpoints").glob("step-*")) > newest
-    assert not difference(outcome(straight), outcome(run))
+    # PyTorch's profiler stamps what it records by the time of day, so the trace of a step in which that jumps is wrong.
+    found = [name for name in difference(outcome(straight), outcome(run)) if "memory/step_peak_" not in name]
+    assert not found
 
 
 @pytest.mark.chaos

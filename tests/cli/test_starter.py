@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import yaml
 
 from sparsebp_cli.cli import starter as verb
 from sparsebp_cli.starter import collect_files, list_shipped, shipped
+from sparsebp_cli.starter.folder import describe_environment
 
 from .conftest import Cli
 
@@ -195,8 +197,20 @@ def test_the_commands_of_a_starter_folder_exist_and_name_its_files(
         named = [word for word in words if word.endswith(".yaml")]
         assert all((tmp_path / "mine" / word).is_file() for word in named)
     assert "policy=[{name: mine-rows, keep: 0.25}]" in text
+    project = tomllib.loads((tmp_path / "mine" / "policy" / "pyproject.toml").read_text())["project"]
+    assert '"policy[test]"' in text
+    assert project["optional-dependencies"]["test"] == ["pytest"]
     monkeypatch.setenv("SPARSEBP_TARGETS", str(tmp_path / "mine" / "targets.yaml"))
     assert "here" in call("targets").stdout
+
+
+def test_a_folder_names_the_environment_that_its_commands_are_of(tmp_path: Path) -> None:
+    (tmp_path / "my env" / "bin").mkdir(parents=True)
+    prefix = tmp_path / "my env"
+    assert describe_environment(prefix, is_virtual=True) == "", "conda's have no such script"
+    (prefix / "bin" / "activate").touch()
+    assert f"$ . '{prefix}/bin/activate'\n" in describe_environment(prefix, is_virtual=True)
+    assert describe_environment(prefix, is_virtual=False) == ""
 
 
 def test_a_new_package_installs_and_its_policy_keeps_the_contract(call: Cli, cli: Cli, tmp_path: Path) -> None:

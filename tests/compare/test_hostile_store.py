@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 import os
+import resource
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from sparsebp_cli.compare import database
 from sparsebp_cli.compare.database import COLUMNS, Database
+from sparsebp_cli.compare.stored import StoredRun
+from sparsebp_cli.errors import RunNotFoundError
 
 pytestmark = pytest.mark.promise("R37")
 RUNS = ("spoilt", "whole")
@@ -55,11 +59,11 @@ def test_a_value_of_another_type_costs_at_most_its_run(statement: str, store: tu
     file, tables = store
     with tables:
         tables.execute(statement)
-    database = Database(file, lambda *_: None)
-    runs = {run.run_id: run for run in database.find_runs()}
+    opened = Database(file, lambda *_: None)
+    runs = {run.run_id: run for run in opened.find_runs()}
     assert runs["whole"].latest["loss"] == (3, 1_700_000_000_000, 3.0)
     assert all(math.isfinite(run.created) and run.created < 253_402_300_800 for run in runs.values())
-    series = database.find_series("loss", RUNS)
+    series = opened.find_series("loss", RUNS)
     assert series["whole"] == [(step, 1_700_000_000_000, float(step)) for step in (1, 2, 3)]
     assert all(isinstance(part, int | float) for points in series.values() for point in points for part in point)
 
@@ -69,6 +73,45 @@ def test_a_pipe_in_the_place_of_an_artifact_is_none(store: tuple[Path, sqlite3.C
     file, _ = store
     (file.parent / "whole").mkdir()
     os.mkfifo(file.parent / "whole" / "plan.json")
-    database = Database(file, lambda *_: None)
-    (run,) = (run for run in database.find_runs() if run.run_id == "whole")
-    assert database.read_artifact(run, "plan.json") is None
+    opened = Database(file, lambda *_: None)
+    (run,) = (run for run in opened.find_runs() if run.run_id == "whole")
+    assert opened.read_artifact(run, "plan.json") is None
+
+
+@pytest.mark.parametrize("name", ["plan.json", "history.json"])
+def test_an_artifact_beyond_all_is_refused_by_its_size(name: str, store: tuple[Path, sqlite3.Connection]) -> None:
+    file, _ = store
+    (file.parent / "whole").mkdir()
+    with (file.parent / "whole" / name).open("wb") as large:
+        large.truncate(2**40)  # a hole, which takes no room
+    opened = Database(file, lambda *_: None)
+    (run,) = (run for run in opened.find_runs() if run.run_id == "whole")
+    with pytest.raises(RunNotFoundError, match=rf"its artifact {name} has more than \d+ MiB"):
+        opened.read_artifact(run, name)
+
+
+class Endless:
+    """MLflow's client, as far as an artifact needs it, at a server whose answer has no end."""
+
+    def __init__(self) -> None:
+        self.written = 0
+
+    def download_artifacts(self, _run_id: str, name: str, folder: str) -> str:
+        """Write as MLflow does: in pieces of a mebibyte, and an error of the disk becomes one of its own."""
+        try:
+            with (Path(folder) / name).open("wb") as file:
+                for _ in range(10_000):
+                    self.written += file.write(bytes(2**20))
+        except OSError as error:
+            raise RuntimeError("failed to download") from error
+        return str(Path(folder) / name)
+
+
+def test_an_answer_without_end_in_the_place_of_an_artifact_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    client, before = Endless(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    monkeypatch.setattr(database, "open_client", lambda _: client)
+    run = StoredRun("r", "n", "FINISHED", 0.0, "e", {}, {}, {})
+    with pytest.raises(RunNotFoundError, match=r"plan\.json has more than 4 MiB"):
+        database.ClientSource("http://127.0.0.1:1").read_artifact(run, "plan.json")
+    assert client.written <= 6 * 2**20
+    assert resource.getrlimit(resource.RLIMIT_FSIZE) == before

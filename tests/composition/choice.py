@@ -21,9 +21,9 @@ class Choice:
     """One thing that a recipe chooses.
 
     Args:
-        label: What the page calls it.
+        label: Name on the page.
         group: No two of one group are chosen together.
-        sections: What the recipe says, by section.
+        sections: Lines of the recipe, by section.
         policy: A policy with its options; empty: none.
         is_heavy: Whether pairs with it are looked at in `make chaos` alone.
     """

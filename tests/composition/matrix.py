@@ -16,6 +16,7 @@ COMPOSITIONS = {
     "autocast": "`torch.autocast` to bfloat16",
     "DDP": "two processes on gloo, wrapped before and after attaching",
     "LoRA": "adapters of peft at every linear, the rest frozen",
+    "QLoRA": "the same over linears in 4 bits (bitsandbytes nf4), in float32",
     "resume": "engine, model and optimizer saved after a step, loaded into new ones",
 }
 
@@ -25,8 +26,8 @@ class Entry:
     """One policy with options.
 
     Args:
-        policy: Its name.
-        options: Its options.
+        policy: Name of the policy.
+        options: Options of the policy, as pairs.
         kind: The kind of policy.
     """
 
@@ -80,7 +81,7 @@ class Refusal:
 
     Args:
         message: The one line that is raised, whole.
-        recipe: What `sparsebp validate` says, without the place; empty where a recipe cannot ask for it.
+        recipe: Line that `sparsebp validate` says, without the place; empty where a recipe cannot ask for it.
     """
 
     message: str
@@ -95,7 +96,7 @@ def find_refusal(entry: Entry, site: str, composition: str) -> Refusal | None:
     """Return why a cell is refused; None: it works.
 
     Args:
-        entry: The policy.
+        entry: Policy with its options.
         site: One of :data:`SITES`.
         composition: One of :data:`COMPOSITIONS`.
     """

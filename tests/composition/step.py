@@ -76,8 +76,8 @@ def train(composition: str, ways: Sequence[Way], *, tokens_by_reference: bool = 
     """Train for two steps with an engine.
 
     Args:
-        composition: How.
-        ways: What acts on the step.
+        composition: One of :data:`COMPOSITIONS`.
+        ways: Ways that act on the step.
         tokens_by_reference: Compute all positions, and nothing eagerly or in segments.
 
     Returns:
@@ -126,8 +126,8 @@ def train_by_hand(composition: str, ways: Sequence[Way]) -> Weights:
     """Train for two steps without an engine: what the policies of the ways say, in the obvious way.
 
     Args:
-        composition: How.
-        ways: None of them chooses tokens.
+        composition: One of :data:`COMPOSITIONS`.
+        ways: Ways that act on the step; none of them chooses tokens.
 
     Returns:
         The weights afterwards.
@@ -300,7 +300,9 @@ def difference(ours: Weights, theirs: Weights, before: Weights) -> float:
 
 
 def _weights(model: nn.Module) -> Weights:
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    """Return the parameters, without quantised ones and those that stand for them."""
+    some = ((n, p) for n, p in model.named_parameters() if p.is_floating_point() and not hasattr(p, "is_restored"))
+    return {name: parameter.detach().clone() for name, parameter in some}
 
 
 def untrained(composition: str) -> Weights:

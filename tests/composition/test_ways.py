@@ -15,13 +15,14 @@ from tests.plugin import find_ours
 from .choice import CHOICES
 from .matrix import COMPOSITIONS
 from .step import difference, train, train_by_hand, untrained
+from .training import RESTORED
 from .way import WAYS, Way, find_pair_refusal, find_refusal
 
 LABELS = [way.label for way in WAYS]
 PAIRS = [pair for pair in itertools.combinations(WAYS, 2) if pair[0].question != pair[1].question]
 # Double precision throughout, but the loss is a mean in float32, as transformers computes it: with rows left out, or
 # weights of examples, its sum has another order. bfloat16 has 8 bits.
-EXACT, ROUNDED, COARSE = 1e-12, 1e-6, 0.05
+EXACT, ROUNDED, SINGLE, COARSE = 1e-12, 1e-6, 1e-4, 0.05
 # What the worker carries out and `attach` refuses: the table of choices in a recipe has these instead.
 KINDS = find_kinds().kinds
 OF_RECIPES = tuple(kind.name for kind in KINDS if kind.by_worker)
@@ -101,7 +102,7 @@ def _tolerance(composition: str, way: Way) -> float:
         _sums_anew(way) or way.label in ("sketch", "compact", "velora", "pamm", "backlite")
     ):
         return COARSE  # their product is rounded twice, and in another order than its reference
-    return ROUNDED if _sums_anew(way) else EXACT
+    return SINGLE if composition == "QLoRA" else ROUNDED if _sums_anew(way) else EXACT
 
 
 def _sums_anew(way: Way) -> bool:
@@ -112,6 +113,7 @@ def _sums_anew(way: Way) -> bool:
 def _judge(composition: str, ways: tuple[Way, ...]) -> float:
     """Return how far a training is from its reference."""
     without_stop = "nothing" if composition in ("resume", "compile") else composition
+    without_stop = RESTORED if composition == "QLoRA" else without_stop
     if any(way.question == "TokenSelector" for way in ways):
         reference = train(without_stop, ways, tokens_by_reference=True)
     else:

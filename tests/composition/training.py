@@ -17,6 +17,7 @@ from sparsebp_cli.backward import Engine
 from .matrix import Entry
 
 VOCABULARY = 32
+RESTORED = "QLoRA, restored"  # the reference of QLoRA
 Gradients = list[dict[str, Tensor | None]]
 
 
@@ -34,7 +35,9 @@ def build(composition: str) -> nn.Module:
         pad_token_id=0,
     )
     model: Any = AutoModelForCausalLM.from_config(config)
-    if composition == "LoRA":
+    if composition.startswith("QLoRA"):
+        quantize(model, restored=composition == RESTORED)
+    if composition in ("LoRA", "QLoRA", RESTORED):
         model = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear", lora_dropout=0.1))
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
@@ -42,9 +45,27 @@ def build(composition: str) -> nn.Module:
     if composition.endswith("checkpointing"):
         checkpoint_activations(model, use_reentrant=composition.startswith("reentrant"))
         model.enable_input_require_grads()
-    if composition != "autocast":  # which leaves double precision alone
+    if composition not in ("autocast", "QLoRA", RESTORED):  # which leave double precision alone, or know none
         model.to(torch.float64)
     return model.train()
+
+
+def quantize(model: Any, *, restored: bool) -> None:
+    """Replace the linears of a model but its head by bitsandbytes' in 4 bits, or their weights by those that these
+    multiply with."""
+    from bitsandbytes.functional import dequantize_4bit
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    for name, module in list(model.named_modules()):
+        if type(module) is nn.Linear and module is not model.get_output_embeddings():
+            packed = Linear4bit(module.in_features, module.out_features, bias=False, compute_dtype=torch.float32)
+            weight = Params4bit(module.weight.data.clone(), quant_type="nf4", module=packed)
+            packed.weight = weight.to("cpu")  # which quantises
+            if restored:
+                module.weight.data = dequantize_4bit(packed.weight.data, packed.weight.quant_state)
+                module.weight.is_restored = True
+            else:
+                model.set_submodule(name, packed)
 
 
 def compile_branches(model: Any, *, fullgraph: bool = False) -> None:
@@ -73,12 +94,12 @@ def train(
     """Train for two steps and return the gradients of each.
 
     Args:
-        composition: How.
-        entry: With which policy; None: dense.
-        site: Where.
+        composition: One of :data:`COMPOSITIONS`.
+        entry: Policy with its options; None: dense.
+        site: One of :data:`SITES`.
         compiled: ``before`` attaching, ``after`` it, or ``never``.
-        plain: Without an engine.
-        **options: Of ``attach``; ``instead``: policies instead of the entry's.
+        plain: Whether PyTorch's own backward runs, without an engine.
+        **options: Options of ``attach``; ``instead``: policies instead of the entry's.
     """
     model = build(composition)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2)

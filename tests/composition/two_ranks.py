@@ -33,9 +33,9 @@ def run(entry: Entry, site: str, wrapped: str) -> Gradients:
     """Return the gradients of two steps.
 
     Args:
-        entry: With which policy.
-        site: Where.
-        wrapped: By DDP ``before`` attaching, ``after`` it, or ``never``.
+        entry: Policy with its options.
+        site: One of :data:`SITES`.
+        wrapped: ``before`` attaching, ``after`` it, or ``never``: when DDP wraps the model.
     """
     inner = build("DDP")
     model: nn.Module = DistributedDataParallel(inner) if wrapped == "before" else inner
@@ -76,8 +76,8 @@ def run_way(way: Way, wrapped: str) -> Gradients:
     """Return how far each weight has come after two steps; see :func:`run`.
 
     Args:
-        way: What acts on the step.
-        wrapped: As for :func:`run`.
+        way: Way that acts on the step.
+        wrapped: ``before`` attaching, ``after`` it, or ``never``: when DDP wraps the model.
     """
     inner, unused = build("DDP"), any(kind.leaves_out_gradients for kind in list_kinds(policies_of([way])))
     before = [parameter.detach().clone() for parameter in inner.parameters()]

@@ -17,7 +17,7 @@ class Way:
     """One policy that is not asked at sites, or one way to carry a step out.
 
     Args:
-        label: What the table calls it.
+        label: Name in the table.
         policy: Its name and options; empty where there is no policy.
         options: Further options of ``attach``.
         form: Without a policy, what it is a form of.
@@ -81,6 +81,10 @@ _DROPPED = (
     "{name} with reentrant checkpointing (at 'model'), which runs the backward of every layer: enable checkpointing "
     "with use_reentrant=False"
 )
+_QUANTIZED = (
+    "{name} with quantised linears (at 'base_model.model.model.layers.0.self_attn.q_proj.base_layer') is not built: "
+    "no part of a quantised weight is trained"
+)
 _PARTS = "parts of weights and reentrant checkpointing (at 'model'): enable checkpointing with use_reentrant=False"
 _COMPARED = (
     "reentrant checkpointing (at 'model') computes no gradient that could be compared: enable checkpointing with "
@@ -103,7 +107,7 @@ def find_refusal(way: Way, composition: str, wrapped: str = "after") -> str:
     Args:
         way: One of :data:`WAYS`.
         composition: A way of training of the other table.
-        wrapped: By DDP ``before`` attaching, or ``after`` it.
+        wrapped: ``before`` attaching or ``after`` it: when DDP wraps the model.
     """
     if way.question == "ParameterSelector" and composition == "DDP":
         if "turn" in way.policy:
@@ -118,6 +122,7 @@ def find_refusal(way: Way, composition: str, wrapped: str = "after") -> str:
         return "Greats and activation checkpointing (at 'model') are not built: switch it off"
     return {
         ("PartSelector", "reentrant checkpointing"): _PARTS,
+        ("PartSelector", "QLoRA"): _QUANTIZED.format(name=_class_of(way)),
         ("ParameterSelector", "reentrant checkpointing"): _REENTRANT,
         ("BatchPacker", "reentrant checkpointing"): _COMPARED,
         ("BlockDropper", "reentrant checkpointing"): _DROPPED.format(name=_class_of(way)),
@@ -171,7 +176,7 @@ def find_pair_refusal(first: Way, second: Way) -> str:
 
     Args:
         first: One of :data:`WAYS`.
-        second: Another.
+        second: Another one of :data:`WAYS`.
     """
     if {first.label, second.label} & _WEIGHING and (refusal := _find_weighing_refusal(first, second)):
         return refusal

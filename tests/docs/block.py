@@ -1,4 +1,4 @@
-"""The fenced blocks of what people read: README, CONTRIBUTING, ARCHITECTURE, the guide, the plugin's README."""
+"""The fenced blocks of what people read: README, CONTRIBUTING, ARCHITECTURE, guide, results, READMEs of plugins."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ FILES = [
     ROOT / "ARCHITECTURE.md",
     ROOT / "docs" / "index.md",
     *sorted((ROOT / "docs" / "guide").glob("*.md")),
+    *sorted((ROOT / "docs" / "results").glob("*.md")),
     *sorted((ROOT / "plugins").glob("*/README.md")),
 ]
 # These pages are followed from top to bottom in an empty folder: test_newcomer.py.
 FOLLOWED = [ROOT / "docs" / "guide" / "own-data.md", ROOT / "docs" / "guide" / "chat.md"]
+LINK = re.compile(r"\]\(([^)#\s]*)#?([^)\s]*)\)")
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -24,9 +26,9 @@ class Block(NamedTuple):
     """One fenced block.
 
     Args:
-        file: Where it stands.
-        line: Of its first line, counted from 1.
-        text: Without the fences.
+        file: Page of the documentation.
+        line: Number of its first line, counted from 1.
+        text: Lines without the fences.
     """
 
     file: Path

@@ -13,7 +13,7 @@ COMPARES = re.compile(
     r"\b(better|worse|faster|slower|shorter|even with|equal to|as good|beats?|never|cheaper|wins?|larger loss)\b",
     re.IGNORECASE,
 )
-PAGE = (ROOT / "docs" / "guide" / "study.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "results" / "studies.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture

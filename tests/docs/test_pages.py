@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 
 from sparsebp_cli.run.metric import METRICS
-from tests.docs.block import FILES, ROOT
+from tests.docs.block import FILES, LINK, ROOT
 from tests.docs.conftest import PLUGIN
 
-LINK = re.compile(r"\]\(([^)#\s]*)#?([^)\s]*)\)")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 WRITTEN = [ROOT / "docs" / "reference" / f"{name}.md" for name in ("api", "glossary", "stability", "verdicts")]
 HOSTS = [".".join(parts) for parts in (("pypi", "org"), ("pythonhosted", "org"), ("huggingface", "co"))]
@@ -67,6 +66,14 @@ def test_recorded_numbers_take_their_place_in_the_readme(tmp_path: Path, monkeyp
         "a\n<!-- numbers: quickstart -->\n**Speed**\n\n| step |\n\nnote\n\n**In words**\n\n- x\n"
         "<!-- end of numbers -->\nb\n"
     )
+
+
+def test_the_first_page_has_the_time_of_the_recorded_quickstart() -> None:
+    record = (ROOT / "docs" / "picture" / "quickstart.md").read_text(encoding="utf-8")
+    shorter = re.search(r"step time -(\d+\.\d) %", record)
+    assert shorter
+    first = " ".join((ROOT / "docs" / "index.md").read_text(encoding="utf-8").split())
+    assert f"took {float(shorter[1]):.0f} % less time a step in the [quickstart]" in first
 
 
 def test_every_metric_is_explained() -> None:

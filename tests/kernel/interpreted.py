@@ -14,10 +14,12 @@ import json
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from triton.runtime import interpreter
 
 from sparsebp_cli import kernel
 from sparsebp_cli.backward.linear import cuda
@@ -115,8 +117,20 @@ def run_checks(stand_in: SimpleNamespace) -> Iterator[tuple[str, float]]:
         yield "check of a wrong kernel", float(set(found) != {"wgrad_of_blocks"})
 
 
+def read_whole_numbers() -> None:
+    """Let Triton 3.6 interpret loops with numpy 2.4, which refuses to make an array of one dimension a number."""
+    given = interpreter._patch_lang_tensor
+
+    def patch_tensor(tensor: Any, scope: Any) -> None:
+        given(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch_tensor
+
+
 def main() -> None:
     """Print every error."""
+    read_whole_numbers()
     stand_in = SimpleNamespace(
         row_norm=score.row_norm,
         column_norm=score.column_norm,

@@ -62,6 +62,7 @@ def test_rates_are_shared_out_as_published(sensitivity_J: Any, work_J: Any, keep
     assert share_out(sensitivity_J, work_J, keep) == tenths
 
 
+@pytest.mark.model
 def test_the_sensitivity_of_a_block_is_the_change_of_the_norms_when_it_is_detached() -> None:
     model, optimizer, engine = make()
     train(model, optimizer, engine, last=AT)
@@ -92,6 +93,7 @@ def _detach(module: nn.Module, args: object, output: Any) -> Any:
     return (output[0].detach(), *output[1:]) if isinstance(output, tuple) else output.detach()
 
 
+@pytest.mark.model
 def test_trial_passes_leave_gradients_generators_and_weights_alone_and_are_made_once() -> None:
     model, optimizer, engine = make()
     train(model, optimizer, engine, last=AT)
@@ -117,6 +119,7 @@ def test_trial_passes_leave_gradients_generators_and_weights_alone_and_are_made_
     assert calls == 5
 
 
+@pytest.mark.model
 @pytest.mark.parametrize("stop", range(1, NUM_STEPS))
 def test_a_resumed_training_is_the_uninterrupted_one_bit_for_bit(stop: int) -> None:
     model, optimizer, engine = make()
@@ -146,6 +149,7 @@ def test_blocks_are_dropped_at_their_rates_and_the_work_is_the_share() -> None:
     assert work / 4000 / 600 == pytest.approx(0.5, abs=0.01)
 
 
+@pytest.mark.model
 def test_parameters_are_measured_in_trial_passes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     saw: list[Observation] = []
     plain = DropBP.observe
@@ -155,6 +159,7 @@ def test_parameters_are_measured_in_trial_passes_alone(monkeypatch: pytest.Monke
     assert not any(observation["norm"] for observation in saw)
 
 
+@pytest.mark.model
 def test_what_cannot_work_is_refused_by_name() -> None:
     model, optimizer, engine = make()
     train(model, optimizer, engine, last=AT)

@@ -69,6 +69,23 @@ def test_a_recipe_without_the_shelf_says_in_one_line_how_to_get_it(without: None
         make_policy(name)
 
 
+@pytest.mark.parametrize("name", ["partial-forward", "sparse-lora"])
+def test_a_recipe_of_what_is_new_on_the_shelf_says_where_more_policies_are(without: None, name: str) -> None:
+    with pytest.raises(RecipeError, match=f"unknown policy {name!r}; installed: ") as raised:
+        load_recipe(ROOT / "recipes" / "methods" / f"{name}.yaml")
+    assert str(raised.value).endswith(
+        "; more are in the package sparsebp-shelf: pip install sparsebp-shelf, or plugins/sparsebp-shelf of a checkout"
+    )
+    with pytest.raises(PolicyError, match=r"did you mean topk\?$"):
+        make_policy("topq")
+
+
+def test_with_the_shelf_an_unknown_policy_is_nowhere() -> None:
+    with pytest.raises(PolicyError, match="unknown policy 'nowhere-at-all'") as raised:
+        make_policy("nowhere-at-all")
+    assert SHELF not in str(raised.value)
+
+
 @pytest.mark.parametrize("name", sorted(RECIPES))
 def test_a_checkpoint_of_the_built_in_form_and_its_run_id_hold(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     recipe = _recipe(name)

@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from sparsebp_cli.errors import RunBusyError, RunFailedError
-from sparsebp_cli.run import History, RunFolder, State
+from sparsebp_cli.run import History, JournalWriter, RunFolder, State
+from sparsebp_cli.target import local
 from sparsebp_cli.target.launch import Launch
 from sparsebp_cli.target.local import LocalTarget
 
 from .conftest import UNUSABLE, launch_of, make_run, wait_for_step, worker_of
+
+HUNG = """
+import pathlib, sys, time
+from sparsebp_cli.run import RunFolder
+lock = RunFolder(pathlib.Path(sys.argv[1])).lock("target")
+print("holds it", flush=True)
+time.sleep(3600)
+"""
 
 
 def test_a_run_is_finished_and_its_output_kept(target: LocalTarget) -> None:
@@ -95,6 +107,35 @@ def test_stop_ends_the_queue_behind_the_run(target: LocalTarget) -> None:
     jobs[0].stop()
     assert [job.wait(60) for job in jobs] == [State.INTERRUPTED, State.INTERRUPTED]
     assert History.load(runs[1].path).environments == []
+
+
+def test_a_watcher_that_was_stopped_does_not_keep_a_cancellation_waiting(target: LocalTarget) -> None:
+    run = make_run("stubborn")
+    job = target.submit(run)
+    wait_for_step(run)
+    launch = launch_of(run)
+    os.kill(launch.watcher_pid, signal.SIGSTOP)
+    worker_of(run).kill()
+    assert job.cancel(grace_seconds=0.5) is State.CANCELLED
+    assert not [end for end in History.load(run.path).ends if end["status"] != "cancelled"]
+
+
+def test_a_watcher_that_hangs_is_killed_after_the_time_of_a_cancellation(
+    target: LocalTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "WATCHER_SECONDS", 0.5)
+    run = make_run()
+    hung = subprocess.Popen([sys.executable, "-c", HUNG, run.path], stdout=subprocess.PIPE)
+    assert hung.stdout is not None
+    assert hung.stdout.readline() == b"holds it\n"
+    Launch(after_attempt=0, watcher_pid=hung.pid).save(run)
+    with JournalWriter(run.path) as journal:  # of a worker that was killed
+        journal.write("attempt", from_step=0, environment={})
+    assert run.state() is State.RUNNING
+    assert target.reattach(run).cancel(grace_seconds=0.2) is State.CANCELLED
+    assert hung.wait() == -signal.SIGKILL
+    hung.stdout.close()
+    assert [end["status"] for end in History.load(run.path).ends] == ["cancelled"]
 
 
 def test_a_pid_that_belongs_to_somebody_else_is_never_signalled(target: LocalTarget) -> None:

@@ -29,9 +29,9 @@ class DepthSelector(Policy):
         """Return the number of layers with a backward.
 
         Args:
-            num_layers: Of the model, at least 1.
-            step: When; ``step.generator(DepthDraw())`` is the only source of randomness allowed. Micro-batch, call,
-                draw and rank are 0: one choice holds for the whole step, and in every probe.
+            num_layers: Number of layers of the model, at least 1.
+            step: The step of the decision; ``step.generator(DepthDraw())`` is the only source of randomness allowed.
+                Micro-batch, call, draw and rank are 0: one choice holds for the whole step, and in every probe.
 
         Returns:
             From 1 to ``num_layers``; all of them is dense.

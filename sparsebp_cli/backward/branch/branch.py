@@ -48,13 +48,13 @@ class Branch:
         core: The attention or MLP.
         before: The norm whose output the core reads, if the branch includes one.
         after: The norm that reads the core's output, if there is one.
-        layout: What it is.
+        layout: Names of its modules in the layer, and how the layer adds its output.
         layer: Number of the decoder layer.
 
     Attributes:
         last: Name of the core's last linear; None, or a name that it lacks: there is none.
         attention: The attention's linears; None for a core that computes each position independently.
-        num_outputs: How many values the core's forward returns; 0: it returns a tensor.
+        num_outputs: Number of values that the core's forward returns; 0: it returns a tensor.
         is_written: Whether the layer changes the core's output in place.
         adds: The argument of the core's forward that it adds to its output; None: there is none.
     """
@@ -86,7 +86,9 @@ class Branch:
         self.name, self.core, self.before, self.after = name, core, before, after
         self.last, self.layer, self.is_written, self.adds = layout.last, layer, layout.is_written, layout.adds
         attention = layout.attention
+        # transformers' attentions return a tuple: their output and the weights of the attention.
         self.num_outputs = layout.num_outputs or 2 * (attention is not None)
+        # The class of the core may know the cache by the older of transformers' two names.
         self.attention = None if attention is None else attention.fitted(argument_names(core))
         self.linears = find_linears(core).covered
         self.keeps_keys = attention is not None and self._keys_are_narrow(attention)
@@ -96,8 +98,9 @@ class Branch:
     def _keys_are_narrow(self, attention: AttentionLayout) -> bool:
         """Whether keys and values together are no wider than the residual stream, which is stored in any case."""
         widths = [
-            form.by_output(weight_of(module)).shape
+            form.sizes(weight_of(module))
             for name, module, form in self.linears
+            # peft puts the adapted linear into a child `base_layer`.
             if name.removesuffix(".base_layer") in attention.key_value
         ]
         return sum(width[0] for width in widths) <= max((width[1] for width in widths), default=0)
@@ -118,6 +121,7 @@ class Branch:
         call = Call(args, {k: v for k, v in kwargs.items() if k != STREAM}, autocast)
         self.check_cache(kwargs)
         if self.attention is not None:
+            # The first run would fill an empty cache, and the second would find it filled.
             call.kwargs[self.attention.cache] = None
         call.whole_reason = self.find_whole_reason(args, call.kwargs)
         if call.whole_reason and self.core.training:
@@ -179,6 +183,7 @@ def _has_attention_dropout(core: nn.Module) -> bool:
     """Whether attention probabilities are dropped out: their mask cannot be redrawn for a subset of the queries."""
     if not core.training:
         return False
+    # llama has the rate itself, gpt2 a module attn_dropout, and opt calls the rate dropout.
     rates = (getattr(core, name, 0.0) for name in ("attention_dropout", "attn_dropout", "dropout"))
     return any((rate.p if isinstance(rate, nn.Dropout) else rate) > 0.0 for rate in rates)
 
@@ -206,6 +211,7 @@ def _find_unsupported(core: nn.Module, args: tuple[object, ...], kwargs: dict[st
         return "its position_embeddings are not of three dimensions"
     rest = {k: v for k, v in kwargs.items() if k not in _KNOWN | {bias}}
     unknown = [k for k, v in rest.items() if isinstance(v, Tensor) and v.dim() > 0]  # a scalar applies to every row
+    # sdpa aligns is_causal at the first position, which is wrong once there are fewer queries than keys.
     if rest.get("is_causal") is not None:
         unknown.append("is_causal")
     return f"it takes {unknown[0]}" if unknown else ""

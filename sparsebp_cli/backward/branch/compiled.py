@@ -162,6 +162,7 @@ def _branch_shape(x: Tensor, output: Tensor, *_: object) -> Tensor:  # noqa: ARG
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001
     x, _, kept, parameters, arguments, site, ctx.names, ctx.call, ctx.autocast = inputs
+    # Where a backend leaves this node in autograd's graph, readers of the graph look the site up here.
     ctx.number, ctx.site, ctx.sizes = site, find_site(site), (len(kept), len(parameters), len(arguments))
     ctx.needs_dgrad = ctx.needs_input_grad[0]
     ctx.save_for_backward(x, *kept, *parameters, *arguments)
@@ -221,6 +222,7 @@ def _branch_backward(  # noqa: PLR0913, PLR0917 - graphs hold no objects
 def _fill(gradients: list[Tensor | None], likes: list[Any]) -> Iterator[Tensor]:
     for gradient, like in zip(gradients, likes, strict=True):
         yield (
+            # The operator's schema returns tensors alone, so a gradient that does not exist becomes zeros.
             torch.zeros(like.shape, dtype=like.dtype, device=like.device)
             if gradient is None
             else (gradient.detach().contiguous())
@@ -244,6 +246,7 @@ def _masked(output: Tensor, site: int) -> Tensor:  # noqa: ARG001  for the backw
 )
 def _masked_backward(grad: Tensor, site: int) -> Tensor:
     masked = cast("GraphBranch", require_site(site)).mask(grad).contiguous()
+    # A policy may keep everything, and an operator must not return what it was given.
     return masked.clone() if masked.data_ptr() == grad.data_ptr() else masked
 
 

@@ -56,9 +56,9 @@ class BranchCost:
 
     def _linears(self) -> Iterator[_Linear]:
         attention, num_rows = self.branch.attention, prod(self.batch_shape)
-        for name, module, _ in self.branch.linears:
+        for name, module, form in self.branch.linears:
             weight = weight_of(module)
-            flops = 2.0 * num_rows * weight.numel()
+            flops = 2.0 * num_rows * prod(form.sizes(weight))
             yield _Linear(
                 forward=flops,
                 backward=flops * (self.input_needs_grad or not self._reads_input(name)) + flops * weight.requires_grad,
@@ -69,6 +69,7 @@ class BranchCost:
 
     def _reads_input(self, name: str) -> bool:
         """Whether a linear reads the core's input directly, and not the output of another trained linear."""
+        # peft's lora_B reads what lora_A gives, never the core's input.
         return self.branch.last not in name.split(".") and ".lora_B." not in name
 
     def _products(self) -> tuple[float, float]:
@@ -98,4 +99,5 @@ def _attention_width(branch: Branch) -> int:
     assert branch.attention is not None
     assert branch.last is not None
     output: nn.Module = getattr(branch.core, branch.last)
+    # transformers' Conv1D, as in gpt2, calls its input width nx.
     return int(getattr(output, "nx" if hasattr(output, "nx") else "in_features"))

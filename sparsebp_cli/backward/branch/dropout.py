@@ -101,6 +101,7 @@ def _draw_again(draw: Draw, p: float) -> Tensor:
     before = get_state(draw.device)
     try:
         set_state(draw.state, draw.device)
+        # Dropout of ones draws as the forward did, and has the factor 1 / (1 - p) in it.
         return nn.functional.dropout(torch.ones(draw.shape, dtype=draw.dtype, device=draw.device), p)
     finally:
         set_state(before, draw.device)

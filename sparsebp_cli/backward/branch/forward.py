@@ -81,6 +81,7 @@ class BranchSite:
         """Return a record of a forward in a graph, whose backward begins now."""
         before = self.branch.before
         trains_before = before is not None and any(p.requires_grad for p in before.parameters())
+        # A trained norm needs the gradient of the core's input, also where the stream itself needs none.
         self.input_needs_grad = input_needs_grad or trains_before
         return self.enter(x, (), kwargs)
 
@@ -131,6 +132,7 @@ class BeforeOverride(ForwardOverride):
         if torch.compiler.is_compiling():
             self._traced, self._left = x, self.num_readers
         else:
+            # Weakly: the override outlives the step, and would hold the stream's memory until the next one.
             self.shown = weakref.ref(x)
         return x
 
@@ -271,6 +273,7 @@ class _MaskGradient(Function):
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, site: BranchSite) -> Tensor:
+        # None stays None: as zeros a missing gradient would be shown to the policy.
         ctx.set_materialize_grads(False)
         ctx.site = site
         return output.view_as(output)  # autograd gives a node to a new tensor only, and this one costs no memory

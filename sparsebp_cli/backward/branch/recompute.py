@@ -71,11 +71,13 @@ class SparseRecompute(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, selector: RowSelector, call: Call, *parameters: Tensor) -> Tensor:
+        # None stays None: zeros would make the backward run the branch again, for nothing.
         ctx.set_materialize_grads(False)
         ctx.selector, ctx.call, ctx.num_parameters = selector, call, len(parameters)
         with record_outputs(selector.branch, call), selector.branch.dropouts.recording() as call.tape:
             output = selector.branch.run(x, call).detach()
         ctx.kept_names = tuple(call.kept)
+        # By autograd, which finds changes in place, and whose hooks see what is kept; attributes would hide both.
         ctx.save_for_backward(x, *call.kept.values())
         call.kept = {}
         return output
@@ -115,6 +117,7 @@ def _run_rows(branch: Branch, call: Call, x: Tensor, grad_ND: Tensor, rows: Rows
         branch.dropouts.replaying(call.tape, rows.index_K),
         replace_forwards(replay_outputs(branch, call, rows.index_K)),
     ):
+        # As a batch of one example, since modules take (B, T, D).
         output_KO = branch.run(x_KD[None], call)[0]
     dx_KD, gradients = _differentiate(output_KO, x_KD, parameters, rows.gather(grad_ND))
     dx = None if dx_KD is None else torch.zeros_like(x_ND).index_copy_(0, rows.index_K, dx_KD).view(x.shape)

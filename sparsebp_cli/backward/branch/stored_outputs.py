@@ -12,15 +12,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import final
 
+import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
 from sparsebp_cli.backward.branch.branch import Branch, Call
-from sparsebp_cli.backward.linear.function import WeightLayout, weight_of
+from sparsebp_cli.backward.linear.function import SelectionSource, WeightLayout, weight_of
 from sparsebp_cli.backward.linear.site import run_linear
 from sparsebp_cli.backward.observe.internals import version_of
 from sparsebp_cli.backward.patch.forward import call_module, replace_forwards
-from sparsebp_cli.policy import Selection
+from sparsebp_cli.policy import Saved, Selection
 
 
 @contextmanager
@@ -101,14 +102,29 @@ class _StoredOutputLayout(WeightLayout):
     @override
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if self.kept is None:
-            return x.new_zeros(()).expand(*x.shape[:-1], weight.shape[self.output_dim])
+            # One number for all: no gradient depends on the last linear's output.
+            return x.new_zeros(()).expand(*x.shape[:-1], self.form.sizes(weight)[0])
         if self.index_K is None:
             return self.kept
         rows = self.kept.reshape(-1, self.kept.shape[-1]).index_select(0, self.index_K)
         return rows.view(*x.shape[:-1], rows.shape[-1])  # there may be no rows
 
+    @override
+    def apply(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, decider: SelectionSource, saved: Saved | None = None
+    ) -> Tensor:
+        return self.form.apply(x, weight, bias, decider, saved)
+
     def by_output(self, weight: Tensor) -> Tensor:
         return self.form.by_output(weight)
+
+    @override
+    def sizes(self, weight: Tensor) -> tuple[int, int]:
+        return self.form.sizes(weight)
+
+    @override
+    def restore(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        return self.form.restore(weight, dtype)
 
     def wgrad(self, grad_NO: Tensor, x_ND: Tensor) -> Tensor:
         return self.form.wgrad(grad_NO, x_ND)

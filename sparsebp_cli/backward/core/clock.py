@@ -86,6 +86,7 @@ class Clock:
 
 def _current_rank() -> int:
     """Return this process's rank among those that train together; 0 for a single process."""
+    # A build without torch.distributed has is_available and nothing else.
     return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
 
 

@@ -46,6 +46,7 @@ class ScaledSteps:
 
     def settle(self) -> None:
         """Take back what a dropped step left, before a forward, or before the state is saved."""
+        # In a graph that is being made, reading the scale would split it.
         if self._scale is not None and self._may_be_dropped and not torch.compiler.is_compiling():
             self._take_back(float(self._scale))
 

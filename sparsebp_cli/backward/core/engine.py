@@ -137,13 +137,13 @@ class Engine:
         """Run the backward pass, calling the policy at every site.
 
         Args:
-            loss: As for ``loss.backward()``.
+            loss: One number with a graph, the micro-batch's share of the step's loss, as for ``loss.backward()``.
             backward: Runs the pass instead of ``torch.Tensor.backward``, such as ``accelerator.backward``. With
                 ``eager_clip='exact'`` it is called twice, the first time with ``retain_graph=True`` as well.
             is_last: Whether this is the last micro-batch of a step. With ``update='eager'`` parameters change in its
                 pass; otherwise it makes no difference.
-            loss_scale: What the script has multiplied the loss by, and divides gradients by before its step; greater
-                than 0. What policies keep and observe is divided by it. None: the factor of the
+            loss_scale: Factor by which the script has multiplied the loss, and divides gradients before its step;
+                greater than 0. What policies keep and observe is divided by it. None: the factor of the
                 ``torch.amp.GradScaler`` that scaled the loss, also in ``backward``, is found, if one did.
 
         Raises:
@@ -161,6 +161,7 @@ class Engine:
             self._trials.check_made(self._clock.now())
         self._counter.sites.start_backward()
         self.states.move(loss.device)
+        # Read before the pass, which frees the graph.
         reads, short = self._reads_graph(), None
         if reads and self._calls is not None:
             short = Products()
@@ -176,6 +177,7 @@ class Engine:
                 differentiate = partial(self._differentiate, loss, backward, loss_scale)
                 self.eager.run_pass(loss, differentiate, backward=backward, updates=updates)
         finally:
+            # From here on a backward that does not come through the engine is refused again.
             self.decisions.step = None
         if short is not None:
             self._count_short(short)
@@ -229,7 +231,7 @@ class Engine:
 
         Args:
             forward: Runs the model on the step's first micro-batch and returns the loss.
-            backward: As for :meth:`backward`.
+            backward: Runs the pass instead of ``torch.Tensor.backward``, as for :meth:`backward`.
             others: Do the same on other micro-batches, for policies that measure how batches differ.
 
         Raises:
@@ -305,6 +307,7 @@ class Engine:
         before the forward, since that work is not in the graph.
         """
         number = self._counter.num_backwards + 1
+        # See decision 26.
         if not self.enabled or self._clock.draw or number & (number - 1):  # 0 for powers of two alone
             return False
         unknown = self._counter.products.unknown
@@ -340,7 +343,7 @@ class Engine:
         """Return the policy that decides at a site in the current or next backward.
 
         Args:
-            site: The site.
+            site: A module at whose output a policy may decide.
 
         Returns:
             The policy, with its ``keep`` of this step; None if the site stays dense.
@@ -444,10 +447,10 @@ class Engine:
         here.
 
         Args:
-            **columns: By name, each (B, T): ``labels``, and columns that the policy reads; ``loss_weight``, any finite
-                number for each label, with which the model's own loss is a weighted sum over the number of labels, with
-                every policy and dense; or ``num_items_in_batch``, a number that replaces the forward's. They stay set
-                until the next call.
+            **columns: Tensors (B, T) by name: ``labels``, and columns that the policy reads; ``loss_weight``, any
+                finite number for each label, with which the model's own loss is a weighted sum over the number of
+                labels, with every policy and dense; or ``num_items_in_batch``, a number that replaces the forward's.
+                They stay set until the next call.
 
         Raises:
             UnsupportedError: ``loss_weight`` for a model that is no causal language model with transformers' loss.
@@ -493,7 +496,7 @@ class Engine:
         """Restore a state.
 
         Args:
-            state: From :meth:`state_dict`.
+            state: What :meth:`state_dict` returned for an engine with the same policies and model.
 
         Raises:
             UsageError: It is no such state.
@@ -504,6 +507,7 @@ class Engine:
             raise UsageError(f"not a state of the engine: {dict(state)!r}")
         if self.decisions.has_selectors:
             self.decisions.residuals = dict(cut)
+        # Passes that were made belong to the state that is replaced.
         self._trials = Trials(self._model, self.states, self.extensions)
         for keeper in self._keepers():
             keeper.load_state_dict(state)

@@ -278,6 +278,12 @@ def trains_at_sites(model: nn.Module, adapter: SiteAdapter) -> bool:
 
 def refuse_uncalled(policy: Policy, model: nn.Module) -> NoReturn:
     """Raise :class:`UsageError`: a backward came, and the forward of the model never called the policy."""
+    if not model.training:
+        raise UsageError(
+            f"{type(policy).__name__} was never asked: {type(model).__name__} is in eval mode, as from_pretrained "
+            "returns it, and this policy acts in training alone; call model.train() before the loop, and after each "
+            "evaluation"
+        )
     raise UsageError(
         f"{type(policy).__name__} was never asked: a backward came, and before it no forward of {type(model).__name__} "
         "in training with gradients; a script that calls parts of the model by themselves, or something that kept the "

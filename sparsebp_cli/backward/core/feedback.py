@@ -53,6 +53,7 @@ def _add_where_both_are(grad: Tensor, before: Tensor) -> Tensor:
     if grad.shape == before.shape:
         return grad + before
     both = tuple(slice(min(sizes)) for sizes in zip(grad.shape, before.shape, strict=True))
+    # A copy: autograd may give the same tensor to other nodes.
     grad = grad.clone()
     grad[both] += before[both]
     return grad

@@ -21,10 +21,10 @@ class Given:
     """What ``attach`` was given and has found, for all extensions of an engine.
 
     Args:
-        states: Of the policies that have one.
-        optimizer: Of the model; None: there is none, and every backward is a step.
+        states: State and numbers of the policies that are :class:`~sparsebp_cli.policy.Stateful`.
+        optimizer: The model's optimizer; None: there is none, and every backward is a step.
         first: The step at which the engine begins, with the run's seed and its number of steps.
-        num_layers: Of the model; 0 where its layers are not known.
+        num_layers: Number of the model's layers; 0 where they are not known.
         linears: The sites at which an engine of linears is installed, with an empty ``batch_shape``.
         num_examples: Rows of the training data; None if they are not known.
         reference: The model that a policy compares with; any text: each batch brings the reference's losses.

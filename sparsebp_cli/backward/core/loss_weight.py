@@ -37,6 +37,7 @@ class LossWeights:
         self._loss = WeightedLoss(self._causal.loss_function)
         self.given: Tensor | None = None  # of the next forwards with gradients, until it is changed
         before = model.register_forward_pre_hook(self._before, with_kwargs=True)
+        # always_call: a forward that fails must not leave its weights to the next one.
         after = model.register_forward_hook(self._after, with_kwargs=True, always_call=True)
         self._handles = (before, after)
 
@@ -47,6 +48,7 @@ class LossWeights:
 
     def _before(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         kwargs = dict(kwargs)
+        # Evaluations do not weigh. See decision 80.
         weight_BT = kwargs.pop(LOSS_WEIGHT, self.given if torch.is_grad_enabled() else None)
         if weight_BT is not None:
             self._loss.weight_BT, self._loss.was_called = weight_BT, False
@@ -103,6 +105,7 @@ class WeightedLoss:
             shift_weights = nn.functional.pad(self.weight_BT, (0, 1))[..., 1:]
         assert shift_labels is not None
         label_N = shift_labels.reshape(-1).to(logits.device)
+        # In float32, as transformers' ForCausalLMLoss casts its logits.
         loss_N = nn.functional.cross_entropy(
             logits.float().reshape(-1, vocab_size), label_N, ignore_index=ignore_index, reduction="none"
         )
@@ -129,11 +132,13 @@ def has_weights(model: nn.Module) -> bool:
 
 def calls_loss_function(model: nn.Module) -> bool:
     """Whether a model's own forward names the ``loss_function``; one that does not may compute any other loss."""
+    # transformers decorates its forwards; only the innermost code has the names that it uses.
     code: object = getattr(inspect.unwrap(type(model).forward), "__code__", None)
     return "loss_function" in getattr(code, "co_names", ())
 
 
 def _find_causal(model: nn.Module) -> Any:
+    # Looked up and not imported: a model of plain torch is attached without transformers.
     loaded = sys.modules.get("transformers.modeling_utils")
     for module in model.modules():
         if loaded is not None and isinstance(module, loaded.PreTrainedModel):

@@ -99,6 +99,8 @@ class PolicyStates:
             own = {
                 name: replace(
                     measure,
+                    # The scale was divided out before; without one this only makes 0 of what is not finite. See
+                    # decision 103.
                     value=remove_scale(measure.value, None) if seen.is_gradient else measure.value.detach().clone(),
                 )
                 for name, measure in measures.items()

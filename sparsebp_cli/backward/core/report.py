@@ -19,7 +19,7 @@ class FlopEstimate:
     """FLOPs of the multiplications at the sites in one backward, from shapes alone.
 
     Args:
-        dense_flops: Of the dense backward, counting only gradients that autograd requires.
+        dense_flops: FLOPs of the dense backward, counting only gradients that autograd requires.
         claimed_flops: The part that the policy claims to execute, plus recomputation of the forward.
     """
 
@@ -32,7 +32,7 @@ class Route:
     """Where a router sent the gradient. Routes of several backward passes can be added.
 
     Args:
-        num_backwards: Backward passes.
+        num_backwards: Number of backward passes that were routed.
         num_nodes: Nodes of their graphs.
         num_nodes_reached: Nodes that a gradient reached; the others computed nothing.
         parameters: Names of the parameters that a gradient reached.
@@ -245,11 +245,12 @@ class Report:
         kept_share: Kept entries over all entries, over all sites; None if no gradient arrived.
         num_backwards: Backward passes that went through the engine.
         notes: One sentence on each choice that the engine made itself in carrying the policy out.
-        route: Where a router sent the gradient; None without a router, and before the first backward.
-        chosen: What was chosen of the batches before their forward, and its cost; None if nothing was.
+        route: Nodes and parameters to which a router sent the gradient; None without a router, and before the first
+            backward.
+        chosen: Examples or positions chosen before the forward, and the cost of choosing; None if nothing was.
         whole: The whole dense backward; None if unknown.
         whole_unknown: Why it is unknown; empty if it is known.
-        short: Of policies that leave out work before the backward; None without one, and if it is unknown.
+        short: FLOPs of the backward with policies that leave out work before it; None without one, and if unknown.
     """
 
     sites: tuple[SiteReport, ...]

@@ -38,6 +38,7 @@ def capture_rng() -> dict[str, Any]:
     """Return the state of every global random generator."""
     version, numbers, gauss = random.getstate()
     numpy_state: Any = np.random.get_state(legacy=True)
+    # Lists of numbers and not tuples or arrays, which a checkpoint's JSON could not hold.
     name, keys, position, has_gauss, cached = numpy_state
     return {
         "torch": torch.get_rng_state(),

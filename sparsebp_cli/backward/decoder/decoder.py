@@ -135,6 +135,7 @@ def find_decoder(model: nn.Module, *, or_classifier: bool = False) -> Decoder:
         raise UnsupportedError(f"{_name(causal)} has no list of layers")
     head = causal.score if causal is classifier else cast("Any", causal).get_output_embeddings()
     decoder = Decoder(causal, cast("nn.Module", head), tuple(layers), causal is classifier)
+    # It raises now, before anything changes, and not in the first forward.
     _ = decoder.implementation
     return decoder
 
@@ -167,6 +168,7 @@ def attention_name(core: nn.Module) -> str | None:
 
 def dropout_rates(module: nn.Module) -> list[float]:
     """Return the shares that a module drops out in training, of itself and of functions that it calls."""
+    # transformers keeps rates of dropout by function as numbers under many names, all with "drop" in them.
     rates = [value for name, value in vars(module).items() if "drop" in name and isinstance(value, float)]
     return [*rates, module.p] if isinstance(module, nn.Dropout) else rates
 
@@ -184,6 +186,7 @@ def bind_arguments(module: nn.Module, args: tuple[object, ...], kwargs: dict[str
 def find_reentrant(model: nn.Module) -> str | None:
     """Return the name of a module whose layers are checkpointed with ``use_reentrant=True``; None: there is none."""
     for name, module in model.named_modules():
+        # transformers keeps its options nowhere else: this is a partial of torch.utils.checkpoint.checkpoint.
         function = module.__dict__.get("_gradient_checkpointing_func")
         options: dict[str, object] = getattr(function, "keywords", {})
         if getattr(module, "gradient_checkpointing", False) and options.get("use_reentrant", True):

@@ -23,7 +23,7 @@ class KeptQueries:
 
     Args:
         index_BK: Row numbers in N.
-        place_R: Where the rows are in the flat ``index_BK``; None: there is no padding.
+        place_R: Places of the rows in the flat ``index_BK``, int64; None: there is no padding.
     """
 
     index_BK: Tensor
@@ -96,6 +96,7 @@ class ChunkedAttention(TorchFunctionMode):
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: Any, **kwargs: Any
     ) -> Tensor:
         ends, num_keys = [chunk.num_keys for chunk in self._chunks], key.shape[-2]
+        # Not the attention of these queries, or no key that could be left out.
         if attn_mask is None or query.dim() != 4 or attn_mask.shape[-1] != num_keys or ends == [num_keys]:
             return scaled_dot_product_attention(query, key, value, attn_mask, *args, **kwargs)
         if len(ends) > 1 and not self._num_queries == query.shape[2] == attn_mask.shape[-2]:

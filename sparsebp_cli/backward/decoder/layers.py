@@ -12,7 +12,7 @@ class LayerNumbers:
     ``encoder`` and ``decoder``, the layers of both count, the encoder's first, so -1 is the decoder's last.
 
     Args:
-        model: object module.
+        model: The model, of any architecture.
 
     Attributes:
         layers: All layers; empty if the model has no module list.
@@ -22,6 +22,7 @@ class LayerNumbers:
     names: list[str]
 
     def __init__(self, model: nn.Module) -> None:
+        # With duplicates: a shared module is asked for under any of its names.
         self._names = {name for name, _ in model.named_modules(remove_duplicate=False)}
         self._stacks = _find_stacks(model)
         self.layers: list[nn.Module] = [layer for _, stack in self._stacks for layer in stack]

@@ -80,8 +80,8 @@ class BranchLayout:
             the core reads the residual stream.
         after: The norm that reads the core's output; None: there is none.
         attention: Its linears; None for a core that computes each position independently, such as an MLP.
-        num_outputs: How many values the core's forward returns, the first of which is added; 0: of an attention 2, else
-            it returns a tensor.
+        num_outputs: Number of values that the core's forward returns, the first of which is added; 0: of an attention
+            2, else it returns a tensor.
         is_written: Whether the layer changes the core's output in place.
         adds: The argument of the core's ``forward``, the residual stream, that it adds to its output itself; None: the
             layer does that.

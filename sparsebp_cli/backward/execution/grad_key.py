@@ -21,6 +21,7 @@ class Keys:
         self._parameters: dict[str, Tensor] = {}
         if model is not None:
             self._parameters = dict(model.named_parameters(remove_duplicate=False))
+        # Reversed, so that of several names of one parameter the first stays.
         self._names = {parameter: name for name, parameter in reversed(self._parameters.items())}
 
     def resolve(self, key: Key) -> Key:

@@ -169,6 +169,8 @@ class GradStore:
             known.check_fit(target, entry.grad, target, on_device=False)
             targets.append((target, key))
         for target, key in targets:
+            # Out of the store first: the sum is freed with the parameter's own, and a hook that fails leaves the rest
+            # here.
             entry = self._entries.pop(key)
             accumulate(target, entry.grad, is_spare=entry.is_own)
 
@@ -188,7 +190,7 @@ class GradStore:
 
         Args:
             max_norm: The bound, greater than 0.
-            norm_type: As in :meth:`norm`.
+            norm_type: 2.0, ``inf`` or another p, as in :meth:`norm`.
 
         Returns:
             The norm before scaling.
@@ -220,6 +222,7 @@ class GradStore:
             check_dtype(dtype)
         store = GradStore(self._keys.model)
         for key, entry in self._entries.items():
+            # `to` may return the very tensor.
             entry.is_own = False
             store._entries[key] = GradEntry(entry.grad.to(device=device, dtype=dtype))
         return store

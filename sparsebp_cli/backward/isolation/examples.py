@@ -64,7 +64,7 @@ def find_examples(inputs: dict[str, Any], pad_token_id: int | None) -> Examples:
     """Find the examples of a batch from its arguments.
 
     Args:
-        inputs: The model's arguments by name.
+        inputs: Arguments of the model's forward by name.
         pad_token_id: The token of padding, which is left out at the ends of rows where no mask says what is padding.
 
     Returns:
@@ -131,6 +131,8 @@ def _read_real(inputs: Mapping[str, Any], size: tuple[int, int], is_packed: bool
         return real_BT
     if ids.shape != size:
         return real_BT
+    # Padding lies outside of all other tokens: the pad token is often the end of a sequence, which stands between
+    # texts.
     is_token = ids.cpu() != pad_token_id
     after = is_token.flip(1).cummax(1).values.flip(1)  # a real token is here or behind
     return is_token.cummax(1).values & after
@@ -141,6 +143,7 @@ def _read_segments(inputs: Mapping[str, Any], size: tuple[int, int]) -> tuple[Te
     for name in LENGTHS:
         ends = inputs.get(name)
         if isinstance(ends, Tensor) and size[0] == 1:
+            # One place more than positions: the last number is where the row ends.
             begins = torch.zeros(size[1] + 1, dtype=torch.long)
             begins[ends.cpu().flatten()[1:].clamp(max=size[1])] = 1
             return begins[:-1].cumsum(0)[None], name

@@ -38,6 +38,7 @@ from sparsebp_cli.backward.patch.rng import capture_generators
 # gradient between passes whose factors are powers of two.
 OUTPUT_LIMITS = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 LEAK_LIMITS = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-3}
+# Exact in every dtype: a clean batch gives equal bits, and the limit need not allow for rounding. See decision 73.
 FACTORS = tuple(sign * 2.0**power for power in range(-4, 4) for sign in (1, -1))
 CLEAR = 30  # times the limit: above it no rounding of the model needs to be measured
 MOST_COST = 9  # thirds of a plain step: pairs are found as far as this allows, one backward for each reading example
@@ -59,6 +60,7 @@ def judge_batch(model: nn.Module, inputs: dict[str, Any]) -> BatchJudgement:
     """
     kind = type(_unwrapped(model)).__name__
     pad = getattr(getattr(_unwrapped(model), "config", None), "pad_token_id", None)
+    # All positions are judged, whatever the script keeps of them.
     given = {name: value for name, value in inputs.items() if name != "logits_to_keep"}
     try:
         examples = find_examples(given, pad if isinstance(pad, int) else None)
@@ -79,8 +81,8 @@ def compare_with_alone(model: nn.Module, examples: Examples, passes: Sequence[Ca
     """Return how far each of several ways to run a batch is from running its examples alone.
 
     Args:
-        model: As for :func:`judge_batch`.
-        examples: Those of the batch, by :func:`find_examples` or :func:`examples_at`.
+        model: Any model that is called with its batch by name, as for :func:`judge_batch`.
+        examples: The batch's examples, by :func:`find_examples` or :func:`examples_at`.
         passes: Each runs the whole batch and returns an output in the shapes of the model's own.
 
     Returns:
@@ -187,6 +189,7 @@ class _Trial:
     def _find_leak(self, output: Tensor, leaves: list[Tensor]) -> float:
         """Return the largest relative change of a gradient when the outputs of other examples get other factors."""
         count, base = len(self.examples.found), len(FACTORS)
+        # From a generator of its own: that of the training must not move.
         direction = torch.randn(output.shape, generator=torch.Generator().manual_seed(0)).to(output)
         plain = self._gradients(output, leaves, direction, [1.0] * count)
         scale = max(_norm(part) for part in plain)
@@ -196,6 +199,7 @@ class _Trial:
             scaled = self._gradients(output, leaves, direction, factors)
             for number, factor in enumerate(factors):
                 change = _norm([b / factor - a for a, b in zip(plain[number], scaled[number], strict=True)])
+                # An example with hardly any gradient has no relative change of its own.
                 worst = max(worst, change / max(_norm(plain[number]), 1e-3 * scale, 1e-30))
             place *= base
         return worst

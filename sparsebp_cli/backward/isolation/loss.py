@@ -81,6 +81,7 @@ class LossReader:
     def _read(self, losses: Sequence[Tensor], gradients: Sequence[Tensor | None], waiting: list[ScriptCall]) -> None:
         given = [torch.ones_like(x) if g is None else g for x, g in zip(losses, gradients, strict=True)]
         outputs = [call.output for call in waiting if call.output is not None]
+        # The graph is kept: the script's own pass comes after this one.
         firsts = torch.autograd.grad(list(losses), outputs, given, retain_graph=True, allow_unused=True)
         reached, others = [], list[ScriptCall]()
         for call, grad in zip(waiting, firsts, strict=True):
@@ -117,8 +118,10 @@ class LossReader:
         label_N = torch.full((len(grad_NV),), -1, device=grad.device)
         for part in rows.split(1024):  # probabilities of all rows at once could be the largest tensor of the step
             got_KV, probability_KV = grad_NV[part].float(), logits_NV[part].float().softmax(-1)
+            # Of p - y, the entry of the label is as large as all others together.
             label_K = got_KV.abs().argmax(dim=1)
             at = (torch.arange(len(part), device=part.device), label_K)
+            # Where the model is sure, p - 1 is 0.
             weight_K = got_KV[at] / (probability_KV[at] - 1).clamp(max=-1e-6)
             probability_KV[at] -= 1
             residual = (got_KV - weight_K[:, None] * probability_KV).norm()

@@ -165,6 +165,7 @@ def _block_mask(examples: Examples, dtype: torch.dtype, *, is_causal: bool) -> T
     reads_BTT = number_BT[:, :, None] == number_BT[:, None, :]
     if is_causal:
         reads_BTT &= torch.ones(width, width, dtype=torch.bool).tril()
+    # A row that may read nothing gives no numbers, so padding reads itself.
     reads_BTT |= torch.eye(width, dtype=torch.bool)
     device = next(value.device for value in examples.inputs.values() if isinstance(value, Tensor))
     mask = torch.zeros(reads_BTT.shape, dtype=dtype).masked_fill(~reads_BTT, torch.finfo(dtype).min)

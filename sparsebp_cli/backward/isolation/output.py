@@ -126,6 +126,7 @@ class Outputs:
 
 def find_stack(model: nn.Module) -> nn.Module | None:
     """Return what is below the head of a model of transformers; None for any other model."""
+    # Looked up and not imported: a model of plain torch is judged without transformers.
     loaded = sys.modules.get("transformers.modeling_utils")
     for module in model.modules():
         if loaded is not None and isinstance(module, loaded.PreTrainedModel):

@@ -49,6 +49,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     buffers = {buffer: buffer.detach().clone() for buffer in model.buffers()}
     skips = [m for m in model.modules() if isinstance(getattr(m, "layerdrop", None), float)]
+    # Its forward reaches a function mode as one call, inside of which the mode is off: the mode sees no dropout there.
     skips += [m for m in model.modules() if isinstance(m, nn.MultiheadAttention)]
     rates = [(m, name, getattr(m, name)) for m in skips for name in ("layerdrop", "dropout") if hasattr(m, name)]
     norms = [module for module in model.modules() if is_batch_norm(module) and module.training]

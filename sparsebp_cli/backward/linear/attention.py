@@ -123,6 +123,7 @@ class _CausalAttention(Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
         ctx.set_materialize_grads(False)
+        # 8 for the four products of the gradient, and 2 since the kernel multiplies queries and keys once more.
         ctx.scale, ctx.products = scale, 10.0 * query.numel() * key.shape[2]  # FLOPs of the dense backward
         output: Tensor
         output, log_sum = FLASH_ON_CPU(query, key, value, 0.0, True, scale=scale)

@@ -44,6 +44,7 @@ class GraphSite(Protocol):
         """Return what decides about one gradient; ``batch_shape`` is the output's without features."""
 
 
+# Weak: numbers are never given back, and an engine must not live as long as the process.
 _SITES: WeakValueDictionary[int, object] = WeakValueDictionary()
 _NUMBERS = count(1)
 # A captured backward would repeat one decision for ever.
@@ -119,6 +120,7 @@ def _linear(
     layout: int,
     keeps_input: bool,  # noqa: ARG001
 ) -> Tensor:
+    # Contiguous, as the function of shapes below says: the graph is made for these strides.
     return LAYOUTS[layout].forward(x, weight, bias).contiguous()
 
 
@@ -186,6 +188,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: A
     ctx.needs, ctx.site, ctx.layout = [needs_dgrad, needs_wgrad, needs_bias], site, layout
     if (found := find_site(site)) is not None:  # a backend may leave the operator in autograd's graph, which is read
         ctx.decider, ctx.input_shape = found, x.shape
+    # By what autograd needs: a frozen weight stores no input. See decision 60.
     kept, multiplied = x if needs_wgrad or keeps_input else None, weight if needs_dgrad else None
     ctx.save_for_backward(kept, multiplied, input_norm, weight_norm)
 

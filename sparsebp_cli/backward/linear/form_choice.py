@@ -54,6 +54,7 @@ def mask_slower(selection: Selection | Split | None, limits: Limits, budget: Bud
 
 
 def _mask(selection: Selection | None, limits: Limits, budget: float) -> Selection | None:
+    # A kind without a limit has one that no share reaches.
     if selection is None or budget < limits.get(type(selection), 2.0):
         return selection
     return Masked(selection)
@@ -207,7 +208,7 @@ def time_forms(engine: Engine, *, num_rows: int, tell: Callable[[str], None] = l
     one times, and all take what it found. ``engine.state_dict()`` contains the result.
 
     Args:
-        engine: From :func:`attach`.
+        engine: An engine that :func:`attach` returned with ``time_forms=True``.
         num_rows: Rows of a training step's gradients, examples times positions, at least 1.
         tell: Called with a sentence before anything is timed, and with the result.
 

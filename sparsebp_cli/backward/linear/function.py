@@ -76,6 +76,7 @@ class WeightLayout(ABC):
 
     output_dim: int  # the dimension of the weight that is O
     replaces: ClassVar[bool] = False  # whether this form also runs where no policy is active, with the same numbers
+    is_quantized: ClassVar[bool] = False  # whether the weight is frozen, and has to be restored before it multiplies
 
     def apply(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, decider: SelectionSource, saved: Saved | None = None
@@ -97,7 +98,16 @@ class WeightLayout(ABC):
 
     @abstractmethod
     def by_output(self, weight: Tensor) -> Tensor:
-        """Return the weight as (O, D), without a copy."""
+        """Return the weight, restored where it is quantised, as (O, D), without a copy."""
+
+    def sizes(self, weight: Tensor) -> tuple[int, int]:
+        """Return the output and input width, however the weight is stored."""
+        num_outputs, num_inputs = self.by_output(weight).shape
+        return num_outputs, num_inputs
+
+    def restore(self, weight: Tensor, dtype: torch.dtype) -> Tensor:  # noqa: ARG002 - of quantised weights
+        """Return the weight as a product takes it, a quantised one in the given type."""
+        return weight
 
     @abstractmethod
     def wgrad(self, grad_NO: Tensor, x_ND: Tensor) -> Tensor:
@@ -247,6 +257,7 @@ class SelectedLinear(Function):
         x, weight, *tensors = ctx.saved_tensors
         needs = Needs(*ctx.needs_input_grad[:3])
         unpack = None if ctx.unpack is None else partial(ctx.unpack, tuple(tensors))
+        weight = None if weight is None else ctx.decider.form.restore(weight, grad.dtype)
         dgrad_ND, wgrad, bias_grad = differentiate(
             ctx.decider, grad, x, weight, needs, ctx.input_shape[-1], ctx.order, unpack
         )
@@ -331,7 +342,7 @@ class Order(NamedTuple):
 
 
 def find_order(form: WeightLayout, x: Tensor, *, frozen: bool) -> Order:
-    if x.is_contiguous():
+    if x.is_contiguous() or form.is_quantized:
         return Order(flat_bias=not isinstance(form, MatmulLayout))
     flat_bias = x.dim() == 2 or isinstance(form, Conv1DLayout)  # other layouts add the bias after the product
     folds = all(x.stride(i) == x.stride(i + 1) * x.shape[i + 1] for i in range(x.dim() - 2))
@@ -454,6 +465,7 @@ def _elements(
     if not _csr_pays(grad_NO, elements):
         return None
     num_rows, num_outputs = grad_NO.shape
+    # CSR has its entries row by row.
     index_K, order = elements.index_K.sort()
     value_K = elements.gather(grad_NO)[order]
     dgrad_ND = wgrad = bias_grad = None
@@ -469,6 +481,7 @@ def _elements(
 
 def _csr_pays(grad_NO: Tensor, elements: Elements) -> bool:
     mkl: bool = torch.backends.mkl.is_available()
+    # On a CPU PyTorch multiplies CSR by MKL, and real numbers in these two dtypes alone.
     backed = grad_NO.is_cuda or (mkl and grad_NO.dtype in (torch.float32, torch.float64))
     return backed and elements.index_K.numel() < CSR_BELOW * grad_NO.numel()
 
@@ -502,6 +515,7 @@ def _has_sparse_cores(grad_NO: Tensor, weight: Tensor) -> bool:
     if not grad_NO.is_cuda or grad_NO.dtype not in (torch.float16, torch.bfloat16):
         return False
     fits = all(size % 64 == 0 for size in (*grad_NO.shape, *weight.shape))
+    # Ampere was the first with sparse tensor cores.
     able = torch.cuda.get_device_capability(grad_NO.device) >= (8, 0) and torch.backends.cusparselt.is_available()
     return fits and able
 

@@ -39,7 +39,7 @@ class SavedInput:
     """What a policy keeps of one input.
 
     Args:
-        saved: What is kept; None: the input itself.
+        saved: The form that is kept instead of the input; None: the input itself.
         share: Multiplications of the weight's gradient that the policy claims, over the dense ones.
         first: Name of the linear that reads the input first.
     """
@@ -142,6 +142,7 @@ class InputSaving:
         self._was_called = True
         if not is_trained or x.numel() == 0:
             return SavedInput(None)
+        # Linears that read one tensor share what is kept: a copy for each would be more than dense. See decision 45.
         step, key = self.engine.now(), id(x)
         if self._kept_at != (step, is_in_backward()):  # such as for an input that is no result of this forward
             self._kept_at = step, is_in_backward()
@@ -219,6 +220,7 @@ class InputSaving:
             self._step, self._calls = step, {}
         count = self._calls.get(name, 0)
         if is_in_backward():
+            # Counted down: a forward that checkpointing repeats draws what the first one drew. See decision 45.
             self._calls[name] = max(0, count - 1)
             return self._calls[name]
         self._calls[name] = count + 1

@@ -34,6 +34,7 @@ from sparsebp_cli.backward.linear.function import (
     WeightLayout,
     weight_of,
 )
+from sparsebp_cli.backward.linear.quantized import find_layout
 from sparsebp_cli.backward.linear.reading import SharedNorm, read_before, row_norm
 from sparsebp_cli.backward.linear.saving import InputSaving
 from sparsebp_cli.backward.observe.example_rows import TIME_FIRST, UNPROVED, BatchRows, find_rows, find_time_first
@@ -66,11 +67,15 @@ def find_linears(model: nn.Module, exclude: Iterable[str] = ()) -> FoundLinears:
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in linears):
             raise UsageError(f"exclude: {pattern!r} matches no linear of the model{did_you_mean(pattern, linears)}")
-    covered, not_covered, excluded = [], [], []
+    covered: list[tuple[str, nn.Module, WeightLayout]] = []
+    not_covered, excluded = [], []
     for name, module in linears.items():
+        # A subclass may compute something else; only this very forward has our backward.
         form = next((f for kind, f in forms.items() if type(module).forward is kind.forward), None)
         if any(fnmatchcase(name, pattern) for pattern in patterns):
             excluded.append(name)
+        elif (quantized := find_layout(module)) is not None:
+            covered.append((name, module, quantized))
         elif form is None or not _is_plain(module):
             not_covered.append(name)
         else:
@@ -140,7 +145,7 @@ class LinearAdapter(SiteAdapter):
     def sites(self) -> tuple[Site, ...]:
         """The covered linears as sites, before any batch."""
         return tuple(
-            Site(name, weight_of(module).shape[form.output_dim], (), self._layers[name])
+            Site(name, form.sizes(weight_of(module))[0], (), self._layers[name])
             for name, module, form in self._found.covered
         )
 
@@ -155,8 +160,9 @@ class LinearAdapter(SiteAdapter):
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether a layer's weight is an ordinary real tensor: not parametrized, quantised or sharded. One without data,
-    of FakeTensorMode, stands for such a tensor."""
+    """Whether a layer's weight is an ordinary real tensor: not parametrized or sharded. One without data, of
+    FakeTensorMode, stands for such a tensor."""
+    # Reading such a weight computes it: spectral_norm's would move its estimate, and so the training. See decision 21.
     if is_parametrized(module):
         return False
     weight = weight_of(module)
@@ -254,7 +260,7 @@ class LinearOverride(ForwardOverride):
         """Run the linear with what its policy saves of the input."""
         assert self._saving is not None
         weight = weight_of(self.module)
-        site = Site(self.name, weight.shape[self.form.output_dim], tuple(x.shape[:-1]), self.layer)
+        site = Site(self.name, self.form.sizes(weight)[0], tuple(x.shape[:-1]), self.layer)
         kept = self._saving.save(site, x, is_trained=weight.requires_grad)
         self._saving.note_projection(weight, 1 - self.form.output_dim, kept)
         return run_linear(self.module, x, replace(call, saved_share=kept.share), kept.saved)
@@ -262,7 +268,8 @@ class LinearOverride(ForwardOverride):
     def _read_and_run(self, x: Tensor, call: _Call) -> Tensor:
         """Run the linear with the norms that its policy reads."""
         with torch.no_grad():
-            call.readings.update(read_before(call.reads, x, self.form.by_output(weight_of(self.module)), self._norms))
+            weight_OD = self.form.by_output(self.form.restore(weight_of(self.module), x.dtype))
+            call.readings.update(read_before(call.reads, x, weight_OD, self._norms))
         output = run_linear(self.module, x, call)
         if "output_norm" in call.reads:
             with torch.no_grad():

@@ -40,6 +40,7 @@ from sparsebp_cli.policy import (
 from sparsebp_cli.run.break_even import FormTime
 
 ROUNDS = 5  # in each, every share is timed once in both ways
+# See decision 65.
 MOST_SECONDS = 10.0
 REPEATS_ON_CUDA = 4  # passes between two waits for the device, which training does not wait for either
 BLOCK = (32, 32)  # of policies that cannot be asked
@@ -79,8 +80,7 @@ class TimedCase:
 
 def shape_of(module: nn.Module, form: WeightLayout) -> tuple[int, int]:
     """Return the output and input width of a linear."""
-    weight = weight_of(module)
-    return weight.shape[form.output_dim], weight.shape[1 - form.output_dim]
+    return form.sizes(weight_of(module))
 
 
 @dataclass(frozen=True)

@@ -199,4 +199,5 @@ def _saved(node: Node) -> Iterator[SavedTensor]:
 
 @cache
 def _names_of_saved(kind: type[object]) -> tuple[str, ...]:
+    # torch makes an attribute `_raw_saved_NAME` for each saved tensor, and has no list of them.
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))

@@ -62,6 +62,7 @@ class Lookahead:
 
     def __init__(self, loss: Tensor, graph: Graph, router: EdgeRouter) -> None:
         leaves = list(graph.parameters)
+        # Returned and not accumulated: `.grad` belongs to the pass that follows.
         gradients = torch.autograd.grad(
             loss, [graph.parameters[leaf] for leaf in leaves], retain_graph=True, allow_unused=True
         )

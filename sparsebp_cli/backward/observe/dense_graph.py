@@ -86,9 +86,11 @@ def count_dense(model: nn.Module, call: CallShape) -> Products | None:
 
     products = Products()
     try:
+        # A model may keep tensors that are neither parameters nor buffers.
         with torch.enable_grad(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
             fake: dict[str, Tensor] = {name: mode.from_tensor(buffer) for name, buffer in model.named_buffers()}
             for name, parameter in model.named_parameters():
+                # A parameter again: products are attributed to parameters by their class.
                 fake[name] = nn.Parameter(mode.from_tensor(parameter.detach()), parameter.requires_grad)
             args, kwargs = call.fill()
             loss = _sum(functional_call(model, fake, args, kwargs, tie_weights=True))

@@ -12,7 +12,7 @@ Counting slows a pass down, so count on passes that are not timed.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -126,6 +126,7 @@ class _Counting(TorchDispatchMode):
         kwargs = kwargs or {}
         formula = find_formula(func)
         if formula is None:
+            # The same exception as in torch.utils.flop_counter.
             if func is not torch.ops.prim.device.default:
                 with self:  # under inference mode composite operators arrive undecomposed
                     result = func.decompose(*args, **kwargs)
@@ -142,10 +143,9 @@ def find_formula(operator: OpOverload) -> Callable[..., int] | None:
 
     None for an operator that multiplies nothing.
     """
-    formula: Callable[..., int] | None = _FORMULAS.get(operator.overloadpacket) or flop_registry.get(
-        operator.overloadpacket
-    )
-    return formula
+    packet = operator.overloadpacket
+    formula: Callable[..., int] | None = _FORMULAS.get(packet) or flop_registry.get(packet)
+    return formula or _FOREIGN.get(str(packet))
 
 
 def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: object, **__: object) -> int:
@@ -186,6 +186,10 @@ def _sum_and_batched(_: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *__: obj
     return _batched(a, b)
 
 
+def _quantized(a: torch.Tensor, _: torch.Tensor, shape: Sequence[int], *__: object, **___: object) -> int:
+    return 2 * a.numel() * shape[0]  # restoring the weight multiplies no rows
+
+
 def _convolution_backward(
     grad: torch.Tensor, given: torch.Tensor, weight: torch.Tensor, *rest: Any, **_: object
 ) -> int:
@@ -209,6 +213,8 @@ def _is_sparse(tensor: torch.Tensor) -> bool:
     return tensor.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_coo)
 
 
+# By name: these operators exist once their library is imported.
+_FOREIGN: dict[str, Callable[..., int]] = {"bitsandbytes.gemm_4bit": _quantized}
 _ATEN = torch.ops.aten
 _FORMULAS: dict[object, Callable[..., int]] = {
     _ATEN.mm: _product,

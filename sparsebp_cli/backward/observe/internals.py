@@ -177,7 +177,8 @@ def find_attentions(model: nn.Module) -> frozenset[str]:
     """Return the names of the attentions that a model of transformers uses.
 
     Args:
-        model: With its parts; those that choose no attention are left out.
+        model: The whole model: its parts may have configurations of their own; those that choose no attention are left
+            out.
 
     Returns:
         Such as ``sdpa``; none of a model that is not of transformers.

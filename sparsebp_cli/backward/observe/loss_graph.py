@@ -90,6 +90,7 @@ class Products:
             if isinstance(node, BackwardCFunction):
                 self._add_function(node, kind)
                 continue
+            # Names of native nodes end in a number of their version.
             formula = _FORMULAS.get(kind.rstrip("0123456789"))
             if formula is None:
                 if any(word in kind for word in ("Rnn", "Lstm", "Gru")):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 if TYPE_CHECKING:
     from sparsebp_cli.backward.observe.module_trace import ModuleTrace
@@ -44,14 +45,14 @@ class SavedBytes:
         """Count a saved tensor.
 
         Args:
-            tensor: The tensor.
+            tensor: A tensor that autograd saved; its whole storage counts, once for all tensors that share it.
             module: The module that saved it; None: do not count by module.
         """
-        address = _address(tensor)
-        if module is not None and address not in self.by_storage:
-            self._module[address] = module
-        self.by_storage[address] = tensor.untyped_storage().nbytes()
-        self._holders[address] += 1
+        for address, num_bytes in _storages(tensor):
+            if module is not None and address not in self.by_storage:
+                self._module[address] = module
+            self.by_storage[address] = num_bytes
+            self._holders[address] += 1
 
     def drop(self, tensor: Tensor) -> None:
         """Remove a tensor from the count, unless others hold its storage or the forward is over.
@@ -59,13 +60,13 @@ class SavedBytes:
         Args:
             tensor: The released tensor.
         """
-        address = _address(tensor)
         if self._is_closed:
             return
-        self._holders[address] -= 1
-        if not self._holders[address]:
-            del self._holders[address], self.by_storage[address]
-            self._module.pop(address, None)
+        for address, _ in _storages(tensor):
+            self._holders[address] -= 1
+            if not self._holders[address]:
+                del self._holders[address], self.by_storage[address]
+                self._module.pop(address, None)
 
     def close(self) -> None:
         """Stop counting: from now on the backward releases tensors."""
@@ -83,11 +84,11 @@ def saved_bytes(parameters: Iterable[Tensor] = (), modules: ModuleTrace | None =
     Yields:
         SavedBytes: Updated while the block runs; afterwards, the bytes saved at its end.
     """
-    own = {_address(tensor) for tensor in parameters}
+    own = {address for tensor in parameters for address, _ in _storages(tensor)}
     saved = SavedBytes()
 
     def pack(tensor: Tensor) -> _Saved:
-        if _address(tensor) in own:
+        if own.issuperset(address for address, _ in _storages(tensor)):
             return _Saved(tensor.detach(), None)
         saved.add(tensor, None if modules is None else modules.current)
         return _Saved(tensor.detach(), saved)  # a reference to the tensor itself would keep its graph alive
@@ -119,8 +120,15 @@ def tensor_bytes(tensors: Iterable[Tensor | None]) -> int:
     Returns:
         Bytes.
     """
-    return sum({_address(t): t.untyped_storage().nbytes() for t in tensors if t is not None}.values())
+    return sum(dict(found for tensor in tensors if tensor is not None for found in _storages(tensor)).values())
 
 
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+def _storages(tensor: Tensor) -> Iterator[tuple[int, int]]:
+    """Yield address and bytes of a tensor's storage; of a wrapper, such as a quantised weight, those of its parts."""
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        for name in names:
+            yield from _storages(getattr(tensor, name))
+    else:
+        storage = tensor.untyped_storage()
+        yield storage.data_ptr(), storage.nbytes()

@@ -147,6 +147,7 @@ class PackedMask:
             return None
         if implementation == "sdpa":
             return rule[:, None]
+        # As transformers' eager masks: with -inf a row that may attend to nothing would have no weights.
         return torch.zeros_like(rule, dtype=dtype).masked_fill(~rule, torch.finfo(dtype).min)[:, None]
 
 

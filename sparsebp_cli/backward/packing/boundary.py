@@ -14,7 +14,8 @@ from torch.autograd.function import once_differentiable
 
 from sparsebp_cli.errors import UnsupportedError
 
-# Not 0, where the gradient of a square or of an absolute value is 0 and would not show that the loss reads it.
+# Not 0, where the gradient of a square or of an absolute value is 0 and would not show that the loss reads it. See
+# decision 66.
 FILLER = 1.0
 
 
@@ -26,9 +27,9 @@ def fill(values: Tensor, computed: Tensor, what: str) -> Tensor:
     """Return values with a constant where nothing was computed; zeros without a graph, which nobody differentiates.
 
     Args:
-        values: (B, T, ...).
+        values: Values by position, (B, T, ...).
         computed: (B, T), whether a position was computed.
-        what: What the values are, for the error.
+        what: Name of the values in the error, in the plural, such as ``logits``.
 
     Returns:
         The values, whose backward raises :class:`ReadsUncomputedError` if a gradient other than zero arrives at a

@@ -80,6 +80,7 @@ AGAIN = 1 / 200  # share of the batches that are compared though their kind is k
 _NOTHING_SEEN = (
     "no batch went through the forward of {} in training: what calls a part of it, or another forward, runs plainly"
 )
+_EVAL_MODE = "{} is in eval mode, as from_pretrained returns it, and runs plainly: call model.train() before the loop"
 IGNORED = -100  # the label of no target, as in PyTorch's cross entropy
 
 
@@ -125,6 +126,7 @@ class PackingExtension:
         self.head = self.model.get_output_embeddings() if self.pair is not None else find_head(self.model)
         self._prefix = next((f"{name}." if name else "") for name, m in model.named_modules() if m is self.model)
         refuse_inexact(self.model)
+        # A forward that somebody else put there is known in one form alone, that of trl.
         if not has_fused_head(self.model):
             check_free("the model", self.model)
         check_free("the base model", self.stack)
@@ -200,6 +202,7 @@ class PackingExtension:
             self.counts.refuse(reason)
             return None
         ids = inputs.get("input_ids")
+        # Token types are no part of what makes two prefixes equal.
         shares = causal and self.policy.prefixes == "share" and inputs.get("token_type_ids") is None
         shares = shares and not self.dropout  # in the plain step equal positions of two examples have their own masks
         tokens = ids.cpu().numpy() if shares and ids is not None else None
@@ -238,6 +241,7 @@ class PackingExtension:
         given = inputs.get("use_cache")
         if given is None:
             given = getattr(self.model.config.get_text_config(), "use_cache", False)
+        # transformers makes no cache in training under checkpointing.
         return bool(given) and not (self.stack.training and getattr(self.stack, "gradient_checkpointing", False))
 
     def _needed(self, real_BT: Bools, read_BT: Bools, alone_BT: Bools, *, causal: bool) -> Bools:
@@ -270,6 +274,7 @@ class PackingExtension:
 
     def _is_drawn(self) -> bool:
         """Return whether a batch of a known kind is compared all the same: one of 200, drawn by its number."""
+        # A generator of its own: the global one belongs to the training.
         return random.Random(self.counts.packed).random() < AGAIN
 
     @property
@@ -287,7 +292,8 @@ class PackingExtension:
                 self.counts.error = max(self.counts.error, check.error)
             if not check.passed:
                 self.failure = f"{check.describe()}: the plain step is used from here on"
-        seen = self.counts.describe() if self.counts.batches else _NOTHING_SEEN.format(type(self.model).__name__)
+        nothing = (_NOTHING_SEEN if self.model.training else _EVAL_MODE).format(type(self.model).__name__)
+        seen = self.counts.describe() if self.counts.batches else nothing
         self.engine.notes["packing"] = self.failure or seen
 
     def run_stack(

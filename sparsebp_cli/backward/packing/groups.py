@@ -66,6 +66,7 @@ def arrange(
     ``sizes`` are each segment's queries and keys. Segments of equal sizes form a group; groups whose segments have the
     same ``kinds`` are joined if that is cheaper.
     """
+    # One call for each group; one mask over all rows would multiply every pair of rows of a batch. See decision 33.
     equal: dict[tuple[int, int, bool], list[int]] = {}
     for number, (length, num_keys) in sizes.items():
         equal.setdefault((num_keys, length, attends[number]), []).append(number)

@@ -247,6 +247,7 @@ def is_pair(model: nn.Module) -> bool:
 def shift_labels(model: PreTrainedModel, labels_BT: Tensor) -> Tensor:
     """Return what the decoder reads where only labels are given, as the model makes it of them."""
     config = model.config
+    # What transformers' collator for pairs calls; families without it have a function in the file of their model.
     own = getattr(model, "prepare_decoder_input_ids_from_labels", None)
     if own is not None:
         own_ids: Tensor = own(labels_BT)

@@ -101,6 +101,7 @@ def _find_rope_limit(config: Any) -> int | None:
     limits = []
     for name in ("rope_parameters", "rope_scaling"):
         for found in find(getattr(config, name, None)):
+            # Early configurations of Phi-3 call longrope su.
             if found.get("rope_type", found.get("type")) in {"dynamic", "longrope", "su"}:
                 limit = found.get("original_max_position_embeddings")
                 limit = limit or getattr(config, "original_max_position_embeddings", None)

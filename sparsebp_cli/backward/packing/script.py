@@ -170,6 +170,7 @@ def watch_reads(output: Any, read: Callable[[], Any]) -> Any:
 
     ``read`` returns an output whose values replace those other than the loss, or None to leave them.
     """
+    # The class of transformers itself: the output may be of one that was made at run time.
     kind = next(base for base in type(output).__mro__ if "__dataclass_fields__" in vars(base))
     # In a packed output logits are computed when they are read, so they are not read here.
     if fields(kind)[0].name != "loss":

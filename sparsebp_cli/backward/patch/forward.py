@@ -36,6 +36,10 @@ class ForwardOverride(NotCopyable, ABC):
 
     Another library may wrap the override (accelerate does so with the whole model) and still call it after it was
     removed. So :meth:`__call__` runs the module as without an engine once ``is_removed`` is set.
+
+    Attributes:
+        covered: The module's forward before, of an engine or another library; None: that of its class.
+        is_removed: Whether the engine was detached.
     """
 
     covered: Callable[..., object] | None = None  # the instance's forward before; None: its class's forward applied
@@ -47,7 +51,16 @@ class ForwardOverride(NotCopyable, ABC):
         """Run the module."""
 
     def run_covered(self, module: nn.Module, *args: object, **kwargs: object) -> Any:
-        """Run the module as without this override."""
+        """Run the module as without this override.
+
+        Args:
+            module: Whose forward this is.
+            *args: As its own forward takes them.
+            **kwargs: The same, by name.
+
+        Returns:
+            What its own forward returns.
+        """
         return call_module(module, *args, **kwargs) if self.covered is None else self.covered(*args, **kwargs)
 
 
@@ -94,14 +107,22 @@ def checkpoints_in_forward(module: nn.Module) -> bool:
 
 
 class ForwardPatches:
-    """The forwards that one adapter or extension has overridden."""
+    """The forwards that one adapter or extension has overridden.
+
+    Under activation checkpointing an override runs inside of it, and again where the module is run again.
+    """
 
     def __init__(self) -> None:
         # The module, what was given, what is its forward now, and what was before.
         self._installed: list[tuple[nn.Module, Forward, Forward, Forward | None]] = []
 
     def install(self, module: nn.Module, forward: Callable[..., object]) -> None:
-        """Override a module's forward."""
+        """Override a module's forward.
+
+        Args:
+            module: Of the model; its class, parameters and keys of ``state_dict`` do not change.
+            forward: What runs in its place; a :class:`ForwardOverride` can run what was there before.
+        """
         covered = module.__dict__.get("forward")
         if isinstance(forward, ForwardOverride):
             forward.covered = covered

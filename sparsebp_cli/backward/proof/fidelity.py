@@ -83,7 +83,7 @@ class GradientComparison:
         """Compare one more draw.
 
         Args:
-            gradients: Of the same parameters.
+            gradients: Gradients by the same names as the dense ones; None for a parameter without one.
         """
         sums: dict[str, Tensor] = {}
         for name, dense in self._dense.items():
@@ -160,6 +160,7 @@ class _Sums:
         if not norms:
             return None
         value = self.product / norms
+        # Rounding may lead out of [-1, 1], and min and max would make a bound of no number.
         return value if math.isnan(value) else min(1.0, max(-1.0, value))
 
     @property

@@ -14,8 +14,8 @@ class Moved:
     """How much of a parameter, or of several, a step changed.
 
     Args:
-        entries: All entries.
-        moved: Entries whose value changed.
+        entries: Number of all entries.
+        moved: Number of entries whose value changed.
     """
 
     entries: int
@@ -38,6 +38,7 @@ class Movement:
 
     def __init__(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
         self._parameters = dict(parameters)
+        # copy=True: on a CPU `to` would return the parameter itself.
         self._before = {name: p.detach().to("cpu", copy=True) for name, p in self._parameters.items()}
 
     def measure(self) -> dict[str, Moved]:

@@ -28,8 +28,8 @@ class PassCount:
     """Counts of one forward and backward pass.
 
     Args:
-        flops: By module.
-        saved: By module.
+        flops: FLOPs of forward and backward, by module.
+        saved: Bytes that the forward saved for the backward, by module.
     """
 
     flops: FlopCount
@@ -47,7 +47,7 @@ class Overclaim:
 
     Args:
         claimed_share: The share that the policy claims to execute.
-        executed_share: The share that was executed.
+        executed_share: The share that was executed, which is larger.
         sites: Sites that executed more than claimed, the largest excess first; empty if none does so alone.
     """
 
@@ -94,14 +94,14 @@ class Proof:
             model: The model that ran them.
             dense: The dense pass.
             policy: The pass with the policy.
-            report: Of the pass with the policy alone.
+            report: The engine's report of the pass with the policy alone.
             claims: Claims about the dense pass by policies that do not decide at sites.
 
         Returns:
             The proof.
         """
         linears, layers = find_linears(model).covered, LayerNumbers(model)
-        row_flops = {name: 2.0 * weight_of(module).numel() for name, module, _ in linears}
+        row_flops = {name: 2.0 * prod(form.sizes(weight_of(module))) for name, module, form in linears}
         again = {layers.part_of(name) for name in dense.flops.recomputed}
         checkpointed = frozenset(name for name in dense.flops.forward if layers.part_of(name) in again)
         owners = {site.name: layers.owner_of(site.name) for site in report.sites}
@@ -173,7 +173,7 @@ class Proof:
         """Return the number of rows that a linear multiplied for dgrad and wgrad together; None for another module.
 
         Args:
-            name: The module's name.
+            name: Name of the linear in the model.
             count: One of the two passes.
 
         Returns:
@@ -266,7 +266,7 @@ def tabulate(proof: Proof) -> dict[str, list[float | None]]:
     """Return one row of ``COLUMNS`` for each module that computed or saved anything, or has sites.
 
     Args:
-        proof: Of one batch.
+        proof: The counts of one batch.
 
     Returns:
         Rows by module name; empty for the model itself and work outside of modules.

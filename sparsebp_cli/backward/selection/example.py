@@ -163,6 +163,7 @@ class ExamplesOverride(ForwardOverride):
         training = self._model.training and torch.is_grad_enabled()
         if args and args[0] is self._model:  # accelerate's wrapper calls a forward it has wrapped as a method
             args = args[1:]
+        # The model's own forward knows no such argument. See decision 63.
         row_B = kwargs.pop(EXAMPLE_ROW, None) if self._policy.reads_rows else None
         reference_BT = kwargs.pop(REFERENCE_COLUMN, None) if self._extension.compares else None
         if self.is_removed or not (training and self._engine.enabled):
@@ -197,7 +198,9 @@ class ExamplesOverride(ForwardOverride):
         num_items = arguments.get("num_items_in_batch")
         assert num_items is None or isinstance(num_items, Tensor | int | float)
         if num_items is not None:
+            # At least 1: where no target of a step is chosen the loss is 0, and not 0 over 0.
             chosen["num_items_in_batch"] = (num_items * (kept / targets.clamp(min=1))).clamp(min=1.0)
+        # Linears see the chosen examples alone.
         if self._engine.batch_sizes is not None:
             self._engine.batch_sizes = frozenset((len(index_K),))
         with self._engine.short_forward(scale=len(labels) / max(1, len(index_K))):
@@ -245,6 +248,7 @@ class ExamplesOverride(ForwardOverride):
         """Run the chosen examples; their losses, times their weights, are divided by ``num_items``, or by the share of
         it that the weighted targets have of the batch's ``targets``."""
         labels, return_dict = _tensor(chosen, "labels"), chosen.pop("return_dict", None)
+        # The first forward alone pays for the model's own loss, which is compared. See decision 44.
         given = chosen if not self._is_compared else {name: chosen[name] for name in chosen if name not in _OF_LOSS}
         output = cast("ModelOutput", self._inner(**given, return_dict=True))
         logits, target_K = check_logits(output.logits, labels), count_targets(labels)
@@ -282,6 +286,7 @@ class ExamplesOverride(ForwardOverride):
         if self._extension.products is not None:
             return self._compare_gradients(self._extension.products, arguments)
         length = _length(arguments)
+        # One position predicts nothing.
         read = max(2, math.ceil(policy.scored_share * length))
         part = {name: _cut(name, value, length, read) for name, value in arguments.items()}
         if labels.ndim == 1:
@@ -307,6 +312,7 @@ class ExamplesOverride(ForwardOverride):
         assert extension.validation is not None
         assert extension.optimizer is not None
         self._check_labels(labels)
+        # By the step's generator, so that a resumed run draws the same. See decision 64.
         generator = step.generator(_VALIDATION)
         index_V = torch.randperm(len(_tensor(extension.validation, "labels")), generator=generator)
         drawn = take_examples(extension.validation, index_V[: self._policy.at(step).num_validation])
@@ -317,6 +323,7 @@ class ExamplesOverride(ForwardOverride):
             _fill(found.loss_B.float(), count_targets(labels) > 0),
             product_B=found.product_B,
             product_BB=found.product_BB,
+            # The paper's step has the rate of the optimizer, not one of its own. See decision 64.
             learning_rate=float(extension.optimizer.param_groups[0]["lr"]),
         )
 
@@ -354,6 +361,7 @@ class ExamplesOverride(ForwardOverride):
     def _count(self, targets: Tensor, kept: Tensor, number: int, chosen: int, spent: ScoringCost) -> None:
         # A token selector below sees the chosen examples alone, and counts their targets itself.
         counts_all = not isinstance(self.covered, ForwardOverride)
+        # Zeros on the device, for which nobody waits.
         trained = kept if counts_all else kept - kept
         asked = targets if counts_all else targets - kept
         self._engine.add_chosen(

@@ -119,6 +119,7 @@ class GradientProducts:
             zero_B = torch.zeros_like(batch.loss_B)
             product_B, product_BB = zero_B, zero_B[:, None] * zero_B
             for name, ours in rows[0].items():
+                # Validation examples may not have run this linear: then they have no rows, and the products are 0.
                 theirs = rows[1].get(name, LinearRows(ours.x_BTD[:1, :0], ours.grad_BTO[:1, :0]))
                 of_B, of_BB = (multiply_rows if rows_are_cheaper(ours, theirs) else multiply_weights)(ours, theirs)
                 product_B, product_BB = product_B + of_B, product_BB + of_BB
@@ -154,6 +155,7 @@ class GradientProducts:
                 f"{self._what} needs to know the example of each row, and at {name!r} {rows.unknown}; exclude it"
             )
         x_BTD = x.detach().reshape(group.number, -1, x.shape[-1])
+        # The edge, since the output may be changed in place later. See decision 64.
         group.calls.setdefault(name, []).append((x_BTD, get_gradient_edge(output)))
 
     def _find_losses(self, given: Arguments, forward: Forward) -> Tensor:
@@ -231,6 +233,7 @@ def take_examples(given: Arguments, index_K: Tensor) -> dict[str, object]:
 def _take(name: str, value: object, index_K: Tensor, number: int) -> object:
     if not isinstance(value, Tensor) or value.ndim == 0 or value.shape[0] != number:
         return value
+    # A vector that is no label may have as many entries by chance.
     return value[index_K] if value.ndim > 1 or name == "labels" else value
 
 

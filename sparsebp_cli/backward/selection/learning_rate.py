@@ -81,6 +81,7 @@ class LearningRates:
             return
         step = self._states.show(self._policy, replace(self._engine.now(), micro_batch=0, call=0, draw=0, rank=0))
         policy, groups = self._policy.at(step), self._optimizer.param_groups
+        # Also where the optimizer got a group since.
         if policy.rate_step(self._parameters, step) == step.index or len(self._held) != len(groups):
             self._held = {str(number): float(group["lr"]) for number, group in enumerate(groups)}
         factors = self._factors(policy.rates(self._parameters, step))
@@ -90,6 +91,7 @@ class LearningRates:
             for number, group in enumerate(groups)
             for shown in _split(group, self._held[str(number)], factors)
         ]
+        # For this step alone: schedules, the log and the optimizer's state_dict see the user's own. See decision 52.
         self._optimizer.param_groups = [shown for shown, _ in self._shown]
 
     def _restore(self) -> None:
@@ -125,6 +127,7 @@ def _split(group: Group, rate: float, factors: Mapping[nn.Parameter, float]) -> 
         {
             **group,
             "params": parameters,
+            # Capturable optimizers keep their rate in a tensor.
             "lr": torch.full_like(own, rate * factor) if isinstance(own, Tensor) else rate * factor,
         }
         for factor, parameters in by_factor.items()

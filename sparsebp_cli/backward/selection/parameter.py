@@ -84,6 +84,7 @@ class ParameterExtension:
             parameter = self._get(name)
             if enabled and name not in self._trained:
                 if parameter.requires_grad:
+                    # Before the forward: decided in the backward, the inputs would be kept by then. See decision 16.
                     parameter.requires_grad_(False)
                     self._frozen_here.add(name)
             elif name in self._frozen_here:  # not those that the user has frozen meanwhile
@@ -188,6 +189,7 @@ def _find_forced(model: nn.Module) -> Sequence[nn.Module]:
     """Return the embeddings whose output is forced to require a gradient by ``enable_input_require_grads``."""
     found: dict[nn.Module, None] = {}
     for module in model.modules():
+        # enable_input_require_grads leaves no other trace in a model of transformers.
         if module.__dict__.get("_require_grads_hooks"):
             assert isinstance(module, HasEmbeddings)
             found[module.get_input_embeddings()] = None

@@ -95,6 +95,7 @@ class PartExtension:
             self._swap.add(self._names.values())
 
     def remove(self) -> None:
+        # Until the next step begins, what was trained is in the leaves alone.
         self._write()
         self._remove_parts()
         self.enable(False)
@@ -207,6 +208,8 @@ class PartExtension:
     @torch.no_grad()
     def _write(self) -> None:
         for each in self._overrides.values():
+            # Copied, even if contiguous: through a view the optimizer would change a saved weight, and autograd would
+            # not notice. See decision 49.
             each.part.write(each.form.by_output(weight_of(each.module)), each.leaf)
 
     def _describe(self) -> str:
@@ -327,7 +330,7 @@ def find_divisible(model: nn.Module, exclude: Sequence[str] = (), *, frozen: boo
     found = {}
     for name, module, form in find_linears(model, exclude).covered:
         weight = weight_of(module)
-        if weight.requires_grad != frozen and uses.get(id(weight)) == 1 and not form.replaces:
+        if weight.requires_grad != frozen and uses.get(id(weight)) == 1 and not (form.replaces or form.is_quantized):
             found[name] = (module, form)
     return found
 

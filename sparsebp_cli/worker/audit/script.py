@@ -94,6 +94,7 @@ class ScriptAudit:
 
     def _let_go(self) -> None:
         self._is_written, os._exit = True, self._leave
+        # The script may have set a handler of its own since.
         if self._has_handler and signal.getsignal(signal.SIGTERM) == self._terminate:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
@@ -104,6 +105,7 @@ class ScriptAudit:
 
     def _terminate(self, number: int, _frame: FrameType | None) -> None:
         self.write()
+        # By the signal itself, so that whoever waits for the process sees what it would have seen.
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 

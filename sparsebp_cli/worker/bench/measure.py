@@ -13,6 +13,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from sparsebp_cli.backward import attach
 from sparsebp_cli.backward.linear.form_choice import find_choice
+from sparsebp_cli.backward.linear.quantized import count_parameters
 from sparsebp_cli.bench import Benchmark, BreakEven, Request, find_break_even
 from sparsebp_cli.errors import DataError
 from sparsebp_cli.policy import GradientSelector
@@ -77,9 +78,11 @@ def time_linears(request: Request, subject: Subject) -> list[BreakEven]:
     linear, timed as by a run with ``backward.time_forms``."""
     found: list[BreakEven] = []
     num_rows, dtype = request.batch * request.length, subject.autocast or torch.bfloat16
+    if request.model.float8 is not None or request.model.quantization is not None:
+        return found
     for form in request.forms:
         keeps = [keep for keep in form.keeps if keep is not None]
-        if form.site != "linears" or form.execution != "fast" or not keeps or request.model.float8 is not None:
+        if form.site != "linears" or form.execution != "fast" or not keeps:
             continue
         policies = [form.make(request.policy, keep) for keep in keeps]
         with attach(subject.model, policies[:1], exclude=request.exclude, time_forms=True) as engine:
@@ -145,7 +148,7 @@ def _describe(subject: Subject, request: Request) -> dict[str, object]:
     parameters = list(subject.model.parameters())
     return {
         "class": type(subject.model).__name__,
-        "parameters": sum(p.numel() for p in parameters),
+        "parameters": count_parameters(subject.model),
         "trained": sum(p.numel() for p in parameters if p.requires_grad),
         "dtype": request.model.dtype,
         "device": torch.cuda.get_device_name(subject.device) if subject.device.type == "cuda" else "cpu",

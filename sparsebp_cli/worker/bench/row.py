@@ -34,6 +34,7 @@ def run_interleaved(
         if number > warmup and deadline is not None and begin + longest > deadline:
             break
         order = list(range(len(variants)))
+        # Another order each round, or a variant would always run in the wake of the same other one.
         shuffle.shuffle(order)
         what = f"warm-up {number + 1} of {warmup}" if number < warmup else f"round {number - warmup + 1} of {rounds}"
         for index in order:

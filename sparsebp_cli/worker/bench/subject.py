@@ -158,6 +158,7 @@ def peak_bytes(device: torch.device, run: Callable[[], object]) -> int | None:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         run()
     assert record.profiler is not None
+    # The public lists have memory by operator; a peak needs each allocation by its time.
     events = [e for e in record.profiler.kineto_results.events() if e.name() == "[memory]"]
     live = peak = 0
     for event in sorted(events, key=lambda e: e.start_ns()):

@@ -15,6 +15,7 @@ from torch import Tensor
 
 Gradients = Mapping[str, Tensor | None]
 METRICS = ("plain", "adam")
+# Without it, rows of an embedding that were hardly seen make up nearly all of the sum. See decision 108.
 FLOOR = 0.01  # of the mean second moment of a tensor
 MOMENT = "exp_avg_sq"  # where optimizers of Adam's family keep their second moments
 

@@ -207,6 +207,16 @@ def test_a_forward_that_was_never_packed_says_so() -> None:
         assert "in 1 of 1 batches" in engine.notes["packing"]
 
 
+def test_a_model_in_eval_mode_says_to_call_train() -> None:
+    model, batch = make().eval(), make_batch()
+    with sbp.attach(model, "lossless") as engine:
+        engine.backward(model(**batch).loss)
+        assert "call model.train()" in engine.notes["packing"]
+        model.train()
+        engine.backward(model(**batch).loss)
+        assert "in 1 of 1 batches" in engine.notes["packing"]
+
+
 def test_facts_of_a_later_batch_are_not_those_of_the_first() -> None:
     """Each second batch was silently wrong while the first had been compared."""
     right = make_batch(lengths=(24, 20, 16, 22))

@@ -64,11 +64,11 @@ def make_batch(
     """Return a batch.
 
     Args:
-        name: Which positions: ``scattered``, ``prompt`` of one length, ``prompts`` of several, ``two`` of the batch,
+        name: Trained positions: ``scattered``, ``prompt`` of one length, ``prompts`` of several, ``two`` of the batch,
             ``half`` of which only every other one is trained.
         mask: Padding or packing.
-        batch: Examples.
-        length: Positions.
+        batch: Number of examples.
+        length: Positions of each example.
     """
     ids = random_ids(batch, length)
     inputs: dict[str, Any] = {"input_ids": ids, "labels": ids.clone()}

@@ -60,6 +60,16 @@ def test_a_loss_that_goes_past_the_forward_is_refused(policy: Policy) -> None:
         engine.backward(model.lm(input_ids=random_ids(), labels=random_ids()).loss)
 
 
+@ids
+def test_a_model_in_eval_mode_is_refused_with_the_call_that_helps(policy: Policy) -> None:
+    model = decoder("llama").eval()
+    with sbp.attach(model, [policy]) as engine:
+        with pytest.raises(UsageError, match=r"LlamaForCausalLM is in eval mode.* call model\.train\(\)"):
+            engine.backward(model(input_ids=random_ids(), labels=random_ids()).loss)
+        model.train()
+        engine.backward(model(input_ids=random_ids(), labels=random_ids()).loss)
+
+
 def test_a_wrapper_that_kept_the_forward_goes_past_and_is_refused() -> None:
     model = get_peft_model(
         decoder("llama"), AdaptionPromptConfig(task_type="CAUSAL_LM", adapter_len=4, adapter_layers=2)

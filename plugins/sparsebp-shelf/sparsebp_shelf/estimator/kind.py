@@ -21,7 +21,7 @@ class DirectionDraw:
     """What a policy draws random numbers for: one parameter's part of one direction, ``step.generator(draw)``.
 
     Args:
-        number: Of the direction within the step, from 0.
+        number: Number of the direction within the step, from 0.
         parameter: The parameter's name in the model.
     """
 
@@ -66,7 +66,7 @@ class GradientEstimator(Policy):
         """Draw one parameter's part of a direction.
 
         Args:
-            shape: The parameter's.
+            shape: Shape of the parameter, and of the result.
             generator: The only source of randomness allowed; the result lies on its device.
 
         Returns:
@@ -79,7 +79,8 @@ class GradientEstimator(Policy):
 
         Args:
             loss_PS: The micro-batch's share of the step's loss at each point; the shares of a step add up.
-            step: When. Micro-batch, call and rank are 0: one choice holds for the whole step.
+            step: The step whose losses these are. Micro-batch, call and rank are 0: one choice holds for the whole
+                step.
 
         Returns:
             The coefficient of each of the P directions; it must be linear in the losses, so that those of the

@@ -91,7 +91,7 @@ def find_largest(score_BE: Tensor, num_kept: int) -> Tensor:
     """Return the numbers of the largest scores of each example, in order.
 
     Args:
-        score_BE: Any scores.
+        score_BE: Scores of each example's entries.
         num_kept: K, of all examples together; the first ones keep one more where B does not divide it.
 
     Returns:

@@ -72,7 +72,7 @@ class PLD(BlockDropper):
         """Return theta(t).
 
         Args:
-            step: When.
+            step: The step, whose index is t.
 
         Returns:
             The probability with which the last block is computed.

@@ -40,7 +40,7 @@ class Attention:
     Args:
         mask: Added to the scores, or bool: True where a query attends; (B or 1, H or 1, T, S). None: everything.
         is_causal: Whether query t attends to the first t + 1 keys alone; only without a mask.
-        scale: What products of queries and keys are multiplied by.
+        scale: Factor of the products of queries and keys.
     """
 
     mask: Tensor | None

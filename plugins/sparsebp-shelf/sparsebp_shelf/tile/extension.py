@@ -90,11 +90,11 @@ class TileExtension:
         """Run an attention of the model.
 
         Args:
-            own: Its function.
-            module: Which one.
+            own: The attention function that the model itself would call.
+            module: The attention module that calls it.
             tensors: Query, key and value.
-            mask: As the function takes it.
-            options: Its other arguments.
+            mask: Additive or boolean mask, or None, as the function takes it.
+            options: Other arguments of the function by name.
 
         Returns:
             What the function returns.

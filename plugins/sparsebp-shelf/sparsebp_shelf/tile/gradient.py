@@ -43,12 +43,12 @@ def masked_gradients(
     """Return the gradients by dense products of masked matrices: the reference.
 
     Args:
-        weight_HTS: P.
-        grad_HTE: dO.
+        weight_HTS: Attention weights P.
+        grad_HTE: Gradient of the output, dO.
         rows: Q (H, T, D), K (H, S, D), V (H, S, E) and O (H, T, E).
-        keep_HQK: Which tiles count, bool.
+        keep_HQK: Whether each tile counts, bool.
         size: Queries and keys of a tile.
-        scale: s.
+        scale: Factor s of the products of queries and keys.
 
     Returns:
         dQ, dK and dV.
@@ -75,12 +75,12 @@ def tiled_gradients(
     """Return the gradients by products of the kept tiles alone; see :func:`masked_gradients`.
 
     Args:
-        weight_HTS: P.
-        grad_HTE: dO.
+        weight_HTS: Attention weights P.
+        grad_HTE: Gradient of the output, dO.
         rows: Q, K, V and O.
-        keep_HQK: Which tiles count.
+        keep_HQK: Whether each tile counts, bool.
         size: Queries and keys of a tile.
-        scale: s.
+        scale: Factor s of the products of queries and keys.
         num_tiles: Tiles that the mask leaves, by which the kept ones are counted as a share of the dense products.
 
     Returns:

@@ -55,8 +55,9 @@ class TileSelector(Policy):
         Args:
             mass_HQK: Sum of the attention weights in each tile, float32 or wider; those of a tile of queries add up to
                 its number of queries. 0 where the mask excludes the whole tile, which then has no backward.
-            tiles: Whose.
-            step: When; ``step.generator(tiles, mass_HQK.device)`` is the only source of randomness allowed.
+            tiles: Module and example of the attention.
+            step: The step of the decision; ``step.generator(tiles, mass_HQK.device)`` is the only source of randomness
+                allowed.
 
         Returns:
             Which tiles are kept, bool, (H, Q, K).
@@ -67,7 +68,7 @@ TILE_SELECTOR = Kind(
     TileSelector,
     asked="Decides in the backward, example by example, by the attention weights in each tile. Exact if "
     "every tile has a backward. Claims no FLOPs beforehand, since they depend on the weights; the run counts them. "
-    "[Skip tiles of attention](../guide/attention.md)\n",
+    "[Skip tiles of attention](../guide/blocks.md#skip-tiles-of-attention)\n",
     extensions=((1_000, "sparsebp_shelf.tile.extension:TileExtension"),),
     suite="sparsebp_shelf.tile.suite:check_tile_selector",
     keeps_state=False,

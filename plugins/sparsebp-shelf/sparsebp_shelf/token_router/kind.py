@@ -20,9 +20,9 @@ class RoutedLayer:
     """A decoder layer, and the batch that comes to it.
 
     Args:
-        number: Of the layer, from 0.
-        num_layers: Of the model.
-        num_examples: B.
+        number: Number of the layer, from 0.
+        num_layers: Number of layers of the model.
+        num_examples: Number of examples in the batch, B.
         length: T, the positions of each example, padding included.
     """
 
@@ -62,8 +62,8 @@ class TokenRouter(Policy):
         """Return K, the number of positions of each example that go through; the claim is computed from it.
 
         Args:
-            layer: Which one.
-            step: When.
+            layer: The layer, with the shape of the batch.
+            step: The step whose count is asked for.
 
         Returns:
             From 1 to T; T is dense.
@@ -74,9 +74,9 @@ class TokenRouter(Policy):
         """Choose the positions that go through; not asked where ``count`` is T.
 
         Args:
-            layer: Which one.
-            step: When; ``step.generator(layer)`` is the only source of randomness allowed. Every micro-batch and
-                process decides about its own examples.
+            layer: The layer, with the shape of the batch.
+            step: The step of the decision; ``step.generator(layer)`` is the only source of randomness allowed. Every
+                micro-batch and process decides about its own examples.
 
         Returns:
             ``index_BK``, int64 on the CPU: K positions of each example, ascending, each once.

@@ -124,6 +124,7 @@ class UseCounter:
         self._modes: list[TorchFunctionMode] = []
         self._hooks = [
             model.register_forward_pre_hook(self._enter, prepend=True),
+            # always_call: a forward that fails must not leave its mode in force.
             model.register_forward_hook(self._leave, always_call=True),
         ]
 
@@ -140,6 +141,7 @@ class UseCounter:
     def _enter(self, *_: object) -> None:
         if torch.is_grad_enabled() and not self._modes:
             mode = _Counting(self._count, self._parameters)
+            # By hand, since it has to span from one hook to the other.
             mode.__enter__()  # type: ignore[no-untyped-call]
             self._ran = True
             self._modes.append(mode)

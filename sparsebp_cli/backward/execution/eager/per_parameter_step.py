@@ -49,6 +49,7 @@ class PerParameterStep:
     def update(self, parameter: Tensor) -> None:
         """Update one of the optimizer's parameters with its gradient."""
         number, groups = self._group_of[parameter], self.optimizer.param_groups
+        # With one parameter: an update costs the same however many the optimizer has. See decision 18.
         shown = {**self._options[number], "params": [parameter]}
         try:
             self.optimizer.param_groups = [shown]

@@ -24,6 +24,7 @@ def refuse_inseparable(optimizer: torch.optim.Optimizer) -> None:
     inner = getattr(optimizer, "optimizer", optimizer)
     known = inspect.signature(type(inner)).parameters.keys() - {"fused", "capturable"}  # may need an accelerator
     options = {name: value for name, value in inner.defaults.items() if name in known}
+    # No devices: by default this forks the generator of every GPU, and both parameters are on the host.
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -43,6 +44,7 @@ def _train(
     kind: Callable[..., torch.optim.Optimizer], options: dict[str, object], *, one_by_one: bool
 ) -> list[nn.Parameter]:
     torch.manual_seed(0)
+    # Of very unequal size, so that a norm over both is far from that of each.
     parameters = [nn.Parameter(torch.randn(4, 6)), nn.Parameter(100.0 * torch.randn(8, 4))]
     optimizer = kind(parameters, **options)
     single = PerParameterStep(optimizer)

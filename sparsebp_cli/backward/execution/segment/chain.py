@@ -74,8 +74,10 @@ def segmented_backward(
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise UsageError(f"loss_fn must return one number, got {got}")
+    # Not the caller's: it also holds gradients of the segments' borders, and after an error the caller's is unchanged.
     found = GradStore()
     found.backward(loss)
+    # Without its graph: the last segment's activations are freed before the next segment runs.
     loss = loss.detach()
     del value
     while runs:

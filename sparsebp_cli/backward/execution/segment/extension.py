@@ -68,6 +68,7 @@ class Segments:
         starts = ", ".join(names[part[0]] for part in self.segments)
         engine.notes["segments"] = f"layers run in segments that begin with {starts}; all but the last are run again"
         self._hook = self._layers.owner.register_forward_pre_hook(_StartHook(self))
+        # A shared module occurs several times, and is overridden once.
         for module in dict.fromkeys(self._layers.modules):
             self._patches.install(module, LayerOverride(module, self))
 
@@ -123,6 +124,7 @@ class Segments:
 
     def _open(self, segment: range) -> RecordedForward:
         names, modules = self._layers.names, self._layers.modules
+        # Asked in each forward: FSDP2 cuts the weights after the engine was attached. See decision 14.
         if segment is self.segments[0] and any(_is_sharded(p) for module in modules for p in module.parameters()):
             raise UnsupportedError("segments of sharded weights (FSDP2) are not built: use DDP")
         return RecordedForward([names[n] for n in segment], [modules[n] for n in segment])
@@ -130,9 +132,12 @@ class Segments:
     def _close(self, recorded: RecordedForward, output: object) -> object:
         leaves, places, spec = recorded.finish(output)
         given = recorded.release()
+        # Leaves refuse gradients inside of a segment; what leaves it gets the segment's node below.
         leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         if places and any(t.requires_grad for t in (*given, *recorded.parameters)):
             work = SegmentWork(recorded, tuple(places), len(given), self._checked)
+            # Parameters are inputs of the node: autograd adds up their gradients, and hooks on them need not know of
+            # segments. See decision 17.
             results = SegmentFunction.apply(work, [leaves[n] for n in places], *given, *recorded.parameters)  # type: ignore[no-untyped-call]
             for place, result in zip(places, results, strict=True):
                 leaves[place] = result
@@ -169,6 +174,7 @@ class _StartHook:
 
 
 def _is_sharded(parameter: Tensor) -> bool:
+    # A plain tensor is none, without an import of torch.distributed.tensor.
     if type(parameter.data) is Tensor:
         return False
     from torch.distributed.tensor import DTensor

@@ -55,6 +55,7 @@ class ForwardContext:
         devices = {t.device for t in tensors} | {p.device for m in inner for p in m.parameters(recurse=False)}
         kinds = {device.type for device in devices} | {"cpu"}
         self._generators = {device: capture_generators(device) for device in devices or {torch.device("cpu")}}
+        # Autocast knows no meta device.
         self._autocast = [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds - {"meta"}]
         self._buffers = [
             _Buffer(module, name, tensor, version_of(tensor), tensor.detach().clone())
@@ -98,6 +99,7 @@ class ForwardContext:
                 stack.enter_context(generators_at(states, device))
             try:
                 for buffer, _ in now:
+                    # A copy: the second run may write into it, and exact clipping runs a backward twice.
                     setattr(buffer.module, buffer.name, buffer.value.clone())
                 for module, is_training in switched:
                     module.training = not is_training

@@ -117,6 +117,7 @@ def _set_state(generator: _Generator, state: Any) -> None:  # each kind has a st
 def _differ(one: object, other: object) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return not torch.equal(one, other)
+    # By text: states hold arrays, whose == has no single truth value; 624 numbers are written out whole.
     return repr(one) != repr(other)
 
 

@@ -146,6 +146,7 @@ class RecordedForward:
         if not isinstance(leaf, Tensor):
             return leaf
         made = self._made.get(id(leaf))
+        # An id alone may be that of a tensor that is gone.
         if made is not None and made[0]() is leaf:
             return made[1]
         if id(leaf) not in self._number:
@@ -188,6 +189,7 @@ def _put(leaf: object, given: Sequence[Tensor], outputs: list[list[object]]) -> 
 
 def _find_captured() -> list[list[object]]:
     """Return the lists in which transformers collects outputs of modules, such as attentions and router logits."""
+    # Private: the wrapper of a model's forward fills it, and transformers has no call that asks for it.
     loaded = sys.modules.get("transformers.utils.output_capturing")
     collector = getattr(loaded, "_active_collector", None)
     found = None if collector is None else collector.get()

@@ -169,6 +169,7 @@ class BlockExtension:
         shown = self._states.show(self.policy, step)
         self._factors = {} if self._tried is not None else self.policy.at(step).factors(self.blocks, shown)
         if not step.draw:
+            # By step: every micro-batch, and a layer that is computed again, makes the same choice once more.
             self._num_kept[step.index] = len(self.blocks) - len(self._dropped)
         number = sum(self._num_kept.values()) / max(1, len(self._num_kept))
         self.engine.notes["blocks"] = (

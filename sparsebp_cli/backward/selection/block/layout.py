@@ -24,11 +24,11 @@ class BlockLayout:
     """One residual block, as paths of modules in its layer.
 
     Args:
-        kind: What it is.
+        kind: ``attention`` or ``mlp``.
         parts: The modules that compute what is added to the residual stream, in order; a norm of the stream itself,
             after the addition, is none of them. The first one names the block.
         before: The one of them that precedes the first; None: there is none.
-        num_outputs: How many values the first one returns, where that is no tensor: the first of them and others.
+        num_outputs: Number of values that the first one returns, of which the first counts; 0: it returns a tensor.
         is_written: Whether the layer changes the block's output in place.
     """
 
@@ -52,13 +52,13 @@ class BlockPart:
     """A module that one residual block runs, or several share, such as the norm before a parallel attention and MLP.
 
     Args:
-        name: In the model.
-        module: The module.
+        name: Name of the module in the model.
+        module: The module itself, whose forward is changed.
         blocks: Names of the blocks.
-        kind: What the blocks are; of several, the first one.
+        kind: ``attention`` or ``mlp``; of several blocks, the first one's.
         role: The attention or MLP itself, the norm before it, or what reads its output.
         is_last: Whether its output is what the layer adds to the residual stream.
-        num_outputs: How many values it returns; 0: it returns a tensor.
+        num_outputs: Number of values that it returns; 0: it returns a tensor.
         is_written: Whether the layer changes its output in place.
     """
 

@@ -31,7 +31,7 @@ class LayerScores:
     """The scores of one forward of a decoder.
 
     Args:
-        decoder: The model.
+        decoder: Layers of the model that runs the forward.
         wanted: Names among ``INSIDE``; others are ignored.
         real_BT: Whether a position is no padding.
     """
@@ -53,7 +53,7 @@ class LayerScores:
         """Read the scores of the forward in the block.
 
         Args:
-            arguments: Of this forward.
+            arguments: Arguments of this forward by name, among them the attention mask.
 
         Yields:
             None: Where the forward runs.
@@ -85,8 +85,8 @@ class LayerScores:
         """Find the norm of the gradient at the input of the last layer.
 
         Args:
-            hidden_ND: The input of the head.
-            grad_ND: The gradient there.
+            hidden_ND: Input of the head, with a graph to that of the last layer.
+            grad_ND: Gradient of the loss at the input of the head.
         """
         assert self._input is not None
         (grad,) = torch.autograd.grad(hidden_ND, self._input, grad_ND)

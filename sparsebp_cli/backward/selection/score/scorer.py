@@ -116,6 +116,7 @@ class Scorer:
             base.register_forward_hook(lambda base, _, output: kept.append((base, output[0]))) for base in self._bases
         ]
         try:
+            # The head runs for one position, whose logits nobody reads: those of the targets follow in pieces.
             forward(**(given | {"use_cache": False, "logits_to_keep": 1}))
         finally:
             for handle in handles:
@@ -172,6 +173,7 @@ def _hidden_class() -> Callable[..., object]:
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Switch dropout off inside of the block, and restore each module's mode afterwards."""
+    # Not eval() and train(): what the script has in evaluation stays there.
     training = [module for module in model.modules() if module.training]
     for module in training:
         module.training = False

@@ -60,6 +60,7 @@ def _choose_shapes(labels: Tensor, *_: object) -> tuple[Tensor, ...]:
     num_examples = labels.shape[0]
     made = []
     for _number in range(2):
+        # Compilers take sizes of 0 and 1 for constants, so `_list` gives two rows at least.
         num_rows = context.new_dynamic_size(min=2)
         made.append(labels.new_empty(num_examples, num_rows, dtype=torch.long))
         made.append(labels.new_empty(num_examples, num_rows, dtype=torch.bool))

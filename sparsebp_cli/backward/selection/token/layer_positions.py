@@ -37,8 +37,8 @@ class LayerPositions:
     evaluation, without gradients and with a disabled engine all positions go through all layers.
 
     Args:
-        model: In which layers are overridden once :meth:`install` is called.
-        asker: Whose choice it is, for messages.
+        model: The model whose layers are overridden once :meth:`install` is called.
+        asker: The policy that chooses, whose name messages have.
 
     Raises:
         UnsupportedError: The model's architecture is unknown, or it is under reentrant checkpointing.
@@ -65,7 +65,7 @@ class LayerPositions:
         """Let layers ask.
 
         Args:
-            engine: Of the extension that calls this in its own ``install``.
+            engine: View of the engine, as the caller's own ``install`` got it.
             choose: Takes the number of a layer, from 0, and its input, (B, T, D); returns the positions that go
                 through, (B, K), int64, ascending and each once, or None for all.
         """

@@ -73,6 +73,7 @@ class LayerStack:
             if self._plan.is_joined:
                 hidden = hidden.flatten(0, 1)[None]
             if self._plan.dropped is not None:
+                # See decision 15.
                 self._dropped = self._plan.dropped.take(hidden.detach())
             hidden = self._plan.carried.take(hidden)
         mask = arguments.get("attention_mask")

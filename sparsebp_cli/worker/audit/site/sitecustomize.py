@@ -29,6 +29,7 @@ class TorchFinder:
         """Return torch's spec; None for everything else."""
         if name != "torch":
             return None
+        # Or the search below would come here again.
         sys.meta_path.remove(self)
         try:
             spec = importlib.util.find_spec(name)
@@ -54,19 +55,24 @@ def wait(torch: ModuleType) -> None:
     call, run = torch.nn.Module.__call__, torch.autograd._engine_run_backward
 
     def begin_once() -> None:
+        # A library may have replaced either since, around ours: it stays, and ours then only passes on.
         if torch.nn.Module.__call__ is first_call:
-            torch.nn.Module.__call__, torch.autograd._engine_run_backward = call, run
-            begin()
+            torch.nn.Module.__call__ = call
+        if torch.autograd._engine_run_backward is first_run:
+            torch.autograd._engine_run_backward = run
+        begin()
 
     @functools.wraps(call)
     def first_call(module: Callable[..., object], *args: object, **kwargs: object) -> object:
-        if not torch.is_grad_enabled():
+        if STARTED or not torch.is_grad_enabled():
             return call(module, *args, **kwargs)
         begin_once()
         return module(*args, **kwargs)
 
     @functools.wraps(run)
     def first_run(*args: object, **kwargs: object) -> object:
+        if STARTED:
+            return run(*args, **kwargs)
         begin_once()
         return torch.autograd._engine_run_backward(*args, **kwargs)
 
@@ -96,6 +102,7 @@ def begin() -> None:
             note.write_text(text, encoding="utf-8")
 
 
+# Without this folder the import below finds the sitecustomize that this one hid.
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != FOLDER]
 this: ModuleType = sys.modules.pop(__name__)
 try:

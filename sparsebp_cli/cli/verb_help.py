@@ -1,0 +1,36 @@
+"""What ``--help`` says of a value: the word by which the user knows it, not the type that Python gives it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from typer.core import TyperCommand, TyperGroup
+
+
+def name_values(parameters: list[Any]) -> list[Any]:
+    """Make the column of types say nothing of flags, and of arguments that have a word of their own."""
+    for parameter in parameters:
+        if getattr(parameter, "is_flag", False) or parameter.param_type_name == "argument":
+            # Typer would write <bool> beside a flag and <list[str]> beside RUN. Its older versions never ask.
+            parameter.display_type_rich = _no_type
+    return parameters
+
+
+def _no_type(ctx: Any) -> None:  # noqa: ARG001 - the signature of typer's method
+    return None
+
+
+class Verb(TyperCommand):
+    """A verb, whose help names what a value is."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the parameters, ``--help`` among them."""
+        return name_values(super().get_params(ctx))
+
+
+class Verbs(TyperGroup):
+    """The command above the verbs, the same for its own options."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the parameters, ``--help`` among them."""
+        return name_values(super().get_params(ctx))

@@ -1,0 +1,124 @@
+"""Quantised bases of a recipe: how they are loaded, and how they become numbers again."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import BitsAndBytesConfig, PreTrainedModel, TorchAoConfig
+
+from sparsebp_cli.backward.linear.quantized import FourBitLayout, QuantizedLayout, find_quantized
+from sparsebp_cli.errors import DataError
+from sparsebp_cli.recipe.schema import ModelSection, QuantizationSection
+
+
+def load_options(section: ModelSection, config: Mapping[str, object]) -> dict[str, Any]:
+    """Return the arguments of ``from_pretrained`` for a recipe's model with the given config. Raise DataError where the
+    package is missing, or the files are quantised in another way."""
+    given, found = section.quantization, _find_in_files(config)
+    if given is None:
+        if found is not None:
+            raise DataError(f"is quantised in its files: give model.quantization: {{type: {found}}}")
+        return {}
+    if find_spec(given.package) is None:
+        raise DataError(f"model.quantization: {given.type} needs {given.package}: pip install 'sparsebp[quantized]'")
+    # The weights are quantised where they are read, so that every device trains the same ones.
+    place: dict[str, Any] = {"device_map": {"": "cpu"}}
+    if found is None and config.get("quantization_config"):
+        raise DataError(f"model.quantization: {given.type}: the model is quantised in its files, in another way")
+    if found is not None:
+        if found != given.type:
+            raise DataError(f"model.quantization: {given.type}: the model is quantised in its files: {found}")
+        if given.bnb_4bit_use_double_quant or given.bnb_4bit_compute_dtype is not None:
+            raise DataError("model.quantization: the model is quantised in its files, which have the bnb_4bit_ options")
+        return place
+    return place | {"quantization_config": _make_config(given, getattr(torch, section.dtype))}
+
+
+def _find_in_files(config: Mapping[str, object]) -> str | None:
+    """Return the type of quantisation of a model's files; None if there is none that is built."""
+    content = config.get("quantization_config")
+    if not isinstance(content, Mapping) or content.get("quant_method") != "bitsandbytes":
+        return None
+    return str(content.get("bnb_4bit_quant_type")) if content.get("load_in_4bit") else None
+
+
+def _make_config(section: QuantizationSection, dtype: torch.dtype) -> BitsAndBytesConfig | TorchAoConfig:
+    if section.type == "int8":
+        from torchao.quantization import Int8WeightOnlyConfig
+
+        return TorchAoConfig(Int8WeightOnlyConfig(version=2))
+    computes = section.bnb_4bit_compute_dtype
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=section.type,
+        bnb_4bit_use_double_quant=section.bnb_4bit_use_double_quant,
+        bnb_4bit_compute_dtype=dtype if computes is None else getattr(torch, computes),
+    )
+
+
+def settle(model: PreTrainedModel) -> None:
+    """Prepare a model that was just loaded quantised for training. Raise DataError if nothing of it is quantised."""
+    layouts = [layout for _, layout in find_quantized(model)]
+    if not layouts:
+        raise DataError("model.quantization: the model has no linear that can be quantised")
+    for layout in layouts:
+        bias = layout.module.bias
+        if isinstance(layout, FourBitLayout) and bias is not None:  # bitsandbytes would do so in the first forward
+            bias.data = bias.data.to(layout.module.compute_dtype)
+    if hasattr(model, "hf_device_map"):  # accelerate would refuse to move a model that says where it lies
+        del model.hf_device_map
+
+
+def dequantize(model: PreTrainedModel) -> None:
+    """Replace the quantised linears of a model by ordinary ones with the weights that they multiply with."""
+    known: Any = model
+    dtype = known.config.dtype
+    for name, layout in list(find_quantized(model)):
+        model.set_submodule(name, _make_plain(layout, dtype))
+    known.hf_quantizer.remove_quantization_config(model)
+
+
+def _make_plain(layout: QuantizedLayout, dtype: torch.dtype) -> nn.Linear:
+    weight, bias = layout.module.weight, layout.module.bias
+    num_outputs, num_inputs = layout.sizes(weight)
+    plain = nn.Linear(num_inputs, num_outputs, bias is not None, device="meta")
+    plain.weight = nn.Parameter(layout.restore(weight, dtype))
+    if bias is not None:
+        plain.bias = nn.Parameter(bias.detach().to(dtype))
+    return plain
+
+
+@contextmanager
+def _without(package: str) -> Iterator[None]:
+    """Hide a package from the imports in the block."""
+    before = sys.modules.get(package)
+    sys.modules[package] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules[package]
+        if before is not None:
+            sys.modules[package] = before
+
+
+def _import_bitsandbytes() -> None:
+    """Import bitsandbytes where it is installed, as peft and thus transformers' optimizers do by themselves. On CPUs
+    with bfloat16 units version 0.50 then fetches a kernel from a hub and runs it, if the package `kernels` is there."""
+    log = logging.getLogger("bitsandbytes.backends.cpu.ops")  # it says that the kernel was not fetched
+    is_disabled, log.disabled = log.disabled, True
+    try:
+        with _without("kernels"):
+            import bitsandbytes  # noqa: F401
+    finally:
+        log.disabled = is_disabled
+
+
+if "bitsandbytes" not in sys.modules and find_spec("bitsandbytes") is not None:
+    _import_bitsandbytes()
