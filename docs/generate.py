@@ -5,6 +5,7 @@ With ``--check`` nothing is written; stale pages are listed, and the exit code i
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -54,6 +55,9 @@ PAGES: dict[str, Callable[[Path], str]] = {
     "README.md": readme.page,
     "docs/guide/quickstart.md": readme.quickstart,
 }
+
+# peft imports bitsandbytes, which says on some CPUs that it fetched no kernel from a hub.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 def generate(root: Path = ROOT) -> dict[Path, str]:

@@ -5,7 +5,8 @@ import os
 
 # transformers imports torchao where it is installed. torchao then warns about GPU kernels that it could not load, and
 # about registering its own pytree nodes; neither concerns a run.
-for _name in ("torchao", "torch.utils._pytree"):
+# bitsandbytes, which peft imports, says that it fetched no kernel from a hub.
+for _name in ("torchao", "torch.utils._pytree", "bitsandbytes.backends.cpu.ops"):
     logging.getLogger(_name).setLevel(logging.ERROR)
 
 
