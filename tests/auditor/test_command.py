@@ -82,6 +82,26 @@ def test_a_script_that_ends_without_a_word_is_told_as_far_as_it_came(
     assert said in done.stdout + done.stderr
 
 
+def test_a_script_that_replaces_the_call_of_modules_is_watched_with_its_own_call(
+    script: Path, run_audit: Audit
+) -> None:
+    """As libraries that trace modules do, after torch is imported and before the first step."""
+    lines = (
+        "import atexit, torch",
+        "calls, plain = [], torch.nn.Module.__call__",
+        "def traced(module, *args, **kwargs):",
+        "    calls.append(module)",
+        "    return plain(module, *args, **kwargs)",
+        "torch.nn.Module.__call__ = traced",
+        "atexit.register(lambda: print('traced', len(calls) > 6))",
+    )
+    script.write_text("\n".join([*lines, script.read_text(encoding="utf-8")]), encoding="utf-8")
+    done = run_audit("--", sys.executable, script, "seven")
+    assert done.returncode == 7, done.stderr
+    assert "traced True" in done.stdout
+    assert "gradients of parameters that no optimizer holds" in done.stdout
+
+
 def test_an_environment_without_this_package_is_named(script: Path, run_audit: Audit) -> None:
     gone = (
         "import sys\n"
