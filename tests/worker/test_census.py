@@ -194,6 +194,12 @@ REFUSED: dict[str, tuple[str, bytes, dict[str, Any], str]] = {
         LABELS,
         "line 1: column 'label' must be a name, a whole number",
     ),
+    "an infinite class": (
+        "a.json",
+        b'[{"text": "the", "label": 1.0}, {"text": "film", "label": -Infinity}]',
+        LABELS,
+        "row 2: column 'label' must be a name, a whole number",
+    ),
     "cut archive": (
         "a.jsonl.gz",
         gzip.compress(lines(labelled("ab" * 500)))[:-20],
