@@ -162,4 +162,5 @@ def test_every_option_that_the_table_speaks_of_is_among_the_choices() -> None:
     """Else a row could be wrong without a pair that shows it."""
     said = {name for choice in CHOICES for part in choice.sections.values() for name in part}
     spoken = {name for row in find_rules() for name in row.options if name in PLACES}
-    assert spoken <= said
+    # A quantised base is a model by its name, not the config that is here: see tests/worker/test_quantized.py.
+    assert spoken - {"quantization", "peft"} <= said
