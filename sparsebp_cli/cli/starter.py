@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from sparsebp_cli import interpreter
 from sparsebp_cli.cli.completion import complete_shipped
 from sparsebp_cli.cli.option import Format
 from sparsebp_cli.cli.screen import Output, console, make_table, print_json, print_line
@@ -140,6 +141,6 @@ def new(
     write_files(folder, files)
     for file in files:
         print_line(str(folder / file))
-    python, package = shlex.quote(sys.executable), shlex.quote(str(folder))
+    python, package = shlex.quote(interpreter.PYTHON), shlex.quote(str(folder))
     print_line(f"next: {python} -m pip install --editable {shlex.quote(f'{folder}[test]')}")
     print_line(f"      {python} -m pytest {package}")

@@ -91,7 +91,8 @@ WAYS: dict[str, Sections] = {
     "max-child": _policy("max-child", leaves="always", ties="random") | _NODES,
     "random-child": _policy("random-child", leaves="always") | _NODES,
     "partial-forward": _policy("partial-forward", after=1, keep=0.5),
-    "sparse-lora": _policy("sparse-lora", mlp_keep=0.5, attention_keep=0.5, rank=2, outputs="sparse") | {"model": _LORA},
+    "sparse-lora": _policy("sparse-lora", mlp_keep=0.5, attention_keep=0.5, rank=2, outputs="sparse")
+    | {"model": _LORA},
     "stride": _policy("stride", every=3),
     "two policies": {
         "policy": [{"name": "uniform", "keep": 0.5, "start": 0.0, "end": 1.0}, {"name": "topk", "keep": 0.5}]
