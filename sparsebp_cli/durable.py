@@ -33,15 +33,20 @@ def write_file(path: Path, content: str | bytes, *, private: bool = False) -> No
 
 
 def write_new(path: Path, content: str) -> bool:
-    """Write a file where there is none, and return whether it was: of two that write at once, one does. A reader may
-    see it empty for a moment. Raises ``OSError``."""
+    """Write a file where there is none, and return whether it was: of two that write at once, one does. If this fails,
+    or the power does, there is none. Raises ``OSError``."""
+    part = path.with_name(f"{PART}new-{path.name[:200]}.{os.getpid()}-{threading.get_ident()}")
+    write_file(part, content)
     try:
-        with path.open("x", encoding="utf-8") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
+        os.link(part, path)  # whole at once, and never in the place of another: a rename would replace it
     except FileExistsError:
         return False
+    except OSError:  # a file system without hard links
+        if path.exists():
+            return False
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
     sync(path.parent)
     return True
 

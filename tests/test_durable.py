@@ -94,6 +94,26 @@ def test_a_write_that_fails_leaves_the_file_and_nothing_else(tmp_path: Path, mon
     assert ([*tmp_path.iterdir()], file.read_text()) == ([file], "before")
 
 
+@pytest.mark.parametrize("links", [True, False])
+def test_a_new_file_is_whole_and_takes_the_place_of_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, links: bool
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(1, "Operation not permitted")
+
+    if not links:
+        monkeypatch.setattr(os, "link", refuse)
+    file = tmp_path / "request"
+    with monkeypatch.context() as full:
+        full.setattr(os, "fsync", refuse)
+        with pytest.raises(OSError, match="not permitted"):
+            durable.write_new(file, "stop")
+    assert [*tmp_path.iterdir()] == []  # an empty one would keep every later request out
+    assert durable.write_new(file, "kill")
+    assert not durable.write_new(file, "stop")
+    assert ([*tmp_path.iterdir()], file.read_text()) == ([file], "kill")
+
+
 def test_content_and_name_are_synced_in_this_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
     fsync, rename = os.fsync, Path.replace
