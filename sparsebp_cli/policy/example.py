@@ -172,8 +172,8 @@ EXAMPLE_SELECTOR = Kind(
     "of examples of unequal length. With weights it is unbiased if that of each example, 0 where it is left out, is 1 "
     "in the mean over draws, and the targets of the whole batch divide the loss. "
     "[Choose tokens and examples](../guide/scoring.md)\n",
-    extensions=((600, "sparsebp_cli.backward.selection.example:ExampleExtension"),),
-    places="sparsebp_cli.backward.selection.example:find_places",
+    extensions=((600, "sparsebp_cli.backward.kind.example.extension:ExampleExtension"),),
+    places="sparsebp_cli.backward.kind.example.extension:find_places",
     suite="sparsebp_cli.testing.example:check_example_selector",
     at_sites=True,
     shortens=True,

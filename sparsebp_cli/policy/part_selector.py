@@ -112,8 +112,8 @@ PART_SELECTOR = Kind(
     asked="Decides once, before the first step. Never exact: what is outside of the parts is not trained. "
     "The gradient of a part is the dense one of its entries. "
     "[Train a part of each weight](../guide/frozen.md#train-a-part-of-each-weight)\n",
-    extensions=((1_100, "sparsebp_cli.backward.selection.part:PartExtension"),),
-    places="sparsebp_cli.backward.selection.part:find_places",
+    extensions=((1_100, "sparsebp_cli.backward.kind.part:PartExtension"),),
+    places="sparsebp_cli.backward.kind.part:find_places",
     suite="sparsebp_cli.testing.part:check_part_selector",
     makes_trials=True,
     limits=(

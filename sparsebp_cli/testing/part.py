@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsebp_cli.backward import attach
-from sparsebp_cli.backward.selection.part import find_divisible, show_weights
+from sparsebp_cli.backward.kind.part import find_divisible, show_weights
 from sparsebp_cli.policy import PartSelector, Stateful, Step, TrainedWeight, WeightPart
 from sparsebp_cli.testing.promise import name_of, require
 from sparsebp_cli.testing.state import check_state

@@ -21,8 +21,8 @@ from transformers import PreTrainedTokenizerBase
 
 from sparsebp_cli.backward import Engine, count_flops
 from sparsebp_cli.backward.core.extension import ComparesSteps
+from sparsebp_cli.backward.kind.part import PartExtension
 from sparsebp_cli.backward.observe.update_flops import UpdateFlops
-from sparsebp_cli.backward.selection.part import PartExtension
 from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.plan.seal import Seal

@@ -12,11 +12,11 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 import sparsebp_cli as sbp
+from sparsebp_cli.backward.kind.block.layout import find_blocks
+from sparsebp_cli.backward.kind.parameter.extension import find_parameters
+from sparsebp_cli.backward.kind.part import find_divisible, show_weights
 from sparsebp_cli.backward.linear.function import weight_of
 from sparsebp_cli.backward.linear.site import find_linears
-from sparsebp_cli.backward.selection.block.layout import find_blocks
-from sparsebp_cli.backward.selection.parameter import find_parameters
-from sparsebp_cli.backward.selection.part import find_divisible, show_weights
 from sparsebp_cli.policy import (
     BlockDropper,
     Examples,

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from torch import nn
 
 import sparsebp_cli as sbp
-from sparsebp_cli.backward.selection.part import find_divisible, show_weights
+from sparsebp_cli.backward.kind.part import find_divisible, show_weights
 from sparsebp_cli.errors import PolicyError
 from sparsebp_cli.policies.subnet import Subnet
 from sparsebp_cli.policy import Observation, Step, TrainedWeight, WeightBlocks, WeightColumns, WeightPart, WeightRows
