@@ -7,7 +7,9 @@ from sparsebp_cli.policy.contract import Budget, GradientSelector, Policy, Site,
 from sparsebp_cli.policy.discovery import FoundPolicy, PolicyLike, find_policies, make_policies, make_policy
 from sparsebp_cli.policy.epoch import Epoch, EpochSelector, Visits
 from sparsebp_cli.policy.example import Examples, ExampleSelector, WeightedExamples
+from sparsebp_cli.policy.gradient_sample import sample_gradient
 from sparsebp_cli.policy.informed import InformedSelector, Reading, Seen, SplitTypes
+from sparsebp_cli.policy.kept_example import KeptExamples
 from sparsebp_cli.policy.kind import Kind
 from sparsebp_cli.policy.layer import LayerOutput, LayerSampler
 from sparsebp_cli.policy.measure import (
@@ -67,6 +69,7 @@ __all__ = [
     "Groups",
     "InformedSelector",
     "InputSaver",
+    "KeptExamples",
     "Kind",
     "LayerGradient",
     "LayerOutput",
@@ -131,5 +134,6 @@ __all__ = [
     "make_policies",
     "make_policy",
     "rule",
+    "sample_gradient",
     "sampling",
 ]

@@ -17,8 +17,8 @@ from sparsebp_cli.backward.kind.example.gradient_products import GradientProduct
 from sparsebp_cli.backward.observe.flops import DensePass
 from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.policies.frozen import Frozen
-from sparsebp_cli.policies.greats import Greats
 from sparsebp_cli.policies.topk import TopK
+from sparsebp_shelf.policies.greats import Greats
 from tests.backward.conftest import VOCABULARY
 from tests.backward.families import tiny_decoder
 from tests.backward.score.test_scorer import batch

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsebp_cli.policies.compact import CompAct
 from sparsebp_cli.policy import SavedProjection, Site, Step
 from sparsebp_cli.testing.promise import equal, train_network
+from sparsebp_shelf.policies.compact import CompAct
 
 DRAWS = 2_000
 

@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, final
 from pydantic import Field
 from typing_extensions import override
 
-from sparsebp_cli.policies.loss_average import LossAverages, averages_of, visits_of
 from sparsebp_cli.policy import Epoch, EpochSelector, MethodCard, Observation, Step, Visits, choice, sampling
+from sparsebp_shelf.policies.loss_average import LossAverages, averages_of, visits_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from sparsebp_cli.policy.contract import State
+    from sparsebp_cli.policy import State
 
 
 @final

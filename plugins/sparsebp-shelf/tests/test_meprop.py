@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 import sparsebp_cli as sbp
 from sparsebp_cli.backward import count_flops
-from sparsebp_cli.policies.meprop import MeProp
 from sparsebp_cli.policy import Columns, Elements, Seen, Site, Step, make_policies
 from sparsebp_cli.testing import check_policy
 from sparsebp_cli.testing.promise import equal, train_network
+from sparsebp_shelf.policies.meprop import MeProp
 
 GRAD = torch.tensor([[1.0, -5.0, 2.0, 0.0], [4.0, 3.0, -1.0, 0.5], [-2.0, 0.1, 2.5, 0.2]])
 

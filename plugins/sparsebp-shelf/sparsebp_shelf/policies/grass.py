@@ -11,12 +11,11 @@ the first turn is drawn evenly; and moving the optimizer's state does not overla
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal, final
 
 from pydantic import Field, PositiveInt
 
-from sparsebp_cli.policies.depth import group_by_depth
-from sparsebp_cli.policies.layer_turn import turn_generator
 from sparsebp_cli.policy import (
     Measure,
     MethodCard,
@@ -29,11 +28,19 @@ from sparsebp_cli.policy import (
     Step,
     choice,
 )
+from sparsebp_shelf.policies.depth import group_by_depth
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from sparsebp_cli.policy.contract import State
+    from sparsebp_cli.policy import State
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """The name under which the layers of a turn are drawn, as those of ``frozen`` are."""
+
+    name: str = "the layers of a turn"
 
 
 @final
@@ -121,7 +128,7 @@ class Grass(Stateful[Parameter], ParameterSelector):
         import torch
 
         _, layers, _ = group_by_depth(parameters)
-        generator = turn_generator(step, self.every)
+        generator = replace(step, index=step.index // self.every).generator(_Turn())
         if self.by == "random":
             drawn = torch.randperm(len(layers), generator=generator)[: self.at_once]
         else:

@@ -1,7 +1,7 @@
 """The control of variance-controlled sampling: by how much a round of trial passes changes the shares that are drawn.
 
 After Ziteng Wang, Jianfei Chen and Jun Zhu (ICLR 2024), https://arxiv.org/abs/2402.17227, for
-:mod:`~sparsebp_cli.policies.vcas`. Every so many steps trial passes over some micro-batches measure the variance that
+:mod:`~sparsebp_shelf.policies.vcas`. Every so many steps trial passes over some micro-batches measure the variance that
 both draws add. Shares fall where it is below a tolerance of the variance between micro-batches, and rise where it is
 above. The constants are the published ones.
 
@@ -20,7 +20,7 @@ from sparsebp_cli.policy import Budget, Observation, Site, choice, sampling
 if TYPE_CHECKING:
     from torch import Generator, Tensor
 
-    from sparsebp_cli.policy.contract import State
+    from sparsebp_cli.policy import State
 
 STRENGTH_STEP, SHARE_FACTOR, MOMENTUM = 0.01, 0.95, 0.6  # alpha, beta, and of the examples' shares
 STRENGTH, EXAMPLES, ROWS = "strength", "examples ", "rows "  # of entries of the state, the last two by layer and site

@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, ClassVar, final
 from pydantic import Field
 from typing_extensions import override
 
-from sparsebp_cli.policies.loss_average import LossAverages, averages_of
-from sparsebp_cli.policies.sampled import KeptExamples
-from sparsebp_cli.policy import Examples, MethodCard, Step, WeightedExamples
+from sparsebp_cli.policy import Examples, KeptExamples, MethodCard, Step, WeightedExamples
+from sparsebp_shelf.policies.loss_average import LossAverages, averages_of
 
 if TYPE_CHECKING:
     from torch import Tensor

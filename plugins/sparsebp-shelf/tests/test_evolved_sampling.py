@@ -11,10 +11,10 @@ from torch import Tensor
 from sparsebp_cli.backward import attach
 from sparsebp_cli.backward.phase import attach_phases
 from sparsebp_cli.errors import UsageError
-from sparsebp_cli.policies.evolved_sampling import EvolvedSampling
 from sparsebp_cli.policy import Examples, Observation, Step, WeightedExamples
 from sparsebp_cli.worker.batch import BatchOrder
 from sparsebp_cli.worker.data import Example
+from sparsebp_shelf.policies.evolved_sampling import EvolvedSampling
 from tests.backward.families import tiny_decoder
 from tests.backward.score.test_scorer import batch
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 import sparsebp_cli as sbp
-from sparsebp_cli.policies.infobatch import InfoBatch
 from sparsebp_cli.policy import Epoch, EpochSelector, Step, Visits
 from sparsebp_cli.testing import check_policy
+from sparsebp_shelf.policies.infobatch import InfoBatch
 from tests.infobatch import obvious
 from tests.promise import Everything, Nothing
 

@@ -16,8 +16,8 @@ from typing import Annotated, ClassVar, Literal, final
 from pydantic import Field
 
 from sparsebp_cli.errors import PolicyError
-from sparsebp_cli.policies.depth import group_by_depth
 from sparsebp_cli.policy import MethodCard, Parameter, ParameterSelector, Step
+from sparsebp_shelf.policies.depth import group_by_depth
 
 
 class _Draw:

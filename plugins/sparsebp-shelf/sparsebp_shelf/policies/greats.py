@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, ClassVar, final
 from pydantic import Field, PositiveInt
 from typing_extensions import override
 
-from sparsebp_cli.policies.sampled import KeptExamples
-from sparsebp_cli.policy import Examples, MethodCard, Step
+from sparsebp_cli.policy import Examples, KeptExamples, MethodCard, Step
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,7 +15,8 @@ import sparsebp_cli as sbp
 from sparsebp_cli.asset.checkpointing import checkpoint_activations
 from sparsebp_cli.backward import count_flops
 from sparsebp_cli.errors import SparseBPError, UsageError
-from sparsebp_cli.policies.variance_control import (
+from sparsebp_cli.policy import LayerOutput, Seen, Site, Step, choice, sampling
+from sparsebp_shelf.policies.variance_control import (
     EXAMPLES,
     ROWS,
     STRENGTH,
@@ -25,8 +26,7 @@ from sparsebp_cli.policies.variance_control import (
     find_top_share,
     variance_of_rows,
 )
-from sparsebp_cli.policies.vcas import VCAS
-from sparsebp_cli.policy import LayerOutput, Seen, Site, Step, choice, sampling
+from sparsebp_shelf.policies.vcas import VCAS
 
 EXAMPLES_OF_BATCH, LENGTH = 8, 12
 LOOSE = {"every": 2, "tolerance": 0.5, "row_tolerance": 0.5}

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsebp_cli.policies.sketch import Sketch
 from sparsebp_cli.policy import SavedSketch, Site, Step
 from sparsebp_cli.testing.promise import equal, train_network
+from sparsebp_shelf.policies.sketch import Sketch
 
 DRAWS = 2_000
 Entries = Literal["rademacher", "gaussian"]

@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, final
 
 from pydantic import Field, PositiveInt
 
-from sparsebp_cli.policies.gradient_sample import sample_gradient
-from sparsebp_cli.policies.variance_control import Round, Shares, control_shares, count
 from sparsebp_cli.policy import (
     Budget,
     InformedSelector,
@@ -42,13 +40,15 @@ from sparsebp_cli.policy import (
     Step,
     TrialPass,
     choice,
+    sample_gradient,
     sampling,
 )
+from sparsebp_shelf.policies.variance_control import Round, Shares, control_shares, count
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from sparsebp_cli.policy.contract import State
+    from sparsebp_cli.policy import State
 
 
 @final

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 import sparsebp_cli as sbp
 from sparsebp_cli.backward import ModuleTrace, count_flops
 from sparsebp_cli.errors import PolicyError, UnsupportedError
-from sparsebp_cli.policies.autofreeze import AutoFreeze
-from sparsebp_cli.policies.freezeout import FreezeOut
 from sparsebp_cli.policies.frozen import Frozen
-from sparsebp_cli.policies.grass import Grass
 from sparsebp_cli.policy import Observation, Parameter, Step, make_policy
 from sparsebp_cli.testing.promise import equal
+from sparsebp_shelf.policies.autofreeze import AutoFreeze
+from sparsebp_shelf.policies.freezeout import FreezeOut
+from sparsebp_shelf.policies.grass import Grass
 
 NUM_STEPS, RATE = 20, 0.01
 

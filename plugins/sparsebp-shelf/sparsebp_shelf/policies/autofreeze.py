@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, final
 
 from pydantic import Field, PositiveInt
 
-from sparsebp_cli.policies.depth import group_by_depth
 from sparsebp_cli.policy import (
     Measure,
     MethodCard,
@@ -26,11 +25,12 @@ from sparsebp_cli.policy import (
     Step,
     choice,
 )
+from sparsebp_shelf.policies.depth import group_by_depth
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from sparsebp_cli.policy.contract import State
+    from sparsebp_cli.policy import State
 
 
 class _Draw:

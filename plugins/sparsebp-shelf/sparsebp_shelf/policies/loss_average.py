@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from sparsebp_cli.policy.contract import State
+    from sparsebp_cli.policy import State
 
 
 class LossAverages(Stateful[int], Policy):

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from sparsebp_cli.policies.evolved_pruning import EvolvedPruning
 from sparsebp_cli.policy import Epoch, Observation, Step, make_policy
 from sparsebp_cli.testing import check_policy
+from sparsebp_shelf.policies.evolved_pruning import EvolvedPruning
 
 NAN = math.nan
 
