@@ -24,12 +24,9 @@ from sparsebp_cli.policy.measure import (
     ReadExamples,
     ReadTokens,
     SiteGradient,
-    WeightGradient,
 )
 from sparsebp_cli.policy.packer import BatchPacker, PackedSize
 from sparsebp_cli.policy.parameter import Parameter, ParameterSelector
-from sparsebp_cli.policy.part import WeightBlocks, WeightColumns, WeightElements, WeightPart, WeightRows
-from sparsebp_cli.policy.part_selector import PartSelector, TrainedWeight
 from sparsebp_cli.policy.reference import ReferenceReader
 from sparsebp_cli.policy.router import Edge, EdgeRouter
 from sparsebp_cli.policy.saved import (
@@ -83,7 +80,6 @@ __all__ = [
     "Parameter",
     "ParameterGradient",
     "ParameterSelector",
-    "PartSelector",
     "Policy",
     "PolicyLike",
     "ReadExamples",
@@ -117,17 +113,10 @@ __all__ = [
     "TokenChoice",
     "TokenSelector",
     "Tokens",
-    "TrainedWeight",
     "TrialPass",
     "TwoToFour",
     "Values",
     "Visits",
-    "WeightBlocks",
-    "WeightColumns",
-    "WeightElements",
-    "WeightGradient",
-    "WeightPart",
-    "WeightRows",
     "WeightedExamples",
     "choice",
     "find_policies",

@@ -203,12 +203,6 @@ EXAMPLE_SELECTOR = Kind(
         ),
         not_with("segments", GIVEN, "it differentiates a forward of its own", facts=_VALIDATING),
         not_with("float8", GIVEN, "float8 rounds the gradients of weights that it compares", facts=_VALIDATING),
-        not_beside(
-            ("PartSelector",),
-            "Gradients of whole weights are compared, and parts of them are trained.",
-            where="training",
-            facts=_VALIDATING,
-        ),
         needs_optimizer("its second-order term has the learning rate", facts=_VALIDATING),
         not_in_trainer(
             "{policy} needs validation examples, which a Trainer does not give; run a recipe, or your own loop with "

@@ -32,6 +32,7 @@ MOVED = frozenset(
         "pld",
         "random-ltd",
         "sketch",
+        "subnet",
         "vcas",
         "velora",
     }

@@ -11,10 +11,10 @@ from sparsebp_cli.backward import attach
 from sparsebp_cli.backward.phase import attach_phases
 from sparsebp_cli.composition import PolicyFacts, Setup, refuse
 from sparsebp_cli.errors import RecipeError, UnsupportedError, UsageError
-from sparsebp_cli.policies.subnet import Subnet
 from sparsebp_cli.policies.uniform import Uniform
 from sparsebp_cli.policy import Examples, Step
 from sparsebp_cli.recipe import load_recipe
+from sparsebp_shelf.part import Subnet
 from sparsebp_shelf.policies.greats import Greats, select_greedily
 from tests.backward.families import tiny_decoder
 from tests.backward.score.test_scorer import batch

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -16,27 +17,23 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from sparsebp_cli.backward.decoder.decoder import find_reentrant
-from sparsebp_cli.backward.decoder.layers import LayerNumbers
-from sparsebp_cli.backward.kind.required_grads import claim_needed
-from sparsebp_cli.backward.linear.function import WeightLayout, weight_of
-from sparsebp_cli.backward.linear.part import run_part
-from sparsebp_cli.backward.linear.site import find_linears
-from sparsebp_cli.backward.observe.flops import DensePass, PassEstimate
-from sparsebp_cli.backward.patch.forward import ForwardOverride, ForwardPatches, call_module
+from sparsebp_cli.backward import DensePass, ForwardOverride, ForwardPatches, LayerNumbers, PassEstimate, claim_needed
 from sparsebp_cli.errors import PolicyError, UnsupportedError, UsageError
-from sparsebp_cli.policy import PartSelector, Step, TrainedWeight, TrialPass, WeightGradient, WeightPart
+from sparsebp_cli.policy import Step, TrialPass
+from sparsebp_shelf.part.gradient import run_part
+from sparsebp_shelf.part.kind import PartSelector, TrainedWeight, WeightGradient
+from sparsebp_shelf.part.layout import WeightLayout, find_layout, weight_of
+from sparsebp_shelf.part.weight_part import WeightPart
 
 if TYPE_CHECKING:
-    from sparsebp_cli.backward.core.extension import EngineView
-    from sparsebp_cli.backward.core.given import Given
+    from sparsebp_cli.backward import EngineView, Given
 
 Linears = Mapping[str, tuple[nn.Module, WeightLayout]]
 
 
 @final
 class PartExtension:
-    """A part selector in one model; see :class:`~sparsebp_cli.backward.core.extension.EngineExtension`.
+    """A part selector in one model; see :class:`~sparsebp_cli.backward.EngineExtension`.
 
     Its linears are those of :func:`find_divisible`. Raises :class:`PolicyError` if the policy does not fit the model,
     :class:`UsageError` if the optimizer does not train a weight or has state of the whole of it, and
@@ -80,6 +77,13 @@ class PartExtension:
         """Names of parameters of which nothing is trained."""
         trained = {id(weight_of(self._linears[name][0])) for name in self._parts}
         return frozenset(name for name, parameter in self._names.items() if id(parameter) not in trained)
+
+    @property
+    def trains_frozen(self) -> bool:
+        """Whether weights that the user froze are trained; see
+        :class:`~sparsebp_cli.backward.core.extension.TrainsFrozen`.
+        """
+        return self.policy.of_frozen
 
     @property
     def gradient_bytes(self) -> int:
@@ -242,7 +246,7 @@ class PartOverride(ForwardOverride):
     @override
     def __call__(self, input: Tensor) -> Tensor:  # the parameter's name is that of nn.Linear
         if self.is_removed or not self.enabled or not torch.is_grad_enabled():
-            output: Tensor = call_module(self.module, input)
+            output: Tensor = self.run_covered(self.module, input)
             return output
         weight = weight_of(self.module)
         if weight.device != self.leaf.device or weight.dtype != self.leaf.dtype:
@@ -328,9 +332,9 @@ def find_divisible(model: nn.Module, exclude: Sequence[str] = (), *, frozen: boo
     for _, parameter in model.named_parameters(remove_duplicate=False):
         uses[id(parameter)] = uses.get(id(parameter), 0) + 1
     found = {}
-    for name, module, form in find_linears(model, exclude).covered:
-        weight = weight_of(module)
-        if weight.requires_grad != frozen and uses.get(id(weight)) == 1 and not (form.replaces or form.is_quantized):
+    for name, module in model.named_modules():  # an excluded pattern without a linear is refused at the sites
+        form = None if any(fnmatchcase(name, pattern) for pattern in exclude) else find_layout(module)
+        if form is not None and weight_of(module).requires_grad != frozen and uses.get(id(weight_of(module))) == 1:
             found[name] = (module, form)
     return found
 
@@ -350,8 +354,11 @@ def show_weights(model: nn.Module, linears: Linears) -> tuple[TrainedWeight, ...
 
 
 def _refuse_reentrant(model: nn.Module) -> None:
-    name = find_reentrant(model)
-    if name is not None:
-        raise UnsupportedError(
-            f"parts of weights and reentrant checkpointing (at {name!r}): enable checkpointing with use_reentrant=False"
-        )
+    for name, module in model.named_modules():
+        # transformers keeps its options nowhere else: this is a partial of torch.utils.checkpoint.checkpoint.
+        keywords: dict[str, object] = getattr(module.__dict__.get("_gradient_checkpointing_func"), "keywords", {})
+        if getattr(module, "gradient_checkpointing", False) and keywords.get("use_reentrant", True):
+            raise UnsupportedError(
+                f"parts of weights and reentrant checkpointing (at {name!r}): enable checkpointing with "
+                "use_reentrant=False"
+            )

@@ -13,16 +13,9 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Literal
 
 from sparsebp_cli.errors import PolicyError, did_you_mean
-from sparsebp_cli.policy import (
-    Observation,
-    TrainedWeight,
-    WeightBlocks,
-    WeightColumns,
-    WeightElements,
-    WeightPart,
-    WeightRows,
-    choice,
-)
+from sparsebp_cli.policy import Observation, choice
+from sparsebp_shelf.part.kind import TrainedWeight
+from sparsebp_shelf.part.weight_part import WeightBlocks, WeightColumns, WeightElements, WeightPart, WeightRows
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor

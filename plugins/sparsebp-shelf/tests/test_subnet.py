@@ -11,11 +11,11 @@ from pydantic import ValidationError
 from torch import nn
 
 import sparsebp_cli as sbp
-from sparsebp_cli.backward.kind.part import find_divisible, show_weights
 from sparsebp_cli.errors import PolicyError
-from sparsebp_cli.policies.subnet import Subnet
-from sparsebp_cli.policy import Observation, Step, TrainedWeight, WeightBlocks, WeightColumns, WeightPart, WeightRows
+from sparsebp_cli.policy import Observation, Step
 from sparsebp_cli.testing import check_policy
+from sparsebp_shelf.part import Subnet, TrainedWeight, WeightBlocks, WeightColumns, WeightPart, WeightRows
+from sparsebp_shelf.part.extension import find_divisible, show_weights
 
 WIDTH, CHANNELS = 4, 6
 COUPLED: dict[str, Any] = {"rows": ["*.up", "*.gate"], "columns": ["*.down"], "coupled": True}

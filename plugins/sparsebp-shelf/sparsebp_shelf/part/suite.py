@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from sparsebp_cli.backward import attach
-from sparsebp_cli.backward.kind.part import find_divisible, show_weights
-from sparsebp_cli.policy import PartSelector, Stateful, Step, TrainedWeight, WeightPart
-from sparsebp_cli.testing.promise import name_of, require
-from sparsebp_cli.testing.state import check_state
-from sparsebp_cli.testing.suite import check_repeatable
+from sparsebp_cli.policy import Observed, Stateful, Step
+from sparsebp_cli.testing import check_repeatable, check_state, name_of, require
+from sparsebp_shelf.part.extension import find_divisible, show_weights
+from sparsebp_shelf.part.kind import PartSelector, TrainedWeight, WeightGradient
+from sparsebp_shelf.part.weight_part import WeightPart
 
 NUM_STEPS = 3
 _SIZE = 256  # of a weight's sides, in which blocks up to this size fit
@@ -39,7 +39,13 @@ class _Network(nn.Module):
 def check_part_selector(policy: PartSelector) -> None:
     """Check a part selector against every promise of the contract, on a model of two gated MLPs whose linears are
     ``layers.0.up_proj``, ``gate_proj`` and ``down_proj``, and those of ``layers.1``, all 256 wide."""
-    check_state(policy, _weights(policy))
+    weights = _weights(policy)
+
+    def show(seed: int) -> list[Observed]:
+        generator = torch.Generator().manual_seed(seed)
+        return [WeightGradient(w.name, torch.rand(w.matrix_OD.shape, generator=generator)) for w in weights]
+
+    check_state(policy, weights, show)
     for check in _CHECKS:
         check(policy)
 

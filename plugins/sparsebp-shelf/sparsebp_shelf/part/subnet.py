@@ -24,23 +24,13 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self, final
 
 from pydantic import Field, PositiveInt, model_validator
 
-from sparsebp_cli.policies.weight_group import KINDS, WeightGroup, group_weights, sum_magnitudes
-from sparsebp_cli.policy import (
-    Measure,
-    MethodCard,
-    Observation,
-    Observed,
-    PartSelector,
-    Stateful,
-    Step,
-    TrainedWeight,
-    TrialPass,
-    WeightGradient,
-    WeightPart,
-)
+from sparsebp_cli.policy import Measure, MethodCard, Observation, Observed, Stateful, Step, TrialPass
+from sparsebp_shelf.part.kind import PartSelector, TrainedWeight, WeightGradient
+from sparsebp_shelf.part.weight_group import KINDS, WeightGroup, group_weights, sum_magnitudes
+from sparsebp_shelf.part.weight_part import WeightPart
 
 if TYPE_CHECKING:
-    from sparsebp_cli.policy.contract import State
+    from sparsebp_cli.policy import State
 
 
 @final

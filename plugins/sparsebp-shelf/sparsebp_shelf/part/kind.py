@@ -10,27 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, final
 
-from sparsebp_cli.policy.contract import Policy, Step
-from sparsebp_cli.policy.kind import Kind
-from sparsebp_cli.policy.rule import (
-    GIVEN,
-    SEVERAL,
-    AllBut,
-    Rule,
-    at_linears,
-    needs,
-    needs_optimizer,
-    not_beside,
-    not_compiled,
-    not_in_trainer,
-    not_with,
-    one_process,
-)
+from sparsebp_cli.policy import Kind, Observed, Policy, Step, rule
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from sparsebp_cli.policy.part import WeightPart
+    from sparsebp_shelf.part.weight_part import WeightPart
 
 
 @final
@@ -66,7 +51,7 @@ class PartSelector(Policy):
     The optimizer gets a parameter of the part's shape in place of the weight, and so has state for the part alone. The
     gradient of a part is the dense one of its entries. A policy that chooses by gradients is
     :class:`~sparsebp_cli.policy.Stateful` as well, wants trial passes before step 0, which are dense, observes
-    :class:`~sparsebp_cli.policy.WeightGradient`, and keeps its choice as its state; one that chooses by weights keeps
+    :class:`WeightGradient`, and keeps its choice as its state; one that chooses by weights keeps
     it from ``init``.
     """
 
@@ -107,42 +92,62 @@ class PartSelector(Policy):
         """
 
 
+@dataclass(frozen=True)
+class WeightGradient(Observed):
+    """The gradient of the weight of a linear, in trial passes alone.
+
+    Args:
+        name: Name of the linear.
+        gradient_OD: The gradient, output by input, in the weight's own precision.
+    """
+
+    gradient_OD: Tensor
+
+
 PART_SELECTOR = Kind(
     PartSelector,
     asked="Decides once, before the first step. Never exact: what is outside of the parts is not trained. "
     "The gradient of a part is the dense one of its entries. "
     "[Train a part of each weight](../guide/frozen.md#train-a-part-of-each-weight)\n",
-    extensions=((1_100, "sparsebp_cli.backward.kind.part:PartExtension"),),
-    places="sparsebp_cli.backward.kind.part:find_places",
-    suite="sparsebp_cli.testing.part:check_part_selector",
+    extensions=((1_100, "sparsebp_shelf.part.extension:PartExtension"),),
+    places="sparsebp_shelf.part.extension:find_places",
+    suite="sparsebp_shelf.part.suite:check_part_selector",
     makes_trials=True,
     limits=(
-        not_beside(
-            AllBut(("PartSelector", "ExampleSelector")),
+        rule.not_beside(
+            rule.AllBut(("PartSelector", "ExampleSelector")),
             "It replaces the forwards of linears, and the weights in the optimizer; all other parameters are frozen.",
             where="training",
         ),
-        at_linears(does=" trains parts of the weights of linears:"),
-        needs("update", "deferred", ("eager",), "parts are written into the weights after a whole step"),
-        not_with("segments", GIVEN, "segments know the parameters of layers, and parts are none of them"),
-        one_process("DDP and FSDP know the parameters of the model, and parts are none of them."),
-        Rule(
+        rule.not_beside(
+            ("ExampleSelector",),
+            "Gradients of whole weights are compared, and parts of them are trained.",
+            where="training",
+            other={"validates": (True,)},
+        ),
+        rule.at_linears(does=" trains parts of the weights of linears:"),
+        rule.needs("update", "deferred", ("eager",), "parts are written into the weights after a whole step"),
+        rule.not_with("segments", rule.GIVEN, "segments know the parameters of layers, and parts are none of them"),
+        rule.one_process("DDP and FSDP know the parameters of the model, and parts are none of them."),
+        rule.Rule(
             "{policy} in a schedule of phases is not built: the optimizer's state of a part does not fit the whole "
             "weight",
-            options={"phases": SEVERAL},
+            options={"phases": rule.SEVERAL},
         ),
-        not_with("optim", ("adagrad",), "this optimizer has state of whole weights before parts of them are chosen"),
-        not_with("float8", GIVEN, "the product of a part would have another float8 scale"),
-        not_with("quantization", GIVEN, "no part of a quantised weight is trained"),
-        not_in_trainer(
+        rule.not_with(
+            "optim", ("adagrad",), "this optimizer has state of whole weights before parts of them are chosen"
+        ),
+        rule.not_with("float8", rule.GIVEN, "the product of a part would have another float8 scale"),
+        rule.not_with("quantization", rule.GIVEN, "no part of a quantised weight is trained"),
+        rule.not_in_trainer(
             "{policy} trains parts of weights, which a Trainer cannot: it clips the gradients of the model's "
             "parameters; run a recipe, or your own loop"
         ),
-        needs_optimizer("parts take the place of their weights in it"),
-        Rule(
+        rule.needs_optimizer("parts take the place of their weights in it"),
+        rule.Rule(
             "{policy} under DDP is not built: DDP knows the parameters of the model, and parts are none of them",
             options={"wrapped": ("DDP",)},
         ),
-        not_compiled("compiled layers keep the forwards of their linears"),
+        rule.not_compiled("compiled layers keep the forwards of their linears"),
     ),
 )

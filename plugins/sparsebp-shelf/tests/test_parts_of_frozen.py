@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import sparsebp_cli as sbp
 from sparsebp_cli.backward import count_flops
 from sparsebp_cli.errors import UsageError
-from sparsebp_cli.policy import WeightElements
+from sparsebp_shelf.part import WeightElements
 from tests.backward.conftest import tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # of peft

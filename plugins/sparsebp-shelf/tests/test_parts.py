@@ -18,9 +18,9 @@ from transformers.pytorch_utils import Conv1D
 import sparsebp_cli as sbp
 from sparsebp_cli.backward import Engine, saved_bytes
 from sparsebp_cli.errors import PolicyError, SparseBPError, UnsupportedError, UsageError
-from sparsebp_cli.policy import (
+from sparsebp_cli.policy import Step
+from sparsebp_shelf.part import (
     PartSelector,
-    Step,
     TrainedWeight,
     WeightBlocks,
     WeightColumns,

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import Function, once_differentiable
 
-from sparsebp_cli.backward.linear.function import WeightLayout, autocast
-from sparsebp_cli.policy import WeightBlocks, WeightColumns, WeightPart, WeightRows
+from sparsebp_shelf.part.layout import WeightLayout
+from sparsebp_shelf.part.weight_part import WeightBlocks, WeightColumns, WeightPart, WeightRows
 
 
 @final
@@ -65,7 +65,7 @@ class PartLinear(Function):
 
 
 def part_wgrad(form: WeightLayout, part: WeightPart, grad_NO: Tensor, kept_NR: Tensor, *, reference: bool) -> Tensor:
-    """Return the gradient of a part, in the shape of :meth:`~sparsebp_cli.policy.WeightPart.restrict`.
+    """Return the gradient of a part, in the shape of :meth:`~sparsebp_shelf.part.WeightPart.restrict`.
 
     ``kept_NR`` is the input, (N, D); of columns and blocks, unless ``reference``, only the features that they read.
     """
@@ -104,6 +104,15 @@ def run_part(
     assert isinstance(weight, Tensor)
     assert bias is None or isinstance(bias, Tensor)
     if torch.is_autocast_enabled(x.device.type):
-        x, leaf, weight, bias = autocast(x), autocast(leaf), autocast(weight), None if bias is None else autocast(bias)
+        x, leaf, weight, bias = _cast(x), _cast(leaf), _cast(weight), None if bias is None else _cast(bias)
     output: Tensor = PartLinear.apply(x, leaf, weight, bias, form, part, reference)  # type: ignore[no-untyped-call]
     return output
+
+
+def _cast(tensor: Tensor) -> Tensor:
+    """Return a tensor as autocast would pass it to a product."""
+    # Autocast itself casts floating-point arguments except float64. It also caches the cast of a weight, so that the
+    # gradients of a layer used twice are summed in low precision; here they are summed in full precision.
+    if not tensor.is_floating_point() or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(tensor.device.type))
