@@ -159,6 +159,7 @@ def test_keeping_everything_is_dense_to_the_last_bit(tiny_recipe, prepared) -> N
     assert "train/epoch" not in expected.metrics
 
 
+@pytest.mark.always("with-state")
 @pytest.mark.parametrize(
     "policy", [[POLICY], [POLICY, {"name": "topk", "keep": 0.5}], [PRUNING]], ids=["alone", "with-topk", "with-state"]
 )
