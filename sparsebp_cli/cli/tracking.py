@@ -23,6 +23,7 @@ from sparsebp_cli.errors import TrackingError, UsageError
 from sparsebp_cli.run import home, list_runs
 
 POLL_SECONDS = 0.1
+STANDARD_ERROR = 2  # its descriptor
 DESKTOP = ("DISPLAY", "WAYLAND_DISPLAY")
 
 
@@ -46,7 +47,7 @@ def ui(
     # Not in the user's working folder, from which the server could import modules.
     folder = home() if home().is_dir() else "/"
     # What the server prints is no part of the answer.
-    out = sys.stderr.fileno() if output is Output.JSON else None
+    out = STANDARD_ERROR if output is Output.JSON else None
     process = subprocess.Popen(command, cwd=folder, env=interpreter.environment(ui_environment()), stdout=out)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the server ends with this process
     try:
