@@ -10,6 +10,7 @@ from sparsebp_cli.cli.answer import warn
 from sparsebp_cli.cli.answer.run_record import MarginAnswer, MarginAnswers
 from sparsebp_cli.cli.screen import print_line
 from sparsebp_cli.errors import UsageError
+from sparsebp_cli.notify import tell
 from sparsebp_cli.run import RunFolder, State, list_runs
 
 if TYPE_CHECKING:
@@ -76,7 +77,10 @@ def run_until(
             break
     if not code:
         _send_looks(chosen)
-    return _make_answers(trial, names, metric, stopped, [run.run_id for run in chosen]), code
+    answer = _make_answers(trial, names, metric, stopped, [run.run_id for run in chosen])
+    if trial.open and not code:
+        tell("budget-spent", answer.model_dump(mode="json"))
+    return answer, code
 
 
 def _find_way(metric: str, plans: Sequence[Plan]) -> str:

@@ -178,7 +178,7 @@ def test_a_mistake_is_a_document_too(call: Cli, verb: str) -> None:
         ("run dense.yaml --set trainig.seed=1", {"key": "trainig", "nearest": "training"}),
         ("run dense.yaml --set policy.0.name=topkk", {"key": "policy.0.name", "nearest": "topk"}),
         ("run dense.yaml --sedes 1", {"nearest": "--seeds"}),
-        ("runz", {"nearest": "runs"}),
+        ("compar", {"nearest": "compare"}),
         ("targets check loca", {"nearest": "local"}),
         ("rm dense", {"nearest": None, "exit_code": 2}),
         ("init somewhere", {"exit_code": 2}),
