@@ -56,7 +56,7 @@ AUDIT = dict.fromkeys(
 # Each verb with a kind that it answers with. `forecast`, `margins` and `rebuilt` need more, which is there in
 # test_forecast.py, test_until.py and study/test_rebuild.py.
 CASES: list[tuple[str, str]] = [
-    ("quickstart --set tracking.uri=sqlite:////dev/null/m.db", "outcomes"),
+    ("quickstart --set tracking.uri=sqlite:////dev/null/m.db --set training.max_steps=3", "outcomes"),
     ("init folder --task completion", "files"),
     ("new policy peak-rows", "files"),
     ("recipes", "recipes"),
@@ -99,6 +99,9 @@ CASES: list[tuple[str, str]] = [
 ]
 
 
+STARTING = {"quickstart", "run", "rerun", "ui", "doctor"}  # processes
+
+
 @pytest.fixture
 def machine(write_recipe: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[RunFolder]:
     """Two finished runs and a study; a worker that trains nothing, and one that measures what is written here."""
@@ -112,7 +115,7 @@ def machine(write_recipe: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("sparsebp_cli.asset.fetched.fetch", lambda asset: tmp_path / asset.name)
     write_recipe()
     (tmp_path / "study.yaml").write_text(
-        "version: 1\nstudy: tiny\nbase: fake.yaml\narms: {dense: {}, topk: {policy: topk}}\n"
+        "version: 1\nstudy: tiny\nbase: fake.yaml\narms: {dense: {}, topk: {policy: [{name: topk, keep: 0.5}]}}\n"
         "vary: {training.learning_rate: [5e-4, 1e-3]}\nseeds: {tune: [0], report: 1-2}\n"
     )
     runs = [seal_run(write_run(write_recipe(name="one"))), write_run(write_recipe(name="two"), "policy=dense")]
@@ -128,7 +131,13 @@ def give_report(*arguments: Any, quiet: bool) -> audit_process.AuditedCommand:
     return audit_process.AuditedCommand(0, report)
 
 
-@pytest.mark.parametrize(("words", "kind"), CASES, ids=[words for words, _ in CASES])
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [
+        pytest.param(*case, marks=[pytest.mark.slow] if case[0].split()[0] in STARTING else [], id=case[0])
+        for case in CASES
+    ],
+)
 def test_every_verb_answers_with_one_document_that_keeps_its_schema(
     call: Cli, machine: list[RunFolder], words: str, kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -217,6 +226,7 @@ def test_a_defect_is_a_document_too(call: Cli, monkeypatch: pytest.MonkeyPatch) 
     assert error["text"].startswith("ValueError: the moon is full (the traceback is in ")
 
 
+@pytest.mark.slow
 def test_several_runs_have_an_outcome_each_and_the_first_failure_decides(
     call: Cli, machine: list[RunFolder], write_recipe: Write
 ) -> None:
@@ -296,6 +306,7 @@ ROW = re.compile(r"^\| `(sparsebp .*)` \| `([\w-]+)` \| (\d+) \| (?:`(\w+)`)? ?\
 PAGES = ("docs/guide/programs.md", "sparsebp_cli/starter/skill/SKILL.md")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES)
 def test_a_client_that_knows_nothing_but_the_page_gets_through(
     call: Cli, write_recipe: Write, page: str, monkeypatch: pytest.MonkeyPatch
