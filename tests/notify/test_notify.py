@@ -20,7 +20,7 @@ from sparsebp_cli.errors import RecipeError, UsageError
 from sparsebp_cli.notify import Event, Notice, event, load_settings, tell, tell_end
 from sparsebp_cli.notify.deliver import complete, deliver, main
 from sparsebp_cli.run import JournalWriter, RunFolder, home
-from tests.cli.conftest import Write, write_recipe, write_run  # noqa: F401 - a fixture
+from tests.cli.conftest import Cli, Write, cli, write_recipe, write_run  # noqa: F401 - fixtures
 
 KEY = "a key that nobody may see"
 EVENT = Event("finished", {"run_id": "r1"})
@@ -33,13 +33,14 @@ class Server:
     def __init__(self) -> None:
         self.received: list[tuple[dict[str, str], bytes]] = []
         self.answers: list[int | Behave] = [204]
-        self.closing = threading.Event()
+        self.closing, self.arrived = threading.Event(), threading.Event()
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers["Content-Length"]))
-                outer.received.append((dict(self.headers), body))
+                outer.received.append(({name.lower(): value for name, value in self.headers.items()}, body))
+                outer.arrived.set()
                 answer = outer.answers.pop(0) if len(outer.answers) > 1 else outer.answers[0]
                 if callable(answer):
                     answer(self)
@@ -112,9 +113,9 @@ def test_what_arrives_has_the_event_and_a_signature_of_time_and_body(
     assert deliver(notice(server, secret={"env": "HOOK_KEY"}), EVENT)
     ((headers, body),) = server.received
     assert json.loads(body) == {"event": "finished", "id": EVENT.id, "time": EVENT.time, "facts": {"run_id": "r1"}}
-    signed = headers["X-SparseBP-Timestamp"].encode() + b"." + body
-    assert headers["X-SparseBP-Signature"] == "sha256=" + hmac.new(KEY.encode(), signed, hashlib.sha256).hexdigest()
-    assert headers["X-SparseBP-Event"] == "finished"
+    signed = headers["x-sparsebp-timestamp"].encode() + b"." + body
+    assert headers["x-sparsebp-signature"] == "sha256=" + hmac.new(KEY.encode(), signed, hashlib.sha256).hexdigest()
+    assert headers["x-sparsebp-event"] == "finished"
     assert KEY not in str(headers)
     assert log() == ""
 
@@ -122,7 +123,7 @@ def test_what_arrives_has_the_event_and_a_signature_of_time_and_body(
 def test_a_server_that_fails_is_tried_again_with_the_same_id(server: Server, settings: Path) -> None:
     server.answers = [500, 429, 200]
     assert deliver(notice(server), EVENT)
-    assert {headers["X-SparseBP-Delivery"] for headers, _ in server.received} == {EVENT.id}
+    assert {headers["x-sparsebp-delivery"] for headers, _ in server.received} == {EVENT.id}
     assert len(server.received) == 3
     assert log() == ""
 
@@ -250,8 +251,8 @@ def test_the_whole_way_is_a_process_of_its_own(server: Server, settings: Path, t
     [
         ("notify: [{command: [a], webhook: 'https://b.example'}]", "give either command or webhook"),
         ("notify: [{webhok: x}]", "webhok"),
-        ("notify: [{webhook: 'ftp://token@x'}]", "must be an https:// or http:// address"),
-        ("notify: [{webhook: 'https://u:token@x.example'}]", "must be an https:// or http:// address"),
+        ("notify: [{webhook: 'ftp://token@x'}]", "begins with https:// or http://"),
+        ("notify: [{webhook: 'https://u:token@x.example'}]", "has no user or password"),
         ("notify: [{webhook: {env: A, file: token}}]", "must be an https:// or http:// address"),
         ("notify: [{webhook: 'https://x.example', attempts: 0}]", "attempts"),
         ("notify: [{command: [a], secret: {env: KEY}}]", "secret signs what a webhook gets"),
@@ -291,3 +292,25 @@ def test_doctor_says_what_is_set_and_sends_nothing(server: Server, settings: Pat
 def test_a_secret_that_is_not_there_is_named_by_its_place() -> None:
     with pytest.raises(UsageError, match="NO_SUCH_KEY is empty or not set"):
         Notice(webhook={"env": "NO_SUCH_KEY"}).webhook.read()  # type: ignore[union-attr, arg-type]
+
+
+@pytest.mark.slow
+def test_a_run_tells_its_end_and_neither_waits_for_it_nor_keeps_a_secret(
+    cli: Cli,  # noqa: F811 - the fixture
+    server: Server,
+    settings: Path,
+    write_recipe: Write,  # noqa: F811 - the fixture
+) -> None:
+    server.answers = [server.hang, server.hang]
+    hook = "webhook: {env: HOOK}, secret: {env: HOOK_KEY}, attempts: 1"
+    settings.write_text(f"notify: [{{{hook}, on: [finished]}}, {{{hook}, on: [failed]}}]\n")
+    for behaviour, code, name in (("ok", 0, "finished"), ("fail", 100, "failed")):
+        done = cli("run", write_recipe(behaviour), HOOK=server.address, HOOK_KEY=KEY)
+        assert done.returncode == code, done.stderr
+        assert server.arrived.wait(120)
+        server.arrived.clear()
+        assert json.loads(server.received[-1][1])["event"] == name
+        assert json.loads(server.received[-1][1])["facts"]["state"] == name
+    kept = [file.read_bytes() for file in home().rglob("*") if file.is_file()]
+    assert len(kept) > 10
+    assert not any(KEY.encode() in content or b"of-mine" in content for content in kept)
