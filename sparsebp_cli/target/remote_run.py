@@ -99,6 +99,8 @@ class RemoteRun:
             self._save(sight=OVER)
         self._launch = replace(self._launch, sight=OVER)
         self._lock.release()
+        if text:
+            tell_end(self.run, None, is_asked=False)
 
     def poll(self) -> None:
         """Read the worker's status once and act on it. A target that does not answer is recorded as unreachable."""

@@ -461,6 +461,7 @@ ELSEWHERE = {
     ("study/store.py", "sparsebp archive @{} --to FILE"): (
         "study/test_rebuild.py::test_an_archive_of_runs_alone_says_how_to_make_one"
     ),
+    ("cli/follow.py", "sparsebp logs {} --follow"): "cli/test_programs.py::test_what_an_answer_says_next_works",
     ("cli/evaluate.py", "sparsebp compare {} --metric {}"): (
         "cli/test_evaluate.py::test_the_line_after_a_judgement_names_a_comparison_that_works"
     ),
@@ -476,7 +477,7 @@ ELSEWHERE = {
 MENTIONS = {
     ("cli/bench.py", "sparsebp policies"),
     ("cli/option.py", "sparsebp recipes"),
-    ("cli/validate.py", "sparsebp study"),
+    ("cli/schema.py", "sparsebp study"),
     ("policy/epoch.py", "sparsebp run"),
     ("recipe/json_schema.py", "sparsebp policies"),
     ("recipe/schema.py", "sparsebp policies"),

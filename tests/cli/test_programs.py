@@ -241,6 +241,19 @@ def test_several_runs_have_an_outcome_each_and_the_first_failure_decides(
     assert "the fake broke" in outcomes[1]["text"]
 
 
+@pytest.mark.slow
+def test_what_an_answer_says_next_works(call: Cli, machine: list[RunFolder], write_recipe: Write) -> None:
+    write_recipe("slow", name="slow")
+    started = read_document(call("run", "slow.yaml", "--detach", "-o", "json").stdout)
+    (command,) = started["next"]
+    run = started["runs"][0]["run"]["run_id"]
+    assert command == f"sparsebp logs {run} --follow"
+    assert read_document(call("cancel", run, "-o", "json").stdout)["runs"][0]["run"]["state"] == "cancelled"
+    assert read_document(call(*command.split()[1:], "-o", "json").stdout)["run"]["state"] == "cancelled"
+    (command,) = read_document(call("run", "fake.yaml", "-o", "json").stdout)["next"]
+    assert read_document(call(*command.split()[1:], "-o", "json").stdout)["kind"] == "run"
+
+
 @pytest.mark.parametrize(
     ("words", "wanted"),
     [
