@@ -118,8 +118,10 @@ def document_schema(kind: Kind) -> dict[str, Any]:
     if "warnings" not in properties:
         text = "What is wrong beside the answer, one line each."
         properties["warnings"] = {"description": text, "items": {"type": "string"}, "type": "array"}
-    # A field with a default is always written, too.
-    made |= {"properties": properties, "required": list(properties)}
+    if kind.version is None:  # a file that the record's own room has written is as good
+        made |= {"properties": properties, "required": sorted({*made.get("required", ()), "schema"})}
+    else:  # a field with a default is always written, too
+        made |= {"properties": properties, "required": list(properties)}
     return {"$schema": DRAFT} | made | {"title": f"sparsebp: {kind.name}"}
 
 
