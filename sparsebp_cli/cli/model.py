@@ -72,9 +72,7 @@ def model(
         print_line(send(planned.place, push, public=public))
 
 
-def _plan(
-    word: str, folder: Path | None, checkpoint: str | None, *, gguf: bool, name: str | None
-) -> ReleasedModel:
+def _plan(word: str, folder: Path | None, checkpoint: str | None, *, gguf: bool, name: str | None) -> ReleasedModel:
     from sparsebp_cli.cli.stored_run import find_one
     from sparsebp_cli.plan import Plan
     from sparsebp_cli.release import ReleasedModel, find_weights

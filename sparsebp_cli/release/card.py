@@ -31,6 +31,7 @@ TASKS = {  # of a hub's search, by the class of the model
 }
 PACKAGES = ("python", "torch", "transformers", "peft", "bitsandbytes", "torchao", "accelerate", "datasets")
 LEFT_OUT = ("target", "tracking", "checkpoint")  # of the recipe: where it ran, not what was trained
+PROCESSES = ("processes", "nodes", "sharding")  # but how many share a step, on which the numbers depend
 TEMPLATE = "chat_template.jinja"  # the file beside the card
 
 
@@ -96,15 +97,19 @@ class Card:
         for one in self.figures:
             ends = "" if one.low is None or one.high is None else f"{one.low:.4g} to {one.high:.4g} ({one.count})"
             unit = f" ({one.unit})" if one.unit else ""
-            rows.append((f"`{one.name}`{unit}", "" if one.before is None else f"{one.before:.4g}", f"{one.value:.4g}", ends))
+            rows.append(
+                (f"`{one.name}`{unit}", "" if one.before is None else f"{one.before:.4g}", f"{one.value:.4g}", ends)
+            )
         lines = ["\n".join(f"| {' | '.join(map(_escape, row))} |" for row in rows)]
         if any(one.low is not None for one in self.figures):
             lines.append(
-                "The intervals are over the held-out examples, in clusters: another draw of examples. They say nothing of "
-                "another seed."
+                "The intervals are over the held-out examples, in clusters: another draw of examples. They say nothing "
+                "of another seed."
             )
         if self.beside.seeds:
-            lines.append(f"Over the seeds of this recipe, `{self.beside.metric}` is {self.beside.seeds} (mean ± sd, runs).")
+            lines.append(
+                f"Over the seeds of this recipe, `{self.beside.metric}` is {self.beside.seeds} (mean ± sd, runs)."
+            )
         if self.beside.verdict:
             lines.append(f"Beside dense training of the same recipe: {make_visible(self.beside.verdict)}")
             lines += [f"Warning of that comparison: {make_visible(text)}" for text in self.beside.warnings]
@@ -140,7 +145,8 @@ class Card:
         return "\n\n".join(
             [
                 f"Run `{self.run.run_id}`, seed {recipe['training']['seed']}{code}. Where the run is, "
-                f"`sparsebp rerun {self.run.run_id}` trains it again and says whether a bit differs. Elsewhere, with this as `recipe.yaml`:",
+                f"`sparsebp rerun {self.run.run_id}` trains it again and says whether a bit differs. "
+                "Elsewhere, with this as `recipe.yaml`:",
                 "```console\n$ sparsebp run recipe.yaml\n```",
                 "```yaml\n" + _to_yaml(_publish(self.plan.recipe)) + "```",
                 f"Versions: {', '.join(lines)}. Digest of the examples: `{facts.get('dataset_digest', 'unknown')}`.",
@@ -172,7 +178,15 @@ def _section(title: str, text: str) -> list[str]:
 
 
 def _describe_adapters(model: dict[str, Any]) -> str:
-    kind = "LoRA" if model["lora"] else model["peft"]["type"] if model["peft"] else "an adapter" if model["adapter"] else ""
+    kind = (
+        "LoRA"
+        if model["lora"]
+        else model["peft"]["type"]
+        if model["peft"]
+        else "an adapter"
+        if model["adapter"]
+        else ""
+    )
     return f"It was trained by {kind}, which is merged into the weights by peft." if kind else ""
 
 
@@ -195,7 +209,9 @@ def _use(model_class: str, name: str) -> str:
 def _describe_data(recipe: dict[str, Any], history: History) -> str:
     data, facts = recipe["dataset"], history.facts
     census: Census | None = facts.get("census")
-    opened = f"`{_base_name(data['name'])}`, read as `{data['format']}`, at most {data['max_seq_length']} tokens an example."
+    opened = (
+        f"`{_base_name(data['name'])}`, read as `{data['format']}`, at most {data['max_seq_length']} tokens an example."
+    )
     if not census:
         return opened
     rows = [("split", "rows", "examples", "dropped", "cut", "tokens", "trained or judged"), ("---", *["--:"] * 6)]
@@ -230,7 +246,9 @@ def _publish(whole: Recipe) -> dict[str, Any]:
             kept[section] = kept[section] | {key: _base_name(kept[section][key])}
     if kept["dataset"].get("chat_template") is not None:
         kept["dataset"] = kept["dataset"] | {"chat_template": TEMPLATE}
-    return {key: _drop_nulls(value, changed.get(key)) for key, value in kept.items()}
+    published = {key: _drop_nulls(value, changed.get(key)) for key, value in kept.items()}
+    shared = {key: recipe["target"][key] for key in PROCESSES if recipe["target"].get(key) not in (None, 1, "none")}
+    return published | ({"target": shared} if shared else {})
 
 
 def _drop_nulls(value: Any, changed: Any) -> Any:

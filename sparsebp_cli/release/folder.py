@@ -58,8 +58,8 @@ class ReleasedModel:
 
 def write_model(model: ReleasedModel, rebuild: Callable[[Path], None]) -> list[str]:
     """Write a model's folder, and return lines on what could not be restored. ``rebuild`` writes the model of a
-    checkpoint into a folder. Raises ``UsageError`` if somebody else has written the folder meanwhile, ``SparseBPError`` if it
-    cannot be written."""
+    checkpoint into a folder. Raises ``UsageError`` if somebody else has written the folder meanwhile,
+    ``SparseBPError`` if it cannot be written."""
     try:
         with durable.filling(model.place.absolute()) as part:
             if model.weights.folder is None:

@@ -27,7 +27,7 @@ def find_converter() -> list[str]:
     if (program := shutil.which(SCRIPT)) is not None:
         return [program]
     raise UsageError(
-        f"--gguf: {SCRIPT} of llama.cpp is not on the path; set {FOLDER} to a checkout, whose requirements are installed"
+        f"--gguf: {SCRIPT} of llama.cpp is not on the path; set {FOLDER} to a checkout, with its requirements here"
     )
 
 

@@ -41,7 +41,9 @@ def rebuild(request: str, tell: Callable[[str, int, int], None]) -> Mapping[str,
     weights = CheckpointFolder(plan_file.parent / "checkpoints", 1, writes=False).load(step).weights
     for name, tensor in weights.items():
         if name not in own or own[name].shape != tensor.shape:
-            raise UnsupportedError(f"the checkpoint of step {step} has {name}, which is no weight of the recipe's model")
+            raise UnsupportedError(
+                f"the checkpoint of step {step} has {name}, which is no weight of the recipe's model"
+            )
     with torch.no_grad():
         for name, tensor in weights.items():
             own[name].copy_(tensor)

@@ -464,9 +464,7 @@ ELSEWHERE = {
     ("cli/evaluate.py", "sparsebp compare {} --metric {}"): (
         "cli/test_evaluate.py::test_the_line_after_a_judgement_names_a_comparison_that_works"
     ),
-    ("cli/summary.py", "sparsebp model {}"): (
-        "cli/test_model.py::test_the_last_line_of_a_summary_is_the_command"
-    ),
+    ("cli/summary.py", "sparsebp model {}"): ("cli/test_model.py::test_the_last_line_of_a_summary_is_the_command"),
     ("release/weights.py", "sparsebp model {} --checkpoint last"): (
         "worker/test_model_folder.py::test_a_run_that_stopped_leaves_from_its_checkpoint_alone"
     ),

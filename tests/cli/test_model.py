@@ -50,7 +50,7 @@ def test_a_run_becomes_a_folder_here_and_a_second_time_is_refused(call: Cli, run
     place = tmp_path / f"made-{run.run_id}"
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(f"made-{run.run_id}: step 3 of run {run.run_id}, ")
-    assert FILES <= {file.name for file in place.iterdir()}
+    assert {file.name for file in place.iterdir()} >= FILES
     assert not {"manifest.json", "adapter", "pytorch_model.bin"} & {file.name for file in place.iterdir()}
     before = {file.name: file.read_bytes() for file in place.iterdir()}
     again = call("model", run.path)
@@ -67,7 +67,9 @@ def test_of_two_that_write_one_folder_at_once_one_does(cli: Cli, run: RunFolder,
     both = [start("model", run.run_id, "-o", "one", command=REAL) for _ in range(2)]
     ends = [(process.communicate()[1], process.returncode) for process in both]
     assert sorted(code for _, code in ends) in ([0, 2], [2, 0])
-    assert durable.digest(tmp_path / "one" / "model.safetensors") == durable.digest(run.path / "model" / "model.safetensors")
+    assert durable.digest(tmp_path / "one" / "model.safetensors") == durable.digest(
+        run.path / "model" / "model.safetensors"
+    )
     assert not [*tmp_path.glob(f"{durable.PART}*")]
 
 
@@ -166,7 +168,7 @@ def test_a_converter_on_the_path_makes_the_file_in_the_type_of_the_weights(
     write_converter(tmp_path / "bin", 'printf GGUF > "$3"')
     assert call("model", run.run_id, "-o", "out", "--gguf").returncode == 0
     assert (tmp_path / "out" / "out.gguf").read_text() == "GGUF"
-    assert FILES <= set((tmp_path / "bin" / "files").read_text().split())
+    assert set((tmp_path / "bin" / "files").read_text().split()) >= FILES
     assert (tmp_path / "bin" / "words").read_text().split()[3:] == ["--outtype", "f32", "--model-name", "out"]
 
 
@@ -266,7 +268,9 @@ class Handler(BaseHTTPRequestHandler):
         elif path.endswith("/preupload/main"):
             asked = json.loads(content)["files"]
             mode = {True: "lfs", False: "regular"}
-            files = [{"path": one["path"], "uploadMode": mode[one["size"] > 1 << 20], "shouldIgnore": False} for one in asked]
+            files = [
+                {"path": one["path"], "uploadMode": mode[one["size"] > 1 << 20], "shouldIgnore": False} for one in asked
+            ]
             self.reply({"files": files})
         elif path.endswith("/info/lfs/objects/batch"):
             upload = {"href": f"{self.server.address}/upload"}
@@ -293,8 +297,15 @@ def hub() -> Iterator[FakeHub]:
         server.shutdown()
 
 
-def test_a_model_is_sent_to_a_hub_as_it_is_and_privately(cli: Cli, run: RunFolder, hub: FakeHub, tmp_path: Path) -> None:
-    where = {"HF_ENDPOINT": hub.address, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1"}
+def test_a_model_is_sent_to_a_hub_as_it_is_and_privately(
+    cli: Cli, run: RunFolder, hub: FakeHub, tmp_path: Path
+) -> None:
+    where = {
+        "HF_ENDPOINT": hub.address,
+        "HF_HUB_OFFLINE": "0",
+        "HF_HOME": str(tmp_path / "hf"),
+        "HF_HUB_DISABLE_XET": "1",
+    }
     refused = cli("model", run.run_id, "-o", "out", "--push", "me/mine", real=True, **where, HF_TOKEN="hf_other")
     assert refused.returncode == 100
     assert "error: --push: the hub cannot be used, nothing was written: " in refused.stderr
@@ -308,11 +319,13 @@ def test_a_model_is_sent_to_a_hub_as_it_is_and_privately(cli: Cli, run: RunFolde
     )  # fmt: skip
     assert b"# me/mine\n" in hub.files["README.md"]
     hub.fails = True
-    failed = cli("model", run.run_id, "-o", "two", "--push", "me/mine", "--public", real=True, **where, HF_TOKEN="hf_known")
+    failed = cli(
+        "model", run.run_id, "-o", "two", "--push", "me/mine", "--public", real=True, **where, HF_TOKEN="hf_known"
+    )
     assert failed.returncode == 100
     assert "error: two is written, but not sent: " in failed.stderr
     assert "; `hf upload me/mine two .` sends it\n" in failed.stderr
-    assert FILES <= {file.name for file in (tmp_path / "two").iterdir()}
+    assert {file.name for file in (tmp_path / "two").iterdir()} >= FILES
 
 
 def test_a_hub_that_is_not_there_and_no_token_are_one_line(cli: Cli, run: RunFolder, tmp_path: Path) -> None:
@@ -320,7 +333,12 @@ def test_a_hub_that_is_not_there_and_no_token_are_one_line(cli: Cli, run: RunFol
     for options, environ, code, text in (
         (("me/mine",), {}, 2, "--push needs a token of the hub: `hf auth login` keeps one, or set HF_TOKEN"),
         (("me/../mine",), {}, 2, "--push: Repo id must"),
-        (("mine",), {"HF_TOKEN": "hf_known", "HF_HUB_OFFLINE": "1"}, 100, "--push: the hub cannot be used, nothing was written: "),
+        (
+            ("mine",),
+            {"HF_TOKEN": "hf_known", "HF_HUB_OFFLINE": "1"},
+            100,
+            "--push: the hub cannot be used, nothing was written: ",
+        ),
     ):
         done = cli("model", run.run_id, "-o", "out", "--push", *options, real=True, **(where | environ))
         assert (done.returncode, done.stdout) == (code, ""), done.stderr

@@ -47,6 +47,8 @@ def test_a_share_of_matches_has_the_interval_of_its_examples_and_other_numbers_n
     assert found.low is not None
     assert found.low < 0.75 < (found.high or 0.0)
     assert estimate_mean(run_of({}), "eval/accuracy", 0.75) is None
-    assert estimate_mean(run_of({}, {"eval/exact_match": matches}), "eval/exact_match", 0.5) is None  # of other examples
+    assert (
+        estimate_mean(run_of({}, {"eval/exact_match": matches}), "eval/exact_match", 0.5) is None
+    )  # of other examples
     few = {"loss": [1.0] * (FEWEST_PAIRS - 1), "targets": [1] * (FEWEST_PAIRS - 1)}
     assert estimate_mean(run_of(few), "eval/loss", 1.0) is None

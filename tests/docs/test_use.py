@@ -22,8 +22,12 @@ def execute(folder: Path, *words: str) -> str:
     program = Path(sys.executable).with_name(words[0])
     done = subprocess.run(
         [str(program) if program.exists() else words[0], *words[1:]],
-        cwd=folder, env=os.environ | {"SPARSEBP_HOME": str(folder / "home")}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        cwd=folder,
+        env=os.environ | {"SPARSEBP_HOME": str(folder / "home")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
     return done.stdout
 

@@ -46,10 +46,19 @@ def test_dropouts_of_the_recipe_give_way_to_those_of_the_source_in_parts_too() -
 
 
 def test_keys_that_a_newer_library_renames_stay_and_what_names_code_does_not() -> None:
-    source = {"rope_theta": 5e5, "auto_map": {"AutoModel": "x.y"}, "quantization_config": {"bits": 4}, "_name_or_path": "/x"}
-    found = restore_config(SAVED | {"_attn_implementation": "sdpa"}, origin_of(source | {"architectures": ["Other"]}), [])
+    source = {
+        "rope_theta": 5e5,
+        "auto_map": {"AutoModel": "x.y"},
+        "quantization_config": {"bits": 4},
+        "_name_or_path": "/x",
+    }
+    found = restore_config(
+        SAVED | {"_attn_implementation": "sdpa"}, origin_of(source | {"architectures": ["Other"]}), []
+    )
     assert found["rope_theta"] == 5e5
-    assert not {"auto_map", "quantization_config", "_name_or_path", "_attn_implementation", "architectures"} & found.keys()
+    assert (
+        not {"auto_map", "quantization_config", "_name_or_path", "_attn_implementation", "architectures"} & found.keys()
+    )
     new = SAVED | {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}
     assert restore_config(new, Origin(), [])["rope_theta"] == 7.0
 
@@ -72,7 +81,9 @@ def tokenizer(tmp_path: Path) -> tuple[Origin, dict[str, Any]]:
     return Origin.find(ModelSection(name=str(tmp_path))), json.loads((tmp_path / "tokenizer.json").read_text())
 
 
-def test_a_tokenizer_has_the_class_limits_and_vocabulary_of_its_source(tokenizer: tuple[Origin, dict[str, Any]]) -> None:
+def test_a_tokenizer_has_the_class_limits_and_vocabulary_of_its_source(
+    tokenizer: tuple[Origin, dict[str, Any]],
+) -> None:
     origin, inner = tokenizer
     saved = {"tokenizer_class": "TokenizersBackend", "is_local": True, "backend": "tokenizers", "eos_token": "b"}
     left = inner | {"truncation": {"max_length": 8}}  # by the last call while training

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +80,7 @@ def of_card(folder: Path) -> tuple[dict[str, Any], str]:
 
 @pytest.fixture
 def base(tiny_folder: Path, tmp_path: Path) -> Path:
-    """A llama with the keys of an older transformers, dropout, a cache, and a tokenizer with tokens of its own names."""
+    """A llama with the keys of an older transformers, dropout, a cache, and tokens with names of its own."""
     folder, tokenizer = tmp_path / "base", AutoTokenizer.from_pretrained(tiny_folder / "tokenizer")
     tokenizer.add_special_tokens({"eos_token": "<|im_end|>", "extra_special_tokens": ["<|im_start|>", "<tool a/b>"]})
     torch.manual_seed(0)
@@ -108,7 +107,9 @@ def test_a_full_fine_tune_leaves_bit_by_bit_with_the_files_of_its_source(
     folder = release(run, tmp_path / "out")
 
     # The run's model as it was evaluated: of its source, with the weights of the last step.
-    evaluated = build_model(Plan.load(run.plan_file).recipe.model, build_tokenizer(Plan.load(run.plan_file).recipe.model), None)
+    evaluated = build_model(
+        Plan.load(run.plan_file).recipe.model, build_tokenizer(Plan.load(run.plan_file).recipe.model), None
+    )
     last = CheckpointFolder(run.path / "checkpoints", 9, writes=False).load(10).weights
     evaluated.load_state_dict(last, strict=False)
     found = AutoModelForCausalLM.from_pretrained(folder)
@@ -138,11 +139,20 @@ def check_card(folder: Path, run: RunFolder, recipe: Recipe) -> None:
     front, text = of_card(folder)
     assert front == {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["sparsebp", "topk"]}
     assert str(folder.parent) not in text  # no path of this machine
-    for words in (run.run_id, "`base`", "`topk keep=0.5`", "an approximation of the gradient", "| train |", "`eval/loss`"):
+    for words in (
+        run.run_id,
+        "`base`",
+        "`topk keep=0.5`",
+        "an approximation of the gradient",
+        "| train |",
+        "`eval/loss`",
+    ):
         assert words in text, words
     assert "It was not compared with dense training" in text
     shown = text.partition("```yaml\n")[2].partition("```")[0]
-    named = shown.replace("name: base", f"name: {folder.parent / 'base'}").replace("name: text.txt", f"name: {recipe.dataset.name}")
+    named = shown.replace("name: base", f"name: {folder.parent / 'base'}").replace(
+        "name: text.txt", f"name: {recipe.dataset.name}"
+    )
     (folder.parent / "recipe.yaml").write_text(named)
     again = load_recipe(folder.parent / "recipe.yaml")
     for section in ("dataset", "training", "measure", "backward"):
@@ -155,7 +165,9 @@ def check_card(folder: Path, run: RunFolder, recipe: Recipe) -> None:
 def test_adapters_leave_as_peft_merges_them_and_from_a_checkpoint_alike(
     base: Path, tiny_recipe: Any, prepared: Any, tmp_path: Path
 ) -> None:
-    rows = [{"messages": [{"role": "user", "content": "fox"}, {"role": "assistant", "content": f" {n}"}]} for n in range(60)]
+    rows = [
+        {"messages": [{"role": "user", "content": "fox"}, {"role": "assistant", "content": f" {n}"}]} for n in range(60)
+    ]
     (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     dataset = {"name": str(tmp_path / "chat.jsonl"), "format": "chat", "max_seq_length": 48, "chat_template": CHAT}
     values = tiny_recipe(checkpoint={"every": 2, "keep_last": 9, "keep_best": "eval/loss"}).model_dump()
@@ -167,7 +179,9 @@ def test_adapters_leave_as_peft_merges_them_and_from_a_checkpoint_alike(
         return peft.PeftModel.from_pretrained(plain, str(adapter)).merge_and_unload()
 
     last = release(run, tmp_path / "last")
-    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(last)), logits(merge(run.path / "model" / "adapter")))
+    assert torch.equal(
+        logits(AutoModelForCausalLM.from_pretrained(last)), logits(merge(run.path / "model" / "adapter"))
+    )
     best = release(run, tmp_path / "best", "best")
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(best)), logits(merge(run.path / "best" / "adapter")))
     from_step = release(run, tmp_path / "ten", "10")
@@ -257,19 +271,27 @@ def test_a_sharded_run_leaves_whole_from_its_end_and_its_checkpoint(
     tiny_folder: Path, tiny_recipe: Any, tmp_path: Path
 ) -> None:
     target = {"threads": 1, "device": "cpu", "processes": 2, "sharding": "fsdp2"}
-    recipe = tiny_recipe(training={"max_steps": 2}, checkpoint={"every": 2}, target=target, measure={"fidelity_every": None})
+    recipe = tiny_recipe(
+        training={"max_steps": 2}, checkpoint={"every": 2}, target=target, measure={"fidelity_every": None}
+    )
     run = make_run(recipe, tmp_path / "runs")
     train_on_two([run])
     with JournalWriter(run.path) as journal:  # as the worker writes, which started them
         journal.write("end", status="finished", step=2, text="")
     folder, rebuilt = release(run, tmp_path / "out"), release(run, tmp_path / "again", "2")
+    assert yaml.safe_load(of_card(folder)[1].partition("```yaml\n")[2].partition("```")[0])["target"] == {
+        "processes": 2,
+        "sharding": "fsdp2",
+    }
     assert torch.equal(*(logits(AutoModelForCausalLM.from_pretrained(place)) for place in (folder, rebuilt)))
 
 
 @pytest.mark.slow
 def test_a_run_that_stopped_leaves_from_its_checkpoint_alone(tiny_recipe: Any, prepared: Any, tmp_path: Path) -> None:
     run = train(tiny_recipe(checkpoint={"every": 4, "stop_at": 6}), prepared)
-    with pytest.raises(UsageError, match=r"has no model before it finishes: `sparsebp model \w+ --checkpoint last` takes"):
+    with pytest.raises(
+        UsageError, match=r"has no model before it finishes: `sparsebp model \w+ --checkpoint last` takes"
+    ):
         release(run, tmp_path / "out")
     folder = release(run, tmp_path / "out", "last")
     weights = load_file(folder / "model.safetensors")
@@ -280,7 +302,7 @@ def test_a_run_that_stopped_leaves_from_its_checkpoint_alone(tiny_recipe: Any, p
     assert "Its training was not finished: 10 steps were planned." in text
     with pytest.raises(UsageError, match="exists and is not empty"):
         release(run, tmp_path / "out", "last")
-    with pytest.raises(UsageError, match="kept no best weights: its recipe has no checkpoint.keep_best"):
+    with pytest.raises(UsageError, match="kept no best weights"):
         release(run, tmp_path / "best", "best")
     file = next((run.path / "checkpoints" / "step-00000006").glob("weights*"))
     file.write_bytes(file.read_bytes()[:-1])
