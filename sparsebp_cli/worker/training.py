@@ -51,7 +51,7 @@ from sparsebp_cli.worker.evaluate import (
     select_examples,
 )
 from sparsebp_cli.worker.example_loss import weighted_loss
-from sparsebp_cli.worker.finite_check import check_loss, check_norm, check_result, check_state
+from sparsebp_cli.worker.finite_check import check_loss, check_norm, check_result, check_state, check_summed
 from sparsebp_cli.worker.generation import Generator, measure_generated
 from sparsebp_cli.worker.independent_gradient import IndependentBatches
 from sparsebp_cli.worker.measurement import Measurement
@@ -407,7 +407,11 @@ class Training:
         """Return the loss of the step over all ranks and the gradient's norm, both finite, read in one copy."""
         values = torch.stack([value.double() for value in (*losses, torch.as_tensor(norm, device=losses[0].device))])
         *read, last = values.cpu().tolist()
-        return self._check_losses(read), check_norm(last, self.bare, self.step + 1)
+        *sums, norms = self.ranks.all_sum([*read, last])
+        total = sum(check_loss(loss, self.step + 1) for loss in sums)
+        check_norm(last, self.bare, self.step + 1)
+        check_summed(last, norms / self.ranks.count, self.step + 1)
+        return total, last
 
     def clip(self, max_norm: float | None) -> Tensor | float:
         """Clip the gradient, and return its norm before."""
