@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -93,7 +93,8 @@ def _rebuild(planned: ReleasedModel, part: Path) -> None:
     """Write the model of a checkpoint into a folder, by a process that loads torch."""
     from sparsebp_cli.cli.worker_process import measure_apart
 
-    recipe, names = planned.plan.recipe, planned.history.facts.get("label_names") or []
+    recipe = planned.plan.recipe
+    names: Any = planned.history.facts.get("label_names") or []
     labels = {"classification": len(names), "regression": 1}.get(recipe.dataset.format)
     request = {"plan": str(planned.run.plan_file), "labels": labels, "step": planned.weights.step, "folder": str(part)}
     measure_apart("checkpoint_model", json.dumps(request))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from sparsebp_cli.entry_point import entry_points
 from sparsebp_cli.plan import Plan
@@ -137,7 +137,7 @@ class Card:
         environment: Mapping[str, Any] = self.history.environments[-1] if self.history.environments else {}
         packages = {"python": environment.get("python", ""), **(environment.get("packages") or {})}
         versions = [f"{name} {packages[name]}" for name in PACKAGES if packages.get(name)]
-        facts: Mapping[str, Any] = self.history.facts
+        facts = cast("Mapping[str, Any]", self.history.facts)
         lines = [f"SparseBP {self.plan.provenance.sparsebp_version or 'of an unknown version'}", *versions]
         code = f", its code at commit {self.plan.provenance.git_sha}" if self.plan.provenance.git_sha else ""
         if self.plan.provenance.dirty:
@@ -207,7 +207,7 @@ def _use(model_class: str, name: str) -> str:
 
 
 def _describe_data(recipe: dict[str, Any], history: History) -> str:
-    data, facts = recipe["dataset"], history.facts
+    data, facts = recipe["dataset"], cast("Mapping[str, Any]", history.facts)
     census: Census | None = facts.get("census")
     opened = (
         f"`{_base_name(data['name'])}`, read as `{data['format']}`, at most {data['max_seq_length']} tokens an example."

@@ -92,7 +92,7 @@ def _restore(part: Path, model: ReleasedModel) -> tuple[dict[str, Any], list[str
     origin, notes = Origin.find(section), []
     if origin.config is None and origin.used:
         notes.append(f"its config keeps {', '.join(origin.used)} of the recipe: the source's is not on this machine")
-    labels = model.history.facts.get("label_names") or []
+    labels: Any = model.history.facts.get("label_names") or []
     config = source.restore_config(source.read_json(part / source.CONFIG), origin, labels)
     _write(part / source.CONFIG, config)
     if generation := source.read_json(part / source.GENERATION):

@@ -12,7 +12,8 @@ def check_hub(name: str) -> None:
     """Raise ``UsageError`` for a name that no repository can have, or without a token; ``RunFailedError`` if the hub
     does not answer, or refuses the token. Nothing is written."""
     from huggingface_hub import HfApi, get_token
-    from huggingface_hub.utils import HFValidationError, validate_repo_id
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
     try:
         validate_repo_id(name)
@@ -30,7 +31,7 @@ def push(folder: Path, name: str, *, public: bool) -> str:
     """Send a folder to a repository, which is made if there is none, and private unless ``public``. Return its address.
     Raise ``RunFailedError`` if that fails; the folder stays."""
     from huggingface_hub import HfApi
-    from huggingface_hub.utils import disable_progress_bars
+    from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
 
     disable_progress_bars()
     try:

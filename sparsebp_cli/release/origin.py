@@ -27,8 +27,8 @@ LOADED_HERE = ("backend", "is_local", "local_files_only", "name_or_path")
 PLAIN_TOKENIZER = "PreTrainedTokenizerFast"  # reads tokenizer.json as it is; transformers 4 and 5 know the name
 OWN_NAME = "TokenizersBackend"  # what transformers 5 writes for it, which older readers do not know
 # Keys of the source that are not the trained model's: how it was stored, code, and what the head says.
-NOT_TAKEN = ("quantization_config", "auto_map", "transformers_version", "torch_dtype", "dtype", "architectures")
-NOT_TAKEN += ("id2label", "label2id", "num_labels", "problem_type")
+NOT_TAKEN = {"quantization_config", "auto_map", "transformers_version", "torch_dtype", "dtype", "architectures"}
+NOT_TAKEN |= {"id2label", "label2id", "num_labels", "problem_type"}
 LARGEST_VOCABULARY = 64 * 1024 * 1024
 
 

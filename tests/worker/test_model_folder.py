@@ -61,7 +61,8 @@ def release(run: RunFolder, place: Path, word: str | None = None, *, title: str 
     """Write the model of a run as the verb does, but for its processes."""
     plan, history = Plan.load(run.plan_file), History.load(run.path)
     weights = find_weights(run, plan, history, word)
-    classes = {"classification": len(history.facts.get("label_names", [])), "regression": 1}
+    names: Any = history.facts.get("label_names", [])
+    classes = {"classification": len(names), "regression": 1}
     request = {"plan": str(run.plan_file), "labels": classes.get(plan.recipe.dataset.format), "step": weights.step}
 
     def write(part: Path) -> None:
@@ -84,7 +85,9 @@ def base(tiny_folder: Path, tmp_path: Path) -> Path:
     folder, tokenizer = tmp_path / "base", AutoTokenizer.from_pretrained(tiny_folder / "tokenizer")
     tokenizer.add_special_tokens({"eos_token": "<|im_end|>", "extra_special_tokens": ["<|im_start|>", "<tool a/b>"]})
     torch.manual_seed(0)
-    values = {key: value for key, value in LLAMA.items() if key != "model_type"} | {"attention_dropout": 0.2}
+    values: dict[str, Any] = {key: value for key, value in LLAMA.items() if key != "model_type"} | {
+        "attention_dropout": 0.2
+    }
     LlamaForCausalLM(LlamaConfig(**values, vocab_size=len(tokenizer), pad_token_id=2)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
@@ -244,8 +247,9 @@ def test_an_encoder_decoder_leaves_and_generates(
     rows = [{"prompt": f"fox {n}", "completion": f"{n}"} for n in range(60)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tokenizer = AutoTokenizer.from_pretrained(tiny_folder / "tokenizer")
-    sizes = {"d_model": 16, "d_ff": 32, "num_layers": 1, "num_heads": 2, "d_kv": 8, "dropout_rate": 0.1}
-    config = T5Config(**sizes, vocab_size=len(tokenizer), pad_token_id=2, decoder_start_token_id=2)
+    sizes: dict[str, Any] = {"d_model": 16, "d_ff": 32, "num_layers": 1, "num_heads": 2, "d_kv": 8}
+    sizes |= {"dropout_rate": 0.1, "pad_token_id": 2, "decoder_start_token_id": 2}
+    config = T5Config(**sizes, vocab_size=len(tokenizer))
     T5ForConditionalGeneration(config).save_pretrained(tmp_path / "t5")
     tokenizer.save_pretrained(tmp_path / "t5")
     recipe = tiny_recipe(
