@@ -20,9 +20,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedTokenizerBase
 
 from sparsebp_cli.backward import Engine, count_flops
-from sparsebp_cli.backward.core.extension import ComparesSteps
+from sparsebp_cli.backward.core.extension import ComparesSteps, TrainsFrozen
 from sparsebp_cli.backward.observe.update_flops import UpdateFlops
-from sparsebp_cli.backward.selection.part import PartExtension
 from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.plan.seal import Seal
@@ -133,9 +132,7 @@ class Training:
         if self.allowance.limits_work and self.measurement.recipe.measure.probe_every is None:
             name = "max_flops" if self.allowance.max_cost is None else "max_cost"
             raise UnsupportedError(f"training.{name} needs probes, which count the work; this run can make none")
-        if self.plan.recipe.checkpoint.keep_best is not None and any(
-            isinstance(part, PartExtension) and part.policy.of_frozen for part in self.engine.extensions
-        ):
+        if self.plan.recipe.checkpoint.keep_best is not None and self._trains_frozen():
             raise UnsupportedError("checkpoint.keep_best: a policy that trains parts of frozen weights merges adapters")
         if self.plan.recipe.measure.generate is not None:
             self.generator = self._make_generator(self.plan.recipe.measure.generate)
@@ -511,14 +508,17 @@ class Training:
 
     def _save_model(self) -> None:
         self.journal.flush()
-        parts = [part for part in self.engine.extensions if isinstance(part, PartExtension)]
+        trains_frozen = self._trains_frozen()
         self.engine.detach()
         model = self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
-        if any(part.policy.of_frozen for part in parts) and hasattr(model, "merge_and_unload"):
+        if trains_frozen and hasattr(model, "merge_and_unload"):
             model = model.merge_and_unload()  # adapters alone would lack what was trained of the weights under them
         self._write_model(model, "model", keeps=self.best.step is not None)
         if self.best.step is not None:
             self._save_best(model, self.best.step)
+
+    def _trains_frozen(self) -> bool:
+        return any(isinstance(part, TrainsFrozen) and part.trains_frozen for part in self.engine.extensions)
 
     def _save_best(self, model: nn.Module, step: int) -> None:
         """Save the model with the weights of the best evaluation. Training is over: they replace the last ones."""
