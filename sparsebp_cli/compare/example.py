@@ -13,6 +13,7 @@ from sparsebp_cli.compare.loaded import LoadedRun
 from sparsebp_cli.compare.measured import ExampleDifference
 from sparsebp_cli.compare.question import Way
 from sparsebp_cli.compare.statistics import FEWEST_PAIRS, Difference, summarise_clusters
+from sparsebp_cli.run.metric import EVAL_LOSS, TEST_LOSS
 
 FEWEST_DOCUMENTS = 10  # below this the t quantile grows fast and one long document decides
 LOSS = "loss"
@@ -47,9 +48,9 @@ def estimate_mean(run: LoadedRun, metric: str, value: float) -> Difference | Non
     A loss is the mean over targets, so an example counts with its targets: the interval is that of the ratio of two
     sums, by the deviations of each example."""
     kept = run.history.test_examples if metric.startswith(TEST) else run.history.examples
-    entry, name = kept.get(run.steps, {}), metric.rpartition("/")[2]
+    entry = kept.get(run.steps, {})
     values: list[float] = []
-    if name == LOSS and not metric.startswith(HARNESS) and entry.get("targets"):
+    if metric in (EVAL_LOSS.name, TEST_LOSS.name) and entry.get("targets"):
         mean = sum(entry["targets"]) / len(entry["targets"])
         pairs = zip(entry["loss"], entry["targets"], strict=True)
         values = [value + targets * (loss - value) / mean for loss, targets in pairs if mean and _is_number(loss)]
