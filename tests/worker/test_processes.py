@@ -334,7 +334,7 @@ def test_adapters_over_a_quantised_base_train_as_on_one_process(make_recipe, tmp
 def test_gradients_that_are_not_summed_end_the_run(make_recipe, tmp_path) -> None:
     """The mistake itself, since nothing else shows it: the loss of two models is as finite as that of one."""
     run = make_run(make_recipe(2), tmp_path)
-    with pytest.raises(AssertionError, match="have different gradients at step 1 .*, so they were not summed"):
+    with pytest.raises(AssertionError, match=r"have different gradients at step 1 .*, so they were not summed"):
         train_on_two([run], is_summed=False)
 
 
