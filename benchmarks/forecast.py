@@ -90,6 +90,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "llama, tokens at random 0.25": {"policy": {"name": "tokens", "keep": 0.25, "score": "random"}},
     "llama, completion": {"dataset": SPELLING},
+    # Its second step, which is watched, compares itself with the plain one: that is not forecast.
     "llama, completion, lossless": {"dataset": SPELLING, "policy": {"name": "lossless"}},
     "gpt2": {"model": {"config": GPT2}},
     "gpt2, eager": {"model": {"config": GPT2}, "backward": {"update": "eager", "eager_clip": "parameter"}},

@@ -9,6 +9,9 @@ Everything of a run but caches is written through this module; a test holds the 
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import glob
 import hashlib
 import json
 import os
@@ -122,6 +125,53 @@ def put_folder(part: Path, place: Path) -> None:
     part.rename(place)
     sync(place.parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+@contextmanager
+def filling(place: Path) -> Iterator[Path]:
+    """Yield a folder beside ``place`` that takes this name when the block ends without an error; else nothing is left
+    of it. What a killed process left of the same is removed. Raises ``FileExistsError`` if a folder with content, or a
+    file, has the name by then, and ``OSError``."""
+    make_folder(place.parent, exist_ok=True)
+    for left in place.parent.glob(f"{PART}{glob.escape(place.name[:200])}.*"):
+        with _held(left) as is_ours:
+            if is_ours:
+                shutil.rmtree(left, ignore_errors=True)
+    part = place.with_name(f"{PART}{place.name[:200]}.{os.getpid()}-{threading.get_ident()}")
+    part.mkdir()
+    try:
+        with _held(part):
+            yield part
+            sync_content(part)
+            try:
+                part.rename(place)  # over an empty folder, too, and over nothing else
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                    raise
+                raise FileExistsError(errno.EEXIST, "exists and is not empty", str(place)) from None
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+    sync(place.parent)
+
+
+@contextmanager
+def _held(folder: Path) -> Iterator[bool]:
+    """Hold the lock of a folder, and yield whether no other process had it; the system ends it with the process."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:
+        yield False
+        return
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:  # held, or a file system without locks
+            yield False
+        else:
+            yield True
+    finally:
+        os.close(descriptor)
 
 
 def remove(path: Path) -> None:

@@ -20,6 +20,7 @@ EXEMPT = {
     "worker/reference.py": "scores of a reference model: a cache, scored again",
     "worker/checkpoint.py": "fills a part that durable.put_folder syncs",
     "asset/fetched.py": "fills a part that durable.sync_content syncs",
+    "release/folder.py": "fills a part that durable.filling syncs",
     "compare/store.py": "a temporary copy of a database",
     "compare/archive.py": "unpacks into a temporary folder",
     "plan/provenance.py": "a temporary index of git",

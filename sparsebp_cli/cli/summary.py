@@ -73,12 +73,15 @@ def summarise(
     if (run.path / "model").is_dir():
         grid.add_row("model", Text(str(run.path / "model")))
     head = Text.assemble((recipe["name"], "bold"), f" {run.run_id}  {run.state()}  ({describe_policies(recipe)})")
-    if not together:
-        return Group(head, grid)
-    # Ids, because others may have started runs meanwhile, which @N would count.
-    ids = [folder.run_id for folder in together]
-    command = f"sparsebp compare {' '.join(ids)}" if len(ids) > 1 else f"sparsebp show {run.run_id}"
-    return Group(head, grid, Text.assemble("next: ", (command, "bold")))
+    last = []
+    if together:
+        # Ids, because others may have started runs meanwhile, which @N would count.
+        ids = [folder.run_id for folder in together]
+        command = f"sparsebp compare {' '.join(ids)}" if len(ids) > 1 else f"sparsebp show {run.run_id}"
+        last.append(Text.assemble("next: ", (command, "bold")))
+    if (run.path / "model").is_dir():
+        last.append(Text.assemble("use the model: ", (f"sparsebp model {run.run_id}", "bold")))
+    return Group(head, grid, *last)
 
 
 def summary_rows(history: History, phases: Phases[dict[str, Any]]) -> Iterator[tuple[str, str]]:

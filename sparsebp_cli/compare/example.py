@@ -12,7 +12,8 @@ from sparsebp_cli.compare.family import correct_all
 from sparsebp_cli.compare.loaded import LoadedRun
 from sparsebp_cli.compare.measured import ExampleDifference
 from sparsebp_cli.compare.question import Way
-from sparsebp_cli.compare.statistics import FEWEST_PAIRS, summarise_clusters
+from sparsebp_cli.compare.statistics import FEWEST_PAIRS, Difference, summarise_clusters
+from sparsebp_cli.run.metric import EVAL_LOSS, TEST_LOSS
 
 FEWEST_DOCUMENTS = 10  # below this the t quantile grows fast and one long document decides
 LOSS = "loss"
@@ -38,6 +39,29 @@ def compare_examples(
             difference = summarise_clusters(values, clusters)
             found.append(ExampleDifference(seed, difference, worse, len(set(clusters)), kind, name))
     return tuple(found)
+
+
+def estimate_mean(run: LoadedRun, metric: str, value: float) -> Difference | None:
+    """Return a metric of a run after its last step with an interval over held-out examples, clustered as their
+    differences are; None where the run did not keep what each example gives to it.
+
+    A loss is the mean over targets, so an example counts with its targets: the interval is that of the ratio of two
+    sums, by the deviations of each example."""
+    kept = run.history.test_examples if metric.startswith(TEST) else run.history.examples
+    entry = kept.get(run.steps, {})
+    values: list[float] = []
+    if metric in (EVAL_LOSS.name, TEST_LOSS.name) and entry.get("targets"):
+        mean = sum(entry["targets"]) / len(entry["targets"])
+        pairs = zip(entry["loss"], entry["targets"], strict=True)
+        values = [value + targets * (loss - value) / mean for loss, targets in pairs if mean and _is_number(loss)]
+    elif scores := run.history.scores.get(run.steps, {}).get(metric):
+        values = [float(score) for score in scores if _is_number(score)]
+    if len(values) < FEWEST_PAIRS:
+        return None
+    clusters, _ = _cluster(list(range(len(values))), run, metric)
+    found = summarise_clusters(values, clusters)
+    # Examples beyond those kept, or ignored ones, make another mean: then nothing is said of the value.
+    return found if math.isclose(found.mean, value, rel_tol=1e-3, abs_tol=1e-6) else None
 
 
 def correct_examples(groups: Sequence[tuple[ExampleDifference, ...]]) -> list[tuple[ExampleDifference, ...]]:

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -243,6 +244,17 @@ def save_model(
     tokenizer.save_pretrained(part)
     durable.write_manifest(part)  # `prune` and the clients of targets compare before they delete another copy
     durable.put_folder(part, place)
+
+
+def write_whole(model: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write a model and its tokenizer into a folder, with its adapters merged, which are not kept. It is spent."""
+    if is_adapted(model):
+        with TemporaryDirectory(dir=folder, prefix=durable.PART) as place:
+            model = merge_beside(model, Path(place), keeps=False)
+            _save_plain(model, folder, None)
+    else:
+        _save_plain(model, folder, None)
+    tokenizer.save_pretrained(folder)
 
 
 def rebuild(

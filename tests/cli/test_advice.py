@@ -465,6 +465,13 @@ ELSEWHERE = {
     ("cli/evaluate.py", "sparsebp compare {} --metric {}"): (
         "cli/test_evaluate.py::test_the_line_after_a_judgement_names_a_comparison_that_works"
     ),
+    ("cli/summary.py", "sparsebp model {}"): ("cli/test_model.py::test_the_last_line_of_a_summary_is_the_command"),
+    ("release/weights.py", "sparsebp model {} --checkpoint last"): (
+        "worker/test_model_folder.py::test_a_run_that_stopped_leaves_from_its_checkpoint_alone"
+    ),
+    ("release/card.py", "sparsebp run recipe.yaml"): (
+        "worker/test_model_folder.py::test_a_full_fine_tune_leaves_bit_by_bit_with_the_files_of_its_source"
+    ),
     ("target/launch.py", "sparsebp runs"): (
         "target/test_start.py::test_a_start_that_is_never_reported_is_given_up_and_left_at_work"
     ),
@@ -475,6 +482,7 @@ ELSEWHERE = {
 
 # Texts that name a verb and advise nothing.
 MENTIONS = {
+    ("release/card.py", "sparsebp rerun {}"),
     ("cli/bench.py", "sparsebp policies"),
     ("cli/option.py", "sparsebp recipes"),
     ("cli/schema.py", "sparsebp study"),

@@ -16,8 +16,8 @@ FILES = [
     *sorted((ROOT / "docs" / "results").glob("*.md")),
     *sorted((ROOT / "plugins").glob("*/README.md")),
 ]
-# These pages are followed from top to bottom in an empty folder: test_newcomer.py.
-FOLLOWED = [ROOT / "docs" / "guide" / "own-data.md", ROOT / "docs" / "guide" / "chat.md"]
+# These pages are followed from top to bottom in an empty folder: test_newcomer.py, the last one in test_use.py.
+FOLLOWED = [ROOT / "docs" / "guide" / name for name in ("own-data.md", "chat.md", "use.md")]
 LINK = re.compile(r"\]\(([^)#\s]*)#?([^)\s]*)\)")
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 

@@ -1,0 +1,100 @@
+"""``sparsebp model``: writes the model of a run for others, with its card; converts it, or sends it to a hub."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sparsebp_cli.cli.completion import complete_run
+from sparsebp_cli.cli.interrupt import ending_on_sigterm
+from sparsebp_cli.cli.quantity import show_count
+from sparsebp_cli.cli.screen import print_line
+from sparsebp_cli.errors import UsageError
+
+if TYPE_CHECKING:
+    from sparsebp_cli.release import ReleasedModel
+
+ARCHIVES = (".tar.gz", ".tgz")
+
+
+def model(
+    run: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN",
+            help="A run: an id, its beginning, a recipe's name, @last, @TAG, or a run's folder.",
+            autocompletion=complete_run,
+        ),
+    ],
+    folder: Annotated[
+        Path | None,
+        typer.Option(
+            "-o", "--output", metavar="FOLDER", help="Where; new or empty. Default: the run's name and id, here."
+        ),
+    ] = None,
+    checkpoint: Annotated[
+        str | None,
+        typer.Option(
+            metavar="best|last|STEP",
+            help="Other weights than those of the end: of the best evaluation (checkpoint.keep_best), of the newest "
+            "checkpoint, or of that of a step.",
+        ),
+    ] = None,
+    gguf: Annotated[
+        bool, typer.Option("--gguf", help="Also as a file of llama.cpp, by its converter (LLAMA_CPP names its folder).")
+    ] = False,
+    push: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Send it to the hub as well, as USER/NAME or NAME; private.")
+    ] = None,
+    public: Annotated[bool, typer.Option("--public", help="With --push: everybody may read it.")] = False,
+) -> None:
+    """Write the model of a run as a folder that transformers, vLLM and llama.cpp read, with a model card."""
+    from sparsebp_cli.release import write_model
+    from sparsebp_cli.release.hub import check_hub
+    from sparsebp_cli.release.hub import push as send
+
+    if public and push is None:
+        raise UsageError("--public needs --push")
+    planned = _plan(run, folder, checkpoint, gguf=gguf, name=push)
+    planned.check()
+    if push is not None:
+        check_hub(push)
+    with ending_on_sigterm():
+        notes = write_model(planned, lambda part: _rebuild(planned, part))
+    for note in notes:
+        print_line(f"note: {note}", stderr=True)
+    size = sum(file.stat().st_size for file in planned.place.iterdir())
+    print_line(f"{planned.place}: step {planned.weights.step} of run {planned.run.run_id}, {show_count(size, 'B')}")
+    if push is not None:
+        print_line(send(planned.place, push, public=public))
+
+
+def _plan(word: str, folder: Path | None, checkpoint: str | None, *, gguf: bool, name: str | None) -> ReleasedModel:
+    from sparsebp_cli.cli.stored_run import find_one
+    from sparsebp_cli.plan import Plan
+    from sparsebp_cli.release import ReleasedModel, find_weights
+    from sparsebp_cli.release.gguf import find_converter
+    from sparsebp_cli.run import History
+
+    if word.endswith(ARCHIVES) and Path(word).is_file():
+        raise UsageError(f"{word} is an archive, which has no models: name the run where it was trained")
+    run = find_one(word)
+    plan, history = Plan.load(run.plan_file), History.load(run.path)
+    weights = find_weights(run, plan, history, checkpoint)
+    place = folder or Path(f"{plan.recipe.name}-{run.run_id}")
+    title = name or place.absolute().name
+    return ReleasedModel(run, plan, history, weights, place, title, find_converter() if gguf else [])
+
+
+def _rebuild(planned: ReleasedModel, part: Path) -> None:
+    """Write the model of a checkpoint into a folder, by a process that loads torch."""
+    from sparsebp_cli.cli.worker_process import measure_apart
+
+    recipe = planned.plan.recipe
+    names: Any = planned.history.facts.get("label_names") or []
+    labels = {"classification": len(names), "regression": 1}.get(recipe.dataset.format)
+    request = {"plan": str(planned.run.plan_file), "labels": labels, "step": planned.weights.step, "folder": str(part)}
+    measure_apart("checkpoint_model", json.dumps(request))

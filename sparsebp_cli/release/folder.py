@@ -1,0 +1,120 @@
+"""Writes the folder of a trained model as others read it: whole or not at all.
+
+It has weights in safetensors, config, generation config, tokenizer with its chat template, and the model card; only
+files of these names are taken from a run, whose folder may come from a stranger.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sparsebp_cli import durable
+from sparsebp_cli.errors import SparseBPError, UsageError
+from sparsebp_cli.plan import Plan
+from sparsebp_cli.release import origin as source
+from sparsebp_cli.release.card import Card
+from sparsebp_cli.release.figure import Beside, compare_here, list_figures
+from sparsebp_cli.release.gguf import convert
+from sparsebp_cli.release.origin import Origin
+from sparsebp_cli.release.weights import Weights
+from sparsebp_cli.run import History, RunFolder, State
+
+WEIGHTS = (".safetensors", ".safetensors.index.json")
+BESIDE = (".json", ".jinja", ".txt", ".model")
+CARD = "README.md"
+ROOM = 8 << 20  # bytes beside the weights
+
+
+@dataclass(frozen=True)
+class ReleasedModel:
+    """What is to be written, and where."""
+
+    run: RunFolder
+    plan: Plan
+    history: History
+    weights: Weights
+    place: Path  # of the new folder
+    title: str  # by which the card names it
+    converter: list[str] = field(default_factory=list)  # of llama.cpp; empty: no file for it
+
+    def check(self) -> None:
+        """Raise ``UsageError`` if the folder cannot be made, ``SparseBPError`` if the disk has no room for it."""
+        place = self.place
+        if place.is_symlink() or (place.exists() and (not place.is_dir() or any(place.iterdir()))):
+            raise UsageError(f"{place} exists and is not empty: name another folder with -o")
+        parent = next(folder for folder in place.absolute().parents if folder.exists())
+        if self.weights.folder is None:
+            return
+        size = sum(file.stat().st_size for file in _list_files(self.weights.folder))
+        needed, free = size * (2 if self.converter else 1) + ROOM, shutil.disk_usage(parent).free
+        if needed > free:
+            raise SparseBPError(f"{place} needs {needed / 1e6:,.0f} MB, and the disk has {free / 1e6:,.0f} MB free")
+
+
+def write_model(model: ReleasedModel, rebuild: Callable[[Path], None]) -> list[str]:
+    """Write a model's folder, and return lines on what could not be restored. ``rebuild`` writes the model of a
+    checkpoint into a folder. Raises ``UsageError`` if somebody else has written the folder meanwhile,
+    ``SparseBPError`` if it cannot be written."""
+    try:
+        with durable.filling(model.place.absolute()) as part:
+            if model.weights.folder is None:
+                rebuild(part)
+            else:
+                for file in _list_files(model.weights.folder):
+                    shutil.copyfile(file, part / file.name)
+            config, notes = _restore(part, model)
+            (part / CARD).write_text(_make_card(model, config).render(model.title), encoding="utf-8")
+            if model.converter:
+                name = model.place.name
+                convert(model.converter, part, part / f"{name}.gguf", name, str(config.get("dtype", "")))
+    except FileExistsError:
+        raise UsageError(f"{model.place} exists and is not empty: name another folder with -o") from None
+    except OSError as error:
+        raise SparseBPError(f"{model.place} was not written: {error.strerror or error}") from None
+    return notes
+
+
+def _list_files(folder: Path) -> list[Path]:
+    """Return the files of a saved model that leave with it."""
+    names = {durable.MANIFEST, CARD}
+    files = [file for file in sorted(folder.iterdir()) if file.is_file() and file.name not in names]
+    return [file for file in files if file.name.endswith((*WEIGHTS, *BESIDE))]
+
+
+def _restore(part: Path, model: ReleasedModel) -> tuple[dict[str, Any], list[str]]:
+    """Restore what training changed of the files, and return the config and what could not be restored."""
+    section = model.plan.recipe.model
+    origin, notes = Origin.find(section), []
+    if origin.config is None and origin.used:
+        notes.append(f"its config keeps {', '.join(origin.used)} of the recipe: the source's is not on this machine")
+    labels: Any = model.history.facts.get("label_names") or []
+    config = source.restore_config(source.read_json(part / source.CONFIG), origin, labels)
+    _write(part / source.CONFIG, config)
+    if generation := source.read_json(part / source.GENERATION):
+        _write(part / source.GENERATION, source.restore_generation(generation, origin))
+    inner = source.read_json(part / source.TOKENIZER)
+    if inner and inner != (restored := source.restore_limits(inner, origin)):
+        _write(part / source.TOKENIZER, restored)
+    if about := source.read_json(part / source.TOKENIZER_CONFIG):
+        _write(part / source.TOKENIZER_CONFIG, source.restore_tokenizer(about, inner, origin))
+    for file in source.find_vocabularies(inner, origin):
+        if not (part / file.name).exists():
+            shutil.copyfile(file, part / file.name)
+    return config, notes
+
+
+def _make_card(model: ReleasedModel, config: Mapping[str, Any]) -> Card:
+    classes = config.get("architectures") or ["model"]
+    ended = model.weights.is_end and model.run.state() is State.FINISHED
+    beside = compare_here(model.run, model.plan) if ended else Beside()
+    figures = list_figures(model.run, model.weights, model.history)
+    return Card(model.run, model.plan, model.history, model.weights, figures, beside, str(classes[0]))
+
+
+def _write(file: Path, content: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

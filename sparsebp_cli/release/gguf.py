@@ -1,0 +1,45 @@
+"""A model's folder as one file of llama.cpp, by llama.cpp's own converter."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from sparsebp_cli import interpreter
+from sparsebp_cli.errors import RunFailedError, UsageError
+
+SCRIPT = "convert_hf_to_gguf.py"
+FOLDER = "LLAMA_CPP"  # names the checkout of llama.cpp
+TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}  # nothing is rounded
+
+
+def find_converter() -> list[str]:
+    """Return the words that start the converter: the script in the folder that ``LLAMA_CPP`` names, by this
+    interpreter, or a program of this name on the path, by its own. Raise ``UsageError`` where there is neither."""
+    if (folder := os.environ.get(FOLDER)) is not None:
+        script = Path(folder).expanduser().absolute() / SCRIPT
+        if not script.is_file():
+            raise UsageError(f"--gguf: {FOLDER} is {folder!r}, which has no {SCRIPT}")
+        return [interpreter.PYTHON, str(script)]
+    if (program := shutil.which(SCRIPT)) is not None:
+        return [program]
+    raise UsageError(
+        f"--gguf: {SCRIPT} of llama.cpp is not on the path; set {FOLDER} to a checkout, with its requirements here"
+    )
+
+
+def convert(converter: Sequence[str], folder: Path, file: Path, name: str, dtype: str) -> None:
+    """Convert a folder of transformers into a file for a model of this name, in the type of its weights. Raise
+    ``RunFailedError`` with the converter's last line if it fails."""
+    words = [*converter, str(folder), "--outfile", str(file), "--outtype", TYPES.get(dtype, "auto")]
+    environment = interpreter.environment()
+    del environment["PYTHONSAFEPATH"]  # the script imports what lies beside it
+    words += ["--model-name", name]  # it would take that of the folder, which is not its last one yet
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, errors="replace", check=False)
+    if done.returncode or not file.is_file():
+        lines = [line.strip() for line in f"{done.stdout}\n{done.stderr}".splitlines() if line.strip()]
+        last = lines[-1] if lines else "it printed nothing"
+        raise RunFailedError(f"{SCRIPT} ended with {done.returncode} and nothing was written: {last}")
