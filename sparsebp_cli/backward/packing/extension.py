@@ -430,7 +430,9 @@ class PackedForward(ForwardOverride):
         given = {name: value for name, value in arguments.items() if value is not None}
         if not given.get(ARGUMENT):
             return self._pack_part(arguments)
-        return self.extension.dead.run(given, self._pack_part, self._score)
+        output = self.extension.dead.run(given, self._pack_part, self._score)
+        self.extension.note()
+        return output
 
     def run_plain(self, **arguments: Any) -> Any:
         """Run the plain forward."""
