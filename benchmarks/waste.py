@@ -3,9 +3,9 @@
     python benchmarks/waste.py          # a minute; writes benchmarks/results/waste-cpu.json
     python benchmarks/waste.py --tiny   # the same code on short texts
 
-FLOPs by PyTorch's counter, of one update after the first two, in which `lossless` compares. No clock is read. Every update
-is one of a loop of one's own, plainly padded and with `lossless`; the error is that of the whole gradient against the
-gradient of one example at a time, without padding.
+FLOPs by PyTorch's counter, of one update after the first two, in which `lossless` compares. No clock is read. Every
+update is one of a loop of one's own, plainly padded and with `lossless`; the error is that of the whole gradient
+against the gradient of one example at a time, without padding.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def log_probs(logits: Tensor, batch: Batch) -> Tensor:
     return -losses
 
 
-def preference_loss(own: Tensor, reference: Tensor, batch: Batch) -> Tensor:
+def preference_loss(own: Tensor, reference: Tensor, _: Batch) -> Tensor:
     """DPO's, of neighbouring pairs."""
     margins = (own - reference).sum(1).view(-1, 2)
     return -nn.functional.logsigmoid(0.1 * (margins[:, 0] - margins[:, 1])).mean()

@@ -467,9 +467,7 @@ class Engine:
                 extension.set_columns(**columns)
 
     @contextmanager
-    def scoring(
-        self, labels: Tensor | None = None, *, reads: Literal["labels", "loss"] = "labels"
-    ) -> Iterator[None]:
+    def scoring(self, labels: Tensor | None = None, *, reads: Literal["labels", "loss"] = "labels") -> Iterator[None]:
         """Say what is read of forwards without a gradient inside, so that ``lossless`` can leave out the other rows of
         them: of old log-probabilities, of a reference, of an evaluation. It does so inside of :meth:`disabled`, too. No
         other policy acts on such forwards.

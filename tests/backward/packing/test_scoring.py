@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import sparsebp_cli as sbp
-from sparsebp_cli.backward.packing import extension as extension_module
+from sparsebp_cli.backward.kind.packing import extension as extension_module
 from sparsebp_cli.errors import UnsupportedError, UsageError
 from tests.backward.conftest import filled_cache, tiny_model
 from tests.memory.flat import gathered
@@ -106,7 +106,11 @@ def test_an_encoder_and_a_decoder_score_as_before(make: Callable[[], Any]) -> No
 
 
 def test_a_reference_takes_the_layout_of_the_model_and_is_given_back() -> None:
-    model, reference, batch = tiny_model("llama"), tiny_model("llama").eval(), make_batch("right", "completion", "pairs")
+    model, reference, batch = (
+        tiny_model("llama"),
+        tiny_model("llama").eval(),
+        make_batch("right", "completion", "pairs"),
+    )
     for parameter in reference.parameters():
         nn.init.normal_(parameter, std=0.1)
     wanted, before = loss_of(alone(reference, batch), batch), dict(vars(reference))
@@ -144,9 +148,17 @@ def test_what_does_not_say_what_it_reads_is_left_as_it_is() -> None:
 
     def runs() -> list[Tensor]:
         with torch.no_grad():
-            made = [model.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False, use_cache=u) for u in (0, 1)]
+            made = [
+                model.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False, use_cache=u) for u in (0, 1)
+            ]
             kept = model(ids, attention_mask=mask, labels=batch["labels"], use_cache=True)
-            return [*made, model(ids, attention_mask=mask).logits, model(ids, attention_mask=mask)[0], kept.logits, kept.loss]
+            return [
+                *made,
+                model(ids, attention_mask=mask).logits,
+                model(ids, attention_mask=mask)[0],
+                kept.logits,
+                kept.loss,
+            ]
 
     plain = runs()
     with sbp.attach(model, "lossless") as engine:

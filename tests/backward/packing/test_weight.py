@@ -36,7 +36,7 @@ def own_loss(logits: Tensor, batch: dict[str, Tensor], weight_B: Tensor) -> Tens
 
 
 def one_at_a_time(model: nn.Module, batch: dict[str, Tensor], weight_BT: Tensor, divisor: float) -> list[Tensor]:
-    """The gradient of the weighted sum, each example run by itself without padding and mask, those without weight too."""
+    """The gradient of the weighted sum, each example by itself without padding and mask, those without weight too."""
     for number in range(len(batch["input_ids"])):
         real = batch["attention_mask"][number].bool()
         ids, labels, weight = (v[number][real][None] for v in (batch["input_ids"], batch["labels"], weight_BT))
@@ -118,7 +118,10 @@ def test_labels_without_weight_count_and_are_not_computed(family: str, items: fl
             assert error(wanted, grads(model)) < LIMITS[torch.float32]
             short = counter.get_total_flops()
     assert short < 0.3 * plain
-    assert f"{2 * int(((weight_BT == 0) & (batch['labels'] != IGNORED)).sum()):,} outputs of weight 0" in engine.notes["packing"]
+    assert (
+        f"{2 * int(((weight_BT == 0) & (batch['labels'] != IGNORED)).sum()):,} outputs of weight 0"
+        in engine.notes["packing"]
+    )
 
 
 def flops_of(model: nn.Module, batch: dict[str, Tensor], weight_B: Tensor | None, engine: Any = None) -> int:
