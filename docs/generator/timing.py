@@ -31,7 +31,8 @@ def _fill(root: Path, page: str, make: Callable[[Any], str]) -> str:
 
     def fill(match: re.Match[str]) -> str:
         file = root / "benchmarks" / "results" / f"{match[2]}-cpu.json"
-        return f"{match[1]}{make(json.loads(file.read_text(encoding='utf-8')))}{match[3]}"
+        chosen = _waste if match[2] == "waste" else make
+        return f"{match[1]}{chosen(json.loads(file.read_text(encoding='utf-8')))}{match[3]}"
 
     return PLACE.sub(fill, text)
 
@@ -58,6 +59,20 @@ def _lossless(record: Any) -> str:
         "way runs once, over the padded step of the same round; quartiles in brackets.\n\n"
     )
     return head + table(["batch", "lossless", "FLOPs", "peak of memory", "best plain form"], rows)
+
+
+def _waste(record: Any) -> str:
+    rows = [
+        [
+            name,
+            f"{row['plain'] / 1e6:,.0f}",
+            f"{row['lossless'] / 1e6:,.0f}",
+            f"{row['lossless'] / row['plain']:.2f}",
+            f"{row['error']:.0e}" if "error" in row else "",
+        ]
+        for name, row in record["cases"].items()
+    ]
+    return table(["update", "plain, MFLOP", "lossless, MFLOP", "share", "error of the gradient"], rows)
 
 
 def _dropbp(record: Any) -> str:

@@ -78,7 +78,8 @@ def attach(  # noqa: PLR0913 - what a training loop may give
         num_examples: Rows of the training data; policies that keep something for each example need it, and in each
             batch the column ``example_row``, (B,), int64, among the model's arguments.
         reference: A model whose loss of each token a policy compares with; ``batch``: each batch brings that loss as
-            ``reference_loss``, (B, T), at the position that predicts the token.
+            ``reference_loss``, (B, T), at the position that predicts the token. Beside ``lossless``, the model of your
+            own loss that runs the same batches without a gradient, whose rows are left out as well.
         validation: Examples that are never trained on and with whose gradients a policy compares those of the batch:
             one batch of the model's arguments with ``labels``, from which the policy draws.
         **choices: How the backward pass is executed: the fields of :class:`sparsebp_cli.BackwardOptions`, which a
@@ -317,7 +318,8 @@ def check_scoring(
         )
     if isinstance(reference, str) and reference != BATCH:
         raise UsageError(f"reference must be a model or {BATCH!r}, got {reference!r}")
-    if reference is not None and not readers:
+    runs = any(find_facts(policy).get("runs_reference") for policy in policies)
+    if reference is not None and not readers and not (runs and not isinstance(reference, str)):
         raise UsageError("reference is given, and no policy compares with one")
     _check_validation(policies, validation)
 

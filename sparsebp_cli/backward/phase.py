@@ -17,6 +17,7 @@ from sparsebp_cli.backward.observe.internals import has_fsdp_state
 from sparsebp_cli.composition import BackwardChoices, PolicyFacts, Setup, refuse
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.policy import Policy, PolicyLike, ReferenceReader, make_policies
+from sparsebp_cli.policy.known_kind import find_facts
 from sparsebp_cli.run.policy_phase import PolicyPhase, find_empty, find_phase, find_wrong_end, lay_out
 
 
@@ -225,7 +226,7 @@ def attach_phases(  # noqa: PLR0913 - those of attach
             seed=seed,
             num_steps=num_steps,
             num_examples=num_examples,
-            reference=reference if needs_reference(policies, made) else None,
+            reference=reference if needs_reference(policies, made, reference) else None,
             validation=validation if _is_wanted(policies, made, validates) else None,
             **choices,
         )
@@ -251,10 +252,10 @@ def try_phases(schedule: Schedule, attach: Attach) -> None:
         remove()
 
 
-def needs_reference(policies: Sequence[Policy], schedule: Schedule) -> bool:
-    """Return whether a reference belongs to a phase with these policies: if they compare, or if no phase does, so that
-    it is refused."""
-    return _is_wanted(policies, schedule, _compares)
+def needs_reference(policies: Sequence[Policy], schedule: Schedule, reference: object = None) -> bool:
+    """Return whether a reference belongs to a phase with these policies: if they compare with it, or act on its
+    forwards, or if no phase does, so that it is refused."""
+    return _is_wanted(policies, schedule, _runs if isinstance(reference, nn.Module) else _compares)
 
 
 def _is_wanted(policies: Sequence[Policy], schedule: Schedule, reads: Callable[[Policy], bool]) -> bool:
@@ -263,3 +264,7 @@ def _is_wanted(policies: Sequence[Policy], schedule: Schedule, reads: Callable[[
 
 def _compares(policy: Policy) -> bool:
     return isinstance(policy, ReferenceReader) and policy.reads_reference
+
+
+def _runs(policy: Policy) -> bool:
+    return _compares(policy) or bool(find_facts(policy).get("runs_reference"))

@@ -87,7 +87,7 @@ BATCH_PACKER = Kind(
     suite="sparsebp_cli.testing.packer:check_batch_packer",
     shortens=True,
     keeps_state=False,
-    facts=lambda policy: {"shares_prefixes": policy.prefixes == "share"},
+    facts=lambda policy: {"shares_prefixes": policy.prefixes == "share", "runs_reference": True},
     limits=(
         not_beside(
             ("GradientSelector", "EdgeRouter", "TokenSelector", "ExampleSelector"),

@@ -34,7 +34,15 @@ from sparsebp_cli.run.policy_phase import lay_out
 from sparsebp_cli.trainer.attach_option import AttachArguments, AttachOptions
 from sparsebp_cli.trainer.log_value import count_step, interval_values, restored_counters, total_values
 from sparsebp_cli.trainer.precision import attach_inside
-from sparsebp_cli.trainer.refusal import mask_noncandidates, model_of, pass_columns, refuse_unsupported
+from sparsebp_cli.trainer.refusal import (
+    find_reference,
+    mask_noncandidates,
+    model_of,
+    pass_advantages,
+    pass_columns,
+    reads_loss_alone,
+    refuse_unsupported,
+)
 from sparsebp_cli.trainer.state import check_same, load_state, save_state
 
 P = ParamSpec("P")
@@ -112,7 +120,7 @@ class PolicyCallback(TrainerCallback):
             ("training_step", self._step),
             ("compute_loss", self._compute_loss),
             ("_get_num_items_in_batch", self._count_items),
-            ("evaluate", self._dense),
+            ("evaluate", self._evaluate),
             ("predict", self._dense),
             ("log", self._log),
             ("_save_rng_state", self._save),
@@ -193,12 +201,16 @@ class PolicyCallback(TrainerCallback):
         given = AttachArguments(seed=trainer.args.seed) | own.given
         if own.schedule is not None:
             refuse_phases(own.schedule, model)
-            if not needs_reference(policies, own.schedule):
+            if not needs_reference(policies, own.schedule, given.get("reference")):
                 given.pop("reference", None)
+        reference = find_reference(trainer, policies) if "reference" not in given else None
+        if reference is not None:
+            given["reference"] = reference
         return attach_inside(
             model_of(trainer),
             trainer.accelerator,
             lambda: attach(model, policies, optimizer=optimizer, num_steps=num_steps, **own.choices, **given),
+            beside=reference,
         )
 
     def _detach(self) -> None:
@@ -256,6 +268,7 @@ class PolicyCallback(TrainerCallback):
         if self._is_attached and self.engine is not None and self.engine.enabled:
             removes = self._arguments.remove_unused_columns
             pass_columns(self.engine, self._policies, inputs, self._num_candidates, removes=removes)
+            pass_advantages(self.engine, self._trainer, self._policies, inputs)
         return compute_loss(model, inputs, *args, **kwargs)
 
     def _count_items(
@@ -269,6 +282,14 @@ class PolicyCallback(TrainerCallback):
             found = mask_noncandidates(self._policies, batches)
             self._num_candidates = None if found is None else count(found, *args, **kwargs)
         return count(batches, *args, **kwargs)
+
+    def _evaluate(self, evaluate: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        exact: AbstractContextManager[None] = nullcontext()
+        if self._is_attached and self.engine is not None and self._trainer is not None:
+            # Policies that leave out rows exactly do so here as well.
+            exact = self.engine.scoring(reads="loss") if reads_loss_alone(self._trainer) else exact
+        with exact:
+            return self._dense(evaluate, *args, **kwargs)
 
     def _dense(self, evaluate: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         dense: AbstractContextManager[None] = nullcontext()

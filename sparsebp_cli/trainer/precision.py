@@ -17,10 +17,26 @@ from sparsebp_cli.backward import Engine
 
 
 def attach_inside(
-    model: nn.Module, accelerator: Accelerator, attach: Callable[[], Engine]
+    model: nn.Module, accelerator: Accelerator, attach: Callable[[], Engine], *, beside: nn.Module | None = None
 ) -> tuple[Engine, Callable[[], None]]:
-    """Attach an engine inside accelerate's wrapper of the model's forward, if there is one. Return the engine and a
-    function that detaches it and restores the model."""
+    """Attach an engine inside accelerate's wrapper of the model's forward, if there is one, and inside that of another
+    model ``beside`` it, whose forward it overrides as well. Return the engine and a function that detaches it and
+    restores the models."""
+    if beside is not None:
+        inner: list[Callable[[], None]] = []
+
+        def attach_both() -> Engine:
+            engine, undo = attach_inside(beside, accelerator, attach)
+            inner.append(undo)
+            return engine
+
+        engine, undo = attach_inside(model, accelerator, attach_both)
+
+        def detach_both() -> None:
+            undo()
+            inner[0]()
+
+        return engine, detach_both
     place = model.__dict__
     prepared = place.pop("forward", None) if "_original_forward" in place else None
     replaced = None  # what another library had made of the forward before accelerate wrapped it

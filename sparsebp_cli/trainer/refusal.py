@@ -12,6 +12,7 @@ from sparsebp_cli.backward import Engine
 from sparsebp_cli.composition import PolicyFacts, Setup, refuse
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.policy import Policy, TokenSelector
+from sparsebp_cli.policy.known_kind import find_facts
 
 if TYPE_CHECKING:
     from torch import nn
@@ -30,6 +31,34 @@ def model_of(trainer: Trainer) -> nn.Module:
     """Return the model of a trainer, which has made it where it was given a function instead."""
     assert trainer.model is not None
     return trainer.model
+
+
+def find_reference(trainer: Trainer, policies: Sequence[Policy]) -> nn.Module | None:
+    """Return the reference of a trainer of trl, which runs each batch without a gradient, if a policy acts on that."""
+    from torch import nn
+
+    # DPO, GRPO, RLOO, KTO and others keep it under this name; None: adapters are switched off in the model instead.
+    found = getattr(trainer, "ref_model", None)
+    runs = any(find_facts(policy).get("runs_reference") for policy in policies)
+    return found if runs and isinstance(found, nn.Module) and found is not trainer.model else None
+
+
+def reads_loss_alone(trainer: Trainer) -> bool:
+    """Return whether an evaluation of a trainer reads no output of the model but its loss, so far as its class and
+    arguments say."""
+    own = type(trainer).prediction_step.__module__.partition(".")[0]
+    return trainer.compute_metrics is None and own in {"transformers", "trl"}
+
+
+def pass_advantages(engine: Engine, trainer: object, policies: Sequence[Policy], inputs: Mapping[str, Any]) -> None:
+    """Tell the engine which examples of a batch have the advantage zero, in a trainer of trl whose loss multiplies all
+    that has a gradient by it: no divergence from a reference and no entropy is added."""
+    if not any(find_facts(policy).get("runs_reference") for policy in policies):
+        return
+    advantages = inputs.get("advantages") if isinstance(inputs, Mapping) else None
+    adds = getattr(trainer, "beta", None) != 0.0 or getattr(trainer, "_entropy_bonus_enabled", True)
+    if isinstance(advantages, Tensor) and not adds:
+        engine.columns(example_weight=advantages)
 
 
 def _sees_labels(policy: Policy) -> bool:

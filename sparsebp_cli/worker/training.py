@@ -452,7 +452,8 @@ class Training:
     def _evaluate_on(self, examples: Sequence[Example], split: HeldOutSplit) -> dict[str, float]:
         batches = evaluation_batches(self.plan.recipe, examples, self.order.pad_token_id, self.ranks.count)
         losses = ExampleLosses() if self.is_done else None
-        values = evaluate(self.model, batches, self.accelerator.device, losses, self.ranks, split)
+        with self.engine.scoring():  # of a forward with labels, no logits are read elsewhere
+            values = evaluate(self.model, batches, self.accelerator.device, losses, self.ranks, split)
         if losses is not None and losses.loss:
             documents = [example.document for example in examples[: len(losses.loss)]]
             content = vars(losses) | {"documents": documents}

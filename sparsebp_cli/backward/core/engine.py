@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from sparsebp_cli.backward.core.extension import (
     KeepsState,
     RequiresForward,
     RunsPass,
+    ScoresForwards,
     ShortForward,
     SiteAdapter,
     name_parameters,
@@ -458,11 +459,33 @@ class Engine:
         weight_BT = columns.pop(LOSS_WEIGHT, None)
         if weight_BT is not None and self._loss_weights is None:
             self._loss_weights = LossWeights(self._model)
+            self._loss_weights.may_be_own = any(isinstance(extension, ScoresForwards) for extension in self.extensions)
         if self._loss_weights is not None:
             self._loss_weights.given = weight_BT
         for extension in self.extensions:
             if isinstance(extension, AcceptsColumns):
                 extension.set_columns(**columns)
+
+    @contextmanager
+    def scoring(self, labels: Tensor | None = None, *, reads: Literal["labels", "loss"] = "labels") -> Iterator[None]:
+        """Say what is read of forwards without a gradient inside, so that ``lossless`` can leave out the other rows of
+        them: of old log-probabilities, of a reference, of an evaluation. It does so inside of :meth:`disabled`, too. No
+        other policy acts on such forwards.
+
+        Args:
+            labels: (B, T), for forwards that are not given labels: logits are read at the positions that predict one,
+                and are 0 elsewhere; None: at all positions that are not padding.
+            reads: ``labels``: of a forward that is given labels, the loss is read, and logits at the positions that
+                predict one alone, being 0 elsewhere. ``loss``: whatever else is read is computed plainly then.
+
+        Yields:
+            None: While the script scores.
+        """
+        with ExitStack() as stack:
+            for extension in self.extensions:
+                if isinstance(extension, ScoresForwards):
+                    stack.enter_context(extension.reading_by(labels, reads))
+            yield
 
     @contextmanager
     def disabled(self) -> Iterator[None]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, runtime_checkable
 
 from sparsebp_cli.backward.observe.flops import DensePass, PassEstimate
 from sparsebp_cli.backward.observe.update_flops import UpdateFlops
@@ -165,6 +165,14 @@ class AcceptsColumns(Protocol):
 
     def set_columns(self, **columns: Tensor) -> None:
         """Set columns that the model's forward will not get; they stay set until the next call."""
+
+
+@runtime_checkable
+class ScoresForwards(Protocol):
+    """An extension whose policy acts on forwards without a gradient of which it knows what is read."""
+
+    def reading_by(self, labels: Tensor | None, reads: Literal["labels", "loss"]) -> AbstractContextManager[None]:
+        """Return a context in which a script reads no more of such forwards than it has said."""
 
 
 @runtime_checkable

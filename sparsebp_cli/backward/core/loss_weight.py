@@ -36,6 +36,8 @@ class LossWeights:
         self._causal = _find_causal(model)
         self._loss = WeightedLoss(self._causal.loss_function)
         self.given: Tensor | None = None  # of the next forwards with gradients, until it is changed
+        # Whether a loss of the script's own may have them: where a policy leaves out rows of weight 0.
+        self.may_be_own = False
         before = model.register_forward_pre_hook(self._before, with_kwargs=True)
         # always_call: a forward that fails must not leave its weights to the next one.
         after = model.register_forward_hook(self._after, with_kwargs=True, always_call=True)
@@ -61,6 +63,8 @@ class LossWeights:
         self._loss.weight_BT = None
         self._causal.__dict__.pop("_loss_function")  # transformers' own follows from the model's class again
         labels = kwargs.get("labels")
+        if self.may_be_own and labels is None:
+            return  # the script weighs its own loss
         if output is None or self._loss.was_called or (labels is not None and not bool((labels != IGNORED).any())):
             return  # it failed, or there was nothing to weigh
         raise UsageError(
@@ -123,6 +127,12 @@ def weights_at(model: nn.Module, index_N: Tensor) -> Tensor | None:
     function.was_called = True
     weight_BT = nn.functional.pad(function.weight_BT, (0, 1))[..., 1:]
     return weight_BT.reshape(-1).to(index_N.device).index_select(0, index_N)
+
+
+def forward_weights(model: nn.Module) -> Tensor | None:
+    """Return the weights, (B, T), of the labels of the forward that runs; None in a forward that has none."""
+    function: object = getattr(model, "loss_function", None)
+    return function.weight_BT if isinstance(function, WeightedLoss) else None
 
 
 def has_weights(model: nn.Module) -> bool:

@@ -39,11 +39,13 @@ def defer_logits(output: Any, compute: Callable[[], Tensor]) -> Any:
     """
     kind: Any = next(base for base in type(output).__mro__ if "__dataclass_fields__" in vars(base))
     values = {field.name: getattr(output, field.name) for field in fields(kind)}
-    return _deferring(kind)(**values | {"logits": Deferred(compute)})
+    return deferring(kind)(**values | {"logits": Deferred(compute)})
 
 
 @cache  # transformers registers every class of outputs with torch for ever, so there is one for each kind
-def _deferring(kind: type[Any]) -> type[Any]:
+def deferring(kind: type[Any]) -> type[Any]:
+    """Return the class of a kind of output whose deferred values are computed when somebody reads them."""
+
     def resolve(value: Any) -> Any:
         return value.read() if isinstance(value, Deferred) else value
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -86,6 +86,7 @@ class PackedBatch:
     place_R: Tensor  # the index of each of them among the B * T positions; made on the host, which need not wait for it
     padding: int = 0  # positions left out as padding
     unread: int = 0  # positions left out after the last label of their example
+    weightless: int = field(default=0, kw_only=True)  # outputs that are not read since their loss has the weight zero
     facts: BatchFacts | None = field(default=None, kw_only=True)  # None: of an encoder-decoder
 
     @property
@@ -103,7 +104,7 @@ class PackedBatch:
         """The kinds of rows that were left out."""
         layout = self.layout
         kinds = (bool(layout.num_shared), bool((~layout.computed_BT).any()), len(layout.groups) > 1, layout.is_causal)
-        return kinds if self.facts is None else (*kinds, *self.facts.signature)
+        return kinds if self.facts is None else (*kinds, *self.facts.signature, bool(self.weightless))
 
 
 @dataclass
@@ -118,11 +119,13 @@ class Counts:
     shared: int = 0
     outputs: int = 0  # rows of the head in plain forwards
     head: int = 0  # rows of the head that were left out
+    weightless: int = 0  # outputs whose loss has the weight zero
     late: int = 0  # rows that the last layer left out, of those that were computed
     error: float = 0.0  # largest relative error that verification found
     checks: int = 0
     refused: Counter[str] = field(default_factory=Counter)  # batches that were left as they are, by the reason
 
+    compared: ClassVar[str] = "gradient"  # what a comparison looks at
     plain_is_wrong: str = ""  # what was found of the plain step; empty: nothing
 
     def judge(self, text: str) -> None:
@@ -146,6 +149,7 @@ class Counts:
         self.padding += batch.padding
         self.unread += batch.unread
         self.shared += batch.num_shared
+        self.weightless += batch.weightless
         self.late += 0 if last_rows is None else batch.layout.num_rows - last_rows
         self.head += batch.read_BT.numel() - head_rows if head_rows else 0
 
@@ -161,10 +165,13 @@ class Counts:
             f"label, {self.shared:,} in a shared prefix), and {self.head / self.outputs:.0%} of the head's rows"
             f"{late}, in {self.packed} of {self.batches} batches"
         )
+        if self.weightless:
+            text += f"; {self.weightless:,} outputs of weight 0 not computed"
         if self.checks:
+            plain = "one" if self.compared == "gradient" else "ones"
             text += (
-                f"; gradient compared with the plain one in {self.checks} of {self.packed} of them, largest relative "
-                f"error {self.error:.1e}"
+                f"; {self.compared} compared with the plain {plain} in {self.checks} of {self.packed} of them, largest "
+                f"relative error {self.error:.1e}"
             )
         return text + refused + (f"; {self.plain_is_wrong}" if self.plain_is_wrong else "")
 

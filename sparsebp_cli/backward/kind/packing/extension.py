@@ -10,8 +10,8 @@ Shape letters: B examples, T positions, N computed rows, R rows of the head, V v
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, final
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sparsebp_cli.backward.core.loss_weight import weights_at
+from sparsebp_cli.backward.core.loss_weight import forward_weights, weights_at
 from sparsebp_cli.backward.decoder.decoder import argument_names, find_reentrant
 from sparsebp_cli.backward.decoder.kv_cache import CACHE_NAMES
 from sparsebp_cli.backward.isolation import Examples, compare_with_alone, examples_at
@@ -43,8 +43,8 @@ from sparsebp_cli.backward.kind.packing.fused import ARGUMENT, has_fused_head, r
 from sparsebp_cli.backward.kind.packing.groups import Bools
 from sparsebp_cli.backward.kind.packing.head import count_rows, kept_columns, read_rows, run_head, spread_logits
 from sparsebp_cli.backward.kind.packing.last_layer import install_last_layer
-from sparsebp_cli.backward.kind.packing.layout import make_layout
 from sparsebp_cli.backward.kind.packing.pair import ARGUMENTS, PairBatch, PairPacking, is_pair
+from sparsebp_cli.backward.kind.packing.reference import PackedReference
 from sparsebp_cli.backward.kind.packing.refusal import (
     find_head,
     find_model,
@@ -54,7 +54,10 @@ from sparsebp_cli.backward.kind.packing.refusal import (
     refuse_batch,
     refuse_inexact,
 )
-from sparsebp_cli.backward.kind.packing.verify import Check, compare_passes, limit_of
+from sparsebp_cli.backward.kind.packing.remembered import LastLayout
+from sparsebp_cli.backward.kind.packing.scoring import Reads, Scoring, run_scored
+from sparsebp_cli.backward.kind.packing.verify import AGAIN, Check, compare_passes, limit_of
+from sparsebp_cli.backward.kind.packing.weight import DeadExamples, find_weightless
 from sparsebp_cli.backward.observe.flops import DensePass, PassEstimate
 from sparsebp_cli.backward.observe.internals import find_hook
 from sparsebp_cli.backward.patch.deferred import defer_logits
@@ -68,7 +71,7 @@ from sparsebp_cli.backward.patch.forward import (
     uncompiled,
 )
 from sparsebp_cli.backward.patch.rng import capture_generators, generators_at
-from sparsebp_cli.errors import UnsupportedError
+from sparsebp_cli.errors import UnsupportedError, UsageError
 from sparsebp_cli.policy import BatchPacker, PackedSize, Step
 
 if TYPE_CHECKING:
@@ -76,7 +79,6 @@ if TYPE_CHECKING:
 
     from sparsebp_cli.backward.core.given import Given
 
-AGAIN = 1 / 200  # share of the batches that are compared though their kind is known
 _NOTHING_SEEN = (
     "no batch went through the forward of {} in training: what calls a part of it, or another forward, runs plainly"
 )
@@ -118,8 +120,10 @@ class PackingExtension:
     head: nn.Module | None
     dropout: AdapterDropout
     places: ModulePlaces
+    engine: PackingEngine
+    scoring: Scoring
 
-    def __init__(self, policy: BatchPacker, model: nn.Module, given: Given) -> None:  # noqa: ARG002 - as of all
+    def __init__(self, policy: BatchPacker, model: nn.Module, given: Given) -> None:
         self.policy, self.model = policy, find_model(model)
         self.stack = self.model.base_model
         self.pair = PairPacking(policy, self.model) if is_pair(self.model) else None
@@ -145,13 +149,18 @@ class PackingExtension:
         self.last_layer: nn.Module | None = None  # None: it runs all rows
         self.shortens: bool | None = None  # whether the last layer runs the rows that are read alone; None: not tried
         self.given_labels: Tensor | None = None
+        self.layouts, self.scoring, self.dead = LastLayout(), Scoring(self), DeadExamples()
+        self.trains = True  # False: forwards with a gradient are left as they are, as those of a reference
+        self.reference = PackedReference.of(given.reference, self, PackingExtension)
 
     def set_columns(self, **columns: Tensor) -> None:
         """Set the labels of the next batches, which the script does not pass to the model, until the next call."""
-        self.given_labels = columns.get("labels")
+        self.given_labels, self.dead.weight_B = columns.get("labels"), columns.get("example_weight")
 
     def install(self, engine: PackingEngine) -> None:
         self.engine = engine
+        if self.reference is not None:
+            self.reference.install(engine)
         self._switch.on()
         self._patches.install(self.model, PackedForward(self))
         self.dropout.install(self._patches)
@@ -165,6 +174,16 @@ class PackingExtension:
     def remove(self) -> None:
         self._patches.remove()
         self._switch.off()
+        if self.reference is not None:
+            self.reference.remove()
+
+    @contextmanager
+    def reading_by(self, labels: Tensor | None, reads: Reads) -> Iterator[None]:
+        """Pack forwards without a gradient of which no more than this is read, those of the reference too."""
+        with ExitStack() as stack:
+            for scoring in (self.scoring, *([] if self.reference is None else self.reference.scorings)):
+                stack.enter_context(scoring.reading_by(labels, reads))
+            yield
 
     def enable(self, enabled: bool) -> None:
         """Do nothing: the forward reads the engine's state."""
@@ -172,11 +191,18 @@ class PackingExtension:
     def start_step(self, step: Step) -> None:
         """Do nothing: rows are arranged in the forward."""
 
-    def plan(self, inputs: Mapping[str, Any], read_BT: Bools | None, *, whole: bool = False) -> PackedBatch | None:
+    def plan(
+        self,
+        inputs: Mapping[str, Any],
+        read_BT: Bools | None,
+        *,
+        whole: bool = False,
+        counts: Counts | None = None,
+    ) -> PackedBatch | None:
         """Arrange the rows of a batch; None if the plain forward does as little.
 
         ``read_BT`` marks the positions that the caller reads; None: all that are not padding. ``whole`` arranges them
-        even if nothing is left out.
+        even if nothing is left out. ``counts`` gets a batch that is refused; None: those of training.
         """
         first = next(inputs[name] for name in ("input_ids", "inputs_embeds") if inputs.get(name) is not None)
         size, device = (int(first.shape[0]), int(first.shape[1])), first.device
@@ -192,21 +218,21 @@ class PackingExtension:
             return None
         read = real if read_BT is None else read_BT
         # Only masks that look back alone are split where position numbers restart.
-        begins = find_begins(inputs, position, uses_cache=self._uses_cache(inputs)) if causal else None
+        begins = find_begins(inputs, position, uses_cache=self.uses_cache(inputs)) if causal else None
         facts = BatchFacts.of(inputs, real, read, position, begins)
         alone = read & ~real  # padding that is trained: the first token's label, with padding on the left
         if alone.any() and not (causal and self._switch.zeroes_padding):
             return None
         needed = self._needed(real, read, alone, causal=causal)
         if reason := refuse_batch(self.model, facts, int(position[needed | alone].max())):
-            self.counts.refuse(reason)
+            (self.counts if counts is None else counts).refuse(reason)
             return None
         ids = inputs.get("input_ids")
         # Token types are no part of what makes two prefixes equal.
         shares = causal and self.policy.prefixes == "share" and inputs.get("token_type_ids") is None
         shares = shares and not self.dropout  # in the plain step equal positions of two examples have their own masks
         tokens = ids.cpu().numpy() if shares and ids is not None else None
-        layout = make_layout(
+        layout = self.layouts.make(
             needed,
             tokens,
             position,
@@ -233,10 +259,10 @@ class PackingExtension:
         assert real is not None
         assert position is not None
         causal = self.is_causal is not False
-        begins = find_begins(inputs, position, uses_cache=self._uses_cache(inputs)) if causal else None
+        begins = find_begins(inputs, position, uses_cache=self.uses_cache(inputs)) if causal else None
         return examples_at(inputs, torch.from_numpy(real), None if begins is None else torch.from_numpy(begins))
 
-    def _uses_cache(self, inputs: Mapping[str, Any]) -> bool:
+    def uses_cache(self, inputs: Mapping[str, Any]) -> bool:
         """Return whether the plain forward makes a key/value cache."""
         given = inputs.get("use_cache")
         if given is None:
@@ -292,9 +318,21 @@ class PackingExtension:
                 self.counts.error = max(self.counts.error, check.error)
             if not check.passed:
                 self.failure = f"{check.describe()}: the plain step is used from here on"
+        if not self.trains:
+            return
         nothing = (_NOTHING_SEEN if self.model.training else _EVAL_MODE).format(type(self.model).__name__)
-        seen = self.counts.describe() if self.counts.batches else nothing
+        seen = self.counts.describe() + self.dead.note if self.counts.batches else nothing
         self.engine.notes["packing"] = self.failure or seen
+
+    def fail(self, text: str) -> None:
+        """Use the plain forward from here on, for the reason that is given."""
+        self.failure = text
+        self.note()
+
+    def count(self, batch: PackedBatch, counts: Counts) -> None:
+        """Count a packed batch, with the rows that the head and the last layer have run."""
+        read = batch.layout.read if self.shortens else None
+        counts.add(batch, 0 if self.head is None else count_rows(batch), None if read is None else len(read.row_M))
 
     def run_stack(
         self,
@@ -354,7 +392,8 @@ class PackingExtension:
             above = {m for m in self.last_layer.modules() if m not in inside}
             shares |= {n: len(layout.read.row_M) / size for n, m in self.model.named_modules() if m in above}
         named = {f"{self._prefix}{name}": share for name, share in shares.items()}
-        return PassEstimate(backward=named, forward=named, recomputed=named)
+        trained = {name: share * self.dead.trained_share for name, share in named.items()}
+        return PassEstimate(backward=trained, forward=named, recomputed=trained)
 
     def _find_spread(self) -> set[nn.Module]:
         """Return the modules that see (B, T, D) or one row an example: the pooler, and what lies above an encoder."""
@@ -372,6 +411,7 @@ class PackedForward(ForwardOverride):
         self._names = argument_names(self._model)
         # Not compiled, since the number of rows differs from step to step. Compiled layers stay compiled.
         self._run = uncompiled(self._pack)
+        self._score = uncompiled(partial(run_scored, extension.scoring, self))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model."""
@@ -379,12 +419,26 @@ class PackedForward(ForwardOverride):
             args = args[1:]
         arguments = dict(zip(self._names, args, strict=False)) | kwargs
         extension = self.extension
-        active = extension.engine.enabled and self._model.training and torch.is_grad_enabled()
+        if not (self.is_removed or torch.is_grad_enabled() or torch.compiler.is_compiling()):
+            return self._score(arguments)
+        active = extension.engine.enabled and extension.trains and self._model.training and torch.is_grad_enabled()
         if self.is_removed or not active or extension.failure or extension.engine.reference:
             return self.run_covered(self._model, **arguments)
         return self._run(arguments)
 
     def _pack(self, arguments: dict[str, Any]) -> Any:
+        given = {name: value for name, value in arguments.items() if value is not None}
+        if not given.get(ARGUMENT):
+            return self._pack_part(arguments)
+        output = self.extension.dead.run(given, self._pack_part, self._score)
+        self.extension.note()
+        return output
+
+    def run_plain(self, **arguments: Any) -> Any:
+        """Run the plain forward."""
+        return self.run_covered(self._model, **arguments)
+
+    def _pack_part(self, arguments: dict[str, Any]) -> Any:
         extension, counts = self.extension, self.extension.counts
         extension.places.check()
         given = {name: value for name, value in arguments.items() if value is not None}
@@ -396,8 +450,7 @@ class PackedForward(ForwardOverride):
             extension.failure = f"{hook}: the plain step is used from here on"
             extension.note()
             return plain()
-        pair = extension.pair
-        batch = extension.plan(given, self._read(given)) if pair is None else pair.plan(given)
+        batch = self.find_batch(given, counts, extension.given_labels)
         extension.last = batch
         if batch is None:
             counts.add_plain(next(given[name] for name in BATCH if name in given).shape[:2].numel())
@@ -406,24 +459,49 @@ class PackedForward(ForwardOverride):
         try:
             if extension.must_verify(batch) and not self._verify(batch, given):
                 return plain()
-            output = self._compute(batch, given)
+            output = self.compute(batch, given)
         except LooksAheadError:
             if extension.is_causal is False:
                 raise
             extension.is_causal = False  # found out by its first mask
-            return self._pack(arguments)
+            return self._pack_part(arguments)
         extension.is_causal = batch.layout.is_causal
-        read = batch.layout.read if extension.shortens else None
-        head_rows = 0 if extension.head is None else count_rows(batch)
-        counts.add(batch, head_rows, None if read is None else len(read.row_M))
+        extension.count(batch, counts)
         extension.note()
         return output.to_tuple() if given.get("return_dict") is False else output
 
-    def _read(self, given: Mapping[str, Any]) -> Bools | None:
+    def find_batch(self, given: dict[str, Any], counts: Counts, labels: Tensor | None) -> PackedBatch | None:
+        """Arrange the rows of a batch; None if the plain forward does as little.
+
+        ``labels`` are those of the script, for a forward that is given none.
+        """
+        extension = self.extension
+        if extension.pair is not None:
+            return extension.pair.plan(given)
+        read = self._read(given, labels)
+        weightless = self._find_weightless(given) if torch.is_grad_enabled() else None
+        if weightless is None or extension.head is None:
+            return extension.plan(given, read, counts=counts)
+        left = weightless if read is None else read & weightless
+        batch = extension.plan(given, ~weightless if read is None else read & ~weightless, counts=counts)
+        return None if batch is None else replace(batch, weightless=int(left.sum()))
+
+    def _find_weightless(self, given: Mapping[str, Any]) -> Bools | None:
+        """Return the positions of which the loss of this forward has said that their weight is zero; None: of none."""
+        weight_B = None if given.get(ARGUMENT) else self.extension.dead.weight_B
+        if weight_B is not None and "labels" in given:
+            raise UsageError(
+                "example_weight belongs to a loss of your own, and this forward computes the model's: leave its labels "
+                "out, or give engine.columns(loss_weight=...), which weighs that"
+            )
+        first = next(given[name] for name in BATCH if name in given)
+        return find_weightless(self._model, (int(first.shape[0]), int(first.shape[1])), weight_B)
+
+    def _read(self, given: Mapping[str, Any], labels: Tensor | None) -> Bools | None:
         """Return the positions of a causal language model whose logits are read; None: all that are not padding."""
         if self.extension.head is None:
             return None
-        labels = given.get("labels", self.extension.given_labels)
+        labels = given.get("labels", labels)
         if labels is not None:
             read = np.zeros(labels.shape, bool)
             read[:, :-1] = (labels[:, 1:] != IGNORED).cpu().numpy()
@@ -449,9 +527,10 @@ class PackedForward(ForwardOverride):
         enabled = extension.engine.enabled
         extension.engine.enabled = False
         try:
-            check = self._compare(batch, given, leaves)
+            with extension.scoring.paused():
+                check = self._compare(batch, given, leaves)
             if not check.passed and extension.pair is None:
-                check = self._decide(check, given)
+                check = self.decide(check, given)
         except ReadsUncomputedError:
             extension.failure = "the model's own loss reads positions of padding: the plain step is used from here on"
             extension.note()
@@ -477,30 +556,33 @@ class PackedForward(ForwardOverride):
             leaves,
             rows,
             lambda: run(partial(self.run_covered, self._model, **given)),
-            lambda: run(partial(self._compute, batch, given)),
+            lambda: run(partial(self.compute, batch, given)),
         )
 
-    def _decide(self, check: Check, given: dict[str, Any]) -> Check:
+    def decide(self, check: Check, given: dict[str, Any]) -> Check:
         """Ask which of two passes that differ computes each example as if it were alone, as both claim."""
         extension = self.extension
         inputs = {n: v for n, v in given.items() if n not in {"labels", "num_items_in_batch", "return_dict", ARGUMENT}}
         batch = extension.plan(inputs, None, whole=True)
         if batch is None:
             return check
-        passes = (partial(self.run_covered, self._model, **inputs), partial(self._compute, batch, inputs))
+        passes = (partial(self.run_covered, self._model, **inputs), partial(self.compute, batch, inputs))
         try:
-            plain, packed = compare_with_alone(self._model, extension.find_examples(inputs), passes)
+            with extension.scoring.paused():
+                plain, packed = compare_with_alone(self._model, extension.find_examples(inputs), passes)
         except Exception:  # whatever a model raises for an example alone
             return check
         return check.decide(plain, packed)
 
-    def _compute(self, batch: PackedBatch, given: dict[str, Any]) -> Any:
+    def compute(self, batch: PackedBatch, given: dict[str, Any]) -> Any:
         extension = self.extension
         options = {name: value for name, value in given.items() if name not in KNOWN | ARGUMENTS} | {
             "return_dict": True,
             "use_cache": False,
         }
-        with extension.engine.short_forward(num_rows=batch.layout.shape[0] * batch.layout.shape[1]):
+        # Sites count what a backward follows.
+        short = extension.engine.short_forward(num_rows=batch.layout.shape[0] * batch.layout.shape[1])
+        with short if torch.is_grad_enabled() else nullcontext():
             if extension.pair is not None and isinstance(batch, PairBatch):
                 output, num_calls = extension.pair.compute(batch, given, options)
                 extension.check_calls(num_calls)
@@ -551,18 +633,30 @@ class PackedForward(ForwardOverride):
         chosen = logits.index_select(0, inverse) if batch.layout.num_shared and len(rows) else logits
         loss = self._loss(chosen, labels, batch.place_R, given)
         output = _changed(output, loss=loss, logits=None)
-        return defer_logits(output, partial(spread_logits, logits.detach(), inverse, batch, kept))
+        spread = partial(spread_logits, logits.detach(), inverse, batch, kept)
+        if not batch.weightless or extension.scoring.is_paused:
+            return defer_logits(output, spread)
+        return defer_logits(output, extension.scoring.later(partial(self._all_logits, given)))
+
+    def _all_logits(self, given: Mapping[str, Any]) -> Tensor:
+        """Return the logits of the plain forward: somebody reads those of labels without a weight."""
+        inputs = {name: value for name, value in given.items() if name not in {"labels", "num_items_in_batch"}}
+        logits: Tensor = self.run_plain(**inputs).logits
+        return logits
 
     def _loss(self, logits_RV: Tensor, labels_BT: Tensor, place_R: Tensor, given: Mapping[str, Any]) -> Tensor:
         """Return the model's loss of the rows that have a label."""
         target_R = labels_BT.flatten()[1:].index_select(0, place_R)
+        count = given.get("num_items_in_batch")
+        if count is None and forward_weights(self._model) is not None:  # labels of weight 0 count, and have no row here
+            count = (labels_BT[:, 1:] != IGNORED).sum()
         if not len(place_R):  # the plain loss of a batch without a label: no number for a mean, 0 for a share of others
             place_R, target_R = place_R.new_zeros(1), labels_BT.new_full((1,), IGNORED)
         loss: Tensor = self._model.loss_function(
             logits_RV[None],
             target_R[None],
             logits_RV.shape[-1],
-            num_items_in_batch=given.get("num_items_in_batch"),
+            num_items_in_batch=count,
             shift_labels=target_R[None],
             **({} if (weight_R := weights_at(self._model, place_R)) is None else {"shift_weights": weight_R}),
         )

@@ -22,6 +22,7 @@ ROW_LIMITS = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 3e-2, to
 MOST_TIMES = 10.0
 
 
+AGAIN = 1 / 200  # share of the batches that are compared though their kind is known
 MUCH_FARTHER = 10.0  # from the examples alone: then one of two passes is wrong, and the other has rounding alone
 
 
@@ -137,15 +138,40 @@ def _compare_gradients(
     return Check(float("inf") if isnan(error) else error, limit, worst, allowed)
 
 
-def _compare_rows(plain: Tensor, packed: Tensor, *, floor: float) -> tuple[float, float]:
-    """Return the largest relative error of a row, and what the median row allows."""
+def _compare_rows(plain: Tensor, packed: Tensor, *, floor: float, least: float = 0.0) -> tuple[float, float]:
+    """Return the largest relative error of a row, and what the median row allows; ``least`` is the size from which on
+    an error is relative."""
     plain_RX, packed_RX = (rows.flatten(0, max(0, rows.dim() - 2)).double() for rows in (plain, packed))
     if plain_RX.shape != packed_RX.shape or not plain_RX.numel():
         return 0.0, 1.0
     size_R = plain_RX.norm(dim=-1)
     # A row of nearly nothing has no relative error of its own.
-    error_R = (packed_RX - plain_RX).norm(dim=-1) / size_R.clamp_min(float(size_R.mean()) / 100)
-    return float(error_R.max()), max(floor, MOST_TIMES * float(error_R.median()))
+    error_R = (packed_RX - plain_RX).norm(dim=-1) / size_R.clamp_min(max(float(size_R.mean()) / 100, least))
+    worst = float(error_R.max())
+    return float("inf") if isnan(worst) else worst, max(floor, MOST_TIMES * float(error_R.median()))
+
+
+def compare_outputs(model: nn.Module, rows: Tensor, plain: Any, packed: Any) -> Check:
+    """Compare two outputs of a forward without a gradient: the loss, and what is read, row by row.
+
+    ``rows`` (B, T) are those that are read.
+    """
+    floor, found = ROW_LIMITS[_coarsest(model)], [(0.0, 1.0)]
+    loss, packed_loss = getattr(plain, "loss", None), getattr(packed, "loss", None)
+    if loss is not None and packed_loss is not None and bool(loss.isfinite()):
+        error = float((packed_loss.double() - loss.double()).abs() / loss.double().abs().clamp_min(1e-30))
+        found.append((float("inf") if isnan(error) else error, limit_of(model)))
+    by_token = [name for name in ("log_probs", "entropy") if getattr(plain, name, None) is not None]
+    for name in by_token:  # of trl's fused head: (B, T - 1), one number a row
+        is_read = rows[:, : getattr(plain, name).shape[1]]
+        one, other = (getattr(output, name)[is_read][:, None] for output in (plain, packed))
+        found.append(_compare_rows(one, other, floor=floor, least=1.0))
+    if not by_token:
+        one, other = (output.logits if loss is not None else output[0] for output in (plain, packed))
+        by_row = one.shape[:2] == rows.shape
+        found.append(_compare_rows(one[rows] if by_row else one, other[rows] if by_row else other, floor=floor))
+    worst, allowed = max(found, key=lambda pair: pair[0] / pair[1])
+    return Check(0.0, 1.0, worst, allowed)
 
 
 def limit_of(model: nn.Module) -> float:

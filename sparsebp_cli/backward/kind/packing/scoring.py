@@ -1,0 +1,264 @@
+"""Forwards without a gradient: references, old log-probabilities, evaluations.
+
+No backward shows what is read of them, so they are packed where that is known: with labels, of which anything but the
+loss is computed plainly when it is read; with trl's fused head, which returns nothing else; and where the script says
+so (:meth:`~sparsebp_cli.backward.core.engine.Engine.scoring`). All others, such as those of ``generate``, stay as they
+are.
+
+Shape letters: B examples, T positions.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar, final
+
+import torch
+from torch import Tensor, nn
+
+from sparsebp_cli.backward.decoder.kv_cache import CACHE_NAMES
+from sparsebp_cli.backward.kind.packing.attention import LooksAheadError
+from sparsebp_cli.backward.kind.packing.batch import BATCH, KNOWN, Counts, PackedBatch
+from sparsebp_cli.backward.kind.packing.fused import ARGUMENT
+from sparsebp_cli.backward.kind.packing.head import kept_columns
+from sparsebp_cli.backward.kind.packing.output import defer_values
+from sparsebp_cli.backward.kind.packing.pair import ARGUMENTS
+from sparsebp_cli.backward.kind.packing.verify import AGAIN, Check, compare_outputs
+from sparsebp_cli.backward.observe.internals import find_hook
+from sparsebp_cli.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from sparsebp_cli.backward.kind.packing.extension import PackingExtension
+
+_Value = TypeVar("_Value")
+Reads = Literal["labels", "loss"]
+NOTE = "packing without a gradient"  # the note's name in the report
+READS_MORE = (
+    "the script reads more than the loss of a forward without a gradient, which was computed plainly then: give the "
+    "forward no labels, or say by engine.scoring(...) that positions with a label alone are read"
+)
+CHANGED = (
+    "outputs beside the loss that lossless did not compute are computed when they are read, and the model's weights "
+    "have changed since: read them before the update"
+)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What the script has said that it reads of forwards without a gradient."""
+
+    labels: Tensor | None  # where the forward is not given them; None: all positions that are not padding
+    reads: Reads
+
+
+@dataclass
+class ScoringCounts(Counts):
+    """Positions of all batches without a gradient so far."""
+
+    compared: ClassVar[str] = "outputs"
+
+
+class Passes(Protocol):
+    """The two ways to run one forward."""
+
+    def compute(self, batch: PackedBatch, given: dict[str, Any]) -> Any:
+        """Run the rows of a batch."""
+
+    def find_batch(self, given: dict[str, Any], counts: Counts, labels: Tensor | None) -> PackedBatch | None:
+        """Arrange the rows; None if the plain forward does as little."""
+
+    def run_plain(self, **arguments: Any) -> Any:
+        """Run the plain forward."""
+
+    def decide(self, check: Check, given: dict[str, Any]) -> Check:
+        """Ask each example alone which of two passes that differ is wrong."""
+
+
+@final
+class Scoring:
+    """The forwards without a gradient of one packed model."""
+
+    counts: ScoringCounts
+    reading: Reading | None
+    topic: str
+    is_paused: bool
+
+    def __init__(self, extension: PackingExtension, topic: str = NOTE) -> None:
+        self._extension, self.topic = extension, topic
+        self.counts = ScoringCounts()
+        self.reading = None  # outside of engine.scoring()
+        self.is_paused = False
+        self._stopped = ""  # why forwards with labels are plain from here on
+        self._seen: dict[tuple[object, ...], tuple[int, int]] = {}
+
+    @contextmanager
+    def reading_by(self, labels: Tensor | None, reads: Reads) -> Iterator[None]:
+        """Pack forwards of which a script reads no more than this, also while policies are off."""
+        before, self.reading = self.reading, Reading(labels, reads)
+        try:
+            yield
+        finally:
+            self.reading = before
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Run everything plainly, as a comparison does."""
+        before, self.is_paused = self.is_paused, True
+        try:
+            yield
+        finally:
+            self.is_paused = before
+
+    def takes(self, given: Mapping[str, Any]) -> bool:
+        """Return whether it is known what is read of a forward with these arguments, and nothing forbids to pack it."""
+        extension, engine = self._extension, self._extension.engine
+        if self.is_paused or extension.failure or engine.reference or not (engine.enabled or self.reading is not None):
+            return False
+        if extension.model.training and extension.dropout:  # reading again would draw other masks
+            return False
+        return self._knows_arguments(given) and self._knows_reads(given)
+
+    def _knows_arguments(self, given: Mapping[str, Any]) -> bool:
+        """Return whether nothing among the arguments is a cache, or may say something about single positions."""
+        known = KNOWN | ({ARGUMENT} if given.get(ARGUMENT) else set()) | (ARGUMENTS if self._extension.pair else set())
+        unknown = (v for name, v in given.items() if name not in known and (isinstance(v, Tensor) or v))
+        if any(True for _ in unknown) or given.get("use_cache") or given.get("return_dict") is False:
+            return False
+        return any(isinstance(given.get(name), Tensor) and given[name].dim() > 1 for name in BATCH)
+
+    def _knows_reads(self, given: Mapping[str, Any]) -> bool:
+        """Return whether it is known what is read of the output."""
+        has_labels, reading = given.get("labels") is not None, self.reading
+        if given.get(ARGUMENT):
+            return has_labels
+        return (reading is not None and reading.reads == "labels") or (has_labels and not self._stopped)
+
+    def run(self, given: dict[str, Any], passes: Passes, plain: Callable[[], Any]) -> Any:
+        """Return the output of a forward that is taken."""
+        extension = self._extension
+        extension.places.check()
+        if find_hook(extension.model, inside=True):
+            return plain()
+        labels = None if self.reading is None else self.reading.labels
+        first = next(given[name] for name in BATCH if name in given)
+        if labels is not None and given.get("labels") is None and labels.shape != first.shape[:2]:
+            raise UnsupportedError(
+                f"engine.scoring was given labels {tuple(labels.shape)}, and the batch has {tuple(first.shape[:2])} "
+                "positions"
+            )
+        batch = passes.find_batch(given, self.counts, labels)
+        if batch is None:
+            self.counts.add_plain(first.shape[:2].numel())
+            self.note()
+            return plain()
+        try:
+            output = passes.compute(batch, given)
+            # What is returned does not depend on whether it was compared: a resumed run compares at other batches.
+            if self._must_compare(batch) and not self._passes(batch, given, passes, output):
+                return plain()
+        except LooksAheadError:
+            if extension.is_causal is False:
+                raise
+            extension.is_causal = False  # found out by its first mask
+            return self.run(given, passes, plain)
+        extension.is_causal = batch.layout.is_causal
+        extension.count(batch, self.counts)
+        self.note()
+        return self._finish(output, given, plain)
+
+    def _finish(self, output: Any, given: Mapping[str, Any], plain: Callable[[], Any]) -> Any:
+        """Return an output of which more than what was computed is computed when it is read."""
+        is_read = self.reading is not None and self.reading.reads == "labels"
+        if given.get(ARGUMENT) or given.get("labels") is None or is_read:
+            return output
+
+        def read() -> Any:
+            self._stopped = READS_MORE
+            self.note()
+            return plain()
+
+        values = vars(output)  # read past what computes logits when they are asked for
+        names = [f.name for f in fields(output) if f.name != "loss" and values.get(f.name) is not None]
+        caches = CACHE_NAMES if self._extension.uses_cache(given) else ()
+        return defer_values(output, [*names, *caches], self.later(read))
+
+    def later(self, compute: Callable[[], _Value]) -> Callable[[], _Value]:
+        """Return a function that runs something plainly, without a gradient, as it would run now."""
+        model = self._extension.model
+        device = next(model.parameters()).device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        version = _version_of(model)
+
+        def run() -> _Value:
+            if _version_of(model) != version:
+                raise UnsupportedError(CHANGED)
+            with torch.no_grad(), self.paused(), torch.autocast(device, dtype=dtype, enabled=dtype is not None):
+                return compute()
+
+        return run
+
+    def _must_compare(self, batch: PackedBatch) -> bool:
+        """Return whether this batch is to be compared with the plain forward: as with a gradient, and again where
+        adapters were switched on or off."""
+        extension = self._extension
+        verify = extension.policy.verify
+        if verify == "never" or (extension.engine.is_probing and verify != "always"):
+            return False
+        if verify == "always":
+            return True
+        key = (*batch.signature, extension.model.training, _adapters_of(extension.model))
+        size, seen = batch.layout.shape, self._seen.get(key, (0, 0))
+        self._seen[key] = (max(size[0], seen[0]), max(size[1], seen[1]))
+        # A generator of its own: the global one belongs to the training.
+        return size[0] > seen[0] or size[1] > seen[1] or random.Random(self.counts.packed).random() < AGAIN
+
+    def _passes(self, batch: PackedBatch, given: dict[str, Any], passes: Passes, packed: Any) -> bool:
+        """Return whether an output can be used, after a comparison with the plain forward."""
+        extension = self._extension
+        rows = batch.layout.computed_BT
+        if extension.head is not None:
+            rows = batch.read_BT[:, kept_columns(given.get("logits_to_keep"))]
+        with self.paused():
+            check = compare_outputs(extension.model, rows, passes.run_plain(**given), packed)
+            if not check.passed and extension.pair is None:
+                check = passes.decide(check, given)
+        self.counts.checks += 1
+        if check.guilty == "plain":
+            self.counts.judge(check.describe())
+        else:
+            self.counts.error = max(self.counts.error, check.row_error)
+        if not check.passed:
+            extension.fail(f"{check.describe()}: the plain step is used from here on")
+            self.note()
+        return check.passed
+
+    def note(self) -> None:
+        """Write the counts into the report."""
+        extension = self._extension
+        stopped = f"; {self._stopped}" if self._stopped else ""
+        extension.engine.notes[self.topic] = extension.failure or self.counts.describe() + stopped
+
+
+def _version_of(model: nn.Module) -> int:
+    """Return a number that grows with each change of a parameter in place."""
+    return sum(parameter._version for parameter in model.parameters())  # noqa: SLF001 - what autograd itself counts
+
+
+def _adapters_of(model: nn.Module) -> tuple[object, ...]:
+    """Return which of peft's adapters take part: the first layer that has any speaks for all."""
+    for module in model.modules():
+        state = getattr(module, "disable_adapters", None)
+        if isinstance(state, bool):  # of a layer; a model of transformers has a method of this name
+            return (state, *getattr(module, "active_adapters", ()))
+    return ()
+
+
+def run_scored(scoring: Scoring, passes: Passes, arguments: dict[str, Any]) -> Any:
+    """Run a forward without a gradient, packed if it is known what is read of it."""
+    given = {name: value for name, value in arguments.items() if value is not None}
+    plain = partial(passes.run_plain, **arguments)
+    return scoring.run(given, passes, plain) if scoring.takes(given) else plain()

@@ -1,0 +1,170 @@
+"""Rows whose loss has the weight zero: of tokens, by ``loss_weight``, and of whole examples, by ``example_weight``.
+
+Attention never crosses examples, and a row that nobody reads gets no gradient. So an example of weight 0 is not
+computed where a loss of the script's own reads logits. Under trl's fused head, whose outputs are logged for all
+examples, it is run without a gradient.
+
+Shape letters: B examples, T positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from sparsebp_cli.backward.core.loss_weight import forward_weights
+from sparsebp_cli.backward.kind.packing.batch import BATCH
+from sparsebp_cli.backward.kind.packing.boundary import ReadsUncomputedError
+from sparsebp_cli.backward.kind.packing.groups import Bools
+from sparsebp_cli.errors import UnsupportedError, UsageError
+
+BY_EXAMPLE = {*BATCH, "attention_mask", "labels"}  # arguments with a row for each example
+
+
+def find_weightless(model: nn.Module, shape: tuple[int, int], weight_B: Tensor | None) -> Bools | None:
+    """Return the positions (B, T) whose output has the weight zero in the loss of the forward that runs; None: none.
+
+    ``weight_B`` are the weights of whole examples in a loss of the script's own.
+    """
+    weight_BT = forward_weights(model)
+    if weight_BT is None and weight_B is None:
+        return None
+    found = torch.zeros(shape, dtype=torch.bool)
+    if weight_BT is not None and tuple(weight_BT.shape) == shape:  # another shape is refused by the loss
+        found[:, :-1] = weight_BT[:, 1:].cpu() == 0
+    if weight_B is not None:
+        found[_dead(weight_B, shape[0]).cpu()] = True
+    numbers: Bools = found.numpy()
+    return numbers if numbers.any() else None
+
+
+def _dead(weight_B: Tensor, num_examples: int) -> Tensor:
+    """Return which examples have the weight zero."""
+    if weight_B.dim() == 0 or len(weight_B) != num_examples:
+        raise UsageError(
+            f"example_weight must have one row for each of {num_examples} examples, got {tuple(weight_B.shape)}"
+        )
+    return weight_B.detach().reshape(num_examples, -1).eq(0).all(1)
+
+
+@final
+class DeadExamples:
+    """Examples of weight zero under trl's fused head: their outputs are computed without a gradient.
+
+    Nobody has declared the loss. So at the first batch that has such examples the gradient that arrives at them is
+    read: from the next one on they have none if it was zero.
+    """
+
+    weight_B: Tensor | None  # of the next batches
+    number: int
+    trained_share: float
+
+    def __init__(self) -> None:
+        self.weight_B = None
+        self.trained_share = 1.0  # of the last batch's examples
+        self.number = 0  # examples so far that were run without a gradient
+        self._is_silent: bool | None = None  # whether no gradient arrives at them; None: not yet seen
+
+    @property
+    def note(self) -> str:
+        """A sentence for the report; empty for nothing."""
+        if self._is_silent is False:
+            return "; examples of weight 0 get a gradient from the loss, and are trained as all others"
+        return f"; {self.number:,} examples of weight 0 run without a gradient" if self.number else ""
+
+    def split(self, given: Mapping[str, Any]) -> tuple[Tensor, Tensor] | None:
+        """Return the numbers of the examples that are trained and of the others; None: all are trained."""
+        if self.weight_B is None or self._is_silent is False or not _has_rows(given):
+            return None
+        dead_B = _dead(self.weight_B, len(given["labels"])).to(given["labels"].device)
+        if not bool(dead_B.any()):
+            return None
+        if bool(dead_B.all()):  # the loss must have a graph
+            dead_B[0] = False
+        return (~dead_B).nonzero()[:, 0], dead_B.nonzero()[:, 0]
+
+    def run(
+        self,
+        given: Mapping[str, Any],
+        live: Callable[[dict[str, Any]], Any],
+        dead: Callable[[dict[str, Any]], Any],
+    ) -> Any:
+        """Return the output of a batch; ``live`` runs examples with a gradient, ``dead`` without."""
+        parts, self.trained_share = self.split(given), 1.0
+        if parts is None:
+            return live(dict(given))
+        first, rest = live(_take(given, parts[0])), _take(given, parts[1])
+        if self._is_silent is None:  # in the same parts: the sums of what is trained do not depend on what was seen
+            return _join(first, self._watch(live(rest)), parts, given)
+        with torch.no_grad():
+            second = dead(rest)
+        self.number += len(parts[1])
+        self.trained_share = len(parts[0]) / (len(parts[0]) + len(parts[1]))
+        return _join(first, second, parts, given)
+
+    def _watch(self, output: Any) -> Any:
+        """Find out in the backward whether a gradient arrives at an output of examples of weight zero."""
+
+        def look(grad: Tensor) -> None:
+            self._is_silent = self._is_silent is not False and not bool((grad != 0).any())
+
+        for field in fields(output):
+            value = getattr(output, field.name)
+            if isinstance(value, Tensor) and value.requires_grad and value.dim():
+                value.register_hook(look)
+        return output
+
+
+def _has_rows(given: Mapping[str, Any]) -> bool:
+    """Whether each tensor among the arguments has a row for each example, so that a part of them can be taken."""
+    size = given["labels"].shape[:1]
+    return all(name in BY_EXAMPLE and v.shape[:1] == size for name, v in given.items() if isinstance(v, Tensor))
+
+
+def _take(given: Mapping[str, Any], example_D: Tensor) -> dict[str, Any]:
+    return {n: v.index_select(0, example_D) if isinstance(v, Tensor) else v for n, v in given.items()}
+
+
+def _join(first: Any, second: Any, parts: tuple[Tensor, Tensor], given: Mapping[str, Any]) -> Any:
+    """Return an output of trl's fused head from those of two parts of the batch."""
+    values: dict[str, Any] = {}
+    for field in fields(first):
+        one, other = getattr(first, field.name), getattr(second, field.name)
+        if isinstance(one, Tensor) and one.dim():
+            if other.requires_grad:
+                values[field.name] = torch.cat((one, other))[torch.cat(parts).argsort()]
+            else:
+                values[field.name] = _Joined.apply(one, other, *parts)  # type: ignore[no-untyped-call]
+        elif one is not None and field.name != "loss":
+            raise UnsupportedError(f"packing does not know {field.name} of trl's fused head for parts of a batch")
+    count = given.get("num_items_in_batch")
+    if count is None:
+        count = values["label_mask"].sum().clamp(min=1)
+    return type(first)(loss=-values["log_probs"].sum() / count, **values)
+
+
+class _Joined(torch.autograd.Function):
+    """Rows of two parts of a batch, of which the second has no graph."""
+
+    @staticmethod
+    def forward(ctx: Any, live: Tensor, dead: Tensor, live_L: Tensor, dead_D: Tensor) -> Tensor:
+        ctx.save_for_backward(live_L, dead_D)
+        whole = live.new_empty(len(live_L) + len(dead_D), *live.shape[1:])
+        return whole.index_copy_(0, live_L, live).index_copy_(0, dead_D, dead.to(live.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        live_L, dead_D = ctx.saved_tensors
+        (grad,) = grads
+        if bool((grad.index_select(0, dead_D) != 0).any()):
+            raise ReadsUncomputedError(
+                "the loss gives examples of weight 0 a gradient, which it did not at the first batch that had any, so "
+                "lossless ran them without one: leave their advantage or example_weight out of what the engine is given"
+            )
+        return grad.index_select(0, live_L), None, None, None
