@@ -24,6 +24,7 @@ from sparsebp_cli.cli.data import data
 from sparsebp_cli.cli.difference import diff
 from sparsebp_cli.cli.evaluate import evaluate
 from sparsebp_cli.cli.housekeeping import prune, rm
+from sparsebp_cli.cli.judge import judge
 from sparsebp_cli.cli.label import note, tag
 from sparsebp_cli.cli.outlet import Outlets
 from sparsebp_cli.cli.policies import policies
@@ -85,7 +86,7 @@ crash: Crash = Crash()
 VERBS: dict[str, tuple[Callable[..., None], ...]] = {
     "Begin": (quickstart, init, new, recipes),
     "Runs": (run, study, resume, rerun, cancel, logs, tag, note, archive, prune, rm),
-    "Results": (compare, evaluate, diff, runs, top, show, sync, ui),
+    "Results": (compare, judge, evaluate, diff, runs, top, show, sync, ui),
     "Recipes": (validate, worth, data, export, schema, policies, models, datasets, fetch),
     "This machine and others": (doctor, audit, bench, targets),
 }
@@ -95,6 +96,7 @@ WRITING = {
     "fetch",
     "quickstart",
     "study",
+    "judge",
     "resume",
     "rerun",
     "cancel",
