@@ -42,32 +42,31 @@ from sparsebp_cli.study.trial import StudyTrial  # noqa: E402
 
 RESULT = ROOT / "benchmarks" / "results" / "judge-climb.json"
 START = (
-    "training.max_steps=12",
+    "training.max_steps=10",
     "training.per_device_train_batch_size=4",
     "training.warmup_steps=2",
     "dataset.max_seq_length=64",
-    "measure={eval_every: 100, eval_examples: 48, probe_every: null, fidelity_every: null}",
+    "measure={eval_every: 100, eval_examples: 32, probe_every: null, fidelity_every: null}",
     "checkpoint.every=100",
     "name=start",
 )
-# In a fixed order that was drawn once. A null changes a number that 12 steps cannot feel; the others may help or not.
+# In a fixed order that was drawn once. A null changes a number that 10 steps cannot feel; the others may help or not.
 PROPOSALS: tuple[tuple[str, bool], ...] = (
     ("training.weight_decay=0.0101", True),
-    ("training.learning_rate=5e-4", False),
-    ("training.optim_args.eps=1.1e-8", True),
     ("training.learning_rate=2e-3", False),
+    ("training.optim_args.eps=1.1e-8", True),
+    ("training.learning_rate=3e-3", False),
     ("training.weight_decay=0.0099", True),
     ("training.lr_scheduler_type=linear", False),
     ("training.optim_args.betas=[0.9, 0.9991]", True),
     ("training.max_grad_norm=0.5", False),
     ("training.weight_decay=0.0102", True),
-    ("training.learning_rate=4e-3", False),
-    ("training.optim_args.eps=0.9e-8", True),
     ("training.warmup_steps=0", False),
 )
 NAIVE_SEED = 0
-FINAL_SEEDS = range(900, 908)  # of neither rule
+FINAL_SEEDS = range(900, 905)  # of neither rule
 BUDGET = 1e18
+GAIN_PAIRS = 2  # fewer than the verb's default: there is little time
 
 
 class HereDriver:
@@ -150,7 +149,12 @@ def climb_judged(climb: Climb, change: str) -> dict[str, object]:
     """Ask the judge, and keep what it calls better."""
     candidate, baseline = make_contender([*climb.changes, change], change), make_contender(climb.changes, "best")
     ledger = Ledger()
-    session = JudgeSession(make_arms(candidate, baseline), Terms(QuestionBudget(BUDGET, "flops")), ledger, lambda: None)
+    session = JudgeSession(
+        make_arms(candidate, baseline),
+        Terms(QuestionBudget(BUDGET, "flops"), gain_pairs=GAIN_PAIRS),
+        ledger,
+        lambda: None,
+    )
     question = session.run()
     runs = question.spent["runs"]
     climb.num_runs += int(runs)
