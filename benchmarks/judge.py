@@ -240,8 +240,9 @@ def run_naively(world: World, nights: int, draw: np.random.Generator) -> dict[st
 
 
 def find_bound(common: float, effect: float = 1.0, miss: float = 0.2, share: float = 0.0) -> dict[str, float]:
-    """Return A. Wald's least expected runs (1945) at power 0.8 and a level of 0.05 / 100, if mean, seed noise and spread
-    of the baseline were known at no cost: of a null, of a true effect, and of a proposal where a share is true."""
+    """Return A. Wald's least expected runs (1945) at power 0.8 and a level of 0.05 / 100, if mean, seed noise and
+    spread of the baseline were known at no cost: of a null, of a true effect, and of a proposal where a share is
+    true."""
     drift = effect**2 / (2.0 * (1.0 - common))
     level = LEVEL / PROPOSALS
     null = ((1 - level) * math.log((1 - level) / miss) + level * math.log(level / (1 - miss))) / drift

@@ -1,9 +1,9 @@
 """Evidence that a candidate is better: how much more likely its pairs are with a gain than without one.
 
 A pair is the baseline's value minus the candidate's, turned so that more is better, of two runs with one seed. The
-spread of pairs is unknown, so the likelihood is that of the t statistics alone: the right Haar prior of the spread
-(D. Hajnal, A two-sample sequential t-test, 1961; M. Perez-Ortiz et al., E-statistics, group invariance and
-anytime-valid testing, 2022). Under no gain it is a martingale from 1 on, so it ever reaches 1/a with a chance of at most a, whenever
+spread of pairs is unknown, so the likelihood is that of the t statistics alone: the right Haar prior of the spread (D.
+Hajnal, A two-sample sequential t-test, 1961; M. Perez-Ortiz et al., E-statistics, group invariance and anytime-valid
+testing, 2022). Under no gain it is a martingale from 1 on, so it ever reaches 1/a with a chance of at most a, whenever
 one looks. A candidate that is worse has less at every look: adding a constant to each pair raises every t.
 """
 

@@ -3,8 +3,8 @@
 Each question whose candidate passes the screen takes the first free place of a sequence of levels that sums to 5%. A
 candidate that is kept gives its place back, since only the first false one matters (J. Tian and A. Ramdas, Online
 control of the familywise error rate, 2021: the online fallback); one that is not kept has spent it. Whoever proposes
-may have seen everything before: the pairs that decide are of seeds that nobody has seen, so each false keep has a chance of at
-most its level given all the past, and these sum to 5%, however many judges work at once.
+may have seen everything before: the pairs that decide are of seeds that nobody has seen, so each false keep has a
+chance of at most its level given all the past, and these sum to 5%, however many judges work at once.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def test_a_candidate_is_a_recipe_a_policy_or_a_change(
     ("words", "said"),
     [
         ((*WORDS, "--budget", "1h"), "judge needs a candidate"),
-        ((*WORDS, "--set", "training.seed=1"), "judge needs --budget, or --final"),
+        ((*WORDS, "--set", "training.weight_decay=0.1"), "judge needs --budget, or --final"),
         ((*BETTER, "--final"), "judge needs --budget, or --final"),
         ((*WORDS, "--set", "training.weight_decay=0.1", "--budget", "soon"), "--budget must be a time"),
         ((*WORDS, "--set", "training.weight_decay=0.1", "--final"), "judge it on validation first"),
