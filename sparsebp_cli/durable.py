@@ -94,6 +94,13 @@ def append(path: Path, content: bytes) -> None:
         sync(path.parent)
 
 
+def cut(path: Path, size: int) -> None:
+    """Take away what a file has beyond so many bytes, such as half a line, and wait for the disk."""
+    with path.open("r+b") as stream:
+        stream.truncate(size)
+        os.fsync(stream.fileno())
+
+
 def make_folder(path: Path, *, mode: int = 0o777, exist_ok: bool = False) -> None:
     """Make a folder and those above it, and wait until the disk has their names."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]

@@ -26,6 +26,7 @@ from sparsebp_cli.cli.difference import diff
 from sparsebp_cli.cli.evaluate import evaluate
 from sparsebp_cli.cli.exit_code import CHECK_FAILED, SHORT
 from sparsebp_cli.cli.housekeeping import prune, rm
+from sparsebp_cli.cli.judge import judge
 from sparsebp_cli.cli.label import note, tag
 from sparsebp_cli.cli.model import model
 from sparsebp_cli.cli.outlet import Outlets
@@ -88,7 +89,7 @@ crash: Crash = Crash()
 VERBS: dict[str, tuple[Callable[..., None], ...]] = {
     "Begin": (quickstart, init, new, recipes),
     "Runs": (run, study, resume, rerun, cancel, logs, tag, note, archive, prune, rm),
-    "Results": (compare, evaluate, model, diff, runs, top, show, sync, ui),
+    "Results": (compare, judge, evaluate, model, diff, runs, top, show, sync, ui),
     "Recipes": (validate, worth, data, export, schema, policies, models, datasets, fetch),
     "This machine and others": (doctor, audit, bench, targets),
 }
@@ -98,6 +99,7 @@ WRITING = {
     "fetch",
     "quickstart",
     "study",
+    "judge",
     "resume",
     "rerun",
     "cancel",

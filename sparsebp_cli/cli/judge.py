@@ -1,0 +1,156 @@
+"""``sparsebp judge``: is a candidate better than a baseline? Spends a budget, and keeps a ledger of every question."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from sparsebp_cli.cli.completion import complete_recipe
+from sparsebp_cli.cli.interrupt import Interrupts
+from sparsebp_cli.cli.option import RECIPE_HELP, Changes, Format, resolve_one
+from sparsebp_cli.cli.screen import Output, print_json, print_line
+from sparsebp_cli.errors import UsageError
+
+if TYPE_CHECKING:
+    from sparsebp_cli.judge.answer import Answer
+    from sparsebp_cli.judge.question import Contender, Proposal
+    from sparsebp_cli.judge.session import JudgeSession, Terms
+
+POLL_SECONDS = 0.2
+STOPPING = "stopping: what runs ends with a checkpoint, and the same command goes on; Ctrl-C again ends it at once"
+CANDIDATE = "A recipe, or a policy in the baseline's recipe; default: the baseline's recipe with --set."
+BUDGET = "What this question may spend in all: a time of its runs (30m, 2h), or FLOPs (3e15)."
+EFFECT = "The least gain worth finding, in the metric's unit; default: a standard deviation of a run."
+MARGIN = "Go on until better, worse or equal within this is shown: eval/loss=0.01."
+GAIN = "Fresh pairs that measure the gain of a candidate that was kept."
+FINAL = "Open the test split, once for these data: fresh pairs of a candidate that was kept."
+
+
+class Equal(StrEnum):
+    """What both sides have as much of."""
+
+    FLOPS = "flops"
+    STEPS = "steps"
+
+
+def judge(  # noqa: PLR0913, PLR0917 - one parameter an option
+    against: Annotated[
+        Path,
+        typer.Option(
+            "--against", metavar="RECIPE", help=RECIPE_HELP, callback=resolve_one, autocompletion=complete_recipe
+        ),
+    ],
+    candidate: Annotated[
+        str | None, typer.Argument(metavar="CANDIDATE", help=CANDIDATE, autocompletion=complete_recipe)
+    ] = None,
+    budget: Annotated[str | None, typer.Option(metavar="TIME|FLOPS", help=BUDGET)] = None,
+    changes: Changes = None,
+    both: Annotated[
+        list[str] | None, typer.Option("--both", metavar="KEY=VALUE", help="The same for both sides. Repeat.")
+    ] = None,
+    effect: Annotated[float | None, typer.Option(metavar="NUMBER", help=EFFECT)] = None,
+    margin: Annotated[str | None, typer.Option(metavar="METRIC=NUMBER", help=MARGIN)] = None,
+    gain: Annotated[int, typer.Option(min=0, metavar="N", help=GAIN)] = 4,
+    equal: Annotated[Equal, typer.Option(metavar="flops|steps", help="What both sides may spend.")] = Equal.FLOPS,
+    final: Annotated[bool, typer.Option("--final", help=FINAL)] = False,
+    output: Format = Output.TABLE,
+) -> None:
+    """Say whether a candidate is better than a baseline: better, worse, equal within the margin, or not shown.
+
+    Pairs of seeds are trained in turn until it is decided or the budget is spent. Over all questions of a store,
+    anything false is kept with a chance of 5 % at most. Exit codes: 0 better, 10 equal within the margin, 11 not
+    shown, 12 worse.
+    """
+    proposal, terms = _read(candidate, against, changes or [], both or [], equal), None
+    if final == (budget is not None):
+        raise UsageError("judge needs --budget, or --final, which makes a fixed number of pairs; not both")
+    if budget is not None:
+        terms = _make_terms(budget, effect, _read_margin(margin, proposal), gain)
+    answer = _judge(proposal, terms, against)
+    if output is Output.JSON:
+        print_json(answer.to_json())
+    else:
+        for line in answer.lines():
+            print_line(line)
+    if answer.is_stopped:
+        print_line(f"next: {shlex.join(['sparsebp', *sys.argv[1:]])}", stderr=True)
+    raise typer.Exit(answer.exit_code)
+
+
+def _make_terms(budget: str, effect: float | None, margin: float | None, gain: int) -> Terms:
+    from sparsebp_cli.judge.budget import QuestionBudget
+    from sparsebp_cli.judge.session import Terms
+
+    if effect is not None and not 0.0 < effect < float("inf"):
+        raise UsageError(f"--effect must be a number above 0, got {effect:g}")
+    return Terms(QuestionBudget.parse(budget), effect, margin, gain)
+
+
+def _read_margin(text: str | None, proposal: Proposal) -> float | None:
+    from sparsebp_cli.compare import parse_margin
+
+    if text is None:
+        return None
+    name, margin = parse_margin(text)
+    if name not in {None, proposal.metric.name}:
+        raise UsageError(f"--margin: the metric that decides is {proposal.metric.name}, got {name}")
+    return margin
+
+
+def _read(candidate: str | None, against: Path, changes: Sequence[str], both: Sequence[str], equal: Equal) -> Proposal:
+    from sparsebp_cli.judge.question import Proposal
+    from sparsebp_cli.policy import find_policies
+    from sparsebp_cli.starter import resolve_recipe
+
+    if candidate is None and not changes:
+        raise UsageError("judge needs a candidate: a recipe, a policy, or --set KEY=VALUE")
+    is_policy = candidate is not None and not Path(candidate).exists() and candidate in find_policies()
+    own = [*both, *([f"policy={candidate}"] if is_policy else []), *changes]
+    file = against if candidate is None or is_policy else resolve_recipe(Path(candidate))
+    name = file.stem if candidate is None else candidate
+    return Proposal(_load(file, own, " ".join([name, *changes])), _load(against, both), equal.value)
+
+
+def _load(file: Path, changes: Sequence[str], name: str = "") -> Contender:
+    from dataclasses import replace
+
+    from sparsebp_cli.cli.validate import load_checked
+    from sparsebp_cli.judge.question import Contender
+
+    recipe, origin, _ = load_checked(file, changes)
+    contender = Contender.of(recipe, origin)
+    return replace(contender, name=name) if name else contender
+
+
+def _judge(proposal: Proposal, terms: Terms | None, against: Path) -> Answer:
+    """Run the question to its answer, or to a signal."""
+    from sparsebp_cli.judge.answer import Answer
+    from sparsebp_cli.judge.arms import Arms
+    from sparsebp_cli.judge.budget import QuestionBudget
+    from sparsebp_cli.judge.ledger import Ledger
+    from sparsebp_cli.judge.session import JudgeSession, Terms
+    from sparsebp_cli.plan import find_provenance
+
+    ledger, arms = Ledger(), Arms(proposal, find_provenance(against))
+    with ledger.hold(proposal.digest), Interrupts() as interrupts:
+        unlimited = Terms(QuestionBudget(float("inf"), "flops"))  # the test split has a fixed number of pairs
+        session = JudgeSession(arms, terms or unlimited, ledger, lambda: _wait(session, interrupts))
+        question = session.run() if terms is not None else session.open_test()
+    return Answer(proposal, question, session.book, ledger, terms, session.is_stopped)
+
+
+def _wait(session: JudgeSession, interrupts: Interrupts) -> None:
+    """Wait a moment; the first signal stops what runs with a checkpoint, the second one ends it at once."""
+    interrupts.wait(POLL_SECONDS)
+    if interrupts.received and not session.is_stopped:
+        session.is_stopped = True
+        print_line(STOPPING, stderr=True)
+        session.arms.driver.stop()
+    elif len(interrupts.received) > 1:
+        session.arms.driver.kill()

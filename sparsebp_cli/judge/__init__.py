@@ -1,0 +1,1 @@
+"""Verdicts on proposals, and a ledger that bounds the chance that anything false is kept over all of them."""

@@ -1,0 +1,182 @@
+"""What a judge answers: an outcome in fixed words, the numbers that it rests on, and the exit code."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from sparsebp_cli.compare.statistics import summarise
+from sparsebp_cli.judge.evidence import forecast, measure
+from sparsebp_cli.judge.ledger import Book, Ledger, Question
+from sparsebp_cli.judge.level import LEVEL, find_free, find_level, find_needed
+from sparsebp_cli.judge.move import Outcome
+from sparsebp_cli.judge.question import Proposal
+from sparsebp_cli.judge.screen import find_design
+from sparsebp_cli.judge.session import TEST_PAIRS, Terms
+
+FORMAT = 1  # of the JSON
+EXIT_CODES: dict[Outcome, int] = {"better": 0, "equal within the margin": 10, "not shown": 11, "worse": 12}
+
+
+@dataclass(frozen=True)
+class FreshGain:
+    """A gain that no choice has flattered: of pairs of fresh seeds that decided nothing.
+
+    Args:
+        mean: Mean over the pairs, in the metric's unit; above 0 the candidate is better.
+        low: Lower end of its 95% interval (Student's t); None under three pairs.
+        high: Upper end of that interval; None under three pairs.
+        pairs: Number of pairs.
+    """
+
+    mean: float
+    low: float | None
+    high: float | None
+    pairs: int
+
+    @classmethod
+    def of(cls, gains: Sequence[float]) -> FreshGain | None:
+        """Summarise gains; None without any."""
+        if not gains:
+            return None
+        found = summarise(gains)
+        return cls(found.mean, found.low, found.high, found.n)
+
+    @property
+    def outcome(self) -> Outcome:
+        """What its interval shows."""
+        if self.low is None or self.high is None or self.low <= 0.0 <= self.high:
+            return "not shown"
+        return "better" if self.low > 0.0 else "worse"
+
+    def describe(self) -> str:
+        """Return it in words."""
+        interval = "" if self.low is None else f" ({self.low:+.4g} to {self.high:+.4g})"
+        return f"{self.mean:+.4g}{interval}, {self.pairs} pairs"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answer to a question as it stands."""
+
+    proposal: Proposal
+    question: Question
+    book: Book
+    ledger: Ledger
+    terms: Terms | None  # None: of the test split
+    is_stopped: bool = False  # by a signal
+
+    @property
+    def outcome(self) -> Outcome:
+        """The outcome; an open question is not shown."""
+        if self.terms is None:
+            return self.test.outcome if self.test is not None and self.test.pairs == TEST_PAIRS else "not shown"
+        return self.question.outcome or "not shown"
+
+    @property
+    def exit_code(self) -> int:
+        """What the command ends with."""
+        return EXIT_CODES[self.outcome]
+
+    @property
+    def reason(self) -> str:
+        """Why, in one clause."""
+        if self.terms is None:
+            return f"on the test split, after {len(self.question.looks.get('test', []))} of {TEST_PAIRS} pairs"
+        if self.question.outcome is not None:
+            return self.question.reason
+        return "stopped" if self.is_stopped else f"the budget of {self.terms.budget.describe()} is spent"
+
+    @property
+    def test(self) -> FreshGain | None:
+        """The gain on the test split; None while it is sealed."""
+        return FreshGain.of(self.question.gains("test"))
+
+    @property
+    def gain(self) -> FreshGain | None:
+        """The gain of a candidate that was kept, on fresh pairs; None where none were made."""
+        return FreshGain.of(self.question.gains("gain"))
+
+    @property
+    def evidence(self) -> float | None:
+        """The evidence of the pairs that decide; None before the first."""
+        gains, bar = self.question.gains("pairs"), self.question.bar
+        return None if bar is None or not gains else math.exp(measure(gains, bar.design))
+
+    @property
+    def more_seeds(self) -> int | None:
+        """About how many seeds more would keep the candidate, at mean and spread as they are; None when the question is
+        answered, or nobody can tell."""
+        aim, bar = self.question.aim, self.question.bar
+        if aim is None or self.question.outcome is not None:
+            return None
+        if bar is not None:
+            return forecast(self.question.gains("pairs"), bar.design, bar.needed)
+        design = find_design(aim.effect, aim.pair_spread)
+        gains = self.question.gains("screen")
+        found = forecast(gains, design, find_needed(find_free(self.book.taken)))
+        return None if found is None else found + len(gains)  # runs of the screen do not count
+
+    def to_json(self) -> dict[str, object]:
+        """Return it as plain data."""
+        one, aim, bar = self.question, self.question.aim, self.question.bar
+        stages = ("pool", "screen", "pairs", "gain", "test")
+        return {
+            "format": FORMAT,
+            "question": one.digest,
+            "outcome": self.outcome,
+            "answered": self.terms is None or one.outcome is not None,
+            "reason": self.reason,
+            "more_seeds": self.more_seeds,
+            "exit_code": self.exit_code,
+            "metric": self.proposal.metric.name,
+            "better": self.proposal.metric.better,
+            "equal": self.proposal.equal,
+            "candidate": one.asked["candidate"],
+            "baseline": one.asked["baseline"],
+            "effect": None if aim is None else aim.effect,
+            "margin": one.asked["margin"],
+            "evidence": self.evidence,
+            "needed": None if bar is None else math.exp(bar.needed),
+            "place": one.place,
+            "level": None if one.place is None else find_level(one.place),
+            "looks": {stage: [asdict(look) for look in one.looks[stage]] for stage in stages if stage in one.looks},
+            "gain": None if self.gain is None else asdict(self.gain),
+            "test": None if self.test is None else asdict(self.test),
+            "spent": one.spent,
+            "budget": None if self.terms is None else asdict(self.terms.budget),
+            "ledger": {
+                "file": str(self.ledger.file),
+                "asked": len(self.book.questions),
+                "staked": sum(other.place is not None for other in self.book.questions.values()),
+                "kept": self.book.num_kept,
+                "chance_of_any_false": LEVEL,
+            },
+        }
+
+    def lines(self) -> list[str]:
+        """Return it in lines for people."""
+        one, metric = self.question, self.proposal.metric.name
+        names = [str(one.asked[side]["name"]) for side in ("candidate", "baseline")]
+        more = "" if self.more_seeds is None else f"; about {self.more_seeds} seeds more"
+        found = [f"{names[0]} against {names[1]}, {metric}: {self.outcome} ({self.reason}{more})"]
+        if self.terms is None:
+            if self.test is not None:
+                found.append(f"gain on the test split: {self.test.describe()}")
+            return found
+        counts = [
+            f"{len(one.looks[stage])} in {stage}" for stage in ("pool", "screen", "pairs", "gain") if stage in one.looks
+        ]
+        flops = f"{one.spent['flops']:.4g} FLOPs, " if one.spent["flops"] else ""
+        spent = f"{flops}{one.spent['seconds']:.4g} s in {one.spent['runs']:g} runs"
+        found.append(f"looks: {', '.join(counts) or 'none'}; spent {spent}")
+        if one.outcome == "better":
+            shown = "not measured: no budget left" if self.gain is None else self.gain.describe()
+            found.append(f"gain on fresh seeds: {shown}")
+        place = f"place {one.place}, level {find_level(one.place):.3g}" if one.place is not None else "no place taken"
+        found.append(
+            f"ledger: question {one.digest}, {place}; {self.book.num_kept} of {len(self.book.questions)} kept, with a "
+            f"chance of {LEVEL:.0%} at most that any is false"
+        )
+        return found

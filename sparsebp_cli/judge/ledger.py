@@ -1,0 +1,244 @@
+"""The ledger: every question that was asked of a store, every look, and every answer, in ``judge/ledger.jsonl``.
+
+    {"entry": {"kind": "ledger", "salt": ...}, "digest": ...}        the first line
+    {"entry": {"kind": "asked", "question": ..., ...}, "digest": ...}
+
+A line is appended while the lock is held, and is on the disk before anybody acts on it. Its digest covers the line
+before, so a line that was taken out or changed is noticed. An entry that is there already is not written again: a judge
+that was killed repeats what it did last, and two judges of one question write one line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from filelock import FileLock, Timeout
+
+from sparsebp_cli import durable
+from sparsebp_cli.errors import RunBusyError, UsageError
+from sparsebp_cli.judge.level import find_free, find_level, find_needed
+from sparsebp_cli.judge.move import Aim, Bar, Outcome, Stage
+from sparsebp_cli.judge.screen import Squares
+from sparsebp_cli.run import home
+from sparsebp_cli.run.folder import check_locks
+
+Kind = Literal["ledger", "asked", "aimed", "staked", "look", "answered", "opened"]
+Entry = dict[str, Any]
+SEEDS = 2**31
+ON_VALIDATION: tuple[Stage, ...] = ("screen", "pairs", "gain")
+SIDES = ("baseline", "candidate")
+
+
+@dataclass(frozen=True)
+class Look:
+    """A pair of runs, or one run of the baseline's pool."""
+
+    number: int  # from 1 in its stage
+    gain: float | None  # of the candidate, more being better; None: of the pool, and where a run diverged
+    runs: tuple[str, ...]  # ids, the baseline's first
+    values: tuple[float | None, ...]  # of the metric, the baseline's first; None: diverged
+
+    @property
+    def diverged(self) -> str:
+        """The side whose run diverged, the baseline before the candidate; empty if none did."""
+        return next((side for side, value in zip(SIDES, self.values, strict=False) if value is None), "")
+
+
+@dataclass
+class Question:
+    """What the ledger has of one question."""
+
+    digest: str
+    asked: Entry
+    aim: Aim | None = None
+    bar: Bar | None = None
+    place: int | None = None  # among the levels
+    looks: dict[Stage, list[Look]] = field(default_factory=dict)
+    outcome: Outcome | None = None
+    reason: str = ""
+    answered_at: float | None = None  # seconds since 1970
+    spent: dict[str, float] = field(default_factory=lambda: {"flops": 0.0, "seconds": 0.0, "runs": 0})
+    dearest: dict[str, float] = field(default_factory=lambda: {"flops": 0.0, "seconds": 0.0})  # of one run
+
+    def gains(self, stage: Stage) -> list[float]:
+        """Return the gains of a stage in their order, without looks at which a run diverged."""
+        return [look.gain for look in self.looks.get(stage, []) if look.gain is not None]
+
+
+@dataclass
+class Book:
+    """The whole ledger, read."""
+
+    salt: str = ""
+    questions: dict[str, Question] = field(default_factory=dict)  # by digest, in the order in which they were asked
+    charged: set[str] = field(default_factory=set)  # ids of runs that a question has paid for
+    opened: dict[str, Entry] = field(default_factory=dict)  # data whose test split was opened, to the entry
+
+    @property
+    def taken(self) -> set[int]:
+        """Places among the levels of candidates that were not kept, or are not decided yet."""
+        all_of = self.questions.values()
+        return {one.place for one in all_of if one.place is not None and one.outcome != "better"}
+
+    @property
+    def num_kept(self) -> int:
+        """Candidates that were kept."""
+        return sum(one.outcome == "better" for one in self.questions.values())
+
+    def find_squares(self, baseline: str) -> Squares:
+        """Return what all pairs with a baseline, by its digest, tell of the spread of a pair."""
+        found = Squares()
+        for one in self.questions.values():
+            if one.asked["baseline"]["digest"] == baseline:
+                for stage in ON_VALIDATION:
+                    found = found.add(one.gains(stage))
+        return found
+
+    def find_values(self, baseline: str) -> list[float]:
+        """Return the validation metric of each run of a baseline, by its digest, once a run."""
+        of_runs: dict[str, float] = {}
+        stages: tuple[Stage, ...] = ("pool", *ON_VALIDATION)
+        for one in self.questions.values():
+            if one.asked["baseline"]["digest"] == baseline:
+                looks = [look for stage in stages for look in one.looks.get(stage, [])]
+                of_runs |= {look.runs[0]: look.values[0] for look in looks if look.values[0] is not None}
+        return list(of_runs.values())
+
+    def find_seed(self, *key: str | int) -> int:
+        """Return the seed of a run: nobody can know it before it is used, and it is the same each time."""
+        text = json.dumps([self.salt, *key])
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) % SEEDS
+
+    def has(self, entry: Mapping[str, object]) -> bool:
+        """Whether an entry of this kind, question, stage and number is there."""
+        one = self.questions.get(str(entry.get("question")))
+        match entry["kind"]:
+            case "look":
+                looks = [] if one is None else one.looks.get(entry["stage"], [])  # type: ignore[call-overload]
+                return any(look.number == entry["number"] for look in looks)
+            case "opened":
+                return entry["data"] in self.opened
+        facts = {"asked": one, "aimed": one and one.aim, "staked": one and one.bar, "answered": one and one.outcome}
+        return facts[str(entry["kind"])] is not None
+
+    def add(self, entry: Entry) -> None:
+        """Take in an entry."""
+        if entry["kind"] == "ledger":
+            self.salt = str(entry["salt"])
+        elif entry["kind"] == "asked":
+            self.questions[entry["question"]] = Question(entry["question"], entry)
+        else:
+            _take(self.questions[entry["question"]], entry)
+        self.charged |= set(entry.get("charged", {}))
+        if entry["kind"] == "opened":
+            self.opened[entry["data"]] = entry
+
+
+def _take(one: Question, entry: Entry) -> None:
+    match entry["kind"]:
+        case "aimed":
+            one.aim = Aim(entry["effect"], entry["pair_spread"], entry["margin"])
+        case "staked":
+            one.place, one.bar = entry["place"], Bar(entry["design"], entry["needed"])
+        case "look":
+            look = Look(entry["number"], entry["gain"], tuple(entry["runs"]), tuple(entry["values"]))
+            one.looks.setdefault(entry["stage"], []).append(look)
+        case "answered":
+            one.outcome, one.reason, one.answered_at = entry["outcome"], entry["reason"], entry["time"]
+    for cost in entry.get("charged", {}).values():
+        one.spent["runs"] += 1
+        for unit in ("flops", "seconds"):
+            one.spent[unit] += cost[unit]
+            one.dearest[unit] = max(one.dearest[unit], cost[unit])
+
+
+class Ledger:
+    """The ledger of a store. Raises UsageError where a line was changed."""
+
+    def __init__(self, place: Path | None = None) -> None:
+        """Open the ledger of a folder of SparseBP; None: of this machine's."""
+        self.folder: Path = (place or home()) / "judge"
+        self.file: Path = self.folder / "ledger.jsonl"
+
+    def read(self) -> Book:
+        """Return what the ledger has; a last line without its end was never promised to anybody and is left out."""
+        return self._read()[0]
+
+    def write(self, entry: Mapping[str, object]) -> Book:
+        """Append an entry unless it is there, and return the ledger. A place among the levels is found here, while
+        nobody else can take it."""
+        self._prepare()
+        with FileLock(self.folder / "ledger.lock"):
+            book, last, size = self._read()
+            if self.file.exists() and self.file.stat().st_size > size:
+                durable.cut(self.file, size)
+            if not last:
+                last = self._append(book, {"kind": "ledger", "salt": secrets.token_hex(16)}, last)
+            if not book.has(entry):
+                found: Entry = dict(entry)
+                if entry["kind"] == "staked":
+                    found["place"] = find_free(book.taken)
+                    found |= {"level": find_level(found["place"]), "needed": find_needed(found["place"])}
+                if "charged" in found:  # of two judges that needed one run, the first pays
+                    found["charged"] = {run: cost for run, cost in found["charged"].items() if run not in book.charged}
+                self._append(book, found, last)
+        return book
+
+    @contextmanager
+    def hold(self, question: str) -> Iterator[None]:
+        """Be the only judge of a question. Raise RunBusyError if another one works at it."""
+        self._prepare()
+        lock = FileLock(self.folder / f"{question}.lock", timeout=0)
+        try:
+            lock.acquire()
+        except Timeout:
+            raise RunBusyError(f"another judge works at this question; its lock is {lock.lock_file}") from None
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def _prepare(self) -> None:
+        check_locks(self.folder)
+
+    def _append(self, book: Book, entry: Entry, last: str) -> str:
+        entry |= {"time": time.time()}
+        digest = _digest(entry, last)
+        line = json.dumps({"entry": entry, "digest": digest}, allow_nan=False) + "\n"
+        durable.append(self.file, line.encode())
+        book.add(entry)
+        return digest
+
+    def _read(self) -> tuple[Book, str, int]:
+        """Return the ledger, the digest of its last whole line, and where that ends."""
+        book, last, size = Book(), "", 0
+        content = self.file.read_bytes() if self.file.exists() else b""
+        for number, line in enumerate(content.splitlines(keepends=True), 1):
+            if not line.endswith(b"\n"):
+                break
+            try:
+                found = json.loads(line)
+                entry, digest = found["entry"], found["digest"]
+                if digest != _digest(entry, last):
+                    raise ValueError("its digest is not that of the lines up to here")
+                book.add(entry)
+            except (ValueError, LookupError, TypeError) as error:
+                raise UsageError(
+                    f"{self.file}:{number}: the ledger was changed or damaged ({error}); put it back from a copy, or "
+                    "begin another store with SPARSEBP_HOME"
+                ) from None
+            last, size = digest, size + len(line)
+        return book, last, size
+
+
+def _digest(entry: Mapping[str, object], last: str) -> str:
+    text = json.dumps([last, entry], sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()

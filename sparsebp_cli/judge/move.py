@@ -1,0 +1,107 @@
+"""What a question needs next, from its looks alone: whoever repeats them comes to the same answer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from sparsebp_cli.compare.margin import decide_all
+from sparsebp_cli.compare.statistics import summarise
+from sparsebp_cli.judge.evidence import measure
+from sparsebp_cli.judge.screen import find_passage, log_odds
+
+Outcome = Literal["better", "worse", "equal within the margin", "not shown"]
+Stage = Literal["pool", "screen", "pairs", "gain", "test"]
+
+MOST_PAIRS = 60  # that decide; chosen by benchmarks/judge.py
+FUTILE = math.log(0.1)  # evidence at which a gain is not looked for any longer
+AGAINST = math.log(20.0)  # evidence that a candidate is worse: 5% for each question
+FEWEST_FOR_MARGIN = 3  # pairs
+
+
+@dataclass(frozen=True)
+class Train:
+    """The next look needs runs: of the baseline alone (the pool), or a pair."""
+
+    stage: Stage
+    number: int  # from 1
+
+
+@dataclass(frozen=True)
+class FixAim:
+    """The pool is complete: what is looked for has to be fixed before the first look."""
+
+
+@dataclass(frozen=True)
+class Stake:
+    """The candidate has passed the screen: it takes a place among the levels."""
+
+
+@dataclass(frozen=True)
+class Decide:
+    """The question is answered."""
+
+    outcome: Outcome
+    reason: str
+
+
+Move = Train | FixAim | Stake | Decide
+
+
+@dataclass(frozen=True)
+class Aim:
+    """What was fixed before the first look."""
+
+    effect: float  # the gain that is looked for, in the metric's unit
+    pair_spread: float  # standard deviation of a pair in the screen, as it was known then
+    margin: float | None = None  # within which both count as equal; None: not asked
+
+
+@dataclass(frozen=True)
+class Bar:
+    """What was fixed before the first pair that decides."""
+
+    design: float  # the effect in standard deviations of a pair
+    needed: float  # logarithm of the evidence that keeps the candidate
+
+
+def find_screen_move(gains: Sequence[float], aim: Aim) -> Move:
+    """Return the next move in the screen. With a margin nothing is dropped: the answer may be that both are equal."""
+    if aim.margin is not None:
+        return Stake()
+    if not gains:
+        return Train("screen", 1)
+    count = len(gains)
+    match find_passage(log_odds(math.fsum(gains), count, aim.effect, aim.pair_spread), count):
+        case "open":
+            return Train("screen", count + 1)
+        case "pass":
+            return Stake()
+    mean = math.fsum(gains) / count
+    return Decide("not shown", f"dropped by the screen after {count} runs with a mean gain of {mean:.4g}")
+
+
+def find_pair_move(gains: Sequence[float], aim: Aim, bar: Bar) -> Move:
+    """Return the next move among the pairs that decide."""
+    count = len(gains)
+    found, against = measure(gains, bar.design), measure([-gain for gain in gains], bar.design)
+    if found >= bar.needed:
+        return Decide("better", f"evidence {math.exp(found):.4g}, needed {math.exp(bar.needed):.4g}")
+    if against >= AGAINST:
+        return Decide("worse", f"evidence {math.exp(against):.4g} of the opposite, needed {math.exp(AGAINST):.4g}")
+    if aim.margin is not None and count >= FEWEST_FOR_MARGIN and is_equal(gains, aim.margin):
+        return Decide("equal within the margin", f"not better and not worse by more than {aim.margin:g}")
+    if aim.margin is None and found <= FUTILE:
+        return Decide("not shown", f"a gain of {aim.effect:.4g} is {math.exp(-found):.3g} times less likely than none")
+    if count >= MOST_PAIRS:
+        return Decide("not shown", f"undecided after {MOST_PAIRS} pairs, the most that are made")
+    return Train("pairs", count + 1)
+
+
+def is_equal(gains: Sequence[float], margin: float) -> bool:
+    """Whether pairs show at 5%, after any number of looks, that the gain is within the margin either way."""
+    both = [summarise(gains), summarise([-gain for gain in gains])]
+    answers = [decide_all([one], margin, worse_is_up=False)[0] for one in both]
+    return all(answer is not None and answer.anytime == "yes" for answer in answers)

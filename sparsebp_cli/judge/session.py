@@ -1,0 +1,219 @@
+"""One judge at one question: asks the ledger what is next, trains it, and writes what was seen before it goes on."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from sparsebp_cli.errors import RunFailedError, UsageError
+from sparsebp_cli.judge.arms import Arms, find_unfinished
+from sparsebp_cli.judge.budget import QuestionBudget
+from sparsebp_cli.judge.ledger import SIDES, Book, Ledger, Look, Question
+from sparsebp_cli.judge.move import (
+    Decide,
+    FixAim,
+    Move,
+    Outcome,
+    Stage,
+    Stake,
+    Train,
+    find_pair_move,
+    find_screen_move,
+)
+from sparsebp_cli.judge.screen import FIRST_RUNS, find_design
+from sparsebp_cli.study.driver import Status
+from sparsebp_cli.study.trial import StudyTrial
+
+DEFAULT_GAIN_PAIRS = 4
+TEST_PAIRS = 6
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What the user declared beside the two sides."""
+
+    budget: QuestionBudget
+    effect: float | None = None  # in the metric's unit; None: one standard deviation of a run of the baseline
+    margin: float | None = None  # within which both count as equal; None: not asked
+    gain_pairs: int = DEFAULT_GAIN_PAIRS  # fresh pairs that measure the gain of a candidate that is kept
+
+
+class JudgeSession:
+    """One command on one question."""
+
+    def __init__(self, arms: Arms, terms: Terms, ledger: Ledger, pause: Callable[[], None]) -> None:
+        """Open a question; ``pause`` waits a moment, and sets :attr:`is_stopped` through the driver's own stop."""
+        self.arms, self.terms, self.ledger, self._pause = arms, terms, ledger, pause
+        self.proposal = arms.proposal
+        self.is_stopped = False  # by a signal: nothing more is started
+        self.is_out_of_budget = False
+        self._trained: dict[str, StudyTrial] = {}  # by id, that this judge has not charged yet
+        self._charged: set[str] = set()
+
+    @property
+    def book(self) -> Book:
+        """The ledger as it is."""
+        return self.ledger.read()
+
+    def ask(self) -> Question:
+        """Write the question into the ledger, and return what is known of it. Raise UsageError if it was asked with
+        another effect or margin."""
+        sides = dict(zip(SIDES, (self.proposal.baseline, self.proposal.candidate), strict=True))
+        entry: dict[str, object] = {side: {"name": one.name, "digest": one.digest} for side, one in sides.items()}
+        entry |= {"kind": "asked", "question": self.proposal.digest, "metric": self.proposal.metric.name}
+        terms = {"effect": self.terms.effect, "margin": self.terms.margin}
+        found = self.ledger.write(entry | terms).questions[self.proposal.digest]
+        for key, value in terms.items():
+            if found.asked[key] != value:
+                was = "none" if found.asked[key] is None else found.asked[key]
+                raise UsageError(f"this question was asked with --{key} {was}; an answer is for that one alone")
+        return found
+
+    def run(self) -> Question:
+        """Go on until the question is answered, the budget is spent, or a signal came; return what is known then."""
+        question = self.ask()
+        while not (self.is_stopped or self.is_out_of_budget):
+            move = find_move(question, self.terms.gain_pairs)
+            if move is None:
+                break
+            match move:
+                case Train(stage, number):
+                    self._train(question, stage, number)
+                case FixAim():
+                    self._fix_aim()
+                case Stake():
+                    self._stake(question)
+                case Decide(outcome, reason):
+                    self._write("answered", outcome=outcome, reason=reason)
+            question = self.book.questions[self.proposal.digest]
+        return question
+
+    def open_test(self) -> Question:
+        """Train fresh pairs whose test split is read, once for this data; return the question with their looks. Raise
+        UsageError if the candidate was not kept, there is no test split, or another question has opened it."""
+        book = self.book
+        question = book.questions.get(self.proposal.digest)
+        if question is None or question.outcome != "better":
+            raise UsageError("--final opens the test split for a candidate that was kept: judge it on validation first")
+        dataset = self.proposal.baseline.recipe.dataset
+        if dataset.test_split is None and dataset.test_fraction is None:
+            raise UsageError("--final needs a test split: set dataset.test_fraction or dataset.test_split in both")
+        data = self.proposal.data
+        self._write("opened", data=data, pairs=TEST_PAIRS)  # before any run reads it, so that a kill cannot hide it
+        first = self.book.opened[data]
+        if first["question"] != self.proposal.digest:
+            raise UsageError(
+                f"the test split of these data was opened already, for question {first['question']}; it opens once"
+            )
+        for number in range(len(question.looks.get("test", [])) + 1, TEST_PAIRS + 1):
+            if self.is_stopped:
+                break
+            self._train(question, "test", number)
+        return self.book.questions[self.proposal.digest]
+
+    def _train(self, question: Question, stage: Stage, number: int) -> None:
+        """Train what a look needs, in turn which side is first, and write the look."""
+        num_runs = 1 if stage == "pool" else 2
+        if stage != "test" and not self.terms.budget.allows(question.spent, question.dearest, num_runs):
+            self.is_out_of_budget = True
+            return
+        while missing := [trial for trial in self.arms.find_rehearsals() if not self.arms.store.is_done(trial)]:
+            if not self._drive(missing):
+                return
+        for trial in self.arms.find_rehearsals():
+            self._note_trained(trial)
+        # The pool is the beginning of the screen of every candidate.
+        key = self.proposal.seed_key("screen" if stage == "pool" else stage, number)
+        seed, is_test = self.book.find_seed(*key), stage == "test"
+        trials = [self.arms.make_trial(side, seed, test=is_test) for side in SIDES[:num_runs]]
+        if not self._drive(trials if number % 2 else trials[::-1]):
+            return
+        metric = self.proposal.metric.name.replace("eval/", "test/", 1) if is_test else ""
+        values = [self._read(trial, metric) for trial in trials]
+        whole = len(values) == 2 and None not in values
+        gain = self.proposal.sign * (values[1] - values[0]) if whole else None  # type: ignore[operator]
+        runs = [self.arms.store.find(trial).run_id for trial in trials]
+        self._write("look", stage=stage, number=number, gain=gain, runs=runs, values=values)
+
+    def _drive(self, trials: Sequence[StudyTrial]) -> bool:
+        """Train trials to their end; return whether all have a result. Raise RunFailedError for one that has none."""
+        self.arms.driver.drive(trials, self._pause)
+        if self.is_stopped:
+            return False
+        if lines := find_unfinished(self.arms.driver, trials):
+            raise RunFailedError(f"{'; '.join(lines)}; the same command goes on")
+        for trial in trials:
+            self._note_trained(trial)
+        return True
+
+    def _note_trained(self, trial: StudyTrial) -> None:
+        if trial.run_id not in self._charged:
+            self._trained[trial.run_id] = trial
+
+    def _read(self, trial: StudyTrial, metric: str) -> float | None:
+        """Return a trial's value; None if it diverged. Raise RunFailedError if it has none."""
+        if self.arms.driver.runs[trial.run_id].status is Status.DIVERGED:
+            return None
+        value = self.arms.read(trial, metric)
+        if value is None:
+            run = self.arms.store.find(trial)
+            raise RunFailedError(f"run {run.run_id} has no {metric or self.proposal.metric.name} after its last step")
+        return value
+
+    def _fix_aim(self) -> None:
+        """Fix the effect and the spread of pairs by what was known before this question's first look."""
+        book, baseline = self.book, self.proposal.baseline.digest
+        run_spread = statistics.stdev(book.find_values(baseline))
+        effect = run_spread if self.terms.effect is None else self.terms.effect
+        if not effect:
+            raise UsageError(
+                "the runs of the baseline do not differ from seed to seed, so nobody knows which gain is worth finding:"
+                " give --effect"
+            )
+        spread = book.find_squares(baseline).find_spread(run_spread) or effect
+        values = {"effect": effect, "run_spread": run_spread, "pair_spread": spread, "margin": self.terms.margin}
+        self._write("aimed", **values)
+
+    def _stake(self, question: Question) -> None:
+        """Take a place among the levels, and fix the test of the pairs that decide."""
+        assert question.aim is not None
+        book, baseline = self.book, self.proposal.baseline.digest
+        run_spread = statistics.stdev(book.find_values(baseline))
+        spread = book.find_squares(baseline).find_spread(run_spread)
+        self._write("staked", design=find_design(question.aim.effect, spread))
+
+    def _write(self, kind: str, **values: object) -> None:
+        """Append an entry of this question, which pays for the runs that no entry has charged yet."""
+        charged = {self.arms.store.find(trial).run_id: self.arms.find_cost(trial) for trial in self._trained.values()}
+        more: dict[str, object] = {"charged": charged} if charged else {}
+        self.ledger.write({"kind": kind, "question": self.proposal.digest} | values | more)
+        self._charged |= self._trained.keys()
+        self._trained = {}
+
+
+def find_move(question: Question, gain_pairs: int) -> Move | None:
+    """Return what a question needs next; None when it is answered and its gain is measured."""
+    looks = [look for some in question.looks.values() for look in some if look.values]
+    if question.outcome == "better":
+        made = len(question.looks.get("gain", []))
+        is_whole = not any(look.diverged for look in question.looks.get("gain", []))
+        return Train("gain", made + 1) if made < gain_pairs and is_whole else None
+    if question.outcome is not None:
+        return None
+    if (move := _find_broken(looks)) is not None:
+        return move
+    pool = len(question.looks.get("pool", []))
+    if question.aim is None:
+        return Train("pool", pool + 1) if pool < FIRST_RUNS else FixAim()
+    if question.bar is None:
+        return find_screen_move(question.gains("screen"), question.aim)
+    return find_pair_move(question.gains("pairs"), question.aim, question.bar)
+
+
+def _find_broken(looks: Sequence[Look]) -> Decide | None:
+    """Return the answer that a run gives which diverged: it is worse than any margin, whatever the others are."""
+    sides = {look.diverged for look in looks}
+    answers: dict[str, Outcome] = {"baseline": "not shown", "candidate": "worse"}
+    found = next((side for side in SIDES if side in sides), "")
+    return Decide(answers[found], f"a run of the {found} diverged") if found else None

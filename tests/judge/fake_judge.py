@@ -1,0 +1,18 @@
+"""The command line as it is, with the worker of these tests behind the target ``local``."""
+
+from __future__ import annotations
+
+import sparsebp_cli.target
+from sparsebp_cli.cli.app import main
+from sparsebp_cli.recipe.schema import TargetSection
+from sparsebp_cli.target import Target, TargetOptions
+from sparsebp_cli.target.local import LocalTarget
+
+
+def make_fake(section: TargetSection) -> Target:
+    return LocalTarget(TargetOptions(worker="judge_worker"))
+
+
+if __name__ == "__main__":
+    sparsebp_cli.target.make_target = make_fake
+    main()
