@@ -74,9 +74,12 @@ def validate(
     rate: Rate = None,
     output: Format = Output.TABLE,
 ) -> None:
-    """Check recipes, what goes together in them, and the files that they name; exit code 2 when one is wrong."""
+    """Check recipes and studies, what goes together in them, and the files that they name; exit code 2 when one is
+    wrong."""
+    from sparsebp_cli.cli.study_check import describe_study
     from sparsebp_cli.plan import make_plan
     from sparsebp_cli.recipe import parse_seeds
+    from sparsebp_cli.study.loader import is_study
 
     if memory:
         show_memory(recipes, changes or [], gpu, rate, output)
@@ -88,6 +91,10 @@ def validate(
     num_runs, wrong = len(parse_seeds(seeds)) if seeds is not None else 1, 0
     for file in recipes:
         try:
+            if is_study(file):
+                for line in describe_study(file, changes or []):
+                    print_line(line)
+                continue
             recipe, origin, unknown = load_checked(file, changes or [])
             lines = [*warn_of_data(recipe, origin, unknown), *(preview(make_plan(recipe, file)) if probe else [])]
         except SparseBPError as error:
@@ -112,24 +119,33 @@ def show_memory(
 ) -> None:
     """Print what a step of each recipe would need; exit code 2 when one is wrong. Weights and data need not be here."""
     from sparsebp_cli.cli import forecast
+    from sparsebp_cli.cli.study_check import make_plans
     from sparsebp_cli.plan import make_plan
     from sparsebp_cli.plan.accelerator import find_accelerator
     from sparsebp_cli.recipe import load_placed
+    from sparsebp_cli.study.loader import is_study
 
     if gpu is not None:
         find_accelerator(gpu)  # before any recipe is read: the error is not about one
     contents, wrong = list[object](), 0
     for file in recipes:
         try:
-            found = forecast.forecast_plan(make_plan(load_placed(file, changes).recipe, file), gpu, rate)
+            plans = make_plans(file) if is_study(file) else [make_plan(load_placed(file, changes).recipe, file)]
         except SparseBPError as error:
             print_line(f"error: {error}", stderr=True)
             wrong += 1
             continue
-        contents.append(forecast.to_json(found, file))
-        if form is Output.TABLE:
-            for part in forecast.tables(found):
-                console().print(part, soft_wrap=isinstance(part, str))
+        for plan in plans:
+            try:
+                found = forecast.forecast_plan(plan, gpu, rate)
+            except SparseBPError as error:
+                print_line(f"error: {plan.recipe.name}: {error}" if len(plans) > 1 else f"error: {error}", stderr=True)
+                wrong += 1
+                continue
+            contents.append(forecast.to_json(found, file))
+            if form is Output.TABLE:
+                for part in forecast.tables(found):
+                    console().print(part, soft_wrap=isinstance(part, str))
     if form is Output.JSON:
         print_json(contents)
     if wrong:
