@@ -84,11 +84,14 @@ def find_prefix(content: Mapping[str, Node], error: RecipeError, arm: str) -> st
 
 def _is_at(node: Node, error: RecipeError) -> bool:
     """Whether an error is about the node that its key leads to below this one, or about the last one on the way."""
-    for part in error.key.split("."):
+    # An arm may have the whole key at once, dotted.
+    whole = node.content.get(error.key) if isinstance(node.content, dict) else None
+    for part in () if whole is not None else error.key.split("."):
         below = node.content.get(part) if isinstance(node.content, dict) else None
         if below is None:
             break
         node = below
+    node = whole or node
     places = [place for place in (node.place, node.key_place) if place is not None]
     return any((place.line, place.column) == (error.line, error.column) for place in places)
 
