@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from sparsebp_cli.compare import Comparison, comparison, loaded, margin, measured, statement, statistics
+from sparsebp_cli.compare import Comparison, comparison, loaded, margin, measured, published, statement, statistics
 from sparsebp_cli.run import memory
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
@@ -21,7 +21,7 @@ def schema(root: Path) -> str:  # noqa: ARG001 - the signature of every page
     """Return the schema."""
     made = TypeAdapter(Comparison).json_schema(mode="serialization")
     for name, definition in {"Comparison": made, **made["$defs"]}.items():
-        describe(name, definition, (comparison, measured, margin, statement, statistics, loaded, memory))
+        describe(name, definition, (comparison, measured, margin, published, statement, statistics, loaded, memory))
     return json.dumps({"$schema": DRAFT} | made | {"title": "sparsebp compare -o json"}, indent=1) + "\n"
 
 
