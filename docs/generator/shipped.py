@@ -21,9 +21,9 @@ FOLDERS = {
     "training": "Other models and data, and keys that a recipe of your own may need.",
 }
 
-PAPERS = """Tables of publications as [studies](../guide/study.md#repeat-a-published-table): `sparsebp study papers/NAME`
-needs a hub and a GPU, with `--scaled` neither. Their comments say where each setting is from, and which numbers could not
-be verified. [What each needs on an H100](../results/papers.md)."""
+PAPERS = """Tables of publications as [studies](../guide/study.md#repeat-a-published-table): `sparsebp study
+papers/NAME` needs a hub and a GPU, with `--scaled` neither. Their comments say where each setting is from, and which
+numbers could not be verified. [What each needs on an H100](../results/papers.md)."""
 
 
 def page(root: Path) -> str:

@@ -43,7 +43,7 @@ def pretend(*, gpu: bool) -> Iterator[None]:
             stack.enter_context(patch(FOREACH, lambda: ["cpu", "cuda"]))
         # PyTorch swaps a fake tensor for the moved one, and refuses while anybody else refers to it.
         stack.enter_context(patch.object(nn.Module, "_apply", _replace))
-        # PyTorch's own copies bytes from and to the null pointer, as of a head that peft trains whole: the process dies.
+        # PyTorch's own copies bytes from and to the null pointer, as of a head that peft trains whole: Python dies.
         stack.enter_context(patch.object(FakeTensor, "__deepcopy__", _copy, create=True))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(_Values())
