@@ -86,6 +86,9 @@ def select(record: StudyRecord, place: Path | None = None) -> StudySelection:
     if tuning and len({trial.seed for trial in record.trials if trial.role == "tune"}) < ENOUGH_SEEDS:
         warnings.append(f"tuned with fewer than {ENOUGH_SEEDS} seeds: statements hold at these values, not for methods")
     runs = tuple(replace(run, name=trial.arm) for trial, run in found)
+    if record.paper is not None and record.paper.scaled:
+        other = ", ".join(record.paper.scaled)
+        warnings.append(f"scaled: nothing follows from these runs for {record.paper.title}; they have {other}")
     choice = _find_choice(combinations, runs_of)
     return StudySelection(runs, tuple(tuning), tuple(warnings), choice, is_complete, record.paper)
 
