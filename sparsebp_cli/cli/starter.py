@@ -53,7 +53,7 @@ def recipes(
     for one in found:
         table.add_row(one.short_name, one.summary)
     console().print(table)
-    print_line("run one: sparsebp run NAME; copy one: sparsebp recipes copy NAME [TO]")
+    print_line("run one: sparsebp run NAME, of papers/ sparsebp study NAME; copy: sparsebp recipes copy NAME [TO]")
 
 
 def init(
