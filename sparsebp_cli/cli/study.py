@@ -14,7 +14,7 @@ from sparsebp_cli.cli.answer import tell
 from sparsebp_cli.cli.completion import complete_recipe
 from sparsebp_cli.cli.exit_code import CHECK_FAILED, NOT_FINISHED
 from sparsebp_cli.cli.interrupt import Interrupts
-from sparsebp_cli.cli.option import Format
+from sparsebp_cli.cli.option import Format, resolve_one
 from sparsebp_cli.cli.screen import Output, console, print_line
 from sparsebp_cli.cli.study_page import make_page, make_plan_table
 from sparsebp_cli.errors import DivergedError, RunFailedError, UsageError
@@ -30,13 +30,20 @@ if TYPE_CHECKING:
     from sparsebp_cli.study.trial import StudyTrial, TrialMaker
 
 POLL_SECONDS = 0.2
+FILE = "The study (YAML), or its name in `sparsebp recipes`."
+SCALED = "Run the small study that its key `scale` describes."
+TARGET = "Run all of it there, whatever its key `where` says: `sparsebp targets` lists them."
 FROM = "Train nothing: rebuild the choices from an archive of the study."
 STOPPING = "stopping: what runs ends with a checkpoint, and the same command goes on; Ctrl-C again ends it at once"
 KILLING = "ending it at once"
 
 
 def study(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="The study (YAML).", autocompletion=complete_recipe)],
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help=FILE, callback=resolve_one, autocompletion=complete_recipe)
+    ],
+    scaled: Annotated[bool, typer.Option("--scaled", help=SCALED)] = False,
+    target: Annotated[str | None, typer.Option(metavar="NAME", help=TARGET)] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be trained; start nothing.")] = False,
     again: Annotated[bool, typer.Option("--again", help="Train everything again, finished trials too.")] = False,
     archive: Annotated[Path | None, typer.Option("--from", metavar="ARCHIVE", help=FROM)] = None,
@@ -48,10 +55,10 @@ def study(
     are rebuilt from archived trials, and it ends with 1 if one differs.
     """
     if archive is not None:
-        if dry_run or again:
-            raise UsageError("--from trains nothing: leave out --dry-run and --again")
-        raise typer.Exit(_rebuild(file, archive, output))
-    session = _open(file, again=again, asks=not dry_run)
+        if dry_run or again or target is not None:
+            raise UsageError("--from trains nothing: leave out --dry-run, --again and --target")
+        raise typer.Exit(_rebuild(file, archive, output, scaled=scaled))
+    session = _open(file, again=again, asks=not dry_run, scaled=scaled, target=target)
     if dry_run:
         state = session.describe(f"sparsebp study {shlex.quote(str(file))}")
         tell(state, output, lambda found: console().print(make_plan_table(session.loaded, found.arms, session.places)))
@@ -61,14 +68,14 @@ def study(
     raise typer.Exit(_report(session, interrupts, output))
 
 
-def _rebuild(file: Path, archive: Path, output: Output) -> int:
+def _rebuild(file: Path, archive: Path, output: Output, *, scaled: bool) -> int:
     """Answer with what a study's archived trials choose, and return the exit code."""
     from sparsebp_cli.cli.answer.study_record import RebuiltStudy
     from sparsebp_cli.compare.archive import open_archive
     from sparsebp_cli.study.loader import load_study
     from sparsebp_cli.study.rebuild import rebuild
 
-    loaded = load_study(file)
+    loaded = load_study(file, scaled=scaled)
     if not archive.is_file():
         raise UsageError(f"--from must be an archive of `sparsebp archive @{loaded.study.study}`, got {str(archive)!r}")
     rebuilt = rebuild(loaded, open_archive(archive))
@@ -95,15 +102,17 @@ def _print_rebuilt(found: RebuiltStudy) -> None:
         print_line(f"fault: {fault}")
 
 
-def _open(file: Path, *, again: bool, asks: bool) -> StudySession:
+def _open(file: Path, *, again: bool, asks: bool, scaled: bool, target: str | None) -> StudySession:
     from sparsebp_cli.cli.validate import check_sources
     from sparsebp_cli.study.loader import load_study
-    from sparsebp_cli.study.place import find_places
+    from sparsebp_cli.study.place import find_places, move
     from sparsebp_cli.study.store import StudyRecord, TrialStore
     from sparsebp_cli.study.trial import TrialMaker
     from sparsebp_cli.tracking import resolve_uri
 
-    loaded = load_study(file)
+    loaded = load_study(file, scaled=scaled)
+    if target is not None:
+        loaded = move(loaded, target)
     for arm in loaded.study.arms:
         resolve_uri(loaded.firsts[arm].placed.recipe.tracking.uri)
         check_sources(loaded.firsts[arm].placed, loaded.folders)
@@ -237,7 +246,7 @@ class StudySession:
             for t in (*self.course.rehearsals, *self.course.tuning, *self.course.report, *self.controls)
         ]
         name, file = self.loaded.study.study, str(self.loaded.file.resolve())
-        StudyRecord(name, file, self.maker.generation, tuple(listed)).save()
+        StudyRecord(name, file, self.maker.generation, tuple(listed), paper=self.loaded.paper).save()
 
 
 def _report(session: StudySession, interrupts: Interrupts, output: Output) -> int:
@@ -259,6 +268,7 @@ def _report(session: StudySession, interrupts: Interrupts, output: Output) -> in
     done = len(session.entries()) - len(left)
     unknown = sum(sum(of.values()) for of in session.course.missing_of(session.loaded).values())
     name, file = session.loaded.study.study, shlex.quote(str(session.loaded.file))
+    file += " --scaled" if session.loaded.scaled else ""
     for line in session.edges:
         print_line(f"note: {line}")
     print_line(f"{name}: {done} of {len(session.entries()) + unknown} trials have finished")

@@ -72,9 +72,12 @@ def validate(
     rate: Rate = None,
     output: Format = Output.TABLE,
 ) -> None:
-    """Check recipes, what goes together in them, and the files that they name; exit code 2 when one is wrong."""
+    """Check recipes and studies, what goes together in them, and the files that they name; exit code 2 when one is
+    wrong."""
+    from sparsebp_cli.cli.study_check import check_study, describe
     from sparsebp_cli.plan import make_plan
     from sparsebp_cli.recipe import parse_seeds
+    from sparsebp_cli.study.loader import is_study
 
     if memory:
         show_memory(recipes, changes or [], gpu, rate, output)
@@ -83,9 +86,15 @@ def validate(
     for option, value in given.items():
         if value is not None:
             raise UsageError(f"{option} needs --memory")
-    num_runs, checked = len(parse_seeds(seeds)) if seeds is not None else 1, []
+    num_runs, checked, studies = len(parse_seeds(seeds)) if seeds is not None else 1, [], []
     for file in recipes:
         try:
+            if is_study(file):
+                for found in check_study(file, changes or []):
+                    studies.append(found)
+                    for line in describe(found):
+                        print_line(line)
+                continue
             recipe, origin, unknown = load_checked(file, changes or [])
             notes = [*warn_of_data(recipe, origin, unknown), *(preview(make_plan(recipe, file)) if probe else [])]
         except SparseBPError as error:
@@ -106,7 +115,7 @@ def validate(
         )
         checked.append(one)
         _print_checked(one)
-    tell(CheckedRecipes(recipes=checked), output, lambda _: None)  # each was printed when it was checked
+    tell(CheckedRecipes(recipes=checked, studies=studies), output, lambda _: None)  # each was printed when it was checked
     if not all(one.is_right for one in checked):
         raise typer.Exit(UsageError.exit_code)
 
@@ -127,23 +136,32 @@ def show_memory(
     """Print what a step of each recipe would need; exit code 2 when one is wrong. Weights and data need not be here."""
     from sparsebp_cli.cli import forecast
     from sparsebp_cli.cli.answer.forecast_record import ForecastAnswer, ForecastProblem
+    from sparsebp_cli.cli.study_check import make_plans
     from sparsebp_cli.plan import make_plan
     from sparsebp_cli.plan.accelerator import find_accelerator
     from sparsebp_cli.recipe import load_placed
+    from sparsebp_cli.study.loader import is_study
 
     if gpu is not None:
         find_accelerator(gpu)  # before any recipe is read: the error is not about one
     facts, problems = [], []
     for file in recipes:
         try:
-            found = forecast.forecast_plan(make_plan(load_placed(file, changes).recipe, file), gpu, rate)
+            plans = make_plans(file) if is_study(file) else [make_plan(load_placed(file, changes).recipe, file)]
         except SparseBPError as error:
             print_line(f"error: {error}", stderr=True)
             problems.append(ForecastProblem(file=str(file), error=Problem.of(error)))
             continue
-        facts.append(forecast.make_facts(found, file))
-        for part in forecast.tables(found):
-            console().print(part, soft_wrap=isinstance(part, str))
+        for plan in plans:
+            try:
+                found = forecast.forecast_plan(plan, gpu, rate)
+            except SparseBPError as error:
+                print_line(f"error: {plan.recipe.name}: {error}" if len(plans) > 1 else f"error: {error}", stderr=True)
+                problems.append(ForecastProblem(file=str(file), error=Problem.of(error)))
+                continue
+            facts.append(forecast.make_facts(found, file))
+            for part in forecast.tables(found):
+                console().print(part, soft_wrap=isinstance(part, str))
     tell(ForecastAnswer(recipes=facts, problems=problems), form, lambda _: None)  # each was printed when it was made
     if problems:
         raise typer.Exit(UsageError.exit_code)

@@ -34,6 +34,7 @@ from sparsebp_cli.compare.load import load
 from sparsebp_cli.compare.loaded import POLICY_KEYS, LoadedRun, Point
 from sparsebp_cli.compare.margin import NotWorse, decide_all, withhold
 from sparsebp_cli.compare.measured import Quality, Reach
+from sparsebp_cli.compare.published import Published, hold_beside
 from sparsebp_cli.compare.question import (
     Members,
     Question,
@@ -130,7 +131,20 @@ class _Builder:
                 *self._repeat_warnings(),
                 *find_warnings(self.loaded, groups, self.metric),
             ),
+            published=self._hold_beside(groups),
         )
+
+    def _hold_beside(self, groups: Sequence[Group]) -> Published | None:
+        """Measure what a study's publication claims; its arms are the names of the runs."""
+        if self.question.paper is None:
+            return None
+        names = {g.group: self.members[g.group][-1].name for g in groups}
+        counted: dict[str, list[LoadedRun]] = {}
+        for group, name in names.items():
+            counted.setdefault(name, []).extend(self.counted[group])
+        labels = {name: self.labels[group] for group, name in names.items()}
+        withheld = [names[g.group] for g in groups if g.speed.withheld and g.speed.step is None]
+        return hold_beside(self.question.paper, counted, labels, withheld)
 
     def _reduce(self, run: LoadedRun, steps: set[int] | None = None) -> float | None:
         values = run.evaluations(self.metric)

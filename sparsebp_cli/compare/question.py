@@ -13,6 +13,7 @@ from typing import Literal
 from sparsebp_cli.compare.grid import tidy
 from sparsebp_cli.compare.grouping import Grouping
 from sparsebp_cli.compare.loaded import LoadedRun
+from sparsebp_cli.compare.published import Paper
 from sparsebp_cli.errors import UsageError, did_you_mean
 from sparsebp_cli.run import metric as names
 from sparsebp_cli.run.metric import METRICS, Metric, find_known
@@ -111,6 +112,7 @@ class Question:
     # of a study: run name to the standard error of what tuning chose for it, in the metric's unit, by metric
     choice: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     is_complete: bool = True  # whether all runs that were planned are there; without them nothing is stated on quality
+    paper: Paper | None = None  # of a study: the publication whose numbers are shown beside the measured ones
 
 
 def find_baseline(members: Members, wanted: str | None, labels: Mapping[str, str]) -> str:

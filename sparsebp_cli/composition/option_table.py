@@ -7,6 +7,15 @@ from sparsebp_cli.policy.rule import ABSENT, GIVEN, SEVERAL, Rule
 
 OPTIONS = (
     Rule(
+        "{attention} computes in 16 bits: it needs {mixed_precision:bf16}, or {dtype:bfloat16}",
+        options={
+            "attention": ("flash_attention_2", "flash_attention_3"),
+            "dtype": ("float32",),
+            "mixed_precision": ("no",),
+        },
+        blame="attention",
+    ),
+    Rule(
         "{sites} works in one process, got {processes}",
         why="A policy cuts the gradients of parameters there before they are summed over the processes.",
         options={"sites": ("nodes",), "processes": SEVERAL, "loop": ("worker",)},

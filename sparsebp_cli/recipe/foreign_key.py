@@ -40,7 +40,7 @@ ANSWERS = {
     "data_seed": "training.seed",
     # numbers, memory and speed
     "bf16": "training.mixed_precision: bf16 (autocast), or model.dtype: bfloat16 (weights too)",
-    "fp16": "training.mixed_precision: bf16 (float16 would need a scaled loss, which recipes do not have)",
+    "fp16": "training.mixed_precision: bf16 (float16 needs a loss scaler, which recipes do not have)",
     "tf32": "training.mixed_precision: bf16",
     "torch_dtype": "model.dtype",
     "precision": "model.dtype, or training.mixed_precision",

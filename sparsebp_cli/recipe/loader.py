@@ -67,6 +67,8 @@ def _read_file(file: Path, named_by: Node | None = None) -> Node:
     if not isinstance(tree.content, dict):
         # Never the content: the file may be one of the user's secrets, which somebody else's recipe names.
         raise tree.place.error(f"a recipe must be a mapping, got {describe_kind(tree.plain)}")
+    if {"study", "arms"} <= tree.content.keys():
+        raise tree.place.error(f"is a study and no recipe: `sparsebp study {file}` runs it")
     return expand_shorthand(tree)
 
 

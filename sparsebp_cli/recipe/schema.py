@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
@@ -36,6 +37,10 @@ class Section(BaseModel):
     model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
+ATTENTIONS = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention")
+# A revision and a function may follow. Only of this owner, whom transformers trusts by itself: a kernel is compiled
+# code, and recipes may come from strangers.
+HUB_KERNEL = r"kernels-community/[\w.-]+(@[\w.-]+)?(:\w+)?"
 CHANGES_BASE = ("olora", "pissa")  # first values of adapters that are taken out of the base
 
 
@@ -149,7 +154,11 @@ class ModelSection(Section):
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="Type of the weights; bfloat16 computes in bfloat16 throughout."
     )
-    attention: Literal["sdpa", "eager"] = Field("sdpa", description="transformers' attention implementation.")
+    attention: str = Field(
+        "sdpa",
+        description="transformers' attention implementation: sdpa or eager; on CUDA also flash_attention_2, "
+        "flash_attention_3 or kernels-community/NAME, where the package is installed, and flex_attention.",
+    )
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] | None = Field(
         None, description="Probability of every dropout of the model; null: as its config says."
     )
@@ -169,6 +178,14 @@ class ModelSection(Section):
         None,
         description="Go on with an adapter of peft on its base, which is name: a folder, or a run's model folder.",
     )
+
+    @field_validator("attention")
+    @classmethod
+    def _attention_is_known(cls, name: str) -> str:
+        if name not in ATTENTIONS and not re.fullmatch(HUB_KERNEL, name):
+            near = did_you_mean(name, ATTENTIONS)
+            raise ValueError(f"got {show(name)}, allowed: {', '.join(ATTENTIONS)}, kernels-community/NAME{near}")
+        return name
 
     @property
     def adapters(self) -> LoraSection | PeftSection | str | None:
@@ -366,6 +383,15 @@ class PhaseSection(Section):
     policy: list[PolicyEntry] = Field(description="Policies of this phase, as the recipe's own; empty: dense.")
 
 
+def _refuse_float16(value: object) -> object:
+    if value == "fp16":
+        raise ValueError(
+            "got 'fp16', allowed: no, bf16; float16 needs a loss scaler, which drops steps that overflow, and recipes "
+            "have none; a loop of your own may have one (guide, library)"
+        )
+    return value
+
+
 class TrainingSection(Section):
     """Optimisation, with the names of transformers.TrainingArguments."""
 
@@ -408,7 +434,9 @@ class TrainingSection(Section):
     warmup_ratio: Annotated[float, Field(ge=0.0, lt=1.0)] | None = Field(
         None, description="Instead of warmup_steps: their share of max_steps, rounded up."
     )
-    mixed_precision: Literal["no", "bf16"] = Field("no", description="bf16: autocast; weights keep their type.")
+    mixed_precision: Annotated[Literal["no", "bf16"], BeforeValidator(_refuse_float16)] = Field(
+        "no", description="bf16: autocast; weights keep their type. float16 needs a loss scaler, which recipes lack."
+    )
     compile: bool = Field(
         False,
         description="Compile the model with torch.compile for the training steps; it needs a C++ compiler, on a GPU "

@@ -16,6 +16,7 @@ from sparsebp_cli.recipe.schema import DatasetSection, Recipe
 from sparsebp_cli.run.census import MOST_LOST
 from sparsebp_cli.source.adapter import find_adapter, read_adapter
 from sparsebp_cli.source.architecture import find_architecture
+from sparsebp_cli.source.attention import refuse_missing_package
 from sparsebp_cli.source.column import Rows, missing_split, read_column, read_labels, read_numbers, read_texts
 from sparsebp_cli.source.conversation import holds_messages, read_conversations, read_prompts, read_template
 from sparsebp_cli.source.model import (
@@ -89,6 +90,7 @@ def _problems_of(location: Location, check: Callable[..., object], *args: object
 
 def _inspect_model(recipe: Recipe, folders: Sequence[Path]) -> Iterator[Problem]:
     section, tokenizer = recipe.model, None
+    yield from _problems_of(("model", "attention"), refuse_missing_package, section.attention)
     config: Mapping[str, object] | None = section.config
     if section.name is not None:
         at: Location = ("model", "name")

@@ -11,15 +11,17 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from sparsebp_cli.compare.published import Claim, Paper
 from sparsebp_cli.errors import RecipeError, did_you_mean
 from sparsebp_cli.policy.error_text import show_with_type
 from sparsebp_cli.policy.field_error import FieldError, Location, describe_errors
 from sparsebp_cli.recipe import PlacedRecipe
 from sparsebp_cli.recipe.check import check_recipe, first_error
 from sparsebp_cli.recipe.document import Node, Place, read_document
-from sparsebp_cli.recipe.loader import expand_shorthand, find_base, lay_over, load_tree, read_text
+from sparsebp_cli.recipe.loader import expand_shorthand, lay_over, read_text
 from sparsebp_cli.recipe.override import set_value
 from sparsebp_cli.recipe.schema import Recipe
+from sparsebp_cli.study.scale import describe_scale, find_prefix, find_wrong_scale, read_base, scale_down
 from sparsebp_cli.study.schema import FIXED_KEYS, NO_RESULT, STEPS_KEY, RangeSection, Study
 
 MOST_VARIANTS = 10_000
@@ -64,6 +66,16 @@ class LoadedStudy:
     firsts: Mapping[str, ArmVariant]  # arm to its first combination, of ranges their lower ends
     tree: Node  # what the file says, with places
     base: Node  # the recipe under every arm, with places
+    scaled: tuple[str, ...] = ()  # what the small study has in place of the file's own, as key=value
+
+    @property
+    def paper(self) -> Paper | None:
+        """The publication whose setting it is, or whose setting it has made small."""
+        paper = self.study.paper
+        if paper is None:
+            return None
+        claims = [Claim(one.arm, one.metric, one.value, one.where, one.of or "") for one in paper.claimed]
+        return Paper(paper.title, paper.link, tuple(claims), self.scaled)
 
     def error(self, location: Location, text: str) -> RecipeError:
         """Return an error at a key of the file, to be raised."""
@@ -94,18 +106,21 @@ class LoadedStudy:
         return [self.file.resolve().parent, self.base_file.resolve().parent, Path.cwd()]
 
 
-def load_study(file: Path) -> LoadedStudy:
-    """Read and check a study and the recipe of every arm and combination. Raise RecipeError with
-    ``file:line:column: key:`` for the first thing that is wrong."""
+def load_study(file: Path, *, scaled: bool = False) -> LoadedStudy:
+    """Read and check a study and the recipe of every arm and combination; with ``scaled`` the small study that its key
+    ``scale`` makes of it. Raise RecipeError with ``file:line:column: key:`` for the first thing that is wrong."""
     tree = read_document(read_text(file), str(file))
     if tree is None:
         raise Place(str(file), 1, 1).error("empty: a study needs at least version, study, base, arms and seeds")
     if not isinstance(tree.content, dict):
         raise tree.place.error(f"a study must be a mapping, got {show_with_type(tree.plain)}")
     study = _check(tree)
-    base_node = tree.content["base"]
-    base_file = find_base(file, base_node)
-    base = load_tree(base_file, base_node)
+    base_file, base = read_base(file, tree)
+    other: tuple[str, ...] = ()
+    if scaled:
+        tree, base = scale_down(tree, base)
+        other = () if study.scale is None else describe_scale(study.scale)
+        study = _check(tree)
     if study.controls == "auto" and study.budget is not None and study.budget.same == "cost":
         tree = _add_controls(tree, base, study)
         study = _check(tree)
@@ -114,7 +129,16 @@ def load_study(file: Path) -> LoadedStudy:
     # Reversed, so that the first variant of each arm is the one that stays in the dict.
     found = _make_firsts(tree.content, base) if study.search.is_sampled else reversed(variants)
     firsts = {variant.arm: variant for variant in found}
-    return LoadedStudy(file, study, base_file, variants, firsts, tree, base)
+    return LoadedStudy(file, study, base_file, variants, firsts, tree, base, other)
+
+
+def is_study(file: Path) -> bool:
+    """Whether a file holds a study; one that cannot be read holds none, and whoever reads it next says why."""
+    try:
+        tree = read_document(read_text(file), str(file))
+    except RecipeError:
+        return False
+    return tree is not None and isinstance(tree.content, dict) and "study" in tree.content
 
 
 def _check(tree: Node) -> Study:
@@ -160,6 +184,7 @@ def _find_misplaced(study: Study) -> Iterator[FieldError]:
     if study.budget is not None and (arm := study.budget.as_arm) not in {None, *study.arms}:
         text = f"must be one of the arms ({', '.join(study.arms)}), got {arm!r}{did_you_mean(str(arm), study.arms)}"
         yield FieldError(("budget", "as"), text)
+    yield from find_wrong_scale(study)
     yield from _find_wrong_sharing(study)
     yield from _find_seeds_of_both(study)
     for arm, changes in study.arms.items():
@@ -321,7 +346,6 @@ def _locate(error: RecipeError, arm: str, content: Mapping[str, Node], varied: l
         return RecipeError(
             f"{error.text} (arm {arm})", file=error.file, line=error.line, column=error.column, key=error.key
         )
-    key = next(
-        (f"vary.{one}" for one in varied if error.key == one), f"arms.{arm}.{error.key}" if error.key else "arms"
-    )
+    prefix = find_prefix(content, error, arm)
+    key = next((f"vary.{one}" for one in varied if error.key == one), f"{prefix}.{error.key}" if error.key else "arms")
     return RecipeError(error.text, file=error.file, line=error.line, column=error.column, key=key)

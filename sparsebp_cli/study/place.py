@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.plan import Plan
@@ -49,6 +49,16 @@ def find_places(loaded: LoadedStudy) -> list[TrialPlace]:
             raise loaded.error(("where", number), str(error)) from None
         places.append(place)
     return places
+
+
+def move(loaded: LoadedStudy, target: str) -> LoadedStudy:
+    """Return a study of which all runs at one place. Raise UsageError for a target that is unknown or cannot."""
+    moved = loaded.study.model_copy(update={"where": [PlaceSection(target=target)]})
+    base = next(iter(loaded.firsts.values())).recipe.target
+    place = _make_place(PlaceSection(target=target), base)
+    for arm in moved.arms:
+        check_place(place, loaded.firsts[arm].recipe)
+    return replace(loaded, study=moved)
 
 
 def check_place(place: TrialPlace, recipe: Recipe) -> None:

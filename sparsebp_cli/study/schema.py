@@ -157,6 +157,48 @@ class PlaceSection(Section):
     max_parallel: PositiveInt = Field(1, description="Trials at once there.")
 
 
+class ClaimSection(Section):
+    """A number of the publication, to stand beside the one that is measured."""
+
+    arm: Name = Field(description="The arm that it is about.")
+    metric: str = Field(
+        description="A logged metric. Of eval/ and test/ the value after the last step is meant, of memory/ the "
+        "largest, of time/ the median after warm-up, of others the mean over steps."
+    )
+    value: float = Field(description="The number, in the metric's unit: a share and not percent.")
+    of: Name | None = Field(
+        None, description="Arm by whose value that of `arm` is divided: 0.56 of dense. null: the value itself."
+    )
+    where: Annotated[str, Field(min_length=1)] = Field(description="Where it stands, such as `table 2`.")
+
+
+class PaperSection(Section):
+    """The publication whose setting the study is."""
+
+    title: Annotated[str, Field(min_length=1)] = Field(description="Authors, title and year, in one line.")
+    link: Annotated[str, Field(pattern=r"^https://")] = Field(description="Where it can be read.")
+    claimed: list[ClaimSection] = Field(
+        default_factory=list, description="Its numbers for these arms; compare shows them beside the measured ones."
+    )
+
+
+class ScaleSection(Section):
+    """What is other in the small study that `study --scaled` runs: it lies over this file, key by key."""
+
+    base: dict[str, object] = Field(
+        default_factory=dict,
+        description="Changes of the base: sections as in a recipe. A dataset with a name takes the place of the whole.",
+    )
+    arms: dict[Name, dict[str, object]] = Field(
+        default_factory=dict, description="Further changes of arms, which lie over those of the arm."
+    )
+    vary: dict[str, Annotated[list[Value], Field(min_length=1)] | RangeSection] = Field(
+        default_factory=dict, description="Other values of varied keys."
+    )
+    budget: BudgetSection | None = Field(None, description="Another budget; null: that of the study.")
+    seeds: SeedsSection | None = Field(None, description="Other seeds; null: those of the study.")
+
+
 def _refuse_other_ones(value: object) -> object:
     if type(value) is not int:
         raise ValueError(f"got {show(value)}, allowed: 1")
@@ -170,7 +212,9 @@ class Study(Section):
         description="Version of the study format."
     )
     study: Name = Field(description="Name of the study: letters, digits, dot, dash, underscore.")
-    base: Annotated[str, Field(min_length=1)] = Field(description="The recipe under every arm, relative to this file.")
+    base: Annotated[str, Field(min_length=1)] | dict[str, object] = Field(
+        description="The recipe under every arm: a file, relative to this one, or its sections themselves."
+    )
     arms: Annotated[dict[Name, dict[str, object]], Field(min_length=1)] = Field(
         description="Arm to its changes of the base: sections as in a recipe, or dotted keys. {} changes nothing."
     )
@@ -194,6 +238,10 @@ class Study(Section):
     where: Annotated[list[Literal["local"] | PlaceSection], Field(min_length=1)] | None = Field(
         None,
         description="Places that share the trials: local, {target: NAME, max_parallel: 8}. null: the base's target.",
+    )
+    paper: PaperSection | None = Field(None, description="The publication whose setting this is, and its numbers.")
+    scale: ScaleSection | None = Field(
+        None, description="The same study at a size that fits a small machine, for `study --scaled`."
     )
 
 

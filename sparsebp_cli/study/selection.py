@@ -11,6 +11,7 @@ from typing import Any
 
 from sparsebp_cli.compare.load import load_folder
 from sparsebp_cli.compare.loaded import LoadedRun
+from sparsebp_cli.compare.published import Paper
 from sparsebp_cli.errors import RunNotFoundError
 from sparsebp_cli.run import RunFolder, State, home
 from sparsebp_cli.run.metric import EVAL_ACCURACY, EVAL_LOSS, TEST_ACCURACY, TEST_LOSS
@@ -44,6 +45,7 @@ class StudySelection:
     # reported metric to arm to the standard error of what tuning chose
     choice: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     is_complete: bool = True  # whether every run of the report is over
+    paper: Paper | None = None  # whose numbers stand beside the measured ones
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,11 @@ def select(record: StudyRecord, place: Path | None = None) -> StudySelection:
     if tuning and len({trial.seed for trial in record.trials if trial.role == "tune"}) < ENOUGH_SEEDS:
         warnings.append(f"tuned with fewer than {ENOUGH_SEEDS} seeds: statements hold at these values, not for methods")
     runs = tuple(replace(run, name=trial.arm) for trial, run in found)
-    return StudySelection(runs, tuple(tuning), tuple(warnings), _find_choice(combinations, runs_of), is_complete)
+    if record.paper is not None and record.paper.scaled:
+        other = ", ".join(record.paper.scaled)
+        warnings.append(f"scaled: nothing follows from these runs for {record.paper.title}; they have {other}")
+    choice = _find_choice(combinations, runs_of)
+    return StudySelection(runs, tuple(tuning), tuple(warnings), choice, is_complete, record.paper)
 
 
 # The validation counterpart of what is reported; the decisive metric is the accuracy where there is one.

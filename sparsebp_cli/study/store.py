@@ -1,7 +1,7 @@
 """What a store already has of a study: the runs of its trials, and ``studies/NAME.json``, which lists them.
 
     {"study": "NAME", "file": "/the/study.yaml", "generation": 0, "trials": [{"run_id": ..., "role": ..., "arm": ...,
-     "combination": ..., "seed": ...}]}
+     "combination": ..., "seed": ...}], "paper": {"title": ..., "link": ..., "claims": [...], "scaled": [...]}}
 
 The list is written again by each command; the runs alone say what is done.
 """
@@ -18,6 +18,7 @@ from typing import Any
 from sparsebp_cli import durable
 from sparsebp_cli.compare.load import load_folder
 from sparsebp_cli.compare.loaded import LoadedRun
+from sparsebp_cli.compare.published import Paper
 from sparsebp_cli.errors import RunNotFoundError, UsageError, did_you_mean
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.plan.plan import find_sources, group_content
@@ -162,6 +163,7 @@ class StudyRecord:
     generation: int
     trials: tuple[Listed, ...] = ()
     digests: Mapping[str, str] = field(default_factory=dict)  # in an archive: run id to the digest of its journal
+    paper: Paper | None = None  # whose setting it is, with its numbers
 
     @classmethod
     def load(cls, name: str, place: Path | None = None) -> StudyRecord | None:
@@ -170,7 +172,8 @@ class StudyRecord:
             content: dict[str, Any] = json.loads(((place or home()) / "studies" / f"{name}.json").read_bytes())
             trials = tuple(Listed(**entry) for entry in content["trials"])
             digests = {str(run): str(digest) for run, digest in content.get("digests", {}).items()}
-            return cls(str(content["study"]), str(content["file"]), int(content["generation"]), trials, digests)
+            paper = None if content.get("paper") is None else Paper.from_json(content["paper"])
+            return cls(str(content["study"]), str(content["file"]), int(content["generation"]), trials, digests, paper)
         except (OSError, ValueError, LookupError, TypeError):
             return None
 
@@ -183,7 +186,8 @@ class StudyRecord:
     @property
     def _content(self) -> dict[str, object]:
         trials = [vars(trial) for trial in self.trials]
-        return {"study": self.study, "file": self.file, "generation": self.generation, "trials": trials}
+        content = {"study": self.study, "file": self.file, "generation": self.generation, "trials": trials}
+        return content if self.paper is None else content | {"paper": self.paper.to_json()}
 
     def pack(self) -> tuple[str, bytes]:
         """Return the list as an archive has it, with the name of the member."""

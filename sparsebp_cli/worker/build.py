@@ -32,11 +32,12 @@ from sparsebp_cli.policy import (
 from sparsebp_cli.policy.known_kind import find_columns, find_facts, list_kinds
 from sparsebp_cli.recipe import refuse_unsupported
 from sparsebp_cli.recipe.evaluation import declare_generated, to_facts
-from sparsebp_cli.recipe.schema import Recipe
+from sparsebp_cli.recipe.schema import ModelSection, Recipe
 from sparsebp_cli.run import History, JournalWriter, RunFolder
 from sparsebp_cli.run.census import find_warnings
 from sparsebp_cli.source import refuse_mismatch, refuse_too_long
 from sparsebp_cli.source.adapter import INSIDE
+from sparsebp_cli.source.attention import refuse_device, refuse_missing_package
 from sparsebp_cli.worker.adapter import is_adapted, merge_beside
 from sparsebp_cli.worker.batch import BatchOrder, collate
 from sparsebp_cli.worker.checkpoint import CheckpointFolder, Snapshot
@@ -77,6 +78,7 @@ def build_training(
     phases = make_phases(recipe)
     policies = [policy for phase in phases for policy in phase.policies]
     accelerator = _build_accelerator(recipe, ranks, policies)
+    _check_attention(recipe.model, accelerator.device)
     tokenizer, reference = _load_data(recipe, policies, accelerator, journal)
     data = reference.data
     guard.check_data(data.digest())
@@ -347,6 +349,15 @@ def _build_accelerator(recipe: Recipe, ranks: Ranks, policies: Sequence[Policy])
         # After accelerate, which sets the number of threads itself for processes on a CPU.
         torch.set_num_threads(threads)
     return accelerator
+
+
+def _check_attention(section: ModelSection, device: torch.device) -> None:
+    """Refuse an attention that this machine lacks, before data and weights are read."""
+    refuse_device(section.attention, device.type)
+    try:
+        refuse_missing_package(section.attention)
+    except DataError as error:
+        raise DataError(f"model.attention: {error}") from None
 
 
 def _check_fit(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, recipe: Recipe) -> None:

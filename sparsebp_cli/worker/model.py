@@ -28,6 +28,7 @@ from sparsebp_cli.errors import DataError, SparseBPError, did_you_mean
 from sparsebp_cli.recipe.schema import ModelSection
 from sparsebp_cli.source import MODELS, find_source, read_config
 from sparsebp_cli.source.architecture import Architecture, find_architecture
+from sparsebp_cli.source.attention import ALWAYS
 from sparsebp_cli.source.weight import check_sidecars, check_weights
 from sparsebp_cli.worker.adapter import add_adapters, find_adapter_key
 from sparsebp_cli.worker.quantization import load_options, settle
@@ -115,7 +116,9 @@ def build_by_config(
 ) -> PreTrainedModel:
     """Build a recipe's model in training mode from a config of :func:`read_model_config` alone, adapters included,
     without reading weights: on tensors without data, to see what it takes."""
-    options: dict[str, Any] = {"dtype": getattr(torch, section.dtype), "attn_implementation": section.attention}
+    # Others run on a GPU alone; on tensors without data they store what sdpa does.
+    attention = section.attention if section.attention in ALWAYS else "sdpa"
+    options: dict[str, Any] = {"dtype": getattr(torch, section.dtype), "attn_implementation": attention}
     if config.pad_token_id is None:
         config.pad_token_id = pad_token_id
     try:

@@ -215,3 +215,46 @@ def test_an_eager_update_of_a_scaled_loss_is_refused_before_it_changes_a_weight(
     with pytest.raises(UnsupportedError, match="update='eager' with a GradScaler is not built"):
         backward[form](_loss(model, 0))
     assert all(torch.equal(one, two) for one, two in zip(model.parameters(), before, strict=True))
+
+
+def _train_half(policy: Any, *, overflow: int | None = None) -> tuple[nn.Module, list[float]]:
+    """Train in float16 by autocast under a scaler, two micro-batches of padded rows a step, with clipping."""
+    model = tiny_decoder("llama", vocab_size=64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    engine = sbp.attach(model, policy, optimizer=optimizer) if policy is not None else None
+    norms = []
+    for number in range(4):
+        for part in range(2):
+            batch = _batch(10 * number + part)
+            mask = torch.ones_like(batch["input_ids"])
+            mask[: 2 + part, 5:] = 0
+            with torch.autocast("cpu", torch.float16):
+                given = batch | {"attention_mask": mask, "labels": batch["labels"].masked_fill(mask == 0, -100)}
+                loss = model(**given).loss / 2
+            scaled = scaler.scale(loss * (float("inf") if number == overflow else 1.0))
+            engine.backward(scaled, is_last=part == 1) if engine is not None else scaled.backward()
+        scaler.unscale_(optimizer)
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    if engine is not None:
+        engine.detach()
+    return model, norms
+
+
+@pytest.mark.parametrize("overflow", [None, 1])
+def test_lossless_in_float16_with_accumulation_updates_as_dense_does_and_never_by_the_scale(
+    overflow: int | None,
+) -> None:
+    """The oracle is PyTorch's own loop. A gradient that kept the scale would be 1,024 times as long."""
+    plain, norms = _train_half(None, overflow=overflow)
+    model, mine = _train_half("lossless", overflow=overflow)
+    start = tiny_decoder("llama", vocab_size=64)
+    for (name, one), two, first in zip(model.named_parameters(), plain.parameters(), start.parameters(), strict=True):
+        moved = float((two - first).detach().abs().max())
+        assert moved > 0.0, name
+        torch.testing.assert_close(one, two, rtol=0, atol=max(0.02 * moved, 1e-6), msg=lambda m, p=name: f"{p}: {m}")
+    finite = [number for number in range(4) if number != overflow]
+    assert [mine[n] for n in finite] == pytest.approx([norms[n] for n in finite], rel=0.01)

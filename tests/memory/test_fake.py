@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import sparsebp_cli as sbp
@@ -129,3 +130,19 @@ def test_the_stand_in_for_fused_attention_counts_and_stores_what_a_fused_kernel_
         torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True).sum().backward()
     assert flops.total == expected.total
     assert output.shape == shape
+
+
+def test_a_module_without_data_can_be_copied_deeply_and_the_copy_is_its_own() -> None:
+    """peft copies what ``modules_to_save`` names. PyTorch's own copy writes to the null pointer."""
+    with pretend(gpu=True):
+        module = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4))
+        module[0].bias.requires_grad_(False)
+        copied = copy.deepcopy(module)
+        shapes = [(name, p.shape, p.requires_grad) for name, p in module.named_parameters()]
+        assert shapes == [(name, p.shape, p.requires_grad) for name, p in copied.named_parameters()]
+        assert all(isinstance(p, nn.Parameter) for p in copied.parameters())
+        assert not {id(p) for p in module.parameters()} & {id(p) for p in copied.parameters()}
+        twice = copy.deepcopy([module[0].weight, module[0].weight])
+        assert twice[0] is twice[1], "what was shared stays shared"
+        copied(torch.zeros(2, 8)).sum().backward()
+        assert copied[0].weight.grad is not None

@@ -18,6 +18,8 @@ from tests.plugin import find_ours
 from tests.recipe.conftest import SMALL
 
 FOLDER = Path(__file__).parents[2] / "recipes"
+STUDIES = sorted(FOLDER.glob("papers/*.yaml"))  # tests/recipe/test_papers.py
+RECIPES = sorted(set(FOLDER.rglob("*.yaml")) - set(STUDIES))
 # Keys that no recipe which runs everywhere can show, and why.
 UNSHOWN = {
     "model.revision": "of a model on a hub",
@@ -69,19 +71,19 @@ def test_the_quickstart_recipe_is_there() -> None:
     assert (FOLDER / "start" / "quickstart.yaml").is_file()
 
 
-@pytest.mark.parametrize("file", sorted(FOLDER.rglob("*.yaml")), ids=lambda file: file.name)
+@pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.name)
 def test_every_recipe_of_the_project_loads(file: Path) -> None:
     assert load_recipe(file).version == 1
 
 
 def test_every_key_stands_in_a_recipe_or_is_left_out_for_a_reason() -> None:
-    texts = [file.read_text(encoding="utf-8") for file in FOLDER.rglob("*.yaml")]
+    texts = [file.read_text(encoding="utf-8") for file in RECIPES]
     shown = {key for text in texts for key in _keys_of(yaml.safe_load(text))}
     assert sorted(set(_list_keys(Recipe)) - shown) == sorted(UNSHOWN)
 
 
 def test_every_policy_of_the_package_stands_in_a_recipe() -> None:
-    recipes = [load_recipe(file) for file in FOLDER.rglob("*.yaml")]
+    recipes = [load_recipe(file) for file in RECIPES]
     phases = [phase for recipe in recipes for phase in (recipe.schedule or [])]
     shown = {entry.name for part in [*recipes, *phases] for entry in part.policy}
     assert find_ours().keys() - shown == set()

@@ -56,11 +56,36 @@ class CheckedRecipe(Answer):
     """What is wrong with what the data become, and what ``--probe`` measured."""
 
 
+class CheckedStudy(Answer):
+    """A study that was checked and is right, or its small form."""
+
+    file: str
+    """As it was given."""
+    is_scaled: bool
+    """Whether it is the small study of its key ``scale``."""
+    study: str
+    """Name of the study."""
+    arms: list[str]
+    """Its arms, in the order of the file."""
+    model: str
+    """Model of the first arm."""
+    dataset: str
+    """Its data."""
+    max_steps: int
+    """Optimizer steps of a run of it."""
+    seeds: list[int]
+    """Seeds that are reported."""
+    unknown: list[str] = Field(default_factory=list)
+    """What cannot be checked from this machine."""
+
+
 class CheckedRecipes(Answer):
-    """Recipes that were checked."""
+    """Recipes and studies that were checked."""
 
     recipes: list[CheckedRecipe]
-    """In the order in which they were given."""
+    """In the order in which they were given, with the studies that are wrong."""
+    studies: list[CheckedStudy] = Field(default_factory=list)
+    """The studies that are right."""
 
 
 class Interval(Answer):

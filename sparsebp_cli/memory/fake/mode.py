@@ -43,6 +43,8 @@ def pretend(*, gpu: bool) -> Iterator[None]:
             stack.enter_context(patch(FOREACH, lambda: ["cpu", "cuda"]))
         # PyTorch swaps a fake tensor for the moved one, and refuses while anybody else refers to it.
         stack.enter_context(patch.object(nn.Module, "_apply", _replace))
+        # PyTorch's own copies bytes from and to the null pointer, as of a head that peft trains whole: Python dies.
+        stack.enter_context(patch.object(FakeTensor, "__deepcopy__", _copy, create=True))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(_Values())
         yield
@@ -62,6 +64,17 @@ def _replace(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: b
         if buffer is not None:
             module._buffers[key] = function(buffer)  # noqa: SLF001
     return module
+
+
+def _copy(tensor: FakeTensor, memo: dict[int, object]) -> Tensor:
+    """Return a deep copy of a tensor without data."""
+    if id(tensor) not in memo:
+        copied = tensor.detach().clone()
+        is_parameter = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(copied, tensor.requires_grad) if is_parameter else copied
+    found = memo[id(tensor)]
+    assert isinstance(found, Tensor)
+    return found
 
 
 class _Values(TorchDispatchMode):

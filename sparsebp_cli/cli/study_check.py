@@ -1,0 +1,64 @@
+"""``sparsebp validate`` of a study: every arm, and the small study that its key ``scale`` describes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sparsebp_cli.cli.answer.recipe_record import CheckedStudy
+from sparsebp_cli.errors import UsageError
+
+if TYPE_CHECKING:
+    from sparsebp_cli.plan import Plan
+    from sparsebp_cli.study.loader import LoadedStudy
+
+
+def check_study(file: Path, changes: list[str]) -> Iterator[CheckedStudy]:
+    """Yield what a study and its small form are, both checked. Raise UsageError for what is wrong."""
+    from sparsebp_cli.study.loader import load_study
+
+    if changes:
+        raise UsageError(f"--set is for recipes, and {file} is a study: change it there; --scaled runs it small")
+    whole = load_study(file)
+    yield _check(whole, file)
+    if whole.study.scale is not None:
+        yield _check(load_study(file, scaled=True), file, is_scaled=True)
+
+
+def describe(found: CheckedStudy) -> Iterator[str]:
+    """Yield the lines on a study that was checked."""
+    yield (
+        f"ok {found.file}{' --scaled' * found.is_scaled}: {found.study}: {', '.join(found.arms)}; model {found.model}, "
+        f"data {found.dataset}, {found.max_steps} steps, seeds {', '.join(map(str, found.seeds))}"
+    )
+    yield from (f"   not known from here: {text}" for text in found.unknown)
+
+
+def make_plans(file: Path) -> list[Plan]:
+    """Return a plan for each arm of a study, with its first combination, in the order of the file."""
+    from sparsebp_cli.plan import make_plan
+    from sparsebp_cli.study.loader import load_study
+
+    loaded = load_study(file)
+    return [make_plan(loaded.firsts[arm].recipe, file) for arm in loaded.study.arms]
+
+
+def _check(loaded: LoadedStudy, file: Path, *, is_scaled: bool = False) -> CheckedStudy:
+    from sparsebp_cli.cli.validate import check_sources
+
+    unknown: dict[str, None] = {}
+    for arm in loaded.study.arms:
+        unknown |= dict.fromkeys(check_sources(loaded.firsts[arm].placed, loaded.folders))
+    first = next(iter(loaded.firsts.values())).recipe
+    return CheckedStudy(
+        file=str(file),
+        is_scaled=is_scaled,
+        study=loaded.study.study,
+        arms=list(loaded.study.arms),
+        model=first.model.name or f"random {(first.model.config or {}).get('model_type')}",
+        dataset=first.dataset.name,
+        max_steps=first.training.max_steps,
+        seeds=list(loaded.study.seeds.report),
+        unknown=list(unknown),
+    )

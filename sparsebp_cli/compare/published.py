@@ -1,0 +1,192 @@
+"""Numbers that a publication claims, beside those that were measured in its setting, or in a small copy of it."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from sparsebp_cli.compare import number as show
+from sparsebp_cli.compare.grid import Grid
+from sparsebp_cli.compare.loaded import LoadedRun
+from sparsebp_cli.compare.number import BYTES, FLOPS, NONE, SECONDS
+from sparsebp_cli.compare.statistics import Spread, spread
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A number of a publication, as a study's file gives it."""
+
+    arm: str
+    metric: str
+    value: float
+    where: str
+    of: str = ""  # the arm by whose value that of ``arm`` is divided; empty: the value itself
+
+
+@dataclass(frozen=True)
+class Paper:
+    """A publication and its claims; ``scaled`` is what a small copy of its setting has in place of it."""
+
+    title: str
+    link: str
+    claims: tuple[Claim, ...] = ()
+    scaled: tuple[str, ...] = ()
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Paper:
+        """Read one that ``to_json`` wrote."""
+        claims = tuple(Claim(**claim) for claim in content["claims"])
+        return cls(str(content["title"]), str(content["link"]), claims, tuple(map(str, content["scaled"])))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON content."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class ClaimedNumber:
+    """A claimed number beside the measured one.
+
+    Args:
+        label: Label of the group that it is about; the name of its arm where no run of it counts.
+        metric: Name of the metric.
+        of: Label of the group by whose value it is divided; empty: the value itself.
+        claimed: The number of the publication.
+        where: Where it stands there.
+        measured: The same over the runs that count, or over pairs of a seed for a ratio; None without any.
+        difference: Mean of the measured ones minus the claimed one; None in a small copy of the setting, of which
+            nothing follows for the claim.
+        missing: Why nothing was measured; empty where it was.
+    """
+
+    label: str
+    metric: str
+    of: str
+    claimed: float
+    where: str
+    measured: Spread | None
+    difference: float | None
+    missing: str = ""
+
+
+@dataclass(frozen=True)
+class Published:
+    """A publication beside what was measured.
+
+    Args:
+        title: Authors, title and year.
+        link: Where it can be read.
+        scaled: What the runs have in place of the publication's setting, each as ``key=value``; empty: it is that
+            setting.
+        numbers: Its claims.
+    """
+
+    title: str
+    link: str
+    scaled: tuple[str, ...]
+    numbers: tuple[ClaimedNumber, ...]
+
+
+def hold_beside(
+    paper: Paper, counted: Mapping[str, Sequence[LoadedRun]], labels: Mapping[str, str], withheld: Sequence[str]
+) -> Published:
+    """Measure what a paper claims.
+
+    Args:
+        paper: The claims.
+        counted: Name of an arm to its runs that count.
+        labels: Name of an arm to its label in the comparison.
+        withheld: Names of the arms whose step times cannot be believed.
+    """
+
+    def measure(claim: Claim) -> ClaimedNumber:
+        arms = [claim.arm, *([claim.of] if claim.of else [])]
+        missing = ""
+        if claim.metric.startswith("time/") and any(arm in withheld for arm in arms):
+            found, missing = None, "withheld: the machine was busy"
+        else:
+            found = _measure(claim, counted)
+        if found is None and not missing:
+            missing = "not measured"
+        difference = None if found is None or paper.scaled else found.mean - claim.value
+        label, of = (labels.get(arm, arm) for arm in (claim.arm, claim.of))
+        return ClaimedNumber(label, claim.metric, of, claim.value, claim.where, found, difference, missing)
+
+    return Published(paper.title, paper.link, paper.scaled, tuple(map(measure, paper.claims)))
+
+
+def _measure(claim: Claim, counted: Mapping[str, Sequence[LoadedRun]]) -> Spread | None:
+    reduce = _find_reducer(claim.metric)
+    values = {run.seed: value for run in counted.get(claim.arm, ()) if (value := reduce(run, claim.metric)) is not None}
+    if not claim.of:
+        return spread(list(values.values()))
+    others = {run.seed: value for run in counted.get(claim.of, ()) if (value := reduce(run, claim.metric))}
+    return spread([value / others[seed] for seed, value in values.items() if seed in others])
+
+
+def _find_reducer(metric: str) -> Callable[[LoadedRun, str], float | None]:
+    """Return how the values of a run become one: by what the metric is about."""
+    if metric.startswith(("eval/", "test/")):
+        return lambda run, name: next((x for x in run.evaluations(name)[-1:] if math.isfinite(x)), None)
+    if metric.startswith("memory/"):
+        return lambda run, name: max(run.values(name), default=None)
+    if metric.startswith("time/"):
+        return lambda run, name: _over(statistics.median, run.values(name, after_warmup=True))
+    return lambda run, name: _over(statistics.fmean, run.values(name))
+
+
+def _over(reduce: Callable[[Sequence[float]], float], values: Sequence[float]) -> float | None:
+    return reduce(values) if values else None
+
+
+def make_grid(published: Published) -> Grid:
+    """Return the table: claimed, measured, and their difference where the setting is the paper's."""
+    rows = []
+    for number in published.numbers:
+        what = f"{number.metric} of {number.of}" if number.of else number.metric
+        difference = () if published.scaled else (_show_difference(number),)
+        rows.append(
+            (number.label, what, _show(number, number.claimed), _show_measured(number), *difference, number.where)
+        )
+    difference = () if published.scaled else ("difference",)
+    columns = ("group", "metric", "claimed", "measured", *difference, "where it is claimed")
+    return Grid("Claimed beside measured", columns, tuple(rows), _note(published), aside=2, words_last=True)
+
+
+def _note(published: Published) -> str:
+    note = f"Claimed by {published.title}, {published.link}."
+    if published.scaled:
+        return (
+            f"{note} Scaled: these runs have another setting, {', '.join(published.scaled)}. Their numbers neither "
+            "support nor contradict the claims."
+        )
+    return f"{note} Measured: mean and standard deviation (runs); one `of` another group is a ratio, paired by seed."
+
+
+def _find_units(number: ClaimedNumber) -> show.Units | None:
+    """Return the units of a number; None for one that has none, as a ratio."""
+    known = {"memory": BYTES, "time": SECONDS, "flops": FLOPS}
+    return None if number.of else known.get(number.metric.partition("/")[0])
+
+
+def _show(number: ClaimedNumber, value: float) -> str:
+    units = _find_units(number)
+    return f"{value:.4g}" if units is None else show.scaled(value, units)
+
+
+def _show_measured(number: ClaimedNumber) -> str:
+    if number.measured is None:
+        return number.missing
+    if _find_units(number) is None:
+        return show.of_spread(number.measured)
+    return f"{_show(number, number.measured.mean)} ({number.measured.n})"
+
+
+def _show_difference(number: ClaimedNumber) -> str:
+    if number.difference is None:
+        return NONE
+    units = _find_units(number)
+    return f"{number.difference:+.3g}" if units is None else show.scaled(number.difference, units)
