@@ -115,7 +115,9 @@ def validate(
         )
         checked.append(one)
         _print_checked(one)
-    tell(CheckedRecipes(recipes=checked, studies=studies), output, lambda _: None)  # each was printed when it was checked
+    tell(
+        CheckedRecipes(recipes=checked, studies=studies), output, lambda _: None
+    )  # each was printed when it was checked
     if not all(one.is_right for one in checked):
         raise typer.Exit(UsageError.exit_code)
 

@@ -201,7 +201,9 @@ def test_a_report_has_claimed_beside_measured_in_every_face_and_a_scaled_one_cla
     assert [number["difference"] for number in small["numbers"]] == [None, None]
     text = " ".join(cli("compare", "@table-scaled").stdout.split())
     assert "Scaled: these runs have another setting, model.name=small, dataset.name=few" in text
-    assert "warning: scaled: nothing follows from these runs for A. Author: On Halves (2026); they have model.name" in text
+    assert (
+        "warning: scaled: nothing follows from these runs for A. Author: On Halves (2026); they have model.name" in text
+    )
 
 
 def test_a_study_without_a_paper_has_none(write_study: Write) -> None:
