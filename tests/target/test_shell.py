@@ -181,33 +181,6 @@ def test_setup_changes_nothing_of_how_a_preempted_job_goes_back(
     assert f"worker {'1' if setup else ''}" in (tmp_path / "run" / "worker.log").read_text().splitlines()
 
 
-@pytest.mark.promise("R30")
-def test_a_job_that_is_warned_before_it_makes_a_checkpoint_is_not_put_back_for_ever(
-    tmp_path: Path, worker: Path, scontrol: Path
-) -> None:
-    options, run = SlurmOptions(python=str(worker)), tmp_path / "run"
-    path = f"{scontrol}:/usr/bin:/bin"
-    checkpoints = run / "checkpoints"
-    checkpoints.mkdir()
-    for number in range(9):
-        if number == 3:
-            (checkpoints / "step-00000004").mkdir()  # it got further once, so the count begins anew
-        run_script(run, options, PATH=path)
-        if (run / "slurm-exit").read_text().split()[2:] == ["idle"]:
-            break
-    assert number == 6
-    assert len((scontrol / "asked").read_text().splitlines()) == 6
-    assert (run / "slurm-exit").read_text() == "7 143 idle\n"
-
-
-@pytest.mark.promise("R30")
-def test_a_warning_that_comes_at_the_start_is_refused() -> None:
-    with pytest.raises(ValueError, match="warned when it starts, must be below 60, got 120"):
-        SlurmOptions(timeout_min=1)
-    SlurmOptions(timeout_min=1, warning_seconds=30)
-    SlurmOptions(timeout_min=1, requeue=False)
-
-
 def test_a_setup_that_fails_refuses_the_run(tmp_path: Path) -> None:
     run: RunFolder = make_run()
     with pytest.raises((SetupError, RunFailedError), match="module load python"):
