@@ -100,8 +100,9 @@ PROMISES = {
         "none of it is taken for data or for a job's number; a failed line ends the command and is named",
     ),
     "R30": (
-        "a job is warned each time before it has made a new checkpoint",
-        "it goes back into the queue three times more, then the run ends and says why",
+        "a job is warned each time before it has made a new checkpoint, loses a node each time, or its count is lost",
+        "it goes back into the queue a counted number of times, then the run ends and says why; a job that makes "
+        "checkpoints goes back each time",
     ),
     "R31": (
         "a message names a command, whatever went wrong",
@@ -114,6 +115,16 @@ PROMISES = {
     "R33": (
         "a recipe's `base` names a file of secrets",
         "it is refused outside the recipe's folder or repository, and no error quotes what is no recipe",
+    ),
+    "R34": (
+        "a training takes 500 steps of changing shapes, with any policy and through any door (engine, `Trainer`, "
+        "callback, accelerate, a script, the worker)",
+        "nothing is left behind: tensors, classes, functions and entries of registries are as many as after 40 steps",
+    ),
+    "R35": (
+        "PyTorch is the build for CUDA that pip gives, and there is no GPU",
+        "the quickstart works, and the tests of the GPU's code (fake device, Triton's interpreter) pass as with the "
+        "build for processors",
     ),
     "R36": (
         "a model has 10,000 linears",

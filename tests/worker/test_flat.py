@@ -17,10 +17,16 @@ from sparsebp_cli.worker.training import Training
 from tests.memory.flat import gathered
 from tests.memory.test_flat import grown
 
-POLICIES: list[dict[str, Any]] = [{"name": "lossless"}, {"name": "topk", "keep": 0.5, "along": "rows"}]
+POLICIES: list[dict[str, Any]] = [
+    {"name": "lossless"},
+    {"name": "topk", "keep": 0.5, "along": "rows"},
+    {"name": "infobatch"},  # whose kind has no door but the worker
+    {"name": "evolved-pruning", "keep": 0.5},
+]
 
 
-@pytest.mark.parametrize("at", [(14, 26), pytest.param((44, 500), marks=pytest.mark.long)])
+@pytest.mark.promise("R34")
+@pytest.mark.parametrize("at", [(14, 26), (34, 50), pytest.param((44, 500), marks=pytest.mark.long)])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_worker_gathers_nothing_over_steps_of_changing_shapes(
     tiny_recipe: Callable[..., Recipe],
