@@ -13,8 +13,8 @@ from sparsebp_cli.auditor.hook import HookCount
 from sparsebp_cli.auditor.judge import Verdict, Waste, judge_leaves, judge_work
 from sparsebp_cli.auditor.operation import AGAIN, DGRAD, OTHER, WGRAD
 from sparsebp_cli.auditor.session import Session
-from sparsebp_cli.backward.packing.refusal import find_model
-from sparsebp_cli.backward.packing.script import refusal_of
+from sparsebp_cli.backward.kind.packing.refusal import find_model
+from sparsebp_cli.backward.kind.packing.script import refusal_of
 from sparsebp_cli.errors import UnsupportedError
 
 FEWEST_VISITS = 4  # parameters per call: a hook that reads fewer is not scanning

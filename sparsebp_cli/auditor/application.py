@@ -22,8 +22,8 @@ from sparsebp_cli.auditor.operation import AGAIN
 from sparsebp_cli.auditor.runner import is_flat, is_sharded
 from sparsebp_cli.auditor.session import Session
 from sparsebp_cli.backward.attachment import refuse_model
-from sparsebp_cli.backward.packing.refusal import find_model
-from sparsebp_cli.backward.packing.script import ScriptPacking
+from sparsebp_cli.backward.kind.packing.refusal import find_model
+from sparsebp_cli.backward.kind.packing.script import ScriptPacking
 from sparsebp_cli.composition import BackwardOptions
 from sparsebp_cli.errors import UnsupportedError, UsageError
 from sparsebp_cli.policy import make_policies

@@ -25,9 +25,9 @@ from sparsebp_cli.auditor.runner import PassRunner, find_gathered, is_sharded
 from sparsebp_cli.auditor.saved import Kept, SavedTensors, suspend_hooks
 from sparsebp_cli.auditor.storage import Weights, has_storage
 from sparsebp_cli.auditor.watch import OperatorWatch
+from sparsebp_cli.backward.kind.packing.script import count_leftover
 from sparsebp_cli.backward.observe.internals import dispatch_modes, is_in_transform, next_sequence_number
 from sparsebp_cli.backward.observe.module_trace import is_in_backward
-from sparsebp_cli.backward.packing.script import count_leftover
 
 MOST_PASSES_A_STEP = 64  # without a visible optimizer, the audit ends after so many passes per wanted step
 Progress = Callable[[int, int], None]

@@ -9,6 +9,8 @@ from sparsebp_cli.backward.decoder.layers import LayerNumbers
 from sparsebp_cli.backward.decoder.layout import AttentionLayout, BranchLayout
 from sparsebp_cli.backward.execution.grad_store import GradStore
 from sparsebp_cli.backward.execution.segment.chain import segmented_backward
+from sparsebp_cli.backward.kind.required_grads import claim_needed
+from sparsebp_cli.backward.kind.token.layer_positions import LayerPositions
 from sparsebp_cli.backward.linear.form_choice import time_forms
 from sparsebp_cli.backward.observe.flops import DensePass, FlopCount, PassEstimate, count_flops
 from sparsebp_cli.backward.observe.internals import find_attentions
@@ -19,8 +21,6 @@ from sparsebp_cli.backward.phase import Phase, PhasedEngine, attach_phases
 from sparsebp_cli.backward.proof.fidelity import Fidelity, GradientComparison, compare_gradients
 from sparsebp_cli.backward.proof.movement import Moved, Movement
 from sparsebp_cli.backward.proof.proof import Overclaim, PassCount, Proof
-from sparsebp_cli.backward.selection.required_grads import claim_needed
-from sparsebp_cli.backward.selection.token.layer_positions import LayerPositions
 
 __all__ = [
     "AttentionLayout",

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self, final
 from pydantic import Field, PositiveInt, model_validator
 
 from sparsebp_cli.policies.bit_sharing import FEWEST, MOST, find_sensitivity, share_bits
-from sparsebp_cli.policies.gradient_sample import sample_gradient
 from sparsebp_cli.policy import (
     InputSaver,
     Measure,
@@ -35,6 +34,7 @@ from sparsebp_cli.policy import (
     Stateful,
     Step,
     TrialPass,
+    sample_gradient,
 )
 
 if TYPE_CHECKING:

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, final
 from pydantic import Field, PositiveInt
 from typing_extensions import override
 
-from sparsebp_cli.policies.sampled import Keep, KeptExamples
 from sparsebp_cli.policy import (
     Examples,
     Measure,
@@ -30,6 +29,7 @@ from sparsebp_cli.policy import (
     Step,
     WeightedExamples,
 )
+from sparsebp_cli.policy.kept_example import Keep, KeptExamples
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

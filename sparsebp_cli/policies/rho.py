@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, final
 
-from sparsebp_cli.policies.sampled import Keep, KeptExamples
 from sparsebp_cli.policy import Examples, MethodCard, ReferenceReader, Step, choice
+from sparsebp_cli.policy.kept_example import Keep, KeptExamples
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,52 +1,14 @@
-"""Shared options of example selectors: which share of a batch they keep, and of those that are active during a part of
-the training, from when to when and how often. Names and defaults of the latter are those of Composer's
-``SelectiveBackprop``."""
+"""Shared options of example selectors that are active during a part of the training: from when to when, and how often.
+Names and defaults are those of Composer's ``SelectiveBackprop``."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, ClassVar, Self
+from typing import Annotated, ClassVar, Self
 
 from pydantic import Field, NonNegativeInt, model_validator
 from typing_extensions import override
 
-from sparsebp_cli.policy import Examples, ExampleSelector, Step, choice, sampling
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-Keep = Annotated[
-    float,
-    Field(
-        gt=0.0, le=1.0, description="Share of each batch's examples that is backpropagated, in (0, 1]; 1.0 is dense."
-    ),
-]
-
-
-class KeptExamples(ExampleSelector):
-    """An example selector that keeps the same number of examples of each batch, at every step."""
-
-    keep: Keep = 0.5
-
-    @property
-    def exact(self) -> bool:
-        return self.keep == 1.0
-
-    @property
-    def budget(self) -> float:
-        return 1.0 if self.exact else self.keep
-
-    @property
-    def control(self) -> dict[str, object] | None:
-        return None if self.exact else {"name": "uniform", "start": 0, "end": 1, "interrupt": 0, "keep": self.keep}
-
-    def count_chosen(self, number: int) -> int:
-        """Return how many of a batch's examples are selected, at least 1."""
-        return choice.count_kept(self.keep, number)
-
-    def draw(self, score_B: Tensor, examples: Examples, step: Step) -> tuple[Tensor, Tensor]:
-        """Draw as many examples as are kept, with probabilities in proportion to a score, without replacement. Return
-        their numbers in order, (K,), and 1 / the probability of each."""
-        return sampling.draw_by_score(score_B.cpu(), self.count_chosen(examples.number), step.generator(examples))
+from sparsebp_cli.policy import KeptExamples, Step
 
 
 class SampledExamples(KeptExamples):

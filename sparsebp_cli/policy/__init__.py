@@ -7,7 +7,9 @@ from sparsebp_cli.policy.contract import Budget, GradientSelector, Policy, Site,
 from sparsebp_cli.policy.discovery import FoundPolicy, PolicyLike, find_policies, make_policies, make_policy
 from sparsebp_cli.policy.epoch import Epoch, EpochSelector, Visits
 from sparsebp_cli.policy.example import Examples, ExampleSelector, WeightedExamples
+from sparsebp_cli.policy.gradient_sample import sample_gradient
 from sparsebp_cli.policy.informed import InformedSelector, Reading, Seen, SplitTypes
+from sparsebp_cli.policy.kept_example import KeptExamples
 from sparsebp_cli.policy.kind import Kind
 from sparsebp_cli.policy.layer import LayerOutput, LayerSampler
 from sparsebp_cli.policy.measure import (
@@ -22,12 +24,9 @@ from sparsebp_cli.policy.measure import (
     ReadExamples,
     ReadTokens,
     SiteGradient,
-    WeightGradient,
 )
 from sparsebp_cli.policy.packer import BatchPacker, PackedSize
 from sparsebp_cli.policy.parameter import Parameter, ParameterSelector
-from sparsebp_cli.policy.part import WeightBlocks, WeightColumns, WeightElements, WeightPart, WeightRows
-from sparsebp_cli.policy.part_selector import PartSelector, TrainedWeight
 from sparsebp_cli.policy.reference import ReferenceReader
 from sparsebp_cli.policy.router import Edge, EdgeRouter
 from sparsebp_cli.policy.saved import (
@@ -67,6 +66,7 @@ __all__ = [
     "Groups",
     "InformedSelector",
     "InputSaver",
+    "KeptExamples",
     "Kind",
     "LayerGradient",
     "LayerOutput",
@@ -80,7 +80,6 @@ __all__ = [
     "Parameter",
     "ParameterGradient",
     "ParameterSelector",
-    "PartSelector",
     "Policy",
     "PolicyLike",
     "ReadExamples",
@@ -114,22 +113,16 @@ __all__ = [
     "TokenChoice",
     "TokenSelector",
     "Tokens",
-    "TrainedWeight",
     "TrialPass",
     "TwoToFour",
     "Values",
     "Visits",
-    "WeightBlocks",
-    "WeightColumns",
-    "WeightElements",
-    "WeightGradient",
-    "WeightPart",
-    "WeightRows",
     "WeightedExamples",
     "choice",
     "find_policies",
     "make_policies",
     "make_policy",
     "rule",
+    "sample_gradient",
     "sampling",
 ]

@@ -130,8 +130,8 @@ BLOCK_DROPPER = Kind(
     "for what is missing in the gradient, even where the mean of each output is the dense one. Parameters of a "
     "dropped block have no gradient at that step. "
     "[Drop residual blocks](../guide/blocks.md)\n",
-    extensions=((400, "sparsebp_cli.backward.selection.block.extension:BlockExtension"),),
-    places="sparsebp_cli.backward.selection.block.layout:find_places",
+    extensions=((400, "sparsebp_cli.backward.kind.block.extension:BlockExtension"),),
+    places="sparsebp_cli.backward.kind.block.layout:find_places",
     suite="sparsebp_cli.testing.block:check_block_dropper",
     leaves_out_gradients=True,
     makes_trials=True,

@@ -172,8 +172,8 @@ EXAMPLE_SELECTOR = Kind(
     "of examples of unequal length. With weights it is unbiased if that of each example, 0 where it is left out, is 1 "
     "in the mean over draws, and the targets of the whole batch divide the loss. "
     "[Choose tokens and examples](../guide/scoring.md)\n",
-    extensions=((600, "sparsebp_cli.backward.selection.example:ExampleExtension"),),
-    places="sparsebp_cli.backward.selection.example:find_places",
+    extensions=((600, "sparsebp_cli.backward.kind.example.extension:ExampleExtension"),),
+    places="sparsebp_cli.backward.kind.example.extension:find_places",
     suite="sparsebp_cli.testing.example:check_example_selector",
     at_sites=True,
     shortens=True,
@@ -203,12 +203,6 @@ EXAMPLE_SELECTOR = Kind(
         ),
         not_with("segments", GIVEN, "it differentiates a forward of its own", facts=_VALIDATING),
         not_with("float8", GIVEN, "float8 rounds the gradients of weights that it compares", facts=_VALIDATING),
-        not_beside(
-            ("PartSelector",),
-            "Gradients of whole weights are compared, and parts of them are trained.",
-            where="training",
-            facts=_VALIDATING,
-        ),
         needs_optimizer("its second-order term has the learning rate", facts=_VALIDATING),
         not_in_trainer(
             "{policy} needs validation examples, which a Trainer does not give; run a recipe, or your own loop with "

@@ -18,7 +18,6 @@ from sparsebp_cli.policy.kind import Kind
 from sparsebp_cli.policy.layer import LAYER_SAMPLER
 from sparsebp_cli.policy.packer import BATCH_PACKER
 from sparsebp_cli.policy.parameter import PARAMETER_SELECTOR
-from sparsebp_cli.policy.part_selector import PART_SELECTOR
 from sparsebp_cli.policy.reference import REFERENCE_READER
 from sparsebp_cli.policy.router import EDGE_ROUTER
 from sparsebp_cli.policy.saver import INPUT_SAVER
@@ -37,7 +36,6 @@ KINDS = (
     BATCH_PACKER,
     BLOCK_DROPPER,
     INPUT_SAVER,
-    PART_SELECTOR,
 )
 ASPECTS = (INFORMED_SELECTOR, LAYER_SAMPLER, REFERENCE_READER)
 

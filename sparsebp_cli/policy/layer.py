@@ -61,7 +61,7 @@ class LayerSampler(ABC):
 _OF: Conditions = {"samples_layers": (True,)}
 LAYER_SAMPLER = Kind(
     LayerSampler,
-    extensions=((700, "sparsebp_cli.backward.selection.layer:LayerExtension"),),
+    extensions=((700, "sparsebp_cli.backward.kind.layer_sampler:LayerExtension"),),
     fact="samples_layers",
     limits=(
         Rule(

@@ -102,18 +102,6 @@ class LayerGradient(Observed):
 
 
 @dataclass(frozen=True)
-class WeightGradient(Observed):
-    """The gradient of the weight of a linear, for a :class:`~sparsebp_cli.policy.PartSelector`, in trial passes alone.
-
-    Args:
-        name: Name of the linear.
-        gradient_OD: The gradient, output by input, in the weight's own precision.
-    """
-
-    gradient_OD: Tensor
-
-
-@dataclass(frozen=True)
 class ReaderGradients(Observed):
     """The gradients of the weights of all linears that read one input, for an
     :class:`~sparsebp_cli.policy.InputSaver`, in trial passes alone.

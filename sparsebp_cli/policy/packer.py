@@ -83,7 +83,7 @@ BATCH_PACKER = Kind(
     BatchPacker,
     asked="Decides before each forward of training whether rows are left out. Always exact up to "
     "rounding; the gradient is compared with the plain one. [Same gradient, less work](../guide/lossless.md)\n",
-    extensions=((500, "sparsebp_cli.backward.packing.extension:PackingExtension"),),
+    extensions=((500, "sparsebp_cli.backward.kind.packing.extension:PackingExtension"),),
     suite="sparsebp_cli.testing.packer:check_batch_packer",
     shortens=True,
     keeps_state=False,

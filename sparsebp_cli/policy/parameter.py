@@ -119,10 +119,10 @@ PARAMETER_SELECTOR = Kind(
     ParameterSelector,
     asked="Decides at the start of each step. Parameters not trained at a step have no gradient.\n",
     extensions=(
-        (300, "sparsebp_cli.backward.selection.parameter:ParameterExtension"),
-        (2_100, "sparsebp_cli.backward.selection.learning_rate:make_rates"),
+        (300, "sparsebp_cli.backward.kind.parameter.extension:ParameterExtension"),
+        (2_100, "sparsebp_cli.backward.kind.parameter.learning_rate:make_rates"),
     ),
-    places="sparsebp_cli.backward.selection.parameter:find_places",
+    places="sparsebp_cli.backward.kind.parameter.extension:find_places",
     suite="sparsebp_cli.testing.parameter:check_parameter_selector",
     at_sites=True,
     facts=_find_facts,

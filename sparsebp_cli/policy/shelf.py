@@ -1,4 +1,4 @@
-"""Policies that were built in up to 0.3.0 and are on the shelf since, a package of its own under the same version.
+"""Policies that were built in once and are on the shelf now, a package of its own under the same version.
 
 Names alone: what is known of them is known of a policy of any package. A policy that is new on the shelf needs no line
 here.
@@ -10,7 +10,33 @@ from collections.abc import Collection
 
 SHELF = "sparsebp-shelf"
 _INSTALL = f"pip install {SHELF}, or plugins/{SHELF} of a checkout"
-MOVED = frozenset({"backlite", "dither", "dropit", "layerdrop", "mezo", "mvue", "pld", "random-ltd", "velora"})
+MOVED = frozenset(
+    {
+        "autofreeze",
+        "backlite",
+        "compact",
+        "dither",
+        "dropit",
+        "evolved-pruning",
+        "evolved-sampling",
+        "freezeout",
+        "grass",
+        "greats",
+        "infobatch",
+        "layerdrop",
+        "lcsb",
+        "meprop",
+        "mezo",
+        "mvue",
+        "pamm",
+        "pld",
+        "random-ltd",
+        "sketch",
+        "subnet",
+        "vcas",
+        "velora",
+    }
+)
 
 
 def tell_home(name: str) -> str:

@@ -144,7 +144,7 @@ TOKEN_SELECTOR = Kind(
     asked="Decides before each forward of training, by the scores that it needs, whose cost is counted. "
     "Exact if all targets are trained and all gradient is carried; unbiased if they are drawn from the whole "
     "batch and all gradient is carried. [Choose tokens and examples](../guide/scoring.md)\n",
-    extensions=((100, "sparsebp_cli.backward.selection.token.extension:make_extension"),),
+    extensions=((100, "sparsebp_cli.backward.kind.token.extension:make_extension"),),
     suite="sparsebp_cli.testing.token:check_token_selector",
     at_sites=True,
     shortens=True,

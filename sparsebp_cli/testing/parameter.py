@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsebp_cli.backward import attach
-from sparsebp_cli.backward.selection.parameter import find_parameters
+from sparsebp_cli.backward.kind.parameter.extension import find_parameters
 from sparsebp_cli.policy import Parameter, ParameterSelector, Stateful, Step
 from sparsebp_cli.testing.promise import equal, name_of, require
 from sparsebp_cli.testing.state import check_state

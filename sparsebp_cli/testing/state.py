@@ -32,8 +32,6 @@ from sparsebp_cli.policy import (
     Stateful,
     Step,
     Tokens,
-    TrainedWeight,
-    WeightGradient,
 )
 from sparsebp_cli.policy.contract import Named
 from sparsebp_cli.testing.promise import name_of, random_states, require
@@ -165,8 +163,6 @@ def _show(places: Sequence[Named | int], seed: int) -> list[Observed]:
     shown += [LayerGradient(str(layer), draw(NUM_ROWS)) for layer in sorted({str(site.layer) for site in sites})]
     for place in others:
         shown += [ParameterGradient(place.name, draw(NUM_ROWS)), BlockGradient(place.name, draw(NUM_ROWS))]
-        if isinstance(place, TrainedWeight):
-            shown += [WeightGradient(place.name, draw(*place.matrix_OD.shape))]
     return shown
 
 

@@ -327,7 +327,8 @@ def _build_accelerator(recipe: Recipe, ranks: Ranks, policies: Sequence[Policy])
     # DDP waits for a gradient of each parameter, unless it looks for those that get none.
     accelerator = Accelerator(
         mixed_precision=recipe.training.mixed_precision,
-        cpu=recipe.target.device == "cpu",
+        # Several ranks without CUDA: only a CPU that is asked for makes accelerate join ranks there. See ranks.on_cuda.
+        cpu=recipe.target.device == "cpu" or (ranks.count > 1 and not ranks.on_cuda),
         kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)] if drops else [],
     )
     if threads is not None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from sparsebp_cli.backward.selection.example_loss import check_logits, compare_losses, count_targets, sum_losses
+from sparsebp_cli.backward.kind.example.loss import check_logits, compare_losses, count_targets, sum_losses
 from sparsebp_cli.worker.batch import run_micro_batch
 
 

@@ -1,5 +1,5 @@
-"""Checks that raise DivergedError for non-finite losses, gradients and weights before they reach an update or a
-checkpoint."""
+"""Checks of losses, gradients and weights before they reach an update or a checkpoint: that they are finite (else
+DivergedError), and that the gradients of several ranks are one (else RunFailedError)."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from sparsebp_cli.errors import DivergedError
+from sparsebp_cli.errors import DivergedError, RunFailedError
 from sparsebp_cli.worker.process import Ranks
 from sparsebp_cli.worker.sharding import local_part
+
+# Of the norms of one summed gradient on two machines of different kinds, which add up in another order.
+UNEQUAL = 1e-3
 
 
 def check_loss(value: float, step: int) -> float:
@@ -30,6 +33,16 @@ def check_norm(value: float, model: nn.Module, step: int) -> float:
             f"the gradient norm is {value} at step {step}, first in {next(bad, 'the sum')}; nothing was updated"
         )
     return value
+
+
+def check_summed(norm: float, mean: float, step: int) -> None:
+    """Raise RunFailedError if the norm of this rank's gradient is not that of all ranks, by their mean: ranks that do
+    not sum their gradients train as many models as there are ranks, and only the losses would look right."""
+    if abs(norm - mean) > UNEQUAL * mean:
+        raise RunFailedError(
+            f"the processes have different gradients at step {step} (a norm of {norm:.6g} here, {mean:.6g} on average), "
+            "so they were not summed; nothing was updated. This is an error of SparseBP or of a policy: please report it"
+        )
 
 
 def check_result(value: float, step: int) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from sparsebp_cli.backward.packing.layout import MIN_SHARED, make_layout
+from sparsebp_cli.backward.kind.packing.layout import MIN_SHARED, make_layout
 from sparsebp_cli.worker.data import Example
 
 GroupBy = Literal["length", "prefix"]

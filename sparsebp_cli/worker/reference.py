@@ -23,8 +23,8 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from sparsebp_cli.backward import count_flops
-from sparsebp_cli.backward.selection.score.cost import ScoringCost
-from sparsebp_cli.backward.selection.score.scorer import Scorer, next_tokens
+from sparsebp_cli.backward.kind.score.cost import ScoringCost
+from sparsebp_cli.backward.kind.score.scorer import Scorer, next_tokens
 from sparsebp_cli.policy import Policy, ReferenceReader
 from sparsebp_cli.policy.reference import REFERENCE_COLUMN
 from sparsebp_cli.recipe.schema import ModelSection, Recipe

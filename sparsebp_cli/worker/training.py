@@ -20,9 +20,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedTokenizerBase
 
 from sparsebp_cli.backward import Engine, count_flops
-from sparsebp_cli.backward.core.extension import ComparesSteps
+from sparsebp_cli.backward.core.extension import ComparesSteps, TrainsFrozen
 from sparsebp_cli.backward.observe.update_flops import UpdateFlops
-from sparsebp_cli.backward.selection.part import PartExtension
 from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.plan.seal import Seal
@@ -51,7 +50,7 @@ from sparsebp_cli.worker.evaluate import (
     select_examples,
 )
 from sparsebp_cli.worker.example_loss import weighted_loss
-from sparsebp_cli.worker.finite_check import check_loss, check_norm, check_result, check_state
+from sparsebp_cli.worker.finite_check import check_loss, check_norm, check_result, check_state, check_summed
 from sparsebp_cli.worker.generation import Generator, measure_generated
 from sparsebp_cli.worker.independent_gradient import IndependentBatches
 from sparsebp_cli.worker.measurement import Measurement
@@ -133,9 +132,7 @@ class Training:
         if self.allowance.limits_work and self.measurement.recipe.measure.probe_every is None:
             name = "max_flops" if self.allowance.max_cost is None else "max_cost"
             raise UnsupportedError(f"training.{name} needs probes, which count the work; this run can make none")
-        if self.plan.recipe.checkpoint.keep_best is not None and any(
-            isinstance(part, PartExtension) and part.policy.of_frozen for part in self.engine.extensions
-        ):
+        if self.plan.recipe.checkpoint.keep_best is not None and self._trains_frozen():
             raise UnsupportedError("checkpoint.keep_best: a policy that trains parts of frozen weights merges adapters")
         if self.plan.recipe.measure.generate is not None:
             self.generator = self._make_generator(self.plan.recipe.measure.generate)
@@ -407,7 +404,11 @@ class Training:
         """Return the loss of the step over all ranks and the gradient's norm, both finite, read in one copy."""
         values = torch.stack([value.double() for value in (*losses, torch.as_tensor(norm, device=losses[0].device))])
         *read, last = values.cpu().tolist()
-        return self._check_losses(read), check_norm(last, self.bare, self.step + 1)
+        *sums, norms = self.ranks.all_sum([*read, last])
+        total = sum(check_loss(loss, self.step + 1) for loss in sums)
+        check_norm(last, self.bare, self.step + 1)
+        check_summed(last, norms / self.ranks.count, self.step + 1)
+        return total, last
 
     def clip(self, max_norm: float | None) -> Tensor | float:
         """Clip the gradient, and return its norm before."""
@@ -507,14 +508,17 @@ class Training:
 
     def _save_model(self) -> None:
         self.journal.flush()
-        parts = [part for part in self.engine.extensions if isinstance(part, PartExtension)]
+        trains_frozen = self._trains_frozen()
         self.engine.detach()
         model = self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
-        if any(part.policy.of_frozen for part in parts) and hasattr(model, "merge_and_unload"):
+        if trains_frozen and hasattr(model, "merge_and_unload"):
             model = model.merge_and_unload()  # adapters alone would lack what was trained of the weights under them
         self._write_model(model, "model", keeps=self.best.step is not None)
         if self.best.step is not None:
             self._save_best(model, self.best.step)
+
+    def _trains_frozen(self) -> bool:
+        return any(isinstance(part, TrainsFrozen) and part.trains_frozen for part in self.engine.extensions)
 
     def _save_best(self, model: nn.Module, step: int) -> None:
         """Save the model with the weights of the best evaluation. Training is over: they replace the last ones."""

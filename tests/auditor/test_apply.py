@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from sparsebp_cli.audit_report import AuditReport, StepTimes, render_page
 from sparsebp_cli.auditor import Audit as Watcher
 from sparsebp_cli.auditor.application import Application
-from sparsebp_cli.backward.packing.script import ScriptPacking, refusal_of
+from sparsebp_cli.backward.kind.packing.script import ScriptPacking, refusal_of
 from sparsebp_cli.cli.app import app
 from sparsebp_cli.cli.audit_table import print_audit
 
@@ -203,7 +203,7 @@ def test_an_error_inside_of_packing_leaves_the_script_its_plain_step(monkeypatch
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("no luck")
 
-    monkeypatch.setattr("sparsebp_cli.backward.packing.extension.compare_passes", fail)
+    monkeypatch.setattr("sparsebp_cli.backward.kind.packing.extension.compare_passes", fail)
     assert model(**_batch()).loss.item() == expected
     assert packing.failure == "RuntimeError: no luck"
     packing.remove()

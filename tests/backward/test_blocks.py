@@ -16,8 +16,8 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 import sparsebp_cli as sbp
 from sparsebp_cli.asset.checkpointing import checkpoint_activations
 from sparsebp_cli.backward import ModuleTrace, PassCount, Proof, count_flops, saved_bytes
+from sparsebp_cli.backward.kind.block.layout import find_blocks
 from sparsebp_cli.backward.observe.flops import DensePass
-from sparsebp_cli.backward.selection.block.layout import find_blocks
 from sparsebp_cli.errors import PolicyError, UnsupportedError, UsageError
 from sparsebp_cli.policy import BlockDropper, ResidualBlock, Step
 

@@ -25,11 +25,11 @@ from sparsebp_cli.policy import (
     SiteGradient,
     Stateful,
     Step,
-    WeightGradient,
     choice,
 )
 from sparsebp_cli.testing.promise import equal, train_network
 from sparsebp_cli.testing.selector import check_selector
+from sparsebp_shelf.part import WeightGradient
 from tests.promise import Nothing
 
 Values = dict[str, Tensor | float]

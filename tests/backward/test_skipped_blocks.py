@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import sparsebp_cli as sbp
-from sparsebp_cli.backward.selection.block.layout import find_blocks
+from sparsebp_cli.backward.kind.block.layout import find_blocks
 from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.policy import BlockDropper, ResidualBlock, Step
 from sparsebp_cli.testing.block import check_block_dropper

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim.lr_scheduler import LambdaLR
 
 import sparsebp_cli as sbp
-from sparsebp_cli.backward.selection import optimizer_state
+from sparsebp_cli.backward.kind.parameter import optimizer_state
 from sparsebp_cli.errors import PolicyError, UnsupportedError
 from sparsebp_cli.policy import make_policy
 

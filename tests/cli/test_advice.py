@@ -433,7 +433,7 @@ ELSEWHERE = {
     ("audit_report/kind.py", "sparsebp audit --apply"): (
         "auditor/test_apply.py::test_a_script_trains_to_the_same_losses_with_less_work"
     ),
-    ("backward/packing/verify.py", "sparsebp audit --examples"): (
+    ("backward/kind/packing/verify.py", "sparsebp audit --examples"): (
         "auditor/test_examples.py::test_trainers_and_collators_are_judged"
     ),
     ("cli/bench_table.py", "sparsebp validate --probe RECIPE"): (

@@ -31,6 +31,16 @@ def tasks(leaderboard):  # type: ignore[no-untyped-def]
     return [leaderboard.read_task(file) for file in leaderboard.find_studies() if leaderboard.archive_of(file).exists()]
 
 
+def test_the_data_of_one_task_come_again_from_its_archive(leaderboard, tasks) -> None:  # type: ignore[no-untyped-def]
+    task = min(tasks, key=lambda task: leaderboard.archive_of(task.file).stat().st_size)
+    head, *rows = leaderboard.write_data([task]).splitlines()
+    known_head, *known = (RESULTS / "leaderboard.csv").read_text(encoding="utf-8").splitlines()
+    assert head == known_head
+    assert rows == [row for row in known if row.split(",")[0] == rows[0].split(",")[0]]
+    assert len(rows) > 10
+
+
+@pytest.mark.long
 def test_data_and_page_come_again_from_the_archives(leaderboard, tasks) -> None:  # type: ignore[no-untyped-def]
     assert tasks
     assert leaderboard.write_data(tasks) == (RESULTS / "leaderboard.csv").read_text(encoding="utf-8")

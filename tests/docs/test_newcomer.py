@@ -70,6 +70,7 @@ def test_data_of_ones_own_are_trained_on_and_compared(shell: Shell, tmp_path: Pa
     assert "<!doctype html>" in (tmp_path / "report.html").read_text()[:100].lower()
 
 
+@pytest.mark.long  # the commands of these pages each: test_starter.py, test_data.py
 def test_a_chat_file_becomes_recipes_that_are_valid_and_is_shown(shell: Shell, tmp_path: Path) -> None:
     printed = [shell(*words) for words in write_data(shell, FOLLOWED[1]) if words[1] not in TRAINS]
     assert len((tmp_path / "chat.jsonl").read_text().splitlines()) == 80

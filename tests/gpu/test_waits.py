@@ -20,10 +20,10 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="g++ compiles the fake device"),
 ]
 # A plan of rows is made on the host.
-PLAN = {"copy to cpu at backward/selection/token/row_plan.py": 1}
+PLAN = {"copy to cpu at backward/kind/token/row_plan.py": 1}
 # Scores are computed for targets alone, which are counted before the forward for the scores begins.
 SCORING = {
-    "nonzero at backward/selection/score/scorer.py": 1,
+    "nonzero at backward/kind/score/scorer.py": 1,
 }
 KNOWN: dict[str, dict[str, int]] = {
     # Rows of the whole batch: how many of each example is for the host to know, once an attention.
@@ -34,16 +34,16 @@ KNOWN: dict[str, dict[str, int]] = {
     "tokens detach": PLAN,
     "tokens stop": PLAN,
     # Where all rows carry gradient, whether their mask is causal is asked once for all layers.
-    "tokens exact": PLAN | {"_local_scalar_dense at backward/selection/token/rows.py": 1},
+    "tokens exact": PLAN | {"_local_scalar_dense at backward/kind/token/rows.py": 1},
     "tokens by loss": PLAN | SCORING,
     "selective-backprop": SCORING | {"copy to cpu at policies/selective_backprop.py": 1},
     # Labels are read on the host and the arrangement of rows is copied to the device, once a batch; whether a mask is
     # causal is asked once for all layers. Shared prefixes are left out: the fake holds no ids.
     "lossless": {
-        "copy to cpu at backward/packing/extension.py": 1,
-        "copy to cuda at backward/packing/groups.py": 8,
-        "copy to cuda at backward/packing/batch.py": 1,
-        "_local_scalar_dense at backward/packing/attention.py": 1,
+        "copy to cpu at backward/kind/packing/extension.py": 1,
+        "copy to cuda at backward/kind/packing/groups.py": 8,
+        "copy to cuda at backward/kind/packing/batch.py": 1,
+        "_local_scalar_dense at backward/kind/packing/attention.py": 1,
     },
     # Loss and norm are read before the update, and the events of the step after it.
     WORKER: {

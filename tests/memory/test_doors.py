@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import sparsebp_cli as sbp
-from sparsebp_cli.backward.packing.script import ScriptPacking
+from sparsebp_cli.backward.kind.packing.script import ScriptPacking
 from tests.backward.conftest import tiny_model
 
 from .flat import ROUND, ROWS, batch, gathered
@@ -127,6 +127,7 @@ DOORS = pytest.mark.parametrize(("train", "policy"), [*CASES, (_script, LOSSLESS
 
 
 @pytest.mark.promise("R34")
+@pytest.mark.always("_trainer-lossless", "_callback-topk", "_accelerate-lossless", "_script-lossless")
 @DOORS
 def test_no_door_gathers_anything_over_steps_of_changing_shapes(tmp_path: Path, train: Train, policy: Policy) -> None:
     middle, last = train(tmp_path, policy, AT)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import sparsebp_cli as sbp
-from sparsebp_cli.backward.selection.block.layout import find_blocks
+from sparsebp_cli.backward.kind.block.layout import find_blocks
 from sparsebp_cli.errors import PolicyError, UsageError
 from sparsebp_cli.policies.dropbp import DropBP, share_out
 from sparsebp_cli.policy import Observation, ResidualBlock, Step

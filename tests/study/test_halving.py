@@ -91,7 +91,7 @@ def test_a_halved_study_trains_the_best_to_the_end_and_nothing_twice(
     assert _count_steps() == 2 * (5 * 60 + 2 * 60)
 
 
-@pytest.mark.slow
+@pytest.mark.long  # two clients of a study: tests/study/test_course.py
 def test_two_clients_of_a_halved_study_train_nothing_twice(start: Start, write_study: Write, tmp_path: Path) -> None:
     file = _write(write_study, tmp_path, pace="2")
     clients = [start("study", file), start("study", file)]

@@ -9,7 +9,7 @@ import torch
 from transformers import Trainer
 
 import sparsebp_cli as sbp
-from sparsebp_cli.backward.selection.block.layout import find_blocks
+from sparsebp_cli.backward.kind.block.layout import find_blocks
 from sparsebp_cli.policy import BlockDropper, Step
 
 from .conftest import Make, make_arguments, make_examples, make_model

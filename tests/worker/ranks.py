@@ -27,12 +27,17 @@ def make_run(recipe: Recipe, folder: Path) -> RunFolder:
     return run
 
 
-def _train(runs: list[RunFolder], rank: int = 0, meeting: Path | None = None) -> None:
+def _train(
+    runs: list[RunFolder], rank: int = 0, meeting: Path | None = None, *, is_summed: bool = True
+) -> None:
     """Carry plans out one after the other in this process: alone, or as one of two ranks."""
     from accelerate.state import AcceleratorState
 
+    from sparsebp_cli.worker import build
     from sparsebp_cli.worker.training import Training
 
+    if not is_summed:
+        build.Accelerator.prepare_model = lambda _, model, **__: model
     torch.set_num_threads(1)
     if meeting is not None:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
@@ -45,11 +50,11 @@ def _train(runs: list[RunFolder], rank: int = 0, meeting: Path | None = None) ->
             Training.build(plan, run, journal, StopRequest(), ranks).run_to_end()
 
 
-def _train_as_rank(runs: list[RunFolder], rank: int, meeting: Path) -> None:
+def _train_as_rank(runs: list[RunFolder], rank: int, meeting: Path, is_summed: bool) -> None:
     """The body of a forked process."""
     with (runs[0].path.parent / f"rank-{rank}.log").open("w") as log:
         try:
-            _train(runs, rank, meeting)
+            _train(runs, rank, meeting, is_summed=is_summed)
         except BaseException:
             traceback.print_exc(file=log)
             log.flush()
@@ -64,10 +69,11 @@ def train_alone(runs: list[RunFolder]) -> None:
         _train(runs)
 
 
-def train_on_two(runs: list[RunFolder]) -> None:
-    """Carry plans out one after the other on two ranks, which are started once for all of them."""
+def train_on_two(runs: list[RunFolder], *, is_summed: bool = True) -> None:
+    """Carry plans out one after the other on two ranks, which are started once for all of them; with gradients that
+    nobody sums if told so."""
     meeting = runs[0].path.parent / f"meeting-{uuid4().hex}"
-    processes = [FORKS.Process(target=_train_as_rank, args=(runs, rank, meeting)) for rank in (0, 1)]
+    processes = [FORKS.Process(target=_train_as_rank, args=(runs, rank, meeting, is_summed)) for rank in (0, 1)]
     for process in processes:
         process.start()
     for process in processes:

@@ -15,7 +15,6 @@ from transformers import get_scheduler
 
 import sparsebp_cli as sbp
 from sparsebp_cli.errors import RecipeError, UnsupportedError
-from sparsebp_cli.policies.infobatch import InfoBatch
 from sparsebp_cli.policy import Epoch, EpochSelector, Measure, ReadExamples, Stateful, Step, Visits, sampling
 from sparsebp_cli.recipe import load_recipe
 from sparsebp_cli.recipe.schema import Recipe
@@ -24,6 +23,7 @@ from sparsebp_cli.worker.batch import BatchOrder, collate, micro_batch_loss
 from sparsebp_cli.worker.data import build_data
 from sparsebp_cli.worker.example_loss import weighted_loss
 from sparsebp_cli.worker.model import build_model, build_tokenizer
+from sparsebp_shelf.policies.infobatch import InfoBatch
 from tests.chaos.kill import resume_killed
 from tests.infobatch import obvious
 from tests.promise import Nothing
@@ -159,6 +159,7 @@ def test_keeping_everything_is_dense_to_the_last_bit(tiny_recipe, prepared) -> N
     assert "train/epoch" not in expected.metrics
 
 
+@pytest.mark.always("with-state")
 @pytest.mark.parametrize(
     "policy", [[POLICY], [POLICY, {"name": "topk", "keep": 0.5}], [PRUNING]], ids=["alone", "with-topk", "with-state"]
 )

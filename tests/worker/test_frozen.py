@@ -146,7 +146,7 @@ def test_a_claim_that_is_not_kept_is_found(tiny_recipe, prepared, monkeypatch) -
     """A backward that computes gradients of frozen weights all the same executes more than it needs."""
     from accelerate.state import AcceleratorState
 
-    from sparsebp_cli.backward.selection.parameter import ParameterExtension
+    from sparsebp_cli.backward.kind.parameter.extension import ParameterExtension
 
     AcceleratorState._reset_state(reset_partial_state=True)
     run = prepared(tiny_recipe(policy=[TOP], model={"config": DROPPING}, training={"max_steps": 5}, measure=PROBED))

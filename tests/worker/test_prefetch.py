@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from sparsebp_cli.policies.infobatch import InfoBatch
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run import History, RunFolder
 from sparsebp_cli.worker import batch as batches
@@ -20,6 +19,7 @@ from sparsebp_cli.worker.batch import BatchOrder
 from sparsebp_cli.worker.data import Example
 from sparsebp_cli.worker.prefetch import BatchPrefetch
 from sparsebp_cli.worker.training import Training
+from sparsebp_shelf.policies.infobatch import InfoBatch
 from tests.worker.ranks import make_run, train_alone
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

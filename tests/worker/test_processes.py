@@ -301,6 +301,26 @@ def test_a_stopped_run_of_two_processes_goes_on_to_the_same_bits(
         assert torch.equal(weights_of(run)[key], tensor), key
 
 
+@pytest.mark.parametrize("way", ["none", "fsdp2"])
+def test_two_processes_train_as_one_does_on_the_device_that_a_recipe_has_by_default(
+    trained, make_recipe, prepared, monkeypatch, way
+) -> None:
+    """``device: auto`` without a GPU: accelerate joined no ranks there, and each trained a model of its own."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    run = prepared(make_recipe(2, way, **CASES["dense"], target={"device": "auto"}))
+    assert work(run) == 0, (run.path / "worker.log").read_text()
+    found, expected = History.load(run.path), History.load(trained["dense", "one"].path)
+    for metric in ("train/loss", "eval/loss", "train/grad_norm"):
+        assert found.series(metric) == pytest.approx(expected.series(metric), rel=RELATIVE), metric
+
+
+def test_gradients_that_are_not_summed_end_the_run(make_recipe, tmp_path) -> None:
+    """The mistake itself, since nothing else shows it: the loss of two models is as finite as that of one."""
+    run = make_run(make_recipe(2), tmp_path)
+    with pytest.raises(AssertionError, match="have different gradients at step 1 .*, so they were not summed"):
+        train_on_two([run], is_summed=False)
+
+
 def test_a_rank_that_dies_ends_the_run_with_its_name(make_recipe, prepared) -> None:
     run = prepared(make_recipe(2, training={"max_steps": 10_000}))
     process = start(run)

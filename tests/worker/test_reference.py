@@ -11,7 +11,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from sparsebp_cli.backward.selection.score.scorer import next_tokens
+from sparsebp_cli.backward.kind.score.scorer import next_tokens
 from sparsebp_cli.errors import DataError
 from sparsebp_cli.policy import make_policy
 from sparsebp_cli.recipe.schema import Recipe

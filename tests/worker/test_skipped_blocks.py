@@ -13,6 +13,7 @@ from tests.worker.conftest import LLAMA
 DROPPING = LLAMA | {"num_hidden_layers": 3, "attention_dropout": 0.1}
 
 
+@pytest.mark.always("policy0")
 @pytest.mark.parametrize("policy", [{"name": "layerdrop", "keep": 0.6}, {"name": "pld", "theta": 0.2, "gamma": 0.2}])
 def test_a_killed_run_resumes_identically_and_its_forward_is_shorter(policy: Any, tiny_recipe, prepared) -> None:
     recipe = tiny_recipe(

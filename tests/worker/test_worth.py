@@ -101,6 +101,7 @@ def test_trial_passes_are_in_the_price(found: Callable[..., dict[str, Any]]) -> 
     assert one["price"]["value"] > 1.0  # its trial passes alone, since it begins with keeping everything
 
 
+@pytest.mark.always("adamw")
 @pytest.mark.parametrize("optim", ["sgd", "adamw"])
 def test_the_dense_training_is_that_of_a_run(
     tiny_recipe: MakeRecipe, build: Callable[[Recipe], Training], optim: str, monkeypatch: pytest.MonkeyPatch

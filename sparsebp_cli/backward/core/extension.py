@@ -212,6 +212,15 @@ class CountsGradients(Protocol):
 
 
 @runtime_checkable
+class TrainsFrozen(Protocol):
+    """An extension whose policy may train weights that the user froze, as those under adapters are."""
+
+    @property
+    def trains_frozen(self) -> bool:
+        """Whether it does, so that adapters alone are not the model."""
+
+
+@runtime_checkable
 class ComparesSteps(Protocol):
     """An extension that compares its own step with the plain one at some batches, beside the work of the policy."""
 

@@ -34,7 +34,7 @@ from transformers import (
 )
 
 import sparsebp_cli as sbp
-from sparsebp_cli.backward.packing.batch import BatchFacts
+from sparsebp_cli.backward.kind.packing.batch import BatchFacts
 from sparsebp_cli.errors import UnsupportedError
 from tests.backward.isolation.enumeration import enlarge, every_enlarged_model
 from tests.backward.token.test_every_decoder import tiny

@@ -30,7 +30,7 @@ from transformers import (
 )
 
 import sparsebp_cli as sbp
-from sparsebp_cli.backward.packing.extension import AGAIN
+from sparsebp_cli.backward.kind.packing.extension import AGAIN
 from sparsebp_cli.errors import UnsupportedError
 from tests.backward.isolation.enumeration import enlarge
 from tests.backward.token.test_every_decoder import tiny
@@ -257,7 +257,7 @@ def test_one_wrong_row_among_many_is_noticed_in_every_dtype(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A norm over everything hides it: a wrong mask is one row of many."""
-    from sparsebp_cli.backward.packing import layout
+    from sparsebp_cli.backward.kind.packing import layout
 
     model = make().to(dtype)
     batch = make_batch(lengths=(24,) * 15 + (20,))

@@ -48,8 +48,8 @@ def _judge(implementation: str, arrangements: Any, every: int = 1) -> tuple[dict
 
 
 @pytest.mark.filterwarnings("ignore")  # what transformers says while it makes them
-@pytest.mark.always("sdpa-3")
-@pytest.mark.parametrize(("implementation", "every"), [("sdpa", 3), ("sdpa", 1), ("eager", 1)])
+@pytest.mark.always("sdpa-6")
+@pytest.mark.parametrize(("implementation", "every"), [("sdpa", 6), ("sdpa", 1), ("eager", 1)])
 def test_every_decoder_is_packed_exactly_or_refused_by_name(
     implementation: str, every: int, request: pytest.FixtureRequest
 ) -> None:

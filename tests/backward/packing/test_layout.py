@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsebp_cli.backward.packing import layout as layout_module
-from sparsebp_cli.backward.packing.layout import PackedLayout, make_layout
+from sparsebp_cli.backward.kind.packing import layout as layout_module
+from sparsebp_cli.backward.kind.packing.layout import PackedLayout, make_layout
 
 CPU = torch.device("cpu")
 

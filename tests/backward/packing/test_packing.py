@@ -27,10 +27,10 @@ from transformers import (
 import sparsebp_cli as sbp
 from sparsebp_cli.backward import count_flops
 from sparsebp_cli.backward.core.extension import EstimatesFlops
+from sparsebp_cli.backward.kind.packing import extension as extension_module
+from sparsebp_cli.backward.kind.packing import groups as groups_module
 from sparsebp_cli.backward.observe.flops import DensePass
 from sparsebp_cli.backward.observe.module_trace import ModuleTrace
-from sparsebp_cli.backward.packing import extension as extension_module
-from sparsebp_cli.backward.packing import groups as groups_module
 from sparsebp_cli.backward.patch.deferred import Deferred
 from sparsebp_cli.errors import PolicyError, UnsupportedError
 

@@ -10,7 +10,7 @@ from pydantic import Field
 from torch import Tensor
 
 from sparsebp_cli.backward import attach, count_flops
-from sparsebp_cli.backward.selection.score.scorer import next_tokens
+from sparsebp_cli.backward.kind.score.scorer import next_tokens
 from sparsebp_cli.errors import UnsupportedError, UsageError
 from sparsebp_cli.policies.tokens import SelectedTokens
 from sparsebp_cli.policies.topk import TopK

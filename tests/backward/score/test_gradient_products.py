@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, OPTConfig, OPTForCausalLM
 
 from sparsebp_cli.backward import ModuleTrace, attach, count_flops
+from sparsebp_cli.backward.kind.example import gradient_products as room
+from sparsebp_cli.backward.kind.example.gradient_products import GradientProducts
 from sparsebp_cli.backward.observe.flops import DensePass
-from sparsebp_cli.backward.selection import gradient_products as room
-from sparsebp_cli.backward.selection.gradient_products import GradientProducts
 from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.policies.frozen import Frozen
-from sparsebp_cli.policies.greats import Greats
 from sparsebp_cli.policies.topk import TopK
+from sparsebp_shelf.policies.greats import Greats
 from tests.backward.conftest import VOCABULARY
 from tests.backward.families import tiny_decoder
 from tests.backward.score.test_scorer import batch

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from sparsebp_cli.backward import ModuleTrace, attach, count_flops
 from sparsebp_cli.backward.decoder.decoder import find_decoder
-from sparsebp_cli.backward.selection.score import scorer as room
-from sparsebp_cli.backward.selection.score.cost import ScoringCost
-from sparsebp_cli.backward.selection.score.layer_scores import INSIDE
-from sparsebp_cli.backward.selection.score.scorer import Scorer, next_tokens
+from sparsebp_cli.backward.kind.score import scorer as room
+from sparsebp_cli.backward.kind.score.cost import ScoringCost
+from sparsebp_cli.backward.kind.score.layer_scores import INSIDE
+from sparsebp_cli.backward.kind.score.scorer import Scorer, next_tokens
 from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.policies.tokens import SelectedTokens
 from sparsebp_cli.policy import Score

@@ -12,9 +12,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from sparsebp_cli.backward import ModuleTrace, count_flops
-from sparsebp_cli.backward.selection.score import scorer as room
-from sparsebp_cli.backward.selection.score.cost import ScoringCost
-from sparsebp_cli.backward.selection.score.scorer import Scorer, next_tokens
+from sparsebp_cli.backward.kind.score import scorer as room
+from sparsebp_cli.backward.kind.score.cost import ScoringCost
+from sparsebp_cli.backward.kind.score.scorer import Scorer, next_tokens
 from sparsebp_cli.errors import UnsupportedError
 from tests.backward.conftest import VOCABULARY
 from tests.backward.families import DECODERS, tiny_decoder

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import sparsebp_cli as sbp
 from sparsebp_cli.asset.checkpointing import checkpoint_activations
-from sparsebp_cli.backward.selection.token import row_plan as planning
+from sparsebp_cli.backward.kind.token import row_plan as planning
 from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.policy.token import TokenMode
 from tests.backward.conftest import VOCABULARY

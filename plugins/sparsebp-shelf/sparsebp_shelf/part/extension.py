@@ -1,0 +1,364 @@
+"""Parts of weights that are trained: what a model and its optimizer need, so that state exists for the parts alone.
+
+The weights stay ordinary parameters of the model, under their own names, and always hold what was trained: after each
+step of the optimizer the leaves, which it trains in their place, are written into them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
+
+from sparsebp_cli.backward import DensePass, ForwardOverride, ForwardPatches, LayerNumbers, PassEstimate, claim_needed
+from sparsebp_cli.errors import PolicyError, UnsupportedError, UsageError
+from sparsebp_cli.policy import Step, TrialPass
+from sparsebp_shelf.part.gradient import run_part
+from sparsebp_shelf.part.kind import PartSelector, TrainedWeight, WeightGradient
+from sparsebp_shelf.part.layout import WeightLayout, find_layout, weight_of
+from sparsebp_shelf.part.weight_part import WeightPart
+
+if TYPE_CHECKING:
+    from sparsebp_cli.backward import EngineView, Given
+
+Linears = Mapping[str, tuple[nn.Module, WeightLayout]]
+
+
+@final
+class PartExtension:
+    """A part selector in one model; see :class:`~sparsebp_cli.backward.EngineExtension`.
+
+    Its linears are those of :func:`find_divisible`. Raises :class:`PolicyError` if the policy does not fit the model,
+    :class:`UsageError` if the optimizer does not train a weight or has state of the whole of it, and
+    :class:`UnsupportedError` under reentrant checkpointing.
+    """
+
+    policy: PartSelector
+
+    def __init__(
+        self,
+        policy: PartSelector,
+        model: nn.Module,
+        given: Given,
+    ) -> None:
+        _refuse_reentrant(model)
+        linears = find_divisible(model, given.exclude, frozen=policy.of_frozen)
+        self.policy, self._model, self._linears, self._states = policy, model, linears, given.states
+        self._swap, self._first = _Swap(given.trained_by), replace(given.first, index=0)
+        # What is frozen in a step: all that the user trains, or weights that the user has frozen already.
+        own = {id(weight_of(module)) for module, _ in linears.values()}
+        self._names = {
+            name: p for name, p in model.named_parameters() if (id(p) in own if policy.of_frozen else p.requires_grad)
+        }
+        self._beside = [p for p in model.parameters() if p.requires_grad] if policy.of_frozen else []
+        self._overrides: dict[str, PartOverride] = {}
+        self._patches = ForwardPatches()
+        self._engine: EngineView | None = None
+        self._enabled, self._is_loaded = True, False
+        # Without of_frozen, those that the user has frozen stay so.
+        self._frozen_here: list[nn.Parameter] = list(self._names.values()) if policy.of_frozen else []
+        parts = self._choose()
+        if policy.of_frozen:
+            self._swap.check_begins()
+        for name, part in () if policy.of_frozen else parts.items():
+            module, form = linears[name]
+            self._swap.check(name, weight_of(module), part.share(*form.by_output(weight_of(module)).shape) == 1.0)
+        self._parts = parts
+
+    @property
+    def frozen(self) -> frozenset[str]:
+        """Names of parameters of which nothing is trained."""
+        trained = {id(weight_of(self._linears[name][0])) for name in self._parts}
+        return frozenset(name for name, parameter in self._names.items() if id(parameter) not in trained)
+
+    @property
+    def trains_frozen(self) -> bool:
+        """Whether weights that the user froze are trained; see
+        :class:`~sparsebp_cli.backward.core.extension.TrainsFrozen`.
+        """
+        return self.policy.of_frozen
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the gradients of a training step; see
+        :class:`~sparsebp_cli.backward.core.extension.CountsGradients`.
+        """
+        return sum(p.nbytes for p in (*self._beside, *(each.leaf for each in self._overrides.values())))
+
+    def install(self, engine: EngineView) -> None:
+        self._engine = engine  # parts are chosen as the first step starts
+        if self.policy.of_frozen:
+            # All of them, whatever is chosen: so a resumed run has the same numbers of parameters.
+            self._swap.add(self._names.values())
+
+    def remove(self) -> None:
+        # Until the next step begins, what was trained is in the leaves alone.
+        self._write()
+        self._remove_parts()
+        self.enable(False)
+        self._swap.forget(self._names.values() if self.policy.of_frozen else None)
+        if self.policy.of_frozen:
+            for parameter in self._names.values():
+                parameter.requires_grad_(False)
+
+    def enable(self, enabled: bool) -> None:
+        self._enabled = enabled
+        for each in self._overrides.values():
+            each.enabled = enabled
+        if not enabled:
+            for parameter in self._frozen_here:
+                parameter.requires_grad_(True)
+            self._frozen_here = []
+        elif not self._frozen_here:
+            self._frozen_here = [p for p in self._names.values() if p.requires_grad]
+            for parameter in self._frozen_here:
+                parameter.requires_grad_(False)
+
+    def start_step(self, step: Step) -> None:
+        if self._is_loaded:  # the weights are those of the checkpoint
+            self._remove_parts()
+        else:
+            self._write()
+        if self._is_loaded or step.index == 0:  # at 0 after trial passes, too
+            self._remove_parts()
+            self._parts = self._choose()
+            self._install_parts()
+        self._is_loaded = False
+        self.enable(self._enabled)
+        for parameter in (*self._names.values(), *(each.leaf for each in self._overrides.values())):
+            parameter.grad = None  # applied; model.zero_grad() would not reach a leaf
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing: the choice is the policy's state, the values are the model's weights."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: ARG002 - what counts is that it is called
+        """Choose and read the parts again when the step begins, from the state and the weights that were loaded."""
+        self._is_loaded = True
+
+    @contextmanager
+    def trying(self, decision: Collection[str] | TrialPass) -> Iterator[None]:  # noqa: ARG002 - all passes are dense
+        """Run a trial pass densely, and note the gradients of the weights."""
+        before = self._enabled
+        self.enable(False)
+        try:
+            yield
+            for name, (module, form) in self._linears.items():
+                weight = weight_of(module)
+                gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
+                if self._states.watches(self.policy, WeightGradient):
+                    seen = WeightGradient(name, self._states.unscale(form.by_output(gradient)))
+                    self._states.see(self.policy, seen)
+        finally:
+            self.enable(before)
+
+    def claim(self, dense: DensePass) -> PassEstimate:
+        """Return the remaining shares of a dense pass; see
+        :class:`~sparsebp_cli.backward.core.extension.EstimatesFlops`.
+        """
+        needed = claim_needed(self._model, dense, [self._names[name] for name in self.frozen])
+        backward = dict(needed.backward)
+        for name, part in self._parts.items():
+            flops, product = dense.flops.backward.get(name, 0), dense.flops.forward.get(name, 0)
+            if flops and product:
+                module, form = self._linears[name]
+                share = part.claim(*form.by_output(weight_of(module)).shape)
+                backward[name] -= (1.0 - share) * product / flops
+        return PassEstimate(backward=backward, recomputed=needed.recomputed)
+
+    def _choose(self) -> dict[str, WeightPart]:
+        weights, name = show_weights(self._model, self._linears), type(self.policy).__name__
+        if not weights:
+            kind = "frozen linear" if self.policy.of_frozen else "linear"
+            raise PolicyError(f"{name}: the model has no {kind} of whose weight parts can be trained")
+        chosen = dict(self.policy.parts(weights, self._states.show(self.policy, self._first)))
+        if not chosen:
+            raise PolicyError(f"{name} chose no part of any weight, allowed: 1 or more")
+        for place, part in chosen.items():
+            if place not in self._linears:
+                raise PolicyError(f"{name} chose a part of {place!r}, allowed: the linears that it was given")
+            module, form = self._linears[place]
+            try:
+                part.check(*form.by_output(weight_of(module)).shape)
+            except PolicyError as error:
+                raise PolicyError(f"{name}: {place!r}: {error}") from None
+        return {place: chosen[place] for place in self._linears if place in chosen}
+
+    def _install_parts(self) -> None:
+        assert self._engine is not None
+        for name, part in self._parts.items():
+            module, form = self._linears[name]
+            own = PartOverride(name, module, form, part, self._engine)
+            own.enabled = self._enabled
+            self._overrides[name] = own
+            self._patches.install(module, own)
+        self._swap.swap((weight_of(each.module), each.leaf) for each in self._overrides.values())
+        self._engine.notes["parts"] = self._describe()
+
+    def _remove_parts(self) -> None:
+        self._patches.remove()
+        for each in self._overrides.values():
+            each.handle.remove()
+        self._swap.swap((each.leaf, weight_of(each.module)) for each in self._overrides.values())
+        self._overrides = {}
+
+    @torch.no_grad()
+    def _write(self) -> None:
+        for each in self._overrides.values():
+            # Copied, even if contiguous: through a view the optimizer would change a saved weight, and autograd would
+            # not notice. See decision 49.
+            each.part.write(each.form.by_output(weight_of(each.module)), each.leaf)
+
+    def _describe(self) -> str:
+        entries = sum(each.leaf.numel() for each in self._overrides.values())
+        total = sum(parameter.numel() for parameter in self._names.values())
+        beside = sum(parameter.numel() for parameter in self._beside)
+        others = f" and {beside:,} others beside them" if beside else ""
+        return (
+            f"{entries:,} of {total:,} numbers are trained, in {len(self._parts)} of {len(self._linears)} weights of "
+            f"linears{others}; clip gradients of the optimizer's parameters, which are the parts, not of the model's"
+        )
+
+
+@final
+class PartOverride(ForwardOverride):
+    """The ``forward`` of one linear of which a part is trained."""
+
+    leaf: nn.Parameter
+    handle: RemovableHandle
+    enabled: bool
+    name: str
+    module: nn.Module
+
+    def __init__(self, name: str, module: nn.Module, form: WeightLayout, part: WeightPart, engine: EngineView) -> None:
+        self.name, self.module, self.form, self.part, self._engine = name, module, form, part, engine
+        self.leaf = nn.Parameter(part.restrict(form.by_output(weight_of(module).detach())))
+        self.handle = self.leaf.register_post_accumulate_grad_hook(self._show)
+        self.enabled = True
+
+    @override
+    def __call__(self, input: Tensor) -> Tensor:  # the parameter's name is that of nn.Linear
+        if self.is_removed or not self.enabled or not torch.is_grad_enabled():
+            output: Tensor = self.run_covered(self.module, input)
+            return output
+        weight = weight_of(self.module)
+        if weight.device != self.leaf.device or weight.dtype != self.leaf.dtype:
+            raise UnsupportedError(
+                f"{self.name!r} has become {weight.dtype} on {weight.device} since its part was chosen "
+                f"({self.leaf.dtype} on {self.leaf.device}): move or convert the model before"
+            )
+        return run_part(self.module, input, self.leaf, self.form, self.part, reference=self._engine.reference)
+
+    def _show(self, leaf: Tensor) -> None:
+        """In a probe, let the weight have the gradient, with zeros outside of the part: probes compare weights."""
+        if not self._engine.now().draw or leaf.grad is None:
+            return
+        weight = weight_of(self.module)
+        if weight.grad is None:
+            weight.grad = torch.zeros_like(weight)
+        matrix_OD = self.form.by_output(weight.grad)
+        self.part.write(matrix_OD, self.part.restrict(matrix_OD) + leaf.grad)
+        leaf.grad = None
+
+
+@final
+class _Swap:
+    """Puts other parameters into an optimizer in the place of some of its own."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._added: list[Tensor] = []
+        self._trained = {id(each) for group in optimizer.param_groups for each in group["params"]}
+
+    def check_begins(self) -> None:
+        """Raise :class:`UsageError` if the optimizer has state, which parts that it gets would lack."""
+        if self._optimizer.state:
+            raise UsageError(
+                "the optimizer has state already, and gets parts of frozen weights: attach before its first step"
+            )
+
+    def add(self, weights: Iterable[Tensor]) -> None:
+        """Add weights that the optimizer does not have, as places of their parts; without gradients it skips them."""
+        known = {id(each) for group in self._optimizer.param_groups for each in group["params"]}
+        self._added = [weight for weight in weights if id(weight) not in known]
+        self._optimizer.param_groups[0]["params"].extend(self._added)
+
+    def check(self, name: str, weight: Tensor, is_whole: bool) -> None:
+        """Raise :class:`UsageError` unless the optimizer trains a weight, and has state of a part of it at most."""
+        if id(weight) not in self._trained:
+            raise UsageError(f"the optimizer does not train the weight of {name!r}, of which a part is to be trained")
+        state = self._optimizer.state.get(weight, {})
+        if not is_whole and any(isinstance(v, Tensor) and v.shape == weight.shape for v in state.values()):
+            raise UsageError(
+                f"the optimizer has state of the whole weight of {name!r}, of which a part is to be trained: attach "
+                "before its first step"
+            )
+
+    def swap(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Replace the first parameter of each pair by the second, which takes over its state."""
+        pairs = list(pairs)
+        other = {id(before): after for before, after in pairs}
+        for group in self._optimizer.param_groups:
+            group["params"][:] = [other.get(id(each), each) for each in group["params"]]
+        for before, after in pairs:
+            if before in self._optimizer.state:
+                self._optimizer.state[after] = self._optimizer.state.pop(before)
+
+    def forget(self, weights: Iterable[Tensor] | None) -> None:
+        """Forget the state of some weights, None: of all, since that of a part has another shape than its weight; and
+        remove what was added.
+        """
+        if weights is None:
+            self._optimizer.state.clear()
+        for weight in weights or ():
+            self._optimizer.state.pop(weight, None)
+        added = {id(weight) for weight in self._added}
+        for group in self._optimizer.param_groups:
+            group["params"][:] = [each for each in group["params"] if id(each) not in added]
+
+
+def find_divisible(model: nn.Module, exclude: Sequence[str] = (), *, frozen: bool = False) -> Linears:
+    """Return the linears of whose weights parts can be trained, by name: not those that are tied, quantised, sharded,
+    in float8, parametrized or frozen; with ``frozen`` those that are. ``exclude`` has globs over names.
+    """
+    uses: dict[int, int] = {}
+    for _, parameter in model.named_parameters(remove_duplicate=False):
+        uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+    found = {}
+    for name, module in model.named_modules():  # an excluded pattern without a linear is refused at the sites
+        form = None if any(fnmatchcase(name, pattern) for pattern in exclude) else find_layout(module)
+        if form is not None and weight_of(module).requires_grad != frozen and uses.get(id(weight_of(module))) == 1:
+            found[name] = (module, form)
+    return found
+
+
+def find_places(policy: PartSelector, model: nn.Module, given: Given) -> tuple[TrainedWeight, ...]:
+    """Return the weights of which a part selector chooses parts."""
+    return show_weights(model, find_divisible(model, given.exclude, frozen=policy.of_frozen))
+
+
+def show_weights(model: nn.Module, linears: Linears) -> tuple[TrainedWeight, ...]:
+    """Return the weights as a policy sees them."""
+    layers = LayerNumbers(model)
+    return tuple(
+        TrainedWeight(name, layers.number_of(name), form.by_output(weight_of(module).detach()))
+        for name, (module, form) in linears.items()
+    )
+
+
+def _refuse_reentrant(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        # transformers keeps its options nowhere else: this is a partial of torch.utils.checkpoint.checkpoint.
+        keywords: dict[str, object] = getattr(module.__dict__.get("_gradient_checkpointing_func"), "keywords", {})
+        if getattr(module, "gradient_checkpointing", False) and keywords.get("use_reentrant", True):
+            raise UnsupportedError(
+                f"parts of weights and reentrant checkpointing (at {name!r}): enable checkpointing with "
+                "use_reentrant=False"
+            )

@@ -1,0 +1,153 @@
+"""The kind of policy that chooses which parts of weights are trained.
+
+Shape letters: D input width, O output width.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, final
+
+from sparsebp_cli.policy import Kind, Observed, Policy, Step, rule
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from sparsebp_shelf.part.weight_part import WeightPart
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class TrainedWeight:
+    """The weight of a linear that the model would train without a policy.
+
+    Args:
+        name: Name of the linear, such as ``model.layers.3.mlp.down_proj``.
+        layer: Number of the layer that it belongs to, from 0; None outside of layers.
+        matrix_OD: The weight as it is now, output by input, without a copy. It must not be changed.
+    """
+
+    name: str
+    layer: int | None
+    matrix_OD: Tensor
+
+    @property
+    def num_outputs(self) -> int:
+        """O."""
+        return self.matrix_OD.shape[0]
+
+    @property
+    def num_inputs(self) -> int:
+        """D."""
+        return self.matrix_OD.shape[1]
+
+
+class PartSelector(Policy):
+    """Chooses which parts of the weights of linears are trained, once for the whole training. All else is frozen,
+    unless the parts are ``of_frozen`` weights.
+
+    The optimizer gets a parameter of the part's shape in place of the weight, and so has state for the part alone. The
+    gradient of a part is the dense one of its entries. A policy that chooses by gradients is
+    :class:`~sparsebp_cli.policy.Stateful` as well, wants trial passes before step 0, which are dense, observes
+    :class:`WeightGradient`, and keeps its choice as its state; one that chooses by weights keeps
+    it from ``init``.
+    """
+
+    takes_schedules: ClassVar[bool] = False
+
+    @property
+    def of_frozen(self) -> bool:
+        """Whether the parts are those of weights that the user has frozen, as those under adapters are. Then all that
+        the user trains is trained whole beside them, and dense is the training of both."""
+        return False
+
+    @property
+    def exact(self) -> bool:
+        """False: what is outside of the parts is not trained."""
+        return False
+
+    @property
+    def unbiased(self) -> bool:
+        """False: no weight makes up for a missing gradient."""
+        return False
+
+    @abstractmethod
+    def parts(self, weights: Sequence[TrainedWeight], step: Step) -> Mapping[str, WeightPart]:
+        """Return the part of each weight that is trained.
+
+        Raise :class:`~sparsebp_cli.errors.PolicyError` for options that do not fit the model, such as a pattern that
+        matches nothing: the engine calls this when the policy is attached, before anything starts.
+
+        Args:
+            weights: Weights of all linears of which parts can be trained, in the model's order: not those that are
+                tied, quantised, sharded, in float8, parametrized, or frozen by the user; with ``of_frozen`` those that
+                are.
+            step: Always of index 0, with the state; ``step.generator(...)`` is the only source of randomness allowed.
+
+        Returns:
+            Parts by the name of the linear, at least one; linears that are missing are not trained. Equal calls have
+            equal answers.
+        """
+
+
+@dataclass(frozen=True)
+class WeightGradient(Observed):
+    """The gradient of the weight of a linear, in trial passes alone.
+
+    Args:
+        name: Name of the linear.
+        gradient_OD: The gradient, output by input, in the weight's own precision.
+    """
+
+    gradient_OD: Tensor
+
+
+PART_SELECTOR = Kind(
+    PartSelector,
+    asked="Decides once, before the first step. Never exact: what is outside of the parts is not trained. "
+    "The gradient of a part is the dense one of its entries. "
+    "[Train a part of each weight](../guide/frozen.md#train-a-part-of-each-weight)\n",
+    extensions=((1_100, "sparsebp_shelf.part.extension:PartExtension"),),
+    places="sparsebp_shelf.part.extension:find_places",
+    suite="sparsebp_shelf.part.suite:check_part_selector",
+    makes_trials=True,
+    limits=(
+        rule.not_beside(
+            rule.AllBut(("PartSelector", "ExampleSelector")),
+            "It replaces the forwards of linears, and the weights in the optimizer; all other parameters are frozen.",
+            where="training",
+        ),
+        rule.not_beside(
+            ("ExampleSelector",),
+            "Gradients of whole weights are compared, and parts of them are trained.",
+            where="training",
+            other={"validates": (True,)},
+        ),
+        rule.at_linears(does=" trains parts of the weights of linears:"),
+        rule.needs("update", "deferred", ("eager",), "parts are written into the weights after a whole step"),
+        rule.not_with("segments", rule.GIVEN, "segments know the parameters of layers, and parts are none of them"),
+        rule.one_process("DDP and FSDP know the parameters of the model, and parts are none of them."),
+        rule.Rule(
+            "{policy} in a schedule of phases is not built: the optimizer's state of a part does not fit the whole "
+            "weight",
+            options={"phases": rule.SEVERAL},
+        ),
+        rule.not_with(
+            "optim", ("adagrad",), "this optimizer has state of whole weights before parts of them are chosen"
+        ),
+        rule.not_with("float8", rule.GIVEN, "the product of a part would have another float8 scale"),
+        rule.not_with("quantization", rule.GIVEN, "no part of a quantised weight is trained"),
+        rule.not_in_trainer(
+            "{policy} trains parts of weights, which a Trainer cannot: it clips the gradients of the model's "
+            "parameters; run a recipe, or your own loop"
+        ),
+        rule.needs_optimizer("parts take the place of their weights in it"),
+        rule.Rule(
+            "{policy} under DDP is not built: DDP knows the parameters of the model, and parts are none of them",
+            options={"wrapped": ("DDP",)},
+        ),
+        rule.not_compiled("compiled layers keep the forwards of their linears"),
+    ),
+)

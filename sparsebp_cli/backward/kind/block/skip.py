@@ -1,0 +1,38 @@
+"""What a module of a residual block returns where the block is left out of the forward, and scaled outputs of others.
+
+Shape letters: B examples, T positions, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from sparsebp_cli.backward.kind.block.layout import BlockPart
+from sparsebp_cli.errors import UnsupportedError
+
+
+def skip(part: BlockPart, args: Sequence[object], kwargs: Mapping[str, object]) -> Any:
+    """Return what adds nothing to the residual stream, in the form that the module returns: a norm before the block its
+    own input, the others zeros, which take no memory unless the layer writes to them. None is beside them where the
+    module returns more, as an attention does its weights."""
+    given = (*args, kwargs.get("hidden_states"), *kwargs.values())
+    hidden_BTD = next((value for value in given if isinstance(value, Tensor)), None)
+    if hidden_BTD is None:
+        raise UnsupportedError(f"{part.name!r} gets no tensor, so it is not known what it adds to the residual stream")
+    if part.role == "before":
+        return hidden_BTD
+    # See decision 55.
+    zeros_BTD = hidden_BTD.new_zeros(hidden_BTD.shape if part.is_written else ()).expand(hidden_BTD.shape)
+    return (zeros_BTD, *[None] * (part.num_outputs - 1)) if part.num_outputs else zeros_BTD
+
+
+def scale(part: BlockPart, output: Any, factor: float) -> Any:
+    """Return a module's output times a factor; of several outputs the first one."""
+    if isinstance(output, Tensor):
+        return output * factor
+    if isinstance(output, tuple) and output and isinstance(output[0], Tensor):
+        return (output[0] * factor, *output[1:])
+    raise UnsupportedError(f"{part.name!r} returns a {type(output).__name__}, whose scale cannot be changed")

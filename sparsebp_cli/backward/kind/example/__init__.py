@@ -1,0 +1,1 @@
+"""Choosing examples before the forward, by an example selector."""

@@ -1,0 +1,413 @@
+"""Example selection: the differentiated forward runs on the chosen examples of a batch alone.
+
+The loss stays a mean over targets: if the caller passes ``num_items_in_batch``, the number of targets of the whole
+step, it is multiplied by the share of this batch's targets that belong to chosen examples. With weights it is the sum
+of the chosen examples' losses, each times its weight, over the number of targets that the policy names.
+
+Shape letters: B examples, T positions, K kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, cast, final
+
+import torch
+from torch import Tensor, nn
+
+from sparsebp_cli.backward.core.extension import refuse_uncalled
+from sparsebp_cli.backward.core.report import Chosen
+from sparsebp_cli.backward.decoder.decoder import bind_arguments
+from sparsebp_cli.backward.decoder.kv_cache import find_cache, is_filled
+from sparsebp_cli.backward.kind.example.gradient_products import GradientProducts, take_examples
+from sparsebp_cli.backward.kind.example.loss import check_logits, compare_losses, count_targets, sum_losses
+from sparsebp_cli.backward.kind.model_output import with_changes
+from sparsebp_cli.backward.kind.score.cost import ScoringCost
+from sparsebp_cli.backward.kind.score.scorer import (
+    IGNORED,
+    HasLogits,
+    Scorer,
+    evaluating,
+    gradient_norm,
+    next_tokens,
+)
+from sparsebp_cli.backward.kind.score.token_scores import check_vocabulary, score_reference
+from sparsebp_cli.backward.kind.transfer import upload
+from sparsebp_cli.backward.observe.flops import DensePass, PassEstimate
+from sparsebp_cli.backward.patch.forward import ForwardOverride, ForwardPatches
+from sparsebp_cli.errors import UnsupportedError, UsageError
+from sparsebp_cli.policy import (
+    Examples,
+    ExampleSelector,
+    ReadExamples,
+    ReferenceReader,
+    Score,
+    Site,
+    Step,
+    WeightedExamples,
+)
+from sparsebp_cli.policy.example import EXAMPLE_ROW
+from sparsebp_cli.policy.reference import REFERENCE_COLUMN
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from sparsebp_cli.backward.core.extension import EngineView
+    from sparsebp_cli.backward.core.given import Given
+    from sparsebp_cli.backward.core.policy_state import PolicyStates
+    from sparsebp_cli.backward.kind.model_output import ModelOutput
+
+Arguments = Mapping[str, object]
+_OF_LOSS = ("labels", "num_items_in_batch")
+_VALIDATION = Site("validation examples", 0, ())  # where they are drawn
+
+
+def find_places(policy: ExampleSelector, model: nn.Module, given: Given) -> Sequence[int]:  # noqa: ARG001
+    """Return the rows of the training data, for a policy that reads them."""
+    return range(given.num_examples or 0) if policy.reads_rows else ()
+
+
+@final
+class ExampleExtension:
+    """An example selector in one model; see :class:`~sparsebp_cli.backward.core.extension.EngineExtension`.
+
+    Of what it is given, ``num_examples`` is for a policy that reads rows; without a model as ``reference``, each batch
+    has the column ``reference_loss``; ``validation`` is the batch of examples with whose gradients a policy compares,
+    at the optimizer's rate and by the linears that ``exclude`` does not name. Raises :class:`UnsupportedError` unless
+    the model is, or wraps, a transformers model, whose forward computes the loss, or if the reference has another
+    vocabulary.
+    """
+
+    policy: ExampleSelector
+    num_examples: int | None
+    compares: bool
+    states: PolicyStates
+    scorer: Scorer | None
+    reference: Scorer | None
+
+    def __init__(
+        self,
+        policy: ExampleSelector,
+        model: nn.Module,
+        given: Given,
+    ) -> None:
+        from transformers import PreTrainedModel  # takes seconds, so it is not imported with the engine
+
+        found = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+        if found is None:
+            raise UnsupportedError(
+                f"{type(policy).__name__} chooses examples in the forward of a transformers model that is given "
+                f"labels, got {type(model).__name__}"
+            )
+        self.policy, self.model, self.states, self.num_examples = policy, found, given.states, given.num_examples
+        self._patches = ForwardPatches()
+        head: object = found.get_output_embeddings()
+        what = f"{type(policy).__name__}, which scores examples,"
+        self.scorer = Scorer(found, what) if head is not None else None  # None for a classification
+        self.compares = isinstance(policy, ReferenceReader) and policy.reads_reference
+        self.reference = None
+        if self.compares and isinstance(given.reference, nn.Module):
+            self.reference = Scorer(given.reference, f"{what} by a reference")
+            check_vocabulary(found, self.reference)
+        self.validation, self.optimizer, self.products = given.validation, given.optimizer, None
+        if policy.num_validation:
+            self.products = GradientProducts(model, type(policy).__name__, given.exclude)
+            if self.compares or policy.reads_gradient_norm or policy.scored_share < 1.0:
+                raise UnsupportedError(
+                    f"{type(policy).__name__} reads products of gradients: other scores beside them, or a part of the "
+                    "positions (scored_share), are not built"
+                )
+
+    def install(self, engine: EngineView) -> None:
+        self._override = ExamplesOverride(self, engine)
+        self._patches.install(self.model, self._override)
+
+    def remove(self) -> None:
+        self._patches.remove()
+
+    def check_called(self) -> None:
+        if not self._override.was_called:
+            refuse_uncalled(self.policy, self.model)
+
+    def enable(self, enabled: bool) -> None:
+        """Do nothing: the forward reads the engine's state."""
+
+    def start_step(self, step: Step) -> None:
+        """Do nothing: the forward reads the engine's step."""
+
+    def claim(self, dense: DensePass) -> PassEstimate:
+        """Return the remaining shares of a dense pass; see
+        :class:`~sparsebp_cli.backward.core.extension.EstimatesFlops`.
+        """
+        share = self._override.kept_share()
+        backward, recomputed = dict.fromkeys(dense.flops.backward, share), dict.fromkeys(dense.flops.recomputed, share)
+        return PassEstimate(backward, recomputed, dict.fromkeys(dense.flops.forward, share))
+
+
+class ExamplesOverride(ForwardOverride):
+    """The model's ``forward``: its own, on the examples that the policy chooses."""
+
+    was_called: bool
+
+    def __init__(self, extension: ExampleExtension, engine: EngineView) -> None:
+        self.was_called, self._number, self._is_compared = False, 1, False
+        self._extension, self._engine = extension, engine
+        self._model: PreTrainedModel = extension.model
+        self._policy, self._scorer, self._states = extension.policy, extension.scorer, extension.states
+        self._inner: Callable[..., HasLogits] = partial(self.run_covered, extension.model)
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        training = self._model.training and torch.is_grad_enabled()
+        if args and args[0] is self._model:  # accelerate's wrapper calls a forward it has wrapped as a method
+            args = args[1:]
+        # The model's own forward knows no such argument. See decision 63.
+        row_B = kwargs.pop(EXAMPLE_ROW, None) if self._policy.reads_rows else None
+        reference_BT = kwargs.pop(REFERENCE_COLUMN, None) if self._extension.compares else None
+        if self.is_removed or not (training and self._engine.enabled):
+            self._number = _count_examples(bind_arguments(self._model, args, kwargs))
+            return self._inner(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            raise UnsupportedError("choosing examples is not built for torch.compile: what is chosen differs by step")
+        self.was_called = True
+        arguments = bind_arguments(self._model, args, kwargs)
+        if is_filled(find_cache(arguments), self._model):
+            raise UnsupportedError(
+                f"{type(self._policy).__name__} does not know what to do with a cache of earlier positions in training"
+            )
+        labels = arguments.get("labels")
+        if not isinstance(labels, Tensor):
+            raise UsageError(
+                f"{type(self._policy).__name__} needs the labels among the model's arguments: logits of chosen "
+                "examples do not fit the labels of all of them"
+            )
+        step, targets_B = self._states.show(self._policy, self._engine.now()), count_targets(labels)
+        spent = ScoringCost(labels.device)
+        columns = {EXAMPLE_ROW: self._check_rows(row_B, len(labels)), REFERENCE_COLUMN: reference_BT}
+        choice = self._choose(arguments, columns, len(labels), step, spent)
+        if choice is None:
+            self._count(targets_B.sum(), targets_B.sum(), len(labels), len(labels), spent)
+            return self._inner(**arguments)
+        index_K = choice if isinstance(choice, Tensor) else choice.index_K
+        index_K = upload(labels.device, index_K)[0] if index_K.device.type == "cpu" else index_K
+        targets, kept = targets_B.sum(), targets_B[index_K].sum()
+        self._count(targets, kept, len(labels), len(index_K), spent)
+        chosen = take_examples(arguments, index_K)
+        num_items = arguments.get("num_items_in_batch")
+        assert num_items is None or isinstance(num_items, Tensor | int | float)
+        if num_items is not None:
+            # At least 1: where no target of a step is chosen the loss is 0, and not 0 over 0.
+            chosen["num_items_in_batch"] = (num_items * (kept / targets.clamp(min=1))).clamp(min=1.0)
+        # Linears see the chosen examples alone.
+        if self._engine.batch_sizes is not None:
+            self._engine.batch_sizes = frozenset((len(index_K),))
+        with self._engine.short_forward(scale=len(labels) / max(1, len(index_K))):
+            if isinstance(choice, Tensor):
+                return self._inner(**chosen)
+            return self._run_weighted(chosen, choice, targets if num_items is None else num_items, targets)
+
+    def _choose(
+        self, arguments: Arguments, columns: Arguments, number: int, step: Step, spent: ScoringCost
+    ) -> Tensor | WeightedExamples | None:
+        """Ask the policy, after the forward for what it reads, whose cost is ``spent``."""
+        row_B = columns[EXAMPLE_ROW]
+        assert row_B is None or isinstance(row_B, Tensor)
+        policy, examples = self._policy.at(step), Examples(number, row_B=row_B)
+        if policy.needs_loss(step):
+            with spent:
+                examples = replace(self._score(arguments, columns[REFERENCE_COLUMN]), row_B=row_B)
+        if self._states.watches(self._policy, ReadExamples):
+            seen = ReadExamples(self._states.next_forward(self._policy), examples)
+            self._states.see(self._policy, seen, step)
+        return policy.choose(examples, step)
+
+    def _check_rows(self, row_B: object, number: int) -> Tensor | None:
+        """Return the rows of a batch's examples; None unless the policy reads them."""
+        if not self._policy.reads_rows:
+            return None
+        name, most = type(self._policy).__name__, self._extension.num_examples
+        assert most is not None
+        if row_B is None:
+            raise UsageError(
+                f"{name} keeps something for each example of the data, and the batch does not say which these are: add "
+                f"the column {EXAMPLE_ROW!r}, the row of each in the data, (B,), int64"
+            )
+        if not isinstance(row_B, Tensor) or row_B.shape != (number,) or row_B.dtype != torch.int64:
+            got = f"{row_B.dtype} {tuple(row_B.shape)}" if isinstance(row_B, Tensor) else type(row_B).__name__
+            raise UsageError(f"{EXAMPLE_ROW} must be int64 of shape {(number,)}, got {got}")
+        if not 0 <= int(row_B.min()) <= int(row_B.max()) < most:
+            got = f"{int(row_B.min())} to {int(row_B.max())}"
+            raise UsageError(f"{EXAMPLE_ROW} must be in [0, {most}), as attach(num_examples={most}) says, got {got}")
+        return row_B
+
+    def _run_weighted(
+        self, chosen: dict[str, object], choice: WeightedExamples, num_items: Tensor | float, targets: Tensor
+    ) -> object:
+        """Run the chosen examples; their losses, times their weights, are divided by ``num_items``, or by the share of
+        it that the weighted targets have of the batch's ``targets``."""
+        labels, return_dict = _tensor(chosen, "labels"), chosen.pop("return_dict", None)
+        # The first forward alone pays for the model's own loss, which is compared. See decision 44.
+        given = chosen if not self._is_compared else {name: chosen[name] for name in chosen if name not in _OF_LOSS}
+        output = cast("ModelOutput", self._inner(**given, return_dict=True))
+        logits, target_K = check_logits(output.logits, labels), count_targets(labels)
+        sum_K = sum_losses(logits, labels)
+        if not self._is_compared:
+            divisor = chosen.get("num_items_in_batch", target_K.sum())
+            assert isinstance(divisor, Tensor | int | float)
+            compare_losses(float(output.loss.detach()), float(sum_K.detach().sum() / divisor), logits.dtype)
+            self._is_compared = True
+        weight_K = choice.weight_K.to(sum_K)
+        if choice.denominator == "weights":
+            num_items = num_items * ((weight_K * target_K).sum() / targets.clamp(min=1))
+        divisor = torch.as_tensor(num_items, device=sum_K.device).clamp(min=torch.finfo(sum_K.dtype).tiny)
+        output = with_changes(output, loss=(weight_K * sum_K).sum() / divisor)
+        return output.to_tuple() if return_dict is False else output
+
+    def kept_share(self) -> float:
+        """Return the share of examples that would be chosen of the last batch at this step; scores do not affect it."""
+        step, number = self._states.show(self._policy, self._engine.now()), self._number
+        policy = self._policy.at(step)
+        none_B = torch.zeros(number) if policy.needs_loss(step) else None
+        row_B = torch.zeros(number, dtype=torch.int64) if policy.reads_rows else None
+        reference_B = none_B if self._extension.compares else None
+        examples = Examples(number, none_B, none_B if policy.reads_gradient_norm else None, reference_B, row_B)
+        if none_B is not None and policy.num_validation:
+            examples = replace(examples, product_B=none_B, product_BB=none_B.outer(none_B), learning_rate=0.0)
+        choice = policy.choose(examples, step)
+        if choice is None:
+            return 1.0
+        return len(choice if isinstance(choice, Tensor) else choice.index_K) / number
+
+    def _score(self, arguments: Arguments, reference_BT: object) -> Examples:
+        """Return the batch with the scores that the policy reads, of the positions that are scored."""
+        labels, policy = _tensor(arguments, "labels"), self._policy.at(self._engine.now())
+        if self._extension.products is not None:
+            return self._compare_gradients(self._extension.products, arguments)
+        length = _length(arguments)
+        # One position predicts nothing.
+        read = max(2, math.ceil(policy.scored_share * length))
+        part = {name: _cut(name, value, length, read) for name, value in arguments.items()}
+        if labels.ndim == 1:
+            if self._extension.compares:
+                raise UnsupportedError(f"{type(self._policy).__name__} compares with a reference language model")
+            return self._classify(part, labels, with_norms=policy.reads_gradient_norm)
+        assert self._scorer is not None
+        next_BT = next_tokens(_tensor(part, "labels"))
+        wanted: set[Score] = {"loss", "gradient_norm"} if policy.reads_gradient_norm else {"loss"}
+        scores = self._scorer.score(part, next_BT, self._inner, wanted)
+        norm_B = scores["gradient_norm"].norm(dim=1) if policy.reads_gradient_norm else None
+        if not self._extension.compares:
+            return Examples(len(labels), _mean(scores["loss"], next_BT), norm_B)
+        if self._extension.reference is not None:
+            reference_BT = score_reference(self._extension.reference, part, next_BT)
+        else:
+            reference_BT = self._check_reference(_cut(REFERENCE_COLUMN, reference_BT, length, read), next_BT)
+        return Examples(len(labels), _mean(scores["loss"], next_BT), norm_B, _mean(reference_BT, next_BT))
+
+    def _compare_gradients(self, products: GradientProducts, arguments: Arguments) -> Examples:
+        """Return the batch with its losses and the products of its gradients."""
+        extension, labels, step = self._extension, _tensor(arguments, "labels"), self._engine.now()
+        assert extension.validation is not None
+        assert extension.optimizer is not None
+        self._check_labels(labels)
+        # By the step's generator, so that a resumed run draws the same. See decision 64.
+        generator = step.generator(_VALIDATION)
+        index_V = torch.randperm(len(_tensor(extension.validation, "labels")), generator=generator)
+        drawn = take_examples(extension.validation, index_V[: self._policy.at(step).num_validation])
+        drawn = {name: value.to(labels.device) if isinstance(value, Tensor) else value for name, value in drawn.items()}
+        found = products.compute(arguments, drawn, self._inner, self._engine.disabled, reference=self._engine.reference)
+        return Examples(
+            len(labels),
+            _fill(found.loss_B.float(), count_targets(labels) > 0),
+            product_B=found.product_B,
+            product_BB=found.product_BB,
+            # The paper's step has the rate of the optimizer, not one of its own. See decision 64.
+            learning_rate=float(extension.optimizer.param_groups[0]["lr"]),
+        )
+
+    def _check_labels(self, labels: Tensor) -> None:
+        """Refuse labels that are not those of a language model or of the classes of whole examples."""
+        if labels.is_floating_point():
+            raise UsageError(
+                f"{type(self._policy).__name__} classifies: labels must be whole numbers, got {labels.dtype}"
+            )
+        if labels.ndim > 1 and self._scorer is None:
+            raise UnsupportedError(
+                f"{type(self._policy).__name__} needs a language model or one label an example, got labels of shape "
+                f"{list(labels.shape)} for {type(self._model).__name__}"
+            )
+
+    def _check_reference(self, reference_BT: object, next_BT: Tensor) -> Tensor:
+        """Return the losses of the reference that a batch has, 0 where there is no target."""
+        name, wanted = type(self._policy).__name__, tuple(next_BT.shape)
+        if not isinstance(reference_BT, Tensor):
+            raise UsageError(f"{name} reads the column {REFERENCE_COLUMN!r}, and the batch has none")
+        if reference_BT.shape != next_BT.shape:
+            raise UsageError(
+                f"column {REFERENCE_COLUMN!r} must have the labels' shape {wanted}, got {tuple(reference_BT.shape)}"
+            )
+        return reference_BT.float().masked_fill(next_BT == IGNORED, 0.0)
+
+    def _classify(self, arguments: Arguments, label_B: Tensor, *, with_norms: bool) -> Examples:
+        self._check_labels(label_B)
+        with torch.no_grad(), evaluating(self._model):
+            logits = self._inner(**{name: value for name, value in arguments.items() if name != "labels"}).logits
+        logits = logits.float()
+        loss_B = nn.functional.cross_entropy(logits, label_B, reduction="none")
+        return Examples(len(label_B), loss_B, gradient_norm(logits, label_B) if with_norms else None)
+
+    def _count(self, targets: Tensor, kept: Tensor, number: int, chosen: int, spent: ScoringCost) -> None:
+        # A token selector below sees the chosen examples alone, and counts their targets itself.
+        counts_all = not isinstance(self.covered, ForwardOverride)
+        # Zeros on the device, for which nobody waits.
+        trained = kept if counts_all else kept - kept
+        asked = targets if counts_all else targets - kept
+        self._engine.add_chosen(
+            Chosen(
+                asked,
+                trained,
+                examples=number,
+                chosen_examples=chosen,
+                scoring_seconds=spent.seconds,
+                scoring_flops=spent.flops,
+            )
+        )
+
+
+def _mean(loss_BT: Tensor, next_BT: Tensor) -> Tensor:
+    """Return the mean loss of each example's targets, (B,); of an example without any, the mean of the others."""
+    count_B = (next_BT != IGNORED).sum(1)
+    return _fill(loss_BT.sum(1) / count_B.clamp(min=1), count_B > 0)
+
+
+def _fill(mean_B: Tensor, has_B: Tensor) -> Tensor:
+    others = (mean_B * has_B).sum() / has_B.sum().clamp(min=1)
+    return torch.where(has_B, mean_B, others)
+
+
+def _count_examples(arguments: Arguments) -> int:
+    """Return B; 1 for other kinds of input."""
+    given = next((arguments[name] for name in ("labels", "input_ids") if arguments.get(name) is not None), None)
+    return max(1, len(given)) if isinstance(given, Tensor) else 1
+
+
+def _length(arguments: Arguments) -> int:
+    """Return T."""
+    return _tensor(arguments, "inputs_embeds" if arguments.get("input_ids") is None else "input_ids").shape[1]
+
+
+def _tensor(arguments: Arguments, name: str) -> Tensor:
+    value = arguments[name]
+    assert isinstance(value, Tensor)
+    return value
+
+
+def _cut(name: str, value: object, length: int, read: int) -> object:
+    """Return the part of an argument for the first ``read`` positions."""
+    if not isinstance(value, Tensor) or value.ndim < 2:
+        return value
+    if name == "attention_mask" and value.ndim == 4:
+        return value[..., : min(read, value.shape[-2]), :read]
+    return value[:, :read] if value.shape[1] == length else value

@@ -1,0 +1,53 @@
+"""The loss of each example of a batch, from the model's logits: what weights of examples are applied to.
+
+Shape letters: B examples, T positions, V vocabulary or classes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from sparsebp_cli.backward.kind.score.scorer import IGNORED
+from sparsebp_cli.errors import UnsupportedError
+
+# Allowed difference between the model's loss and that of its logits, as a share of it: orders of a sum, and logits that
+# were rounded to 8 bits before the loss.
+_TOLERANCE = {torch.float32: 1e-3}
+_COARSE = 2e-2
+
+
+def check_logits(logits: Tensor | None, labels: Tensor) -> Tensor:
+    """Return the logits, (B, T, V) or (B, V). Raise :class:`UnsupportedError` unless they belong to the labels one by
+    one."""
+    if logits is None or logits.shape[:-1] != labels.shape:
+        got = "none" if logits is None else f"logits of shape {list(logits.shape)}"
+        raise UnsupportedError(f"examples cannot be weighed: {list(labels.shape)} labels, and the model returns {got}")
+    return logits
+
+
+def sum_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the summed loss of each example's targets, (B,)."""
+    if labels.ndim == 1:
+        return functional.cross_entropy(logits.float(), labels, reduction="none")
+    # Labels are moved instead of logits, which would be copied.
+    next_BT = functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]
+    loss_N = functional.cross_entropy(
+        logits.float().flatten(0, 1), next_BT.flatten(), ignore_index=IGNORED, reduction="none"
+    )
+    return loss_N.view(next_BT.shape).sum(1)
+
+
+def count_targets(labels: Tensor) -> Tensor:
+    """Return the number of predictions of each example that have a label, (B,)."""
+    return torch.ones_like(labels) if labels.ndim == 1 else (labels[:, 1:] != IGNORED).sum(1)
+
+
+def compare_losses(given: float, own: float, dtype: torch.dtype) -> None:
+    """Raise :class:`UnsupportedError` if the model's loss is anything but the cross-entropy of its logits, which
+    weights could not replace."""
+    if abs(given - own) > _TOLERANCE.get(dtype, _COARSE) * max(abs(given), 1e-3):
+        raise UnsupportedError(
+            f"examples cannot be weighed: the model's loss is {given:.6g}, the cross-entropy of its logits {own:.6g}"
+        )

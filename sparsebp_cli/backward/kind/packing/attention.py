@@ -1,0 +1,323 @@
+"""Attention over packed rows, by the attention function that the model uses anyway.
+
+A model of transformers finds its attention function and its mask function by the name ``_attn_implementation`` of its
+configuration. While a model is attached, that name is one of ours. Inside a packed forward our mask function returns a
+:class:`PackedMask`, which reaches the layers as any mask does, also through activation checkpointing, and our attention
+function calls the model's own once for each group of segments. Everywhere else both do what the model did.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import NoReturn, cast
+
+import torch
+from torch import Tensor, nn
+
+from sparsebp_cli.backward.kind.packing.across import PackedMemory
+from sparsebp_cli.backward.kind.packing.groups import Padding, SegmentGroup
+from sparsebp_cli.backward.kind.packing.layout import PackedLayout
+from sparsebp_cli.backward.kind.packing.padding import with_padding, without_padding
+from sparsebp_cli.backward.observe.internals import attention_name, has_attention, use_attention
+from sparsebp_cli.errors import UnsupportedError
+
+PREFIX = "packed_"  # of the names under which our functions are registered
+IMPLEMENTATIONS = ("sdpa", "eager")
+AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
+MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass
+class PackedState:
+    """One packed forward."""
+
+    layout: PackedLayout
+    shortens: bool = True  # whether the last layer runs the rows that are read alone, if the layout has these
+    num_calls: int = 0  # of attention layers
+    memory: PackedMemory | None = None  # of a decoder: the rows of the encoder
+
+
+_state: ContextVar[PackedState | None] = ContextVar("state", default=None)
+
+
+class LooksAheadError(UnsupportedError):
+    """Positions attend to later ones, so none can be left out or shared."""
+
+
+class ReachedAttention(Exception):  # noqa: N818 - no error: it ends the first of two runs of the last layer
+    """A layer whose keys and values are wanted calls attention."""
+
+    key: Tensor
+    value: Tensor
+
+    def __init__(self, key: Tensor, value: Tensor) -> None:
+        super().__init__()
+        self.key, self.value = key, value
+
+
+class ReadsMaskError(UnsupportedError, AttributeError):
+    """A layer reads the attention mask itself; also an AttributeError, so that ``hasattr`` is False."""
+
+
+@dataclass
+class PackedMask:
+    """The mask of one packed forward: which keys each query of a group attends to.
+
+    ``allowed`` is a rule of the model on places, such as a sliding window; it includes causality.
+    """
+
+    state: PackedState
+    allowed: MaskFunction
+    groups: tuple[SegmentGroup, ...]
+    ends: bool = False  # whether the layer ends at attention, by ReachedAttention
+    kept: tuple[Tensor, Tensor] | None = None  # keys and values of all rows, where the layer has some rows alone
+    memory: PackedMemory | None = None  # None: rows attend to each other
+    _masks: dict[tuple[int, str, torch.dtype | None], Tensor | None] = field(default_factory=dict)
+    _pairs: dict[int, Tensor] = field(default_factory=dict)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise ReadsMaskError(f"a layer of this model reads the attention mask itself ({name}): rows cannot be packed")
+
+    def __getitem__(self, _: object) -> NoReturn:
+        raise ReadsMaskError("a layer of this model cuts the attention mask itself: rows cannot be packed")
+
+    @property
+    def layout(self) -> PackedLayout:
+        """The rows."""
+        return self.state.layout
+
+    def ending_at_attention(self) -> PackedMask:
+        """Return the mask of a run that is to end there."""
+        return PackedMask(self.state, self.allowed, self.groups, ends=True)
+
+    def with_keys(self, key: Tensor, value: Tensor) -> PackedMask:
+        """Return the mask of a run with the rows that are read, which attend to these keys of all rows."""
+        assert self.layout.read is not None
+        return PackedMask(self.state, self.allowed, self.layout.read.groups, kept=(key, value))
+
+    def of_group(self, number: int, implementation: str, dtype: torch.dtype) -> Tensor | None:
+        """Return the mask (G or 1, 1, L, K) of a group in the form that the implementation takes; None: causal, or
+        everything."""
+        key = (number, implementation, dtype if implementation == "eager" else None)
+        if key not in self._masks:
+            self._masks[key] = self._make(self.groups[number], implementation, dtype)
+        return self._masks[key]
+
+    def of_memory(self, number: int, implementation: str, dtype: torch.dtype) -> Tensor | None:
+        """Return the mask (G, 1, 1, K) of a group that attends to an encoder; None: everything."""
+        assert self.memory is not None
+        allowed = self.memory.groups[number].is_key_GK
+        if allowed is None or implementation == "sdpa":
+            return None if allowed is None else allowed[:, None, None]
+        return torch.zeros_like(allowed, dtype=dtype).masked_fill(~allowed, torch.finfo(dtype).min)[:, None, None]
+
+    def bias_of_group(self, number: int, bias_HTT: Tensor) -> Tensor:
+        """Return the bias (G or 1, H, L, K) of a group, by the places of its queries and keys."""
+        group, size = self.groups[number], bias_HTT.shape[-1]
+        if number not in self._pairs:
+            pairs_GLK = group.query_GL[:, :, None] * size + group.key_GK[:, None, :]
+            if group.num_segments > 1 and bool((pairs_GLK == pairs_GLK[:1]).all()):
+                pairs_GLK = pairs_GLK[:1]
+            self._pairs[number] = pairs_GLK
+        pairs_GLK = self._pairs[number]
+        chosen = bias_HTT.flatten(1).index_select(1, pairs_GLK.flatten())
+        return chosen.view(len(bias_HTT), *pairs_GLK.shape).transpose(0, 1)
+
+    def _make(self, group: SegmentGroup, implementation: str, dtype: torch.dtype) -> Tensor | None:
+        queries, keys, padding = group.query_GL, group.key_GK, group.padding
+        if padding is None and group.num_segments > 1 and (keys == keys[:1]).all():
+            queries, keys = queries[:1], keys[:1]
+        size, place = (queries.shape[1], keys.shape[1]), torch.arange(keys.shape[1], device=keys.device)
+        # The model's rule by places, as the plain step's counts columns: position numbers may jump, repeat and go back.
+        zero = torch.zeros((), dtype=torch.long, device=keys.device)
+        rule = self.allowed(zero, zero, queries[:, :, None], keys[:, None, :]).expand(queries.shape[0], *size)
+        last = place[size[1] - size[0] :] if padding is None else padding.order_GL
+        order = place <= last[..., None]
+        if not group.attends:
+            rule = torch.zeros_like(rule)
+        if padding is not None:
+            rule = rule & padding.is_key_GK[:, None]
+        if self.layout.is_causal and bool((rule & ~order).any()):
+            raise LooksAheadError("positions attend to later ones")
+        if implementation == "sdpa" and (bool(rule.all()) or _is_triangle(rule, padding)):
+            return None
+        if implementation == "sdpa":
+            return rule[:, None]
+        # As transformers' eager masks: with -inf a row that may attend to nothing would have no weights.
+        return torch.zeros_like(rule, dtype=dtype).masked_fill(~rule, torch.finfo(dtype).min)[:, None]
+
+
+def _is_triangle(rule_GLK: Tensor, padding: Padding | None) -> bool:
+    """Whether each query attends to as many keys, from the first on, as its number says; padded ones may to others."""
+    num_queries, num_keys = rule_GLK.shape[1:]
+    if num_queries != num_keys:
+        return False
+    is_triangle = (rule_GLK == torch.ones_like(rule_GLK[0]).tril()).all(2).flatten()
+    return bool((is_triangle if padding is None else is_triangle[padding.place_R]).all())
+
+
+@dataclass(frozen=True)
+class PackedBias:
+    """A bias of positions that attention adds to its scores, (H, T, T) of the plain batch; None: zeros."""
+
+    values_HTT: Tensor | None
+
+
+def find_mask(args: tuple[object, ...], kwargs: Mapping[str, object]) -> PackedMask | None:
+    """Return the mask of packed rows among the arguments of a module."""
+    return next((value for value in (*args, *kwargs.values()) if isinstance(value, PackedMask)), None)
+
+
+@contextmanager
+def packed(layout: PackedLayout, *, shortens: bool, memory: PackedMemory | None = None) -> Iterator[PackedState]:
+    """Let models that were switched build masks for these rows inside the block."""
+    state = PackedState(layout, shortens, memory=memory)
+    token = _state.set(state)
+    try:
+        yield state
+    finally:
+        _state.reset(token)
+
+
+def layout_now() -> PackedLayout | None:
+    """Return the layout of the packed forward under way; None outside of one."""
+    state = _state.get()
+    return None if state is None else state.layout
+
+
+class Switch:
+    """The configurations of one model, switched to our attention and mask functions."""
+
+    def __init__(self, model: nn.Module) -> None:
+        configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
+        self._configs = [config for config in configs.values() if has_attention(config)]
+        self._own = [attention_name(config) for config in self._configs]
+        for implementation in IMPLEMENTATIONS:
+            _register(implementation)
+
+    def refuse_unknown(self) -> None:
+        """Raise :class:`UnsupportedError` for an implementation that cannot be called for parts of the rows."""
+        for own in self._own:
+            if own not in IMPLEMENTATIONS:
+                raise UnsupportedError(f"rows are packed with attention {' and '.join(IMPLEMENTATIONS)}, got {own!r}")
+
+    @property
+    def zeroes_padding(self) -> bool:
+        """Whether a row that may attend to nothing gets zeros from attention; eager attention averages all rows."""
+        return all(own == "sdpa" for own in self._own)
+
+    def on(self) -> None:
+        """Use our functions."""
+        for config, own in zip(self._configs, self._own, strict=True):
+            use_attention(config, f"{PREFIX}{own}")
+
+    def off(self) -> None:
+        """Use the model's own."""
+        for config, own in zip(self._configs, self._own, strict=True):
+            use_attention(config, own)
+
+
+def _register(implementation: str) -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, bidirectional_mask_function
+
+    own_mask = cast("Mapping[str, Callable[..., object]]", ALL_MASK_ATTENTION_FUNCTIONS)[implementation]
+
+    def mask(*args: object, **kwargs: object) -> object:
+        state = _state.get()
+        if state is None:
+            return own_mask(*args, **kwargs)
+        # The one mask of a decoder that is not causal is that of the encoder's rows.
+        memory = state.memory if kwargs["mask_function"] is bidirectional_mask_function else None
+        return PackedMask(state, cast("MaskFunction", kwargs["mask_function"]), state.layout.groups, memory=memory)
+
+    def attention(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor | None]:
+        function = _own_attention(module, implementation)
+        if isinstance(attention_mask, PackedMask):
+            return _attend(function, implementation, module, (query, key, value), attention_mask, **kwargs)
+        return function(module, query, key, value, attention_mask, **kwargs)
+
+    AttentionInterface.register(f"{PREFIX}{implementation}", attention)
+    AttentionMaskInterface.register(f"{PREFIX}{implementation}", mask)
+
+
+def _own_attention(module: nn.Module, implementation: str) -> AttentionFunction:
+    if implementation == "eager":  # each model has its own, beside its attention module
+        return cast("AttentionFunction", vars(sys.modules[type(module).__module__])["eager_attention_forward"])
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    return cast("Mapping[str, AttentionFunction]", ALL_ATTENTION_FUNCTIONS)[implementation]
+
+
+def _attend(
+    function: AttentionFunction,
+    implementation: str,
+    module: nn.Module,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    mask: PackedMask,
+    **kwargs: object,
+) -> tuple[Tensor, None]:
+    """Call an attention function once a group; query, key and value are (1, H, N, D), the result is (1, N, H, D)."""
+    query, key, value = tensors
+    read, num_rows = mask.layout.read, mask.layout.num_rows
+    if mask.kept is not None and read is not None:
+        num_rows = len(read.row_M)
+    num_keys, bias = num_rows if mask.memory is None else mask.memory.num_rows, kwargs.pop("position_bias", None)
+    if key.shape[2] != num_keys or query.shape[2] != num_rows or not (bias is None or isinstance(bias, PackedBias)):
+        raise UnsupportedError(f"{type(module).__name__} attends to other rows than those of its own input")
+    if mask.ends:
+        raise ReachedAttention(key, value)
+    mask.state.num_calls += 1
+    outputs = []
+    for number, group in enumerate(mask.groups):
+        own = slice(group.start, group.end)
+        queries = _split(query[:, :, own], group)
+        if mask.memory is not None:
+            rows_GK = mask.memory.groups[number].row_GK
+            keys, values = (_remembered(whole, rows_GK, group.num_segments) for whole in (key, value))
+        elif mask.kept is not None:
+            keys, values = (_before(whole, group) for whole in mask.kept)
+        else:
+            keys, values = _split(key[:, :, own], group), _split(value[:, :, own], group)
+            if group.ancestor_GA.shape[1]:
+                keys, values = torch.cat((_before(key, group), keys), 2), torch.cat((_before(value, group), values), 2)
+        find = mask.of_group if mask.memory is None else mask.of_memory
+        allowed = find(number, implementation, query.dtype)
+        if bias is not None and bias.values_HTT is not None:
+            kwargs["position_bias"] = mask.bias_of_group(number, bias.values_HTT)
+        output, _ = function(module, queries, keys, values, allowed, **kwargs)
+        output = output.reshape(-1, *output.shape[2:])
+        if group.padding is not None:
+            output = without_padding(output, group.padding)
+        outputs.append(output[None])
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1), None
+
+
+def _split(rows_1HND: Tensor, group: SegmentGroup) -> Tensor:
+    """Return the rows of a group as (G, H, L, D)."""
+    rows_RHD = rows_1HND[0].transpose(0, 1)
+    if group.padding is not None:
+        rows_RHD = with_padding(rows_RHD, group.padding)
+    return rows_RHD.reshape(group.num_segments, group.length, *rows_RHD.shape[1:]).transpose(1, 2)
+
+
+def _before(rows_1HND: Tensor, group: SegmentGroup) -> Tensor:
+    """Return the rows before each segment as (G, H, A, D)."""
+    if group.has_one_parent or group.num_segments == 1:
+        return rows_1HND.index_select(2, group.ancestor_GA[0]).expand(group.num_segments, -1, -1, -1)
+    _, num_heads, _, size = rows_1HND.shape
+    rows = rows_1HND[0].index_select(1, group.ancestor_GA.flatten())
+    return rows.reshape(num_heads, *group.ancestor_GA.shape, size).transpose(0, 1)
+
+
+def _remembered(rows_1HMD: Tensor, row_GK: Tensor, num_segments: int) -> Tensor:
+    """Return the encoder's rows that each segment attends to as (G, H, K, D)."""
+    _, num_heads, _, size = rows_1HMD.shape
+    rows = rows_1HMD[0].index_select(1, row_GK.flatten()).view(num_heads, *row_GK.shape, size)
+    return rows.transpose(0, 1).expand(num_segments, -1, -1, -1)

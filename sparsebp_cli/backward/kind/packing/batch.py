@@ -1,0 +1,231 @@
+"""What is read of the caller's batch, and counted over all of them.
+
+Shape letters: B examples, T positions.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from sparsebp_cli.backward.decoder.decoder import argument_names
+from sparsebp_cli.backward.kind.packing.groups import Bools, Ints, to_tensor
+from sparsebp_cli.backward.kind.packing.layout import PackedLayout
+
+BATCH = ("input_ids", "inputs_embeds", "token_type_ids")  # (B, T, ...): taken apart by row
+KNOWN = {*BATCH, "attention_mask", "position_ids", "labels", "num_items_in_batch", "logits_to_keep"}
+KNOWN |= {"use_cache", "return_dict"}
+
+
+@dataclass(frozen=True)
+class BatchFacts:
+    """What a batch is, as far as masks and position numbers depend on it: what was given, and what follows from it.
+
+    Whether its rows can be left out is decided from these alone, and a batch with other facts is compared anew.
+    """
+
+    has_mask: bool
+    has_positions: bool
+    holds_several: bool  # another sequence begins inside of an example
+    has_gaps: bool  # a position that is not real stands between real ones
+    pads_left: bool
+    trains_padding: bool  # an output is read before the first real position of its example
+    trains_gaps: bool  # or at a position that is not real after it
+    has_fractions: bool  # a position number is not whole
+    follows_columns: bool  # within a sequence, position numbers and columns differ by one number
+    begins_at_zero: bool  # the first real position of each example has the number 0
+    largest: int  # position number of the batch, padding included
+
+    @classmethod
+    def of(
+        cls, inputs: Mapping[str, Any], real_BT: Bools, read_BT: Bools, position_BT: Ints, begins_BT: Bools | None
+    ) -> BatchFacts:
+        """Read them off a batch; ``begins_BT`` marks where another sequence begins."""
+        started = real_BT.cumsum(1) > 0
+        behind = real_BT[:, ::-1].cumsum(1)[:, ::-1] > 0
+        offset = position_BT - np.arange(real_BT.shape[1])
+        # Between neighbouring real positions of one sequence, gaps left out.
+        sequence = np.zeros(real_BT.shape, np.int64) if begins_BT is None else begins_BT.cumsum(1)
+        follows = all(
+            (np.diff(offsets)[np.diff(number) == 0] == 0).all()
+            for offsets, number in ((o[r], n[r]) for o, n, r in zip(offset, sequence, real_BT, strict=True))
+        )
+        first, given = position_BT[real_BT & (real_BT.cumsum(1) == 1)], inputs.get("position_ids")
+        return cls(
+            inputs.get("attention_mask") is not None,
+            given is not None,
+            begins_BT is not None and bool(begins_BT[:, 1:].any()),
+            bool((~real_BT & started & behind).any()),
+            bool((~started & behind).any()),
+            bool((read_BT & ~started).any()),
+            bool((read_BT & ~real_BT & started).any()),
+            given is not None and given.is_floating_point() and bool((given != given.round()).any()),
+            follows,
+            bool((first == 0).all()),
+            int(position_BT.max()),
+        )
+
+    @property
+    def signature(self) -> tuple[bool, ...]:
+        """All but the largest position number."""
+        return astuple(self)[:-1]
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """What is computed of one batch."""
+
+    layout: PackedLayout
+    read_BT: Tensor  # positions whose output the caller reads
+    place_R: Tensor  # the index of each of them among the B * T positions; made on the host, which need not wait for it
+    padding: int = 0  # positions left out as padding
+    unread: int = 0  # positions left out after the last label of their example
+    facts: BatchFacts | None = field(default=None, kw_only=True)  # None: of an encoder-decoder
+
+    @property
+    def num_positions(self) -> int:
+        """Positions of the plain batch."""
+        return self.read_BT.numel()
+
+    @property
+    def num_shared(self) -> int:
+        """Positions that have the row of another example."""
+        return self.layout.num_shared
+
+    @property
+    def signature(self) -> tuple[bool, ...]:
+        """The kinds of rows that were left out."""
+        layout = self.layout
+        kinds = (bool(layout.num_shared), bool((~layout.computed_BT).any()), len(layout.groups) > 1, layout.is_causal)
+        return kinds if self.facts is None else (*kinds, *self.facts.signature)
+
+
+@dataclass
+class Counts:
+    """Positions of all batches so far."""
+
+    batches: int = 0
+    packed: int = 0  # batches of which rows were left out
+    positions: int = 0
+    padding: int = 0
+    unread: int = 0  # after the last label of an example
+    shared: int = 0
+    outputs: int = 0  # rows of the head in plain forwards
+    head: int = 0  # rows of the head that were left out
+    late: int = 0  # rows that the last layer left out, of those that were computed
+    error: float = 0.0  # largest relative error that verification found
+    checks: int = 0
+    refused: Counter[str] = field(default_factory=Counter)  # batches that were left as they are, by the reason
+
+    plain_is_wrong: str = ""  # what was found of the plain step; empty: nothing
+
+    def judge(self, text: str) -> None:
+        """Note that the plain step does not compute examples as if they were alone."""
+        self.plain_is_wrong = text
+
+    def refuse(self, reason: str) -> None:
+        """Count a batch whose rows cannot be left out."""
+        self.refused[reason] += 1
+
+    def add_plain(self, num_positions: int, num_outputs: int | None = None) -> None:
+        """Count a batch that was left as it is; ``num_outputs``: rows of the head, None for as many as positions."""
+        self.batches += 1
+        self.outputs += num_positions if num_outputs is None else num_outputs
+        self.positions += num_positions
+
+    def add(self, batch: PackedBatch, head_rows: int, last_rows: int | None) -> None:
+        """Count a packed batch, with the rows that the head (0: there is none) and the last layer (None: all) ran."""
+        self.add_plain(batch.num_positions, batch.read_BT.numel())
+        self.packed += 1
+        self.padding += batch.padding
+        self.unread += batch.unread
+        self.shared += batch.num_shared
+        self.late += 0 if last_rows is None else batch.layout.num_rows - last_rows
+        self.head += batch.read_BT.numel() - head_rows if head_rows else 0
+
+    def describe(self) -> str:
+        """Return a sentence for the report."""
+        refused = "".join(f"; {number} batches were run plainly: {reason}" for reason, number in self.refused.items())
+        if not self.packed:
+            return f"nothing to leave out in {self.batches} batches{refused}"
+        share = (self.padding + self.unread + self.shared) / self.positions
+        late = f" and {self.late / self.positions:.0%} of the last layer's" if self.late else ""
+        text = (
+            f"{share:.0%} of the positions not computed ({self.padding:,} padding, {self.unread:,} after the last "
+            f"label, {self.shared:,} in a shared prefix), and {self.head / self.outputs:.0%} of the head's rows"
+            f"{late}, in {self.packed} of {self.batches} batches"
+        )
+        if self.checks:
+            text += (
+                f"; gradient compared with the plain one in {self.checks} of {self.packed} of them, largest relative "
+                f"error {self.error:.1e}"
+            )
+        return text + refused + (f"; {self.plain_is_wrong}" if self.plain_is_wrong else "")
+
+
+def to_place(read_BT: Bools, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the positions that are read, and the index of each."""
+    return torch.from_numpy(read_BT).to(device), to_tensor(np.flatnonzero(read_BT), device)
+
+
+def read_mask(inputs: Mapping[str, Any], size: tuple[int, int]) -> Bools | None:
+    """Return which positions are not padding; None for a mask of other dimensions, which may say anything."""
+    mask = inputs.get("attention_mask")
+    if mask is None:
+        return np.ones(size, bool)
+    real: Bools = mask.cpu().numpy().astype(bool)
+    return real if real.shape == size else None
+
+
+def read_positions(stack: nn.Module, inputs: Mapping[str, Any], size: tuple[int, int]) -> Ints | None:
+    """Return the position numbers that the model gives its positions; None where they are not known."""
+    given = inputs.get("position_ids")
+    if given is not None:
+        if given.dim() != 2 or given.shape[1] != size[1]:
+            return None
+        positions: Ints = given.expand(size).cpu().numpy().astype(np.int64)
+        return positions
+    for module in stack.modules():
+        # As RoBERTa and its family: the token that stands for padding is not counted.
+        make = getattr(module, "create_position_ids_from_input_ids", None)
+        if make is not None:
+            ids = inputs.get("input_ids")
+            if ids is None:
+                return None
+            counted: Ints = make(ids, getattr(module, "padding_idx", None)).cpu().numpy()
+            return counted
+        # As OPT and its family: what the mask covers is not counted.
+        mask = inputs.get("attention_mask")
+        if mask is not None and isinstance(module, nn.Embedding) and "attention_mask" in argument_names(module):
+            covered: Ints = (mask.long().cumsum(1) * mask - 1).long().cpu().numpy()
+            return covered
+    return np.broadcast_to(np.arange(size[1]), size).copy()
+
+
+def find_begins(inputs: Mapping[str, Any], position_BT: Ints, *, uses_cache: bool) -> Bools | None:
+    """Return where another sequence begins inside of an example; None: nowhere.
+
+    As transformers does: without a mask and a key/value cache, an example holds several sequences where the given
+    position numbers restart.
+    """
+    if inputs.get("attention_mask") is not None or inputs.get("position_ids") is None or uses_cache:
+        return None
+    begins: Bools = np.diff(position_BT, axis=1, prepend=position_BT[:, :1] - 1) != 1
+    return begins
+
+
+def find_places(real_BT: Bools, position_BT: Ints, begins_BT: Bools | None) -> Ints:
+    """Return the numbers by which masks count, as transformers does: columns, from the first real one on; in examples
+    that hold several sequences the position numbers, which follow the columns within each.
+    """
+    if begins_BT is not None:
+        return position_BT
+    first_B = np.where(real_BT.any(1), real_BT.argmax(1), 0)
+    places: Ints = np.arange(real_BT.shape[1]) - first_B[:, None]
+    return places

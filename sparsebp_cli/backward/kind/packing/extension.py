@@ -1,0 +1,640 @@
+"""Packing in one model: its forward computes the rows that the loss needs, and returns what the caller expects.
+
+The base model runs on one sequence of rows instead of a batch; of a causal language model, the head runs on the rows
+with a label. The loss, or the logits of all positions that are not padding, come back in the shapes of the plain
+forward.
+
+Shape letters: B examples, T positions, N computed rows, R rows of the head, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from sparsebp_cli.backward.core.loss_weight import weights_at
+from sparsebp_cli.backward.decoder.decoder import argument_names, find_reentrant
+from sparsebp_cli.backward.decoder.kv_cache import CACHE_NAMES
+from sparsebp_cli.backward.isolation import Examples, compare_with_alone, examples_at
+from sparsebp_cli.backward.kind.packing.attention import LooksAheadError, Switch, packed
+from sparsebp_cli.backward.kind.packing.batch import (
+    BATCH,
+    KNOWN,
+    BatchFacts,
+    Counts,
+    PackedBatch,
+    find_begins,
+    find_places,
+    read_mask,
+    read_positions,
+    to_place,
+)
+from sparsebp_cli.backward.kind.packing.boundary import ReadsUncomputedError
+from sparsebp_cli.backward.kind.packing.dropout import AdapterDropout
+from sparsebp_cli.backward.kind.packing.fused import ARGUMENT, has_fused_head, run_fused
+from sparsebp_cli.backward.kind.packing.groups import Bools
+from sparsebp_cli.backward.kind.packing.head import count_rows, kept_columns, read_rows, run_head, spread_logits
+from sparsebp_cli.backward.kind.packing.last_layer import install_last_layer
+from sparsebp_cli.backward.kind.packing.layout import make_layout
+from sparsebp_cli.backward.kind.packing.pair import ARGUMENTS, PairBatch, PairPacking, is_pair
+from sparsebp_cli.backward.kind.packing.refusal import (
+    find_head,
+    find_model,
+    is_attention,
+    reads_first,
+    refuse_arguments,
+    refuse_batch,
+    refuse_inexact,
+)
+from sparsebp_cli.backward.kind.packing.verify import Check, compare_passes, limit_of
+from sparsebp_cli.backward.observe.flops import DensePass, PassEstimate
+from sparsebp_cli.backward.observe.internals import find_hook
+from sparsebp_cli.backward.patch.deferred import defer_logits
+from sparsebp_cli.backward.patch.forward import (
+    ForwardOverride,
+    ForwardPatches,
+    call_module,
+    check_free,
+    replace_forwards,
+    uncompiled,
+)
+from sparsebp_cli.backward.patch.places import ModulePlaces
+from sparsebp_cli.backward.patch.rng import capture_generators, generators_at
+from sparsebp_cli.errors import UnsupportedError
+from sparsebp_cli.policy import BatchPacker, PackedSize, Step
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from sparsebp_cli.backward.core.given import Given
+
+AGAIN = 1 / 200  # share of the batches that are compared though their kind is known
+_NOTHING_SEEN = (
+    "no batch went through the forward of {} in training: what calls a part of it, or another forward, runs plainly"
+)
+_EVAL_MODE = "{} is in eval mode, as from_pretrained returns it, and runs plainly: call model.train() before the loop"
+IGNORED = -100  # the label of no target, as in PyTorch's cross entropy
+
+
+class PackingEngine(Protocol):
+    """What packing needs of an engine."""
+
+    enabled: bool
+    notes: dict[str, str]
+
+    @property
+    def reference(self) -> bool:
+        """Whether to run the plain forward."""
+
+    @property
+    def is_probing(self) -> bool:
+        """Whether the pass under way is a measurement, which trains nothing."""
+
+    def short_forward(self, *, num_rows: int | None = None, scale: float = 1.0) -> AbstractContextManager[None]:
+        """Return a context that scales the counts at sites."""
+
+
+@final
+class PackingExtension:
+    """A batch packer in one model; see :class:`~sparsebp_cli.backward.core.extension.EngineExtension`.
+
+    Raises :class:`UnsupportedError` if rows cannot be left out of this model exactly.
+    """
+
+    policy: BatchPacker
+    model: PreTrainedModel
+    stack: nn.Module
+    pair: PairPacking | None
+    counts: Counts
+    failure: str
+    head: nn.Module | None
+    dropout: AdapterDropout
+    places: ModulePlaces
+
+    def __init__(self, policy: BatchPacker, model: nn.Module, given: Given) -> None:  # noqa: ARG002 - as of all
+        self.policy, self.model = policy, find_model(model)
+        self.stack = self.model.base_model
+        self.pair = PairPacking(policy, self.model) if is_pair(self.model) else None
+        self.head = self.model.get_output_embeddings() if self.pair is not None else find_head(self.model)
+        self._prefix = next((f"{name}." if name else "") for name, m in model.named_modules() if m is self.model)
+        refuse_inexact(self.model)
+        # A forward that somebody else put there is known in one form alone, that of trl.
+        if not has_fused_head(self.model):
+            check_free("the model", self.model)
+        check_free("the base model", self.stack)
+        self._reads_first = reads_first(self.model)
+        self.dropout = AdapterDropout(self.stack)
+        self._switch = Switch(self.model)
+        self._switch.refuse_unknown()
+        self._patches = ForwardPatches()
+        self._attention_layers = sum(map(is_attention, self.stack.modules()))
+        if not self._attention_layers:
+            raise UnsupportedError(f"{type(self.model).__name__} has no attention layers that packing knows")
+        self.is_causal: bool | None = None  # of the attention; None before the first forward
+        self.counts, self.failure = Counts(), ""
+        self._seen: dict[tuple[bool, ...], tuple[int, int]] = {}
+        self.last: PackedBatch | None = None
+        self.last_layer: nn.Module | None = None  # None: it runs all rows
+        self.shortens: bool | None = None  # whether the last layer runs the rows that are read alone; None: not tried
+        self.given_labels: Tensor | None = None
+
+    def set_columns(self, **columns: Tensor) -> None:
+        """Set the labels of the next batches, which the script does not pass to the model, until the next call."""
+        self.given_labels = columns.get("labels")
+
+    def install(self, engine: PackingEngine) -> None:
+        self.engine = engine
+        self._switch.on()
+        self._patches.install(self.model, PackedForward(self))
+        self.dropout.install(self._patches)
+        self.places = ModulePlaces(self.model)
+        if self.pair is not None:
+            self.pair.install(self._patches)
+        elif self.head is not None and not self.dropout:  # whose masks are drawn for all rows of a forward
+            self.last_layer = install_last_layer(self._patches, self.stack)
+        self.note()
+
+    def remove(self) -> None:
+        self._patches.remove()
+        self._switch.off()
+
+    def enable(self, enabled: bool) -> None:
+        """Do nothing: the forward reads the engine's state."""
+
+    def start_step(self, step: Step) -> None:
+        """Do nothing: rows are arranged in the forward."""
+
+    def plan(self, inputs: Mapping[str, Any], read_BT: Bools | None, *, whole: bool = False) -> PackedBatch | None:
+        """Arrange the rows of a batch; None if the plain forward does as little.
+
+        ``read_BT`` marks the positions that the caller reads; None: all that are not padding. ``whole`` arranges them
+        even if nothing is left out.
+        """
+        first = next(inputs[name] for name in ("input_ids", "inputs_embeds") if inputs.get(name) is not None)
+        size, device = (int(first.shape[0]), int(first.shape[1])), first.device
+        real, position = read_mask(inputs, size), read_positions(self.stack, inputs, size)
+        if real is None or position is None:
+            return None
+        causal = self.is_causal is not False
+        if not causal and self._reads_first and not real[:, 0].all():
+            self.engine.notes["first position"] = (
+                "what is above the layers reads the first position, which is padding in examples padded on the left: "
+                "their batches run the plain step; pad on the right"
+            )
+            return None
+        read = real if read_BT is None else read_BT
+        # Only masks that look back alone are split where position numbers restart.
+        begins = find_begins(inputs, position, uses_cache=self._uses_cache(inputs)) if causal else None
+        facts = BatchFacts.of(inputs, real, read, position, begins)
+        alone = read & ~real  # padding that is trained: the first token's label, with padding on the left
+        if alone.any() and not (causal and self._switch.zeroes_padding):
+            return None
+        needed = self._needed(real, read, alone, causal=causal)
+        if reason := refuse_batch(self.model, facts, int(position[needed | alone].max())):
+            self.counts.refuse(reason)
+            return None
+        ids = inputs.get("input_ids")
+        # Token types are no part of what makes two prefixes equal.
+        shares = causal and self.policy.prefixes == "share" and inputs.get("token_type_ids") is None
+        shares = shares and not self.dropout  # in the plain step equal positions of two examples have their own masks
+        tokens = ids.cpu().numpy() if shares and ids is not None else None
+        layout = make_layout(
+            needed,
+            tokens,
+            position,
+            device,
+            is_causal=causal,
+            place_BT=find_places(real, position, begins),
+            alone_BT=alone,
+            begins_BT=begins,
+            read_BT=None if self.last_layer is None or self.shortens is False else read,
+        )
+        head_rows = int(read.sum()) if self.head is not None else needed.size
+        if not whole and not self.policy.packs(PackedSize(needed.size, layout.num_rows, head_rows)):
+            return None
+        padding = int((~(real | alone)).sum()) if self.policy.padding else 0
+        unread = int((real & ~needed).sum())
+        return PackedBatch(layout, *to_place(read, device), padding, unread, facts=facts)
+
+    def find_examples(self, inputs: dict[str, Any]) -> Examples:
+        """Return the examples of a batch that has a plan, several of one row apart, with the numbers of their positions
+        and a mask where the batch has them: they may begin anywhere."""
+        first = next(inputs[name] for name in BATCH if inputs.get(name) is not None)
+        size = (int(first.shape[0]), int(first.shape[1]))
+        real, position = read_mask(inputs, size), read_positions(self.stack, inputs, size)
+        assert real is not None
+        assert position is not None
+        causal = self.is_causal is not False
+        begins = find_begins(inputs, position, uses_cache=self._uses_cache(inputs)) if causal else None
+        return examples_at(inputs, torch.from_numpy(real), None if begins is None else torch.from_numpy(begins))
+
+    def _uses_cache(self, inputs: Mapping[str, Any]) -> bool:
+        """Return whether the plain forward makes a key/value cache."""
+        given = inputs.get("use_cache")
+        if given is None:
+            given = getattr(self.model.config.get_text_config(), "use_cache", False)
+        # transformers makes no cache in training under checkpointing.
+        return bool(given) and not (self.stack.training and getattr(self.stack, "gradient_checkpointing", False))
+
+    def _needed(self, real_BT: Bools, read_BT: Bools, alone_BT: Bools, *, causal: bool) -> Bools:
+        """Return the positions that are computed, at least one an example."""
+        needed = real_BT.copy() if self.policy.padding else np.ones(real_BT.shape, bool)
+        if causal and self.policy.labels:
+            size = real_BT.shape[1]
+            last = np.where(read_BT.any(1), size - 1 - read_BT[:, ::-1].argmax(1), 0)
+            needed &= np.arange(size) <= last[:, None]
+        empty = ~(needed | alone_BT).any(1)
+        needed[empty, np.where(real_BT[empty].any(1), real_BT[empty].argmax(1), 0)] = True
+        return needed & ~alone_BT
+
+    def must_verify(self, batch: PackedBatch) -> bool:
+        """Return whether this batch is to be compared with the plain step."""
+        # A measurement of a step does not measure the comparison, which few steps have.
+        if self.policy.verify == "never" or (self.engine.is_probing and self.policy.verify != "always"):
+            return False
+        name = find_reentrant(self.model)
+        if name is not None:
+            raise UnsupportedError(
+                f"reentrant checkpointing (at {name!r}) computes no gradient that could be compared: enable "
+                "checkpointing with use_reentrant=False, or give verify: never"
+            )
+        if self.policy.verify == "always":
+            return True
+        size, seen = batch.layout.shape, self._seen.get(batch.signature, (0, 0))
+        self._seen[batch.signature] = (max(size[0], seen[0]), max(size[1], seen[1]))
+        return size[0] > seen[0] or size[1] > seen[1] or self._is_drawn()
+
+    def _is_drawn(self) -> bool:
+        """Return whether a batch of a known kind is compared all the same: one of 200, drawn by its number."""
+        # A generator of its own: the global one belongs to the training.
+        return random.Random(self.counts.packed).random() < AGAIN
+
+    @property
+    def uncharged_comparisons(self) -> int:
+        """Comparisons so far; none where each step has one, which a measurement of a step then shows."""
+        return 0 if self.policy.verify == "always" else self.counts.checks
+
+    def note(self, check: Check | None = None) -> None:
+        """Write the counts, and the result of a comparison, into the report."""
+        if check is not None:
+            self.counts.checks += 1
+            if check.guilty == "plain":
+                self.counts.judge(check.describe())
+            else:
+                self.counts.error = max(self.counts.error, check.error)
+            if not check.passed:
+                self.failure = f"{check.describe()}: the plain step is used from here on"
+        nothing = (_NOTHING_SEEN if self.model.training else _EVAL_MODE).format(type(self.model).__name__)
+        seen = self.counts.describe() if self.counts.batches else nothing
+        self.engine.notes["packing"] = self.failure or seen
+
+    def run_stack(
+        self,
+        batch: PackedBatch,
+        inputs: Mapping[str, Any],
+        run: Callable[[dict[str, Any]], Any],
+        *,
+        shortens: bool | None = None,
+    ) -> Any:
+        """Run something on the rows of a batch; ``run`` gets the base model's arguments.
+
+        ``shortens``: whether the last layer runs the rows that are read alone; None: if that was found to be right.
+        """
+        layout = batch.layout
+        taken: dict[str, Any] = {
+            name: inputs[name].flatten(0, 1).index_select(0, layout.source_N)[None]
+            for name in BATCH
+            if inputs.get(name) is not None
+        }
+        taken["position_ids"] = layout.position_N[None]
+        # With a mask given, transformers does not search the position numbers for packed examples.
+        taken["attention_mask"] = torch.ones_like(layout.position_N)[None]
+        taken = {name: value for name, value in taken.items() if name in argument_names(self.model)}
+        with packed(layout, shortens=bool(self.shortens) if shortens is None else shortens) as state:
+            output = run(taken)
+        self.check_calls(state.num_calls)
+        return output
+
+    def check_calls(self, num_calls: int) -> None:
+        """Raise :class:`UnsupportedError` if attention layers did not run through transformers' interface."""
+        if not num_calls or num_calls % self._attention_layers:
+            raise UnsupportedError(
+                f"{type(self.model).__name__} has {self._attention_layers} attention layers, of which "
+                f"{num_calls} run through transformers' attention interface: its rows cannot be packed"
+            )
+
+    def claim(self, dense: DensePass) -> PassEstimate:  # noqa: ARG002 - shares say it
+        """Return the remaining shares of a dense pass, by the rows of the last forward on the same batch."""
+        if self.last is None:
+            return PassEstimate()
+        layout = self.last.layout
+        size = layout.shape[0] * layout.shape[1]
+        shares = self.pair.shares(self.last) if self.pair is not None and isinstance(self.last, PairBatch) else {}
+        spread = self._find_spread()
+        for name, module in self.model.named_modules():
+            if name in shares or module in spread:
+                continue
+            if module is self.head:
+                shares[name] = count_rows(self.last) / size
+            elif hasattr(module, "is_causal"):
+                shares[name] = layout.num_pairs / (size * layout.shape[1])
+            else:
+                shares[name] = layout.num_rows / size
+        if self.shortens and layout.read is not None and self.last_layer is not None:
+            # All of attention counts as for all rows, though its queries and output have those that are read alone.
+            inside = {m for a in self.last_layer.modules() if hasattr(a, "is_causal") for m in a.modules()}
+            above = {m for m in self.last_layer.modules() if m not in inside}
+            shares |= {n: len(layout.read.row_M) / size for n, m in self.model.named_modules() if m in above}
+        named = {f"{self._prefix}{name}": share for name, share in shares.items()}
+        return PassEstimate(backward=named, forward=named, recomputed=named)
+
+    def _find_spread(self) -> set[nn.Module]:
+        """Return the modules that see (B, T, D) or one row an example: the pooler, and what lies above an encoder."""
+        pooler = getattr(self.stack, "pooler", None)
+        spread = set(pooler.modules()) if isinstance(pooler, nn.Module) else set()
+        return spread if self.head is not None else spread | set(self.model.modules()) - set(self.stack.modules())
+
+
+class PackedForward(ForwardOverride):
+    """The ``forward`` of a model whose batches are packed."""
+
+    def __init__(self, extension: PackingExtension) -> None:
+        self.extension = extension
+        self._model = extension.model
+        self._names = argument_names(self._model)
+        # Not compiled, since the number of rows differs from step to step. Compiled layers stay compiled.
+        self._run = uncompiled(self._pack)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model."""
+        if args and args[0] is self._model:  # accelerate's wrapper calls a forward it has wrapped as a method
+            args = args[1:]
+        arguments = dict(zip(self._names, args, strict=False)) | kwargs
+        extension = self.extension
+        active = extension.engine.enabled and self._model.training and torch.is_grad_enabled()
+        if self.is_removed or not active or extension.failure or extension.engine.reference:
+            return self.run_covered(self._model, **arguments)
+        return self._run(arguments)
+
+    def _pack(self, arguments: dict[str, Any]) -> Any:
+        extension, counts = self.extension, self.extension.counts
+        extension.places.check()
+        given = {name: value for name, value in arguments.items() if value is not None}
+        fused = {ARGUMENT} if self.covered is not None else set[str]()
+        refuse_arguments(given, known=fused if extension.pair is None else ARGUMENTS)
+        plain = partial(self.run_covered, self._model, **arguments)
+        hook = find_hook(self._model, inside=True)
+        if hook:
+            extension.failure = f"{hook}: the plain step is used from here on"
+            extension.note()
+            return plain()
+        pair = extension.pair
+        batch = extension.plan(given, self._read(given)) if pair is None else pair.plan(given)
+        extension.last = batch
+        if batch is None:
+            counts.add_plain(next(given[name] for name in BATCH if name in given).shape[:2].numel())
+            extension.note()
+            return plain()
+        try:
+            if extension.must_verify(batch) and not self._verify(batch, given):
+                return plain()
+            output = self._compute(batch, given)
+        except LooksAheadError:
+            if extension.is_causal is False:
+                raise
+            extension.is_causal = False  # found out by its first mask
+            return self._pack(arguments)
+        extension.is_causal = batch.layout.is_causal
+        read = batch.layout.read if extension.shortens else None
+        head_rows = 0 if extension.head is None else count_rows(batch)
+        counts.add(batch, head_rows, None if read is None else len(read.row_M))
+        extension.note()
+        return output.to_tuple() if given.get("return_dict") is False else output
+
+    def _read(self, given: Mapping[str, Any]) -> Bools | None:
+        """Return the positions of a causal language model whose logits are read; None: all that are not padding."""
+        if self.extension.head is None:
+            return None
+        labels = given.get("labels", self.extension.given_labels)
+        if labels is not None:
+            read = np.zeros(labels.shape, bool)
+            read[:, :-1] = (labels[:, 1:] != IGNORED).cpu().numpy()
+            return read
+        kept = given.get("logits_to_keep", 0)
+        if isinstance(kept, int) and kept == 0:
+            return None
+        first = next(given[name] for name in BATCH if name in given)
+        mask = given.get("attention_mask")
+        real: Bools = np.ones(first.shape[:2], bool) if mask is None else mask.cpu().numpy().astype(bool)
+        columns = np.zeros(first.shape[1], bool)
+        columns[slice(-kept, None) if isinstance(kept, int) else kept.cpu().numpy()] = True
+        return real & columns
+
+    def _verify(self, batch: PackedBatch, given: dict[str, Any]) -> bool:
+        """Return whether the packed step of this batch can be used, after a comparison with the plain one."""
+        extension = self.extension
+        inputs = _copy_computed(given)
+        given = given | inputs
+        leaves = [*(p for p in self._model.parameters() if p.requires_grad), *inputs.values()]
+        if not leaves:
+            return True  # there is no gradient that could differ
+        enabled = extension.engine.enabled
+        extension.engine.enabled = False
+        try:
+            check = self._compare(batch, given, leaves)
+            if not check.passed and extension.pair is None:
+                check = self._decide(check, given)
+        except ReadsUncomputedError:
+            extension.failure = "the model's own loss reads positions of padding: the plain step is used from here on"
+            extension.note()
+            return False
+        finally:
+            extension.engine.enabled = enabled
+        extension.note(check)
+        return check.passed
+
+    def _compare(self, batch: PackedBatch, given: dict[str, Any], leaves: list[Tensor]) -> Check:
+        rows = batch.layout.computed_BT
+        if self.extension.head is not None:
+            rows = batch.read_BT[:, kept_columns(given.get("logits_to_keep"))]
+        device = batch.layout.source_N.device
+        again = partial(generators_at, capture_generators(device), device)  # with the same masks of dropout
+
+        def run(forward: Callable[[], Any]) -> Any:
+            with again():
+                return forward()
+
+        return compare_passes(
+            self._model,
+            leaves,
+            rows,
+            lambda: run(partial(self.run_covered, self._model, **given)),
+            lambda: run(partial(self._compute, batch, given)),
+        )
+
+    def _decide(self, check: Check, given: dict[str, Any]) -> Check:
+        """Ask which of two passes that differ computes each example as if it were alone, as both claim."""
+        extension = self.extension
+        inputs = {n: v for n, v in given.items() if n not in {"labels", "num_items_in_batch", "return_dict", ARGUMENT}}
+        batch = extension.plan(inputs, None, whole=True)
+        if batch is None:
+            return check
+        passes = (partial(self.run_covered, self._model, **inputs), partial(self._compute, batch, inputs))
+        try:
+            plain, packed = compare_with_alone(self._model, extension.find_examples(inputs), passes)
+        except Exception:  # whatever a model raises for an example alone
+            return check
+        return check.decide(plain, packed)
+
+    def _compute(self, batch: PackedBatch, given: dict[str, Any]) -> Any:
+        extension = self.extension
+        options = {name: value for name, value in given.items() if name not in KNOWN | ARGUMENTS} | {
+            "return_dict": True,
+            "use_cache": False,
+        }
+        with extension.engine.short_forward(num_rows=batch.layout.shape[0] * batch.layout.shape[1]):
+            if extension.pair is not None and isinstance(batch, PairBatch):
+                output, num_calls = extension.pair.compute(batch, given, options)
+                extension.check_calls(num_calls)
+                return output
+            if extension.head is None:
+                return self._compute_spread(batch, given, options)
+            return self._compute_causal(batch, given, options)
+
+    def _compute_spread(self, batch: PackedBatch, given: dict[str, Any], options: dict[str, Any]) -> Any:
+        """Pack the base model alone, and let what lies above it see (B, T, D)."""
+        extension, stack = self.extension, self.extension.stack
+
+        def run_stack(*args: Any, **kwargs: Any) -> Any:
+            kwargs = dict(zip(argument_names(stack), args, strict=False)) | kwargs
+            inside = {n: v for n, v in kwargs.items() if n not in {*BATCH, "attention_mask", "position_ids"}}
+            with replace_forwards(_spread_first(stack, batch)):
+                output = extension.run_stack(
+                    batch, kwargs, lambda taken: call_module(stack, **inside | taken | {"return_dict": True})
+                )
+            return replace(output, last_hidden_state=batch.layout.spread(output.last_hidden_state[0]))
+
+        if stack is self._model:
+            return run_stack(**given | options)
+        with replace_forwards([(stack, run_stack)]):
+            return call_module(self._model, **given | options)
+
+    def _compute_causal(self, batch: PackedBatch, given: dict[str, Any], options: dict[str, Any]) -> Any:
+        extension = self.extension
+        rows = read_rows(batch)
+        if extension.shortens is None and batch.layout.read is not None:
+            extension.shortens = self._try_last_layer(batch, given, options, rows)
+        if given.get(ARGUMENT):
+            return self._compute_fused(batch, given, options, rows)
+        index, inverse = rows, torch.arange(len(rows), device=rows.device)
+        if batch.layout.num_shared:
+            index, inverse = torch.unique(rows, return_inverse=True)
+        if not len(rows):  # the head needs one row
+            index = rows.new_zeros(1)
+        head = extension.head
+        assert head is not None
+        cut = partial(run_head, head, head.__dict__.get("forward"), partial(batch.layout.take, row_R=index))
+        with replace_forwards([(head, cut)]):
+            output = extension.run_stack(batch, given, lambda taken: call_module(self._model, **options | taken))
+        logits = output.logits[0]
+        labels, kept = given.get("labels"), given.get("logits_to_keep")
+        if labels is None:
+            return _changed(output, logits=spread_logits(logits, inverse, batch, kept))
+        chosen = logits.index_select(0, inverse) if batch.layout.num_shared and len(rows) else logits
+        loss = self._loss(chosen, labels, batch.place_R, given)
+        output = _changed(output, loss=loss, logits=None)
+        return defer_logits(output, partial(spread_logits, logits.detach(), inverse, batch, kept))
+
+    def _loss(self, logits_RV: Tensor, labels_BT: Tensor, place_R: Tensor, given: Mapping[str, Any]) -> Tensor:
+        """Return the model's loss of the rows that have a label."""
+        target_R = labels_BT.flatten()[1:].index_select(0, place_R)
+        if not len(place_R):  # the plain loss of a batch without a label: no number for a mean, 0 for a share of others
+            place_R, target_R = place_R.new_zeros(1), labels_BT.new_full((1,), IGNORED)
+        loss: Tensor = self._model.loss_function(
+            logits_RV[None],
+            target_R[None],
+            logits_RV.shape[-1],
+            num_items_in_batch=given.get("num_items_in_batch"),
+            shift_labels=target_R[None],
+            **({} if (weight_R := weights_at(self._model, place_R)) is None else {"shift_weights": weight_R}),
+        )
+        return loss
+
+    def _try_last_layer(
+        self, batch: PackedBatch, given: dict[str, Any], options: dict[str, Any], row_R: Tensor
+    ) -> bool:
+        """Return whether the head gets the same if the last layer runs the rows alone that are read.
+
+        It does not in a model that runs its layers in turns, calls attention twice in one, or shapes their output.
+        """
+        extension, head = self.extension, self.extension.head
+        options = {name: value for name, value in options.items() if name != ARGUMENT}
+        assert head is not None
+        if find_reentrant(self._model) is not None:  # see LastLayer
+            return False
+
+        def run(*, shortens: bool) -> Tensor:
+            found: list[Tensor] = []
+
+            def keep(hidden: Tensor) -> Tensor:
+                found.append(batch.layout.take(hidden, row_R))
+                return hidden
+
+            with torch.no_grad(), replace_forwards([(head, keep)]):
+                extension.run_stack(
+                    batch, given, lambda taken: call_module(self._model, **options | taken), shortens=shortens
+                )
+            return found[0]
+
+        whole = run(shortens=False)
+        try:
+            short = run(shortens=True)
+        except Exception:  # whatever a layer raises that cannot do it
+            return False
+        return bool((short - whole).norm() <= limit_of(self._model) * whole.norm())
+
+    def _compute_fused(self, batch: PackedBatch, given: dict[str, Any], options: dict[str, Any], row_R: Tensor) -> Any:
+        extension = self.extension
+        options = options | {"num_items_in_batch": given.get("num_items_in_batch")}
+
+        def run(shift_labels: Tensor) -> Any:
+            run_model = partial(self.run_covered, self._model, **options, shift_labels=shift_labels)
+            return extension.run_stack(batch, given, lambda taken: run_model(**taken))
+
+        return run_fused(extension.stack, batch, row_R, given["labels"], run)
+
+
+def _copy_computed(given: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return copies of the inputs that have a gradient: the graph behind them belongs to the script."""
+    found = {name: value for name, value in given.items() if isinstance(value, Tensor) and value.requires_grad}
+    return {name: value.detach().clone().requires_grad_() for name, value in found.items()}
+
+
+def _spread_first(stack: nn.Module, batch: PackedBatch) -> list[tuple[nn.Module, Callable[..., Any]]]:
+    """Return a replacement of the pooler of an encoder, which reads the first position of each example."""
+    pooler = getattr(stack, "pooler", None)
+    if not isinstance(pooler, nn.Module):
+        return []
+    covered = pooler.__dict__.get("forward") or partial(call_module, pooler)
+
+    def run(hidden: Tensor) -> Any:
+        if hidden.shape[:2] != (1, batch.layout.num_rows):
+            raise UnsupportedError(
+                f"{type(stack).__name__} chooses what its pooler reads itself: rows cannot be packed"
+            )
+        return covered(batch.layout.spread(hidden[0]))
+
+    return [(pooler, run)]
+
+
+def _changed(output: Any, **changes: Tensor | None) -> Any:
+    """Return a copy of a transformers output with other values, without what has the shape of the packed rows."""
+    return replace(output, **changes, **{name: None for name in CACHE_NAMES if name in vars(output)})

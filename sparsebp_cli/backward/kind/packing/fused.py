@@ -1,0 +1,59 @@
+"""Packed rows under trl's fused head.
+
+Trainers of trl replace the forward of the model that they train (``add_fused_lm_head``, trl 1.16). Called with
+``fused_lm_head=True`` it runs the base model and returns log-probabilities of the labels, (B, T - 1), not logits. It
+also takes labels that are shifted already, as under sequence parallelism. The packed rows are given to it so: one
+sequence of the rows that have a label.
+
+Shape letters: B examples, T positions, R rows with a label, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsebp_cli.backward.kind.packing.batch import PackedBatch
+from sparsebp_cli.backward.patch.forward import call_module, replace_forwards
+
+ARGUMENT = "fused_lm_head"
+IGNORED = -100  # the label of no target
+
+
+def has_fused_head(model: nn.Module) -> bool:
+    """Return whether the forward of a model is trl's."""
+    return ARGUMENT in (getattr(model.__dict__.get("forward"), "__kwdefaults__", None) or {})
+
+
+def run_fused(
+    stack: nn.Module, batch: PackedBatch, row_R: Tensor, labels_BT: Tensor, run: Callable[[Tensor], Any]
+) -> Any:
+    """Run trl's forward on packed rows, and return what it returns of the whole batch.
+
+    ``row_R`` are the rows of the positions that have a label. ``run`` calls the forward with shifted labels (1, R).
+    """
+    size, place_R = batch.read_BT.shape, batch.place_R
+    target_R = labels_BT.flatten()[1:].index_select(0, place_R)
+    if not len(place_R):  # one row without a label: the loss is zero and still has a gradient
+        place_R = row_R = place_R.new_zeros(1)
+        target_R = labels_BT.new_full((1,), IGNORED)
+
+    def cut(*args: object, **kwargs: object) -> Any:
+        output = call_module(stack, *args, **kwargs)
+        output.last_hidden_state = batch.layout.take(output.last_hidden_state, row_R)
+        return output
+
+    with replace_forwards([(stack, cut)]):
+        output = run(target_R[None])
+
+    def spread(value: Tensor | None) -> Tensor | None:
+        if value is None or value.shape != (1, len(place_R)):
+            return value
+        whole = torch.zeros(batch.read_BT.numel(), dtype=value.dtype, device=value.device)
+        return whole.scatter(0, place_R, value[0]).view(size)[:, :-1]
+
+    return type(output)(**{field.name: spread(getattr(output, field.name)) for field in fields(output)})

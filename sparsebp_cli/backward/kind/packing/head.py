@@ -1,0 +1,50 @@
+"""The head of a causal language model on the rows that are read, and its logits in the shape that the caller expects.
+
+Shape letters: B examples, T positions, N computed rows, R rows that are read, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsebp_cli.backward.kind.packing.batch import PackedBatch
+from sparsebp_cli.backward.kind.packing.boundary import fill
+from sparsebp_cli.backward.patch.forward import call_module
+
+
+def run_head(
+    head: nn.Module, covered: Callable[..., Any] | None, take: Callable[[Tensor], Tensor], hidden: Tensor
+) -> Tensor:
+    """Run the head on the rows that ``take`` returns; ``covered`` is its forward where another library replaced it."""
+    rows_1RD = take(hidden)
+    logits: Tensor = call_module(head, rows_1RD) if covered is None else covered(rows_1RD)
+    return logits
+
+
+def read_rows(batch: PackedBatch) -> Tensor:
+    """Return the row of each position that is read, position by position."""
+    return batch.layout.row_BT.flatten().index_select(0, batch.place_R)
+
+
+def count_rows(batch: PackedBatch) -> int:
+    """Return how many rows the head runs: those of a shared position once."""
+    return len(torch.unique(read_rows(batch))) if batch.layout.num_shared else len(batch.place_R)
+
+
+def spread_logits(logits_RV: Tensor, inverse: Tensor, batch: PackedBatch, kept: int | Tensor | None) -> Tensor:
+    """Return logits (B, T or as many as are kept, V) for a loss of the caller's own, zeros where none are read."""
+    number_BT = torch.zeros(batch.read_BT.numel(), dtype=torch.long, device=logits_RV.device)
+    number_BT = number_BT.index_copy_(0, batch.place_R, inverse).view(batch.read_BT.shape)
+    columns = kept_columns(kept)
+    number_BT, read_BT = number_BT[:, columns], batch.read_BT[:, columns]
+    logits = logits_RV.index_select(0, number_BT.flatten()).view(*number_BT.shape, -1)
+    return fill(logits, read_BT, "logits")
+
+
+def kept_columns(kept: int | Tensor | None) -> Any:
+    """Return the index of the positions whose logits are computed, by transformers' ``logits_to_keep``."""
+    return kept if isinstance(kept, Tensor) else slice(-kept if kept else None, None)

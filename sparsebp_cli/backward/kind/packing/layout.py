@@ -1,0 +1,269 @@
+"""Which positions of a batch are computed, once each, and which of them every one attends to.
+
+Two positions of a causal model have the same hidden states if they have the same tokens, position numbers and places
+up to and including themselves. The positions of a batch therefore form a tree, and each node is computed once. A
+*segment* is a run of positions between two branches of that tree; without shared prefixes it is an example. The
+attention of a *group* of segments is one call.
+
+Shape letters: B examples, T positions, N computed rows, G segments of a group, L rows of a segment, A rows before it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparsebp_cli.backward.kind.packing.boundary import fill
+from sparsebp_cli.backward.kind.packing.groups import Bools, Ints, SegmentGroup, arrange, make_group, to_tensor
+
+# A branch costs one more attention call per layer; below this many shared positions it costs more than it saves.
+MIN_SHARED = 16
+
+# Largest share of rows for which the last layer runs twice, which computes queries, keys and values once more, forward;
+# by the products of a llama's layer, 0.9 would break even.
+MAX_READ = 0.8
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A run of positions of one example that stand for those of all examples which share them."""
+
+    example: int
+    start: int  # index among the example's computed positions
+    end: int
+    parent: int | None = None  # number of the segment before it
+    attends: bool = True
+
+
+@dataclass(frozen=True)
+class ReadRows:
+    """The rows of the last layer: of each segment those from the first one that is read on.
+
+    The groups count these rows; ``ancestor_GA`` has all rows that a segment attends to, its own among them, as numbers
+    of computed rows.
+    """
+
+    row_M: Tensor  # number among the computed rows
+    number_N: Tensor  # the reverse; 0 for the others
+    groups: tuple[SegmentGroup, ...]
+
+
+@dataclass(frozen=True)
+class PackedLayout:
+    """The rows of one packed forward, and where they come from; tensors of indices are on the model's device."""
+
+    shape: tuple[int, int]  # (B, T) of the caller's batch
+    source_N: Tensor  # index of each row among the B * T positions
+    position_N: Tensor  # position number of each row
+    row_BT: Tensor  # row of each position; 0 where it is not computed
+    computed_BT: Tensor  # whether a position has a row
+    groups: tuple[SegmentGroup, ...]
+    is_causal: bool  # whether rows were left out because only later positions attend to them, or were shared
+    num_shared: int = 0  # positions that have the row of another example
+    read: ReadRows | None = None  # None: the last layer runs all rows
+
+    @property
+    def num_rows(self) -> int:
+        """N."""
+        return len(self.source_N)
+
+    @property
+    def num_pairs(self) -> int:
+        """Pairs of a query and a key that attention multiplies."""
+        return sum(group.query_GL.shape[1] * group.key_GK.numel() for group in self.groups)
+
+    def take(self, hidden_1ND: Tensor, row_R: Tensor) -> Tensor:
+        """Return rows (1, R, D) of what the last layer returned, by their numbers among the computed rows."""
+        if self.read is not None and hidden_1ND.shape[1] != self.num_rows:
+            row_R = self.read.number_N.index_select(0, row_R)
+        return hidden_1ND[:, row_R]
+
+    def spread(self, hidden_N: Tensor) -> Tensor:
+        """Return rows (N, ...) as (B, T, ...), zeros where a position was not computed."""
+        spread_BT = hidden_N.index_select(0, self.row_BT.flatten()).view(*self.shape, *hidden_N.shape[1:])
+        return fill(spread_BT, self.computed_BT, "hidden states")
+
+
+def make_layout(  # noqa: PLR0913 - the facts of a batch
+    needed_BT: Bools,
+    token_BT: Ints | None,
+    position_BT: Ints,
+    device: torch.device,
+    *,
+    is_causal: bool,
+    place_BT: Ints | None = None,
+    alone_BT: Bools | None = None,
+    begins_BT: Bools | None = None,
+    read_BT: Bools | None = None,
+) -> PackedLayout:
+    """Arrange the needed positions of a batch.
+
+    ``place_BT`` are the numbers by which windows and chunks of attention count, as the plain step counts columns; None:
+    the position numbers. ``token_BT`` are the token ids if prefixes are shared, None if every example has rows of its
+    own. ``alone_BT`` marks positions that attend to nothing and are attended to by none, ``begins_BT`` those at which
+    another sequence begins in an example that holds several, ``read_BT`` those whose output is read; None: all.
+    """
+    flat_BT = np.arange(needed_BT.size).reshape(needed_BT.shape)
+    sources = [flat[row] for flat, row in zip(flat_BT, needed_BT, strict=True)]
+    place_BT = position_BT if place_BT is None else place_BT
+    if begins_BT is not None:
+        number = begins_BT.reshape(-1).cumsum()
+        sources = [part for s in sources for part in np.split(s, np.flatnonzero(np.diff(number[s])) + 1)]
+    if token_BT is None:
+        segments = [Segment(example, 0, len(source)) for example, source in enumerate(sources) if len(source)]
+        shared = [(0, -1)] * len(sources)
+    else:
+        numbers = [values.reshape(-1) for values in (token_BT, position_BT, place_BT)]
+        keys = [np.stack([values[s] for values in numbers], 1) for s in sources]
+        segments, shared = _branch(keys)
+    for index in () if alone_BT is None else flat_BT[alone_BT]:
+        segments.append(Segment(len(sources), 0, 1, attends=False))
+        sources.append(np.array([index]))
+        shared.append((0, -1))
+    return _arrange(segments, shared, sources, position_BT, place_BT, read_BT, device, is_causal=is_causal)
+
+
+def _branch(keys: list[Ints]) -> tuple[list[Segment], list[tuple[int, int]]]:
+    """Return the segments of the tree of sequences, and for each example its number of shared positions and the last of
+    their segments.
+
+    Sequences in the order of their bytes have their longest common prefixes with a neighbour.
+    """
+    order = sorted(range(len(keys)), key=lambda example: keys[example].tobytes())
+    cuts: dict[int, set[int]] = {example: {0, len(keys[example])} for example in order}
+    prefix = [0]
+    for before, example in pairwise(order):
+        size = min(len(keys[before]), len(keys[example]))
+        same = (keys[before][:size] == keys[example][:size]).all(1)
+        length = size if same.all() else int(same.argmin())
+        prefix.append(length if length >= MIN_SHARED else 0)
+    # A sequence is cut where a later one leaves it, in the sequence that holds those rows.
+    path: list[tuple[int, int, int]] = []  # (example, begin, end) of the rows on the way to the current sequence
+    holders = []
+    for number, example in enumerate(order):
+        path = [(holder, begin, min(end, prefix[number])) for holder, begin, end in path if begin < prefix[number]]
+        if path:
+            cuts[path[-1][0]].add(path[-1][2])
+        holders.append((path[-1][0], path[-1][2]) if path else None)
+        path.append((example, prefix[number], len(keys[example])))
+    return _make_segments(order, holders, cuts)
+
+
+def _make_segments(
+    order: list[int], holders: list[tuple[int, int] | None], cuts: dict[int, set[int]]
+) -> tuple[list[Segment], list[tuple[int, int]]]:
+    segments: list[Segment] = []
+    ending: dict[tuple[int, int], int] = {}  # the segment of an example that ends at a position
+    shared = [(0, -1)] * len(order)
+    for example, holder in zip(order, holders, strict=True):
+        parent, start = None, 0
+        if holder is not None:
+            parent, start = ending[holder], holder[1]
+            shared[example] = (start, parent)
+        bounds = sorted(cut for cut in cuts[example] | {start} if cut >= start)
+        for begin, end in pairwise(bounds):
+            segments.append(Segment(example, begin, end, parent))
+            parent = ending[example, end] = len(segments) - 1
+    return segments, shared
+
+
+def _arrange(
+    segments: list[Segment],
+    shared: list[tuple[int, int]],
+    sources: list[Ints],
+    position_BT: Ints,
+    place_BT: Ints,
+    read_BT: Bools | None,
+    device: torch.device,
+    *,
+    is_causal: bool,
+) -> PackedLayout:
+    size = position_BT.shape
+    before = [_chain(segments, number) for number in range(len(segments))]
+    own = [segment.end - segment.start for segment in segments]
+    sizes = {number: (own[number], own[number] + sum(own[n] for n in chain)) for number, chain in enumerate(before)}
+    attends = {number: segment.attends for number, segment in enumerate(segments)}
+    # Segments of other lengths join a group only if what they attend to before themselves is the same.
+    members = arrange(sizes, attends, {number: segment.parent for number, segment in enumerate(segments)})
+    rows: dict[int, Ints] = {}
+    source_parts, start = [], 0
+    for number in (number for numbers in members for number in numbers):
+        segment = segments[number]
+        rows[number] = np.arange(start, start + own[number])
+        source_parts.append(sources[segment.example][segment.start : segment.end])
+        start += own[number]
+    source_N = np.concatenate(source_parts)
+    position_N, place_N = position_BT.reshape(-1)[source_N], place_BT.reshape(-1)[source_N]
+    row, computed = np.zeros(size[0] * size[1], np.int64), np.zeros(size[0] * size[1], bool)
+    for number, segment in enumerate(segments):
+        row[sources[segment.example][segment.start : segment.end]] = rows[number]
+    num_shared = 0
+    for example, (length, last) in enumerate(shared):
+        computed[sources[example]] = True
+        if length:
+            chain = np.concatenate([rows[n] for n in (*_chain(segments, last), last)])
+            row[sources[example][:length]] = chain
+            num_shared += length
+    chains = {n: np.concatenate([rows[m] for m in (*before[n], n)]) for n in rows}
+    groups = []
+    for numbers in members:
+        own_rows, keys = [rows[n] for n in numbers], [chains[n] for n in numbers]
+        groups.append(make_group(int(own_rows[0][0]), own_rows, keys, place_N, device, attends=attends[numbers[0]]))
+    read = None
+    if read_BT is not None and is_causal:
+        is_read = np.zeros(len(source_N), bool)
+        is_read[row[read_BT.reshape(-1) & computed]] = True
+        read = _find_read(rows, chains, attends, is_read, place_N, device)
+    return PackedLayout(
+        (size[0], size[1]),
+        to_tensor(source_N, device),
+        to_tensor(position_N, device),
+        to_tensor(row.reshape(size), device),
+        to_tensor(computed.reshape(size), device),
+        tuple(groups),
+        is_causal,
+        num_shared,
+        read,
+    )
+
+
+def _find_read(
+    rows: dict[int, Ints],
+    chains: dict[int, Ints],
+    attends: dict[int, bool],
+    is_read: Bools,
+    place_N: Ints,
+    device: torch.device,
+) -> ReadRows | None:
+    """Return the rows of the last layer; None where leaving out the others would save little.
+
+    ``rows`` are those of each segment, ``chains`` the same after all rows before the segment.
+    """
+    queries = {n: own[is_read[own].argmax() :] for n, own in rows.items() if is_read[own].any()}
+    total = sum(map(len, queries.values()))
+    if not total or total > MAX_READ * len(is_read):
+        return None
+    members = arrange({n: (len(own), len(chains[n])) for n, own in queries.items()}, attends, attends)
+    groups, parts, start = [], [], 0
+    for numbers in members:
+        own, keys, does = [queries[n] for n in numbers], [chains[n] for n in numbers], attends[numbers[0]]
+        groups.append(make_group(start, own, keys, place_N, device, attends=does, keys_apart=True))
+        parts.extend(own)
+        start = groups[-1].end
+    row_M = np.concatenate(parts)
+    number_N = np.zeros(len(is_read), np.int64)
+    number_N[row_M] = np.arange(len(row_M))
+    return ReadRows(to_tensor(row_M, device), to_tensor(number_N, device), tuple(groups))
+
+
+def _chain(segments: list[Segment], number: int) -> tuple[int, ...]:
+    chain: list[int] = []
+    parent = segments[number].parent
+    while parent is not None:
+        chain.append(parent)
+        parent = segments[parent].parent
+    return tuple(reversed(chain))

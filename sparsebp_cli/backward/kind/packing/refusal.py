@@ -1,0 +1,145 @@
+"""What packing is not exact for, or does not know: refused by name."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+import textwrap
+from collections.abc import Collection, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from sparsebp_cli.backward.decoder.decoder import ROUTER_OPTIONS
+from sparsebp_cli.backward.kind.packing.batch import KNOWN, BatchFacts
+from sparsebp_cli.backward.kind.packing.dropout import find_adapter_dropout
+from sparsebp_cli.backward.observe.internals import is_batch_norm
+from sparsebp_cli.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# Other types, such as convolutions and recurrences, mix neighbouring rows.
+LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+
+
+def refuse_inexact(model: PreTrainedModel) -> None:
+    """Raise :class:`UnsupportedError`, by name, for a model whose rows depend on how the batch is arranged."""
+    name, config = type(model).__name__, model.config
+    is_pair = getattr(config, "is_encoder_decoder", False)  # its attention is seen at the first batch
+    if is_pair and (getattr(config, "num_experts", None) or getattr(config, "expert_capacity", None)):
+        raise UnsupportedError(f"{name} has experts with a capacity: its routers depend on the whole batch")
+    if not is_pair and not getattr(model, "_supports_attention_backend", False):
+        raise UnsupportedError(f"{name} does not compute attention through transformers' attention interface")
+    others = sorted(set(getattr(config.get_text_config(), "layer_types", None) or ()) - LAYERS)
+    if others:
+        raise UnsupportedError(f"{name} has layers of the type {others[0]}, which mix neighbouring rows")
+    for kind in {type(module) for module in model.modules() if is_attention(module)}:
+        if reads_mask(kind):
+            raise UnsupportedError(f"{kind.__name__} reads the attention mask itself: rows cannot be packed")
+    for option in ROUTER_OPTIONS:
+        if getattr(config, option, None):
+            raise UnsupportedError(f"{name} has {option}: its routers depend on the whole batch")
+    known = set() if is_pair else set(find_adapter_dropout(model.base_model))
+    for where, module in model.named_modules():
+        if is_batch_norm(module):
+            raise UnsupportedError(f"{where!r} computes statistics of the whole batch")
+        rates = {name: value for name, value in vars(module).items() if "drop" in name}
+        rates |= {"p": module.p} if isinstance(module, nn.Dropout) else {}
+        for rate in rates.values() if module not in known else ():
+            if isinstance(rate, float) and rate > 0.0:
+                raise UnsupportedError(
+                    f"{where!r} has dropout {rate:g}, whose masks depend on how the batch is arranged: set it to 0"
+                )
+
+
+def refuse_arguments(given: Mapping[str, Any], known: Collection[str] = ()) -> None:
+    """Raise :class:`UnsupportedError` for an argument of the forward that may say something about single positions."""
+    for name, value in given.items():
+        if name not in KNOWN and name not in known and (isinstance(value, Tensor) or value):
+            raise UnsupportedError(f"packing does not know what to do with {name} in training")
+
+
+def reads_mask(kind: type[nn.Module]) -> bool:
+    """Return whether the code of an attention reads more of its mask than whether there is one, as it does to make a
+    mask of its own; no, where there is no source.
+    """
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
+    except (OSError, TypeError, SyntaxError):
+        return False  # then it is found out at the first batch, by the mask
+    read = (node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute | ast.Subscript))
+    return any(isinstance(value, ast.Name) and value.id == "attention_mask" for value in read)
+
+
+def refuse_batch(model: PreTrainedModel, facts: BatchFacts, largest: int) -> str:
+    """Return why rows of a batch cannot be left out of a model exactly; empty if they can.
+
+    ``largest`` is the largest position number among the rows that would be computed.
+    """
+    if facts.trains_gaps:
+        return "an output is read at a masked position behind the first real one, which attends to those before it"
+    if facts.has_fractions:
+        return "position numbers are not whole"
+    config = model.config.get_text_config()
+    if largest != facts.largest and (limit := _find_rope_limit(config)) is not None and facts.largest >= limit:
+        return f"position numbers reach {facts.largest}, from which on rotary embeddings depend on the largest one"
+    return ""
+
+
+def _find_rope_limit(config: Any) -> int | None:
+    """Return the position number from which on the frequencies depend on the largest one; None: they never do."""
+
+    def find(value: object) -> Iterator[Mapping[str, Any]]:
+        if isinstance(value, Mapping):
+            if "rope_type" in value or "type" in value:
+                yield value
+            for inner in value.values():
+                yield from find(inner)
+
+    limits = []
+    for name in ("rope_parameters", "rope_scaling"):
+        for found in find(getattr(config, name, None)):
+            # Early configurations of Phi-3 call longrope su.
+            if found.get("rope_type", found.get("type")) in {"dynamic", "longrope", "su"}:
+                limit = found.get("original_max_position_embeddings")
+                limit = limit or getattr(config, "original_max_position_embeddings", None)
+                limits.append(int(limit or getattr(config, "max_position_embeddings", 0) or 0))
+    return min(limits, default=None)
+
+
+def calls_interface(module: nn.Module) -> bool:
+    """Return whether a module is attention that looks its function up by the name of an implementation."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return "get_interface" in getattr(code, "co_names", ())
+
+
+def is_attention(module: nn.Module) -> bool:
+    """Return whether a module is a layer's attention, as far as is known without a batch."""
+    return (hasattr(module, "layer_idx") and hasattr(module, "is_causal")) or calls_interface(module)
+
+
+def find_model(model: nn.Module) -> PreTrainedModel:
+    """Return the model of transformers in a model or wrapper, such as peft's."""
+    loaded = sys.modules.get("transformers.modeling_utils")
+    for module in model.modules():
+        if loaded is not None and isinstance(module, loaded.PreTrainedModel):
+            found: PreTrainedModel = module
+            return found
+    raise UnsupportedError(f"rows are packed in a model of transformers, got {type(model).__name__}")
+
+
+def reads_first(model: PreTrainedModel) -> bool:
+    """Return whether something above an encoder's layers reads its first position: a pooler, or the head of a
+    classifier of whole examples.
+    """
+    kinds = ("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction")
+    return isinstance(getattr(model.base_model, "pooler", None), nn.Module) or type(model).__name__.endswith(kinds)
+
+
+def find_head(model: PreTrainedModel) -> nn.Module | None:
+    """Return the head of a causal language model with transformers' loss; None for any other model."""
+    function = getattr(model, "loss_function", None)
+    causal = sys.modules["transformers.loss.loss_utils"].ForCausalLMLoss
+    return model.get_output_embeddings() if function is causal else None

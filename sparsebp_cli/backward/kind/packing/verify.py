@@ -1,0 +1,161 @@
+"""The comparison of a packed pass with the plain one, on one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import isnan
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+# Relative errors of the whole gradient that rounding explains, by the coarsest dtype in the computation. Wrong masks or
+# positions give errors above 1e-2 in every dtype.
+LIMITS = {torch.float64: 1e-8, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 2e-2}
+
+
+# What rounding explains in a single row beside the others, whatever the others have.
+ROW_LIMITS = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
+# How many times the median row's error a row may have: rounding is alike in all rows, and one row with a wrong mask is
+# lost in a norm over everything.
+MOST_TIMES = 10.0
+
+
+MUCH_FARTHER = 10.0  # from the examples alone: then one of two passes is wrong, and the other has rounding alone
+
+
+@dataclass(frozen=True)
+class Check:
+    """The result of one comparison."""
+
+    error: float  # 2-norm of the difference of the gradients over the 2-norm of the plain one
+    limit: float
+    row_error: float = 0.0  # the largest relative error of a row that is read
+    row_limit: float = 1.0  # by the median of the rows: what rounding did here
+
+    guilty: Literal["plain", "packed", ""] = ""  # which of the two is not as its examples alone; empty: not decided
+    from_alone: float = 0.0  # how far that one is, relative to an example's outputs
+
+    @property
+    def passed(self) -> bool:
+        """Whether rounding explains the difference, or the plain step is the one that is wrong."""
+        return self.guilty == "plain" or self.explained
+
+    def decide(self, plain: float, packed: float) -> Check:
+        """Return the check with the one of two passes that is wrong, by their distances from each example alone."""
+        if plain > MUCH_FARTHER * packed:
+            return replace(self, guilty="plain", from_alone=plain)
+        if packed > MUCH_FARTHER * plain:
+            return replace(self, guilty="packed", from_alone=packed)
+        return self
+
+    @property
+    def explained(self) -> bool:
+        """Whether rounding explains the difference."""
+        return self.error <= self.limit and self.row_error <= self.row_limit
+
+    def describe(self) -> str:
+        """Return what differs."""
+        if self.guilty == "plain":
+            return (
+                f"the plain step is wrong: outputs of examples in its batch differ by {self.from_alone:.1e} from those "
+                "of the examples alone, which the packed step gives and which is used (`sparsebp audit --examples` "
+                "says where they mix)"
+            )
+        if self.guilty == "packed":
+            return f"outputs of packed examples differ by {self.from_alone:.1e} from those of the examples alone"
+        if self.error > self.limit:
+            return f"the packed gradient differs from the plain one by {self.error:.1e} (limit {self.limit:.0e})"
+        return (
+            f"a row that is read differs from the plain one by {self.row_error:.1e}, where rounding explains "
+            f"{self.row_limit:.0e}"
+        )
+
+
+def compare_passes(
+    model: nn.Module, leaves: list[Tensor], rows: Tensor, plain: Callable[[], Any], packed: Callable[[], Any]
+) -> Check:
+    """Compare two ways to run a batch: outputs, row by row, and the gradients of one scalar.
+
+    The scalar is the loss, or a random sum of what is read.
+
+    A loss that reads other rows is refused in the backward
+    (:func:`~sparsebp_cli.backward.kind.packing.boundary.fill`), and what it does with these is linear in their
+    gradient, so this holds for any loss. ``rows`` (B, T) are those that are read, ``leaves`` what has a gradient.
+    """
+    generator = torch.Generator().manual_seed(0)
+    weight: Tensor | None = None
+    found: list[Tensor] = []
+
+    def scalar(output: Any) -> Tensor:
+        nonlocal weight
+        loss: Tensor | None = getattr(output, "loss", None)
+        tensor: Tensor | None = output[0] if loss is None else getattr(output, "logits", None)
+        # A fused head has no logits, and others have one output an example.
+        by_row = tensor is not None and tensor.shape[:2] == rows.shape
+        if tensor is not None:
+            found.append(tensor.detach()[rows] if by_row else tensor.detach())
+        if loss is not None:
+            return loss
+        assert tensor is not None
+        if weight is None:
+            weight = torch.randn(tensor.shape, generator=generator).to(tensor)
+        if by_row:
+            tensor = tensor.masked_fill(~rows.view(*rows.shape, *[1] * (tensor.dim() - 2)), 0)
+        return (tensor * weight).sum()
+
+    return _compare_gradients(model, leaves, lambda: scalar(plain()), lambda: scalar(packed()), found)
+
+
+def _compare_gradients(
+    model: nn.Module,
+    leaves: list[Tensor],
+    plain: Callable[[], Tensor],
+    packed: Callable[[], Tensor],
+    outputs: list[Tensor],
+) -> Check:
+    """Compare two computations of one loss: their gradients by ``leaves``, and the outputs that each has appended.
+
+    Neither ``.grad`` nor a hook on it is touched.
+    """
+    expected = torch.autograd.grad(plain(), leaves, allow_unused=True)
+    got = torch.autograd.grad(packed(), leaves, allow_unused=True)
+    squares, norm = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+    for one, other in zip(expected, got, strict=True):
+        if one is None and other is None:
+            continue
+        exact = torch.zeros_like(other) if one is None and other is not None else one
+        found = torch.zeros_like(one) if other is None and one is not None else other
+        assert exact is not None
+        assert found is not None
+        squares += (found.double() - exact.double()).square().sum().cpu()
+        norm += exact.double().square().sum().cpu()
+    error = float((squares / norm).sqrt()) if norm else float(squares.sqrt())
+    limit = limit_of(model)
+    worst, allowed = _compare_rows(*outputs, floor=ROW_LIMITS[_coarsest(model)]) if len(outputs) == 2 else (0.0, 1.0)
+    return Check(float("inf") if isnan(error) else error, limit, worst, allowed)
+
+
+def _compare_rows(plain: Tensor, packed: Tensor, *, floor: float) -> tuple[float, float]:
+    """Return the largest relative error of a row, and what the median row allows."""
+    plain_RX, packed_RX = (rows.flatten(0, max(0, rows.dim() - 2)).double() for rows in (plain, packed))
+    if plain_RX.shape != packed_RX.shape or not plain_RX.numel():
+        return 0.0, 1.0
+    size_R = plain_RX.norm(dim=-1)
+    # A row of nearly nothing has no relative error of its own.
+    error_R = (packed_RX - plain_RX).norm(dim=-1) / size_R.clamp_min(float(size_R.mean()) / 100)
+    return float(error_R.max()), max(floor, MOST_TIMES * float(error_R.median()))
+
+
+def limit_of(model: nn.Module) -> float:
+    """Return the relative error of a gradient that rounding explains in a model."""
+    return LIMITS[_coarsest(model)]
+
+
+def _coarsest(model: nn.Module) -> torch.dtype:
+    kinds = {parameter.dtype for parameter in model.parameters()}
+    device = next(model.parameters()).device.type
+    if torch.is_autocast_enabled(device):
+        kinds.add(torch.get_autocast_dtype(device))
+    return max((kind for kind in kinds if kind in LIMITS), key=lambda kind: LIMITS[kind], default=torch.float32)

@@ -1,0 +1,209 @@
+"""Scores of every target, by a forward without dropout and, but for ``last_gradient``, without gradients.
+
+The head runs for targets only, and for a limited number at a time, so that the logits stay small. The model's own
+forward runs it, whatever it does to the logits (soft capping, scaling): meanwhile, the layers below the head are
+replaced by a function that returns their earlier output.
+
+Shape letters: B examples, T positions, N rows (= B*T), D width, V vocabulary, K rows at a time.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import cache
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from sparsebp_cli.backward.decoder.decoder import Decoder
+from sparsebp_cli.backward.kind.score.layer_scores import INSIDE, LayerScores
+from sparsebp_cli.backward.patch.forward import replace_forwards
+from sparsebp_cli.errors import UnsupportedError
+from sparsebp_cli.policy import Score
+
+MOST_LOGITS = 1 << 24  # entries at a time: 64 MiB in float32
+IGNORED = -100
+_LABELS = ("labels", "num_items_in_batch", "shift_labels")
+
+
+class HasLogits(Protocol):
+    """What a model's forward returns, as far as scores go."""
+
+    logits: Tensor
+
+
+class Scorer:
+    """Scores the targets of batches with one model.
+
+    ``what`` names the policy that needs the scores and starts the text of errors. ``decoder`` is the same model, for
+    scores that are known inside of its layers. Raises :class:`UnsupportedError`
+    unless the model is a transformers model with a language-modelling head and ``logits_to_keep``.
+    """
+
+    model: nn.Module
+
+    def __init__(self, model: nn.Module, what: str, decoder: Decoder | None = None) -> None:
+        head = getattr(model, "get_output_embeddings", lambda: None)()
+        base = getattr(model, getattr(model, "base_model_prefix", "") or "-", None)
+        accepted = inspect.signature(type(model).forward).parameters
+        if head is None or not isinstance(base, nn.Module) or "logits_to_keep" not in accepted:
+            raise UnsupportedError(
+                f"{what} needs a transformers model with a language-modelling head and logits_to_keep, "
+                f"got {type(model).__name__}"
+            )
+        self.model, self._what, self._base, self._decoder = model, what, base, decoder
+        decoder = getattr(model, "get_decoder", lambda: None)()  # some forwards call the base's decoder directly
+        self._bases = [base, *(module for module in base.modules() if module is decoder and module is not base)]
+        self.num_tokens: int = head.weight.shape[0]
+        self._most_rows = max(1, MOST_LOGITS // self.num_tokens)
+
+    def score(
+        self,
+        arguments: Mapping[str, object],
+        next_BT: Tensor,
+        forward: Callable[..., HasLogits],
+        wanted: Collection[Score],
+    ) -> dict[Score, Tensor]:
+        """Run the model by ``forward`` and return each wanted score, (B, T), float32, 0 where there is no target.
+
+        ``next_BT`` is the token that each position predicts, -100 for none; labels among the arguments are ignored.
+        """
+        target_N = next_BT.flatten()
+        by_logits = [name for name in wanted if name in _SCORES]
+        found: dict[Score, Tensor] = {
+            name: torch.zeros(target_N.shape, dtype=torch.float32, device=target_N.device) for name in by_logits
+        }
+        layers = self._watch(arguments, next_BT, wanted)
+        with torch.no_grad(), evaluating(self.model):
+            rows = (target_N != IGNORED).nonzero()[:, 0]  # waits for a GPU, which has less to do before the forward
+            with nullcontext() if layers is None else layers.watching(arguments):
+                hidden_ND = self._hidden(arguments, forward)
+            differentiates = layers is not None and layers.differentiates
+            grad_ND = torch.zeros_like(hidden_ND) if differentiates else None
+            for row_K in torch.split(rows, self._most_rows) if by_logits or differentiates else ():
+                hidden_KD = hidden_ND[row_K].detach()
+                with torch.set_grad_enabled(differentiates):
+                    logits_KV = self._logits(hidden_KD.requires_grad_(differentiates), forward)
+                    if grad_ND is not None:
+                        loss = nn.functional.cross_entropy(logits_KV, target_N[row_K], reduction="sum")
+                        (grad_ND[row_K],) = torch.autograd.grad(loss, hidden_KD)
+                for name, score_N in found.items():
+                    score_N[row_K] = _SCORES[name](logits_KV.detach(), target_N[row_K])
+            if layers is not None:
+                if grad_ND is not None:
+                    layers.differentiate(hidden_ND, grad_ND)
+                found |= {
+                    name: score_BT.masked_fill(next_BT == IGNORED, 0.0) for name, score_BT in layers.found.items()
+                }
+        return {name: score_N.view(next_BT.shape) for name, score_N in found.items()}
+
+    def _watch(self, arguments: Mapping[str, object], next_BT: Tensor, wanted: Collection[Score]) -> LayerScores | None:
+        """Return what reads those scores that are known inside of the layers; None if none is wanted."""
+        if not INSIDE & set(wanted):
+            return None
+        assert self._decoder is not None
+        return LayerScores(self._decoder, wanted, real_positions(arguments, next_BT))
+
+    def _hidden(self, arguments: Mapping[str, object], forward: Callable[..., HasLogits]) -> Tensor:
+        """Return the input of the head, (N, D)."""
+        given = {name: value for name, value in arguments.items() if name not in _LABELS}
+        kept: list[tuple[nn.Module, Tensor]] = []
+        handles = [
+            base.register_forward_hook(lambda base, _, output: kept.append((base, output[0]))) for base in self._bases
+        ]
+        try:
+            # The head runs for one position, whose logits nobody reads: those of the targets follow in pieces.
+            forward(**(given | {"use_cache": False, "logits_to_keep": 1}))
+        finally:
+            for handle in handles:
+                handle.remove()
+        if not kept:
+            raise UnsupportedError(
+                f"{self._what} needs a model whose forward calls its base, {type(self.model).__name__} does not"
+            )
+        self._base, hidden = kept[-1]  # the outermost module ends last
+        with torch.set_grad_enabled(hidden.requires_grad):
+            return hidden.flatten(0, -2)
+
+    def _logits(self, hidden_KD: Tensor, forward: Callable[..., HasLogits]) -> Tensor:
+        """Return the logits of some rows, (K, V), float32."""
+        output = _hidden_class()(last_hidden_state=hidden_KD[None])
+        with replace_forwards([(self._base, lambda *_, **__: output)]):
+            logits: Tensor = forward(
+                input_ids=torch.zeros(1, len(hidden_KD), dtype=torch.int64, device=hidden_KD.device)
+            ).logits[0]
+        return logits.float()
+
+
+def real_positions(arguments: Mapping[str, object], like_BT: Tensor) -> Tensor:
+    """Return which positions are not padding, as a boolean (B, T); only a two-dimensional ``attention_mask`` tells."""
+    mask = arguments.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.ndim == 2:
+        return mask != 0
+    return torch.ones_like(like_BT, dtype=torch.bool)
+
+
+def next_tokens(labels_BT: Tensor) -> Tensor:
+    """Return the token that each position predicts, (B, T), -100 where there is none.
+
+    ``labels_BT`` is as transformers' models take it: the entry at t is the token at t.
+    """
+    return pad(labels_BT[:, 1:], (0, 1), value=IGNORED)
+
+
+@cache
+def _hidden_class() -> Callable[..., object]:
+    # transformers takes seconds to import, and only models that score need it.
+    from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
+
+    class Hidden(BaseModelOutputWithPastAndCrossAttentions):
+        """What the layers below the head return; whatever else some of them do, such as routers' logits, is None."""
+
+        def __getattr__(self, name: str) -> None:
+            if name.startswith("_"):
+                raise AttributeError(name)
+
+    return Hidden
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Switch dropout off inside of the block, and restore each module's mode afterwards."""
+    # Not eval() and train(): what the script has in evaluation stays there.
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _loss(logits_KV: Tensor, target_K: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits_KV, target_K, reduction="none")
+
+
+def _entropy(logits_KV: Tensor, _: Tensor) -> Tensor:
+    log_share_KV = logits_KV.log_softmax(-1)
+    return -(log_share_KV.exp() * log_share_KV).sum(-1)
+
+
+def gradient_norm(logits_KV: Tensor, target_K: Tensor) -> Tensor:
+    """Return the 2-norm of the gradient of each row's loss with respect to its logits, (K,): that of the probabilities,
+    less 1 at the target."""
+    share_KV = logits_KV.softmax(-1)
+    share_KV.scatter_add_(1, target_K[:, None], share_KV.new_full((len(target_K), 1), -1.0))
+    norm_K: Tensor = torch.linalg.vector_norm(share_KV, dim=-1)
+    return norm_K
+
+
+_SCORES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "loss": _loss,
+    "entropy": _entropy,
+    "gradient_norm": gradient_norm,
+}

@@ -1,0 +1,413 @@
+"""Token selection in one model: its forward lets the policy choose positions, and computes what they need.
+
+In training with gradients and labels, the model's forward returns the loss of the trained positions; its logits cannot
+be read. A script with its own loss calls the model without labels. :meth:`TokenExtension.set_columns` then supplies
+them, and the forward returns logits of all positions, with zeros where a position is not trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, NoReturn, Protocol, final
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from sparsebp_cli.backward.core.extension import EstimatesFlops, refuse_uncalled
+from sparsebp_cli.backward.core.loss_weight import calls_loss_function, has_weights
+from sparsebp_cli.backward.decoder.decoder import Decoder, argument_names, find_decoder, refuse_prompt
+from sparsebp_cli.backward.decoder.kv_cache import CACHE_NAMES
+from sparsebp_cli.backward.kind.model_output import with_changes
+from sparsebp_cli.backward.kind.score.scorer import next_tokens
+from sparsebp_cli.backward.kind.score.token_scores import TokenChooser
+from sparsebp_cli.backward.kind.token.classifier import check_choice, check_selector, read_positions, run_head
+from sparsebp_cli.backward.kind.token.compiled import GraphTokens, list_rows
+from sparsebp_cli.backward.kind.token.flop_claim import Sizes, claim
+from sparsebp_cli.backward.kind.token.layers import LayerStack, has_dropout, narrows, no_graph
+from sparsebp_cli.backward.kind.token.loss import (
+    NumItems,
+    check_loss,
+    check_own_loss,
+    masked_labels,
+    row_loss,
+    scale,
+    spread_logits,
+    token_losses,
+    weigh,
+    weighted_loss,
+)
+from sparsebp_cli.backward.kind.token.reference import detached, stopped
+from sparsebp_cli.backward.kind.token.row_plan import PositionMask, RowPlan, make_plan, read_choice
+from sparsebp_cli.backward.observe.flops import DensePass, PassEstimate
+from sparsebp_cli.backward.observe.internals import find_hook
+from sparsebp_cli.backward.patch.deferred import defer_logits
+from sparsebp_cli.backward.patch.forward import (
+    ForwardOverride,
+    ForwardPatches,
+    call_module,
+    check_free,
+    uncompiled,
+)
+from sparsebp_cli.backward.patch.places import ModulePlaces
+from sparsebp_cli.errors import UnsupportedError, UsageError
+from sparsebp_cli.policy import ScoredTokenSelector, Step, TokenSelector
+from sparsebp_cli.policy.token import TokenChoice
+
+if TYPE_CHECKING:
+    from sparsebp_cli.backward.core.extension import EngineView
+    from sparsebp_cli.backward.core.given import Given
+    from sparsebp_cli.backward.kind.model_output import ModelOutput
+
+
+class TokenChoiceSource(Protocol):
+    """Chooses the positions of one batch."""
+
+    def choose(
+        self,
+        arguments: Mapping[str, object],
+        plain_forward: Callable[..., ModelOutput],
+        step: Step,
+        read_BT: Tensor | None = None,
+    ) -> TokenChoice:
+        """Choose positions, as two boolean tensors of the labels' shape; called in a training forward before any
+        computation.
+
+        ``arguments`` are the forward's by name, as the caller gave them, and must not be changed: ``labels``,
+        ``input_ids`` or ``inputs_embeds``, and ``columns`` that the model's own forward does not accept.
+        ``plain_forward`` is the model's forward without the policy, for scores; it follows the gradient and training
+        mode of its caller. ``read_BT``, (B, T), has the positions that a classifier reads; there are no labels then.
+        """
+
+    def install(self, engine: EngineView) -> None:
+        """Set the engine that counts choices, before the first one."""
+
+    @property
+    def columns(self) -> frozenset[str]:
+        """Names of arguments that only the policy reads."""
+
+
+_NO_LABELS = (
+    "{} chooses positions by the labels, and the model was called in training without any: pass labels, or give them "
+    "by engine.columns(labels=...) where your own loss takes them out of the batch, or use engine.disabled()"
+)
+_OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
+_UNKNOWN = (*CACHE_NAMES, *_OUTPUTS, "logits_to_keep", "shift_labels")
+
+
+@final
+class TokenExtension(EstimatesFlops):
+    """A token selector in one model; see :class:`~sparsebp_cli.backward.core.extension.EngineExtension`.
+
+    ``prefix`` precedes the decoder's module names in the attached model. Raises :class:`UnsupportedError` if a forward
+    is overridden already.
+    """
+
+    policy: TokenSelector
+    decoder: Decoder
+    chooser: TokenChoiceSource
+    was_called: bool
+    places: ModulePlaces
+
+    def __init__(self, policy: TokenSelector, decoder: Decoder, chooser: TokenChoiceSource, prefix: str = "") -> None:
+        self.policy, self.decoder, self.chooser = policy, decoder, chooser
+        self._prefix = prefix
+        self._last: RowPlan | None = None
+        self._engine: EngineView | None = None
+        self._patches = ForwardPatches()
+        self.given: dict[str, Tensor] = {}
+        self.was_called = False
+        check_free("the model", decoder.model)
+        for layer in decoder.layers:
+            check_free(layer.name, layer.module)
+        if not decoder.is_classifier:
+            check_loss(decoder.model)
+
+    def install(self, engine: EngineView) -> None:
+        self.chooser.install(engine)
+        self._engine, self.places = engine, ModulePlaces(self.decoder.model)
+        self.graph = GraphTokens(self.decoder, self, self._patches)
+        self._patches.install(self.decoder.model, DecoderOverride(self, engine))
+
+    def remove(self) -> None:
+        self._patches.remove()
+
+    def enable(self, enabled: bool) -> None:
+        """Do nothing: the forward reads the engine's state."""
+
+    def start_step(self, step: Step) -> None:
+        """Do nothing: positions are chosen in the forward."""
+
+    def set_columns(self, **columns: Tensor) -> None:
+        """Set columns of the next batch that the script does not pass to the model, until the next call."""
+        self.given = columns
+
+    def check_called(self) -> None:
+        if not self.was_called:
+            refuse_uncalled(self.policy, self.decoder.model)
+
+    def choose_rows(self, known: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        """Choose the positions of a batch while a compiled graph runs; see
+        :class:`~sparsebp_cli.backward.kind.token.compiled.ChoosesRows`.
+        """
+        self.was_called = True
+        labels, mask, decoder, engine = known["labels"], known.get("attention_mask"), self.decoder, self._engine
+        assert engine is not None
+        choice = self.chooser.choose(known, _no_forward, engine.now())
+        marks = read_choice(choice, labels, mask, spreads=decoder.spreads_masked)
+        self.remember(make_plan(marks, labels, self.policy.mode, decoder.pair_cost), labels.shape[1])
+        engine.dense_rows = labels.numel()
+        with engine.short_forward(num_rows=labels.numel()):  # notes that positions are left out
+            return list_rows(marks, labels)
+
+    def fits_graph(self, known: Mapping[str, object]) -> bool:
+        """Whether a forward with these arguments can be one graph."""
+        if self.policy.mode != "detach" or self.policy.needs or self.decoder.is_classifier or self.given:
+            return False
+        if not (self.graph.fits and calls_loss_function(self.decoder.model)) or has_weights(self.decoder.model):
+            return False
+        if self._engine is None or self._engine.batch_sizes is not None:  # gradients are selected at linears, too
+            return False
+        labels, mask = known.get("labels"), known.get("attention_mask")
+        is_plain = mask is None or (isinstance(mask, Tensor) and mask.dim() == 2)
+        return isinstance(labels, Tensor) and is_plain and known.get("return_dict") is not False
+
+    def remember(self, plan: RowPlan | None, length: int) -> None:
+        """Store the plan of the last forward for :meth:`claim`; None if it computed everything."""
+        self._last, self._length = plan, length
+
+    @override
+    def claim(self, dense: DensePass) -> PassEstimate:
+        """Return the remaining shares of a dense pass, by the choice of the last forward on the same batch."""
+        if self._last is None:
+            return PassEstimate()
+        return claim(
+            self.decoder,
+            self._prefix,
+            Sizes.chosen(self._last, self._length),
+            narrows=narrows(self.decoder, self._last),
+            remembers=not any(has_dropout(layer.module) for layer in self.decoder.layers),
+        )
+
+
+class DecoderOverride(ForwardOverride):
+    """The ``forward`` of a causal language model."""
+
+    extension: TokenExtension
+    engine: EngineView
+
+    def __init__(self, extension: TokenExtension, engine: EngineView) -> None:
+        self.extension, self.engine = extension, engine
+        self._model = extension.decoder.model
+        # Not compiled, since the number of rows differs from step to step. Compiled layers stay compiled.
+        self._run = uncompiled(self._select)
+        self._names = argument_names(self._model)
+        self._knows_loss = extension.decoder.is_classifier or calls_loss_function(self._model)
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        """Run the model."""
+        if args and args[0] is self._model:  # accelerate's wrapper calls a forward it has wrapped as a method
+            args = args[1:]
+        arguments = dict(zip(self._names, args, strict=False)) | kwargs
+        columns = self.extension.chooser.columns
+        own = {name: value for name, value in arguments.items() if name not in columns}
+        if self.is_removed or not (self.engine.enabled and self._model.training and torch.is_grad_enabled()):
+            return call_module(self._model, **own)
+        extension = self.extension
+        if torch.compiler.is_compiling() and not self.engine.reference and extension.fits_graph(arguments):
+            _refuse_unknown(own)
+            return extension.graph.run(arguments, own)
+        return self._run(arguments, own)
+
+    def _check_modules(self) -> None:
+        """Refuse a module that was replaced, and a hook of somebody else that would see the chosen positions alone."""
+        self.extension.places.check()
+        if hook := find_hook(self._model, inside=True):
+            raise UnsupportedError(f"{hook} of a part of the batch: remove it, or train without token selection")
+
+    def _select(self, arguments: dict[str, object], own: dict[str, object]) -> object:
+        self.extension.was_called = True
+        self._check_modules()
+        if self.extension.decoder.is_classifier:
+            return self._select_carried(arguments, own)
+        known = {**self.extension.given, **{name: value for name, value in arguments.items() if value is not None}}
+        labels, given = known.get("labels"), own.get("labels") is not None
+        if labels is None:
+            raise UsageError(_NO_LABELS.format(type(self.extension.policy).__name__))
+        assert isinstance(labels, Tensor)
+        self._check(own, labels)
+        policy, decoder, mask = self.extension.policy, self.extension.decoder, own.get("attention_mask")
+        choice = self.extension.chooser.choose(known, self._plain, self.engine.now())
+        implementation = decoder.implementation
+        marks = read_choice(choice, labels, mask if isinstance(mask, Tensor) else None, spreads=decoder.spreads_masked)
+        return_dict = own.pop("return_dict", None)
+        own |= {"labels": None, "return_dict": True}
+        num_items = own.pop("num_items_in_batch", None)
+        if num_items is not None:
+            num_items = self.extension.given.get("num_items_in_batch", num_items)
+        assert num_items is None or isinstance(num_items, Tensor | int | float)
+        plan = None if marks.is_whole else self._plan(marks, labels)
+        self.extension.remember(plan, labels.shape[1])
+        is_weighted = choice.weight_BT is not None
+        if is_weighted and not given:
+            raise UsageError(
+                f"{type(policy).__name__} weighs the losses of tokens, which are the model's own: pass it the labels"
+            )
+        changes: dict[str, Tensor | None] = {}
+        if plan is None or self.engine.reference:
+            all_labels = None if not given or is_weighted else labels if plan is None else masked_labels(labels, marks)
+            output = self._run_all(own, all_labels, num_items, marks, is_whole=plan is None)
+            if is_weighted:
+                loss_N = weigh(_losses_of_all(output.logits, labels, marks), self._model, marks)
+                changes = {"loss": weighted_loss(loss_N, choice, num_items, marks)}
+        else:
+            output = self._run_rows(own, plan, marks, implementation)
+            if is_weighted:
+                loss_N = weigh(token_losses(output.logits[0], plan.label_N), self._model, marks)
+                changes = {"loss": weighted_loss(loss_N, choice, num_items, marks), "logits": None}
+            else:
+                changes = self._finish(output.logits, plan, num_items, marks, with_loss=given)
+        # The cache may lack positions, so it must not be used after this forward.
+        output = with_changes(output, **dict.fromkeys(CACHE_NAMES), **changes)
+        if return_dict is False:
+            return output.to_tuple()
+        return defer_logits(output, _refuse_logits) if changes.get("logits", output) is None else output
+
+    def _select_carried(self, arguments: dict[str, object], own: dict[str, object]) -> object:
+        """Run a classifier, whose own forward computes the loss."""
+        _refuse_unknown(own)
+        policy, decoder, mask = self.extension.policy, self.extension.decoder, own.get("attention_mask")
+        implementation, read_BT = decoder.implementation, read_positions(self._model, own)
+        choice = self.extension.chooser.choose(
+            self.extension.given | arguments, self._plain, self.engine.now(), read_BT
+        )
+        mask, no_labels = mask if isinstance(mask, Tensor) else None, torch.zeros_like(read_BT, dtype=torch.long)
+        marks = read_choice(choice, no_labels, mask, read_BT, spreads=decoder.spreads_masked)
+        check_choice(policy, marks)
+        plan = self._plan(marks, no_labels)
+        self.extension.remember(plan, read_BT.shape[1])
+        return_dict = own.pop("return_dict", None)
+        own["return_dict"] = True
+        if self.engine.reference:
+            output = self._run_cut(own, marks)
+        else:
+            output = self._run_rows(own, plan, marks, implementation)
+        output = with_changes(output, **dict.fromkeys(CACHE_NAMES))
+        return output.to_tuple() if return_dict is False else output
+
+    def _check(self, own: Mapping[str, object], labels: Tensor) -> None:
+        _refuse_unknown(own)
+        given = (own.get(name) for name in ("input_ids", "inputs_embeds"))
+        first = next(value for value in given if isinstance(value, Tensor))
+        if labels.shape != first.shape[:2]:
+            shapes = f"{tuple(first.shape[:2])}, got {tuple(labels.shape)}"
+            raise UsageError(f"labels must have the inputs' examples and positions {shapes}")
+        if own.get("labels") is not None and not self._knows_loss:
+            check_own_loss(self._model, self.extension.decoder.head, own)
+            self._knows_loss = True
+
+    def _plan(self, marks: PositionMask, labels: Tensor) -> RowPlan:
+        decoder, mode = self.extension.decoder, self.extension.policy.mode
+        return make_plan(marks, labels, mode, decoder.pair_cost, joins_unequal=decoder.is_one_bias)
+
+    def _plain(self, *args: object, **kwargs: object) -> ModelOutput:
+        model = self._model
+        with nullcontext() if torch.is_grad_enabled() else no_graph(next(model.parameters()).device):
+            output: ModelOutput = type(model).forward(model, *args, **kwargs)
+        return output
+
+    def _run_all(
+        self, own: dict[str, object], labels: Tensor | None, num_items: NumItems, marks: PositionMask, *, is_whole: bool
+    ) -> ModelOutput:
+        """Compute all positions: the reference, and the fallback if nothing can be skipped."""
+        if labels is not None:
+            own["labels"] = labels
+            if num_items is not None:
+                own["num_items_in_batch"] = scale(num_items, marks)
+        return self._call(own) if is_whole else self._run_cut(own, marks)
+
+    def _run_cut(self, own: dict[str, object], marks: PositionMask) -> ModelOutput:
+        """Compute all positions, and detach what carries no gradient."""
+        mode = self.extension.policy.mode
+        if mode == "exact":
+            return self._call(own)
+        cut = detached if mode == "detach" else stopped
+        with cut(self.extension.decoder, marks.carries.to(next(self._model.parameters()).device)):
+            return self._call(own)
+
+    def _run_rows(self, own: dict[str, object], plan: RowPlan, marks: PositionMask, implementation: str) -> ModelOutput:
+        num_examples, length = marks.real.shape
+        decoder = self.extension.decoder
+        covered: Callable[[Tensor], Tensor] | None = decoder.head.__dict__.get("forward")
+        if decoder.is_classifier:
+            cut = partial(run_head, decoder.head, covered, marks)
+        else:
+            cut = partial(_run_head, decoder.head, covered, len(plan.label_N))
+        stack = LayerStack(decoder, implementation, plan, (num_examples, length))
+        with stack.installed((decoder.head, cut)), self.engine.short_forward(num_rows=num_examples * length):
+            return self._call(own)
+
+    def _call(self, arguments: dict[str, object]) -> ModelOutput:
+        output: ModelOutput = type(self._model).forward(self._model, **arguments)
+        return output
+
+    def _finish(
+        self, logits: Tensor, plan: RowPlan, num_items: NumItems, marks: PositionMask, *, with_loss: bool
+    ) -> dict[str, Tensor | None]:
+        """Return what changes in the output: a loss in place of the rows' logits, or logits of all positions."""
+        if with_loss:
+            return {"loss": row_loss(self._model, logits, plan, num_items, marks), "logits": None}
+        if plan.num_trained:
+            return {"logits": spread_logits(logits[0], marks)}
+        # Zeros that depend on the one row that was computed, so that the user's loss has a graph.
+        return {"logits": logits.new_zeros(*marks.trained.shape, logits.shape[-1]) + 0.0 * logits.sum()}
+
+
+def _refuse_logits() -> NoReturn:
+    raise UnsupportedError(
+        "token selection computes logits where a position is chosen, and keeps none of them beside a loss: read them "
+        "in evaluation, or leave the labels out of the forward and give them to engine.columns"
+    )
+
+
+def _no_forward(*_: object, **__: object) -> NoReturn:
+    raise AssertionError("policies that read scores are not in graphs")
+
+
+def _refuse_unknown(own: Mapping[str, object]) -> None:
+    for name in _UNKNOWN:
+        value = own.get(name)
+        if isinstance(value, Tensor) or value:
+            raise UnsupportedError(f"token selection does not know what to do with {name} in training")
+
+
+def _losses_of_all(logits: Tensor, labels_BT: Tensor, marks: PositionMask) -> Tensor:
+    """Return the losses of the trained positions, (N,), from the logits of all; without any, of one placeholder."""
+    trained_BT = marks.trained.to(logits.device)
+    if not bool(marks.trained.any()):
+        return logits[:1, :1].flatten().float()
+    return token_losses(logits[trained_BT], next_tokens(labels_BT)[trained_BT])
+
+
+def _run_head(head: nn.Module, covered: Callable[[Tensor], Tensor] | None, num_rows: int, hidden: Tensor) -> Tensor:
+    """Run the head for the trained rows; padding rows follow them."""
+    rows_1ND = hidden.flatten(0, -2)[None, :num_rows]
+    logits: Tensor = type(head).forward(head, rows_1ND) if covered is None else covered(rows_1ND)
+    return logits
+
+
+def make_extension(policy: TokenSelector, model: nn.Module, given: Given) -> TokenExtension:
+    """Return the extension for a token selector. Raise :class:`UnsupportedError` if the model's architecture is
+    unknown, or it is attached.
+    """
+    decoder = find_decoder(model, or_classifier=True)
+    if decoder.is_classifier:
+        check_selector(policy, decoder)
+    name = next(name for name, module in model.named_modules() if module is decoder.model)
+    if isinstance(policy, ScoredTokenSelector) and policy.mode != "exact" and policy.carry in ("trained", "random"):
+        refuse_prompt(model, type(policy).__name__, policy.mode)
+    scores = given.reference if isinstance(given.reference, nn.Module) else None
+    chooser = TokenChooser(policy, decoder, given.states, scores)
+    return TokenExtension(policy, decoder, chooser, f"{name}." if name else "")

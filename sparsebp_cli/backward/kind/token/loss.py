@@ -1,0 +1,148 @@
+"""The loss of trained positions alone, by the arithmetic of transformers.
+
+Shape letters: B examples, T positions, N trained positions of all examples, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsebp_cli.backward.core.loss_weight import weights_at
+from sparsebp_cli.backward.kind.token.layers import no_graph
+from sparsebp_cli.backward.kind.token.row_plan import IGNORED, PositionMask, RowPlan
+from sparsebp_cli.backward.kind.transfer import upload
+from sparsebp_cli.backward.patch.forward import call_module, replace_forwards
+from sparsebp_cli.backward.patch.rng import capture_generators, generators_at
+from sparsebp_cli.errors import UnsupportedError
+from sparsebp_cli.policy.token import TokenChoice
+
+_TRIED = 4  # positions that tell losses apart
+NumItems = Tensor | float | None  # targets in all micro-batches of a step; None: the mean of this batch
+
+
+def check_loss(model: nn.Module) -> None:
+    """Raise :class:`UnsupportedError` unless a model's loss is transformers' for causal language models."""
+    function = loss_function_of(model)
+    known = sys.modules["transformers.loss.loss_utils"].ForCausalLMLoss
+    if function is not known:
+        name = getattr(function, "__name__", repr(function))
+        raise UnsupportedError(f"token selection computes transformers' ForCausalLMLoss, the model has {name}")
+
+
+def check_own_loss(model: nn.Module, head: nn.Module, arguments: Mapping[str, object]) -> None:
+    """Raise :class:`UnsupportedError` if a model's own forward computes another loss than its ``loss_function`` does.
+
+    The forward runs once on a few positions of the first example, with logits that tell such losses apart.
+    """
+    first = next(x for x in map(arguments.get, ("input_ids", "inputs_embeds")) if isinstance(x, Tensor))
+    shape, length = first.shape[:2], min(first.shape[1], _TRIED)
+    cut = {name: x[:1, :length] for name, x in arguments.items() if isinstance(x, Tensor) and x.shape[:2] == shape}
+    labels = torch.arange(length, device=first.device)[None]
+
+    def waves(*args: Tensor, **kwargs: Tensor) -> Tensor:
+        logits: Tensor = call_module(head, *args, **kwargs)
+        count = torch.arange(logits.numel(), device=logits.device, dtype=torch.float32)
+        return (10.0 * count.sin()).view_as(logits).to(logits.dtype)
+
+    with no_graph(first.device), generators_at(capture_generators(first.device), first.device):
+        with replace_forwards([(head, waves)]):
+            output: Any = type(model).forward(model, **(cut | {"labels": labels, "return_dict": True}))
+        expected = loss_function_of(model)(output.logits, labels, output.logits.shape[-1])
+    if not torch.isclose(output.loss.float(), expected.float(), rtol=0.02):
+        raise UnsupportedError(
+            f"token selection computes ForCausalLMLoss, and the forward of {type(model).__name__} computes "
+            f"another loss ({float(output.loss):.4g} for logits of which ForCausalLMLoss is {float(expected):.4g})"
+        )
+
+
+def loss_function_of(model: nn.Module) -> Callable[..., Tensor]:
+    """Return the function that a model of transformers computes its loss with."""
+    function: object = model.loss_function
+    assert callable(function)
+    return function
+
+
+def scale(num_items: NumItems, marks: PositionMask) -> NumItems:
+    """Return the divisor of the summed trained losses, so that each trained token has the weight it has in a mean
+    over all.
+
+    ``num_items`` is the number of targets in all micro-batches of a step, None for the mean of this batch; it is
+    multiplied by the trained share of this batch's targets.
+    """
+    num_targets, num_trained = int(marks.target.sum()), int(marks.trained.sum())
+    if num_items is None or num_trained in (0, num_targets):
+        return num_items
+    return num_items * (num_trained / num_targets)
+
+
+def row_loss(model: nn.Module, logits: Tensor, plan: RowPlan, num_items: NumItems, marks: PositionMask) -> Tensor:
+    """Return the loss of a plan's trained rows, whose logits are (1, N, V); ``num_items`` as in :func:`scale`."""
+    function = loss_function_of(model)
+    labels = plan.label_N[None]
+    # Without trained positions in the whole step, num_items may be zero and the loss NaN.
+    items = scale(num_items, marks) if plan.num_trained else None
+    loss = function(
+        logits, labels, logits.shape[-1], num_items_in_batch=items, shift_labels=labels, **_shift_weights(model, marks)
+    )
+    return loss if plan.num_trained else loss * 0.0
+
+
+def _shift_weights(model: nn.Module, marks: PositionMask) -> dict[str, Tensor]:
+    """Return the user's own weights of the trained positions, as an argument of the loss; without any, 0."""
+    index_N = marks.trained.flatten().nonzero().flatten()
+    weight_N = weights_at(model, index_N)
+    if weight_N is None:
+        return {}
+    return {"shift_weights": weight_N if len(weight_N) else weight_N.new_zeros(1)}
+
+
+def weigh(loss_N: Tensor, model: nn.Module, marks: PositionMask) -> Tensor:
+    """Return the losses of the trained positions times the user's own weights, if the forward has any."""
+    if not bool(marks.trained.any()):
+        return loss_N
+    weight_N = weights_at(model, marks.trained.flatten().nonzero().flatten())
+    return loss_N if weight_N is None else loss_N * weight_N.to(loss_N)
+
+
+def weighted_loss(loss_N: Tensor, choice: TokenChoice, num_items: NumItems, marks: PositionMask) -> Tensor:
+    """Return the weighted sum of the trained positions' losses, in the order of the positions, over the number of
+    targets of the step, or over the share of it that the weights have.
+
+    ``num_items`` is the number of targets in all micro-batches of a step, None for those of this batch. Without trained
+    positions ``loss_N`` has one placeholder, which counts nothing.
+    """
+    num_targets = int(marks.target.sum())
+    if not bool(marks.trained.any()):
+        return loss_N.sum() * 0.0
+    assert choice.weight_BT is not None
+    index_N = upload(loss_N.device, marks.trained.flatten().nonzero().flatten())[0]
+    weight_N = choice.weight_BT.flatten().to(loss_N).index_select(0, index_N)
+    divisor = num_targets if num_items is None else num_items
+    if choice.denominator == "weights":
+        divisor = divisor * (weight_N.sum() / num_targets)
+    return (weight_N * loss_N).sum() / divisor
+
+
+def token_losses(logits_NV: Tensor, label_N: Tensor) -> Tensor:
+    """Return the loss of each position, (N,), in float32 at least, as transformers computes it."""
+    return nn.functional.cross_entropy(logits_NV.float(), label_N, ignore_index=IGNORED, reduction="none")
+
+
+def masked_labels(labels_BT: Tensor, marks: PositionMask) -> Tensor:
+    """Return labels (B, T) that train only the chosen positions: the reference of the loss."""
+    trains_BT = torch.zeros_like(marks.trained)
+    trains_BT[:, 1:] = marks.trained[:, :-1]
+    return labels_BT.masked_fill(~upload(labels_BT.device, trains_BT)[0], IGNORED)
+
+
+def spread_logits(logits_NV: Tensor, marks: PositionMask) -> Tensor:
+    """Return logits (B, T, V) for the user's own loss; rows that were not computed are 0 and have no gradient."""
+    size = logits_NV.shape[-1]
+    index = upload(logits_NV.device, marks.trained.flatten().nonzero().flatten())[0]
+    all_rows = logits_NV.new_zeros(marks.trained.numel(), size).index_copy(0, index, logits_NV)
+    return all_rows.view(*marks.trained.shape, size)

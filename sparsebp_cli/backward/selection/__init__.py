@@ -1,1 +1,0 @@
-"""Policies that select parameters, examples or tokens instead of gradients at sites."""

@@ -1,0 +1,39 @@
+"""Samples of the entries of gradients, to estimate distances between the gradients of several passes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from sparsebp_cli.policy.contract import Step
+
+SAMPLED = 100  # one in so many entries is taken
+
+
+def sample_gradient(gradient: Tensor, name: str, step: Step) -> Tensor:
+    """Return some entries of a gradient, the same in all trial passes before one step.
+
+    Args:
+        gradient: A gradient of any shape, with at least one entry.
+        name: Name of the parameter, or of its linear, on which the drawn entries depend.
+        step: The coming step.
+
+    Returns:
+        (K,), float32, scaled so that the sum of their squares estimates that of all entries.
+    """
+    import torch
+
+    number = gradient.numel()
+    num_drawn = -(-number // SAMPLED)
+    generator = step.generator(_Draw(f"sample of {name}"))
+    index_K = torch.randint(number, (num_drawn,), generator=generator).to(gradient.device)
+    # Scaled so that the squared distance of two samples is in the mean that of the gradients.
+    return gradient.reshape(-1)[index_K].float() * float((number / num_drawn) ** 0.5)
+
+
+@dataclass(frozen=True)
+class _Draw:
+    name: str
