@@ -15,15 +15,15 @@ PROMISES = {
         "the run resumes to the same weights, optimizer state, generators and metrics, bit for bit",
     ),
     "R2": (
-        "a file of the newest checkpoint is removed, emptied, cut or changed by one bit",
+        "a file of the newest checkpoint is removed, emptied, cut or changed by one bit, under each policy",
         "the run falls back to the checkpoint before, with one warning, and ends with the same result",
     ),
     "R3": (
-        "the disk is full, here or on the machine of a target",
+        "the disk is full, here (under each policy) or on the machine of a target",
         "earlier checkpoints stay intact, the run stops with one line, and resumes to the same result",
     ),
     "R4": (
-        "SIGTERM or SIGINT, as a scheduler sends them before it takes the machine away",
+        "SIGTERM or SIGINT, as a scheduler sends them before it takes the machine away, under each policy",
         "a checkpoint at the next step, exit code 143 or 130, and the same result after resuming",
     ),
     "R5": (
@@ -117,9 +117,9 @@ PROMISES = {
         "it is refused outside the recipe's folder or repository, and no error quotes what is no recipe",
     ),
     "R34": (
-        "a training takes 500 steps of changing shapes, with any policy and through any door (engine, `Trainer`, "
+        "a training takes 20 to 500 steps of changing shapes, with any policy and through any door (engine, `Trainer`, "
         "callback, accelerate, a script, the worker)",
-        "nothing is left behind: tensors, classes, functions and entries of registries are as many as after 40 steps",
+        "nothing is left behind: tensors, classes, functions and entries of registries are as many at the end as midway",
     ),
     "R35": (
         "PyTorch is the build for CUDA that pip gives, and there is no GPU",
@@ -147,7 +147,8 @@ PROMISES = {
 TEXT = """This page lists what SparseBP guarantees when something goes wrong, and how often tests tried it. A trial is
 one fault put into a real component: a worker process that is killed, a file that is damaged, a shell that runs a
 generated script. Each row is counted by the tests that it names, when `make chaos` runs them; `make test` runs a few
-trials of each. A failure is a trial that broke the promise. Counts are of the last run, on two CPU cores."""
+trials of each. A failure is a trial that broke the promise. Counts are of the last run, on two CPU cores. In R2 to R4
+the memory curve of a single step is no part of the result: the first step of a process allocates a little more."""
 
 
 def page(root: Path) -> str:

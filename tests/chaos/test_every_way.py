@@ -67,6 +67,13 @@ def num_steps(run: RunFolder) -> int:
     return journal.read_bytes().count(b'"train/loss"') if journal.exists() else 0
 
 
+def differing(expected: Outcome, found: Outcome) -> list[str]:
+    """Name the files and metrics in which two outcomes differ. The memory curve of a step is left out: in the first
+    step of a process a policy that scores allocates a kilobyte more, and the traced step may be that of a resumed one.
+    """
+    return [name for name in difference(expected, found) if "memory/step_peak_" not in name]
+
+
 def check_end(run: RunFolder, expected: Outcome, what: str) -> Iterator[str]:
     """Resume a run, and yield in what it differs from one that was left alone."""
     for checkpoint in (run.path / "checkpoints").glob("step-*"):
@@ -75,7 +82,7 @@ def check_end(run: RunFolder, expected: Outcome, what: str) -> Iterator[str]:
     if work(run) != 0 or run.state() is not State.FINISHED:
         yield f"{what}: {run.state()}"
     else:
-        yield from (f"{what}: {name}" for name in difference(expected, outcome(run)))
+        yield from (f"{what}: {name}" for name in differing(expected, outcome(run)))
 
 
 @pytest.mark.promise("R2")
@@ -90,7 +97,7 @@ def test_a_damaged_checkpoint_costs_no_policy_its_result(way, recipe, expected, 
         newest = max((run.path / "checkpoints").glob("step-*"))
         file = chance.choice([path for path in sorted(newest.iterdir()) if path.stat().st_size])
         what = f"{file.name} {damage(file, chance)}"
-        if work(run) != 0 or difference(expected, outcome(run)):
+        if work(run) != 0 or differing(expected, outcome(run)):
             wrong.append(what)
         warned = [note for note in History.load(run.path).notes if newest.name in str(note)]
         if len(warned) != 1:

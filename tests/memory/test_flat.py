@@ -60,7 +60,9 @@ def test_every_policy_of_the_package_that_attaches_is_tried() -> None:
 
 @pytest.mark.promise("R34")
 # One of each way to keep something between steps; the others are of the same kinds.
-@pytest.mark.always("lossless", "topk", "greats", "importance", "grass", "max-child", "compact", "crs", "subnet", "tokens")
+@pytest.mark.always(
+    "lossless", "topk", "greats", "importance", "grass", "max-child", "compact", "crs", "subnet", "tokens"
+)
 @pytest.mark.parametrize("name", CASES)
 def test_no_policy_gathers_anything_over_steps_of_changing_shapes(name: str) -> None:
     options, attached = CASES[name]

@@ -27,9 +27,7 @@ def make_run(recipe: Recipe, folder: Path) -> RunFolder:
     return run
 
 
-def _train(
-    runs: list[RunFolder], rank: int = 0, meeting: Path | None = None, *, is_summed: bool = True
-) -> None:
+def _train(runs: list[RunFolder], rank: int = 0, meeting: Path | None = None, *, is_summed: bool = True) -> None:
     """Carry plans out one after the other in this process: alone, or as one of two ranks."""
     from accelerate.state import AcceleratorState
 

@@ -99,9 +99,7 @@ def tiny(config: Any, kind: Any, change: Mapping[str, Any] | None = None) -> Pre
     return model.train()
 
 
-def every_model(
-    mapping: Any = MODEL_FOR_CAUSAL_LM_MAPPING, every: int = 1
-) -> Iterator[tuple[str, PreTrainedModel]]:
+def every_model(mapping: Any = MODEL_FOR_CAUSAL_LM_MAPPING, every: int = 1) -> Iterator[tuple[str, PreTrainedModel]]:
     for config, kinds in sorted(mapping.items(), key=lambda pair: str(pair[0].__name__))[::every]:
         for kind in kinds if isinstance(kinds, list | tuple) else (kinds,):
             model = tiny(config, kind)
