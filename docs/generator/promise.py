@@ -119,7 +119,8 @@ PROMISES = {
     "R34": (
         "a training takes 20 to 500 steps of changing shapes, with any policy and through any door (engine, `Trainer`, "
         "callback, accelerate, a script, the worker)",
-        "nothing is left behind: tensors, classes, functions and entries of registries are as many at the end as midway",
+        "nothing is left behind: at the end there are as many tensors, classes, functions and entries of registries as "
+        "midway",
     ),
     "R35": (
         "PyTorch is the build for CUDA that pip gives, and there is no GPU",

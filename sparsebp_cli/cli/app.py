@@ -41,8 +41,8 @@ from sparsebp_cli.cli.tracking import sync, ui
 from sparsebp_cli.cli.validate import schema, validate
 from sparsebp_cli.cli.verb_help import Verb, Verbs
 from sparsebp_cli.cli.worth import worth
-from sparsebp_cli.errors import SparseBPError, explain_system_error
-from sparsebp_cli.run import home, keep_private
+from sparsebp_cli.errors import RunNotFoundError, SparseBPError, explain_system_error
+from sparsebp_cli.run import find_deleted, home, keep_private
 
 
 @dataclass
@@ -141,5 +141,8 @@ def main() -> None:
             print_line(f"error: {' '.join(str(error).split())}", stderr=True)
             sys.exit(error.exit_code)
         except Exception as error:
+            if isinstance(error, OSError) and (deleted := find_deleted(error)) and not crash.shown:
+                print_line(f"error: {deleted}", stderr=True)
+                sys.exit(RunNotFoundError.exit_code)
             print_line(f"error: {crash.describe(error)}", stderr=True)
             sys.exit(SparseBPError.exit_code)
