@@ -314,10 +314,27 @@ def test_two_processes_train_as_one_does_on_the_device_that_a_recipe_has_by_defa
         assert found.series(metric) == pytest.approx(expected.series(metric), rel=RELATIVE), metric
 
 
+def test_adapters_over_a_quantised_base_train_as_on_one_process(make_recipe, tmp_path) -> None:
+    model = {
+        "name": "austen-llama",
+        "tokenizer": None,
+        "config": None,
+        "lora": {"r": 4},
+        "quantization": {"type": "nf4"},
+    }
+    shared: dict[str, Any] = {"model": model, "policy": ROWS, "training": {"max_steps": 2}}
+    one, two = (make_run(make_recipe(number, **shared), tmp_path) for number in (1, 2))
+    train_alone([one])
+    train_on_two([two])
+    found, expected = History.load(two.path), History.load(one.path)
+    for metric in ("train/loss", "eval/loss", "train/grad_norm"):
+        assert found.series(metric) == pytest.approx(expected.series(metric), rel=RELATIVE), metric
+
+
 def test_gradients_that_are_not_summed_end_the_run(make_recipe, tmp_path) -> None:
     """The mistake itself, since nothing else shows it: the loss of two models is as finite as that of one."""
     run = make_run(make_recipe(2), tmp_path)
-    with pytest.raises(AssertionError, match="have different gradients at step 1 .*, so they were not summed"):
+    with pytest.raises(AssertionError, match=r"have different gradients at step 1 .*, so they were not summed"):
         train_on_two([run], is_summed=False)
 
 
