@@ -40,8 +40,9 @@ def check_summed(norm: float, mean: float, step: int) -> None:
     not sum their gradients train as many models as there are ranks, and only the losses would look right."""
     if abs(norm - mean) > UNEQUAL * mean:
         raise RunFailedError(
-            f"the processes have different gradients at step {step} (a norm of {norm:.6g} here, {mean:.6g} on average), "
-            "so they were not summed; nothing was updated. This is an error of SparseBP or of a policy: please report it"
+            f"the processes have different gradients at step {step} (a norm of {norm:.6g} here, {mean:.6g} on "
+            "average), so they were not summed; nothing was updated. This is an error of SparseBP or of a policy: "
+            "please report it"
         )
 
 
