@@ -136,7 +136,7 @@ class Task:
 
         found = [load_folder(RunFolder(plan.parent)) for plan in (self.home / "runs").glob("*/plan.json")]
         runs = sorted(run.run_id for run in found if run.finished or run.broke_down)
-        subprocess.run([*SPARSEBP, "archive", *runs, "-o", str(self.archive)], env=self._environment(), check=True)
+        subprocess.run([*SPARSEBP, "archive", *runs, "--to", str(self.archive)], env=self._environment(), check=True)
 
     def _environment(self) -> dict[str, str]:
         return os.environ | {"SPARSEBP_HOME": str(self.home), "OMP_NUM_THREADS": "1"}

@@ -114,7 +114,7 @@ def run_study(file: Path) -> None:
 def archive_study(file: Path) -> None:
     """Write all of a study into its archive, rehearsals and tuning too, so that its choices can be rebuilt."""
     name = yaml.safe_load(file.read_text(encoding="utf-8"))["study"]
-    call("archive", f"@{name}", "-o", str(archive_of(file)))
+    call("archive", f"@{name}", "--to", str(archive_of(file)))
 
 
 def read_task(file: Path) -> Task:

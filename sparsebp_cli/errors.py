@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import difflib
 import errno
+import re
 from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
@@ -99,15 +100,19 @@ class AbsentDataError(DataError):
 class ChangedError(UsageError):
     """The recipe, code or data of a run differ from those of its checkpoint."""
 
-    def __init__(self, run_id: str, where: str, changes: Sequence[tuple[str, str, str]]) -> None:
+    def __init__(self, run_id: str, where: str, changes: Sequence[tuple[str, str, str]], *, text: str = "") -> None:
         """Name what changed.
 
         Args:
             run_id: Id of the run, for the command that goes on with it.
             where: Name of what it is compared with, such as ``the checkpoint of step 8``.
             changes: (field, its value then, its value now) of each change.
+            text: The whole text, in place of one that proposes to resume with the changes.
         """
         self.changes: list[tuple[str, ...]] = [tuple(change) for change in changes]
+        if text:
+            super().__init__(text)
+            return
         shown = ", ".join(map(str, changes))
         options = " ".join(f"--allow-change {change[0]}" for change in changes)
         super().__init__(f"changed since {where}: {shown}; `sparsebp resume {run_id} {options}` goes on with it")
@@ -176,6 +181,24 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """
     near = difflib.get_close_matches(name, [str(k) for k in known], n=1, cutoff=0.6)
     return f"; did you mean {near[0]}?" if near else ""
+
+
+# What `did_you_mean` writes. Its text goes through the errors of pydantic and of other processes, which carry nothing
+# but text, so the name is read from there.
+_NEAREST = re.compile(r"; did you mean (?P<name>[^?]+)\?")
+
+
+def find_nearest(text: str) -> str | None:
+    """Return the name that an error's text proposes in place of a wrong one.
+
+    Args:
+        text: An error's text.
+
+    Returns:
+        The name, or None if the text proposes none.
+    """
+    found = _NEAREST.search(text)
+    return found["name"] if found else None
 
 
 # What the system refuses, in words, and the way out.

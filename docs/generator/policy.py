@@ -63,9 +63,7 @@ def _catalogue() -> str:
     rows = []
     for name, found in built_in().items():
         line = describe_policy(found)
-        claims = [
-            "varies" if line[claim] is None else "yes" if line[claim] else "no" for claim in ("exact", "unbiased")
-        ]
+        claims = ["varies" if claim is None else "yes" if claim else "no" for claim in (line.exact, line.unbiased)]
         card = found.policy_class.card if found.policy_class else None
         assert card is not None, f"{name} has no card"
         work = code(card.work) if card.work else ""

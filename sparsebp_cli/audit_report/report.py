@@ -167,8 +167,8 @@ class AuditReport:
 
     @classmethod
     def from_dict(cls, content: dict[str, Any]) -> AuditReport:
-        """Return the report for the result of :meth:`to_dict`, also after JSON."""
-        plain = dict(content)
+        """Return the report for the result of :meth:`to_dict`, also after JSON, and for a document of ``-o json``."""
+        plain = {key: value for key, value in content.items() if key not in {"kind", "warnings"}}
         plain["findings"] = tuple(Finding(**(item | {"modules": tuple(item["modules"])})) for item in plain["findings"])
         plain["modules"] = tuple(ModuleWork(**item) for item in plain["modules"])
         plain["applied"] = None if plain.get("applied") is None else Applied.from_dict(plain["applied"])

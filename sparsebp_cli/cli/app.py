@@ -10,10 +10,11 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version as installed_version
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from sparsebp_cli.cli.answer import ErrorAnswer, Problem, speech, wants_json
 from sparsebp_cli.cli.archive import archive
 from sparsebp_cli.cli.assets import datasets, fetch, models
 from sparsebp_cli.cli.audit import audit
@@ -23,6 +24,7 @@ from sparsebp_cli.cli.control import cancel, logs, resume
 from sparsebp_cli.cli.data import data
 from sparsebp_cli.cli.difference import diff
 from sparsebp_cli.cli.evaluate import evaluate
+from sparsebp_cli.cli.exit_code import CHECK_FAILED, SHORT
 from sparsebp_cli.cli.housekeeping import prune, rm
 from sparsebp_cli.cli.label import note, tag
 from sparsebp_cli.cli.outlet import Outlets
@@ -31,6 +33,7 @@ from sparsebp_cli.cli.quickstart import quickstart
 from sparsebp_cli.cli.rerun import rerun
 from sparsebp_cli.cli.run import export, run
 from sparsebp_cli.cli.runs import runs
+from sparsebp_cli.cli.schema import schema
 from sparsebp_cli.cli.screen import print_line
 from sparsebp_cli.cli.show import show
 from sparsebp_cli.cli.starter import init, new, recipes
@@ -38,10 +41,10 @@ from sparsebp_cli.cli.study import study
 from sparsebp_cli.cli.targets import doctor, targets
 from sparsebp_cli.cli.top import top
 from sparsebp_cli.cli.tracking import sync, ui
-from sparsebp_cli.cli.validate import schema, validate
+from sparsebp_cli.cli.validate import validate
 from sparsebp_cli.cli.verb_help import Verb, Verbs
 from sparsebp_cli.cli.worth import worth
-from sparsebp_cli.errors import RunNotFoundError, SparseBPError, explain_system_error
+from sparsebp_cli.errors import RunNotFoundError, SparseBPError, UsageError, explain_system_error
 from sparsebp_cli.run import find_deleted, home, keep_private
 
 
@@ -77,8 +80,7 @@ app: typer.Typer = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Exit codes: 0 done, 1 a check or a gate failed, 2 wrong recipe or usage, 100 failed, 101 not finished, "
-    "102 not found, 103 cancelled, 104 diverged, 130 and 143 interrupted.",
+    epilog=SHORT,
 )
 crash: Crash = Crash()
 
@@ -132,17 +134,58 @@ def _main(
         keep_private()
 
 
+# The command line's own errors, such as an unknown option. Its class is typer's copy of click's, or click's.
+ClickError: type[Exception] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+
+
+def describe_error(error: Exception) -> Problem:
+    """Return the facts of any error that ends a verb."""
+    if isinstance(error, SparseBPError):
+        return Problem.of(error)
+    if isinstance(error, ClickError):
+        given: Any = error
+        near = [str(name) for name in getattr(error, "possibilities", None) or ()]
+        return Problem(
+            type=UsageError.__name__,
+            exit_code=given.exit_code,
+            text=" ".join(given.format_message().split()),
+            nearest=near[0] if near else None,
+        )
+    if isinstance(error, typer.Abort):
+        return Problem(type="Interrupted", exit_code=CHECK_FAILED, text="a question was not answered")
+    return Problem(type="Crash", exit_code=SparseBPError.exit_code, text=crash.describe(error))
+
+
 def main() -> None:
     """Run the command line of this process and exit."""
     with Outlets():
+        if wants_json(sys.argv[1:]):
+            with speech.in_json():
+                code = _answer_in_json()
+            sys.exit(code)
         try:
             app(prog_name="sparsebp")
-        except SparseBPError as error:
-            print_line(f"error: {' '.join(str(error).split())}", stderr=True)
-            sys.exit(error.exit_code)
         except Exception as error:
-            if isinstance(error, OSError) and (deleted := find_deleted(error)) and not crash.shown:
-                print_line(f"error: {deleted}", stderr=True)
-                sys.exit(RunNotFoundError.exit_code)
-            print_line(f"error: {crash.describe(error)}", stderr=True)
-            sys.exit(SparseBPError.exit_code)
+            sys.exit(_print_error(error).exit_code)
+
+
+def _answer_in_json() -> int:
+    """Run the verb, answer with an error if it raises one, and return the exit code."""
+    try:
+        code = int(app(prog_name="sparsebp", standalone_mode=False) or 0)
+    except Exception as error:
+        problem = _print_error(error)
+        speech.tell(ErrorAnswer(error=problem))
+        return problem.exit_code
+    speech.end(code)
+    return code
+
+
+def _print_error(error: Exception) -> Problem:
+    """Print one line to standard error, and return the facts."""
+    if isinstance(error, OSError) and not crash.shown and (deleted := find_deleted(error)):
+        error = RunNotFoundError(deleted)
+    problem = describe_error(error)
+    line = " ".join(str(error).split()) if isinstance(error, SparseBPError) else problem.text
+    print_line(f"error: {line}", stderr=True)
+    return problem

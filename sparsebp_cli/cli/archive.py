@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from sparsebp_cli.cli.answer import tell, warn
+from sparsebp_cli.cli.answer.run_record import ArchiveFile
 from sparsebp_cli.cli.option import ManyRuns
 from sparsebp_cli.cli.quantity import show_count
-from sparsebp_cli.cli.screen import print_line
+from sparsebp_cli.cli.screen import Output, print_line
 from sparsebp_cli.cli.stored_run import find_all, find_study
-from sparsebp_cli.errors import RunBusyError, SparseBPError
+from sparsebp_cli.errors import RunBusyError, SparseBPError, UsageError
 from sparsebp_cli.run import History, RunFolder
 
 if TYPE_CHECKING:
@@ -25,7 +27,10 @@ if TYPE_CHECKING:
 
 def archive(
     runs: ManyRuns,
-    file: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The archive: a .tar.gz file.")],
+    file: Annotated[Path | None, typer.Option("--to", metavar="FILE", help="The archive: a .tar.gz file.")] = None,
+    output: Annotated[
+        str, typer.Option("-o", "--output", metavar="table|json", help="For people, or JSON for programs.")
+    ] = Output.TABLE.value,
 ) -> None:
     """Write runs into one file: plans, journals, labels, environments and their report, without models.
 
@@ -35,6 +40,13 @@ def archive(
     """
     from sparsebp_cli.compare.archive import check_archive_path, write_archive
 
+    if output not in set(Output):  # until 0.4 the option had the file
+        if file is not None:
+            raise UsageError(f"-o must be {' or '.join(Output)}, got {output!r}")
+        print_line("-o FILE is deprecated, and goes with version 0.6: give --to FILE", stderr=True)
+        file, output = Path(output), Output.TABLE.value
+    if file is None:
+        raise UsageError("archive needs --to FILE")
     check_archive_path(file)
     folders = find_all(runs)
     for folder in folders:
@@ -50,8 +62,13 @@ def archive(
         command = f"sparsebp compare --study {study.study} --from {shlex.quote(file.name)}"
     members = _make_members(folders, study, command)
     write_archive(file, itertools.chain((record.pack() for record in studies), members))
-    count = "1 run" if len(folders) == 1 else f"{len(folders)} runs"
-    print_line(f"{file}: {count}, {show_count(file.stat().st_size, 'B')}")
+    ids = [folder.run_id for folder in folders]
+    tell(ArchiveFile(file=str(file), bytes=file.stat().st_size, runs=ids, next=[command]), output, _print)
+
+
+def _print(found: ArchiveFile) -> None:
+    count = "1 run" if len(found.runs) == 1 else f"{len(found.runs)} runs"
+    print_line(f"{found.file}: {count}, {show_count(found.bytes, 'B')}")
 
 
 def _make_members(folders: Sequence[RunFolder], study: StudyRecord | None, command: str) -> Iterator[Member]:
@@ -62,7 +79,7 @@ def _make_members(folders: Sequence[RunFolder], study: StudyRecord | None, comma
         history = History.load(folder.path)
         environments[folder.run_id] = history.environments
         if problem := history.describe_unreadable():
-            print_line(f"warning: {folder.run_id}: {problem} by every reader", stderr=True)
+            warn(f"{folder.run_id}: {problem} by every reader")
         yield from list_members(folder)
     yield "environment.json", (json.dumps(environments, indent=1) + "\n").encode()
     if report := _make_report(folders, study, command):
@@ -83,5 +100,5 @@ def _make_report(folders: Sequence[RunFolder], study: StudyRecord | None, comman
         question = Question(curves=REPORT_CURVES, choice=found.choice, is_complete=found.is_complete)
         return render_report(compare_runs(found.runs, question), command)
     except SparseBPError as error:
-        print_line(f"warning: the archive has no report: {error}", stderr=True)
+        warn(f"the archive has no report: {error}")
         return ""

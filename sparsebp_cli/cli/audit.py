@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import tempfile
 from pathlib import Path
@@ -11,8 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sparsebp_cli import interpreter
+from sparsebp_cli.cli.answer import tell
+from sparsebp_cli.cli.exit_code import CHECK_FAILED
 from sparsebp_cli.cli.option import Changes
-from sparsebp_cli.cli.screen import Output, print_json, print_line
+from sparsebp_cli.cli.screen import Output, print_line
 from sparsebp_cli.errors import UnsupportedError, UsageError
 
 if TYPE_CHECKING:
@@ -110,12 +111,12 @@ def audit(  # noqa: PLR0913, PLR0917 - one parameter an option
     assert audited.report is not None
     if fail_if_mixed and audited.report.examples is not None and audited.report.examples.is_mixed:
         print_line(f"failed: {audited.report.examples.headline}", stderr=True)
-        raise typer.Exit(1)
+        raise typer.Exit(CHECK_FAILED)
     if fail_if_waste is not None and audited.report.waste_share > fail_if_waste:
         print_line(
             f"failed: {audited.report.waste_share:.2%} could be left out, allowed {fail_if_waste:.2%}", stderr=True
         )
-        raise typer.Exit(1)
+        raise typer.Exit(CHECK_FAILED)
 
 
 def _train_command(words: list[str], changes: list[str] | None, steps: int, place: Path) -> list[str]:
@@ -161,11 +162,8 @@ def _write_results(report: AuditReport, output: Output, html: Path | None, comma
 
     if html is not None:  # before printing: a closed pipe must not lose it
         write_page(report, html, command)
-    if output is Output.JSON:
-        print_json(json.loads(json.dumps(report.to_dict())))
-    else:
-        from sparsebp_cli.cli.audit_table import print_audit
+    from sparsebp_cli.cli.audit_table import print_audit
 
-        print_audit(report)
+    tell(report, output, print_audit)
     if html is not None:
         print_line(f"report: {html}", stderr=True)

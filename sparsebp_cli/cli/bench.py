@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sparsebp_cli import durable
+from sparsebp_cli.cli.answer import tell
 from sparsebp_cli.cli.completion import complete_policy
 from sparsebp_cli.cli.option import resolve_one
-from sparsebp_cli.cli.screen import Output, print_json, print_line
+from sparsebp_cli.cli.screen import Output, print_line
 from sparsebp_cli.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
@@ -117,12 +118,9 @@ def _write_results(found: Benchmark, output: Output, out: Path | None, png: Path
     """Print a benchmark, and write the files that were requested."""
     if out is not None:  # before printing: a closed pipe must not lose minutes of measuring
         durable.write_file(out, found.model_dump_json(indent=1) + "\n")
-    if output is Output.JSON:
-        print_json(found.model_dump(mode="json"))
-    else:
-        from sparsebp_cli.cli.bench_table import print_benchmark
+    from sparsebp_cli.cli.bench_table import print_benchmark
 
-        print_benchmark(found)
+    tell(found, output, print_benchmark)
     if out is not None:
         print_line(f"JSON: {out}", stderr=True)
     if png is not None:

@@ -37,7 +37,7 @@ print(json.dumps({"version": torch.__version__, "cuda": torch.version.cuda, "gpu
 def check_all() -> list[CheckResult]:
     """Return the results of every check, in the order in which they are shown."""
     checks = [check_python(), check_packages(), *check_torch(), check_home(), check_space(), check_store()]
-    return [*checks, *check_policies(), check_schema()]
+    return [*checks, *check_policies(), check_schema(), *check_notices()]
 
 
 def check_python() -> CheckResult:
@@ -136,6 +136,21 @@ def check_store() -> CheckResult:
         hint = "runs go on without it; `sparsebp sync --all` sends them when it is back"
         return CheckResult("warn", "tracking", f"{mask(uri)} does not answer: {error}", hint)
     return CheckResult("ok", "tracking", mask(uri))
+
+
+def check_notices() -> list[CheckResult]:
+    """Whether the settings say in a usable way who is told of what; nothing is sent. Nothing without such settings."""
+    from sparsebp_cli.notify import Secret, load_settings
+
+    try:
+        notices = load_settings().notify
+        for secret in (each for notice in notices for each in (notice.webhook, notice.secret)):
+            if isinstance(secret, Secret):
+                secret.read()
+    except SparseBPError as error:
+        return [CheckResult("warn", "notify", str(error), "nobody is told of anything until it is corrected")]
+    ways = ["command" if notice.command is not None else "webhook" for notice in notices]
+    return [CheckResult("ok", "notify", f"{', '.join(ways)}; nothing was sent")] if ways else []
 
 
 def check_policies() -> list[CheckResult]:

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from sparsebp_cli.cli.answer import tell
 from sparsebp_cli.cli.completion import complete_metric, complete_run, complete_study
+from sparsebp_cli.cli.exit_code import CHECK_FAILED
 from sparsebp_cli.cli.screen import console, make_table, print_line
 from sparsebp_cli.errors import RunFailedError, UsageError
 from sparsebp_cli.run import RunFolder, State
@@ -180,7 +182,7 @@ def compare(  # noqa: PLR0913, PLR0917 - one parameter an option
     for label in lost:
         print_line(f"failed: {label}: no run finished, so nothing of it was compared", stderr=True)
     if failures:
-        raise typer.Exit(1)
+        raise typer.Exit(CHECK_FAILED)
     if lost:
         raise typer.Exit(RunFailedError.exit_code)
 
@@ -326,7 +328,10 @@ def _view(curves: str | None, x: Axis, pareto: bool, layers: bool, memory: bool,
 def _print(comparison: Comparison, output: ComparisonFormat, view: View) -> None:
     from sparsebp_cli.compare import render, table
 
-    if output is ComparisonFormat.TABLE:
-        console().print(*table(comparison, view), sep="\n", crop=False)  # keep commands whole for copying
-    else:
-        print_line(render(comparison, output.value, view).rstrip("\n"))
+    def show(found: Comparison) -> None:
+        if output is ComparisonFormat.TABLE:
+            console().print(*table(found, view), sep="\n", crop=False)  # keep commands whole for copying
+        else:
+            print_line(render(found, output.value, view).rstrip("\n"))
+
+    tell(comparison, output, show)

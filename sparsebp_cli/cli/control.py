@@ -7,10 +7,13 @@ from typing import Annotated
 
 import typer
 
-from sparsebp_cli.cli.follow import follow_all, print_end, watch
+from sparsebp_cli.cli.answer import tell
+from sparsebp_cli.cli.answer.run_record import RunLog
+from sparsebp_cli.cli.follow import describe_end, follow_all, make_outcome, make_outcomes, print_end, watch
 from sparsebp_cli.cli.interrupt import Interrupts
-from sparsebp_cli.cli.option import Detach, ManyRuns, OneRun
-from sparsebp_cli.cli.screen import print_line
+from sparsebp_cli.cli.option import Detach, Format, ManyRuns, OneRun
+from sparsebp_cli.cli.runs import describe_run
+from sparsebp_cli.cli.screen import Output, print_line
 from sparsebp_cli.cli.stored_run import ask_target, find_all, find_one, reattach, submit_all
 from sparsebp_cli.errors import RunBusyError, UsageError
 from sparsebp_cli.run import History, JournalWriter, RunFolder, State
@@ -27,6 +30,7 @@ def resume(
         ),
     ] = None,
     cancelled: Annotated[bool, typer.Option("--cancelled", help="Continue cancelled runs too.")] = False,
+    output: Format = Output.TABLE,
 ) -> None:
     """Continue runs from their last good checkpoints, under the same ids.
 
@@ -36,10 +40,12 @@ def resume(
     for folder in folders:
         if folder.state() is State.FINISHED:
             print_line(f"{folder.run_id} is finished already")
+    before = [make_outcome(folder) for folder in folders if folder.state() is State.FINISHED]
     folders = [folder for folder in folders if folder.state() is not State.FINISHED]
     if not cancelled:
         _refuse_cancelled(folders)
     if not folders:
+        tell(make_outcomes(before), output, lambda _: None)
         return
     for folder in folders:
         _pass_stop(folder)
@@ -52,10 +58,13 @@ def resume(
             for job in jobs:
                 print_line(job.run.run_id)
             # For a run that is over, or whose target does not answer, print the same as without --detach.
-            codes = [print_end(job) for job in jobs if job.status() not in {State.QUEUED, State.RUNNING}]
+            codes = [print_end(job) if job.status() not in {State.QUEUED, State.RUNNING} else 0 for job in jobs]
+            started = [make_outcome(job.run, code) for job, code in zip(jobs, codes, strict=True)]
+            tell(make_outcomes([*before, *started]), output, lambda _: None)
             raise typer.Exit(next((code for code in codes if code), 0))
-        code = follow_all(jobs, interrupts, seen=seen)
-    raise typer.Exit(code)
+        followed = follow_all(jobs, interrupts, seen=seen)
+    tell(make_outcomes([*before, *followed.answer().runs]), output, lambda _: None)  # each was printed when it was over
+    raise typer.Exit(followed.exit_code)
 
 
 def _refuse_cancelled(folders: Sequence[RunFolder]) -> None:
@@ -94,20 +103,27 @@ def cancel(
     grace: Annotated[
         float, typer.Option(min=0.0, metavar="SECONDS", help="Time for a last checkpoint; then the worker is killed.")
     ] = 30.0,
+    output: Format = Output.TABLE,
 ) -> None:
     """Stop runs for good, with a last checkpoint. A run that is over stays as it is."""
+    stopped = []
     for folder in reversed(find_all(runs)):  # the last first, so that a queue starts none in between
         ask_target(folder)
         before = folder.state()
-        if before.over:
-            print_line(f"{folder.run_id} is {before} already")
-        else:
-            print_line(f"{folder.run_id} {reattach(folder).cancel(grace)}")
+        text = f"is {before} already" if before.over else str(reattach(folder).cancel(grace))
+        print_line(f"{folder.run_id} {text}")
+        stopped.append(make_outcome(folder, text=text))
+    tell(make_outcomes(stopped[::-1]), output, lambda _: None)  # each was printed when it had stopped
 
 
 def logs(
     run: OneRun,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run is over.")] = False,
+    output: Format = Output.TABLE,
 ) -> None:
     """Show a run's progress and what its worker printed. Ctrl-C leaves the run alone."""
-    raise typer.Exit(watch(reattach(find_one(run)), follow=follow))
+    job = reattach(find_one(run))
+    code = watch(job, follow=follow)
+    found = RunLog(run=describe_run(job.run), lines=list(job.logs()), text=describe_end(job))
+    tell(found, output, lambda _: None)  # each line was printed when it was there
+    raise typer.Exit(code)

@@ -7,8 +7,10 @@ from typing import Annotated
 
 import typer
 
+from sparsebp_cli.cli.answer import tell
+from sparsebp_cli.cli.answer.recipe_record import DataAnswer
 from sparsebp_cli.cli.option import Changes, resolve_one
-from sparsebp_cli.cli.screen import Output, console, print_json
+from sparsebp_cli.cli.screen import Output, console
 
 
 def data(
@@ -21,16 +23,19 @@ def data(
     ] = Output.TABLE,
 ) -> None:
     """Count what a recipe's data become, and show the first examples with what is trained; nothing is trained."""
-    from sparsebp_cli.cli.census_table import census_table, print_examples, print_warnings
     from sparsebp_cli.cli.validate import load_checked
     from sparsebp_cli.cli.worker_answer import ask_worker
     from sparsebp_cli.plan import make_plan
 
     checked, origin, _ = load_checked(recipe, changes or [])
     answer = ask_worker("data_preview", make_plan(checked, origin), "reads the data")
-    if output is Output.JSON:
-        print_json(answer)
-        return
-    console().print(census_table(answer))
-    print_warnings(answer)
-    print_examples(answer["first"])
+    tell(DataAnswer(**answer), output, _print)
+
+
+def _print(found: DataAnswer) -> None:
+    from sparsebp_cli.cli.census_table import census_table, print_examples, print_warnings
+
+    census = {"splits": found.splits, "shared": found.shared}
+    console().print(census_table(census))
+    print_warnings(census)
+    print_examples(found.first)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
+from sparsebp_cli.cli.answer import tell
+from sparsebp_cli.cli.answer.result_record import Difference, Differences
 from sparsebp_cli.cli.option import Format, OneRun
-from sparsebp_cli.cli.screen import Output, console, make_table, print_json, print_line
+from sparsebp_cli.cli.screen import Output, console, make_table, print_line
 from sparsebp_cli.cli.stored_run import find_one
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.run import History, RunFolder, metric
@@ -23,38 +25,31 @@ LONGEST = 200  # of a value in the table; JSON has all of it
 ABSENT = "-"
 
 
-class RunDifference(NamedTuple):
-    """A value that two runs do not share."""
-
-    section: str  # recipe, code, data, environment or result
-    key: str
-    values: tuple[object, object]  # None: the run has none
-
-
 def diff(first: OneRun, second: OneRun, output: Format = Output.TABLE) -> None:
     """Show what differs between two runs: resolved recipe, code and data digests, environment, results."""
     runs = (find_one(first), find_one(second))
     if runs[0] == runs[1]:
         raise UsageError(f"diff compares two runs, and both names mean {runs[0].run_id}")
     found = find_differences(*runs)
-    if output is Output.JSON:
-        print_json({"runs": [run.run_id for run in runs], "differences": [change._asdict() for change in found]})
-        return
-    if not found:
+    tell(Differences(runs=(runs[0].run_id, runs[1].run_id), differences=found), output, _print)
+
+
+def _print(found: Differences) -> None:
+    if not found.differences:
         print_line("nothing differs: recipe, code, data, environment and results are the same")
         return
     from rich.text import Text
 
-    table = make_table("", "what", *(run.run_id for run in runs))
+    table = make_table("", "what", *found.runs)
     section = ""
-    for change in found:
+    for change in found.differences:
         head = "" if change.section == section else change.section
         section = change.section
         table.add_row(head, change.key, *(Text(_show(value)) for value in change.values))
     console().print(table)
 
 
-def find_differences(first: RunFolder, second: RunFolder) -> list[RunDifference]:
+def find_differences(first: RunFolder, second: RunFolder) -> list[Difference]:
     """Return what differs between two runs, in the order of its sections."""
     both = [_describe(run) for run in (first, second)]
     found = []
@@ -63,7 +58,7 @@ def find_differences(first: RunFolder, second: RunFolder) -> list[RunDifference]
         for key in dict.fromkeys([*one, *other]):
             values = one.get(key), other.get(key)
             if values[0] != values[1]:
-                found.append(RunDifference(section, key, values))
+                found.append(Difference(section=section, key=key, values=values))
     return found
 
 

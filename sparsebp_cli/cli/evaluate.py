@@ -9,8 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
+from sparsebp_cli.cli.answer import tell
+from sparsebp_cli.cli.answer.result_record import Evaluation
 from sparsebp_cli.cli.completion import complete_run
-from sparsebp_cli.cli.screen import Output, console, make_table, print_json, print_line
+from sparsebp_cli.cli.screen import Output, console, make_table, print_line
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.run import History, JournalWriter, RunFolder, State
 
@@ -54,12 +56,10 @@ def evaluate(
     request = {"folder": str(folder), "tasks": names, "include": place, "limit": limit}
     found = measure_apart("harness", json.dumps(request | {"batch_size": batch_size, "device": device}))
     kept = record(run, found) if run is not None and limit is None else []
-    if output is Output.JSON:
-        tasks = {task: {k: part for k, part in one.items() if k != "scores"} for task, one in found["tasks"].items()}
-        print_json(found | {"tasks": tasks})
-        return
-    _print(found)
-    if run is not None:
+    tasks = {task: {k: part for k, part in one.items() if k != "scores"} for task, one in found["tasks"].items()}
+    run_id = None if run is None else run.run_id
+    tell(Evaluation(run_id=run_id, version=found["version"], tasks=tasks, kept=list(kept)), output, _print)
+    if run is not None and output is Output.TABLE:
         print_line(describe_kept(run, kept) if limit is None else "not kept: --limit judges a part of the examples")
 
 
@@ -123,10 +123,10 @@ def record(run: RunFolder, found: Mapping[str, Any]) -> list[str]:
         lock.release()
 
 
-def _print(found: Mapping[str, Any]) -> None:
-    title = f"lm-evaluation-harness {found['version']}"
+def _print(found: Evaluation) -> None:
+    title = f"lm-evaluation-harness {found.version}"
     table = make_table("task", "metric", "value", "better", "examples", numbers=["value", "examples"], title=title)
-    for task, judged in found["tasks"].items():
-        for name, one in judged["values"].items():
-            table.add_row(task, name, f"{one['value']:.4f}", one["better"], str(judged["examples"] or ""))
+    for task, judged in found.tasks.items():
+        for name, one in judged.values.items():
+            table.add_row(task, name, f"{one.value:.4f}", one.better, str(judged.examples or ""))
     console().print(table)

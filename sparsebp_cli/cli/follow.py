@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from sparsebp_cli.cli.answer import FieldChange
+from sparsebp_cli.cli.answer.run_record import RunOutcome, RunOutcomes
 from sparsebp_cli.cli.display import Display, PlainDisplay, make_display
+from sparsebp_cli.cli.exit_code import NOT_FINISHED
 from sparsebp_cli.cli.interrupt import Interrupts
 from sparsebp_cli.cli.progress import Progress
+from sparsebp_cli.cli.runs import describe_run
 from sparsebp_cli.cli.screen import console, make_table, print_line
 from sparsebp_cli.errors import DivergedError, UsageError
 from sparsebp_cli.run import History, RunFolder, State, read
@@ -18,7 +23,6 @@ if TYPE_CHECKING:
 POLL_SECONDS = 0.2
 EXIT_CODES = {State.FINISHED: 0, State.FAILED: 100, State.CANCELLED: 103}
 FAILED_WITH = {3: DivergedError.exit_code}  # the worker's exit code to this command's
-NOT_FINISHED = 101
 WAITING_FOR = {
     State.RUNNING: "",
     State.QUEUED: "waiting for its turn",
@@ -28,21 +32,63 @@ STOPPING = "stopping after this step, with a checkpoint; Ctrl-C again ends it at
 KILLING = "ending it at once"
 
 
-def follow_all(jobs: Sequence[Job], interrupts: Interrupts, *, seen: Sequence[int] = (), is_brief: bool = False) -> int:
+@dataclass(frozen=True)
+class Followed:
+    """What became of runs that were followed."""
+
+    runs: tuple[RunFolder, ...]
+    codes: tuple[int, ...]  # of each run that was followed to its end: what it adds to the exit code
+    exit_code: int  # that of the first run that did not finish; 130 or 143 after a signal
+
+    def answer(self) -> RunOutcomes:
+        """Return what became of each."""
+        codes = (*self.codes, *(NOT_FINISHED for _ in self.runs[len(self.codes) :]))
+        return make_outcomes([make_outcome(run, code) for run, code in zip(self.runs, codes, strict=True)])
+
+
+def make_outcome(run: RunFolder, exit_code: int = 0, text: str | None = None) -> RunOutcome:
+    """Return what became of a run, with its own words for its end, or with others."""
+    ends = History.load(run.path).ends
+    line = describe_run(run)
+    own = str(ends[-1]["text"] or "") if ends and run.state().over else ""
+    return RunOutcome(
+        run=line,
+        exit_code=exit_code,
+        text=own if text is None else text,
+        log_file=str(run.log_file),
+        changes=[FieldChange(field=field, then=then, now=now) for field, then, now in _find_changes(run)],
+    )
+
+
+def make_outcomes(outcomes: Sequence[RunOutcome]) -> RunOutcomes:
+    """Return outcomes with the commands that go on from there."""
+    states = {outcome.run.run_id: outcome.run.state for outcome in outcomes}
+    finished = [run_id for run_id, state in states.items() if state == State.FINISHED]
+    stopped = [run_id for run_id, state in states.items() if state in {State.INTERRUPTED, State.FAILED}]
+    alive = [run_id for run_id, state in states.items() if state in {State.QUEUED, State.RUNNING}]
+    following = [f"sparsebp logs {run_id} --follow" for run_id in alive]
+    following += [f"sparsebp resume {' '.join(stopped)}"] if stopped else []
+    if finished:
+        following.append(f"sparsebp {'compare' if len(finished) > 1 else 'show'} {' '.join(finished)}")
+    return RunOutcomes(runs=list(outcomes), next=following)
+
+
+def follow_all(
+    jobs: Sequence[Job], interrupts: Interrupts, *, seen: Sequence[int] = (), is_brief: bool = False
+) -> Followed:
     """Show the runs of jobs in order, each with a summary. Ctrl-C and SIGTERM are forwarded to the worker.
     ``interrupts`` is the context in which the jobs were submitted, so that no signal is lost in between. ``seen`` are
     the bytes of each journal that belong to earlier attempts; empty: all journals are new. ``is_brief`` leaves out the
-    summaries of finished runs, which ``show`` has. Returns the exit code of the
-    first run that did not finish; 130 or 143 after a signal."""
+    summaries of finished runs, which ``show`` has."""
     codes: list[int] = []
-    runs = [job.run for job in jobs]
+    runs = tuple(job.run for job in jobs)
     for number, job in enumerate(jobs):
         _follow(job, interrupts, seen[number] if seen else 0)
         codes.append(print_end(job, together=runs if number == len(jobs) - 1 else (), is_brief=is_brief))
         if interrupts.received:
             _print_not_started(jobs[number + 1 :])
-            return interrupts.exit_code
-    return next((code for code in codes if code), 0)
+            return Followed(runs, tuple(codes), interrupts.exit_code)
+    return Followed(runs, tuple(codes), next((code for code in codes if code), 0))
 
 
 def watch(job: Job, *, follow: bool) -> int:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from sparsebp_cli.cli.answer.forecast_record import ForecastFacts, RemedyNeed, StepNeed
 from sparsebp_cli.cli.quantity import show_count, show_share
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.plan.accelerator import ASSUMED_SHARE, Accelerator, find_accelerator
@@ -82,29 +83,37 @@ def _measure_rate(word: str) -> tuple[float, str]:
     return median(rates), f"measured in run {folders[0].run_id}, at its batches"
 
 
-def to_json(found: Forecast, file: Path) -> dict[str, Any]:
-    """Return a forecast as JSON content, with what follows from it."""
+def make_facts(found: Forecast, file: Path) -> ForecastFacts:
+    """Return a forecast with what follows from it."""
 
-    def derive(step: StepForecast) -> dict[str, Any]:
+    def derive(step: StepForecast) -> StepNeed:
         need = found.need(step)
-        return {
-            "peak_bytes": step.peak.total,
-            "peak_phase": step.peak_phase,
-            "probe_bytes": step.probe_bytes if found.has_probes else None,
-            "need_bytes": need,
-            "fit": found.fit(need),
-            "step_flops": found.step_flops(step),
-            "hours": found.hours(step),
-        }
+        return StepNeed(
+            peak_bytes=step.peak.total,
+            peak_phase=step.peak_phase,
+            probe_bytes=step.probe_bytes if found.has_probes else None,
+            need_bytes=need,
+            fit=found.fit(need),
+            step_flops=found.step_flops(step),
+            hours=found.hours(step),
+        )
 
-    content = found.model_dump(mode="json") | {"file": str(file)}
-    for name, step in (("policy", found.policy), ("dense", found.dense)):
-        content[name] |= derive(step)
-    for remedy, made in zip(found.remedies, content["remedies"], strict=True):
-        if remedy.step is not None:
-            made["need_bytes"] = found.need(remedy.step, with_probes=found.has_probes and not remedy.saves_probes)
-            made["fit"] = found.fit(made["need_bytes"])
-    return content
+    needs = [None if remedy.step is None else find_need(found, remedy, remedy.step) for remedy in found.remedies]
+    return ForecastFacts(
+        file=str(file),
+        forecast=found,
+        policy=derive(found.policy),
+        dense=derive(found.dense),
+        remedies=[
+            RemedyNeed(changes=remedy.changes, need_bytes=need, fit=None if need is None else found.fit(need))
+            for remedy, need in zip(found.remedies, needs, strict=True)
+        ],
+    )
+
+
+def find_need(found: Forecast, remedy: Remedy, step: StepForecast) -> int:
+    """Return the bytes that a step with a remedy needs."""
+    return found.need(step, with_probes=found.has_probes and not remedy.saves_probes)
 
 
 def tables(found: Forecast) -> Iterator[Table | str]:
@@ -168,7 +177,7 @@ def _remedy_table(found: Forecast) -> Table:
 
 def _show_need(found: Forecast, remedy: Remedy, before: float) -> list[str]:
     assert remedy.step is not None
-    need = found.need(remedy.step, with_probes=found.has_probes and not remedy.saves_probes)
+    need = find_need(found, remedy, remedy.step)
     return [show_count(need, "B"), found.fit(need), f"{found.step_flops(remedy.step) / before:.2f}x"]
 
 

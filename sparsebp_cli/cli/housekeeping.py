@@ -14,10 +14,12 @@ from typing import Annotated
 import typer
 
 from sparsebp_cli import durable
+from sparsebp_cli.cli.answer import tell, warn
+from sparsebp_cli.cli.answer.run_record import FreedRun, FreedRuns
 from sparsebp_cli.cli.completion import complete_run
-from sparsebp_cli.cli.option import RUN_HELP, ManyRuns
+from sparsebp_cli.cli.option import RUN_HELP, Format, ManyRuns
 from sparsebp_cli.cli.quantity import show_count
-from sparsebp_cli.cli.screen import print_line
+from sparsebp_cli.cli.screen import Output, print_line
 from sparsebp_cli.cli.stored_run import ask_target, find_all
 from sparsebp_cli.errors import RunBusyError, UsageError
 from sparsebp_cli.run import RunFolder, State, home, list_runs
@@ -31,6 +33,7 @@ NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
 def rm(
     runs: ManyRuns,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    output: Format = Output.TABLE,
 ) -> None:
     """Delete runs: folder, checkpoints and model, and their record in MLflow, which `mlflow gc` then erases.
 
@@ -40,18 +43,24 @@ def rm(
     for folder in folders:
         ask_target(folder)
     _refuse_alive(folders)
-    size = sum(_size(folder.path) for folder in folders)
+    freed = [FreedRun(run_id=run.run_id, name=run.brief()[0], bytes=_size(run.path)) for run in folders]
+    size = sum(one.bytes for one in freed)
     if not yes:
-        _ask(folders, size)
+        _ask(folders, size, can_ask=output is Output.TABLE)
     _finish_deletions()
     for folder in folders:
         _delete(folder)
-    print_line(f"{len(folders)} {_runs(folders)} deleted, {show_count(size, 'B')} freed")
+    tell(FreedRuns(runs=freed, bytes=size, is_dry=False), output, _print_deleted)
+
+
+def _print_deleted(found: FreedRuns) -> None:
+    print_line(f"{len(found.runs)} {_runs(found.runs)} deleted, {show_count(found.bytes, 'B')} freed")
 
 
 def prune(
     runs: Annotated[list[str] | None, typer.Argument(metavar="RUN", help=RUN_HELP, autocompletion=complete_run)] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be deleted.")] = False,
+    output: Format = Output.TABLE,
 ) -> None:
     """Delete the checkpoints of finished runs, by default of all. Model, metrics and report data stay.
 
@@ -63,19 +72,24 @@ def prune(
     if runs and unfinished:
         folder = unfinished[0]
         raise UsageError(f"run {folder.run_id} is {folder.state()}: only finished runs need no checkpoints")
-    freed = 0
+    freed = []
     for folder in folders:
         places = [] if folder in unfinished else _find_superfluous(folder)
         size = sum(map(_size, places))
         if not size:
             continue
-        freed += size
         if not dry_run:
             with _held(folder):
                 for place in places:
                     durable.remove(place)
-        print_line(f"{folder.run_id} {folder.brief()[0]}: {show_count(size, 'B')}")
-    print_line(f"{show_count(freed, 'B')} {'would be ' if dry_run else ''}freed")
+        freed.append(FreedRun(run_id=folder.run_id, name=folder.brief()[0], bytes=size))
+    tell(FreedRuns(runs=freed, bytes=sum(one.bytes for one in freed), is_dry=dry_run), output, _print_pruned)
+
+
+def _print_pruned(found: FreedRuns) -> None:
+    for one in found.runs:
+        print_line(f"{one.run_id} {one.name}: {show_count(one.bytes, 'B')}")
+    print_line(f"{show_count(found.bytes, 'B')} {'would be ' if found.is_dry else ''}freed")
 
 
 def _find_superfluous(folder: RunFolder) -> list[Path]:
@@ -90,7 +104,7 @@ def _find_superfluous(folder: RunFolder) -> list[Path]:
     needed = next((place for place in reversed(places) if not durable.find_damage(place)), None)
     if (folder.path / "model").is_dir() and damage:
         kept = f"{needed.name} stays" if needed else "its checkpoints stay"
-        print_line(f"warning: {folder.run_id}: its model cannot be verified ({damage}): {kept}", stderr=True)
+        warn(f"{folder.run_id}: its model cannot be verified ({damage}): {kept}")
     return [place for place in places if place != needed] if needed else []
 
 
@@ -101,8 +115,8 @@ def _refuse_alive(folders: Sequence[RunFolder]) -> None:
             raise RunBusyError(f"run {name} is {state}: `sparsebp cancel {name}` ends it; nothing was deleted")
 
 
-def _ask(folders: Sequence[RunFolder], size: int) -> None:
-    if not sys.stdin.isatty():
+def _ask(folders: Sequence[RunFolder], size: int, *, can_ask: bool) -> None:
+    if not can_ask or not sys.stdin.isatty():
         raise UsageError("nobody can be asked here: give --yes to delete without a question; nothing was deleted")
     for folder in folders[:MOST_NAMED]:
         print_line(f"{folder.run_id} {folder.brief()[0]} ({folder.state()})")
@@ -134,7 +148,7 @@ def _destroy(place: Path) -> None:
 
     if problem := delete_record(RunFolder(place)):
         name = place.name.removeprefix(DELETED)
-        print_line(f"warning: {name}: its record in MLflow stays: {problem}", stderr=True)
+        warn(f"{name}: its record in MLflow stays: {problem}")
     # Again where another command, which finishes this deletion, has put its lock into the folder meanwhile.
     for _ in range(MOST_ATTEMPTS):
         shutil.rmtree(place.resolve(), ignore_errors=True)  # a run's folder may be a link to another disk
@@ -179,5 +193,5 @@ def _size(path: Path) -> int:
     return sum(found.values())
 
 
-def _runs(folders: Sequence[RunFolder]) -> str:
+def _runs(folders: Sequence[object]) -> str:
     return "run" if len(folders) == 1 else "runs"

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Annotated
 
 import typer
 
-from sparsebp_cli.cli.option import ManyRuns, OneRun
-from sparsebp_cli.cli.screen import print_line
+from sparsebp_cli.cli.answer import tell, warn
+from sparsebp_cli.cli.answer.run_record import Labelled, LabelList
+from sparsebp_cli.cli.option import Format, ManyRuns, OneRun
+from sparsebp_cli.cli.screen import Output, print_line
 from sparsebp_cli.cli.stored_run import find_all, find_one
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.run import RunFolder, home
@@ -20,6 +22,7 @@ def tag(
     runs: ManyRuns,
     name: Annotated[str, typer.Argument(metavar="NAME", help="A letter, then letters, digits, _ . or -.")],
     remove: Annotated[bool, typer.Option("--remove", help="Take the tag away.")] = False,
+    output: Format = Output.TABLE,
 ) -> None:
     """Give runs a tag, by which `@NAME` names them in every command, and `tag=NAME` in --where."""
     check_tag(name)
@@ -28,18 +31,33 @@ def tag(
     folders = find_all(runs)
     for folder in folders:
         _change(folder, lambda old: replace(old, tags=tuple(sorted({*old.tags, name} - ({name} if remove else set())))))
-    count = "1 run" if len(folders) == 1 else f"{len(folders)} runs"
-    print_line(f"{count} without the tag {name}" if remove else f"{count} tagged: @{name}")
+    tell(_describe(folders), output, lambda found: _print_tagged(found, name, is_removed=remove))
+
+
+def _print_tagged(found: LabelList, name: str, *, is_removed: bool) -> None:
+    count = "1 run" if len(found.runs) == 1 else f"{len(found.runs)} runs"
+    print_line(f"{count} without the tag {name}" if is_removed else f"{count} tagged: @{name}")
 
 
 def note(
     run: OneRun,
     text: Annotated[str, typer.Argument(metavar="NOTE", help='One line; "" takes the note away.')],
+    output: Format = Output.TABLE,
 ) -> None:
     """Write a note on a run, in place of the one that it has. `show` and `runs --columns note` show it."""
     line, folder = make_note(text), find_one(run)
     _change(folder, lambda old: replace(old, note=line))
-    print_line(f"{folder.run_id}: {line}" if line else f"{folder.run_id} has no note")
+    tell(_describe([folder]), output, _print_noted)
+
+
+def _print_noted(found: LabelList) -> None:
+    (one,) = found.runs
+    print_line(f"{one.run_id}: {one.note}" if one.note else f"{one.run_id} has no note")
+
+
+def _describe(folders: Sequence[RunFolder]) -> LabelList:
+    labels = [(folder.run_id, Labels.load(folder.path)) for folder in folders]
+    return LabelList(runs=[Labelled(run_id=run_id, tags=list(has.tags), note=has.note) for run_id, has in labels])
 
 
 def _change(folder: RunFolder, change: Callable[[Labels], Labels]) -> None:
@@ -52,4 +70,4 @@ def _change(folder: RunFolder, change: Callable[[Labels], Labels]) -> None:
         from sparsebp_cli.tracking import sync
 
         if problem := sync(folder).problem:
-            print_line(f"warning: {folder.run_id}: MLflow does not have it: {problem}", stderr=True)
+            warn(f"{folder.run_id}: MLflow does not have it: {problem}")

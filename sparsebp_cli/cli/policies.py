@@ -14,9 +14,11 @@ from typing import Annotated, Any
 import typer
 from pydantic import ValidationError
 
+from sparsebp_cli.cli.answer import tell
+from sparsebp_cli.cli.answer.recipe_record import PolicyLine, PolicyList, PolicyOption
 from sparsebp_cli.cli.completion import complete_policy
 from sparsebp_cli.cli.option import Format
-from sparsebp_cli.cli.screen import Output, console, make_table, print_json, print_line
+from sparsebp_cli.cli.screen import Output, console, make_table, print_line
 from sparsebp_cli.errors import UsageError, did_you_mean
 from sparsebp_cli.policy import EdgeRouter, FoundPolicy, GradientSelector, Policy, TokenSelector
 
@@ -81,18 +83,13 @@ def policies(
         described = _filter(described, kind, claim, saves, since)
     elif any(option is not None for option in (kind, claim, saves, since)):
         raise UsageError(f"--kind, --claim, --saves and --since choose from the list: leave them or {name} out")
-    if output is Output.JSON:
-        print_json(described if name is None else described[0])
-    elif name is None:
-        _print_all(described)
-    else:
-        _print_one(described[0])
+    tell(PolicyList(policies=described), output, _print_all if name is None else _print_one)
 
 
 def _filter(
-    described: list[dict[str, Any]], kind: str | None, claim: Claim | None, saves: Gain | None, since: int | None
-) -> list[dict[str, Any]]:
-    kinds = {line["kind"] for line in described}
+    described: list[PolicyLine], kind: str | None, claim: Claim | None, saves: Gain | None, since: int | None
+) -> list[PolicyLine]:
+    kinds = {line.kind for line in described}
     if kind is not None and kind not in kinds:
         raise UsageError(
             f"--kind {kind}: no policy is of that kind; kinds: {', '.join(sorted(kinds))}{did_you_mean(kind, kinds)}"
@@ -100,69 +97,69 @@ def _filter(
     return [
         line
         for line in described
-        if (kind is None or line["kind"] == kind)
-        and (claim is None or (not line["problem"] and line[claim.value] is not False))
-        and (saves is None or saves.value in (line["card"] or {}).get("saves", ()))
-        and (since is None or ((line["card"] or {}).get("year") or 0) >= since)
+        if (kind is None or line.kind == kind)
+        and (claim is None or (not line.problem and getattr(line, claim.value) is not False))
+        and (saves is None or saves.value in (line.card or {}).get("saves", ()))
+        and (since is None or ((line.card or {}).get("year") or 0) >= since)
     ]
 
 
-def _print_all(described: list[dict[str, Any]]) -> None:
+def _print_all(found: PolicyList) -> None:
     from rich.text import Text
 
     table = make_table("name", "kind", "exact", "unbiased", "saves", "year", "source")
-    for line in described:
-        card = line["card"] or {}
+    for line in found.policies:
+        card = line.card or {}
         claims = [word.replace("by options", "varies") for word in _word_claims(line)]
-        source = line["source"].split()[0]  # the version stands in `policies NAME`
+        source = line.source.split()[0]  # the version stands in `policies NAME`
         cells = [
-            line["name"],
-            line["kind"],
+            line.name,
+            line.kind,
             *claims,
             ", ".join(card.get("saves", ())),
             str(card.get("year") or ""),
             source,
         ]
-        if line["problem"]:
+        if line.problem:
             cells[2:4] = ["", ""]
-        table.add_row(*(Text(cell) for cell in cells), style="red" if line["problem"] else None)
+        table.add_row(*(Text(cell) for cell in cells), style="red" if line.problem else None)
     console().print(table)
-    if not described:
+    if not found.policies:
         print_line("no installed policy fits all of these")
-    for line in described:
-        if line["problem"]:
-            print_line(f"{line['name']} of {line['source']} is broken: {line['problem']}")
+    for line in found.policies:
+        if line.problem:
+            print_line(f"{line.name} of {line.source} is broken: {line.problem}")
     print_line("varies: by an option that is no number; one policy's card and options: sparsebp policies NAME")
 
 
-def _print_one(line: dict[str, Any]) -> None:
+def _print_one(found: PolicyList) -> None:
     from rich.text import Text
 
+    (line,) = found.policies
     exact, unbiased = _word_claims(line)
-    print_line(f"{line['name']} ({line['kind']}, {line['source']}): {line['summary']}")
+    print_line(f"{line.name} ({line.kind}, {line.source}): {line.summary}")
     print_line(f"exact: {exact}; unbiased: {unbiased}")
     for key, word in CARD_WORDS.items():
-        if value := (line["card"] or {}).get(key):
+        if value := (line.card or {}).get(key):
             console().print(Text(f"{word}: {', '.join(value) if key == 'saves' else value}"))
     table = make_table("option", "allowed", "default", "meaning")
-    for option in sorted(line["options"], key=lambda option: bool(option["common"])):
-        default = option["default"] if isinstance(option["default"], str) else json.dumps(option["default"])
-        default = "required" if option["required"] else default
-        table.add_row(*(Text(cell) for cell in (option["name"], option["range"], default, option["description"])))
+    for option in sorted(line.options, key=lambda option: option.common):
+        default = option.default if isinstance(option.default, str) else json.dumps(option.default)
+        default = "required" if option.required else default
+        table.add_row(*(Text(cell) for cell in (option.name, option.range, default, option.description)))
     console().print(table)
 
 
-def _word_claims(line: dict[str, Any]) -> list[str]:
-    return ["by options" if line[claim] is None else "yes" if line[claim] else "no" for claim in ("exact", "unbiased")]
+def _word_claims(line: PolicyLine) -> list[str]:
+    return ["by options" if claim is None else "yes" if claim else "no" for claim in (line.exact, line.unbiased)]
 
 
-def describe_policy(found: FoundPolicy) -> dict[str, Any]:
-    """Return a policy's properties for the author of a recipe, as plain values. ``exact`` and ``unbiased`` are None
-    where they depend on options that are no numbers."""
+def describe_policy(found: FoundPolicy) -> PolicyLine:
+    """Return a policy's properties for the author of a recipe. ``exact`` and ``unbiased`` are None where they depend on
+    options that are no numbers."""
     line: dict[str, Any] = {"name": found.name, "kind": found.kind, "source": found.source, "problem": found.problem}
-    line |= {"summary": "", "options": [], "exact": None, "unbiased": None, "card": None}
     if found.policy_class is None:
-        return line
+        return PolicyLine(**line)
     line["card"] = None if found.policy_class.card is None else asdict(found.policy_class.card)
     schema = found.policy_class.model_json_schema()
     required = set(schema.get("required", ()))
@@ -170,22 +167,22 @@ def describe_policy(found: FoundPolicy) -> dict[str, Any]:
     common = {key for kind in kinds for key in kind.model_fields}
     line["summary"] = (found.policy_class.__doc__ or "").strip().partition("\n")[0]
     line["options"] = [
-        {
-            "name": name,
-            "allowed": _describe_range(option) + ("" if name in required else f" = {option.get('default')}"),
-            "range": _describe_range(option),
-            "required": name in required,
-            "common": name in common,  # every policy of the kind has it
-            "default": option.get("default"),
-            "description": option.get("description", ""),
-        }
+        PolicyOption(
+            name=name,
+            allowed=_describe_range(option) + ("" if name in required else f" = {option.get('default')}"),
+            range=_describe_range(option),
+            required=name in required,
+            common=name in common,
+            default=option.get("default"),
+            description=option.get("description", ""),
+        )
         for name, option in schema.get("properties", {}).items()
     ]
     forms = list(_make_forms(found.policy_class, schema.get("properties", {}), required))
     for claim in ("exact", "unbiased"):
         values = {bool(getattr(form, claim)) for form in forms}
         line[claim] = values.pop() if len(values) == 1 else None
-    return line
+    return PolicyLine(**line)
 
 
 def _make_forms(policy_class: type[Policy], options: dict[str, Any], required: set[str]) -> Iterator[Policy]:

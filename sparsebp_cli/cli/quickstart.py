@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sparsebp_cli.cli.option import Changes
+from sparsebp_cli.cli.answer import tell
+from sparsebp_cli.cli.option import Changes, Format
 from sparsebp_cli.cli.run import IDS, execute_plans, make_plans, write_ids
-from sparsebp_cli.cli.screen import console
+from sparsebp_cli.cli.screen import Output, console
 
 if TYPE_CHECKING:
     from sparsebp_cli.compare import Comparison
@@ -21,6 +22,7 @@ RECIPES = ("quickstart-dense", "quickstart")
 def quickstart(
     changes: Changes = None,
     ids: Annotated[Path | None, typer.Option(metavar="FILE", help=IDS)] = None,
+    output: Format = Output.TABLE,
 ) -> None:
     """Train with every gradient computed (dense) and with the same gradient for less work, and compare the two."""
     from sparsebp_cli.compare import Question, compare_runs, load_all
@@ -30,11 +32,14 @@ def quickstart(
     plans = make_plans([find_shipped(name).file for name in RECIPES], changes or [], None)
     if ids is not None:
         write_ids(ids, plans)
-    if code := execute_plans(plans, max_parallel=1, is_brief=True):
-        raise typer.Exit(code)
+    followed = execute_plans(plans, max_parallel=1, is_brief=True)
+    if followed.exit_code:
+        tell(followed.answer(), output, lambda _: None)
+        raise typer.Exit(followed.exit_code)
     run_ids = [plan.run_id for plan in plans]
     runs, _ = load_all(choose(local_candidates(None), run_ids, None, ""))
     console().print(*describe_lesson(compare_runs(runs, Question()), run_ids), sep="\n")
+    tell(followed.answer(), output, lambda _: None)  # `compare -o json` of these runs has what was seen
 
 
 def describe_lesson(comparison: Comparison, ids: Sequence[str]) -> list[str]:

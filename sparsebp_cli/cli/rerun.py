@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sparsebp_cli.cli.follow import follow_all, print_changes
+from sparsebp_cli.cli.answer import tell
+from sparsebp_cli.cli.answer.run_record import Losses, RunOutcomes
+from sparsebp_cli.cli.follow import follow_all, make_outcome, make_outcomes, print_changes
 from sparsebp_cli.cli.interrupt import Interrupts
-from sparsebp_cli.cli.option import Detach, OneRun
-from sparsebp_cli.cli.screen import print_line
+from sparsebp_cli.cli.option import Detach, Format, OneRun
+from sparsebp_cli.cli.run import print_ids
+from sparsebp_cli.cli.screen import Output, print_line
 from sparsebp_cli.cli.stored_run import check_plans, find_one, submit_all
-from sparsebp_cli.errors import RunBusyError, UsageError
+from sparsebp_cli.errors import ChangedError, RunBusyError, UsageError
 from sparsebp_cli.run import History, JournalWriter, RunFolder, create_run
 from sparsebp_cli.run.break_even import FACT
 from sparsebp_cli.run.metric import EVAL_LOSS, TEST_LOSS, TRAIN_LOSS
@@ -35,6 +38,7 @@ def rerun(
         bool, typer.Option("--anyway", help="Also if versions, code or data are not what they were.")
     ] = False,
     detach: Detach = False,
+    output: Format = Output.TABLE,
 ) -> None:
     """Train a run exactly again: same plan, seed, code and data, under a new id that records which run it repeats.
 
@@ -46,19 +50,27 @@ def rerun(
     if changes and not anyway:
         print_changes([list(change) for change in changes])
         fields = ", ".join(change.field for change in changes)
-        raise UsageError(f"run {old.run_id} would not be the same again: {fields}; --anyway trains it all the same")
+        text = f"run {old.run_id} would not be the same again: {fields}; --anyway trains it all the same"
+        raise ChangedError(old.run_id, "", changes, text=text)
     check_plans([plan])
     with Interrupts() as interrupts:
         jobs = submit_all([prepare(plan, seal, anyway=anyway, forms=History.load(old.path).facts.get(FACT))])
         new = jobs[0].run
         if detach:
-            print_line(new.run_id)
+            outcome = make_outcome(new).model_copy(update={"repeats": old.run_id})
+            tell(make_outcomes([outcome]), output, print_ids)
             return
         print_line(f"run {new.run_id} repeats {old.run_id}", stderr=True)
-        code = follow_all(jobs, interrupts)
-    if code == 0:
-        print_line(compare_losses(History.load(old.path), History.load(new.path)))
+        code = follow_all(jobs, interrupts).exit_code
+    losses = compare_losses(History.load(old.path), History.load(new.path)) if code == 0 else None
+    outcome = make_outcome(new, code).model_copy(update={"repeats": old.run_id, "losses": losses})
+    tell(make_outcomes([outcome]), output, _print)
     raise typer.Exit(code)
+
+
+def _print(found: RunOutcomes) -> None:
+    if (losses := found.runs[0].losses) is not None:
+        print_line(losses.text)
 
 
 def read_finished(run: RunFolder) -> tuple[Plan, Seal]:
@@ -105,8 +117,8 @@ def prepare(plan: Plan, seal: Seal, *, anyway: bool, forms: object = None) -> Ru
     return folder
 
 
-def compare_losses(old: History, new: History) -> str:
-    """Say in one line whether two runs have the same losses, and where they first differ."""
+def compare_losses(old: History, new: History) -> Losses:
+    """Say whether two runs have the same losses, and where they first differ."""
     num_values = 0
     for name in LOSSES:
         before, after = old.series(name), new.series(name)
@@ -114,5 +126,6 @@ def compare_losses(old: History, new: History) -> str:
             then, now = before.get(step, math.inf), after.get(step, math.inf)
             num_values += 1
             if then != now and not (math.isnan(then) and math.isnan(now)):
-                return f"not the same bits: {name} at step {step} was {then}, now {now}"
-    return f"the same bits: all {num_values} losses are equal"
+                text = f"not the same bits: {name} at step {step} was {then}, now {now}"
+                return Losses(same=False, text=text)
+    return Losses(same=True, text=f"the same bits: all {num_values} losses are equal")

@@ -12,10 +12,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sparsebp_cli import durable
-from sparsebp_cli.cli.follow import follow_all
+from sparsebp_cli.cli.answer import tell
+from sparsebp_cli.cli.answer.recipe_record import ExportedRuns
+from sparsebp_cli.cli.answer.run_record import PlannedRun, RunOutcomes, RunPlans
+from sparsebp_cli.cli.follow import Followed, follow_all, make_outcome, make_outcomes
 from sparsebp_cli.cli.interrupt import Interrupts
-from sparsebp_cli.cli.option import Changes, Detach, Like, OptionalRecipes, Recipes, Seeds
-from sparsebp_cli.cli.screen import print_line
+from sparsebp_cli.cli.option import Changes, Detach, Format, Like, OptionalRecipes, Recipes, Seeds
+from sparsebp_cli.cli.screen import Output, print_line
 from sparsebp_cli.cli.stored_run import check_plans, find_one, submit_all
 from sparsebp_cli.cli.targets import complete_target
 from sparsebp_cli.cli.validate import load_checked
@@ -56,6 +59,7 @@ def run(  # noqa: PLR0913, PLR0917 - one parameter an option
         float | None,
         typer.Option(min=0.0, metavar="MINUTES", help="With --until-ci: begin no further round after so long."),
     ] = None,
+    output: Format = Output.TABLE,
 ) -> None:
     """Execute recipes: train, measure, track. Several recipes or seeds run one after the other."""
     files = _find_recipes(recipes or [], like)
@@ -66,29 +70,32 @@ def run(  # noqa: PLR0913, PLR0917 - one parameter an option
     if until_ci is not None:
         if dry_run or detach or with_baseline or ids is not None:
             raise UsageError("--until-ci looks at results: not with --dry-run, --detach, --ids or --with-baseline")
-        from sparsebp_cli.cli.until import run_until
+        from sparsebp_cli.cli.until import print_answers, run_until
 
-        execute = partial(execute_plans, max_parallel=max_parallel)
+        def execute(plans: Sequence[Plan]) -> int:
+            return execute_plans(plans, max_parallel).exit_code
+
         plans_of = partial(make_plans, files, changes)
-        raise typer.Exit(run_until(until_ci, seeds, max_minutes, plans_of, execute))
+        answer, code = run_until(until_ci, seeds, max_minutes, plans_of, execute)
+        tell(answer, output, print_answers)
+        raise typer.Exit(code)
     plans = make_plans(files, changes, seeds)
     if with_baseline:
         plans = _add_baselines(plans, files, changes)
     check_plans(plans)
     if dry_run:
-        for plan in plans:
-            _print_plan(plan)
+        tell(RunPlans(plans=[_describe_plan(plan) for plan in plans]), output, _print_plans)
         return
     if ids is not None:
         write_ids(ids, plans)
     with Interrupts() as interrupts:
         jobs = submit_all([_write_plan(plan) for plan in plans], max_parallel)
         if detach:
-            for job in jobs:
-                print_line(job.run.run_id)
+            tell(make_outcomes([make_outcome(job.run) for job in jobs]), output, print_ids)
             return
-        code = follow_all(jobs, interrupts)
-    raise typer.Exit(code)
+        followed = follow_all(jobs, interrupts)
+    tell(followed.answer(), output, lambda _: None)  # each was printed when it was over
+    raise typer.Exit(followed.exit_code)
 
 
 def make_plans(recipes: Sequence[Path], changes: Sequence[str], seeds: str | None) -> list[Plan]:
@@ -114,8 +121,14 @@ def _find_recipes(recipes: Sequence[Path], like: str | None) -> list[Path]:
     return [find_one(like).plan_file] if like is not None else list(recipes)
 
 
-def execute_plans(plans: Sequence[Plan], max_parallel: int, *, is_brief: bool = False) -> int:
-    """Run plans to their end, without summaries if brief; return the exit code."""
+def print_ids(started: RunOutcomes) -> None:
+    """Print the ids of runs, one a line."""
+    for outcome in started.runs:
+        print_line(outcome.run.run_id)
+
+
+def execute_plans(plans: Sequence[Plan], max_parallel: int, *, is_brief: bool = False) -> Followed:
+    """Run plans to their end, without summaries if brief."""
     check_plans(plans)
     with Interrupts() as interrupts:
         jobs = submit_all([_write_plan(plan) for plan in plans], max_parallel)
@@ -136,17 +149,27 @@ def write_ids(file: Path, plans: Sequence[Plan]) -> None:
         raise UsageError(f"--ids: cannot write {file}: {error.strerror}") from None
 
 
-def _print_plan(plan: Plan) -> None:
-    import yaml
+def _describe_plan(plan: Plan) -> PlannedRun:
 
     from sparsebp_cli.target import make_target
 
     folder, target = RunFolder(home() / "runs" / plan.run_id), make_target(plan.recipe.target)
-    content = plan.model_dump(mode="json", exclude={"provenance": {"git_diff"}})
-    lines = [yaml.safe_dump(content, sort_keys=False, allow_unicode=True)]
-    for file, text in target.files(folder).items():
-        lines += [f"# {file}\n", *(f"#     {line}".rstrip() + "\n" for line in text.splitlines())]
-    print_line("".join(lines) + f"# {shlex.join(target.command(folder))}")
+    return PlannedRun(
+        run_id=plan.run_id,
+        plan=plan.model_dump(mode="json", exclude={"provenance": {"git_diff"}}),
+        files={str(file): text for file, text in target.files(folder).items()},
+        command=list(target.command(folder)),
+    )
+
+
+def _print_plans(found: RunPlans) -> None:
+    import yaml
+
+    for planned in found.plans:
+        lines = [yaml.safe_dump(planned.plan, sort_keys=False, allow_unicode=True)]
+        for file, text in planned.files.items():
+            lines += [f"# {file}\n", *(f"#     {line}".rstrip() + "\n" for line in text.splitlines())]
+        print_line("".join(lines) + f"# {shlex.join(planned.command)}")
 
 
 def _add_baselines(plans: Sequence[Plan], recipes: Sequence[Path], changes: Sequence[str]) -> list[Plan]:
@@ -195,6 +218,7 @@ def export(
         ),
     ] = None,
     max_parallel: Annotated[int, typer.Option(min=1, metavar="N", help="Runs at once, in an array of Slurm.")] = 1,
+    output: Format = Output.TABLE,
 ) -> None:
     """Print a recipe as a batch script, a manifest or a task, with the plan in it. Nothing is started or written."""
     from sparsebp_cli.target.export import export_dstack, export_kubernetes, export_sbatch, export_sky
@@ -202,4 +226,5 @@ def export(
     plans = make_plans(recipes, [*([f"target={target}"] if target else []), *(changes or [])], seeds)
     writers = {"k8s": export_kubernetes, "sky": export_sky, "dstack": export_dstack}
     text = export_sbatch(plans, max_parallel) if form is ExportFormat.SBATCH else writers[form.value](plans)
-    print_line(text.rstrip("\n"))
+    found = ExportedRuns(format=form.value, text=text, runs=[plan.run_id for plan in plans])
+    tell(found, output, lambda found: print_line(found.text.rstrip("\n")))

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from sparsebp_cli.cli.answer import tell
+from sparsebp_cli.cli.answer.run_record import RunLine, RunList
 from sparsebp_cli.cli.completion import complete_study
 from sparsebp_cli.cli.option import Format
 from sparsebp_cli.cli.quantity import show_age
-from sparsebp_cli.cli.screen import Output, console, make_table, print_json, print_line
+from sparsebp_cli.cli.screen import Output, console, make_table, print_line
 from sparsebp_cli.errors import RunNotFoundError, UsageError
 from sparsebp_cli.recipe.description import describe_policies
 from sparsebp_cli.run import RunFolder, home, list_runs
@@ -30,20 +32,19 @@ WHERE = "Only runs that meet this: 'policy=topk and eval/loss<3', tag=best, stat
 SORT = "Order by a column: eval/loss; -eval/loss for the highest first. Runs without it come last."
 COLUMNS = "These columns: run,seed,training.learning_rate,eval/loss. Columns, keys of the recipe, metrics, tag.NAME."
 
-Line = Mapping[str, Any]
-# The heading of a column to its value, in a line of describe_run.
-COLUMN: dict[str, Callable[[Line], object]] = {
-    "run": lambda line: line["run_id"],
-    "name": lambda line: line["name"],
-    "policy": lambda line: line["policy"],
-    "seed": lambda line: line["seed"],
-    "state": lambda line: line["state"],
-    "step": lambda line: line["step"],
-    "eval/loss": lambda line: line["eval_loss"],
-    "age": lambda line: time.time() - line["created"],
-    "tags": lambda line: ", ".join(line["tags"]) or None,
-    "note": lambda line: line["note"] or None,
-    "folder": lambda line: line["folder"],
+# The heading of a column to its value.
+COLUMN: dict[str, Callable[[RunLine], object]] = {
+    "run": lambda line: line.run_id,
+    "name": lambda line: line.name,
+    "policy": lambda line: line.policy,
+    "seed": lambda line: line.seed,
+    "state": lambda line: line.state,
+    "step": lambda line: line.step,
+    "eval/loss": lambda line: line.eval_loss,
+    "age": lambda line: time.time() - line.created,
+    "tags": lambda line: ", ".join(line.tags) or None,
+    "note": lambda line: line.note or None,
+    "folder": lambda line: line.folder,
 }
 USUAL = ("run", "name", "policy", "seed", "state", "step", "eval/loss", "age")
 OF_STUDY = ("arm", "combination", "role")
@@ -74,17 +75,18 @@ def runs(
     if sort is not None:
         listing.sort(sort)
     shown = listing.runs[:limit]
-    if output is Output.JSON:
-        more = [name for name in chosen if name not in COLUMN]
-        print_json([{**listing.line(run), **{name: listing.value(run, name) for name in more}} for run in shown])
-        return
-    if not shown:
-        print_line(_describe_nothing(where, study, len(found)))
-        return
-    listing.print(shown, chosen or list(USUAL if study is None else USUAL_OF_STUDY), tags=not chosen)
-    if len(listing.runs) > limit:
-        others = "older runs" if sort is None else "runs"
-        print_line(f"{len(listing.runs) - limit} {others} are not shown; --limit {len(listing.runs)} shows all")
+    answer = RunList(runs=[listing.full_line(run, chosen) for run in shown], not_shown=len(listing.runs) - len(shown))
+
+    def show(answer: RunList) -> None:
+        if not answer.runs:
+            print_line(_describe_nothing(where, study, len(found)))
+            return
+        print_runs(answer.runs, chosen or list(USUAL if study is None else USUAL_OF_STUDY), tags=not chosen)
+        if answer.not_shown:
+            others = "older runs" if sort is None else "runs"
+            print_line(f"{answer.not_shown} {others} are not shown; --limit {len(listing.runs)} shows all")
+
+    tell(answer, output, show)
 
 
 class _Listing:
@@ -93,21 +95,24 @@ class _Listing:
     def __init__(self, runs: Sequence[RunFolder], trials: Mapping[str, Mapping[str, str]]) -> None:
         self.runs = list(runs)
         self._trials = trials
-        self._lines: dict[str, dict[str, Any]] = {}
+        self._lines: dict[str, RunLine] = {}
         self._candidates: dict[str, RunCandidate] = {}
 
-    def line(self, run: RunFolder) -> dict[str, Any]:
+    def line(self, run: RunFolder) -> RunLine:
         """Return a run's plain values."""
         if run.run_id not in self._lines:
-            self._lines[run.run_id] = describe_run(run) | dict(self._trials.get(run.run_id, {}))
+            self._lines[run.run_id] = describe_run(run).model_copy(update=dict(self._trials.get(run.run_id, {})))
         return self._lines[run.run_id]
+
+    def full_line(self, run: RunFolder, columns: Sequence[str]) -> RunLine:
+        """Return a run's plain values, with those of further columns."""
+        more = {name: self.value(run, name) for name in columns if name not in COLUMN and name not in OF_STUDY}
+        return self.line(run).model_copy(update={"columns": more})
 
     def value(self, run: RunFolder, name: str) -> object:
         """Return the value of a column; None if the run has none."""
-        if name in COLUMN:
-            return COLUMN[name](self.line(run))
-        if name in OF_STUDY:
-            return self.line(run).get(name) or None
+        if name in COLUMN or name in OF_STUDY:
+            return find_value(self.line(run), name)
         values = self._describe(run).find(name)
         return None if not values else values[0] if len(values) == 1 else ", ".join(map(str, values))
 
@@ -147,40 +152,6 @@ class _Listing:
         with_value.sort(key=lambda run: _order(found[run.run_id]), reverse=order.startswith("-"))
         self.runs = with_value + without
 
-    def print(self, runs: Sequence[RunFolder], columns: list[str], *, tags: bool) -> None:
-        """Print runs as a table, then the problems of their files; with ``tags``, show the tags if any run has one."""
-        from rich.text import Text
-
-        if tags and any(self.line(run)["tags"] for run in runs):
-            columns = [*columns, "tags"]
-        rows = [[self._show(run, name) for name in columns] for run in runs]
-        numbers = [name for name in columns if name == "age" or any(_is_number(self.value(run, name)) for run in runs)]
-        table = make_table(*columns, numbers=numbers)
-        for column in table.columns:
-            column.no_wrap = column.header in WHOLE
-        for row in rows:
-            table.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in row))
-        console().print(table)
-        for run in runs:
-            if problem := self.line(run)["problem"]:
-                print_line(f"run {run.run_id}: {problem}")
-
-    def _show(self, run: RunFolder, name: str) -> str | Text:
-        from rich.text import Text
-
-        line, value = self.line(run), self.value(run, name)
-        if name == "state":
-            return Text(line["state"], style=STYLES.get(line["state"], ""))
-        if name == "step":
-            return f"{line['step']}/{line['max_steps']}"
-        if name == "age":
-            return show_age(time.time() - line["created"])
-        if value is None:
-            return ""
-        if name == "eval/loss":
-            return f"{line['eval_loss']:.4f}"
-        return f"{value:.5g}" if isinstance(value, float) else str(value)
-
     def _describe(self, run: RunFolder) -> RunCandidate:
         if not self._candidates:
             from sparsebp_cli.compare import local_candidates
@@ -189,8 +160,51 @@ class _Listing:
         return self._candidates[run.run_id]
 
 
-def describe_run(folder: RunFolder) -> dict[str, Any]:
-    """Return a run's line of the table as plain values; the state of a run with a damaged plan is ``damaged``."""
+def find_value(line: RunLine, name: str) -> object:
+    """Return the value of a column; None if the run has none."""
+    if name in COLUMN:
+        return COLUMN[name](line)
+    return (getattr(line, name) or None) if name in OF_STUDY else line.columns.get(name)
+
+
+def print_runs(lines: Sequence[RunLine], columns: list[str], *, tags: bool) -> None:
+    """Print runs as a table, then the problems of their files; with ``tags``, show the tags if any run has one."""
+    from rich.text import Text
+
+    if tags and any(line.tags for line in lines):
+        columns = [*columns, "tags"]
+    rows = [[_show(line, name) for name in columns] for line in lines]
+    numbers = [name for name in columns if name == "age" or any(_is_number(find_value(line, name)) for line in lines)]
+    table = make_table(*columns, numbers=numbers)
+    for column in table.columns:
+        column.no_wrap = column.header in WHOLE
+    for row in rows:
+        table.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in row))
+    console().print(table)
+    for line in lines:
+        if line.problem:
+            print_line(f"run {line.run_id}: {line.problem}")
+
+
+def _show(line: RunLine, name: str) -> str | Text:
+    from rich.text import Text
+
+    value = find_value(line, name)
+    if name == "state":
+        return Text(line.state, style=STYLES.get(line.state, ""))
+    if name == "step":
+        return f"{line.step}/{line.max_steps}"
+    if name == "age":
+        return show_age(time.time() - line.created)
+    if value is None:
+        return ""
+    if name == "eval/loss":
+        return f"{value:.4f}"
+    return f"{value:.5g}" if isinstance(value, float) else str(value)
+
+
+def describe_run(folder: RunFolder) -> RunLine:
+    """Return what a table of runs shows of one; the state of a run with a damaged plan is ``damaged``."""
     labels = Labels.load(folder.path)
     line: dict[str, Any] = {"run_id": folder.run_id, "name": "?", "policy": "?", "state": "damaged"}
     line |= {"step": 0, "max_steps": 0, "seed": None, "eval_loss": None, "created": 0.0, "folder": str(folder.path)}
@@ -198,9 +212,9 @@ def describe_run(folder: RunFolder) -> dict[str, Any]:
     try:
         plan = folder.read_plan()
     except RunNotFoundError as error:
-        return line | {"problem": str(error).removeprefix(f"run {folder.run_id}: ")}
+        return RunLine(**line | {"problem": str(error).removeprefix(f"run {folder.run_id}: ")})
     recipe, found = plan["recipe"], find_outline(folder.path)
-    return line | {
+    line |= {
         "name": recipe["name"],
         "policy": describe_policies(recipe),
         "max_steps": recipe["training"]["max_steps"],
@@ -211,6 +225,7 @@ def describe_run(folder: RunFolder) -> dict[str, Any]:
         "eval_loss": found.eval_loss,
         "problem": describe_unreadable(found.unreadable),
     }
+    return RunLine(**line)
 
 
 def _find_trials(study: str) -> dict[str, dict[str, str]]:

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from sparsebp_cli.run.visible import make_visible
 
@@ -45,9 +45,11 @@ def print_line(text: str, *, stderr: bool = False) -> None:
     print(make_visible(text), file=sys.stderr if stderr else sys.stdout, flush=True)
 
 
-def print_json(content: object) -> None:
-    """Print JSON for another program; unknown values become text, numbers that are not finite null."""
-    print_line(json.dumps(_finite(content), indent=2, default=str, ensure_ascii=False, allow_nan=False))
+def print_json(content: object, stream: TextIO | None = None) -> None:
+    """Print JSON for another program, by default to standard output; unknown values become text, numbers that are not
+    finite null."""
+    text = json.dumps(_finite(content), indent=2, default=str, ensure_ascii=False, allow_nan=False)
+    print(make_visible(text), file=stream or sys.stdout, flush=True)
 
 
 def make_table(*columns: str, numbers: Sequence[str] = (), title: str = "") -> Table:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from sparsebp_cli.cli.answer import FileList, tell
+from sparsebp_cli.cli.answer.result_record import MetricRange, Note, RunFacts
 from sparsebp_cli.cli.census_table import census_table
 from sparsebp_cli.cli.compare import find_one_in
 from sparsebp_cli.cli.option import OneRun
 from sparsebp_cli.cli.proof import proof_table, read_rows
 from sparsebp_cli.cli.quantity import show_count, show_share
-from sparsebp_cli.cli.screen import console, make_table, print_json, print_line
+from sparsebp_cli.cli.screen import console, make_table, print_line
 from sparsebp_cli.cli.stored_run import find_one
 from sparsebp_cli.cli.summary import summarise
 from sparsebp_cli.errors import UsageError
@@ -63,51 +65,54 @@ def show(
 ) -> None:
     """Show one run: recipe, numbers, proof, notes, machine, files."""
     folder = find_one(run) if place is None else find_one_in(place, run)
-    if layers is not None:
-        print_line(str(_draw_layers(folder, layers)))
-    if memory is not None:
-        print_line(str(draw_run_memory(folder, memory)))
-    if layers is not None or memory is not None:
+    drawn = [str(_draw_layers(folder, layers))] if layers is not None else []
+    drawn += [str(draw_run_memory(folder, memory))] if memory is not None else []
+    if drawn:
+        tell(FileList(files=drawn, next=[]), output, lambda found: print_line("\n".join(found.files)))
         return
     plan, history = folder.read_plan(), History.load(folder.path)
     if output is ShowFormat.YAML:
         print_line(_to_yaml(plan["recipe"]))
-    elif output is ShowFormat.JSON:
-        print_json(describe(folder, plan, history))
     else:
-        _print(folder, plan, history)
+        tell(describe(folder, plan, history), output, lambda found: _print(found, folder, history))
 
 
-def describe(folder: RunFolder, plan: dict[str, Any], history: History) -> dict[str, object]:
-    """Return everything about a run as plain data, for ``-o json``."""
+def describe(folder: RunFolder, plan: dict[str, Any], history: History) -> RunFacts:
+    """Return everything about a run as plain data."""
     metrics = {}
     for name in sorted(history.metrics):
         series = history.series(name)
         steps = list(series)
-        metrics[name] = {
-            "points": len(steps),
-            "first_step": steps[0],
-            "first": series[steps[0]],
-            "last_step": steps[-1],
-            "last": series[steps[-1]],
-        }
-    return {
-        "run_id": folder.run_id,
-        "name": plan["recipe"]["name"],
-        "labels": asdict(Labels.load(folder.path)),
-        "state": str(folder.state()),
-        "plan": plan,
-        "facts": history.facts,
-        "environments": history.environments,
-        "metrics": metrics,
-        "layers": history.layers,
-        "memory": history.memory,
-        "samples": history.samples,
-        "proofs": {step: read_rows(proof) for step, proof in history.proofs.items()},
-        "notes": [{"attempt": attempt, "level": level, "text": text} for attempt, level, text in history.notes],
-        "ends": history.ends,
-        "files": {path.name: str(path) for path in sorted(folder.path.iterdir()) if not path.name.endswith(".lock")},
-    }
+        metrics[name] = MetricRange(
+            points=len(steps),
+            first_step=steps[0],
+            first=series[steps[0]],
+            last_step=steps[-1],
+            last=series[steps[-1]],
+        )
+    proofs: Any = {str(step): read_rows(proof) for step, proof in history.proofs.items()}
+    return RunFacts(
+        run_id=folder.run_id,
+        name=plan["recipe"]["name"],
+        labels=asdict(Labels.load(folder.path)),
+        state=str(folder.state()),
+        plan=plan,
+        facts=dict(history.facts),
+        environments=history.environments,
+        metrics=metrics,
+        layers=_by_text(history.layers),
+        memory=_by_text(history.memory),
+        samples=_by_text(history.samples),
+        proofs=proofs,
+        notes=[Note(attempt=attempt, level=level, text=text) for attempt, level, text in history.notes],
+        ends=[dict(end) for end in history.ends],
+        files={path.name: str(path) for path in sorted(folder.path.iterdir()) if not path.name.endswith(".lock")},
+    )
+
+
+def _by_text(values: Mapping[Any, object]) -> dict[str, Any]:
+    """Return a mapping with its keys, such as steps, as text."""
+    return {str(key): value for key, value in values.items()}
 
 
 def _draw_layers(folder: RunFolder, path: Path) -> Path:
@@ -120,23 +125,22 @@ def _draw_layers(folder: RunFolder, path: Path) -> Path:
     return picture(compare_runs([folder]), path, View("layers"))
 
 
-def _print(folder: RunFolder, plan: dict[str, Any], history: History) -> None:
+def _print(found: RunFacts, folder: RunFolder, history: History) -> None:
     console().print(summarise(folder, history))
-    labels = Labels.load(folder.path)
-    if labels.tags:
-        print_line(f"tags: {', '.join(labels.tags)}")
-    if labels.note:
-        print_line(f"note: {labels.note}")
-    for end in history.ends[-1:]:
+    if found.labels["tags"]:
+        print_line(f"tags: {', '.join(found.labels['tags'])}")
+    if found.labels["note"]:
+        print_line(f"note: {found.labels['note']}")
+    for end in found.ends[-1:]:
         if end["text"]:
             print_line(f"{end['status']}: {end['text']}")
-    for _, level, text in history.notes:
-        console().print(text if level == "detail" else f"{level}: {text}")
-    facts: dict[str, Any] = dict(history.facts)
+    for note in found.notes:
+        console().print(note.text if note.level == "detail" else f"{note.level}: {note.text}")
+    facts, plan = dict(found.facts), found.plan
     for table in _tables(history, facts.pop("census", None)):
         console().print()
         console().print(table)
-    sections: dict[str, object] = {"facts": facts, "machine": (history.environments or [{}])[-1]}
+    sections: dict[str, object] = {"facts": facts, "machine": (found.environments or [{}])[-1]}
     provenance = {key: value for key, value in plan["provenance"].items() if value and key != "git_diff"}
     if plan["provenance"].get("git_diff"):
         provenance["git_diff"] = "the text of changes is in plan.json"

@@ -12,9 +12,11 @@ from typing import Annotated
 import typer
 
 from sparsebp_cli import interpreter
+from sparsebp_cli.cli.answer import FileList, tell
+from sparsebp_cli.cli.answer.recipe_record import ShippedLine, ShippedList
 from sparsebp_cli.cli.completion import complete_shipped
 from sparsebp_cli.cli.option import Format
-from sparsebp_cli.cli.screen import Output, console, make_table, print_json, print_line
+from sparsebp_cli.cli.screen import Output, console, make_table, print_line
 from sparsebp_cli.errors import RecipeError, UsageError
 from sparsebp_cli.starter import Task
 
@@ -41,16 +43,26 @@ def recipes(
             raise UsageError("recipes copy needs the name of a recipe; `sparsebp recipes` lists them")
         files = collect_files(find_shipped(name))
         write_files(to, files)
-        for file in files:
-            print_line(str(to / file))
+        tell(FileList(files=[str(to / file) for file in files], next=[]), output, _print_files)
         return
-    found = list_shipped()
-    if output is Output.JSON:
-        print_json([{"name": one.name, "summary": one.summary, "file": str(one.file)} for one in found])
-        return
+    lines = [
+        ShippedLine(name=one.name, short_name=one.short_name, summary=one.summary, file=str(one.file))
+        for one in list_shipped()
+    ]
+    tell(ShippedList(recipes=lines), output, _print_recipes)
+
+
+def _print_files(found: FileList) -> None:
+    for file in found.files:
+        print_line(file)
+    for number, command in enumerate(found.next):
+        print_line(f"{'      ' if number else 'next: '}{command}")
+
+
+def _print_recipes(found: ShippedList) -> None:
     table = make_table("name", "what it shows")
     table.columns[0].no_wrap = True  # names to copy
-    for one in found:
+    for one in found.recipes:
         table.add_row(one.short_name, one.summary)
     console().print(table)
     print_line("run one: sparsebp run NAME; copy one: sparsebp recipes copy NAME [TO]")
@@ -68,13 +80,14 @@ def init(
         str | None,
         typer.Option(metavar="NAME", help="The same for the data.", show_default="of the package, for the task"),
     ] = None,
+    output: Format = Output.TABLE,
 ) -> None:
     """Write a starter folder: two recipes, targets, a policy of your own with its test, a README."""
     from sparsebp_cli.starter import check_new, default_data, make_starter, write_files
 
     check_new(folder)
     if task is None:
-        if not sys.stdin.isatty():
+        if output is Output.JSON or not sys.stdin.isatty():
             raise UsageError(f"init needs --task where no terminal can be asked; allowed: {', '.join(Task)}")
         task = Task(typer.prompt(f"Task ({', '.join(Task)})", default=Task.COMPLETION, type=Task))
         model = model or typer.prompt("Model (installed name, hub id or path)", default="austen-llama")
@@ -83,9 +96,8 @@ def init(
     files = make_starter(folder, task, _absolute(model or "austen-llama"), None if data is None else _absolute(data))
     _check_recipes(files)
     write_files(folder, files)
-    for file in files:
-        print_line(str(folder / file))
-    print_line(f"next: cd {folder}; README.md has the commands")
+    command = f"cd {shlex.quote(str(folder))}; README.md has the commands"
+    tell(FileList(files=[str(folder / file) for file in files], next=[command]), output, _print_files)
 
 
 def _absolute(name: str) -> str:
@@ -128,6 +140,7 @@ def new(
     folder: Annotated[
         Path | None, typer.Argument(metavar="DIR", help="A new or empty folder.", show_default="sparsebp-NAME")
     ] = None,
+    output: Format = Output.TABLE,
 ) -> None:
     """Write a package for a policy of your own: module, entry point, test of the whole contract, README."""
     from sparsebp_cli.policy.discovery import find_policies
@@ -139,8 +152,7 @@ def new(
     folder = folder or Path(f"sparsebp-{name}")
     check_new(folder)
     write_files(folder, files)
-    for file in files:
-        print_line(str(folder / file))
     python, package = shlex.quote(interpreter.PYTHON), shlex.quote(str(folder))
-    print_line(f"next: {python} -m pip install --editable {shlex.quote(f'{folder}[test]')}")
-    print_line(f"      {python} -m pytest {package}")
+    install = f"{python} -m pip install --editable {shlex.quote(f'{folder}[test]')}"
+    written = FileList(files=[str(folder / file) for file in files], next=[install, f"{python} -m pytest {package}"])
+    tell(written, output, _print_files)

@@ -10,13 +10,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from sparsebp_cli.cli.answer import tell
 from sparsebp_cli.cli.completion import complete_recipe
+from sparsebp_cli.cli.exit_code import CHECK_FAILED, NOT_FINISHED
 from sparsebp_cli.cli.interrupt import Interrupts
-from sparsebp_cli.cli.screen import console, print_line
+from sparsebp_cli.cli.option import Format
+from sparsebp_cli.cli.screen import Output, console, print_line
 from sparsebp_cli.cli.study_page import make_page, make_plan_table
 from sparsebp_cli.errors import DivergedError, RunFailedError, UsageError
 
 if TYPE_CHECKING:
+    from sparsebp_cli.cli.answer.study_record import RebuiltStudy, StudyState
     from sparsebp_cli.study.course import Course
     from sparsebp_cli.study.driver import Driver, Status, TrialRun
     from sparsebp_cli.study.loader import LoadedStudy
@@ -26,7 +30,6 @@ if TYPE_CHECKING:
     from sparsebp_cli.study.trial import StudyTrial, TrialMaker
 
 POLL_SECONDS = 0.2
-NOT_FINISHED = 101
 FROM = "Train nothing: rebuild the choices from an archive of the study."
 STOPPING = "stopping: what runs ends with a checkpoint, and the same command goes on; Ctrl-C again ends it at once"
 KILLING = "ending it at once"
@@ -37,6 +40,7 @@ def study(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be trained; start nothing.")] = False,
     again: Annotated[bool, typer.Option("--again", help="Train everything again, finished trials too.")] = False,
     archive: Annotated[Path | None, typer.Option("--from", metavar="ARCHIVE", help=FROM)] = None,
+    output: Format = Output.TABLE,
 ) -> None:
     """Tune several methods, train them with fresh seeds at the same cost, and add controls. Nothing is trained twice.
 
@@ -46,18 +50,20 @@ def study(
     if archive is not None:
         if dry_run or again:
             raise UsageError("--from trains nothing: leave out --dry-run and --again")
-        raise typer.Exit(_rebuild(file, archive))
+        raise typer.Exit(_rebuild(file, archive, output))
     session = _open(file, again=again, asks=not dry_run)
     if dry_run:
-        console().print(make_plan_table(session.loaded, session.summarise(), session.places))
+        state = session.describe(f"sparsebp study {shlex.quote(str(file))}")
+        tell(state, output, lambda found: console().print(make_plan_table(session.loaded, found.arms, session.places)))
         return
     with Interrupts() as interrupts:
         session.run(interrupts)
-    raise typer.Exit(_report(session, interrupts))
+    raise typer.Exit(_report(session, interrupts, output))
 
 
-def _rebuild(file: Path, archive: Path) -> int:
-    """Print what a study's archived trials choose, and return the exit code."""
+def _rebuild(file: Path, archive: Path, output: Output) -> int:
+    """Answer with what a study's archived trials choose, and return the exit code."""
+    from sparsebp_cli.cli.answer.study_record import RebuiltStudy
     from sparsebp_cli.compare.archive import open_archive
     from sparsebp_cli.study.loader import load_study
     from sparsebp_cli.study.rebuild import rebuild
@@ -66,14 +72,27 @@ def _rebuild(file: Path, archive: Path) -> int:
     if not archive.is_file():
         raise UsageError(f"--from must be an archive of `sparsebp archive @{loaded.study.study}`, got {str(archive)!r}")
     rebuilt = rebuild(loaded, open_archive(archive))
-    print_line(f"{loaded.study.study}: choices rebuilt from {rebuilt.num_trials} trials of {archive}")
-    for arm in rebuilt.arms:
+    found = RebuiltStudy(
+        study=loaded.study.study,
+        archive=str(archive),
+        num_trials=rebuilt.num_trials,
+        is_as_chosen=rebuilt.is_as_chosen,
+        arms=list(rebuilt.arms),
+        notes=list(rebuilt.edges),
+        faults=list(rebuilt.faults),
+    )
+    tell(found, output, _print_rebuilt)
+    return 0 if found.is_as_chosen else CHECK_FAILED
+
+
+def _print_rebuilt(found: RebuiltStudy) -> None:
+    print_line(f"{found.study}: choices rebuilt from {found.num_trials} trials of {found.archive}")
+    for arm in found.arms:
         print_line(arm.describe())
-    for line in rebuilt.edges:
+    for line in found.notes:
         print_line(f"note: {line}")
-    for fault in rebuilt.faults:
+    for fault in found.faults:
         print_line(f"fault: {fault}")
-    return 0 if rebuilt.is_as_chosen else 1
 
 
 def _open(file: Path, *, again: bool, asks: bool) -> StudySession:
@@ -175,6 +194,35 @@ class StudySession:
                 return stage
         return ()
 
+    def describe(self, *following: str) -> StudyState:
+        """Return where the study stands, with the commands that go on from there."""
+        from sparsebp_cli.cli.answer.run_record import TrialLine
+        from sparsebp_cli.cli.answer.study_record import StudyState
+
+        arms = self.summarise()
+        trials = [
+            TrialLine(
+                run_id=entry.run.run_id,
+                role=entry.trial.role,
+                arm=entry.trial.arm,
+                combination=entry.trial.combination,
+                seed=entry.trial.seed,
+                status=str(entry.status),
+                problem=entry.problem,
+            )
+            for entry in self.entries()
+        ]
+        return StudyState(
+            study=self.loaded.study.study,
+            file=str(self.loaded.file),
+            num_trials=sum(arm.num_trials for arm in arms),
+            num_done=sum(arm.num_done for arm in arms),
+            arms=arms,
+            trials=trials,
+            notes=list(self.edges),
+            next=list(following),
+        )
+
     def entries(self) -> list[TrialRun]:
         """Return the entries of all known trials, in their order."""
         return [self.driver.runs[trial.run_id] for trial in self.trials]
@@ -192,8 +240,8 @@ class StudySession:
         StudyRecord(name, file, self.maker.generation, tuple(listed)).save()
 
 
-def _report(session: StudySession, interrupts: Interrupts) -> int:
-    """Print what did not finish and the next command, and return the exit code."""
+def _report(session: StudySession, interrupts: Interrupts, output: Output) -> int:
+    """Print what did not finish and the next command, answer, and return the exit code."""
     from sparsebp_cli.study.driver import Status
 
     tuning = {trial.run_id for trial in session.course.tuning} - {trial.run_id for trial in session.course.report}
@@ -214,14 +262,16 @@ def _report(session: StudySession, interrupts: Interrupts) -> int:
     for line in session.edges:
         print_line(f"note: {line}")
     print_line(f"{name}: {done} of {len(session.entries()) + unknown} trials have finished")
+    again, compare = f"sparsebp study {file}", f"sparsebp compare --study {name}"
+    command = again if interrupts.received or left or unknown else compare
+    is_retry = command is again and not interrupts.received
+    print_line(f"next: `{again}` tries again what failed, and goes on" if is_retry else f"next: {command}")
+    tell(session.describe(command), output, lambda _: None)
     if interrupts.received:
-        print_line(f"next: sparsebp study {file}")
         return interrupts.exit_code
     if left or unknown:
-        print_line(f"next: `sparsebp study {file}` tries again what failed, and goes on")
         statuses = {entry.status for entry in left}
         if statuses == {Status.DIVERGED}:
             return DivergedError.exit_code
         return RunFailedError.exit_code if Status.FAILED in statuses or not left else NOT_FINISHED
-    print_line(f"next: sparsebp compare --study {name}")
     return 0

@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from sparsebp_cli.cli.answer import tell
+from sparsebp_cli.cli.answer.run_record import LiveLine, LiveRuns
 from sparsebp_cli.cli.interrupt import Interrupts
+from sparsebp_cli.cli.option import Format
 from sparsebp_cli.cli.progress import Progress
 from sparsebp_cli.cli.quantity import show_clock
-from sparsebp_cli.cli.screen import console, make_table, print_line
+from sparsebp_cli.cli.screen import Output, console, make_table, print_line
 from sparsebp_cli.errors import SparseBPError
 from sparsebp_cli.run import RunFolder, list_runs, read
 from sparsebp_cli.run.metric import TRAIN_LOSS
@@ -53,19 +56,30 @@ class LiveRun:
             if record["kind"] == "metrics" and TRAIN_LOSS.name in record["values"]:
                 self.losses.append(record["values"][TRAIN_LOSS.name])
 
+    def line(self) -> LiveLine:
+        """Return what the page shows of the run."""
+        return LiveLine(
+            run_id=self.run.run_id,
+            name=self.progress.name,
+            place=self.place,
+            state=str(self.run.state()),
+            step=self.progress.step,
+            max_steps=self.progress.max_steps,
+            train_loss=self.progress.latest.get(TRAIN_LOSS.name),
+            seconds_left=self.progress.seconds_left(),
+        )
+
 
 def top(
     once: Annotated[bool, typer.Option("--once", help="Print the page once and end, as in a pipe.")] = False,
+    output: Format = Output.TABLE,
 ) -> None:
     """Show what is running, live: targets, steps, losses, time left. Ctrl-C ends the page, not the runs."""
     screen = console()
     known: dict[str, LiveRun] = {}
-    if once or not screen.is_terminal:
+    if once or output is Output.JSON or not screen.is_terminal:
         found = find_live(known)
-        if found:
-            screen.print(make_page(found))
-        else:
-            print_line("nothing is running; `sparsebp runs` lists what is over")
+        tell(LiveRuns(runs=[live.line() for live in found]), output, lambda _: _print(found))
         return
     from rich.live import Live
 
@@ -73,6 +87,13 @@ def top(
         while not interrupts.received:
             live.update(make_page(find_live(known)), refresh=True)
             interrupts.wait(POLL_SECONDS)
+
+
+def _print(found: Sequence[LiveRun]) -> None:
+    if found:
+        console().print(make_page(found))
+    else:
+        print_line("nothing is running; `sparsebp runs` lists what is over")
 
 
 def find_live(known: dict[str, LiveRun]) -> list[LiveRun]:
@@ -103,17 +124,16 @@ def make_page(found: Sequence[LiveRun]) -> Table:
         "run", "name", "where", "state", *numbers[:2], "course", numbers[2], numbers=numbers, title=title
     )
     for live in found:
-        progress, left = live.progress, live.progress.seconds_left()
-        loss = progress.latest.get(TRAIN_LOSS.name)
+        line = live.line()
         table.add_row(
-            live.run.run_id,
-            Text(progress.name),
-            Text(live.place),
-            str(live.run.state()),
-            f"{progress.step}/{progress.max_steps}",
-            "" if loss is None else f"{loss:.4f}",
+            line.run_id,
+            Text(line.name),
+            Text(line.place),
+            line.state,
+            f"{line.step}/{line.max_steps}",
+            "" if line.train_loss is None else f"{line.train_loss:.4f}",
             draw_spark(list(live.losses)),
-            "" if left is None else show_clock(left),
+            "" if line.seconds_left is None else show_clock(line.seconds_left),
         )
     return table
 

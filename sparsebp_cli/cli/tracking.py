@@ -13,14 +13,17 @@ from typing import Annotated
 import typer
 
 from sparsebp_cli import interpreter
+from sparsebp_cli.cli.answer import tell, warn
+from sparsebp_cli.cli.answer.result_record import SentRun, SentRuns, StorePage
 from sparsebp_cli.cli.completion import complete_run
-from sparsebp_cli.cli.option import RUN_HELP
-from sparsebp_cli.cli.screen import print_line
+from sparsebp_cli.cli.option import RUN_HELP, Format
+from sparsebp_cli.cli.screen import Output, print_line
 from sparsebp_cli.cli.stored_run import find_all
 from sparsebp_cli.errors import TrackingError, UsageError
 from sparsebp_cli.run import home, list_runs
 
 POLL_SECONDS = 0.1
+STANDARD_ERROR = 2  # its descriptor
 DESKTOP = ("DISPLAY", "WAYLAND_DISPLAY")
 
 
@@ -32,6 +35,7 @@ def ui(
         bool | None,
         typer.Option("--browser/--no-browser", help="Open a browser, too.", show_default="where there is a desktop"),
     ] = None,
+    output: Format = Output.TABLE,
 ) -> None:
     """Open MLflow's list of the newest runs, on this machine only."""
     from sparsebp_cli.tracking import resolve_uri, ui_command, ui_environment
@@ -42,13 +46,16 @@ def ui(
     page = runs_page(f"http://127.0.0.1:{chosen}", store)
     # Not in the user's working folder, from which the server could import modules.
     folder = home() if home().is_dir() else "/"
-    process = subprocess.Popen(command, cwd=folder, env=interpreter.environment(ui_environment()))
+    # What the server prints is no part of the answer.
+    out = STANDARD_ERROR if output is Output.JSON else None
+    process = subprocess.Popen(command, cwd=folder, env=interpreter.environment(ui_environment()), stdout=out)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the server ends with this process
     try:
         while process.poll() is None and not is_listening(process.pid, chosen):
             time.sleep(POLL_SECONDS)
         if process.poll() is None:  # the listener is this server, not one of another process
-            print_line(f"{page} (Ctrl-C ends it)")
+            told = StorePage(url=page, process=process.pid)
+            tell(told, output, lambda found: print_line(f"{found.url} (Ctrl-C ends it)"))
             if browse or (browse is None and sys.stdout.isatty() and any(name in os.environ for name in DESKTOP)):
                 webbrowser.open(page)
         code = process.wait()
@@ -73,6 +80,7 @@ def sync(
             metavar="URI", help="Another server or database than that of each run's recipe or this environment."
         ),
     ] = None,
+    output: Format = Output.TABLE,
 ) -> None:
     """Send unsent records of runs to MLflow; safe to repeat."""
     if bool(runs) == everything:
@@ -82,14 +90,29 @@ def sync(
 
     if uri is not None and (problem := find_problem(uri)):
         raise UsageError(f"--uri {problem}")
-    problems = 0
+    sent = []
     for folder in list_runs()[::-1] if everything else find_all(runs or []):
         result = send(folder, uri)
-        if result.complete:
-            print_line(f"{folder.run_id} {folder.brief()[0]}: {result.points_sent} points sent to {result.uri}")
-        else:
-            problems += 1
-            where = f"; {result.elsewhere(folder.run_id)}" if result.is_refused else ""
-            print_line(f"warning: {folder.run_id}: {result.problem}{where}", stderr=True)
-    if problems:
+        sent.append(
+            SentRun(
+                run_id=folder.run_id,
+                name=folder.brief()[0],
+                points_sent=result.points_sent,
+                is_complete=result.complete,
+                problem=result.problem,
+                uri=result.uri,
+                mlflow_run_id=result.mlflow_run_id,
+                next=result.elsewhere(folder.run_id) if result.is_refused else "",
+            )
+        )
+        _print_sent(sent[-1])
+    tell(SentRuns(runs=sent), output, lambda _: None)  # each was printed when it was sent
+    if not all(one.is_complete for one in sent):
         raise typer.Exit(TrackingError.exit_code)
+
+
+def _print_sent(run: SentRun) -> None:
+    if run.is_complete:
+        print_line(f"{run.run_id} {run.name}: {run.points_sent} points sent to {run.uri}")
+    else:
+        warn(f"{run.run_id}: {run.problem}{run.next and f'; {run.next}'}")

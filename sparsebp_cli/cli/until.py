@@ -6,8 +6,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from sparsebp_cli.cli.answer import warn
+from sparsebp_cli.cli.answer.run_record import MarginAnswer, MarginAnswers
 from sparsebp_cli.cli.screen import print_line
 from sparsebp_cli.errors import UsageError
+from sparsebp_cli.notify import tell
 from sparsebp_cli.run import RunFolder, State, list_runs
 
 if TYPE_CHECKING:
@@ -23,12 +26,13 @@ Execute = Callable[[Sequence["Plan"]], int]
 
 def run_until(
     condition: str, seeds: str | None, max_minutes: float | None, make_plans: MakePlans, execute: Execute
-) -> int:
+) -> tuple[MarginAnswers, int]:
     """Run recipes with more and more seeds until ``METRIC=MARGIN`` is decided.
 
     ``seeds`` may be used, None: ten. No further round starts after ``max_minutes``. ``make_plans`` makes the plans of
-    all recipes from a list of seeds; ``execute`` runs plans to their end and returns the exit code. Returns 0 when
-    every group is decided or nothing is left to spend, else the exit code of the run that did not finish. Raises
+    all recipes from a list of seeds; ``execute`` runs plans to their end and returns the exit code. Returns the
+    answers, and 0 when every group is decided or nothing is left to spend, else the exit code of the run that did not
+    finish. Raises
     ``UsageError`` for too few seeds, no recipe besides the baseline, or a metric without a better direction.
     """
     from sparsebp_cli.compare import parse_margin
@@ -49,26 +53,34 @@ def run_until(
     trial = Trial(groups, len(pool), margin, worse_is_up=way == "lower")
     made: tuple[int, ...] = ()
     chosen: list[RunFolder] = []
+    names = {plan.group: plan.recipe.name for plan in first}
+    stopped, code = "seeds", 0
     for count in trial.looks:
         plans = [plan for seed in pool[:count] for plan in make_plans(str(seed))]
         wanted = [plan for plan in plans if plan.group in {baseline, *trial.open}]
         there = _finished()
         missing = [plan for plan in wanted if (plan.group, plan.recipe.training.seed) not in there]
         if missing and (code := execute(missing)):
-            return code
+            stopped = "failed"
+            break
         runs = _finished()
         chosen = [runs[key] for plan in plans if (key := (plan.group, plan.recipe.training.seed)) in runs]
         made = (*made, count)
         looks = Looks(metric, margin, baseline, tuple(groups), tuple(pool), made)
         trial.answers = _compare_at(looks, chosen)
         if not trial.open:
+            stopped = "decided"
             break
         if max_minutes is not None and time.monotonic() - began > 60.0 * max_minutes:
             print_line(f"--max-minutes {max_minutes:g} are over; {len(trial.open)} not decided", stderr=True)
+            stopped = "minutes"
             break
-    _send_looks(chosen)
-    _print_answers(trial, {plan.group: plan.recipe.name for plan in first}, metric)
-    return 0
+    if not code:
+        _send_looks(chosen)
+    answer = _make_answers(trial, names, metric, stopped, [run.run_id for run in chosen])
+    if trial.open and not code:
+        tell("budget-spent", answer.model_dump(mode="json"))
+    return answer, code
 
 
 def _find_way(metric: str, plans: Sequence[Plan]) -> str:
@@ -128,17 +140,42 @@ def _send_looks(runs: Sequence[RunFolder]) -> None:
 
     for run in runs:
         if (run.path / FILE).exists() and (advice := sync(run).advice(run.run_id)):
-            print_line(f"warning: {run.run_id}: {advice}", stderr=True)
+            warn(f"{run.run_id}: {advice}")
 
 
-def _print_answers(trial: Trial, names: dict[str, str], metric: str) -> None:
-    for group, found in trial.answers.items():
-        answer = "inconclusive" if found is None else found.answer
-        more = f"; about {found.more_seeds} seeds more would decide" if found and found.more_seeds else ""
-        print_line(f"{names[group]}: {metric} not worse by more than {trial.margin:g}: {answer}{more}")
-    shown = ", ".join(map(str, trial.looks))
-    print_line(
-        f"looks after {shown} seeds, each at a level of {trial.level:.2g}: any wrong answer has a chance of 5% at most"
-    )
+def _make_answers(trial: Trial, names: dict[str, str], metric: str, stopped: str, runs: Sequence[str]) -> MarginAnswers:
+    answers = [
+        MarginAnswer(
+            name=names[group],
+            group=group,
+            answer="inconclusive" if found is None else found.answer,
+            more_seeds=None if found is None else found.more_seeds,
+        )
+        for group, found in trial.answers.items()
+    ]
     names_in_order = " ".join(dict.fromkeys(names.values()))
-    print_line(f"next: sparsebp compare {names_in_order} --margin {metric}={trial.margin:g}")
+    return MarginAnswers(
+        metric=metric,
+        margin=trial.margin,
+        looks=list(trial.looks),
+        level=trial.level,
+        stopped=stopped,
+        answers=answers,
+        runs=list(runs),
+        next=[f"sparsebp compare {names_in_order} --margin {metric}={trial.margin:g}"],
+    )
+
+
+def print_answers(found: MarginAnswers) -> None:
+    """Print the answer of each recipe, and what they rest on; nothing if a run did not finish, which has its line."""
+    if found.stopped == "failed":
+        return
+    for one in found.answers:
+        more = f"; about {one.more_seeds} seeds more would decide" if one.more_seeds else ""
+        print_line(f"{one.name}: {found.metric} not worse by more than {found.margin:g}: {one.answer}{more}")
+    shown = ", ".join(map(str, found.looks))
+    print_line(
+        f"looks after {shown} seeds, each at a level of {found.level:.2g}: any wrong answer has a chance of 5% at most"
+    )
+    for command in found.next:
+        print_line(f"next: {command}")

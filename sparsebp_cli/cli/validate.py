@@ -1,4 +1,4 @@
-"""``sparsebp validate`` and ``sparsebp schema``: check recipes and the files that they name; nothing is started."""
+"""``sparsebp validate``: check recipes and the files that they name; nothing is started."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sparsebp_cli.cli.option import Changes, Recipes, Seeds
-from sparsebp_cli.cli.screen import Output, console, print_json, print_line
+from sparsebp_cli.cli.answer import Problem, tell
+from sparsebp_cli.cli.answer.recipe_record import CheckedRecipe, CheckedRecipes
+from sparsebp_cli.cli.option import Changes, Format, Recipes, Seeds
+from sparsebp_cli.cli.screen import Output, console, print_line
 from sparsebp_cli.cli.worker_answer import ask_worker
 from sparsebp_cli.errors import SparseBPError, UsageError
 from sparsebp_cli.recipe.description import describe_policies
@@ -58,10 +60,6 @@ Rate = Annotated[
         rich_help_panel=FORECAST,
     ),
 ]
-Format = Annotated[
-    Output,
-    typer.Option("-o", "--output", help="With --memory: a table, or JSON for programs.", rich_help_panel=FORECAST),
-]
 
 
 def validate(
@@ -81,30 +79,46 @@ def validate(
     if memory:
         show_memory(recipes, changes or [], gpu, rate, output)
         return
-    given = {"--gpu": gpu, "--rate": rate, "--output json": None if output is Output.TABLE else output}
+    given = {"--gpu": gpu, "--rate": rate}
     for option, value in given.items():
         if value is not None:
             raise UsageError(f"{option} needs --memory")
-    num_runs, wrong = len(parse_seeds(seeds)) if seeds is not None else 1, 0
+    num_runs, checked = len(parse_seeds(seeds)) if seeds is not None else 1, []
     for file in recipes:
         try:
             recipe, origin, unknown = load_checked(file, changes or [])
-            lines = [*warn_of_data(recipe, origin, unknown), *(preview(make_plan(recipe, file)) if probe else [])]
+            notes = [*warn_of_data(recipe, origin, unknown), *(preview(make_plan(recipe, file)) if probe else [])]
         except SparseBPError as error:
             print_line(f"error: {error}", stderr=True)
-            wrong += 1
+            checked.append(CheckedRecipe(file=str(file), is_right=False, error=Problem.of(error)))
             continue
-        config = recipe.model.config or {}
-        model = recipe.model.name or f"random {config.get('model_type')}"
-        policy = describe_policies(recipe.model_dump(mode="json"))
-        steps = f"{recipe.training.max_steps} steps, {num_runs} run{'s' * (num_runs > 1)}"
-        print_line(f"ok {file}: {recipe.name}: model {model}, data {recipe.dataset.name}, policy {policy}, {steps}")
-        for text in unknown:
-            print_line(f"   not known from here: {text}")
-        for line in lines:
-            print_line(f"   {line}")
-    if wrong:
+        one = CheckedRecipe(
+            file=str(file),
+            is_right=True,
+            name=recipe.name,
+            model=recipe.model.name or f"random {(recipe.model.config or {}).get('model_type')}",
+            dataset=recipe.dataset.name,
+            policy=describe_policies(recipe.model_dump(mode="json")),
+            max_steps=recipe.training.max_steps,
+            num_runs=num_runs,
+            unknown=unknown,
+            notes=notes,
+        )
+        checked.append(one)
+        _print_checked(one)
+    tell(CheckedRecipes(recipes=checked), output, lambda _: None)  # each was printed when it was checked
+    if not all(one.is_right for one in checked):
         raise typer.Exit(UsageError.exit_code)
+
+
+def _print_checked(found: CheckedRecipe) -> None:
+    steps = f"{found.max_steps} steps, {found.num_runs} run{'s' * ((found.num_runs or 1) > 1)}"
+    what = f"model {found.model}, data {found.dataset}, policy {found.policy}, {steps}"
+    print_line(f"ok {found.file}: {found.name}: {what}")
+    for text in found.unknown:
+        print_line(f"   not known from here: {text}")
+    for line in found.notes:
+        print_line(f"   {line}")
 
 
 def show_memory(
@@ -112,27 +126,26 @@ def show_memory(
 ) -> None:
     """Print what a step of each recipe would need; exit code 2 when one is wrong. Weights and data need not be here."""
     from sparsebp_cli.cli import forecast
+    from sparsebp_cli.cli.answer.forecast_record import ForecastAnswer, ForecastProblem
     from sparsebp_cli.plan import make_plan
     from sparsebp_cli.plan.accelerator import find_accelerator
     from sparsebp_cli.recipe import load_placed
 
     if gpu is not None:
         find_accelerator(gpu)  # before any recipe is read: the error is not about one
-    contents, wrong = list[object](), 0
+    facts, problems = [], []
     for file in recipes:
         try:
             found = forecast.forecast_plan(make_plan(load_placed(file, changes).recipe, file), gpu, rate)
         except SparseBPError as error:
             print_line(f"error: {error}", stderr=True)
-            wrong += 1
+            problems.append(ForecastProblem(file=str(file), error=Problem.of(error)))
             continue
-        contents.append(forecast.to_json(found, file))
-        if form is Output.TABLE:
-            for part in forecast.tables(found):
-                console().print(part, soft_wrap=isinstance(part, str))
-    if form is Output.JSON:
-        print_json(contents)
-    if wrong:
+        facts.append(forecast.make_facts(found, file))
+        for part in forecast.tables(found):
+            console().print(part, soft_wrap=isinstance(part, str))
+    tell(ForecastAnswer(recipes=facts, problems=problems), form, lambda _: None)  # each was printed when it was made
+    if problems:
         raise typer.Exit(UsageError.exit_code)
 
 
@@ -194,17 +207,3 @@ def check_sources(placed: PlacedRecipe, folders: Sequence[Path]) -> list[str]:
             raise error
         unknown.append(f"{error.key}: {found.text}")
     return unknown
-
-
-def schema(
-    study: Annotated[bool, typer.Option("--study", help="That of the files of `sparsebp study`.")] = False,
-) -> None:
-    """Print the JSON schema of recipes, with the options of every installed policy, or of studies."""
-    if study:
-        from sparsebp_cli.study.schema import study_schema
-
-        print_json(study_schema())
-        return
-    from sparsebp_cli.recipe import recipe_schema
-
-    print_json(recipe_schema())

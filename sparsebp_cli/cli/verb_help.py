@@ -6,6 +6,8 @@ from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
 
+from sparsebp_cli.errors import UsageError, did_you_mean
+
 
 def name_values(parameters: list[Any]) -> list[Any]:
     """Make the column of types say nothing of flags, and of arguments that have a word of their own."""
@@ -34,3 +36,10 @@ class Verbs(TyperGroup):
     def get_params(self, ctx: Any) -> list[Any]:
         """Return the parameters, ``--help`` among them."""
         return name_values(super().get_params(ctx))
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the verb that the first word names; raise UsageError with the nearest for an unknown one."""
+        known = self.list_commands(ctx)
+        if args and args[0] not in known and not args[0].startswith("-") and not ctx.resilient_parsing:
+            raise UsageError(f"No such verb: {args[0]}; `sparsebp --help` lists them{did_you_mean(args[0], known)}")
+        return super().resolve_command(ctx, args)

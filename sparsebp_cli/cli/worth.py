@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from sparsebp_cli.cli.answer import tell
+from sparsebp_cli.cli.answer.recipe_record import Interval, PolicyWorth, WorthAnswer
 from sparsebp_cli.cli.option import Changes
 from sparsebp_cli.cli.quantity import show_count
-from sparsebp_cli.cli.screen import Output, console, make_table, print_json
+from sparsebp_cli.cli.screen import Output, console, make_table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -50,55 +52,53 @@ def worth(
     with tempfile.TemporaryDirectory(prefix="sparsebp-") as folder:
         plan_file = make_plan(checked, origin).save(Path(folder))
         found = measure_apart("worth", json.dumps({"plan": str(plan_file), "all": every}))
-    if output is Output.JSON:
-        print_json(found)
-        return
-    print_worth(found)
+    found.pop("format")  # of the worker's answer; the document has a version of its own
+    tell(WorthAnswer(**found), output, print_worth)
 
 
-def print_worth(found: Mapping[str, Any]) -> None:
+def print_worth(found: WorthAnswer) -> None:
     """Print a table, what its verdicts mean, and what was not measured."""
-    steps = ", ".join(map(str, found["steps"]))
-    metric = "in AdamW's metric" if found["metric"] == "adam" else "of plain gradients"
+    steps = ", ".join(map(str, found.steps))
+    metric = "in AdamW's metric" if found.metric == "adam" else "of plain gradients"
     screen = console()
-    if found["policies"]:
-        screen.print(worth_table(found["policies"]))
-        for verdict in dict.fromkeys(policy["verdict"] for policy in found["policies"]):
+    if found.policies:
+        screen.print(worth_table(found.policies))
+        for verdict in dict.fromkeys(policy.verdict for policy in found.policies):
             screen.print(f"{verdict}: {LESSON[verdict]}")
         screen.print(
             f"noise and bias: squared error over dense's variance between batches, {metric}; price in dense steps of "
-            f"{found['batch']} examples, {show_count(found['dense_step_flops'], 'FLOP')}. In brackets 95 % intervals, "
-            f"over {found['batches']} batches at steps {steps} of one dense training. docs/guide/worth.md says when "
+            f"{found.batch} examples, {show_count(found.dense_step_flops, 'FLOP')}. In brackets 95 % intervals, "
+            f"over {found.batches} batches at steps {steps} of one dense training. docs/guide/worth.md says when "
             "this holds."
         )
-    if any(policy["remembers"] for policy in found["policies"]):
+    if any(policy.remembers for policy in found.policies):
         screen.print("*: chooses by what it remembers of earlier steps; measured as at its first step.")
-    for one in found["policies"]:
-        if one["as_at_step"] is not None:
-            screen.print(f"{one['name']}: leaves nothing out so early; measured as if at step {one['as_at_step']}.")
-    for one in found["left_out"]:
-        screen.print(f"not measured: {one['name']}: {one['why']}")
+    for one in found.policies:
+        if one.as_at_step is not None:
+            screen.print(f"{one.name}: leaves nothing out so early; measured as if at step {one.as_at_step}.")
+    for other in found.left_out:
+        screen.print(f"not measured: {other.name}: {other.why}")
 
 
-def worth_table(policies: Sequence[Mapping[str, Any]]) -> Table:
+def worth_table(policies: Sequence[PolicyWorth]) -> Table:
     """Return a row for each policy, the best first."""
     table = make_table("policy", *NUMBERS, "verdict", numbers=NUMBERS)
-    for one in sorted(policies, key=lambda policy: policy["product"]["value"]):
+    for one in sorted(policies, key=lambda policy: policy.product.value):
         table.add_row(
-            one["name"] + " *" * one["remembers"],
-            _show(one["price"]),
-            _show(one["noise"]),
-            _show(one["bias"]),
-            _show(one["product"]),
-            f"{one['dense_batch']:.3g}",
-            one["verdict"],
+            one.name + " *" * one.remembers,
+            _show(one.price),
+            _show(one.noise),
+            _show(one.bias),
+            _show(one.product),
+            f"{one.dense_batch:.3g}",
+            one.verdict,
         )
     return table
 
 
-def _show(interval: Mapping[str, float]) -> str:
+def _show(interval: Interval) -> str:
     """Return a value with its interval, unless that has no width: ``0.63 (0.61-0.66)``."""
-    value, low, high = (_round(interval[name]) for name in ("value", "low", "high"))
+    value, low, high = (_round(end) for end in (interval.value, interval.low, interval.high))
     return value if low == high else f"{value} ({low}-{high})"
 
 

@@ -23,8 +23,8 @@ ADAM, ADAMAX, ADAMW, NADAM, RADAM, RMSPROP, SGD = (
 APOLLO = _apollo(scale_type="channel")
 APOLLO_MINI = _apollo(scale_type="tensor", rank=1, scale=128.0)  # the paper's: rank 1, a factor of the root of 128
 _PROJECTED = ("betas", "eps", "weight_decay", "rank", "scale", "update_proj_gap")
-GALORE = OptimizerEntry("sparsebp_cli.optimizers.galore:GaLore", _PROJECTED, extra=_PACKAGE)
-FIRA = OptimizerEntry("sparsebp_cli.optimizers.fira:Fira", _PROJECTED, extra=_PACKAGE)
+GALORE = OptimizerEntry("sparsebp_cli.optimizers.projection:GaLore", _PROJECTED, extra=_PACKAGE)
+FIRA = OptimizerEntry("sparsebp_cli.optimizers.projection:Fira", _PROJECTED, extra=_PACKAGE)
 ADALOMO = OptimizerEntry(
     "sparsebp_cli.optimizers.adalomo:AdaLomo",
     ("weight_decay", "clip_threshold", "decay_rate", "eps1", "eps2"),

@@ -1,4 +1,13 @@
-"""The state of projections in optimizers of the package pytorch-optimizer, so that it can be saved.
+"""GaLore and Fira of the package pytorch-optimizer, with a state that can be saved.
+
+Zhao, Zhang, Chen, Wang, Anandkumar, Tian: GaLore: Memory-Efficient LLM Training by Gradient Low-Rank Projection, 2024,
+https://arxiv.org/abs/2403.03507.
+
+Xi Chen, Kaituo Feng, Changsheng Li, Xunhao Lai, Xiangyu Yue, Ye Yuan, Guoren Wang: Fira: Can We Achieve Full-rank
+Training of LLMs Under Low-rank Constraint?, 2024, https://arxiv.org/abs/2410.01623. With R the gradient G in the
+subspace P and psi(R) its step by Adam, a matrix moves by scale P psi(R) + s (G - scale P R): the part of G outside of
+the subspace is scaled, row by row or column by column, as Adam scales the part inside of it, s = |psi(R)| / |R|. The
+norm of the second term grows by 1 % a step at most.
 
 The package keeps each projection in an object; here its matrix is a tensor of the optimizer's state, so that it is
 counted, saved and loaded like the moments.
@@ -9,24 +18,51 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytorch_optimizer
 import torch
 from pytorch_optimizer.optimizer.utils.galore import GaLoreProjector
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from sparsebp_cli.optimizers.separate import evaluate
 
 
-class SavedProjections:
-    """Comes before an optimizer of the package among the bases of a class; its ``__init__`` calls
-    :meth:`save_projections` at the end."""
+class Projected:
+    """AdamW in the subspace of each matrix's largest singular vectors; AdamW for all that is no matrix. It comes before
+    an optimizer of the package among the bases of a class.
+
+    Args:
+        params: Parameters or groups of them, as for a class of torch.optim.
+        lr: Learning rate, 0 or more.
+        betas: Decay rates of the first and the second moment, in [0, 1).
+        eps: Added to the root of the second moment.
+        weight_decay: Decoupled from the gradient, as in AdamW; 0 or more.
+        rank: Singular vectors that are kept.
+        scale: Factor of the step in the subspace.
+        update_proj_gap: Steps for which a subspace is used.
+    """
 
     param_groups: list[dict[str, Any]]
     state: dict[Tensor, dict[str, Any]]
 
-    def save_projections(self) -> None:
-        """Leave the package's objects out of what is saved."""
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+        rank: int = 128,
+        scale: float = 0.25,
+        update_proj_gap: int = 200,
+    ) -> None:
+        # One tensor at a time: with several, the package computes the same in another form.
+        projection = {"rank": rank, "scale": scale, "update_proj_gap": update_proj_gap, "projection_type": "std"}
+        below: Any = super()
+        below.__init__(params, lr, betas, weight_decay, eps, foreach=False, **projection)
         optimizer: Any = self
-        optimizer.register_state_dict_post_hook(_leave_out_objects)
+        optimizer.register_state_dict_post_hook(_leave_out_objects)  # the package's objects are not saved
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -58,3 +94,11 @@ def _leave_out_objects(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
         for number, values in state_dict["state"].items()
     }
     return {**state_dict, "state": state}
+
+
+class GaLore(Projected, pytorch_optimizer.GaLore):  # type: ignore[misc]
+    """The rest of a matrix's gradient is left out."""
+
+
+class Fira(Projected, pytorch_optimizer.Fira):  # type: ignore[misc]
+    """The rest of a matrix's gradient is scaled as the part in the subspace is."""

@@ -12,6 +12,7 @@ from typing import Any
 from filelock import FileLock
 
 from sparsebp_cli.errors import RunBusyError, RunFailedError, SparseBPError, UnreachableError
+from sparsebp_cli.notify import tell, tell_end
 from sparsebp_cli.run import RunFolder, read
 from sparsebp_cli.target.end_record import write_end_record
 from sparsebp_cli.target.engine import Phase, TargetEngine, WorkerStatus
@@ -20,6 +21,7 @@ from sparsebp_cli.tracking import Follower
 
 DEFAULT_GRACE_SECONDS = 30.0
 UNREACHABLE, OVER = "unreachable", "over"
+TOLD_AFTER = 5  # failures in a row, half a minute: a connection that is back by then is no news
 
 
 class RemoteRun:
@@ -97,6 +99,8 @@ class RemoteRun:
             self._save(sight=OVER)
         self._launch = replace(self._launch, sight=OVER)
         self._lock.release()
+        if text:
+            tell_end(self.run, None, is_asked=False)
 
     def poll(self) -> None:
         """Read the worker's status once and act on it. A target that does not answer is recorded as unreachable."""
@@ -122,6 +126,8 @@ class RemoteRun:
         """Record that nothing is known of the worker, with the problem as the run's warning."""
         self.failures += 1
         self._save(sight=UNREACHABLE, warning=problem)
+        if self.failures == TOLD_AFTER:
+            tell("unreachable", {"run_id": self.run.run_id, "name": self.run.brief()[0], "text": problem})
 
     def _finish(self, status: WorkerStatus) -> None:
         handle, text, refused = self._launch.handle, status.text, ""
@@ -153,6 +159,7 @@ class RemoteRun:
             sent = self._follower.stop().advice(self.run.run_id)
             self._save(warning=said or sent)
         self._lock.release()
+        tell_end(self.run, status.exit_code, is_asked=bool(self._obeyed))
 
     def _obey_requests(self) -> None:
         request, now = self._request(), time.monotonic()

@@ -27,6 +27,7 @@ from filelock import FileLock
 
 from sparsebp_cli import interpreter
 from sparsebp_cli.errors import RunBusyError, SparseBPError
+from sparsebp_cli.notify import tell_end
 from sparsebp_cli.recipe.schema import TargetOptions
 from sparsebp_cli.run import RunFolder, keep_private, read
 from sparsebp_cli.run.budget import open_to_append
@@ -98,6 +99,7 @@ class LocalRun:
             self._save(warning=follower.stop().advice(self.run.run_id))
         # Not before the last metrics are sent: a job is settled when the lock is free.
         self._lock.release()
+        tell_end(self.run, exit_code, is_asked=bool(self._signals))
 
     def _write_end(self, exit_code: int | None) -> None:
         killed = exit_code == -signal.SIGKILL and self._signals

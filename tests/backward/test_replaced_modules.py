@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import sparsebp_cli as sbp
-from sparsebp_cli.backward.patch.places import ModulePlaces
+from sparsebp_cli.backward.patch.forward import ModulePlaces
 from sparsebp_cli.errors import UsageError
 from tests.backward.families import tiny_decoder
 

@@ -234,7 +234,7 @@ def meet_archive(reader: Reader) -> None:
     run = write_run(reader.write_recipe())
     (reader.folder / "no.tar.gz").write_bytes(b"\x1f\x8b no archive")
     reader.meet("compare", "--from", "no.tar.gz")
-    reader.follow("compare/archive.py", "sparsebp archive", run.run_id, "-o", "runs.tar.gz")
+    reader.follow("compare/archive.py", "sparsebp archive", run.run_id, "--to", "runs.tar.gz")
     with tarfile.open(reader.folder / "runs.tar.gz") as archive:
         report = archive.extractfile(next(name for name in archive.getnames() if name.endswith("report.html")))
         assert report is not None
@@ -458,9 +458,10 @@ ELSEWHERE = {
     ("cli/study.py", "sparsebp archive @{}"): (
         "study/test_rebuild.py::test_an_archive_of_runs_alone_says_how_to_make_one"
     ),
-    ("study/store.py", "sparsebp archive @{} -o FILE"): (
+    ("study/store.py", "sparsebp archive @{} --to FILE"): (
         "study/test_rebuild.py::test_an_archive_of_runs_alone_says_how_to_make_one"
     ),
+    ("cli/follow.py", "sparsebp logs {} --follow"): "cli/test_programs.py::test_what_an_answer_says_next_works",
     ("cli/evaluate.py", "sparsebp compare {} --metric {}"): (
         "cli/test_evaluate.py::test_the_line_after_a_judgement_names_a_comparison_that_works"
     ),
@@ -476,7 +477,7 @@ ELSEWHERE = {
 MENTIONS = {
     ("cli/bench.py", "sparsebp policies"),
     ("cli/option.py", "sparsebp recipes"),
-    ("cli/validate.py", "sparsebp study"),
+    ("cli/schema.py", "sparsebp study"),
     ("policy/epoch.py", "sparsebp run"),
     ("recipe/json_schema.py", "sparsebp policies"),
     ("recipe/schema.py", "sparsebp policies"),

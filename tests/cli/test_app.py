@@ -99,7 +99,7 @@ def test_no_word_in_the_table_of_policies_is_broken(call: Cli) -> None:
 
 def test_the_list_is_searched_by_kind_claim_saving_and_year(call: Cli) -> None:
     def names(*options: str) -> set[str]:
-        return {line["name"] for line in json.loads(call("policies", *options, "-o", "json").stdout)}
+        return {line["name"] for line in json.loads(call("policies", *options, "-o", "json").stdout)["policies"]}
 
     everything = names()
     assert names("--kind", "InputSaver") == {n for n in everything if find_policies()[n].kind == "InputSaver"}
@@ -241,19 +241,19 @@ def test_runs_lists_the_newest_first_within_100_columns(call: Cli, two_runs: Non
 
 
 def test_runs_as_json_can_be_read_by_a_program(call: Cli, two_runs: None) -> None:
-    lines = json.loads(call("runs", "-o", "json").stdout)
+    lines = json.loads(call("runs", "-o", "json").stdout)["runs"]
     assert [line["name"] for line in lines] == ["dense", "topk-rows"]
     assert {line["state"] for line in lines} == {State.FINISHED.value}
 
 
 def test_no_runs_yet_says_what_to_do(call: Cli) -> None:
     assert "`sparsebp run RECIPE` makes one" in call("runs").stdout
-    assert json.loads(call("runs", "-o", "json").stdout) == []
+    assert json.loads(call("runs", "-o", "json").stdout)["runs"] == []
 
 
 def test_a_damaged_plan_does_not_hide_the_other_runs(call: Cli, two_runs: None) -> None:
     list_runs()[0].plan_file.write_text("{")
-    states = {line["state"] for line in json.loads(call("runs", "-o", "json").stdout)}
+    states = {line["state"] for line in json.loads(call("runs", "-o", "json").stdout)["runs"]}
     assert states == {"damaged", "finished"}
 
 

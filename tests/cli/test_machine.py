@@ -39,7 +39,9 @@ def test_policies_show_options_claims_and_broken_plugins(cli: Cli, tmp_path: Pat
     assert "broken-plugin 1.0" in shown
     assert "lost of broken-plugin 1.0 is broken: ModuleNotFoundError: No module named 'no_such_module'\n" in shown
     assert max(len(line.rstrip()) for line in shown.splitlines()) <= WIDTH
-    found = {line["name"]: line for line in json.loads(cli("policies", "-o", "json", PYTHONPATH=path).stdout)}
+    found = {
+        line["name"]: line for line in json.loads(cli("policies", "-o", "json", PYTHONPATH=path).stdout)["policies"]
+    }
     assert [found[name]["exact"] for name in ("dense", "topk", "tokens")] == [True, False, None]
     assert found["lost"]["kind"] == "broken"
 
@@ -57,7 +59,7 @@ def test_doctor_fails_on_what_keeps_runs_from_working(cli: Cli, tmp_path: Path) 
     environ = {"SPARSEBP_HOME": str(tmp_path / "file" / "home"), "MLFLOW_TRACKING_URI": "http://127.0.0.1:9"}
     done = cli("doctor", "-o", "json", **environ)
     assert done.returncode == 1
-    found = {finding["what"]: finding for finding in json.loads(done.stdout)}
+    found = {finding["what"]: finding for finding in json.loads(done.stdout)["checks"]["this machine"]}
     assert (found["home"]["level"], found["tracking"]["level"]) == ("fail", "warn")
     assert found["home"]["hint"]
 

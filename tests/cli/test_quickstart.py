@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from sparsebp_cli.cli import quickstart as verb
+from sparsebp_cli.cli.follow import Followed
 from sparsebp_cli.plan import Plan
-from sparsebp_cli.run import JournalWriter, create_run
+from sparsebp_cli.run import JournalWriter, RunFolder, create_run, home
 
 from ..target.fake_worker import measure
 from .conftest import Cli, Write, write_run
@@ -22,7 +23,7 @@ def executed(monkeypatch: pytest.MonkeyPatch, write_recipe: Write) -> list[Plan]
     """The plans that were executed, by a worker that trains nothing; another run is made while they last."""
     plans: list[Plan] = []
 
-    def execute(given: Sequence[Plan], max_parallel: int, *, is_brief: bool) -> int:
+    def execute(given: Sequence[Plan], max_parallel: int, *, is_brief: bool) -> Followed:
         assert is_brief
         for plan in given:
             run = create_run(plan.run_id)
@@ -34,7 +35,8 @@ def executed(monkeypatch: pytest.MonkeyPatch, write_recipe: Write) -> list[Plan]
                 journal.write("end", status="finished", step=step, text="")
             plans.append(plan)
         write_run(write_recipe(name="newcomer"))
-        return 0
+        folders = tuple(RunFolder(home() / "runs" / plan.run_id) for plan in given)
+        return Followed(folders, (0, 0), 0)
 
     monkeypatch.setattr(verb, "execute_plans", execute)
     return plans
@@ -63,6 +65,6 @@ def test_the_quickstart_compares_its_own_two_runs_and_says_where_to_go(
 def test_a_quickstart_that_fails_compares_nothing_and_ends_with_the_code_of_its_run(
     call: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verb, "execute_plans", lambda plans, max_parallel, is_brief: 104)
+    monkeypatch.setattr(verb, "execute_plans", lambda plans, max_parallel, is_brief: Followed((), (), 104))
     done = call("quickstart")
     assert (done.returncode, done.stdout) == (104, "")

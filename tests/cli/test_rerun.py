@@ -154,11 +154,11 @@ def test_diff_reads_a_living_run_and_refuses_a_damaged_one(call: Cli, write_reci
 
 def test_the_first_loss_that_differs_is_named(write_recipe: Write) -> None:
     first, second = (History.load(write_run(write_recipe()).path) for _ in range(2))
-    assert compare_losses(first, second).startswith("the same bits: all ")
+    assert compare_losses(first, second).text.startswith("the same bits: all ")
     whole = dict(second.metrics["eval/loss"].items())
     moment, value = whole[2]
     second.metrics["eval/loss"] = Series(whole | {2: (moment, value + 1e-12)})
-    assert compare_losses(first, second).startswith("not the same bits: eval/loss at step 2 was ")
+    assert compare_losses(first, second).text.startswith("not the same bits: eval/loss at step 2 was ")
     del whole[2]
     second.metrics["eval/loss"] = Series(whole)
-    assert compare_losses(first, second).startswith("not the same bits: eval/loss at step 2 was ")
+    assert compare_losses(first, second).text.startswith("not the same bits: eval/loss at step 2 was ")

@@ -30,7 +30,7 @@ def three(write_recipe: Write) -> list[RunFolder]:
 def list_ids(call: Cli, *words: str) -> list[str]:
     done = call("runs", *words, "-o", "json")
     assert done.returncode == 0, done.stderr
-    return [line["run_id"] for line in json.loads(done.stdout)]
+    return [line["run_id"] for line in json.loads(done.stdout)["runs"]]
 
 
 def test_a_condition_chooses_runs_and_an_order_sorts_them(call: Cli, three: list[RunFolder]) -> None:
@@ -50,8 +50,8 @@ def test_the_table_has_the_columns_that_are_asked_for(call: Cli, three: list[Run
     done = call("runs", "--columns", "run,seed,learning_rate,eval/loss")
     assert done.stdout.split("\n")[1].split() == ["run", "seed", "learning_rate", "eval/loss"]
     assert [three[2].run_id, "0", "0.5", "3.9806"] in [line.split() for line in done.stdout.splitlines()]
-    lines = json.loads(call("runs", "--columns", "learning_rate", "-o", "json").stdout)
-    assert lines[0]["learning_rate"] == 0.5
+    lines = json.loads(call("runs", "--columns", "learning_rate", "-o", "json").stdout)["runs"]
+    assert lines[0]["columns"]["learning_rate"] == 0.5
     assert lines[0]["seed"] == 0
     heading = call("runs").stdout.split("\n")[1].split()
     assert heading == ["run", "name", "policy", "seed", "state", "step", "eval/loss", "age"]

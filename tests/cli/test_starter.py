@@ -41,7 +41,7 @@ def test_every_recipe_of_the_checkout_ships_and_says_in_one_line_what_it_shows(c
     files = {file.relative_to(ROOT / "recipes").with_suffix("").as_posix() for file in ROOT.glob("recipes/**/*.yaml")}
     listed = [line.split()[0] for line in lines[3:-2] if line.split()]
     assert listed == [recipe.short_name for recipe in list_shipped()]
-    assert files == {recipe["name"] for recipe in json.loads(call("recipes", "-o", "json").stdout)}
+    assert files == {recipe["name"] for recipe in json.loads(call("recipes", "-o", "json").stdout)["recipes"]}
     assert listed[:4] == ["python-docs", "quickstart", "quickstart-dense", "topk-rows"], "those to begin with"
     assert max(map(len, lines)) <= LINE
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from sparsebp_cli.cli.run import make_plans
-from sparsebp_cli.cli.until import run_until
+from sparsebp_cli.cli.until import print_answers, run_until
 from sparsebp_cli.compare import Question, compare_runs
 from sparsebp_cli.compare.sequential import Trial, plan_looks
 from sparsebp_cli.errors import UsageError
@@ -19,6 +19,7 @@ from sparsebp_cli.plan import Plan
 from sparsebp_cli.run import JournalWriter, create_run, list_runs
 
 from .conftest import Cli, Write
+from .document import read_document
 
 
 def _long(value: float) -> Any:
@@ -53,7 +54,9 @@ class Machine:
         return 0
 
     def until(self, condition: str, seeds: str | None = None, max_minutes: float | None = None) -> int:
-        return run_until(condition, seeds, max_minutes, self.make_plans, self.execute)
+        answer, code = run_until(condition, seeds, max_minutes, self.make_plans, self.execute)
+        print_answers(answer)
+        return code
 
 
 @pytest.fixture
@@ -193,6 +196,9 @@ def test_the_command_line_runs_it_and_refuses_what_does_not_go_with_it(cli: Cli,
     assert done.returncode == 0, done.stderr
     assert "sparse: eval/loss not worse by more than 0.01: yes" in done.stdout
     assert len(list_runs()) == 6
+    again = cli("run", *two_recipes, "--until-ci", "eval/loss=0.01", "--seeds", "0-3", *changes, "-o", "json")
+    document = read_document(again.stdout)
+    assert (document["kind"], document["stopped"], document["answers"][0]["answer"]) == ("margins", "decided", "yes")
     refused = cli("run", *two_recipes, "--until-ci", "0.01", "--detach")
     assert refused.returncode == 2
     text = "error: --until-ci looks at results: not with --dry-run, --detach, --ids or --with-baseline\n"

@@ -13,8 +13,8 @@ from tests.plugin import find_ours
 @pytest.mark.parametrize("name", find_policies())
 def test_every_installed_policy_is_described(name) -> None:
     line = describe_policy(find_policies()[name])
-    assert line["summary"]
-    assert all(option["description"] for option in line["options"])
+    assert line.summary
+    assert all(option.description for option in line.options)
 
 
 @pytest.mark.parametrize(
@@ -31,12 +31,12 @@ def test_every_installed_policy_is_described(name) -> None:
 )
 def test_claims_that_depend_on_words_and_switches_are_left_open(name, claims) -> None:
     line = describe_policy(find_policies()[name])
-    assert [line["exact"], line["unbiased"]] == claims
+    assert [line.exact, line.unbiased] == claims
 
 
 def test_options_of_the_kind_stand_apart_from_the_policys_own() -> None:
-    options = describe_policy(find_policies()["tokens"])["options"]
-    assert {option["name"] for option in options if option["common"]} == {"mode", "reference", "reference_scores"}
+    options = describe_policy(find_policies()["tokens"]).options
+    assert {option.name for option in options if option.common} == {"mode", "reference", "reference_scores"}
 
 
 def test_every_policy_of_the_package_has_a_card() -> None:

@@ -33,7 +33,7 @@ def test_a_run_that_ended_is_listed_without_reading_its_journal(
     history = History.load(run.path)
     forbid_reading(monkeypatch)
     found = describe_run(run)
-    assert (found["state"], found["step"], found["eval_loss"]) == ("finished", 20, history.last("eval/loss"))
+    assert (found.state, found.step, found.eval_loss) == ("finished", 20, history.last("eval/loss"))
     assert run.state() is State.FINISHED
     assert run.ended() is State.FINISHED
 
@@ -50,12 +50,12 @@ def test_an_older_run_gets_its_outline_from_its_first_reader(
 
 def test_a_run_that_goes_on_is_read_anew(make_run: MakeRun) -> None:
     run = make_run(end="interrupted", steps=10)
-    assert describe_run(run)["step"] == 10
+    assert describe_run(run).step == 10
     with JournalWriter(run.path) as journal:
         journal.write("attempt", from_step=10, environment={})
         assert find_outline(run.path).end is None
         journal.write("metrics", step=12, values={"eval/loss": 2.0})
-        assert (describe_run(run)["step"], describe_run(run)["eval_loss"]) == (12, 2.0)
+        assert (describe_run(run).step, describe_run(run).eval_loss) == (12, 2.0)
         journal.write("end", status="finished", step=12, text="")
     assert run.state() is State.FINISHED
     assert find_outline(run.path).attempts == 2
@@ -67,14 +67,14 @@ def test_the_first_value_of_a_repeated_step_is_the_one_listed(make_run: MakeRun)
         journal.write("attempt", from_step=10, environment={})
         journal.write("metrics", step=20, values={"eval/loss": 9.0})
         journal.write("end", status="finished", step=20, text="")
-    assert describe_run(run)["eval_loss"] == History.load(run.path).last("eval/loss") == 3.0
+    assert describe_run(run).eval_loss == History.load(run.path).last("eval/loss") == 3.0
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_loss_that_is_not_finite_comes_back(make_run: MakeRun, value: float) -> None:
     run = make_run(metrics={"eval/loss": value})
-    assert repr(describe_run(run)["eval_loss"]) == repr(value)
-    assert repr(describe_run(run)["eval_loss"]) == repr(value)
+    assert repr(describe_run(run).eval_loss) == repr(value)
+    assert repr(describe_run(run).eval_loss) == repr(value)
 
 
 @pytest.mark.parametrize(
@@ -93,12 +93,12 @@ def test_an_odd_outline_is_not_believed(make_run: MakeRun, content: bytes | dict
 def test_an_outline_of_another_journal_is_not_believed(make_run: MakeRun) -> None:
     run, other = make_run(loss=3.0), make_run(loss=4.0, seed=1)
     (run.path / OUTLINE).write_bytes((other.path / OUTLINE).read_bytes())
-    assert describe_run(run)["eval_loss"] == 3.0
+    assert describe_run(run).eval_loss == 3.0
     journal = run.path / "journal.jsonl"
     text, found = journal.read_bytes(), journal.stat()
     journal.write_bytes(text.replace(b'"eval/loss": 3.0', b'"eval/loss": 2.0'))
     os.utime(journal, ns=(found.st_atime_ns, found.st_mtime_ns + 1))
-    assert describe_run(run)["eval_loss"] == 2.0
+    assert describe_run(run).eval_loss == 2.0
 
 
 def test_a_folder_that_cannot_be_written_is_listed_all_the_same(
@@ -107,7 +107,7 @@ def test_a_folder_that_cannot_be_written_is_listed_all_the_same(
     run = make_run()
     (run.path / OUTLINE).unlink()
     monkeypatch.setattr("pathlib.Path.write_text", lambda *_, **__: (_ for _ in ()).throw(OSError("read-only")))
-    assert describe_run(run)["state"] == "finished"
+    assert describe_run(run).state == "finished"
     assert not (run.path / OUTLINE).exists()
 
 

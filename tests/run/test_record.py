@@ -63,8 +63,8 @@ def test_an_odd_line_costs_one_line_of_output_and_nothing_else(make_run: MakeRun
     whole = History.load(bad.path)
     damage(bad, line)
     found = describe_run(bad)
-    assert (found["state"], found["eval_loss"], found["step"]) == ("finished", whole.last("eval/loss"), 20)
-    assert found["problem"] == "line 6 of its journal cannot be read and is left out"
+    assert (found.state, found.eval_loss, found.step) == ("finished", whole.last("eval/loss"), 20)
+    assert found.problem == "line 6 of its journal cannot be read and is left out"
     assert bad.state() is State.FINISHED
     comparison = compare_runs(load_all(local_candidates())[0])
     assert [warning for warning in comparison.warnings if "cannot be read" in warning] == [
@@ -137,7 +137,7 @@ def test_no_line_in_one_journal_ends_runs_or_compare(make_run: MakeRun, some: li
     text = (good.path / "journal.jsonl").read_bytes()
     (bad.path / "journal.jsonl").write_bytes(text)
     damage(bad, b"\n".join(some), place)
-    assert describe_run(bad)["state"] in set(State)
+    assert describe_run(bad).state in set(State)
     comparison = compare_runs([good, bad])
     assert table(comparison)
     JournalWriter(bad.path, durable=False).close()

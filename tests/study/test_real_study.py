@@ -82,7 +82,7 @@ def _check_choices(folder: Path) -> None:
     for run in list_runs():
         found = {name.partition("/")[0] for name in History.load(run.path).metrics}
         assert ("test" in found) == (roles[run.run_id] in {"report", "control"}), roles[run.run_id]
-    _call(folder, "archive", "@real", "-o", "real.tar.gz")
+    _call(folder, "archive", "@real", "--to", "real.tar.gz")
     shutil.rmtree(home())
     lines = _call(folder, "study", "study.yaml", "--from", "real.tar.gz").splitlines()
     assert lines[0] == f"real: choices rebuilt from {len(trials)} trials of real.tar.gz"

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from sparsebp_cli.run import home, list_runs
+from tests.cli.document import read_document
 from tests.study.conftest import STUDY, Cli, Write
 from tests.study.study_folder import list_trials
 
@@ -31,7 +32,7 @@ def archived(cli: Cli, write_study: Write, tmp_path: Path) -> Path:
     if not KEPT:
         done = cli("study", "study.yaml")
         assert done.returncode == 0, done.stderr
-        assert cli("archive", "@tiny", "-o", archive.name).returncode == 0
+        assert cli("archive", "@tiny", "--to", archive.name).returncode == 0
         shutil.rmtree(home())
         KEPT.append(archive.read_bytes())
     archive.write_bytes(KEPT[0])
@@ -56,6 +57,8 @@ def find(members: dict[str, bytes], role: str, arm: str, combination: str = "") 
 
 
 def test_choices_follow_from_the_archive_in_an_empty_home(cli: Cli, archived: Path) -> None:
+    document = read_document(cli("study", "study.yaml", "--from", archived, "-o", "json").stdout)
+    assert (document["kind"], document["is_as_chosen"], document["faults"]) == ("rebuilt", True, [])
     done = cli("study", "study.yaml", "--from", archived)
     assert (done.returncode, done.stderr) == (0, "")
     first, *lines = done.stdout.splitlines()
@@ -114,10 +117,10 @@ def test_another_price_of_a_step_is_another_number_of_steps(cli: Cli, archived: 
 def test_an_archive_of_runs_alone_says_how_to_make_one(cli: Cli, write_study: Write) -> None:
     write_study(STUDY)
     assert cli("study", "study.yaml").returncode == 0
-    cli("archive", *[run.run_id for run in list_trials("report")], "-o", "report.tar.gz")
+    cli("archive", *[run.run_id for run in list_trials("report")], "--to", "report.tar.gz")
     done = cli("study", "study.yaml", "--from", "report.tar.gz")
     assert done.returncode != 0
-    assert "`sparsebp archive @tiny -o FILE` writes one" in done.stderr
+    assert "`sparsebp archive @tiny --to FILE` writes one" in done.stderr
     assert cli("study", "study.yaml", "--from", "report.tar.gz", "--again").returncode != 0
     assert "must be an archive" in cli("study", "study.yaml", "--from", "none.tar.gz").stderr
 

@@ -72,7 +72,7 @@ def test_the_report_of_a_study_holds_its_tuning(cli: Cli, write_study: Write) ->
 def test_verbs_for_several_runs_take_a_study_by_its_name(cli: Cli, write_study: Write, tmp_path: Path) -> None:
     assert cli("study", write_study()).returncode == 0
     runs = {run.run_id for run in list_runs()}
-    done = cli("archive", "@tiny", "-o", "tiny.tar.gz")
+    done = cli("archive", "@tiny", "--to", "tiny.tar.gz")
     assert done.returncode == 0, done.stderr
     with tarfile.open(tmp_path / "tiny.tar.gz") as archive:
         assert runs <= {part for name in archive.getnames() for part in name.split("/")}

@@ -145,7 +145,7 @@ def test_a_client_and_a_dispatcher_that_are_killed_leave_the_run_at_work(
     watcher_of(run).kill()
     until(lambda: run.state() is State.UNREACHABLE)
     listed = subprocess.run([*words, "runs", "-o", "json"], check=True, capture_output=True, text=True)
-    assert json.loads(listed.stdout)[0]["state"] == "unreachable"
+    assert json.loads(listed.stdout)["runs"][0]["state"] == "unreachable"
     seen = max(History.load(run.path).series("train/loss"))
     follower = subprocess.Popen([*words, "logs", "-f", run.run_id], stdout=subprocess.DEVNULL, start_new_session=True)
     wait_for_step(run, seen + 5)

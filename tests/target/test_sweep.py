@@ -107,10 +107,10 @@ def test_a_named_target_is_a_section_that_a_recipe_can_add_to(sparsebp: Sparsebp
 
 def test_targets_lists_kinds_and_names_and_checks_one(sparsebp: Sparsebp, tmp_path: Path) -> None:
     (tmp_path / "targets.yaml").write_text("here: {kind: local, threads: 2}\n")
-    listed = json.loads(sparsebp("targets", "-o", "json").stdout)
+    listed = json.loads(sparsebp("targets", "-o", "json").stdout)["targets"]
     assert {line["name"]: line["kind"] for line in listed}["here"] == "local"
     assert {line["name"] for line in listed} >= set(find_targets())
-    checked = json.loads(sparsebp("targets", "check", "here", "-o", "json").stdout)
+    checked = json.loads(sparsebp("targets", "check", "here", "-o", "json").stdout)["checks"]
     assert [finding["what"] for finding in checked["here"]] == ["python", "GPUs", "disk"]
     wrong = sparsebp("targets", "check", "her")
     assert wrong.returncode == 2

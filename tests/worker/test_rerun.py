@@ -24,7 +24,7 @@ def test_a_run_that_is_trained_again_has_the_same_bits(
     new = prepare(plan, seal, anyway=False)
     assert work(new) == 0
     before, after = History.load(old.path), History.load(new.path)
-    assert compare_losses(before, after) == "the same bits: all 5 losses are equal"
+    assert compare_losses(before, after).text == "the same bits: all 5 losses are equal"
     assert after.facts["repeats"] == old.run_id
     assert new.state() is State.FINISHED
 

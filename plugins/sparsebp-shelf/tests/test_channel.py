@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 import sparsebp_cli as sbp
 from sparsebp_cli.asset.checkpointing import checkpoint_activations
-from sparsebp_cli.backward import DensePass, ModuleTrace, PassCount, Proof, count_flops, saved_bytes
 from sparsebp_cli.errors import PolicyError, RecipeError, UnsupportedError, UsageError
 from sparsebp_cli.policy import Step, make_policies
 from sparsebp_cli.recipe import load_recipe
@@ -21,6 +20,7 @@ from sparsebp_shelf.channel import CHANNEL_SELECTOR, ChannelGroup, ChannelSelect
 from sparsebp_shelf.channel.suite import check_channel_selector
 from tests.backward.conftest import tiny_model, tokens
 from tests.chaos.kill import resume_killed
+from tests.proof import prove
 from tests.worker.conftest import LLAMA
 
 ROOT = Path(__file__).parents[3]
@@ -221,28 +221,7 @@ def test_what_is_claimed_is_executed(by: str, checkpointing: bool) -> None:
     if checkpointing:
         checkpoint_activations(model)
     engine = sbp.attach(model, POLICY.model_copy(update={"by": by}))
-    extension: Any = next(part for part in engine.extensions if hasattr(part, "claim"))
-
-    def count(backward: Any) -> tuple[PassCount, DensePass]:
-        with ModuleTrace(model) as trace, count_flops(trace) as flops:
-            with saved_bytes(model.parameters(), trace) as saved:
-                loss = model(**batch()).loss
-            backward(loss)
-        return PassCount(flops, saved), DensePass(loss, trace, flops)
-
-    with engine.probing():
-        engine.backward(model(**batch()).loss)
-        with engine.disabled():
-            dense, graph = count(torch.Tensor.backward)
-        claims = [extension.claim(graph)]
-        ours, _ = count(engine.backward)
-        proof = Proof.of(model, dense, ours, engine.report(), claims)
-    assert proof.excess_share == 0.0
-    assert proof.policy.flops.forward.total() == pytest.approx(proof.claimed_forward_flops, rel=1e-12)
-    if not checkpointing:
-        assert proof.executed_share == pytest.approx(proof.claimed_share, rel=1e-12)
-    assert proof.claimed_share is not None
-    assert proof.claimed_share < 0.85
+    prove(model, engine, lambda: model(**batch()).loss, checkpointing=checkpointing)
 
 
 def test_the_control_computes_as_many_channels_at_random() -> None:

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 import sparsebp_cli as sbp
 from sparsebp_cli.asset.checkpointing import checkpoint_activations
-from sparsebp_cli.backward import DensePass, ModuleTrace, PassCount, Proof, count_flops, saved_bytes
 from sparsebp_cli.errors import PolicyError, UnsupportedError, UsageError
 from sparsebp_cli.policy import Measure, Stateful, Step, make_policies
 from sparsebp_cli.run import History, metric
@@ -20,6 +19,7 @@ from sparsebp_shelf.midway.partial_forward import surprise
 from sparsebp_shelf.midway.suite import check_midway_selector
 from tests.backward.conftest import FAMILIES, tiny_model, tokens
 from tests.chaos.kill import resume_killed
+from tests.proof import prove
 from tests.worker.conftest import LLAMA
 
 LENGTH, BATCH, AFTER = 8, 5, 2
@@ -144,29 +144,8 @@ def test_what_is_claimed_is_executed(policy: PartialForward, checkpointing: bool
     engine = sbp.attach(model, policy, optimizer=optimizer)
     engine.backward(model(**batch(1)).loss)  # the estimate begins
     optimizer.step()
-    extension: Any = next(part for part in engine.extensions if hasattr(part, "claim"))
-
-    def count(backward: Any) -> tuple[PassCount, DensePass]:
-        with ModuleTrace(model) as trace, count_flops(trace) as flops:
-            with saved_bytes(model.parameters(), trace) as saved:
-                loss = model(**batch()).loss
-            backward(loss)
-        return PassCount(flops, saved), DensePass(loss, trace, flops)
-
-    with engine.probing():
-        engine.backward(model(**batch()).loss)
-        with engine.disabled():
-            dense, graph = count(torch.Tensor.backward)
-        claims = [extension.claim(graph)]
-        ours, _ = count(engine.backward)
-        proof = Proof.of(model, dense, ours, engine.report(), claims)
-    assert proof.excess_share == 0.0
-    assert proof.policy.flops.forward.total() == pytest.approx(proof.claimed_forward_flops, rel=1e-12)
-    if not checkpointing:
-        assert proof.executed_share == pytest.approx(proof.claimed_share, rel=1e-12)
-    assert proof.claimed_share is not None
-    assert proof.claimed_share < 0.85
-    assert proof.claimed_forward_flops < 0.9 * dense.flops.forward.total()  # no forward is there for scores alone
+    proof = prove(model, engine, lambda: model(**batch()).loss, checkpointing=checkpointing)
+    assert proof.claimed_forward_flops < 0.9 * proof.dense.flops.forward.total()  # no forward is there for scores alone
 
 
 def test_the_rarest_go_on_by_the_normal_density_of_the_features() -> None:

@@ -11,13 +11,12 @@ from torch import Tensor, nn
 
 import sparsebp_cli as sbp
 from sparsebp_cli.asset.checkpointing import checkpoint_activations
-from sparsebp_cli.backward import ModuleTrace, PassCount, Proof, count_flops, saved_bytes
-from sparsebp_cli.backward.observe.flops import DensePass
 from sparsebp_cli.errors import PolicyError, UnsupportedError, UsageError
 from sparsebp_cli.policy import Step
 from sparsebp_shelf.token_router import RandomLTD, RoutedLayer, TokenRouter
 from sparsebp_shelf.token_router.suite import check_token_router
 from tests.backward.conftest import tiny_model, tokens
+from tests.proof import prove
 
 NUM_STEPS, LENGTH, KEPT = 10, 16, 6
 POLICY = RandomLTD(min_tokens=KEPT, max_tokens=12, increase_step=1)
@@ -160,28 +159,9 @@ def test_what_is_claimed_is_executed(family: str, checkpointing: bool) -> None:
     if checkpointing:
         checkpoint_activations(model)
     engine = attach(model)
-    extension = next(part for part in engine.extensions if hasattr(part, "claim"))
-
-    def count(backward: Any) -> tuple[PassCount, DensePass]:
-        with ModuleTrace(model) as trace, count_flops(trace) as flops:
-            with saved_bytes(model.parameters(), trace) as saved:
-                loss = forward(model)
-            backward(loss)
-        return PassCount(flops, saved), DensePass(loss, trace, flops)
-
-    with engine.probing():
-        engine.backward(forward(model))
-        with engine.disabled():
-            dense, graph = count(torch.Tensor.backward)
-        claims = [extension.claim(graph)]
-        ours, _ = count(engine.backward)
-        proof = Proof.of(model, dense, ours, engine.report(), claims)
-    assert proof.excess_share == 0.0
-    assert proof.policy.flops.forward.total() == pytest.approx(proof.claimed_forward_flops, rel=1e-12)
+    proof = prove(model, engine, lambda: forward(model), checkpointing=checkpointing)
     if not checkpointing:
-        assert proof.executed_share == pytest.approx(proof.claimed_share, rel=1e-12)
         assert proof.policy.saved.total < 0.85 * proof.dense.saved.total
-    assert proof.claimed_share < 0.85
 
 
 def test_the_number_grows_as_published() -> None:

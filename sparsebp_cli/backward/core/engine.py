@@ -37,7 +37,7 @@ from sparsebp_cli.backward.core.trial import Trials
 from sparsebp_cli.backward.observe.dense_graph import CallNote, CallShape, count_dense
 from sparsebp_cli.backward.observe.example_rows import BatchNote
 from sparsebp_cli.backward.observe.loss_graph import UNSEEN, Products, has_site
-from sparsebp_cli.backward.patch.places import ModulePlaces
+from sparsebp_cli.backward.patch.forward import ModulePlaces
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.policy import GradientSelector, Site, Step, TrialPass
 

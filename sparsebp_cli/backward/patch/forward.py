@@ -17,7 +17,7 @@ from typing import Any, NoReturn, ParamSpec, TypeAlias, TypeVar
 import torch
 from torch import nn
 
-from sparsebp_cli.errors import UnsupportedError
+from sparsebp_cli.errors import UnsupportedError, UsageError
 
 Forward: TypeAlias = Callable[..., object]
 _Arguments = ParamSpec("_Arguments")
@@ -182,3 +182,30 @@ def check_free(name: str, module: nn.Module) -> None:
     if current is not None:
         own = getattr(current, "__qualname__", type(current).__name__)  # the repr of a method includes its module's
         raise UnsupportedError(f"{name!r} has a forward of its own ({own}): exclude it or remove its hook")
+
+
+class ModulePlaces:
+    """The modules of a model as they were when it was attached: overrides and decisions know these, and no later ones.
+
+    Finds a module that was replaced, as new heads are and embeddings that were resized.
+
+    Wrappers are no replacement: ``torch.compile`` of a layer, activation checkpointing, an adapter around a linear.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        # The dictionaries themselves: looking a module up by its path takes ten times as long.
+        self._places = [
+            (parent._modules, child, module, f"{name}.{child}".lstrip("."))  # noqa: SLF001 - named_children are copies
+            for name, parent in model.named_modules()
+            for child, module in parent._modules.items()  # noqa: SLF001
+        ]
+
+    def check(self) -> None:
+        """Raise :class:`UsageError` if a module is another one."""
+        for modules, child, module, name in self._places:
+            now = modules.get(child)
+            if now is not module and (now is None or all(inner is not module for inner in now.modules())):
+                raise UsageError(
+                    f"{name!r} was replaced after the model was attached: call engine.detach(), change the model, make "
+                    "its optimizer, and attach it again"
+                )

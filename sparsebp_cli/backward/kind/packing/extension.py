@@ -61,12 +61,12 @@ from sparsebp_cli.backward.patch.deferred import defer_logits
 from sparsebp_cli.backward.patch.forward import (
     ForwardOverride,
     ForwardPatches,
+    ModulePlaces,
     call_module,
     check_free,
     replace_forwards,
     uncompiled,
 )
-from sparsebp_cli.backward.patch.places import ModulePlaces
 from sparsebp_cli.backward.patch.rng import capture_generators, generators_at
 from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.policy import BatchPacker, PackedSize, Step

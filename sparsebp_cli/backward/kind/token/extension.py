@@ -47,11 +47,11 @@ from sparsebp_cli.backward.patch.deferred import defer_logits
 from sparsebp_cli.backward.patch.forward import (
     ForwardOverride,
     ForwardPatches,
+    ModulePlaces,
     call_module,
     check_free,
     uncompiled,
 )
-from sparsebp_cli.backward.patch.places import ModulePlaces
 from sparsebp_cli.errors import UnsupportedError, UsageError
 from sparsebp_cli.policy import ScoredTokenSelector, Step, TokenSelector
 from sparsebp_cli.policy.token import TokenChoice

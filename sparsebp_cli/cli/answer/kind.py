@@ -1,0 +1,136 @@
+"""The kinds of documents that verbs answer with: name, version, record, verbs. A record is imported when it is needed.
+
+A version goes up when a field is removed or changes its meaning. New fields leave it as it is.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from pydantic import TypeAdapter
+
+DRAFT = "https://json-schema.org/draft/2020-12/schema"
+HERE = "sparsebp_cli.cli.answer"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of document."""
+
+    name: str  # what the document's ``kind`` is
+    record: str  # module:class
+    verbs: tuple[str, ...]  # that answer with it
+    version: int | None = 1  # None: the record has a field ``schema`` of its own
+    described: tuple[str, ...] = ()  # further modules of its classes, whose docstrings describe the fields
+
+    def load(self) -> type[Any]:
+        """Return the class of the record."""
+        module, _, name = self.record.partition(":")
+        found: type[Any] = getattr(import_module(module), name)
+        return found
+
+
+COMPARE = ("comparison", "measured", "margin", "statement", "statistics", "loaded")
+AUDIT = ("report", "applied", "isolation")
+KINDS = (
+    Kind("error", f"{HERE}.record:ErrorAnswer", ()),
+    Kind("files", f"{HERE}.record:FileList", ("init", "new", "recipes", "show")),
+    Kind("runs", f"{HERE}.run_record:RunList", ("runs",)),
+    Kind("outcomes", f"{HERE}.run_record:RunOutcomes", ("run", "resume", "rerun", "cancel", "quickstart")),
+    Kind("plans", f"{HERE}.run_record:RunPlans", ("run",)),
+    Kind("margins", f"{HERE}.run_record:MarginAnswers", ("run",)),
+    Kind("log", f"{HERE}.run_record:RunLog", ("logs",)),
+    Kind("labels", f"{HERE}.run_record:LabelList", ("tag", "note")),
+    Kind("archive", f"{HERE}.run_record:ArchiveFile", ("archive",)),
+    Kind("freed", f"{HERE}.run_record:FreedRuns", ("prune", "rm")),
+    Kind("live", f"{HERE}.run_record:LiveRuns", ("top",)),
+    Kind("study", f"{HERE}.study_record:StudyState", ("study",)),
+    Kind("rebuilt", f"{HERE}.study_record:RebuiltStudy", ("study",)),
+    Kind(
+        "comparison",
+        "sparsebp_cli.compare.comparison:Comparison",
+        ("compare",),
+        None,
+        (*(f"sparsebp_cli.compare.{name}" for name in COMPARE), "sparsebp_cli.run.memory"),
+    ),
+    Kind("run", f"{HERE}.result_record:RunFacts", ("show",)),
+    Kind("differences", f"{HERE}.result_record:Differences", ("diff",)),
+    Kind("evaluation", f"{HERE}.result_record:Evaluation", ("evaluate",)),
+    Kind("sent", f"{HERE}.result_record:SentRuns", ("sync",)),
+    Kind("page", f"{HERE}.result_record:StorePage", ("ui",)),
+    Kind("checked-recipes", f"{HERE}.recipe_record:CheckedRecipes", ("validate",)),
+    Kind("forecast", f"{HERE}.forecast_record:ForecastAnswer", ("validate",), 1, ("sparsebp_cli.plan.forecast",)),
+    Kind("worth", f"{HERE}.recipe_record:WorthAnswer", ("worth",)),
+    Kind("data", f"{HERE}.recipe_record:DataAnswer", ("data",)),
+    Kind("export", f"{HERE}.recipe_record:ExportedRuns", ("export",)),
+    Kind("recipes", f"{HERE}.recipe_record:ShippedList", ("recipes",)),
+    Kind("policies", f"{HERE}.recipe_record:PolicyList", ("policies",)),
+    Kind("assets", f"{HERE}.recipe_record:AssetList", ("models", "datasets")),
+    Kind("fetched", f"{HERE}.recipe_record:FetchedAssets", ("fetch",)),
+    Kind("schemas", f"{HERE}.recipe_record:SchemaList", ("schema",)),
+    Kind("checks", f"{HERE}.machine_record:CheckReport", ("doctor", "targets")),
+    Kind("targets", f"{HERE}.machine_record:TargetList", ("targets",)),
+    Kind("benchmark", "sparsebp_cli.bench.result:Benchmark", ("bench",)),
+    Kind(
+        "audit",
+        "sparsebp_cli.audit_report.report:AuditReport",
+        ("audit",),
+        None,
+        tuple(f"sparsebp_cli.audit_report.{name}" for name in AUDIT),
+    ),
+)
+BY_NAME = {kind.name: kind for kind in KINDS}
+
+
+def find_kind(record: object) -> Kind:
+    """Return the kind of a record."""
+    place = f"{type(record).__module__}:{type(record).__qualname__}"
+    return next(kind for kind in KINDS if kind.record == place)
+
+
+def make_document(record: object, warnings: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Return a record as plain values, with its kind and version, and with warnings if it has none of its own."""
+    kind = find_kind(record)
+    content: dict[str, Any] = TypeAdapter[Any](type(record)).dump_python(record, mode="json", fallback=str)
+    head = {"schema": content.pop("schema") if kind.version is None else kind.version, "kind": kind.name}
+    if "warnings" not in content:
+        content["warnings"] = list(warnings)
+    return {**head, **content}
+
+
+def document_schema(kind: Kind) -> dict[str, Any]:
+    """Return the JSON schema of a kind's documents."""
+    record = kind.load()
+    made = TypeAdapter[Any](record).json_schema(mode="serialization")
+    modules = tuple(import_module(name) for name in (kind.record.partition(":")[0], *kind.described))
+    for name, definition in {record.__name__: made, **made.get("$defs", {})}.items():
+        found = next((getattr(module, name) for module in modules if hasattr(module, name)), None)
+        if found is not None:
+            _describe(found, definition)
+    about = {"description": "Version of this kind of document.", "type": "integer"}
+    own = made["properties"].pop("schema", {})
+    version = own.get("const", own.get("default")) if kind.version is None else kind.version
+    properties = {"schema": {**about, "const": version}, "kind": {"const": kind.name}, **made["properties"]}
+    if "warnings" not in properties:
+        text = "What is wrong beside the answer, one line each."
+        properties["warnings"] = {"description": text, "items": {"type": "string"}, "type": "array"}
+    if kind.version is None:  # a file that the record's own room has written is as good
+        made |= {"properties": properties, "required": sorted({*made.get("required", ()), "schema"})}
+    else:  # a field with a default is always written, too
+        made |= {"properties": properties, "required": list(properties)}
+    return {"$schema": DRAFT} | made | {"title": f"sparsebp: {kind.name}"}
+
+
+def _describe(found: type, definition: dict[str, Any]) -> None:
+    """Add the descriptions of a class and its fields, from its docstring, to its schema."""
+    text = inspect.getdoc(found) or ""
+    definition["description"] = text.partition("\n\n")[0].replace("\n", " ")
+    arguments = text.partition("Args:\n")[2]
+    for field, description in re.findall(r"^    (\w+): (.*(?:\n        .*)*)", arguments, re.MULTILINE):
+        if field in definition.get("properties", {}):
+            plain = re.sub(r":class:`(\w+)`", r"\1", re.sub(r"\s+", " ", description)).replace("``", "")
+            definition["properties"][field]["description"] = plain

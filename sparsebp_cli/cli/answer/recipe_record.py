@@ -1,0 +1,261 @@
+"""Records of recipes, and of what recipes can name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from sparsebp_cli.cli.answer.record import Answer, Number, Problem
+
+
+class ShippedLine(Answer):
+    """A recipe that ships."""
+
+    name: str
+    """Full name, with its folder; every verb that reads recipes accepts it."""
+    short_name: str
+    """The same without the folder."""
+    summary: str
+    """What it shows."""
+    file: str
+    """Where it is."""
+
+
+class ShippedList(Answer):
+    """The recipes that ship."""
+
+    recipes: list[ShippedLine]
+    """In alphabetical order."""
+
+
+class CheckedRecipe(Answer):
+    """A recipe that was checked."""
+
+    file: str
+    """As it was given."""
+    is_right: bool
+    """Whether it can run; then ``error`` is null, else the facts of the recipe are."""
+    error: Problem | None = None
+    """What is wrong."""
+    name: str | None = None
+    """Name of the recipe."""
+    model: str | None = None
+    """Its model."""
+    dataset: str | None = None
+    """Its data."""
+    policy: str | None = None
+    """Its policies and their options, in one line."""
+    max_steps: int | None = None
+    """Optimizer steps of a run."""
+    num_runs: int | None = None
+    """Runs that ``--seeds`` would make."""
+    unknown: list[str] = Field(default_factory=list)
+    """What cannot be checked from this machine."""
+    notes: list[str] = Field(default_factory=list)
+    """What is wrong with what the data become, and what ``--probe`` measured."""
+
+
+class CheckedRecipes(Answer):
+    """Recipes that were checked."""
+
+    recipes: list[CheckedRecipe]
+    """In the order in which they were given."""
+
+
+class Interval(Answer):
+    """A value with its 95 % interval."""
+
+    value: Number
+    """The value."""
+    low: Number
+    """Low end."""
+    high: Number
+    """High end."""
+
+
+class PolicyWorth(Answer):
+    """What a policy is worth before it trains."""
+
+    name: str
+    """Name and options."""
+    verdict: str
+    """``dense``, ``cannot beat a smaller batch``, ``could`` or ``decide by training``."""
+    price: Interval
+    """Cost of a step in dense steps."""
+    noise: Interval
+    """Squared error over dense's variance between batches."""
+    bias: Interval
+    """Squared bias over the same."""
+    product: Interval
+    """(1 + noise) x price: above 1, dense with a smaller batch has as little noise and costs less."""
+    dense_batch: Number
+    """Examples of the batch with which dense has as much noise."""
+    remembers: bool
+    """Whether it chooses by what it remembers of earlier steps."""
+    as_at_step: int | None
+    """Step as if at which it was measured, where it leaves nothing out so early."""
+    noise_plain: Interval
+    """Noise in plain gradients, whatever the metric."""
+    by_part: dict[str, dict[str, Number]]
+    """By part of the model: its ``noise`` and ``bias``."""
+
+
+class NotMeasured(Answer):
+    """A policy that was not measured."""
+
+    name: str
+    """Name and options."""
+    why: str
+    """The reason."""
+
+
+class WorthAnswer(Answer):
+    """What policies are worth before they train."""
+
+    recipe: str
+    """Name of the recipe."""
+    steps: list[int]
+    """Steps of a dense training at which was measured."""
+    batch: int
+    """Examples of a step."""
+    batches: int
+    """Small batches that were measured."""
+    examples: int
+    """Examples of a small batch."""
+    metric: str
+    """``adam``: in AdamW's metric; ``plain``: of plain gradients."""
+    dense_step_flops: float
+    """FLOPs of a dense step."""
+    policies: list[PolicyWorth]
+    """Those of the recipe first."""
+    left_out: list[NotMeasured]
+    """Those that cannot be measured."""
+
+
+class DataAnswer(Answer):
+    """What a recipe's data become."""
+
+    splits: dict[str, dict[str, Any]]
+    """By split: rows, examples, tokens, targets, lengths, classes, and what was dropped and cut, with reasons."""
+    shared: dict[str, int]
+    """By pair of splits: rows that stand in both."""
+    warnings: list[tuple[str, str]]
+    """Level and text."""
+    first: dict[str, list[dict[str, Any]]]
+    """By split: the first examples, with token ids and what is trained."""
+
+
+class ExportedRuns(Answer):
+    """Runs for another scheduler."""
+
+    format: str
+    """``sbatch``, ``k8s``, ``sky`` or ``dstack``."""
+    text: str
+    """The script, manifest or task, with the plans in it."""
+    runs: list[str]
+    """Ids that the runs will have."""
+
+
+class PolicyOption(Answer):
+    """An option of a policy."""
+
+    name: str
+    """Key in a recipe."""
+    allowed: str
+    """Range, and the default, in one line."""
+    range: str
+    """What is allowed."""
+    required: bool
+    """Whether it must be given."""
+    common: bool
+    """Whether every policy of the kind has it."""
+    default: Any
+    """What it is if it is not given."""
+    description: str
+    """What it means."""
+
+
+class PolicyLine(Answer):
+    """An installed policy."""
+
+    name: str
+    """As recipes write it."""
+    kind: str
+    """Its kind."""
+    source: str
+    """Package and version that has it."""
+    problem: str
+    """Why it is broken; empty if it works."""
+    summary: str = ""
+    """One line."""
+    options: list[PolicyOption] = Field(default_factory=list)
+    """Its options."""
+    exact: bool | None = None
+    """Whether its gradient is the dense one; null where options decide, or it is broken."""
+    unbiased: bool | None = None
+    """Whether its gradient is the dense one on average; null as above."""
+    card: dict[str, Any] | None = None
+    """When to use it, what it saves, what was claimed and measured."""
+
+
+class PolicyList(Answer):
+    """Installed policies."""
+
+    policies: list[PolicyLine]
+    """By name."""
+
+
+class AssetLine(Answer):
+    """A model or dataset that recipes can name without a path or a hub."""
+
+    name: str
+    """As recipes write it."""
+    where: str
+    """``package``, ``here``, ``to fetch``, or the package that has it."""
+    bytes: int | None
+    """Its size, or that of the download; null where unknown."""
+    licence: str | None
+    """Its licence; null where unknown."""
+    summary: str | None
+    """What it is; null where unknown."""
+
+
+class AssetList(Answer):
+    """Models or datasets."""
+
+    group: str
+    """``models`` or ``datasets``."""
+    assets: list[AssetLine]
+    """By name."""
+
+
+class FetchedAsset(Answer):
+    """A model or dataset that is here now."""
+
+    name: str
+    """As recipes write it."""
+    folder: str
+    """Where it is."""
+    bytes: int
+    """Bytes that were downloaded; 0 if it was here before."""
+
+
+class FetchedAssets(Answer):
+    """Models and datasets that are here now."""
+
+    assets: list[FetchedAsset]
+    """In the order in which they were named."""
+
+
+class SchemaList(Answer):
+    """Every schema, and what else a program needs."""
+
+    documents: dict[str, dict[str, Any]]
+    """By ``kind``: JSON schema of a document of ``-o json``."""
+    verbs: dict[str, list[str]]
+    """By verb: kinds of the documents that it answers with, besides ``error``."""
+    files: dict[str, dict[str, Any]]
+    """By kind of file that users write: JSON schema of recipes and of studies."""
+    exit_codes: dict[str, str]
+    """By exit code: its meaning."""

@@ -1,0 +1,160 @@
+"""Records of results: of one run, of two, of an evaluation, and what was sent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sparsebp_cli.cli.answer.record import Answer, Number
+
+
+class MetricRange(Answer):
+    """A metric of a run: its ends. The journal has every value."""
+
+    points: int
+    """How many values there are."""
+    first_step: int
+    """Step of the first."""
+    first: Number
+    """The first value; null where it is not finite."""
+    last_step: int
+    """Step of the last."""
+    last: Number
+    """The last value."""
+
+
+class Note(Answer):
+    """What a worker noted."""
+
+    attempt: int
+    """Which start of the run it was, counted from 1."""
+    level: str
+    """``detail``, ``info`` or ``warning``."""
+    text: str
+    """One line."""
+
+
+class RunFacts(Answer):
+    """Everything about one run. Mappings by step have the step as text."""
+
+    run_id: str
+    """Its id."""
+    name: str
+    """Name of its recipe."""
+    labels: dict[str, Any]
+    """``tags`` and ``note``."""
+    state: str
+    """Its state."""
+    plan: dict[str, Any]
+    """Content of ``plan.json``."""
+    facts: dict[str, Any]
+    """What its worker found out, such as the census of the data."""
+    environments: list[dict[str, Any]]
+    """Machine and packages of each attempt."""
+    metrics: dict[str, MetricRange]
+    """By name."""
+    layers: dict[str, Any]
+    """By metric: kept share and fidelity by layer and step."""
+    memory: dict[str, Any]
+    """By step: live bytes over a step, in parts."""
+    samples: dict[str, Any]
+    """By step: texts that were generated."""
+    proofs: dict[str, dict[str, dict[str, Number | None]]]
+    """By step and module: what its backward executed and stored."""
+    notes: list[Note]
+    """In their order."""
+    ends: list[dict[str, Any]]
+    """How each attempt ended."""
+    files: dict[str, str]
+    """Its files, by name."""
+
+
+class Difference(Answer):
+    """A value that two runs do not share."""
+
+    section: str
+    """``recipe``, ``code``, ``data``, ``environment`` or ``result``."""
+    key: str
+    """Dotted name."""
+    values: tuple[Any, Any]
+    """Of the first run and of the second; null where a run has none."""
+
+
+class Differences(Answer):
+    """What differs between two runs."""
+
+    runs: tuple[str, str]
+    """Their ids."""
+    differences: list[Difference]
+    """In the order of the sections; empty where nothing differs."""
+
+
+class JudgedMetric(Answer):
+    """A metric of a task."""
+
+    value: Number
+    """Its value."""
+    better: str
+    """``lower``, ``higher``, or empty where the harness does not say."""
+
+
+class JudgedTask(Answer):
+    """A task of lm-evaluation-harness."""
+
+    version: Any
+    """Version of the task, as the harness has it."""
+    hash: str
+    """The harness's hash of its documents, prompts and targets."""
+    examples: int | None
+    """How many were judged."""
+    values: dict[str, JudgedMetric]
+    """By metric."""
+
+
+class Evaluation(Answer):
+    """A model, judged by tasks of lm-evaluation-harness."""
+
+    run_id: str | None
+    """The run; null of a folder that is no run."""
+    version: str
+    """Version of the harness."""
+    tasks: dict[str, JudgedTask]
+    """By name."""
+    kept: list[str]
+    """Names of the metrics that the run keeps from this."""
+
+
+class SentRun(Answer):
+    """What MLflow has of a run."""
+
+    run_id: str
+    """The run."""
+    name: str
+    """Name of its recipe."""
+    points_sent: int
+    """Values that were sent now."""
+    is_complete: bool
+    """Whether MLflow has all."""
+    problem: str
+    """Why not; empty where it has all."""
+    uri: str
+    """The store, without a password."""
+    mlflow_run_id: str
+    """The run there."""
+    next: str
+    """What sends it to another store, where its own is refused; else empty."""
+
+
+class SentRuns(Answer):
+    """What MLflow has of runs."""
+
+    runs: list[SentRun]
+    """One for each."""
+
+
+class StorePage(Answer):
+    """A page of MLflow that is served until this command ends."""
+
+    url: str
+    """Its address, on this machine only."""
+    process: int
+    """Process that serves it."""

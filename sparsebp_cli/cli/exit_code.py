@@ -1,0 +1,24 @@
+"""What the command's exit codes mean: one table, for ``--help``, the page of errors and ``schema --all``."""
+
+from __future__ import annotations
+
+EXIT_CODES = {
+    0: "done",
+    1: "a check or a gate failed: `doctor`, `targets check`, `compare --fail-if`, `audit --fail-if-*`, `study --from`",
+    2: "wrong recipe, policy, data or usage; nothing was started",
+    100: "a run failed (`compare`: of a group, no run finished), or the tracking store could not be used",
+    101: "not finished, or being written by another process",
+    102: "no run, or more than one, has the given name",
+    103: "cancelled",
+    104: "a run diverged: a loss, a gradient or a weight was not finite; its newest checkpoint is finite",
+    130: "interrupted by Ctrl-C; runs wrote a checkpoint",
+    143: "terminated by SIGTERM; runs wrote a checkpoint",
+}
+CHECK_FAILED = 1
+NOT_FINISHED = 101
+INTERRUPTED = {130, 143}
+# In the one line that `--help` has for all.
+SHORT = (
+    "Exit codes: 0 done, 1 a check or a gate failed, 2 wrong recipe or usage, 100 failed, 101 not finished, "
+    "102 not found, 103 cancelled, 104 diverged, 130 and 143 interrupted."
+)
