@@ -65,7 +65,7 @@ test-long: .venv/develop  ## the longest tests, each a larger form of one that `
 	$(BIN)/pytest -m long -n 2 --dist loadgroup
 
 chaos: .venv/develop  ## faults in large numbers, counted into docs/reference/promises.md (about an hour)
-	$(BIN)/pytest -m "chaos or promise" -n 2 --dist loadgroup --trials docs/reference/promises.json
+	$(BIN)/pytest -m "chaos or promise" -n 2 --dist loadgroup --trials=docs/reference/promises.json
 	$(BIN)/python docs/generate.py
 
 browser: .venv/develop  ## the report of compare in a headless chromium, which has to be installed

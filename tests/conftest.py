@@ -94,7 +94,7 @@ MLFLOW_WARNS = "ignore:The ``noload`` loader strategy is deprecated:DeprecationW
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add ``--trials FILE``, ``--fast`` and ``--architectures``."""
+    """Add ``--trials=FILE``, ``--fast`` and ``--architectures``."""
     trials.add_option(parser)
     tier.add_option(parser)
     parser.addoption("--architectures", action="store_true", help="write docs/reference/architectures.json")

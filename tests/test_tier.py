@@ -48,6 +48,13 @@ def test_the_files_of_the_fast_tier_are_collected_behind_the_barrier_and_no_othe
     assert not {"worker", "trainer"} & folders
 
 
+def test_make_gives_an_option_of_ours_its_value_behind_an_equals_sign() -> None:
+    lines = [line for line in (ROOT / "Makefile").read_text(encoding="utf-8").splitlines() if "pytest" in line]
+    words = [word for line in lines for word in line.split()]
+    assert [word for word in words if word.startswith("--trials=")]
+    assert "--trials" not in words  # its value would be taken for the tests to run, and no conftest.py be read
+
+
 def _cases(pytestconfig: pytest.Config, *names: str) -> list[Any]:
     mark = pytest.mark.always("a", "b").mark
     items = [Mock(nodeid=f"tests/test_x.py::test_y[{name}]", config=pytestconfig) for name in names]

@@ -1,4 +1,5 @@
-"""Counts the trials behind each promise: ``pytest -m promise --trials FILE`` writes what was tried and what failed.
+"""Counts the trials behind each promise: ``pytest -m promise --trials=FILE`` writes what was tried and what failed.
+(With a space before FILE, pytest takes the file for the tests to run, before it has read what the option is.)
 
 A test marked ``promise("R12")`` is one trial of promise R12, and a failure of it where it fails. A test that makes many
 trials says how many by ``record_property("trials", 1000)``, and what kind some of them
@@ -10,7 +11,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import platform
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,17 @@ from typing import Any
 import pytest
 
 VERSIONS = ("sparsebp", "torch", "transformers", "mlflow", "pydantic")
+
+
+def is_built_for_cuda() -> bool:
+    """Whether this is PyTorch as pip gives it, on a machine without a GPU."""
+    import torch
+
+    return torch.version.cuda is not None and not torch.cuda.is_available()
+
+
+# Promises about an environment: elsewhere their tests run like any other, and are no trials of them.
+ENVIRONMENTS: dict[str, Callable[[], bool]] = {"R35": is_built_for_cuda}
 
 
 class TrialCount:
@@ -71,7 +83,7 @@ class TrialCount:
 
 
 def add_option(parser: pytest.Parser) -> None:
-    """Add ``--trials FILE``."""
+    """Add ``--trials=FILE``."""
     parser.addoption("--trials", metavar="FILE", type=Path, help="write the trials of each promise to this JSON file")
 
 
@@ -82,7 +94,12 @@ def register(config: pytest.Config) -> None:
 
 
 def name_promises(items: Iterable[pytest.Item]) -> None:
-    """Write the promise of each marked test into its report."""
+    """Write the promise of each marked test into its report, unless this environment is not the promise's."""
+    fits: dict[str, bool] = {}
     for item in items:
         for marker in item.iter_markers("promise"):
-            item.user_properties += [("promise", promise) for promise in marker.args]
+            for promise in marker.args:
+                if promise not in fits:
+                    fits[promise] = ENVIRONMENTS.get(promise, lambda: True)()
+                if fits[promise]:
+                    item.user_properties.append(("promise", promise))

@@ -15,15 +15,15 @@ PROMISES = {
         "the run resumes to the same weights, optimizer state, generators and metrics, bit for bit",
     ),
     "R2": (
-        "a file of the newest checkpoint is removed, emptied, cut or changed by one bit",
+        "a file of the newest checkpoint is removed, emptied, cut or changed by one bit, under each policy",
         "the run falls back to the checkpoint before, with one warning, and ends with the same result",
     ),
     "R3": (
-        "the disk is full, here or on the machine of a target",
+        "the disk is full, here (under each policy) or on the machine of a target",
         "earlier checkpoints stay intact, the run stops with one line, and resumes to the same result",
     ),
     "R4": (
-        "SIGTERM or SIGINT, as a scheduler sends them before it takes the machine away",
+        "SIGTERM or SIGINT, as a scheduler sends them before it takes the machine away, under each policy",
         "a checkpoint at the next step, exit code 143 or 130, and the same result after resuming",
     ),
     "R5": (
@@ -100,8 +100,9 @@ PROMISES = {
         "none of it is taken for data or for a job's number; a failed line ends the command and is named",
     ),
     "R30": (
-        "a job is warned each time before it has made a new checkpoint",
-        "it goes back into the queue three times more, then the run ends and says why",
+        "a job is warned each time before it has made a new checkpoint, loses a node each time, or its count is lost",
+        "it goes back into the queue a counted number of times, then the run ends and says why; a job that makes "
+        "checkpoints goes back each time",
     ),
     "R31": (
         "a message names a command, whatever went wrong",
@@ -114,6 +115,17 @@ PROMISES = {
     "R33": (
         "a recipe's `base` names a file of secrets",
         "it is refused outside the recipe's folder or repository, and no error quotes what is no recipe",
+    ),
+    "R34": (
+        "a training takes 20 to 500 steps of changing shapes, with any policy and through any door (engine, `Trainer`, "
+        "callback, accelerate, a script, the worker)",
+        "nothing is left behind: at the end there are as many tensors, classes, functions and entries of registries as "
+        "midway",
+    ),
+    "R35": (
+        "PyTorch is the build for CUDA that pip gives, and there is no GPU",
+        "the quickstart works, and the tests of the GPU's code (fake device, Triton's interpreter) pass as with the "
+        "build for processors",
     ),
     "R36": (
         "a model has 10,000 linears",
@@ -136,7 +148,8 @@ PROMISES = {
 TEXT = """This page lists what SparseBP guarantees when something goes wrong, and how often tests tried it. A trial is
 one fault put into a real component: a worker process that is killed, a file that is damaged, a shell that runs a
 generated script. Each row is counted by the tests that it names, when `make chaos` runs them; `make test` runs a few
-trials of each. A failure is a trial that broke the promise. Counts are of the last run, on two CPU cores."""
+trials of each. A failure is a trial that broke the promise. Counts are of the last run, on two CPU cores. In R2 to R4
+the memory curve of a single step is no part of the result: the first step of a process allocates a little more."""
 
 
 def page(root: Path) -> str:

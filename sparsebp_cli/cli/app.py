@@ -46,8 +46,8 @@ from sparsebp_cli.cli.tracking import sync, ui
 from sparsebp_cli.cli.validate import validate
 from sparsebp_cli.cli.verb_help import Verb, Verbs
 from sparsebp_cli.cli.worth import worth
-from sparsebp_cli.errors import SparseBPError, UsageError, explain_system_error
-from sparsebp_cli.run import home, keep_private
+from sparsebp_cli.errors import RunNotFoundError, SparseBPError, UsageError, explain_system_error
+from sparsebp_cli.run import find_deleted, home, keep_private
 
 
 @dataclass
@@ -186,6 +186,8 @@ def _answer_in_json() -> int:
 
 def _print_error(error: Exception) -> Problem:
     """Print one line to standard error, and return the facts."""
+    if isinstance(error, OSError) and not crash.shown and (deleted := find_deleted(error)):
+        error = RunNotFoundError(deleted)
     problem = describe_error(error)
     line = " ".join(str(error).split()) if isinstance(error, SparseBPError) else problem.text
     print_line(f"error: {line}", stderr=True)

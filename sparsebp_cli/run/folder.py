@@ -21,6 +21,7 @@ $SPARSEBP_HOME/runs/RUN_ID/
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -130,6 +131,8 @@ class RunFolder:
             if uri := tracking.get("uri"):
                 tracking["uri"] = mask(uri)  # plans of earlier versions may hold a password
         except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+            if isinstance(error, OSError) and (deleted := find_deleted(error)):
+                raise RunNotFoundError(deleted) from None
             told = f"{error} is missing" if isinstance(error, KeyError) else str(error)
             raise RunNotFoundError(f"run {self.run_id}: {self.plan_file} is not a plan: {told}") from None
         return plan
@@ -287,6 +290,16 @@ def _name_runs() -> dict[RunFolder, str]:
     folders = map(RunFolder, list_folders(home() / "runs"))
     found = {run: run.brief() for run in folders}
     return {run: found[run][0] for run in sorted(found, key=lambda run: (found[run][1], run.run_id), reverse=True)}
+
+
+def find_deleted(error: OSError) -> str:
+    """Return a sentence where a file is missing because its run was deleted by somebody else; empty otherwise."""
+    folder = home() / "runs"
+    place = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else Path()
+    if error.errno != errno.ENOENT or not place.is_relative_to(folder) or place == folder:
+        return ""
+    run = folder / place.relative_to(folder).parts[0]
+    return "" if run.exists() else f"run {run.name} was deleted meanwhile"
 
 
 def find_run(word: str) -> list[RunFolder]:

@@ -7,6 +7,7 @@ adapter names another model, and a config can describe a model that fits into no
 from __future__ import annotations
 
 import json
+import re
 import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -33,6 +34,14 @@ ALWAYS_ALLOWED = 256  # layers may share their tensors
 # A config without weights beside it may ask for anything. Llama 3.1 405B has 126 layers and is 53,248 wide inside;
 # Gemma 3 has 262,208 tokens.
 LARGEST_SIZE, LARGEST_COUNT = 2**22, 2**13
+# Every architecture has further names for the sides of its tensors and for how many there are. Llama 4 has 10,485,760
+# positions; where they are not learned their number costs nothing.
+FURTHER_SIZE = re.compile(
+    r"(^|_)(size|sizes|dim|dims|width|widths|rank|heads|state|channels|features|groups|ff|inner|embd|ctx|input|labels)$"
+)
+FURTHER_COUNT = re.compile(r"(^|_)(layers?|blocks?|depths?|stages|repeats?)$")
+POSITIONS, MOST_POSITIONS = re.compile(r"position"), 2**25
+EXPERTS, MOST_EXPERTS = re.compile(r"experts$"), 2**16  # Doge has 16,384
 
 
 def check_weights(folder: Path, config: Mapping[str, object]) -> None:
@@ -42,9 +51,8 @@ def check_weights(folder: Path, config: Mapping[str, object]) -> None:
         raise DataError(f"{folder}: has adapter_config.json, which leads to another model; name that model itself")
     check_sidecars(folder)
     shapes = [shape for name in _name_files(folder) for shape in _read_shapes(folder / name)]
-    if not shapes:
-        refuse_absurd(config, str(folder / "config.json"))
-    else:
+    refuse_absurd(config, str(folder / "config.json"))
+    if shapes:
         longest = max((side for shape in shapes for side in shape), default=0)
         beside, source = "for the weights beside it", str(folder / "config.json")
         _refuse_larger(
@@ -68,8 +76,21 @@ def check_sidecars(folder: Path) -> None:
 def refuse_absurd(config: Mapping[str, object], source: str) -> None:
     """Raise DataError for a config with more layers, experts or units than any model has, by which building it would
     take all memory. ``source`` is named in the error."""
-    _refuse_larger(source, config, SIZES, LARGEST_SIZE, "for any model")
-    _refuse_larger(source, config, COUNTS, LARGEST_COUNT, "for any model")
+    place = f"{source}: " if source else ""
+    for name, number in _numbers(config):
+        most = LARGEST_SIZE
+        if EXPERTS.search(name):
+            most = MOST_EXPERTS
+        elif name in COUNTS or (name not in SIZES and FURTHER_COUNT.search(name)):
+            most = LARGEST_COUNT
+        elif POSITIONS.search(name):
+            most = MOST_POSITIONS
+        elif name not in SIZES and not FURTHER_SIZE.search(name):
+            continue
+        if number > most:
+            raise DataError(f"{place}{name} must be at most {most} for any model, got {shorten(str(number))}")
+        if number < 0 and name in SIZES + COUNTS:
+            raise DataError(f"{place}{name} must be at least 0, got {shorten(str(number))}")
 
 
 def _name_files(folder: Path) -> list[str]:
@@ -115,9 +136,16 @@ def _read_shapes(file: Path) -> Iterator[list[int]]:
 
 
 def _refuse_larger(source: str, config: Mapping[str, object], keys: tuple[str, ...], most: int, what: str) -> None:
-    for key, value in config.items():
-        if isinstance(value, dict):
-            _refuse_larger(source, value, keys, most, what)
-        elif key in keys and isinstance(value, int | float) and value > most:
-            place = f"{source}: " if source else ""
-            raise DataError(f"{place}{key} must be at most {most} {what}, got {shorten(str(value))}")
+    for name, number in _numbers(config):
+        if name in keys and number > most:
+            raise DataError(f"{source}: {name} must be at most {most} {what}, got {shorten(str(number))}")
+
+
+def _numbers(config: Mapping[str, object]) -> Iterator[tuple[str, float]]:
+    """Yield every number of a config with its name, those of inner configs and of lists, too."""
+    for name, value in config.items():
+        for one in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(one, dict):
+                yield from _numbers(one)
+            elif isinstance(one, int | float):
+                yield str(name), one

@@ -207,15 +207,22 @@ def _reading(options: SlurmOptions) -> str:
 
 def _counting(options: SlurmOptions) -> str:
     """Return the lines that set ``idle`` when a job was warned several times in a row without a new checkpoint: a
-    warning that comes before a step can be made would put it back for ever."""
+    warning that comes before a step can be made would put it back for ever. Where the count cannot be read, or not be
+    written by the job before, Slurm's own count of all restarts stands for it."""
     if not options.requeue:
         return ""
     return f"""if [ -n "$again" ] && [ "$code" = 143 ]; then
   newest=$(ls "$run/checkpoints" 2> /dev/null | grep '^step-' | sort | tail -n 1)
-  read -r before times 2> /dev/null < "$run/slurm-idle" || times=0
-  if [ "$before" = "${{newest:-none}}" ]; then times=$((times + 1)); else times=0; fi
-  echo "${{newest:-none}} $times" > "$run/slurm-idle"
-  [ "$times" -lt {MOST_RESTARTS} ] || {{ idle=idle; rm -f "$run/slurm-idle"; }}
+  before= times=
+  if [ -e "$run/slurm-idle" ]; then
+    read -r before times 2> /dev/null < "$run/slurm-idle"
+    case "$times" in
+      [0-9] | [0-9][0-9]) if [ "$before" = "${{newest:-none}}" ]; then times=$((times + 1)); else times=0; fi ;;
+      *) times=${{SLURM_RESTART_COUNT:-0}} ;;
+    esac
+  fi
+  echo "${{newest:-none}} ${{times:-0}}" > "$run/slurm-idle.part" && mv -T "$run/slurm-idle.part" "$run/slurm-idle"
+  [ "${{times:-0}}" -lt {MOST_RESTARTS} ] || {{ idle=idle; rm -rf "$run/slurm-idle"; }}
 fi
 """
 

@@ -25,6 +25,8 @@ SSH = ("ssh", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes", "-o", "C
 SSH_SILENCE = ("-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4")
 BROKEN = 255  # ssh's own exit code
 CHUNK = 1 << 16
+MIXED = "its login shell sends errors to standard output, and no answer can be read: look for 2>&1 in its profile"
+TERMINAL = "its login shell changes the ends of lines, and no answer can be read: look for a terminal in its profile"
 RESET = "set +eufx; trap - EXIT HUP INT TERM USR1"  # what lines of setup may have set
 
 
@@ -68,7 +70,7 @@ class Shell:
         """Yield the standard output of lines, to be read to its end; see :meth:`Tool.read`."""
         mark = _draw_mark()
         with self._tool.read(self._frame(lines, mark)) as stream:
-            framed = _FramedStream(stream, mark)
+            framed = _FramedStream(stream, mark, self._place)
             yield cast("IO[bytes]", framed)
             whole = framed.is_whole()
         if not whole:
@@ -82,19 +84,23 @@ class Shell:
             for number, line in enumerate(self._setup)
         )
         script = (
-            f"(\n{setup}{RESET}\nprintf '\\n%s begin\\n' {mark} >&2; printf '\\n%s begin\\n' {mark} >&9\n"
+            f"(\n{setup}{RESET}\nprintf '\\n%s errors begin\\n' {mark} >&2; printf '\\n%s begin\\n' {mark} >&9\n"
             f"{{ {lines}\n}} >&9 9>&-\n) 9>&1 >&2\ncode=$?\n"
-            f"printf '\\n%s end %03d\\n' {mark} $code >&2; printf '\\n%s end %03d\\n' {mark} $code\nexit $code"
+            f"printf '\\n%s errors end\\n' {mark} >&2; printf '\\n%s end %03d\\n' {mark} $code\nexit $code"
         )
         return shell_command(self._host, script)
 
     def _unframe(self, answer: CommandResult, mark: str) -> CommandResult:
         begin, end = f"\n{mark} begin\n".encode(), re.compile(rf"\n{mark} end (\d{{3}})\n".encode())
+        if _is_mixed(answer.out, mark):
+            raise UnreachableError(f"{self._place}: {MIXED}")
+        if f"\n{mark} begin\r".encode() in answer.out:
+            raise UnreachableError(f"{self._place}: {TERMINAL}")
         before, begun, rest = answer.out.partition(begin)
         closed = end.search(rest if begun else answer.out)
         if begun and closed:
             self.greeting = before.decode(errors="replace").strip()
-            err = answer.err.rpartition(f"\n{mark} begin\n")[2].partition(f"\n{mark} end ")[0]
+            err = answer.err.rpartition(f"\n{mark} errors begin\n")[2].partition(f"\n{mark} errors end\n")[0]
             return CommandResult(int(closed[1]), rest[: closed.start()], err)
         if closed:
             raise self._describe_setup(answer.err, mark, int(closed[1]))
@@ -107,15 +113,16 @@ class Shell:
         numbers = re.findall(rf"^{mark} setup (\d+)$", err, re.MULTILINE)
         line = self._setup[int(numbers[-1])] if numbers else ""
         said = CommandResult(code, b"", err.rpartition(f"{mark} setup {numbers[-1] if numbers else ''}\n")[2])
-        said = CommandResult(code, b"", said.err.partition(f"\n{mark} end ")[0])
+        said = CommandResult(code, b"", said.err.partition(f"\n{mark} errors end\n")[0])
         return SetupError(f"{self._place}: target.setup: {line!r} failed there: {said.problem}")
 
 
 class _FramedStream:
     """A stream of what stands between the markers."""
 
-    def __init__(self, stream: IO[bytes], mark: str) -> None:
+    def __init__(self, stream: IO[bytes], mark: str, place: str) -> None:
         self._stream, self._begin = stream, f"\n{mark} begin\n".encode()
+        self._mark, self._place = mark, place
         self._end = re.compile(rf"\n{mark} end (\d{{3}})\n".encode())
         # A marker may come in two parts, so as many bytes are kept back while none was found.
         self._length = len(f"\n{mark} end 000\n")
@@ -150,12 +157,20 @@ class _FramedStream:
         known = len(self._kept)
         self._kept += data
         if not self._begun and self._begin in self._kept:
+            if _is_mixed(self._kept, self._mark):
+                raise UnreachableError(f"{self._place}: {MIXED}")
             self._begun, known, self._kept = True, 0, self._kept.partition(self._begin)[2]
         if self._begun and (found := self._end.search(self._kept, max(0, known - self._length))):
             self._kept, self._code, self._over = self._kept[: found.start()], int(found[1]), True
         elif not self._begun:
-            self._kept = self._kept[-len(self._begin) :]  # however much a shell prints before
+            self._kept = self._kept[-3 * len(self._begin) :]  # however much a shell prints before
         return True
+
+
+def _is_mixed(out: bytes, mark: str) -> bool:
+    """Return whether what was printed as an error came as output: the marker of errors is printed right before the
+    other one."""
+    return f"\n{mark} errors begin\n".encode() in out
 
 
 def shell_command(host: str | None, lines: str) -> list[str]:

@@ -103,10 +103,11 @@ class SlurmEngine(TargetEngine):
             raise
         script = render_script(self._options, [self._folder(run) for run in runs], max_parallel)
         where = f"{self._quoted_folder(runs[0])}/job.sh"
-        # A slurm-stop left by an earlier job would stop the new one.
-        stale = " ".join(f"{self._quoted_folder(run)}/slurm-stop" for run in runs)
+        # A slurm-stop left by an earlier job would stop the new one, and its count of warnings would end it too early.
+        names = ("slurm-stop", "slurm-idle")
+        stale = " ".join(f"{self._quoted_folder(run)}/{name}" for run in runs for name in names)
         # --parsable puts the cluster's name behind a semicolon.
-        lines = [f"rm -f {stale}; cat > {where} && job=$(sbatch --parsable {where}) || exit 1", "job=${job%%;*}"]
+        lines = [f"rm -rf {stale}; cat > {where} && job=$(sbatch --parsable {where}) || exit 1", "job=${job%%;*}"]
         for number, run in enumerate(runs):
             key = f'"${{job}}_{number}"' if len(runs) > 1 else '"$job"'
             place = self._quoted_folder(run)
@@ -135,7 +136,7 @@ class SlurmEngine(TargetEngine):
         if re.fullmatch(r"[A-Z_]+", state) and state not in ENDED:
             return WorkerStatus(Phase.WORKING)
         key, code, idle = [*(ended.strip().splitlines() or [""])[-1].split(), "", "", ""][:3]
-        if key == handle and code.isdecimal():
+        if key == handle and re.fullmatch("[0-9]{1,3}", code):
             return WorkerStatus(Phase.OVER, read_exit_code(int(code)), IDLE if idle else "")
         if state not in ENDED:
             state = self._state_from_accounting(handle)

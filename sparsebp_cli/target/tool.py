@@ -23,6 +23,9 @@ from sparsebp_cli.target.engine_word import explain
 
 TIMEOUT_SECONDS = 60.0
 SILENCE_SECONDS = 120.0  # without a byte, before a transfer is given up
+LOOK_SECONDS = 1.0  # between two looks at how much a command has printed
+MOST_ANSWERED = 1 << 26  # bytes; a journal is fetched in parts of half of it
+TOO_MUCH = f"answered with more than {MOST_ANSWERED >> 20} MiB"
 TAR_LAST_LINE = "Exiting with failure status due to previous errors"  # GNU tar prints it after the reason
 LONGEST_PROBLEM = 300
 # Keep ssh and git from prompting, in a terminal or in a window.
@@ -69,15 +72,29 @@ class Tool:
         # Into files: what it leaves running, such as a connection that ssh keeps, would hold a pipe open.
         with TemporaryFile() as out, TemporaryFile() as errors:
             process = self._start(command, errors, out)
-            try:
-                process.communicate(given, timeout=self.timeout_seconds)
-            except subprocess.TimeoutExpired:
+            problem = self._wait(process, given, lambda: _size(out) + _size(errors))
+            if problem:
                 _end(process)
                 process.communicate()
-                raise UnreachableError(f"{self.place} took longer than {self.timeout_seconds:g} s to answer") from None
+                raise UnreachableError(f"{self.place} {problem}")
             out.seek(0)
             answer = CommandResult(process.returncode, out.read(), _content(errors))
         return self._check_refusal(answer)
+
+    def _wait(self, process: subprocess.Popen[bytes], given: bytes, num_bytes: Callable[[], int]) -> str:
+        """Let a command come to its end, and return why it may not, else nothing. A login shell may print for ever."""
+        deadline = time.monotonic() + self.timeout_seconds
+        ended = False
+        while not ended:
+            try:
+                process.communicate(given, timeout=min(LOOK_SECONDS, self.timeout_seconds))
+                ended = True
+            except subprocess.TimeoutExpired:
+                if time.monotonic() > deadline:
+                    return f"took longer than {self.timeout_seconds:g} s to answer"
+            if num_bytes() > MOST_ANSWERED:
+                return TOO_MUCH
+        return ""
 
     @contextmanager
     def read(self, command: Sequence[str]) -> Iterator[IO[bytes]]:
@@ -105,7 +122,9 @@ class Tool:
                 feed(cast("IO[bytes]", _ActivityStream(process.stdin, touch)))
             with suppress(BrokenPipeError, ConnectionError):  # what was not written yet
                 process.stdin.close()
-            out = process.stdout.read()
+            out = process.stdout.read(MOST_ANSWERED)
+            if process.stdout.read(1):
+                raise UnreachableError(f"{self.place} {TOO_MUCH}")
             process.wait()
             answer = CommandResult(process.returncode, out, _content(errors))
         return self._check_refusal(answer)
@@ -160,8 +179,12 @@ class _ActivityStream:
 
 def _content(errors: IO[bytes]) -> str:
     """Return the standard error of a program that has ended; it is a file: a full pipe could block the program."""
-    errors.seek(0)
+    errors.seek(max(0, _size(errors) - MOST_ANSWERED))
     return errors.read().decode(errors="replace")
+
+
+def _size(file: IO[bytes]) -> int:
+    return os.fstat(file.fileno()).st_size
 
 
 @contextmanager

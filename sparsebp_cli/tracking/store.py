@@ -121,7 +121,10 @@ def sqlite_lock(uri: str) -> Iterator[None]:
         yield
         return
     file = sqlite_file(uri)
-    with FileLock(file.with_name(file.name + ".lock"), timeout=LOCK_SECONDS):
+    place = file.with_name(file.name + ".lock")
+    # Where no file can be made, as in /proc, FileLock waits as if somebody else held the lock.
+    os.close(os.open(place, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600))
+    with FileLock(place, timeout=LOCK_SECONDS):
         yield
 
 

@@ -194,6 +194,23 @@ def test_a_deletion_that_somebody_else_ends_while_it_is_locked_is_done(
     assert [*(home() / "runs").iterdir()] == []
 
 
+@pytest.mark.parametrize("words", [["note", "{}", "mine"], ["tag", "{}", "mine"]], ids=" ".join)
+def test_a_run_that_is_deleted_while_it_gets_a_label_is_told_in_a_line(
+    words: list[str], call: Cli, write_recipe: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, replace = write_run(write_recipe()), os.replace
+
+    def vanish(source: Path, place: Path) -> None:
+        if run.path.exists():
+            shutil.rmtree(run.path)
+        replace(source, place)
+
+    monkeypatch.setattr(os, "replace", vanish)
+    done = call(*(word.format(run.run_id) for word in words))
+    assert (done.returncode, done.stderr) == (102, f"error: run {run.run_id} was deleted meanwhile\n")
+    assert not (home() / "error.log").exists()
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a file system needs root")
 def test_rm_makes_room_where_no_file_can_be_made(call: Cli, write_recipe: Write) -> None:
     home().mkdir()

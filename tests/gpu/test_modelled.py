@@ -14,6 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 pytestmark = [
     pytest.mark.xdist_group("fake gpu"),
+    pytest.mark.promise("R35"),
     pytest.mark.slow,
     pytest.mark.skipif(shutil.which("g++") is None, reason="g++ compiles the fake device"),
 ]

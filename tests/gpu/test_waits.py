@@ -16,6 +16,7 @@ from tests.gpu.waits import CASES, WORKER
 ROOT = Path(__file__).parents[2]
 pytestmark = [
     pytest.mark.xdist_group("fake gpu"),
+    pytest.mark.promise("R35"),
     pytest.mark.skipif(shutil.which("g++") is None, reason="g++ compiles the fake device"),
 ]
 # A plan of rows is made on the host.

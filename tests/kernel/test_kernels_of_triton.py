@@ -24,7 +24,10 @@ from sparsebp_cli.policy import Blocks, Rows
 
 ROOT = Path(__file__).parents[2]
 HAS_WHEEL = sys.platform == "linux" and platform.machine() == "x86_64"
-pytestmark = pytest.mark.skipif(not HAS_WHEEL, reason="there is no wheel of Triton for this platform")
+pytestmark = [
+    pytest.mark.promise("R35"),
+    pytest.mark.skipif(not HAS_WHEEL, reason="there is no wheel of Triton for this platform"),
+]
 
 
 @pytest.fixture(scope="module")

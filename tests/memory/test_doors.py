@@ -126,6 +126,7 @@ def _name(one: Any) -> str:
 DOORS = pytest.mark.parametrize(("train", "policy"), [*CASES, (_script, LOSSLESS)], ids=_name)
 
 
+@pytest.mark.promise("R34")
 @pytest.mark.always("_trainer-lossless", "_callback-topk", "_accelerate-lossless", "_script-lossless")
 @DOORS
 def test_no_door_gathers_anything_over_steps_of_changing_shapes(tmp_path: Path, train: Train, policy: Policy) -> None:
@@ -134,6 +135,7 @@ def test_no_door_gathers_anything_over_steps_of_changing_shapes(tmp_path: Path, 
 
 
 @pytest.mark.long
+@pytest.mark.promise("R34")
 @DOORS
 def test_no_door_gathers_anything_over_500_steps(tmp_path: Path, train: Train, policy: Policy) -> None:
     middle, last = train(tmp_path, policy, (10 * ROUND, 125 * ROUND))

@@ -58,6 +58,7 @@ def test_every_policy_of_the_package_that_attaches_is_tried() -> None:
     assert set(CASES) == {name for name, found in find_ours().items() if found.kind != "EpochSelector"}
 
 
+@pytest.mark.promise("R34")
 # One of each way to keep something between steps; the others are of the same kinds.
 @pytest.mark.always(
     "lossless", "topk", "greats", "importance", "grass", "max-child", "compact", "crs", "subnet", "tokens"
@@ -70,6 +71,7 @@ def test_no_policy_gathers_anything_over_steps_of_changing_shapes(name: str) -> 
 
 
 @pytest.mark.long
+@pytest.mark.promise("R34")
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_is_gathered_over_500_steps(name: str) -> None:
     options, attached = CASES[name]

@@ -179,13 +179,52 @@ def test_weights_that_cannot_be_opened_are_refused_unopened(tmp_path: Path, repl
         check_weights(folder, {"model_type": "llama"})
 
 
+# By every kind of name that a size has: those of llama, of single architectures, inner ones, lists.
+ABSURD: dict[str, object] = {
+    "num_hidden_layers": 10**9,
+    "hidden_size": 10**11,
+    "vocab_size": 1e12,
+    "num_local_experts": 10**9,
+    "max_position_embeddings": 10**14,
+    "type_vocab_size": 10**12,
+    "embedding_size": 10**12,
+    "state_size": 10**12,
+    "kv_lora_rank": 10**12,
+    "hidden_sizes": [32, 10**12],
+    "depths": [2, 10**9],
+    "n_ctx": float("inf"),
+}
+
+
 @pytest.mark.promise("R32")
+@pytest.mark.parametrize("key", ABSURD)
 @pytest.mark.parametrize(
-    ("key", "value"), [("num_hidden_layers", 10**9), ("hidden_size", 10**11), ("vocab_size", 1e12)]
+    "wrap", [lambda given: given, lambda given: {"text_config": given}, lambda given: {"a": [given]}]
 )
-def test_a_random_model_that_no_machine_holds_is_refused(key: str, value: float) -> None:
+def test_a_random_model_that_no_machine_holds_is_refused(key: str, wrap: Any) -> None:
     with pytest.raises(DataError, match=f"^{key} must be at most [0-9]+ for any model, got"):
-        refuse_absurd({"model_type": "llama", key: value}, "")
+        refuse_absurd({"model_type": "llama", **wrap({key: ABSURD[key]})}, "")
+
+
+def test_a_negative_size_is_refused() -> None:
+    with pytest.raises(DataError, match=r"^hidden_size must be at least 0, got -5"):
+        refuse_absurd({"model_type": "llama", "hidden_size": -5}, "")
+
+
+@pytest.mark.slow
+@pytest.mark.model
+def test_the_config_of_no_architecture_is_refused() -> None:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    made = 0
+    for name in CONFIG_MAPPING:
+        try:
+            config = CONFIG_MAPPING[name]().to_dict()
+        except Exception:
+            continue  # it needs arguments, or a library that is not here
+        made += 1
+        refuse_absurd(config, name)
+    assert made > 300
 
 
 def test_installed_datasets_are_looked_into(refuse: Any) -> None:

@@ -54,6 +54,59 @@ def test_the_answer_is_what_the_lines_print_and_nothing_else(chatty: Path, setup
     assert shell.greeting.startswith("Welcome. Quota at 95 %")
 
 
+# A login shell that shows the command, markers and all, or that repeats what it printed: the answer is found.
+SHOWING = {
+    "the command": 'echo "running ${!#}"; echo "${!#}" >&2; bash -c "${!#}"; code=$?; echo "ran ${!#}"; exit $code',
+    "with -x": 'bash -xc "${!#}"',
+    "with -x, as output": 'export BASH_XTRACEFD=1; bash -xc "${!#}"',
+    "with -v": 'bash -vc "${!#}"',
+    "twice": 'out=$(mktemp); bash -c "${!#}" > $out; code=$?; cat $out $out; exit $code',
+}
+# A login shell of which no answer can be read says so, and what it printed is no answer.
+SPOILING = {
+    "errors in the output": ('bash -c "${!#}" 2>&1', "sends errors to standard output"),
+    "ends of lines of a terminal": (
+        "bash -c \"${!#}\" | sed 's/$/\\r/'; exit ${PIPESTATUS[0]}",
+        "changes the ends of lines",
+    ),
+    "an answer that is cut": ('bash -c "${!#}" | head -c 60', "ended before its answer"),
+    "no answer": ("exit 0", "ended before its answer"),
+    "without end": ("exec cat /dev/zero", "answered with more than 64 MiB"),
+    "errors without end": ("exec cat /dev/zero >&2", "answered with more than 64 MiB"),
+}
+
+
+@pytest.mark.promise("R29")
+@pytest.mark.parametrize("setup", [[], ["echo loading"]])
+@pytest.mark.parametrize("name", SHOWING)
+def test_a_login_shell_that_shows_the_markers_gives_the_answer(chatty: Path, name: str, setup: list[str]) -> None:
+    chatty.write_text(f"#!/bin/bash\n{SHOWING[name]}\n")
+    answer = Shell(HOST, "", setup).run("echo answer; echo problem >&2; exit 3")
+    assert (answer.out, answer.code) == (b"answer\n", 3)
+    assert "problem" in answer.err.splitlines()
+
+
+@pytest.mark.promise("R29")
+@pytest.mark.parametrize("code", [0, 3])
+@pytest.mark.parametrize("name", SPOILING)
+def test_a_login_shell_that_spoils_the_answer_is_told_and_never_read(chatty: Path, name: str, code: int) -> None:
+    program, text = SPOILING[name]
+    chatty.write_text(f"#!/bin/bash\n{program}\n")
+    with pytest.raises(UnreachableError, match=text):
+        Shell(HOST, "").run(f"echo answer; echo problem >&2; exit {code}")
+
+
+@pytest.mark.promise("R29")
+def test_a_stream_from_a_login_shell_that_mixes_errors_in_is_refused(chatty: Path) -> None:
+    chatty.write_text('#!/bin/bash\nbash -c "${!#}" 2>&1\n')
+    shell = Shell(HOST, "")
+    with (
+        pytest.raises(UnreachableError, match="sends errors to standard output"),
+        shell.read("cat /dev/null") as stream,
+    ):
+        stream.read()
+
+
 def test_what_setup_exports_holds_for_the_lines(chatty: Path) -> None:
     assert Shell(HOST, "", ["export A=1", "B=2"]).run("echo $A$B").text == "12"
 
@@ -179,33 +232,6 @@ def test_setup_changes_nothing_of_how_a_preempted_job_goes_back(
     assert run_script(tmp_path / "run", SlurmOptions(python=str(worker), setup=setup), PATH=path) == 143
     assert (scontrol / "asked").read_text() == "requeue 7\n"
     assert f"worker {'1' if setup else ''}" in (tmp_path / "run" / "worker.log").read_text().splitlines()
-
-
-@pytest.mark.promise("R30")
-def test_a_job_that_is_warned_before_it_makes_a_checkpoint_is_not_put_back_for_ever(
-    tmp_path: Path, worker: Path, scontrol: Path
-) -> None:
-    options, run = SlurmOptions(python=str(worker)), tmp_path / "run"
-    path = f"{scontrol}:/usr/bin:/bin"
-    checkpoints = run / "checkpoints"
-    checkpoints.mkdir()
-    for number in range(9):
-        if number == 3:
-            (checkpoints / "step-00000004").mkdir()  # it got further once, so the count begins anew
-        run_script(run, options, PATH=path)
-        if (run / "slurm-exit").read_text().split()[2:] == ["idle"]:
-            break
-    assert number == 6
-    assert len((scontrol / "asked").read_text().splitlines()) == 6
-    assert (run / "slurm-exit").read_text() == "7 143 idle\n"
-
-
-@pytest.mark.promise("R30")
-def test_a_warning_that_comes_at_the_start_is_refused() -> None:
-    with pytest.raises(ValueError, match="warned when it starts, must be below 60, got 120"):
-        SlurmOptions(timeout_min=1)
-    SlurmOptions(timeout_min=1, warning_seconds=30)
-    SlurmOptions(timeout_min=1, requeue=False)
 
 
 def test_a_setup_that_fails_refuses_the_run(tmp_path: Path) -> None:

@@ -85,6 +85,29 @@ def test_a_password_in_the_address_reaches_the_server_only(
         assert b"CANARY" not in file.read_bytes(), file
 
 
+def check_foreign_hosts(address: str, mlflow_run: str) -> None:
+    """Another site's page, whose name was made to lead to this machine, reads and writes nothing."""
+    place = address.removeprefix("http://")
+    port = place.rpartition(":")[2]
+    names = ["evil.example", f"evil.example:{port}", f"{place}.evil.example", f"localhost.evil.example:{port}", "[::1]"]
+    names += [f"evil.example@{place}", f"127.0.0.2:{port}", "127.0.0.1:1", f"{place}/", "*", ""]
+    pages = [f"api/2.0/mlflow/runs/get?run_id={mlflow_run}", f"get-artifact?path=recipe.yaml&run_uuid={mlflow_run}", ""]
+    for page in [*pages, "ajax-api/2.0/mlflow/experiments/search?max_results=1", "graphql"]:
+        for name in names if page == pages[0] else names[:2]:
+            foreign = urllib.request.Request(f"{address}/{page}", headers={"Host": name, "X-Forwarded-Host": place})
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                urllib.request.urlopen(foreign)
+            refused.value.close()
+            assert refused.value.code in {400, 403}, (page, name)
+    # A page that names this server rightly, as a form or a script of another site can.
+    data = json.dumps({"run_id": mlflow_run, "key": "from", "value": "elsewhere"}).encode()
+    headers = {"Origin": "http://evil.example", "Content-Type": "application/json"}
+    foreign = urllib.request.Request(f"{address}/api/2.0/mlflow/runs/set-tag", data, headers)
+    with pytest.raises(urllib.error.HTTPError, match="403") as refused:
+        urllib.request.urlopen(foreign)
+    refused.value.close()
+
+
 @pytest.mark.slow
 def test_the_pages_of_the_default_store_open_with_its_runs_and_artifacts(store: Path, make_run: MakeRun) -> None:
     run = make_run(3)
@@ -101,10 +124,6 @@ def test_the_pages_of_the_default_store_open_with_its_runs_and_artifacts(store: 
                 assert json.load(answer)["run"]["info"]["status"] == "FINISHED"
             with urllib.request.urlopen(f"{address}/get-artifact?path=recipe.yaml&run_uuid={mlflow_run}") as answer:
                 assert b"name: demo" in answer.read()
-            # Another site's page, whose name was made to lead to this machine.
-            foreign = urllib.request.Request(f"{address}/api/2.0/mlflow/runs/get?run_id={mlflow_run}")
-            foreign.add_header("Host", "evil.example")
-            with pytest.raises(urllib.error.HTTPError, match="403"):
-                urllib.request.urlopen(foreign)
+            check_foreign_hosts(address, str(mlflow_run))
         finally:
             Server.end(process)

@@ -12,7 +12,7 @@ from sparsebp_cli.errors import RecipeError, TrackingError
 from sparsebp_cli.recipe import load_recipe
 from sparsebp_cli.run.visible import mask
 from sparsebp_cli.tracking import resolve_uri, ui_command
-from sparsebp_cli.tracking.store import artifact_root, one_line
+from sparsebp_cli.tracking.store import artifact_root, one_line, sqlite_lock
 
 
 def test_the_recipe_comes_before_the_environment_and_that_before_the_default(
@@ -136,3 +136,8 @@ def test_a_recipe_with_an_address_that_cannot_be_used_is_refused_at_its_place(ur
         load_recipe(file)
     assert str(caught.value).startswith(f"{file}:5:8: tracking.uri: must ")
     assert "use sqlite:////absolute/path/mlflow.db" in str(caught.value)
+
+
+def test_a_store_where_no_file_can_be_made_is_refused_and_not_waited_for() -> None:
+    with pytest.raises(FileNotFoundError, match=r"/proc/mlflow\.db\.lock"), sqlite_lock("sqlite:////proc/mlflow.db"):
+        pass

@@ -17,11 +17,15 @@ from sparsebp_cli.worker.training import Training
 from tests.memory.flat import gathered
 from tests.memory.test_flat import grown
 
-POLICIES: list[dict[str, Any]] = [{"name": "lossless"}, {"name": "topk", "keep": 0.5, "along": "rows"}]
+STEPS: list[dict[str, Any]] = [{"name": "lossless"}, {"name": "topk", "keep": 0.5, "along": "rows"}]
+# Of a kind that has no door but the worker. The end of the first epoch makes two classes, once in a process.
+EPOCHS: list[dict[str, Any]] = [{"name": "infobatch"}, {"name": "evolved-pruning", "keep": 0.5}]
+CASES = [(policy, (14, 26)) for policy in STEPS] + [(policy, (34, 50)) for policy in EPOCHS]
+LONG = [pytest.param(policy, (44, 500), marks=pytest.mark.long) for policy in STEPS + EPOCHS]
 
 
-@pytest.mark.parametrize("at", [(14, 26), pytest.param((44, 500), marks=pytest.mark.long)])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.promise("R34")
+@pytest.mark.parametrize(("policy", "at"), [*CASES, *LONG])
 def test_the_worker_gathers_nothing_over_steps_of_changing_shapes(
     tiny_recipe: Callable[..., Recipe],
     prepared: Callable[[Recipe], RunFolder],
