@@ -9,8 +9,10 @@ from pathlib import Path
 from sparsebp_cli.errors import DataError
 
 LONGEST = ("max_position_embeddings", "n_positions")  # the second is GPT-2's name for the first
-# A name, and what BitsAndBytesConfig writes of itself.
-HARMLESS = ("_name_or_path", "_load_in_4bit", "_load_in_8bit")
+# Of keys with an underscore, which set what transformers keeps to itself: names alone of these, and of the others no
+# words, since words choose code (`_attn_implementation` takes that of a repository). Numbers choose none.
+HARMLESS = ("_name_or_path", "_model_name_or_path", "_diffusers_version")
+BUILT_IN = {"_attn_implementation": ("eager", "sdpa"), "_attn_implementation_internal": ("eager", "sdpa")}
 LARGEST_CONFIG = 4 * 1024 * 1024
 LARGEST_TOKENIZER = 32 * 1024 * 1024
 TOKENIZER_WORDS = ("token", "vocab", "spiece", "bpe", ".model")
@@ -31,7 +33,8 @@ def read_config(folder: Path) -> dict[str, object]:
 
 def _refuse_code(file: Path, config: Mapping[str, object]) -> None:
     for key, value in config.items():
-        if key == "auto_map" or (key.startswith("_") and key not in HARMLESS):
+        is_plain = value is None or isinstance(value, bool | int | float) or value in BUILT_IN.get(key, ())
+        if key == "auto_map" or (key.startswith("_") and key not in HARMLESS and not is_plain):
             raise DataError(f"{file}: refused, because {key!r} can make other code run")
         if isinstance(value, dict):  # the config of a part of the model
             _refuse_code(file, value)

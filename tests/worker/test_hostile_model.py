@@ -213,6 +213,13 @@ HARMLESS: dict[str, Change] = {
     "code beside": lambda folder: None,
     "trust_remote_code": config(trust_remote_code=True, custom_pipelines={"x": {"impl": "modeling_evil.M"}}),
     "_name_or_path": config(_name_or_path="/etc"),
+    "what converters, OPT and Gemma 3 write": config(
+        _model_name_or_path="/etc",
+        _remove_final_layer_norm=False,
+        _sliding_window_pattern=6,
+        _experts_implementation=None,
+    ),
+    "an attention that is built in": config(_attn_implementation="eager", _attn_implementation_autoset=True),
     "attn_implementation": config(attn_implementation="evil/kernel", use_kernels=True),
     "architecture": config(architectures=["os.system"], tokenizer_class="os.system"),
     "unknown quantization": config(quantization_config={"quant_method": "evil"}),
