@@ -6,6 +6,9 @@ EXIT_CODES = {
     0: "done",
     1: "a check or a gate failed: `doctor`, `targets check`, `compare --fail-if`, `audit --fail-if-*`, `study --from`",
     2: "wrong recipe, policy, data or usage; nothing was started",
+    10: "`judge`: equal within the margin",
+    11: "`judge`: not shown",
+    12: "`judge`: worse",
     100: "a run failed (`compare`: of a group, no run finished), or the tracking store could not be used",
     101: "not finished, or being written by another process",
     102: "no run, or more than one, has the given name",
@@ -19,6 +22,6 @@ NOT_FINISHED = 101
 INTERRUPTED = {130, 143}
 # In the one line that `--help` has for all.
 SHORT = (
-    "Exit codes: 0 done, 1 a check or a gate failed, 2 wrong recipe or usage, 100 failed, 101 not finished, "
-    "102 not found, 103 cancelled, 104 diverged, 130 and 143 interrupted."
+    "Exit codes: 0 done, 1 a check or a gate failed, 2 wrong recipe or usage, 10 to 12 of `judge`, 100 failed, "
+    "101 not finished, 102 not found, 103 cancelled, 104 diverged, 130 and 143 interrupted."
 )

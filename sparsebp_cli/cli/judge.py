@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from sparsebp_cli.cli.answer import tell
+from sparsebp_cli.cli.answer.judge_record import Judgement
 from sparsebp_cli.cli.completion import complete_recipe
 from sparsebp_cli.cli.interrupt import Interrupts
 from sparsebp_cli.cli.option import RECIPE_HELP, Changes, Format, resolve_one
-from sparsebp_cli.cli.screen import Output, print_json, print_line
+from sparsebp_cli.cli.screen import Output, print_line
 from sparsebp_cli.errors import UsageError
 
 if TYPE_CHECKING:
@@ -73,14 +75,16 @@ def judge(  # noqa: PLR0913, PLR0917 - one parameter an option
     if budget is not None:
         terms = _make_terms(budget, effect, _read_margin(margin, proposal), gain)
     answer = _judge(proposal, terms, against)
-    if output is Output.JSON:
-        print_json(answer.to_json())
-    else:
-        for line in answer.lines():
-            print_line(line)
+    tell(Judgement.model_validate(answer.to_facts()), output, lambda _: _print(answer))
     if answer.is_stopped:
         print_line(f"next: {shlex.join(['sparsebp', *sys.argv[1:]])}", stderr=True)
     raise typer.Exit(answer.exit_code)
+
+
+def _print(answer: Answer) -> None:
+    """Print an answer for people."""
+    for line in answer.lines():
+        print_line(line)
 
 
 def _make_terms(budget: str, effect: float | None, margin: float | None, gain: int) -> Terms:

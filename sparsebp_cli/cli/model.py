@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from sparsebp_cli.cli.answer import tell
+from sparsebp_cli.cli.answer.result_record import ModelFolder
 from sparsebp_cli.cli.completion import complete_run
 from sparsebp_cli.cli.interrupt import ending_on_sigterm
+from sparsebp_cli.cli.option import Format
 from sparsebp_cli.cli.quantity import show_count
-from sparsebp_cli.cli.screen import print_line
+from sparsebp_cli.cli.screen import Output, print_line
 from sparsebp_cli.errors import UsageError
 
 if TYPE_CHECKING:
@@ -31,9 +34,7 @@ def model(
     ],
     folder: Annotated[
         Path | None,
-        typer.Option(
-            "-o", "--output", metavar="FOLDER", help="Where; new or empty. Default: the run's name and id, here."
-        ),
+        typer.Option("--to", metavar="FOLDER", help="Where; new or empty. Default: the run's name and id, here."),
     ] = None,
     checkpoint: Annotated[
         str | None,
@@ -50,6 +51,7 @@ def model(
         str | None, typer.Option(metavar="NAME", help="Send it to the hub as well, as USER/NAME or NAME; private.")
     ] = None,
     public: Annotated[bool, typer.Option("--public", help="With --push: everybody may read it.")] = False,
+    output: Format = Output.TABLE,
 ) -> None:
     """Write the model of a run as a folder that transformers, vLLM and llama.cpp read, with a model card."""
     from sparsebp_cli.release import write_model
@@ -66,10 +68,21 @@ def model(
         notes = write_model(planned, lambda part: _rebuild(planned, part))
     for note in notes:
         print_line(f"note: {note}", stderr=True)
-    size = sum(file.stat().st_size for file in planned.place.iterdir())
-    print_line(f"{planned.place}: step {planned.weights.step} of run {planned.run.run_id}, {show_count(size, 'B')}")
-    if push is not None:
-        print_line(send(planned.place, push, public=public))
+    files = sorted(file for file in planned.place.iterdir() if file.is_file())
+    size = sum(file.stat().st_size for file in files)
+    # Before it is sent, which may take long or fail: the folder is there then.
+    if output is Output.TABLE:
+        print_line(f"{planned.place}: step {planned.weights.step} of run {planned.run.run_id}, {show_count(size, 'B')}")
+    found = ModelFolder(
+        folder=str(planned.place),
+        run=planned.run.run_id,
+        step=planned.weights.step,
+        bytes=size,
+        files=[file.name for file in files],
+        hub=None if push is None else send(planned.place, push, public=public),
+        notes=list(notes),
+    )
+    tell(found, output, lambda _: None if found.hub is None else print_line(found.hub))
 
 
 def _plan(word: str, folder: Path | None, checkpoint: str | None, *, gguf: bool, name: str | None) -> ReleasedModel:

@@ -15,7 +15,6 @@ from sparsebp_cli.judge.question import Proposal
 from sparsebp_cli.judge.screen import find_design
 from sparsebp_cli.judge.session import TEST_PAIRS, Terms
 
-FORMAT = 1  # of the JSON
 EXIT_CODES: dict[Outcome, int] = {"better": 0, "equal within the margin": 10, "not shown": 11, "worse": 12}
 
 
@@ -118,12 +117,11 @@ class Answer:
         found = forecast(gains, design, find_needed(find_free(self.book.taken)))
         return None if found is None else found + len(gains)  # runs of the screen do not count
 
-    def to_json(self) -> dict[str, object]:
-        """Return it as plain data."""
+    def to_facts(self) -> dict[str, object]:
+        """Return it as plain data, as :class:`sparsebp_cli.cli.answer.judge_record.Judgement` describes them."""
         one, aim, bar = self.question, self.question.aim, self.question.bar
         stages = ("pool", "screen", "pairs", "gain", "test")
         return {
-            "format": FORMAT,
             "question": one.digest,
             "outcome": self.outcome,
             "answered": self.terms is None or one.outcome is not None,

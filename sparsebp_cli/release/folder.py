@@ -46,7 +46,7 @@ class ReleasedModel:
         """Raise ``UsageError`` if the folder cannot be made, ``SparseBPError`` if the disk has no room for it."""
         place = self.place
         if place.is_symlink() or (place.exists() and (not place.is_dir() or any(place.iterdir()))):
-            raise UsageError(f"{place} exists and is not empty: name another folder with -o")
+            raise UsageError(f"{place} exists and is not empty: name another folder with --to")
         parent = next(folder for folder in place.absolute().parents if folder.exists())
         if self.weights.folder is None:
             return
@@ -73,7 +73,7 @@ def write_model(model: ReleasedModel, rebuild: Callable[[Path], None]) -> list[s
                 name = model.place.name
                 convert(model.converter, part, part / f"{name}.gguf", name, str(config.get("dtype", "")))
     except FileExistsError:
-        raise UsageError(f"{model.place} exists and is not empty: name another folder with -o") from None
+        raise UsageError(f"{model.place} exists and is not empty: name another folder with --to") from None
     except OSError as error:
         raise SparseBPError(f"{model.place} was not written: {error.strerror or error}") from None
     return notes

@@ -55,16 +55,16 @@ def test_a_run_becomes_a_folder_here_and_a_second_time_is_refused(call: Cli, run
     before = {file.name: file.read_bytes() for file in place.iterdir()}
     again = call("model", run.path)
     assert again.returncode == 2
-    assert again.stderr == f"error: made-{run.run_id} exists and is not empty: name another folder with -o\n"
+    assert again.stderr == f"error: made-{run.run_id} exists and is not empty: name another folder with --to\n"
     assert {file.name: file.read_bytes() for file in place.iterdir()} == before
     (tmp_path / "empty").mkdir()
-    assert call("model", "@last", "-o", "empty").returncode == 0
+    assert call("model", "@last", "--to", "empty").returncode == 0
     assert (tmp_path / "empty" / "model.safetensors").read_bytes() == before["model.safetensors"]
     assert not [*tmp_path.glob(f"{durable.PART}*")]
 
 
 def test_of_two_that_write_one_folder_at_once_one_does(cli: Cli, run: RunFolder, start: Start, tmp_path: Path) -> None:
-    both = [start("model", run.run_id, "-o", "one", command=REAL) for _ in range(2)]
+    both = [start("model", run.run_id, "--to", "one", command=REAL) for _ in range(2)]
     ends = [(process.communicate()[1], process.returncode) for process in both]
     assert sorted(code for _, code in ends) in ([0, 2], [2, 0])
     assert durable.digest(tmp_path / "one" / "model.safetensors") == durable.digest(
@@ -80,7 +80,7 @@ def test_the_last_line_of_a_summary_is_the_command(call: Cli, run: RunFolder) ->
     Console(width=100, file=screen).print(summarise(run, History.load(run.path), together=[run]))
     *_, before, last = [line for line in screen.getvalue().splitlines() if line.strip()]
     assert before.startswith("next: ")
-    assert call(*last.partition(": sparsebp ")[2].split(), "-o", "mine").returncode == 0
+    assert call(*last.partition(": sparsebp ")[2].split(), "--to", "mine").returncode == 0
 
 
 def test_what_a_run_does_not_have_is_refused_in_one_line(
@@ -89,7 +89,7 @@ def test_what_a_run_does_not_have_is_refused_in_one_line(
     other = write_run(write_recipe(name="other"))
     with JournalWriter(other.path) as journal:
         journal.write("end", status="interrupted", step=2, text="")
-    call("archive", run.run_id, "-o", "one.tar.gz")
+    call("archive", run.run_id, "--to", "one.tar.gz")
     no_model = f"run {other.run_id} is interrupted and has no model before it finishes; it has no checkpoint either"
     damaged = run.path / "model" / "config.json"
     for words, code, text in (
@@ -99,7 +99,7 @@ def test_what_a_run_does_not_have_is_refused_in_one_line(
         (("model", run.run_id, "--checkpoint", "soon"), 2, "--checkpoint must be last, best or a step, got 'soon'"),
         (("model", "one.tar.gz"), 2, "one.tar.gz is an archive, which has no models"),
         (("model", run.run_id, "--public"), 2, "--public needs --push"),
-        (("model", run.run_id, "-o", "fake.yaml"), 2, "fake.yaml exists and is not empty"),
+        (("model", run.run_id, "--to", "fake.yaml"), 2, "fake.yaml exists and is not empty"),
         (("model", "mades"), 102, "did you mean made?"),
     ):
         (tmp_path / "fake.yaml").touch()
@@ -128,7 +128,7 @@ def limit_files() -> None:
 
 def test_a_disk_that_fills_up_leaves_nothing(run: RunFolder, tmp_path: Path) -> None:
     done = subprocess.run(
-        [*REAL, "model", run.run_id, "-o", "out"],
+        [*REAL, "model", run.run_id, "--to", "out"],
         capture_output=True, text=True, check=False, cwd=tmp_path, env=environment(), preexec_fn=limit_files,
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (100, "")
@@ -156,17 +156,17 @@ def test_a_converter_on_the_path_makes_the_file_in_the_type_of_the_weights(
     call: Cli, run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("LLAMA_CPP", raising=False)
-    done = call("model", run.run_id, "-o", "out", "--gguf")
+    done = call("model", run.run_id, "--to", "out", "--gguf")
     assert done.returncode == 2
     assert "convert_hf_to_gguf.py of llama.cpp is not on the path; set LLAMA_CPP" in done.stderr
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
     write_converter(tmp_path / "bin", 'echo no; echo "cannot read this model" >&2; exit 3')
-    done = call("model", run.run_id, "-o", "out", "--gguf")
+    done = call("model", run.run_id, "--to", "out", "--gguf")
     assert done.returncode == 100
     assert "ended with 3 and nothing was written: cannot read this model" in done.stderr
     assert not (tmp_path / "out").exists()
     write_converter(tmp_path / "bin", 'printf GGUF > "$3"')
-    assert call("model", run.run_id, "-o", "out", "--gguf").returncode == 0
+    assert call("model", run.run_id, "--to", "out", "--gguf").returncode == 0
     assert (tmp_path / "out" / "out.gguf").read_text() == "GGUF"
     assert set((tmp_path / "bin" / "files").read_text().split()) >= FILES
     assert (tmp_path / "bin" / "words").read_text().split()[3:] == ["--outtype", "f32", "--model-name", "out"]
@@ -181,7 +181,7 @@ def test_a_converter_in_the_folder_that_the_environment_names_runs_by_this_pytho
     (tmp_path / "llama.cpp" / "beside.py").touch()
     script = "import sys, beside\nopen(sys.argv[3], 'w').write(sys.executable)\n"
     (tmp_path / "llama.cpp" / "convert_hf_to_gguf.py").write_text(script)
-    assert call("model", run.run_id, "-o", "out", "--gguf").returncode == 0
+    assert call("model", run.run_id, "--to", "out", "--gguf").returncode == 0
     assert (tmp_path / "out" / "out.gguf").read_text() == sys.executable
 
 
@@ -194,7 +194,7 @@ def test_a_signal_leaves_nothing(
     monkeypatch.delenv("LLAMA_CPP", raising=False)
     write_converter(tmp_path / "bin", f"cat {tmp_path / 'pipe'}")
     os.mkfifo(tmp_path / "pipe")
-    process = start("model", run.run_id, "-o", "out", "--gguf", command=REAL)
+    process = start("model", run.run_id, "--to", "out", "--gguf", command=REAL)
     with (tmp_path / "pipe").open("w"):  # opens when the converter reads
         assert [*tmp_path.glob(f"{durable.PART}out.*")]
         os.kill(process.pid, number)
@@ -306,11 +306,11 @@ def test_a_model_is_sent_to_a_hub_as_it_is_and_privately(
         "HF_HOME": str(tmp_path / "hf"),
         "HF_HUB_DISABLE_XET": "1",
     }
-    refused = cli("model", run.run_id, "-o", "out", "--push", "me/mine", real=True, **where, HF_TOKEN="hf_other")
+    refused = cli("model", run.run_id, "--to", "out", "--push", "me/mine", real=True, **where, HF_TOKEN="hf_other")
     assert refused.returncode == 100
     assert "error: --push: the hub cannot be used, nothing was written: " in refused.stderr
     assert not (tmp_path / "out").exists()
-    done = cli("model", run.run_id, "-o", "out", "--push", "me/mine", real=True, **where, HF_TOKEN="hf_known")
+    done = cli("model", run.run_id, "--to", "out", "--push", "me/mine", real=True, **where, HF_TOKEN="hf_known")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == f"{hub.address}/me/mine"
     assert {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()} == hub.files
@@ -320,7 +320,7 @@ def test_a_model_is_sent_to_a_hub_as_it_is_and_privately(
     assert b"# me/mine\n" in hub.files["README.md"]
     hub.fails = True
     failed = cli(
-        "model", run.run_id, "-o", "two", "--push", "me/mine", "--public", real=True, **where, HF_TOKEN="hf_known"
+        "model", run.run_id, "--to", "two", "--push", "me/mine", "--public", real=True, **where, HF_TOKEN="hf_known"
     )
     assert failed.returncode == 100
     assert "error: two is written, but not sent: " in failed.stderr
@@ -340,7 +340,7 @@ def test_a_hub_that_is_not_there_and_no_token_are_one_line(cli: Cli, run: RunFol
             "--push: the hub cannot be used, nothing was written: ",
         ),
     ):
-        done = cli("model", run.run_id, "-o", "out", "--push", *options, real=True, **(where | environ))
+        done = cli("model", run.run_id, "--to", "out", "--push", *options, real=True, **(where | environ))
         assert (done.returncode, done.stdout) == (code, ""), done.stderr
         assert text in done.stderr
         assert done.stderr.count("\n") == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import shutil
 import sys
 import webbrowser
 from pathlib import Path
@@ -15,6 +16,8 @@ import sparsebp_cli.cli.worker_answer
 import sparsebp_cli.cli.worker_process
 import sparsebp_cli.target
 import sparsebp_cli.tracking
+from sparsebp_cli import durable
+from sparsebp_cli.asset.bundled import austen_llama
 from sparsebp_cli.audit_report import AuditReport
 from sparsebp_cli.bench import Benchmark
 from sparsebp_cli.cli import audit_process
@@ -24,6 +27,8 @@ from sparsebp_cli.cli.app import VERBS
 from sparsebp_cli.cli.exit_code import EXIT_CODES
 from sparsebp_cli.errors import SparseBPError, did_you_mean, find_nearest
 from sparsebp_cli.run import RunFolder
+from tests.judge.here import HereDriver
+from tests.judge.here import write_recipe as write_judged
 
 from .conftest import Cli, Write, environment, write_run
 from .document import read_document, validator
@@ -73,7 +78,9 @@ CASES: list[tuple[str, str]] = [
     ("archive one two --to two.tar.gz", "archive"),
     ("prune --dry-run", "freed"),
     ("compare one two", "comparison"),
+    ("judge topk --set policy.0.keep=0.25 --against base.yaml --budget 1e15 --gain 0", "judgement"),
     ("evaluate two --lm-eval colours", "evaluation"),
+    ("model two", "model"),
     ("diff one two", "differences"),
     ("runs --columns training.learning_rate", "runs"),
     ("top", "live"),
@@ -143,11 +150,17 @@ def test_every_verb_answers_with_one_document_that_keeps_its_schema(
 ) -> None:
     if words.startswith("ui"):
         serve_until_opened(monkeypatch, tmp_path)
+    elif words.startswith("judge"):
+        write_judged(tmp_path)
+        monkeypatch.setattr("sparsebp_cli.judge.arms.Driver", HereDriver)
+    elif words.startswith("model"):
+        shutil.copytree(austen_llama(), machine[1].path / "model", dirs_exist_ok=True)
+        durable.write_manifest(machine[1].path / "model")
     done = call(*words.split(), "-o", "json")
     document = read_document(done.stdout)
     assert document["kind"] == kind, done.stderr
     assert done.returncode in EXIT_CODES
-    assert done.returncode == 0 or kind in {"error", "sent", "checked-recipes", "checks"}, done.stderr
+    assert done.returncode == 0 or kind in {"error", "sent", "checked-recipes", "checks", "judgement"}, done.stderr
 
 
 def serve_until_opened(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:

@@ -96,7 +96,7 @@ def test_a_budget_ends_it_early_and_a_larger_one_goes_on(file: Path) -> None:
     assert more.outcome == "better"
     after = tell(more.question)
     assert all(after[stage][: len(some)] == some for stage, some in looks.items())
-    assert more.to_json()["answered"] is True
+    assert more.to_facts()["answered"] is True
 
 
 def test_another_effect_or_margin_is_refused_for_a_question_that_was_asked(file: Path) -> None:

@@ -47,7 +47,7 @@ def test_people_and_programs_get_the_same_answer(
     assert "gain on fresh seeds: not measured" in shown
     assert call(monkeypatch, *BETTER, "-o", "json") == 0
     told = json.loads(capsys.readouterr().out)
-    assert (told["format"], told["outcome"], told["exit_code"], told["answered"]) == (1, "better", 0, True)
+    assert (told["schema"], told["outcome"], told["exit_code"], told["answered"]) == (1, "better", 0, True)
     assert told["evidence"] >= told["needed"] == pytest.approx(1 / told["level"])
     assert told["ledger"]["kept"] == told["ledger"]["asked"] == 1
     assert [look["number"] for look in told["looks"]["pairs"]] == [*range(1, len(told["looks"]["pairs"]) + 1)]

@@ -57,6 +57,8 @@ KINDS = (
         None,
         (*(f"sparsebp_cli.compare.{name}" for name in COMPARE), "sparsebp_cli.run.memory"),
     ),
+    Kind("judgement", f"{HERE}.judge_record:Judgement", ("judge",)),
+    Kind("model", f"{HERE}.result_record:ModelFolder", ("model",)),
     Kind("run", f"{HERE}.result_record:RunFacts", ("show",)),
     Kind("differences", f"{HERE}.result_record:Differences", ("diff",)),
     Kind("evaluation", f"{HERE}.result_record:Evaluation", ("evaluate",)),
