@@ -189,7 +189,7 @@ def test_a_report_has_claimed_beside_measured_in_every_face_and_a_scaled_one_cla
     assert (loss["claimed"], loss["measured"]["n"], loss["where"]) == (3.5, 3, "table 1")
     assert flops["difference"] == pytest.approx(0.1)
 
-    assert cli("archive", "@table", "-o", "table.tar.gz").returncode == 0
+    assert cli("archive", "@table", "--to", "table.tar.gz").returncode == 0
     again = cli("compare", "--study", "table", "--from", "table.tar.gz", "-o", "md").stdout
     assert "### Claimed beside measured" in again
 
