@@ -6,13 +6,14 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import NormalDist
 from typing import Any, Literal
 
 from sparsebp_cli.compare.family import correct_all
 from sparsebp_cli.compare.loaded import LoadedRun
 from sparsebp_cli.compare.measured import ExampleDifference
 from sparsebp_cli.compare.question import Way
-from sparsebp_cli.compare.statistics import FEWEST_PAIRS, Difference, summarise_clusters
+from sparsebp_cli.compare.statistics import FEWEST_PAIRS, LEVEL, Difference, quantile_t, summarise_clusters
 from sparsebp_cli.run.metric import EVAL_LOSS, TEST_LOSS
 
 FEWEST_DOCUMENTS = 10  # below this the t quantile grows fast and one long document decides
@@ -60,8 +61,24 @@ def estimate_mean(run: LoadedRun, metric: str, value: float) -> Difference | Non
         return None
     clusters, _ = _cluster(list(range(len(values))), run, metric)
     found = summarise_clusters(values, clusters)
+    if set(values) <= {0.0, 1.0} and found.low is not None:
+        low, high = bound_share(found, len(set(clusters)))
+        found = replace(found, low=low, high=high)
     # Examples beyond those kept, or ignored ones, make another mean: then nothing is said of the value.
     return found if math.isclose(found.mean, value, rel_tol=1e-3, abs_tol=1e-6) else None
+
+
+def bound_share(found: Difference, num_clusters: int) -> tuple[float, float]:
+    """Return the 95% interval of a share of examples (E. Wilson, 1927), which stays within 0 and 1 and has a width at
+    its ends, where none or all have matched. Examples in clusters count as the fewer independent ones whose share would
+    have the same error; where that is 0, each cluster counts as one."""
+    share, number, z = found.mean, float(found.n), NormalDist().inv_cdf(0.5 + LEVEL / 2)
+    if num_clusters < found.n:
+        error = (found.error or 0.0) * quantile_t(0.5 + LEVEL / 2, num_clusters - 1) / z
+        number = min(number, share * (1.0 - share) / error**2) if error else float(num_clusters)
+    middle = share + z**2 / (2.0 * number)
+    half = z * math.sqrt(share * (1.0 - share) / number + z**2 / (4.0 * number**2))
+    return max(0.0, (middle - half) / (1.0 + z**2 / number)), min(1.0, (middle + half) / (1.0 + z**2 / number))
 
 
 def correct_examples(groups: Sequence[tuple[ExampleDifference, ...]]) -> list[tuple[ExampleDifference, ...]]:

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sparsebp_cli.compare.example import estimate_mean
-from sparsebp_cli.compare.statistics import FEWEST_PAIRS
+from sparsebp_cli.compare.example import bound_share, estimate_mean
+from sparsebp_cli.compare.statistics import FEWEST_PAIRS, summarise_clusters
 
 
 def run_of(values: dict[str, list[float]], scores: dict[str, list[float]] | None = None) -> Any:
@@ -53,3 +53,24 @@ def test_a_share_of_matches_has_the_interval_of_its_examples_and_other_numbers_n
     )  # of other examples
     few: dict[str, list[float]] = {"loss": [1.0] * (FEWEST_PAIRS - 1), "targets": [1] * (FEWEST_PAIRS - 1)}
     assert estimate_mean(run_of(few), "eval/loss", 1.0) is None
+
+
+@pytest.mark.parametrize("matched", [0, 1, 7, 20])
+def test_the_interval_of_a_share_is_wilsons(matched: int) -> None:
+    from scipy.stats import binomtest
+
+    values = [1.0] * matched + [0.0] * (20 - matched)
+    low, high = bound_share(summarise_clusters(values, range(20)), 20)
+    expected = binomtest(matched, 20).proportion_ci(method="wilson")
+    assert (low, high) == pytest.approx((expected.low, expected.high))
+
+
+def test_a_share_of_examples_in_clusters_is_known_as_well_as_that_of_clusters_alone() -> None:
+    random = np.random.default_rng(0)
+    covered = 0
+    for _ in range(400):
+        rates = random.beta(2.0, 2.0, 30)
+        values = (random.random((30, 6)) < rates[:, None]).astype(float).ravel()
+        low, high = bound_share(summarise_clusters(values.tolist(), np.repeat(np.arange(30), 6).tolist()), 30)
+        covered += low <= 0.5 <= high
+    assert 0.92 <= covered / 400 <= 0.99
