@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,20 +10,25 @@ from sparsebp_cli.cli.answer.recipe_record import CheckedStudy
 from sparsebp_cli.errors import UsageError
 
 if TYPE_CHECKING:
+    from sparsebp_cli.recipe import PlacedRecipe
+
+    Look = Callable[[PlacedRecipe, Sequence[Path]], list[str]]
     from sparsebp_cli.plan import Plan
     from sparsebp_cli.study.loader import LoadedStudy
 
 
-def check_study(file: Path, changes: list[str]) -> Iterator[CheckedStudy]:
-    """Yield what a study and its small form are, both checked. Raise UsageError for what is wrong."""
+def check_study(file: Path, changes: list[str], look: Look) -> Iterator[CheckedStudy]:
+    """Yield what a study and its small form are, both checked. Raise UsageError for what is wrong.
+
+    ``look`` checks the files that a recipe names, and returns what it cannot."""
     from sparsebp_cli.study.loader import load_study
 
     if changes:
         raise UsageError(f"--set is for recipes, and {file} is a study: change it there; --scaled runs it small")
     whole = load_study(file)
-    yield _check(whole, file)
+    yield _check(whole, file, look)
     if whole.study.scale is not None:
-        yield _check(load_study(file, scaled=True), file, is_scaled=True)
+        yield _check(load_study(file, scaled=True), file, look, is_scaled=True)
 
 
 def describe(found: CheckedStudy) -> Iterator[str]:
@@ -44,12 +49,10 @@ def make_plans(file: Path) -> list[Plan]:
     return [make_plan(loaded.firsts[arm].recipe, file) for arm in loaded.study.arms]
 
 
-def _check(loaded: LoadedStudy, file: Path, *, is_scaled: bool = False) -> CheckedStudy:
-    from sparsebp_cli.cli.validate import check_sources
-
+def _check(loaded: LoadedStudy, file: Path, look: Look, *, is_scaled: bool = False) -> CheckedStudy:
     unknown: dict[str, None] = {}
     for arm in loaded.study.arms:
-        unknown |= dict.fromkeys(check_sources(loaded.firsts[arm].placed, loaded.folders))
+        unknown |= dict.fromkeys(look(loaded.firsts[arm].placed, loaded.folders))
     first = next(iter(loaded.firsts.values())).recipe
     return CheckedStudy(
         file=str(file),

@@ -90,7 +90,7 @@ def validate(
     for file in recipes:
         try:
             if is_study(file):
-                for found in check_study(file, changes or []):
+                for found in check_study(file, changes or [], check_sources):
                     studies.append(found)
                     for line in describe(found):
                         print_line(line)

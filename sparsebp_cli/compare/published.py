@@ -168,8 +168,10 @@ def _note(published: Published) -> str:
 
 def _find_units(number: ClaimedNumber) -> show.Units | None:
     """Return the units of a number; None for one that has none, as a ratio."""
-    known = {"memory": BYTES, "time": SECONDS, "flops": FLOPS}
-    return None if number.of else known.get(number.metric.partition("/")[0])
+    if number.of:
+        return None
+    known = {"memory/": BYTES, "time/": SECONDS, "flops/": FLOPS}
+    return next((units for start, units in known.items() if number.metric.startswith(start)), None)
 
 
 def _show(number: ClaimedNumber, value: float) -> str:

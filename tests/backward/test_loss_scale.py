@@ -245,7 +245,7 @@ def _train_half(policy: Any, *, overflow: int | None = None) -> tuple[nn.Module,
 
 
 @pytest.mark.parametrize("overflow", [None, 1])
-def test_lossless_in_float16_with_accumulation_updates_as_dense_does_and_never_by_the_scale(
+def test_lossless_in_float16_with_accumulation_updates_as_dense_does(
     overflow: int | None,
 ) -> None:
     """The oracle is PyTorch's own loop. A gradient that kept the scale would be 1,024 times as long."""

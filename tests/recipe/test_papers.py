@@ -74,7 +74,7 @@ def test_every_study_has_a_small_form_of_models_and_data_of_the_package(file: Pa
     assert is_fetched is ("sparsebp fetch" in file.read_text()), "the comment says what must be fetched"
 
 
-def test_at_least_eight_methods_are_there_and_each_study_has_a_dense_arm_or_says_against_what() -> None:
+def test_eight_methods_are_there_and_each_study_has_a_dense_arm_or_says_against_what() -> None:
     policies, optimizers = set[str](), set[str]()
     for file in STUDIES:
         for first in load_study(file).firsts.values():

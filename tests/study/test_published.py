@@ -173,7 +173,7 @@ def test_numbers_are_reduced_by_what_they_are_and_ratios_are_paired_by_seed() ->
 
 
 @pytest.mark.slow
-def test_a_report_has_claimed_beside_measured_in_every_face_and_a_scaled_one_claims_nothing(
+def test_every_face_has_claimed_beside_measured_and_a_scaled_study_claims_nothing(
     file: Path, cli: Cli, tmp_path: Path
 ) -> None:
     done = cli("study", file)

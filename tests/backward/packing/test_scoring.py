@@ -132,7 +132,7 @@ def test_a_reference_takes_the_layout_of_the_model_and_is_given_back() -> None:
     assert vars(reference) == before
 
 
-def test_a_reference_that_is_the_model_is_refused_and_one_that_mixes_rows_runs_plainly() -> None:
+def test_a_reference_that_is_the_model_is_refused_and_one_that_mixes_is_plain() -> None:
     model = tiny_model("llama")
     with pytest.raises(UsageError, match="reference is the model itself"):
         sbp.attach(model, "lossless", reference=model)

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, final
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 import torch
@@ -43,6 +43,7 @@ from sparsebp_cli.backward.kind.packing.fused import ARGUMENT, has_fused_head, r
 from sparsebp_cli.backward.kind.packing.groups import Bools
 from sparsebp_cli.backward.kind.packing.head import count_rows, kept_columns, read_rows, run_head, spread_logits
 from sparsebp_cli.backward.kind.packing.last_layer import install_last_layer
+from sparsebp_cli.backward.kind.packing.packed_model import PackingEngine
 from sparsebp_cli.backward.kind.packing.pair import ARGUMENTS, PairBatch, PairPacking, is_pair
 from sparsebp_cli.backward.kind.packing.reference import PackedReference
 from sparsebp_cli.backward.kind.packing.refusal import (
@@ -84,24 +85,6 @@ _NOTHING_SEEN = (
 )
 _EVAL_MODE = "{} is in eval mode, as from_pretrained returns it, and runs plainly: call model.train() before the loop"
 IGNORED = -100  # the label of no target, as in PyTorch's cross entropy
-
-
-class PackingEngine(Protocol):
-    """What packing needs of an engine."""
-
-    enabled: bool
-    notes: dict[str, str]
-
-    @property
-    def reference(self) -> bool:
-        """Whether to run the plain forward."""
-
-    @property
-    def is_probing(self) -> bool:
-        """Whether the pass under way is a measurement, which trains nothing."""
-
-    def short_forward(self, *, num_rows: int | None = None, scale: float = 1.0) -> AbstractContextManager[None]:
-        """Return a context that scales the counts at sites."""
 
 
 @final

@@ -7,31 +7,44 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, Protocol, final
 
 from torch import nn
 
 from sparsebp_cli.backward.core.given import Given
+from sparsebp_cli.backward.kind.packing.packed_model import PackedModel, PackingEngine
+from sparsebp_cli.backward.kind.packing.remembered import LastLayout
+from sparsebp_cli.backward.kind.packing.scoring import Scoring
 from sparsebp_cli.errors import UnsupportedError, UsageError
 
-if TYPE_CHECKING:
-    from sparsebp_cli.backward.kind.packing.extension import PackingEngine, PackingExtension
-    from sparsebp_cli.backward.kind.packing.scoring import Scoring
-
 TOPIC = "packing of the reference"  # the note's name in the report
+
+
+class PackedForwards(PackedModel, Protocol):
+    """A model that is packed, with its layouts and what installs it."""
+
+    layouts: LastLayout
+    scoring: Scoring
+    trains: bool
+
+    def install(self, engine: PackingEngine) -> None:
+        """Override its forward."""
+
+    def remove(self) -> None:
+        """Restore it."""
 
 
 @final
 class PackedReference:
     """A reference beside the model that is trained."""
 
-    _extension: PackingExtension | None
+    _extension: PackedForwards | None
 
-    def __init__(self, extension: PackingExtension | None, refusal: str = "") -> None:
+    def __init__(self, extension: PackedForwards | None, refusal: str = "") -> None:
         self._extension, self._refusal = extension, refusal
 
     @classmethod
-    def of(cls, reference: object, trained: PackingExtension, make: Callable[..., Any]) -> PackedReference | None:
+    def of(cls, reference: object, trained: PackedForwards, make: Callable[..., Any]) -> PackedReference | None:
         """Return the reference that ``attach`` was given; None if it was given none.
 
         ``make`` makes the extension of a model. A reference whose rows cannot be left out stays as it is, and the note
@@ -45,7 +58,7 @@ class PackedReference:
                 "are packed anyway"
             )
         try:
-            extension: PackingExtension = make(trained.policy, reference, Given())
+            extension: PackedForwards = make(trained.policy, reference, Given())
         except UnsupportedError as error:
             return cls(None, str(error))
         extension.trains, extension.layouts, extension.scoring.topic = False, trained.layouts, TOPIC

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar, final
+from typing import Any, ClassVar, Literal, Protocol, TypeVar, final
 
 import torch
 from torch import Tensor, nn
@@ -26,13 +26,11 @@ from sparsebp_cli.backward.kind.packing.batch import BATCH, KNOWN, Counts, Packe
 from sparsebp_cli.backward.kind.packing.fused import ARGUMENT
 from sparsebp_cli.backward.kind.packing.head import kept_columns
 from sparsebp_cli.backward.kind.packing.output import defer_values
+from sparsebp_cli.backward.kind.packing.packed_model import PackedModel
 from sparsebp_cli.backward.kind.packing.pair import ARGUMENTS
 from sparsebp_cli.backward.kind.packing.verify import AGAIN, Check, compare_outputs
 from sparsebp_cli.backward.observe.internals import find_hook
 from sparsebp_cli.errors import UnsupportedError
-
-if TYPE_CHECKING:
-    from sparsebp_cli.backward.kind.packing.extension import PackingExtension
 
 _Value = TypeVar("_Value")
 Reads = Literal["labels", "loss"]
@@ -87,7 +85,7 @@ class Scoring:
     topic: str
     is_paused: bool
 
-    def __init__(self, extension: PackingExtension, topic: str = NOTE) -> None:
+    def __init__(self, extension: PackedModel, topic: str = NOTE) -> None:
         self._extension, self.topic = extension, topic
         self.counts = ScoringCounts()
         self.reading = None  # outside of engine.scoring()
