@@ -216,7 +216,6 @@ def _kind(name: str) -> Kind:
     [
         ("BlockDropper", [{"name": "dropbp", "keep": 0.5}, {"name": "layerdrop", "keep": 0.5}]),
         ("ParameterSelector", [{"name": "frozen", "turn": "layers"}, {"name": "grass", "every": 1, "at_once": 1}]),
-        ("PartSelector", [{"name": "subnet", "keep": 0.3, "by": "random"}]),
         ("InputSaver", [{"name": "wta-crs", "keep": 0.5}]),
     ],
 )

@@ -116,8 +116,9 @@ class RankGuard(threading.Thread):
     killed: set[int]  # process ids
 
     def __init__(self, grace_seconds: float, is_over: Callable[[], bool]) -> None:
-        """Watch the children of this process. They get ``grace_seconds`` to end by themselves."""
+        """Watch the children that this process starts from now on, which get ``grace_seconds`` to end by themselves."""
         super().__init__(daemon=True)
+        self._others = {child.pid for child in psutil.Process().children()}  # no ranks
         self._grace_seconds, self._is_over = grace_seconds, is_over
         self._done = threading.Event()
         self.killed = set()
@@ -126,7 +127,7 @@ class RankGuard(threading.Thread):
         """Look at the ranks until :meth:`stop` is called."""
         parent, most, since = psutil.Process(), 0, None
         while not self._done.wait(GUARD_SECONDS):
-            ranks = parent.children()
+            ranks = [child for child in parent.children() if child.pid not in self._others]
             # Ranks start one after another: one has ended where there are fewer than there ever were.
             most = max(most, len(ranks))
             if len(ranks) == most and not self._is_over():

@@ -189,6 +189,8 @@ def meet_lists(reader: Reader) -> None:
     listed = reader.printed
     reader.follow("cli/starter.py", "sparsebp run NAME", NAME="topk-rows")
     reader.printed = listed
+    reader.follow("cli/starter.py", "sparsebp study papers/NAME", "--dry-run", **{"papers/NAME": "papers/lora-sst2"})
+    reader.printed = listed
     to = reader.folder / "copied"
     to.mkdir()
     reader.follow("cli/starter.py", "sparsebp recipes copy NAME [TO]", **{"NAME": "topk-rows", "[TO]": to})
@@ -384,6 +386,7 @@ STORIES: dict[Callable[[Reader], None], tuple[tuple[str, str], ...]] = {
     meet_lists: (
         ("cli/starter.py", "sparsebp recipes"),
         ("cli/starter.py", "sparsebp run NAME"),
+        ("cli/starter.py", "sparsebp study papers/NAME"),
         ("starter/shipped.py", "sparsebp recipes"),
         ("cli/starter.py", "sparsebp recipes copy NAME [TO]"),
         ("cli/targets.py", "sparsebp targets"),
@@ -475,6 +478,7 @@ ELSEWHERE = {
     ("target/launch.py", "sparsebp runs"): (
         "target/test_start.py::test_a_start_that_is_never_reported_is_given_up_and_left_at_work"
     ),
+    ("recipe/loader.py", "sparsebp study {}"): "study/test_published.py::test_a_recipes_verb_says_that_a_study_is_none",
     ("recipe/schema.py", "sparsebp resume"): (
         "worker/test_resume.py::test_a_run_that_stopped_at_a_step_goes_on_as_if_it_had_not"
     ),
@@ -485,6 +489,8 @@ MENTIONS = {
     ("release/card.py", "sparsebp rerun {}"),
     ("cli/bench.py", "sparsebp policies"),
     ("cli/option.py", "sparsebp recipes"),
+    ("cli/study.py", "sparsebp recipes"),
+    ("cli/study.py", "sparsebp targets"),
     ("cli/schema.py", "sparsebp study"),
     ("policy/epoch.py", "sparsebp run"),
     ("recipe/json_schema.py", "sparsebp policies"),

@@ -41,7 +41,7 @@ KNOWN: dict[str, dict[str, int]] = {
     # causal is asked once for all layers. Shared prefixes are left out: the fake holds no ids.
     "lossless": {
         "copy to cpu at backward/kind/packing/extension.py": 1,
-        "copy to cuda at backward/kind/packing/groups.py": 8,
+        "copy to cuda at backward/kind/packing/groups.py": 1,
         "copy to cuda at backward/kind/packing/batch.py": 1,
         "_local_scalar_dense at backward/kind/packing/attention.py": 1,
     },

@@ -124,19 +124,23 @@ def test_nodes_that_share_no_file_system_are_refused(tmp_path) -> None:
 
 
 def test_a_rank_that_outlives_the_others_is_killed() -> None:
-    ranks = [subprocess.Popen(["sleep", str(seconds)]) for seconds in (1.5, 600)]
+    other = subprocess.Popen(["sleep", "600"])  # started before: no rank
     guard = RankGuard(1.0, lambda: False)
+    ranks = [subprocess.Popen(["sleep", str(seconds)]) for seconds in (1.5, 600)]
     guard.start()
     assert ranks[0].wait() == 0
     assert ranks[1].wait(30) == -signal.SIGKILL
     guard.stop()
     assert guard.killed == {ranks[1].pid}
+    assert other.poll() is None
+    other.kill()
+    other.wait()
 
 
 def test_ranks_are_killed_once_the_run_is_over_elsewhere() -> None:
     over = threading.Event()
-    rank = subprocess.Popen(["sleep", "600"])
     guard = RankGuard(0.5, over.is_set)
+    rank = subprocess.Popen(["sleep", "600"])
     guard.start()
     time.sleep(2.0)
     assert rank.poll() is None
