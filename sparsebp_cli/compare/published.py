@@ -100,6 +100,9 @@ def hold_beside(
         counted: Name of an arm to its runs that count.
         labels: Name of an arm to its label in the comparison.
         withheld: Names of the arms whose step times cannot be believed.
+
+    Returns:
+        The claims, each beside what was measured.
     """
 
     def measure(claim: Claim) -> ClaimedNumber:
