@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -63,6 +64,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
     processes: list[subprocess.Popen[str]] = []
 
     def begin(*words: object, command: list[str] = FAKE) -> subprocess.Popen[str]:
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+            # A shell starts jobs in the background so, and their children inherit it: a terminal does not.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         process = subprocess.Popen(
             [*command, *map(str, words)],
             stdout=subprocess.PIPE,
