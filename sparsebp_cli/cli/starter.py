@@ -65,7 +65,7 @@ def _print_recipes(found: ShippedList) -> None:
     for one in found.recipes:
         table.add_row(one.short_name, one.summary)
     console().print(table)
-    print_line("run one: sparsebp run NAME; a paper: sparsebp study papers/NAME; copy: sparsebp recipes copy NAME [TO]")
+    print_line("run: sparsebp run NAME; a paper: sparsebp study papers/NAME; copy: sparsebp recipes copy NAME [TO]")
 
 
 def init(

@@ -13,6 +13,7 @@ import typer
 
 from sparsebp_cli.cli.app import VERBS, app
 from sparsebp_cli.cli.run import make_plans
+from sparsebp_cli.errors import RecipeError
 from sparsebp_cli.recipe import load_recipe
 from sparsebp_cli.study.loader import load_study
 from tests.docs.block import FOLLOWED, ROOT, Block, blocks, commands
@@ -42,6 +43,22 @@ def _ours(words: list[str]) -> list[str] | None:
     return None
 
 
+def _missing_model(values: dict[str, Any]) -> str | None:
+    """Plan what a command would run; return the model that has to be fetched first, if one has."""
+    try:
+        assert make_plans(values["recipes"], values["changes"] or [], values["seeds"])
+    except RecipeError as error:
+        missing = re.search(r"is not on this machine; get it: `sparsebp fetch ([\w.-]+)`", str(error))
+        if missing is None:
+            raise
+        return missing[1]
+    return None
+
+
+def _fetched(page: Path) -> set[str]:
+    return {word for other in COMMANDS if other.file == page for word in shlex.split(other.text.partition("fetch")[2])}
+
+
 @pytest.mark.parametrize("command", COMMANDS, ids=[command.place for command in COMMANDS])
 def test_every_command_is_one_that_exists_with_these_options(
     command: Block, stride: None, monkeypatch: pytest.MonkeyPatch
@@ -52,7 +69,7 @@ def test_every_command_is_one_that_exists_with_these_options(
     if arguments is not None:
         _, values = _parse(arguments)
         if "recipes" in values and not values.get("like") and command.file not in FOLLOWED:
-            assert make_plans(values["recipes"], values["changes"] or [], values["seeds"])
+            assert not (missing := _missing_model(values)) or missing in _fetched(command.file)
     elif words[0] == "make":
         assert {word for word in words[1:] if "=" not in word} <= MAKE_TARGETS
     elif "pip" in words:
