@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from itertools import islice
@@ -172,12 +173,12 @@ class DoorThread:
         """Let it send the rest and end."""
         self._over.set()
 
-    def wait(self, seconds: float) -> str:
-        """Wait for its end, and return what the tracker lacks and the command that sends it; empty if it lacks
-        nothing."""
-        self._thread.join(seconds)
+    def wait(self, deadline: float, within: float) -> str:
+        """Wait for its end until a moment of ``time.monotonic``, ``within`` so many seconds after it was asked to, and
+        return what the tracker lacks and the command that sends it; empty if it lacks nothing."""
+        self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
-            self.problem = f"tracker {self.name!r} took longer than {seconds:g} s"
+            self.problem = f"tracker {self.name!r} took longer than {within:g} s"
         return self.advice()
 
     def advice(self) -> str:

@@ -73,7 +73,7 @@ class Follower:
             door.ask_to_end()
         deadline = time.monotonic() + self.within
         result = self._stop_store()
-        lacking = [door.wait(max(0.0, deadline - time.monotonic())) for door in self._doors]
+        lacking = [door.wait(deadline, self.within) for door in self._doors]
         return replace(result, also="; ".join(filter(None, lacking)))
 
     def _stop_store(self) -> SyncResult:

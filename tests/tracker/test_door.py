@@ -137,7 +137,7 @@ def test_a_tracker_that_hangs_does_not_hold_the_end_of_a_run(make_run: MakeRun, 
     install(hung="sparsebp_lines:hung")
     run = make_run(2, uri=NOWHERE, also=["hung"])
     follower = Follower(run, every=0.01, within=0.5).start()
-    assert "tracker 'hung' took longer than" in follower.stop().advice(run.run_id)
+    assert "tracker 'hung' took longer than 0.5 s;" in follower.stop().advice(run.run_id)
 
 
 def test_a_broken_tracker_is_shown_by_its_name_and_package(install: Install) -> None:
