@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, final
 
-from sparsebp_cli.errors import RunBusyError, RunFailedError, UnreachableError, UsageError
+from sparsebp_cli.errors import RunBusyError, RunFailedError, UnreachableError
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.recipe.schema import TargetOptions
 from sparsebp_cli.run import RunFolder
@@ -36,7 +36,8 @@ from sparsebp_cli.target.remote import RemoteTarget
 from sparsebp_cli.target.tool import CommandResult, Tool, matching
 
 REFUSALS = re.compile(
-    r"error from server|command terminated with exit code|^tail:|^The Job .* is invalid", re.IGNORECASE | re.MULTILINE
+    r"error from server|command terminated with exit code|^tail:|^The Job.* is invalid|no matches for kind",
+    re.IGNORECASE | re.MULTILINE,
 )
 NOT_FOUND = re.compile(r"\(NotFound\)")
 SIGNALS = {9: "KILL", 15: "TERM"}
@@ -68,11 +69,8 @@ class KubernetesEngine(TargetEngine):
     def files(self, run: RunFolder) -> dict[str, str]:
         if self._options.nodes == 1:
             return {"job.json": to_text(make_job(self._options, run.run_id))}
-        try:
-            has_sets = self._has_job_sets()
-        except (UnreachableError, UsageError):  # shown without an answer of the cluster: what a cluster should have
-            has_sets = True
-        if has_sets:
+        # Nobody is asked what the cluster has: a dry run starts nothing and reaches no machine.
+        if self._options.nodes_as != "job":
             return {"jobset.json": to_text(make_job_set(self._options, run.run_id))}
         service = to_text(make_service(run.run_id))
         return {"service.json": service, "job.json": to_text(make_job(self._options, run.run_id))}
@@ -91,7 +89,7 @@ class KubernetesEngine(TargetEngine):
     def start(self, runs: Sequence[RunFolder], max_parallel: int) -> list[str]:
         (run,) = runs
         kind, manifest = JOB, make_job(self._options, run.run_id)
-        if self._options.nodes > 1 and self._has_job_sets():
+        if self._makes_job_sets():
             kind, manifest = JOB_SET, make_job_set(self._options, run.run_id)
         elif self._options.nodes > 1:
             # Before the job, whose pods find each other by it; a start that broke off may have left one.
@@ -186,12 +184,14 @@ class KubernetesEngine(TargetEngine):
 
     def _check_jobs(self) -> Iterator[CheckResult]:
         options, kind = self._options, "jobs"
-        if options.nodes > 1 and self._has_job_sets():
-            kind = JOB_SET
-            yield CheckResult("ok", "nodes", f"{options.nodes} nodes as a JobSet ({JOBSET})")
-        elif options.nodes > 1:
-            text = f"{options.nodes} nodes as an Indexed Job, since the cluster has no JobSet ({JOBSET})"
-            yield CheckResult("warn", "nodes", text, "install the JobSet controller, which restarts all nodes together")
+        if options.nodes > 1:
+            has_sets = self._has_job_sets()
+            kind = JOB_SET if self._makes_job_sets() else kind
+            form = "a JobSet" if kind == JOB_SET else "an Indexed Job"
+            text = f"{options.nodes} nodes as {form}; the cluster has {'' if has_sets else 'no '}JobSets ({JOBSET})"
+            hint = "" if has_sets else "install the JobSet controller, which starts all nodes again when one is lost"
+            level = "ok" if has_sets else "fail" if kind == JOB_SET else "warn"
+            yield CheckResult(level, "nodes", text, hint)
         allowed = self._run("auth", "can-i", "create", kind).text or "no"
         yield CheckResult("ok" if allowed == "yes" else "fail", "rights", f"create {kind}: {allowed}")
         if options.queue:
@@ -200,6 +200,12 @@ class KubernetesEngine(TargetEngine):
             hint = "" if known else f"kubectl get {QUEUES}"
             text = f"{options.queue}: {'a LocalQueue of Kueue' if known else 'there is no such LocalQueue'}"
             yield CheckResult("ok" if known else "fail", "queue", text, hint)
+
+    def _makes_job_sets(self) -> bool:
+        """Return whether a new run is a JobSet."""
+        if self._options.nodes == 1 or self._options.nodes_as == "job":
+            return False
+        return self._options.nodes_as == "jobset" or self._has_job_sets()
 
     def _has_job_sets(self) -> bool:
         """Return whether the cluster knows JobSets in the version that is written here."""

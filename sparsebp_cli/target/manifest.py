@@ -60,6 +60,11 @@ class KubernetesOptions(ContainerOptions):
     queue: DnsLabel | None = Field(
         None, description="LocalQueue of Kueue in the namespace, which then decides when the run starts; null: none."
     )
+    nodes_as: Literal["auto", "jobset", "job"] = Field(
+        "auto",
+        description="What a run on several nodes is: a JobSet, an Indexed Job with a Service of its own, or auto: the "
+        "one where the cluster has JobSets, else the other.",
+    )
     backoff_limit: CountFromZero = Field(
         2,
         description="Pods that may take the place of a lost one, with a growing pause; of a JobSet, how often all of "

@@ -45,6 +45,10 @@ def load(kind: str, name: str) -> Manifest:
 
 def create(manifest: Manifest) -> str:
     kind, name = KINDS[manifest["kind"]], manifest["metadata"]["name"]
+    if "." in kind and manifest["apiVersion"] not in (CLUSTER / "apis").read_text():
+        text = f'no matches for kind "{manifest["kind"]}" in version "{manifest["apiVersion"]}"'
+        print(f"error: resource mapping not found: {text}\nensure CRDs are installed first", file=sys.stderr)
+        raise SystemExit(1)
     file = place(kind, name)
     file.parent.mkdir(exist_ok=True)
     if file.exists():

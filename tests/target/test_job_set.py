@@ -10,15 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from sparsebp_cli.errors import RunBusyError, UnreachableError
-from sparsebp_cli.run import RunFolder
+from sparsebp_cli.errors import RunBusyError, RunFailedError, UnreachableError
+from sparsebp_cli.run import History, RunFolder, State
 from sparsebp_cli.target.engine import Phase
 from sparsebp_cli.target.kubernetes import KubernetesEngine
 from sparsebp_cli.target.manifest import KubernetesOptions, make_job, make_service, to_text
 from sparsebp_cli.testing import check_target
 
 from . import fake_kubectl
-from .conftest import make_run
+from .conftest import last_end, make_run, until, wait_for_step
+from .test_engines import prepare
 
 JOBSET = "jobset.x-k8s.io/v1alpha2"
 SET, JOB = "jobsets.jobset.x-k8s.io", "job"
@@ -54,8 +55,8 @@ def names(cluster: Path) -> set[str]:
     return {name.rpartition("-")[0] if name.startswith("pod/") else name for name in found}
 
 
-@pytest.mark.slow
-def test_several_nodes_as_a_job_set_keep_the_contract(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.long
+def test_several_nodes_as_a_job_set_keep_the_contract(cluster: Path) -> None:
     (cluster / "apis").write_text(f"{JOBSET} kueue.x-k8s.io")
     (cluster / "localqueues.kueue.x-k8s.io").mkdir()
     (cluster / "localqueues.kueue.x-k8s.io" / "team-a.json").write_text("{}")
@@ -67,6 +68,22 @@ def test_several_nodes_as_a_job_set_keep_the_contract(cluster: Path, monkeypatch
     assert f"delete {SET}" in calls
     assert "delete job " not in calls
     assert names(cluster) <= {"localqueues.kueue.x-k8s.io/team-a", "pvc/runs"}, "nothing is left behind"
+
+
+@pytest.mark.slow
+def test_a_run_on_a_claim_is_stopped_and_resumed_as_another_set(cluster: Path) -> None:
+    options = {"nodes": 2, "processes": 2, "claim": "runs", "python": sys.executable}
+    run, target = prepare("kubernetes", options)
+    job = target.submit(run)
+    wait_for_step(run)
+    job.stop()
+    assert job.wait(60) is State.INTERRUPTED
+    checkpoint = last_end(run)["step"]
+    again = target.submit(run)  # its pod meets the folder of the one before
+    until(lambda: len(History.load(run.path).warm) == 2)
+    assert History.load(run.path).warm[1] == (2, checkpoint)
+    assert again.cancel() is State.CANCELLED
+    assert names(cluster) == set()
 
 
 def test_a_run_on_several_nodes_is_a_job_set_that_brings_its_own_service(
@@ -93,7 +110,6 @@ def test_without_job_sets_it_is_an_indexed_job_with_a_service(cluster: Path, eng
     name = f"sparsebp-{run.run_id}"
     assert handle.startswith(f"{name} ")
     assert names(cluster) == {f"job/{name}", f"service/{name}", f"pod/{name}-0"}
-    assert list(engine.files(run)) == ["service.json", "job.json"]
     engine.release(run, handle)
     assert names(cluster) == set()
 
@@ -147,14 +163,42 @@ def test_a_server_that_does_not_say_whether_it_has_job_sets_is_unreachable(
     (tmp_path / "bin" / "kubectl").write_text("#!/bin/sh\necho 'Error from server (Forbidden): no' >&2\nexit 1\n")
     with pytest.raises(UnreachableError, match="Forbidden"):
         engine.start([run], 1)
-    assert list(engine.files(run)) == ["jobset.json"], "a dry run shows what a cluster should have"
+
+
+def test_a_dry_run_shows_what_is_made_and_reaches_no_cluster(cluster: Path, engine: KubernetesEngine) -> None:
+    run = make_run()
+    assert list(engine.files(run)) == ["jobset.json"]
+    assert list(make_engine(nodes_as="job").files(run)) == ["service.json", "job.json"]
+    assert list(make_engine(nodes=1).files(run)) == ["job.json"]
+    assert not (cluster / "calls").exists()
+
+
+def test_the_form_of_several_nodes_can_be_chosen(cluster: Path) -> None:
+    run = make_run()
+    engine = make_engine(nodes_as="job")
+    (handle,) = engine.start([run], 1)
+    assert handle.startswith(f"sparsebp-{run.run_id} ")
+    engine.release(run, handle)
+    (cluster / "apis").write_text("")
+    with pytest.raises(RunFailedError, match="refused the run"):
+        make_engine(nodes_as="jobset").start([run], 1)
 
 
 @pytest.mark.parametrize(
     ("apis", "options", "said"),
     [
-        (JOBSET, {}, {("ok", "nodes", "2 nodes as a JobSet (jobset.x-k8s.io/v1alpha2)"), ("ok", "rights")}),
-        ("", {}, {("warn", "nodes", f"2 nodes as an Indexed Job, since the cluster has no JobSet ({JOBSET})")}),
+        (JOBSET, {}, {("ok", "nodes", f"2 nodes as a JobSet; the cluster has JobSets ({JOBSET})"), ("ok", "rights")}),
+        ("", {}, {("warn", "nodes", f"2 nodes as an Indexed Job; the cluster has no JobSets ({JOBSET})")}),
+        (
+            "",
+            {"nodes_as": "jobset"},
+            {("fail", "nodes", f"2 nodes as a JobSet; the cluster has no JobSets ({JOBSET})")},
+        ),
+        (
+            JOBSET,
+            {"nodes_as": "job"},
+            {("ok", "nodes", f"2 nodes as an Indexed Job; the cluster has JobSets ({JOBSET})")},
+        ),
         ("", {"queue": "team-a"}, {("fail", "queue", "team-a: there is no such LocalQueue")}),
         ("kueue.x-k8s.io", {"queue": "team-b"}, {("fail", "queue", "team-b: there is no such LocalQueue")}),
         ("kueue.x-k8s.io", {"queue": "team-a"}, {("ok", "queue", "team-a: a LocalQueue of Kueue")}),
@@ -169,7 +213,7 @@ def test_a_check_tells_the_form_of_several_nodes_and_the_queue(
     found = list(make_engine(**options).check())
     for expected in said:
         assert expected in {result[: len(expected)] for result in found}
-    if apis == JOBSET:
+    if apis == JOBSET and not options:
         assert f"auth can-i create {SET}" in (cluster / "calls").read_text()
 
 

@@ -15,6 +15,7 @@ beyond that is told by files in ``$SKY``:
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import json
 import os
@@ -53,9 +54,14 @@ def load(job: Path) -> dict[str, Any]:
 
 
 def change(job: Path, **values: object) -> None:
-    part = job / f"record.{os.getpid()}"
-    part.write_text(json.dumps({**(load(job) if (job / "record.json").exists() else {}), **values}))
-    part.replace(job / "record.json")
+    """Change a job's record, as one writer of several; what is over stays as it is."""
+    with (job / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        before = load(job) if (job / "record.json").exists() else {}
+        if before.get("status") not in OVER:
+            part = job / "record.part"
+            part.write_text(json.dumps({**before, **values}))
+            part.replace(job / "record.json")
 
 
 def launch(words: list[str]) -> None:
@@ -181,9 +187,8 @@ def main(words: list[str]) -> None:
         case ["jobs", "queue", "--all", "--refresh", "--verbose", "--output", "json"]:
             show()
         case ["jobs", "cancel", "--yes", number]:
-            if load(JOBS / number)["status"] not in OVER:
-                (JOBS / number / "cancel").touch()
-                change(JOBS / number, status="CANCELLING")
+            change(JOBS / number, status="CANCELLING")
+            (JOBS / number / "cancel").touch()
         case _:
             end(f"Usage: sky\nError: No such command or option: {words}", 2)
 

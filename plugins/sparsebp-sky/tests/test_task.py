@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ import pytest
 import yaml
 from pydantic import ValidationError
 from sparsebp_sky import SkyOptions
-from sparsebp_sky.task import make_task, to_text
+from sparsebp_sky.task import MOUNT, make_task, to_text
+
+from sparsebp_cli.target import TargetOptions
 
 # That of sky.utils.schemas, which this repository keeps for exported tasks.
 SCHEMA = json.loads((Path(__file__).parents[3] / "tests/target/schema/sky-task.json").read_text(encoding="utf-8"))
@@ -103,3 +106,16 @@ def test_words_of_a_recipe_stay_words_of_the_shell(tmp_path: Path) -> None:
     last = run.splitlines()[-1]
     subprocess.run(["bash", "-c", last], check=False, capture_output=True, env={"HOME": str(tmp_path)})
     assert not (tmp_path / "no").exists()
+
+
+def test_the_blocks_of_the_readme_are_what_they_say() -> None:
+    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    targets, pool = (yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", readme, re.DOTALL))
+    assert targets["cheap"].pop("kind") == "sky"
+    options = SkyOptions(**targets["cheap"])
+    jsonschema.Draft202012Validator(SCHEMA).validate(pool)
+    place = f"~/{MOUNT}"
+    assert pool["file_mounts"][place] == make_task(options, "0123456789ab", NAME)["file_mounts"][place]
+    rows = re.findall(r"^\| (`.*?) \|", readme, re.MULTILINE)
+    told = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    assert told == set(SkyOptions.model_fields) - set(TargetOptions.model_fields)
