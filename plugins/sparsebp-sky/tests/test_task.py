@@ -110,7 +110,8 @@ def test_words_of_a_recipe_stay_words_of_the_shell(tmp_path: Path) -> None:
 
 def test_the_blocks_of_the_readme_are_what_they_say() -> None:
     readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
-    targets, pool = (yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", readme, re.DOTALL))
+    _, targets, pool = (block for block in re.findall(r"```text\n(.*?)```", readme, re.DOTALL))
+    targets, pool = yaml.safe_load(targets), yaml.safe_load(pool)
     assert targets["cheap"].pop("kind") == "sky"
     options = SkyOptions(**targets["cheap"])
     jsonschema.Draft202012Validator(SCHEMA).validate(pool)
