@@ -10,7 +10,7 @@ import json
 import re
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, Literal, final
 
 from sparsebp_cli.errors import RunBusyError, RunFailedError, UnreachableError
 from sparsebp_cli.plan import Plan
@@ -190,7 +190,7 @@ class KubernetesEngine(TargetEngine):
             form = "a JobSet" if kind == JOB_SET else "an Indexed Job"
             text = f"{options.nodes} nodes as {form}; the cluster has {'' if has_sets else 'no '}JobSets ({JOBSET})"
             hint = "" if has_sets else "install the JobSet controller, which starts all nodes again when one is lost"
-            level = "ok" if has_sets else "fail" if kind == JOB_SET else "warn"
+            level: Literal["ok", "warn", "fail"] = "ok" if has_sets else "fail" if kind == JOB_SET else "warn"
             yield CheckResult(level, "nodes", text, hint)
         allowed = self._run("auth", "can-i", "create", kind).text or "no"
         yield CheckResult("ok" if allowed == "yes" else "fail", "rights", f"create {kind}: {allowed}")
