@@ -18,6 +18,7 @@ from typing import NoReturn, cast
 import torch
 from torch import Tensor, nn
 
+from sparsebp_cli.backward.decoder.decoder import PACKED
 from sparsebp_cli.backward.kind.packing.across import PackedMemory
 from sparsebp_cli.backward.kind.packing.groups import Padding, SegmentGroup
 from sparsebp_cli.backward.kind.packing.layout import PackedLayout
@@ -25,7 +26,6 @@ from sparsebp_cli.backward.kind.packing.padding import with_padding, without_pad
 from sparsebp_cli.backward.observe.internals import attention_name, has_attention, use_attention
 from sparsebp_cli.errors import UnsupportedError
 
-PREFIX = "packed_"  # of the names under which our functions are registered
 IMPLEMENTATIONS = ("sdpa", "eager")
 AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -129,13 +129,13 @@ class PackedMask:
 
     def _make(self, group: SegmentGroup, implementation: str, dtype: torch.dtype) -> Tensor | None:
         queries, keys, padding = group.query_GL, group.key_GK, group.padding
-        if padding is None and group.num_segments > 1 and (keys == keys[:1]).all():
-            queries, keys = queries[:1], keys[:1]
+        number = 1 if group.is_uniform else group.num_segments
+        queries, keys = queries[:number], keys[:number]
         size, place = (queries.shape[1], keys.shape[1]), torch.arange(keys.shape[1], device=keys.device)
         # The model's rule by places, as the plain step's counts columns: position numbers may jump, repeat and go back.
         zero = torch.zeros((), dtype=torch.long, device=keys.device)
         rule = self.allowed(zero, zero, queries[:, :, None], keys[:, None, :]).expand(queries.shape[0], *size)
-        last = place[size[1] - size[0] :] if padding is None else padding.order_GL
+        last = place[size[1] - size[0] :] if group.order_GL is None else group.order_GL[:number]
         order = place <= last[..., None]
         if not group.attends:
             rule = torch.zeros_like(rule)
@@ -213,7 +213,7 @@ class Switch:
     def on(self) -> None:
         """Use our functions."""
         for config, own in zip(self._configs, self._own, strict=True):
-            use_attention(config, f"{PREFIX}{own}")
+            use_attention(config, f"{PACKED}{own}")
 
     def off(self) -> None:
         """Use the model's own."""
@@ -243,8 +243,8 @@ def _register(implementation: str) -> None:
             return _attend(function, implementation, module, (query, key, value), attention_mask, **kwargs)
         return function(module, query, key, value, attention_mask, **kwargs)
 
-    AttentionInterface.register(f"{PREFIX}{implementation}", attention)
-    AttentionMaskInterface.register(f"{PREFIX}{implementation}", mask)
+    AttentionInterface.register(f"{PACKED}{implementation}", attention)
+    AttentionMaskInterface.register(f"{PACKED}{implementation}", mask)
 
 
 def _own_attention(module: nn.Module, implementation: str) -> AttentionFunction:

@@ -8,9 +8,9 @@ them, and the forward returns logits of all positions, with zeros where a positi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn, Protocol, final
+from typing import TYPE_CHECKING, NoReturn, Protocol, final, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -60,6 +60,14 @@ if TYPE_CHECKING:
     from sparsebp_cli.backward.core.extension import EngineView
     from sparsebp_cli.backward.core.given import Given
     from sparsebp_cli.backward.kind.model_output import ModelOutput
+
+
+@runtime_checkable
+class PacksRows(Protocol):
+    """A forward beneath that leaves out the rows that the labels do not need."""
+
+    def reading(self, labels_BT: Tensor) -> AbstractContextManager[None]:
+        """Return a context in which a forward without labels computes what these need."""
 
 
 class TokenChoiceSource(Protocol):
@@ -214,7 +222,7 @@ class DecoderOverride(ForwardOverride):
         columns = self.extension.chooser.columns
         own = {name: value for name, value in arguments.items() if name not in columns}
         if self.is_removed or not (self.engine.enabled and self._model.training and torch.is_grad_enabled()):
-            return call_module(self._model, **own)
+            return self.run_covered(self._model, **own)
         extension = self.extension
         if torch.compiler.is_compiling() and not self.engine.reference and extension.fits_graph(arguments):
             _refuse_unknown(own)
@@ -248,13 +256,17 @@ class DecoderOverride(ForwardOverride):
         if num_items is not None:
             num_items = self.extension.given.get("num_items_in_batch", num_items)
         assert num_items is None or isinstance(num_items, Tensor | int | float)
-        plan = None if marks.is_whole else self._plan(marks, labels)
+        packs = isinstance(self.covered, PacksRows)
+        plan = None if marks.is_whole or packs else self._plan(marks, labels)
         self.extension.remember(plan, labels.shape[1])
         is_weighted = choice.weight_BT is not None
         if is_weighted and not given:
             raise UsageError(
                 f"{type(policy).__name__} weighs the losses of tokens, which are the model's own: pass it the labels"
             )
+        if isinstance(self.covered, PacksRows):
+            output = self._run_packed(self.covered, own, choice, labels, num_items, marks, given=given)
+            return output.to_tuple() if return_dict is False else output
         changes: dict[str, Tensor | None] = {}
         if plan is None or self.engine.reference:
             all_labels = None if not given or is_weighted else labels if plan is None else masked_labels(labels, marks)
@@ -286,11 +298,11 @@ class DecoderOverride(ForwardOverride):
         mask, no_labels = mask if isinstance(mask, Tensor) else None, torch.zeros_like(read_BT, dtype=torch.long)
         marks = read_choice(choice, no_labels, mask, read_BT, spreads=decoder.spreads_masked)
         check_choice(policy, marks)
-        plan = self._plan(marks, no_labels)
+        plan = None if isinstance(self.covered, PacksRows) else self._plan(marks, no_labels)
         self.extension.remember(plan, read_BT.shape[1])
         return_dict = own.pop("return_dict", None)
         own["return_dict"] = True
-        if self.engine.reference:
+        if plan is None or self.engine.reference:
             output = self._run_cut(own, marks)
         else:
             output = self._run_rows(own, plan, marks, implementation)
@@ -328,6 +340,31 @@ class DecoderOverride(ForwardOverride):
                 own["num_items_in_batch"] = scale(num_items, marks)
         return self._call(own) if is_whole else self._run_cut(own, marks)
 
+    def _run_packed(  # noqa: PLR0913 - what was chosen, and the forward's arguments
+        self,
+        packed: PacksRows,
+        own: dict[str, object],
+        choice: TokenChoice,
+        labels: Tensor,
+        num_items: NumItems,
+        marks: PositionMask,
+        *,
+        given: bool,
+    ) -> ModelOutput:
+        """Let the packed forward compute what the chosen labels need."""
+        chosen = masked_labels(labels, marks)
+        if given and choice.weight_BT is None:
+            # The mean over no label is no number, and the loss of a batch of which nothing was chosen is 0.
+            items = scale(num_items, marks) if marks.trained.any() else 1
+            return self._call(own | {"labels": chosen} | ({} if items is None else {"num_items_in_batch": items}))
+        with packed.reading(chosen):
+            output = self._call(own)
+        if choice.weight_BT is not None:
+            loss_N = weigh(_losses_of_all(output.logits, labels, marks), self._model, marks)
+            return with_changes(output, loss=weighted_loss(loss_N, choice, num_items, marks), logits=None)
+        trained_BT = marks.trained.to(output.logits.device)
+        return with_changes(output, logits=output.logits.masked_fill(~trained_BT[..., None], 0.0))
+
     def _run_cut(self, own: dict[str, object], marks: PositionMask) -> ModelOutput:
         """Compute all positions, and detach what carries no gradient."""
         mode = self.extension.policy.mode
@@ -350,7 +387,7 @@ class DecoderOverride(ForwardOverride):
             return self._call(own)
 
     def _call(self, arguments: dict[str, object]) -> ModelOutput:
-        output: ModelOutput = type(self._model).forward(self._model, **arguments)
+        output: ModelOutput = self.run_covered(self._model, **arguments)
         return output
 
     def _finish(
@@ -398,10 +435,20 @@ def _run_head(head: nn.Module, covered: Callable[[Tensor], Tensor] | None, num_r
     return logits
 
 
-def make_extension(policy: TokenSelector, model: nn.Module, given: Given) -> TokenExtension:
-    """Return the extension for a token selector. Raise :class:`UnsupportedError` if the model's architecture is
-    unknown, or it is attached.
+def make_extension(policy: TokenSelector, model: nn.Module, given: Given) -> TokenExtension | None:
+    """Return the extension for a token selector that leaves out rows itself; None: a packer does, and it only chooses.
+
+    Raise :class:`UnsupportedError` if the model's architecture is unknown, or it is attached.
     """
+    return None if given.packs else _make(policy, model, given)
+
+
+def make_chooser(policy: TokenSelector, model: nn.Module, given: Given) -> TokenExtension | None:
+    """Return the same for a token selector whose choice a packer carries out, around the packer's forward."""
+    return _make(policy, model, given) if given.packs else None
+
+
+def _make(policy: TokenSelector, model: nn.Module, given: Given) -> TokenExtension:
     decoder = find_decoder(model, or_classifier=True)
     if decoder.is_classifier:
         check_selector(policy, decoder)
