@@ -230,5 +230,8 @@ def _find_other_refusal(first: Way, second: Way) -> str:
         name = find_policy(str(other.policy["name"])).policy_class
         assert name is not None
         names = (name.__name__, "Lossless") if second.question == "BatchPacker" else ("Lossless", name.__name__)
+        if other.question == "TokenSelector":
+            both = f"{names[0]} and {names[1]} in one forward is built for mode: exact alone: set it, or give one of them"
+            return "" if other.policy["mode"] == "exact" else both
         return f"{names[0]} and {names[1]} in one forward is not built: give one of them"
     return ""

@@ -131,6 +131,7 @@ class PackingExtension:
         self._seen: dict[tuple[bool, ...], tuple[int, int]] = {}
         self.last: PackedBatch | None = None
         self._shares = find_shares(self.stack, self.head)
+        self.calls_of_layer = 1  # calls of attention in one layer, as the last packed forward has shown
         self.last_layer: LastLayer | None = None  # None: it runs all rows
         self.shortens: bool | None = None  # whether the last layer runs the rows that are read alone; None: not tried
         self.given_labels: Tensor | None = None
@@ -356,6 +357,7 @@ class PackingExtension:
                 f"{type(self.model).__name__} has {self._attention_layers} attention layers, of which "
                 f"{num_calls} run through transformers' attention interface: its rows cannot be packed"
             )
+        self.calls_of_layer = num_calls // self._attention_layers
 
     def claim(self, dense: DensePass) -> PassEstimate:  # noqa: ARG002 - shares say it
         """Return the remaining shares of a dense pass, by the rows of the last forward on the same batch."""
@@ -692,6 +694,7 @@ class PackedForward(ForwardOverride):
 
         whole, last = run(shortens=False), extension.last_layer
         assert last is not None
+        last.num_calls = extension.calls_of_layer
         for last.skips, last.spreads in last.ways:
             try:
                 short = run(shortens=True)

@@ -35,6 +35,7 @@ class LastLayer(ForwardOverride):
     module: nn.Module
     skips: bool
     spreads: bool
+    num_calls: int
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -47,6 +48,7 @@ class LastLayer(ForwardOverride):
         # Whether its output has all rows again, those that are not read as zeros: the model gives it the shape of the
         # batch, as GPT-2 does.
         self.spreads = False
+        self.num_calls = 1  # of attention in the layer
 
     @property
     def ways(self) -> Sequence[tuple[bool, bool]]:
@@ -93,11 +95,11 @@ class LastLayer(ForwardOverride):
                 # It would compute the keys again, and end there again.
                 stack.enter_context(without_checkpointing(self.module))
                 self._skip(stack, () if self._layout is None else self._layout.query)
-                run(mask.ending_at_attention(), None)
+                run(mask.ending_at_attention(self.num_calls), None)
         except ReachedAttention as reached:
             with ExitStack() as stack:
                 self._skip(stack, () if self._layout is None else self._layout.key_value)
-                output = run(mask.with_keys(reached.key, reached.value), read.row_M)
+                output = run(mask.with_keys(reached.keys), read.row_M)
             return _spread(output, mask.layout.num_rows, read.row_M) if self.spreads else output
         raise UnsupportedError(f"{type(self.module).__name__} calls no attention function of transformers")
 
