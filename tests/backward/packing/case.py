@@ -62,6 +62,7 @@ def make_batch(pad: str, labels: str, prefix: str, vocabulary: int = 60) -> dict
         marked[:, -5:] = IGNORED
     if labels == "scattered":
         marked[torch.rand(marked.shape, generator=generator) > 0.3] = IGNORED
+        marked[real.cumsum(1) == 1] = IGNORED  # that of a first token would train padding
     return {"input_ids": ids, "attention_mask": real.long(), "labels": marked}
 
 

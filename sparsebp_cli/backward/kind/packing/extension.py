@@ -695,7 +695,8 @@ class PackedForward(ForwardOverride):
         whole, last = run(shortens=False), extension.last_layer
         assert last is not None
         last.num_calls = extension.calls_of_layer
-        for last.skips, last.spreads in last.ways:
+        for skips, spreads in last.ways:
+            last.skips, last.spreads = skips, spreads
             try:
                 short = run(shortens=True)
             except Exception:  # whatever a layer raises that cannot do it

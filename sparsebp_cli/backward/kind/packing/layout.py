@@ -126,9 +126,8 @@ def make_layout(  # noqa: PLR0913 - the facts of a batch
         segments.append(Segment(len(sources), 0, 1, attends=False))
         sources.append(np.array([index]))
         shared.append((0, -1))
-    return _arrange(
-        segments, shared, sources, position_BT, place_BT, read_BT, device, is_causal=is_causal, most_read=most_read
-    )
+    read = None if read_BT is None else (read_BT, most_read)
+    return _arrange(segments, shared, sources, position_BT, place_BT, read, device, is_causal=is_causal)
 
 
 def _branch(keys: list[Ints]) -> tuple[list[Segment], list[tuple[int, int]]]:
@@ -181,11 +180,10 @@ def _arrange(
     sources: list[Ints],
     position_BT: Ints,
     place_BT: Ints,
-    read_BT: Bools | None,
+    wanted: tuple[Bools, float] | None,  # the positions that are read, and the largest share for which they matter
     device: torch.device,
     *,
     is_causal: bool,
-    most_read: float,
 ) -> PackedLayout:
     size = position_BT.shape
     before = [_chain(segments, number) for number in range(len(segments))]
@@ -219,10 +217,10 @@ def _arrange(
         own_rows, keys = [rows[n] for n in numbers], [chains[n] for n in numbers]
         groups.append(make_group(int(own_rows[0][0]), own_rows, keys, place_N, device, attends=attends[numbers[0]]))
     read = None
-    if read_BT is not None and is_causal:
+    if wanted is not None and is_causal:
         is_read = np.zeros(len(source_N), bool)
-        is_read[row[read_BT.reshape(-1) & computed]] = True
-        if 0 < is_read.sum() <= most_read * len(is_read) and not is_read.all():
+        is_read[row[wanted[0].reshape(-1) & computed]] = True
+        if 0 < is_read.sum() <= wanted[1] * len(is_read) and not is_read.all():
             read = _find_read(rows, chains, attends, is_read, place_N, device)
     return PackedLayout(
         (size[0], size[1]),

@@ -48,7 +48,6 @@ from sparsebp_cli.backward.patch.forward import (
     ForwardOverride,
     ForwardPatches,
     ModulePlaces,
-    call_module,
     check_free,
     uncompiled,
 )
@@ -256,17 +255,36 @@ class DecoderOverride(ForwardOverride):
         if num_items is not None:
             num_items = self.extension.given.get("num_items_in_batch", num_items)
         assert num_items is None or isinstance(num_items, Tensor | int | float)
-        packs = isinstance(self.covered, PacksRows)
-        plan = None if marks.is_whole or packs else self._plan(marks, labels)
-        self.extension.remember(plan, labels.shape[1])
-        is_weighted = choice.weight_BT is not None
-        if is_weighted and not given:
+        if choice.weight_BT is not None and not given:
             raise UsageError(
                 f"{type(policy).__name__} weighs the losses of tokens, which are the model's own: pass it the labels"
             )
         if isinstance(self.covered, PacksRows):
+            self.extension.remember(None, labels.shape[1])
             output = self._run_packed(self.covered, own, choice, labels, num_items, marks, given=given)
-            return output.to_tuple() if return_dict is False else output
+            has_logits = choice.weight_BT is None
+        else:
+            output = self._run_chosen(own, choice, labels, num_items, marks, implementation, given=given)
+            has_logits = output.logits is not None
+        if return_dict is False:
+            return output.to_tuple()
+        return output if has_logits else defer_logits(output, _refuse_logits)
+
+    def _run_chosen(
+        self,
+        own: dict[str, object],
+        choice: TokenChoice,
+        labels: Tensor,
+        num_items: NumItems,
+        marks: PositionMask,
+        implementation: str,
+        *,
+        given: bool,
+    ) -> ModelOutput:
+        """Compute the rows that the chosen labels need, or all of them where nothing can be left out."""
+        plan = None if marks.is_whole else self._plan(marks, labels)
+        self.extension.remember(plan, labels.shape[1])
+        is_weighted = choice.weight_BT is not None
         changes: dict[str, Tensor | None] = {}
         if plan is None or self.engine.reference:
             all_labels = None if not given or is_weighted else labels if plan is None else masked_labels(labels, marks)
@@ -282,10 +300,7 @@ class DecoderOverride(ForwardOverride):
             else:
                 changes = self._finish(output.logits, plan, num_items, marks, with_loss=given)
         # The cache may lack positions, so it must not be used after this forward.
-        output = with_changes(output, **dict.fromkeys(CACHE_NAMES), **changes)
-        if return_dict is False:
-            return output.to_tuple()
-        return defer_logits(output, _refuse_logits) if changes.get("logits", output) is None else output
+        return with_changes(output, **dict.fromkeys(CACHE_NAMES), **changes)
 
     def _select_carried(self, arguments: dict[str, object], own: dict[str, object]) -> object:
         """Run a classifier, whose own forward computes the loss."""
@@ -340,7 +355,7 @@ class DecoderOverride(ForwardOverride):
                 own["num_items_in_batch"] = scale(num_items, marks)
         return self._call(own) if is_whole else self._run_cut(own, marks)
 
-    def _run_packed(  # noqa: PLR0913 - what was chosen, and the forward's arguments
+    def _run_packed(
         self,
         packed: PacksRows,
         own: dict[str, object],
