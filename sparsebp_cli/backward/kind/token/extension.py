@@ -108,7 +108,8 @@ _UNKNOWN = (*CACHE_NAMES, *_OUTPUTS, "logits_to_keep", "shift_labels")
 class TokenExtension(EstimatesFlops):
     """A token selector in one model; see :class:`~sparsebp_cli.backward.core.extension.EngineExtension`.
 
-    ``prefix`` precedes the decoder's module names in the attached model. Raises :class:`UnsupportedError` if a forward
+    ``prefix`` precedes the decoder's module names in the attached model; ``packs``: a packer carries out what is
+    chosen. Raises :class:`UnsupportedError` if a forward
     is overridden already.
     """
 
@@ -118,7 +119,15 @@ class TokenExtension(EstimatesFlops):
     was_called: bool
     places: ModulePlaces
 
-    def __init__(self, policy: TokenSelector, decoder: Decoder, chooser: TokenChoiceSource, prefix: str = "") -> None:
+    def __init__(
+        self,
+        policy: TokenSelector,
+        decoder: Decoder,
+        chooser: TokenChoiceSource,
+        prefix: str = "",
+        *,
+        packs: bool = False,
+    ) -> None:
         self.policy, self.decoder, self.chooser = policy, decoder, chooser
         self._prefix = prefix
         self._last: RowPlan | None = None
@@ -126,7 +135,8 @@ class TokenExtension(EstimatesFlops):
         self._patches = ForwardPatches()
         self.given: dict[str, Tensor] = {}
         self.was_called = False
-        check_free("the model", decoder.model)
+        if not packs:  # a packer checks the forward that it covers, and knows that of trl
+            check_free("the model", decoder.model)
         for layer in decoder.layers:
             check_free(layer.name, layer.module)
         if not decoder.is_classifier:
@@ -472,4 +482,4 @@ def _make(policy: TokenSelector, model: nn.Module, given: Given) -> TokenExtensi
         refuse_prompt(model, type(policy).__name__, policy.mode)
     scores = given.reference if isinstance(given.reference, nn.Module) else None
     chooser = TokenChooser(policy, decoder, given.states, scores)
-    return TokenExtension(policy, decoder, chooser, f"{name}." if name else "")
+    return TokenExtension(policy, decoder, chooser, f"{name}." if name else "", packs=given.packs)
