@@ -31,7 +31,7 @@ def _fill(root: Path, page: str, make: Callable[[Any], str]) -> str:
 
     def fill(match: re.Match[str]) -> str:
         file = root / "benchmarks" / "results" / f"{match[2]}-cpu.json"
-        chosen = _waste if match[2] == "waste" else make
+        chosen = {"waste": _waste, "labels": _labels}.get(match[2], make)
         return f"{match[1]}{chosen(json.loads(file.read_text(encoding='utf-8')))}{match[3]}"
 
     return PLACE.sub(fill, text)
@@ -73,6 +73,16 @@ def _waste(record: Any) -> str:
         for name, row in record["cases"].items()
     ]
     return table(["update", "plain, MFLOP", "lossless, MFLOP", "share", "error of the gradient"], rows)
+
+
+def _labels(record: Any) -> str:
+    ways = ("by hand", "tokens", "lossless", "both")
+    rows = [
+        [name, *(f"{row[way] / row['plain']:.2f}" for way in ways), f"{row['error']:.0e}"]
+        for name, row in record["cases"].items()
+    ]
+    names = ["batch", "by hand", "`tokens`, `exact`", "`lossless`", "both", "error of the gradient"]
+    return table(names, rows)
 
 
 def _dropbp(record: Any) -> str:

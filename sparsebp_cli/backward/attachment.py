@@ -34,6 +34,7 @@ from sparsebp_cli.backward.patch.forward import ForwardOverride
 from sparsebp_cli.composition import BackwardChoices, BackwardOptions, PolicyFacts, Setup, refuse
 from sparsebp_cli.errors import UnsupportedError, UsageError
 from sparsebp_cli.policy import (
+    BatchPacker,
     GradientSelector,
     InputSaver,
     Policy,
@@ -121,6 +122,7 @@ def attach(  # noqa: PLR0913 - what a training loop may give
         reference=reference,
         validation=validation,
         exclude=options.exclude,
+        packs=_packs(policies),
     )
     states = PolicyStates(
         [(policy, _find_places(policy, model, decisions, given)) for policy in policies],
@@ -175,10 +177,15 @@ def _make_adapter(
         model,
         options.exclude,
         may_be_empty=not any(kind.needs_linears for kind in kinds),
-        # Where nothing is asked, counting at every linear would only cost time. See decision 38.
-        installs=not kinds or any(kind.at_sites for kind in kinds),
+        # Where nothing is asked, counting at every linear would only cost time. See decision 38. Beside a packer no
+        # policy is asked at a linear.
+        installs=not kinds or (any(kind.at_sites for kind in kinds) and not _packs(policies)),
         forms=forms,
     )
+
+
+def _packs(policies: Sequence[Policy]) -> bool:
+    return any(isinstance(policy, BatchPacker) for policy in policies)
 
 
 def _find_places(policy: Policy, model: nn.Module, decisions: SiteDecisions, given: Given) -> Sequence[object]:

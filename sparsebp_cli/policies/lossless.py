@@ -13,7 +13,6 @@ from sparsebp_cli.policy import BatchPacker, MethodCard, PackedSize
 
 # Chosen, not measured: packing copies rows, so a smaller saving is not worth it.
 MIN_SAVED = 0.02
-HEAD_SHARE = 0.1  # assumed share of a step that the head takes
 
 
 @final
@@ -31,6 +30,8 @@ class Lossless(BatchPacker):
     )
 
     def packs(self, size: PackedSize) -> bool:
-        layers = 1 - size.num_rows / size.num_positions
-        head = 1 - size.num_head_rows / size.num_positions
-        return layers + HEAD_SHARE * head >= MIN_SAVED
+        last_rows = size.num_rows if size.num_last_rows is None else size.num_last_rows
+        layers = (1 - size.head_share) * (size.num_positions - size.num_rows)
+        last = size.last_share * (size.num_rows - last_rows)
+        head = size.head_share * (size.num_positions - size.num_head_rows)
+        return layers + last + head >= MIN_SAVED * size.num_positions

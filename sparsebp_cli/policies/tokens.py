@@ -56,8 +56,8 @@ class SelectedTokens(ScoredTokenSelector):
     """Train the marked tokens, or those of largest loss, excess loss, entropy, gradient or update, or random ones."""
 
     card: ClassVar[MethodCard | None] = MethodCard(
-        use="With mode exact wherever few positions are trained. detach and stop where a shorter step is worth "
-        "a bias. The largest losses are often noise.",
+        use="With mode exact where a part of the labels is trained, best beside lossless, which computes what these "
+        "need. detach and stop where a shorter step is worth a bias. The largest losses are often noise.",
         year=2024,
         saves=("time", "memory"),
         work="(1 + 2 * carried) / 3",

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from sparsebp_cli.policy.contract import Policy
 from sparsebp_cli.policy.kind import Kind
-from sparsebp_cli.policy.rule import GIVEN, at_linears, in_trainer_not_with, not_beside, not_with
+from sparsebp_cli.policy.rule import GIVEN, Rule, at_linears, in_trainer_not_with, not_beside, not_with
 
 
 @dataclass(frozen=True)
@@ -21,11 +21,17 @@ class PackedSize:
         num_positions: Positions of the batch, examples times length, at least 1.
         num_rows: Rows of the layers that remain, from 1 to num_positions.
         num_head_rows: Rows of the head that remain, from 0 to num_positions; num_positions without such a head.
+        num_last_rows: Rows of the last layer that remain, from 1 to num_rows; None: as many as of the others.
+        head_share: Share of the head in the products of a step, in [0, 1].
+        last_share: Share of the last layer in them, in [0, 1].
     """
 
     num_positions: int
     num_rows: int
     num_head_rows: int
+    num_last_rows: int | None = None
+    head_share: float = 0.1
+    last_share: float = 0.1
 
 
 class BatchPacker(Policy):
@@ -90,8 +96,13 @@ BATCH_PACKER = Kind(
     facts=lambda policy: {"shares_prefixes": policy.prefixes == "share", "runs_reference": True},
     limits=(
         not_beside(
-            ("GradientSelector", "EdgeRouter", "TokenSelector", "ExampleSelector"),
+            ("GradientSelector", "EdgeRouter", "ExampleSelector"),
             "A packed batch has rows instead of examples, and selectors decide by example and position.",
+        ),
+        Rule(
+            "{other} and {policy} in one forward is built for mode: exact alone: set it, or give one of them",
+            why="Modes detach and stop make constants of rows by example and position.",
+            other={"kind": ("TokenSelector",), "mode": ("detach", "stop")},
         ),
         at_linears("Branches and nodes are known by the examples and positions of the plain forward."),
         not_with("segments", GIVEN, "it changes the batch inside of the forward"),

@@ -144,7 +144,11 @@ TOKEN_SELECTOR = Kind(
     asked="Decides before each forward of training, by the scores that it needs, whose cost is counted. "
     "Exact if all targets are trained and all gradient is carried; unbiased if they are drawn from the whole "
     "batch and all gradient is carried. [Choose tokens and examples](../guide/scoring.md)\n",
-    extensions=((100, "sparsebp_cli.backward.kind.token.extension:make_extension"),),
+    # Beside a packer of rows it chooses among the labels first, so it comes around it.
+    extensions=(
+        (100, "sparsebp_cli.backward.kind.token.extension:make_extension"),
+        (550, "sparsebp_cli.backward.kind.token.extension:make_chooser"),
+    ),
     suite="sparsebp_cli.testing.token:check_token_selector",
     at_sites=True,
     shortens=True,

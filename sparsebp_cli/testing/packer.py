@@ -10,6 +10,7 @@ from sparsebp_cli.testing.suite import check_repeatable
 
 WHOLE = PackedSize(num_positions=1024, num_rows=1024, num_head_rows=1024)
 SIZES = tuple(PackedSize(1024, rows, head) for rows in (1, 256, 1000, 1024) for head in (0, 16, 512, 1020, 1024))
+SIZES += (PackedSize(1024, 1024, 1024, 1), PackedSize(1024, 512, 1024, 512))
 
 
 def check_batch_packer(policy: BatchPacker) -> None:

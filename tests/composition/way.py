@@ -226,9 +226,13 @@ def _find_other_refusal(first: Way, second: Way) -> str:
             else "in one forward is not built: give one of them"
         )
     if "BatchPacker" in questions and questions & {"TokenSelector", "ExampleSelector", "GradientSelector"}:
-        other = next(way for way in (first, second) if way.question != "BatchPacker")
-        name = find_policy(str(other.policy["name"])).policy_class
-        assert name is not None
-        names = (name.__name__, "Lossless") if second.question == "BatchPacker" else ("Lossless", name.__name__)
-        return f"{names[0]} and {names[1]} in one forward is not built: give one of them"
+        return _find_packing_refusal(first, second)
     return ""
+
+
+def _find_packing_refusal(first: Way, second: Way) -> str:
+    other = first if second.question == "BatchPacker" else second
+    both = f"{_class_of(first)} and {_class_of(second)} in one forward is"
+    if other.question != "TokenSelector":
+        return f"{both} not built: give one of them"
+    return "" if other.policy["mode"] == "exact" else f"{both} built for mode: exact alone: set it, or give one of them"

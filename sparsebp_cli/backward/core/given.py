@@ -30,6 +30,7 @@ class Given:
         reference: The model that a policy compares with; any text: each batch brings the reference's losses.
         validation: Examples that are never trained on, a batch of the model's arguments; None: there are none.
         exclude: Globs over names of modules that no policy decides about.
+        packs: Whether a policy leaves out rows of whole batches, which then carries out what others choose.
     """
 
     states: PolicyStates = field(default_factory=PolicyStates)
@@ -41,6 +42,7 @@ class Given:
     reference: nn.Module | str | None = None
     validation: Mapping[str, Tensor] | None = None
     exclude: Sequence[str] = ()
+    packs: bool = False
 
     @property
     def trained_by(self) -> torch.optim.Optimizer:

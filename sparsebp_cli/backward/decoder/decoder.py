@@ -14,11 +14,12 @@ import torch
 from torch import nn
 
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
-from sparsebp_cli.backward.decoder.layout import GROUP, AttentionLayout, find_child, find_layouts
+from sparsebp_cli.backward.decoder.layout import GROUP, AttentionLayout, find_attention, find_layouts
 from sparsebp_cli.backward.decoder.unfit import explain
 from sparsebp_cli.errors import UnsupportedError
 
 SUPPORTED = ("eager", "sdpa")
+PACKED = "packed_"  # precedes the name of an attention function while rows are packed, which call that function
 # Options of experts' routers: a loss over all positions, and noise that is not drawn again for some of them.
 ROUTER_OPTIONS = ("output_router_logits", "router_jitter_noise", "input_jitter_noise", "jitter_noise")
 
@@ -118,19 +119,18 @@ def find_decoder(model: nn.Module, *, or_classifier: bool = False) -> Decoder:
     layouts, numbers = find_layouts(), LayerNumbers(causal)
     layers = []
     for number, module in enumerate(numbers.layers):
-        branches = layouts.get(_name(module), ())
-        found = next((branch for branch in branches if branch.attention is not None), None)
-        core = None if found is None else find_child(module, found.core)
-        if found is None or found.attention is None or not isinstance(core, nn.Module):
+        known = find_attention(module, layouts)
+        if known is None:
             reason = explain(_name(module)) or (
                 "a plugin can describe its attention, as a tuple of BranchLayout under the entry-point group "
                 f"{GROUP} with the name {_name(module)}"
             )
             raise UnsupportedError(f"token selection does not know {_name(module)}: {reason}")
-        before = found.norm_before(module)
+        core, attention, branch = known
+        before = branch.norm_before(module)
         norm = getattr(module, before) if before else None
         arguments = argument_names(module)
-        layers.append(Layer(numbers.names[number], module, core, found.attention.fitted(arguments), arguments, norm))
+        layers.append(Layer(numbers.names[number], module, core, attention.fitted(arguments), arguments, norm))
     if not layers:
         raise UnsupportedError(f"{_name(causal)} has no list of layers")
     head = causal.score if causal is classifier else cast("Any", causal).get_output_embeddings()
@@ -163,7 +163,8 @@ def refuse_prompt(model: nn.Module, name: str, mode: str) -> None:
 
 def attention_name(core: nn.Module) -> str | None:
     """Return transformers' name of the attention function, such as sdpa; None if there is none."""
-    return getattr(getattr(core, "config", None), "_attn_implementation", None)
+    name: str | None = getattr(getattr(core, "config", None), "_attn_implementation", None)
+    return None if name is None else name.removeprefix(PACKED)
 
 
 def dropout_rates(module: nn.Module) -> list[float]:

@@ -7,7 +7,7 @@ its object a tuple of :class:`BranchLayout`.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -113,6 +113,18 @@ def find_child(module: nn.Module, name: str, default: object = None) -> object:
     for part in name.split("."):
         found = getattr(found, part, default)
     return found
+
+
+def find_attention(
+    layer: nn.Module, layouts: Mapping[str, tuple[BranchLayout, ...]]
+) -> tuple[nn.Module, AttentionLayout, BranchLayout] | None:
+    """Return the attention of a decoder's layer and what ``layouts`` say of it; None if they do not know its class."""
+    branches = layouts.get(type(layer).__name__, ())
+    found = next((branch for branch in branches if branch.attention is not None), None)
+    core = None if found is None else find_child(layer, found.core)
+    if found is None or found.attention is None or not isinstance(core, nn.Module):
+        return None
+    return core, found.attention, found
 
 
 _SEPARATE = AttentionLayout(("q_proj",), ("k_proj", "v_proj"))

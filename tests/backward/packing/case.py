@@ -13,7 +13,8 @@ from sparsebp_cli.backward import Engine
 
 IGNORED = -100
 NUM_EXAMPLES, LENGTH, SHARED = 6, 44, 20
-PADS, LABELS, PREFIXES = ("none", "right", "left"), ("dense", "completion", "last"), ("none", "pairs", "groups", "tree")
+PADS, LABELS = ("none", "right", "left"), ("dense", "completion", "last", "scattered")
+PREFIXES = ("none", "pairs", "groups", "tree")
 ALL = tuple(product(PADS, LABELS, PREFIXES))
 # Every two values together, in few batches.
 SOME = (
@@ -27,6 +28,8 @@ SOME = (
     ("left", "completion", "pairs"),
     ("left", "last", "none"),
     ("right", "completion", "tree"),
+    ("right", "scattered", "groups"),
+    ("none", "scattered", "tree"),
 )
 LIMIT = 1e-6  # relative error of the whole gradient in float32; nearly all that was seen is under 6e-7
 # A model that rounds more may go beyond it by its own measure: how much plain steps on these examples in another
@@ -57,6 +60,9 @@ def make_batch(pad: str, labels: str, prefix: str, vocabulary: int = 60) -> dict
     if labels == "last":
         marked[:, :-6] = IGNORED
         marked[:, -5:] = IGNORED
+    if labels == "scattered":
+        marked[torch.rand(marked.shape, generator=generator) > 0.3] = IGNORED
+        marked[real.cumsum(1) == 1] = IGNORED  # that of a first token would train padding
     return {"input_ids": ids, "attention_mask": real.long(), "labels": marked}
 
 

@@ -257,16 +257,19 @@ def test_the_last_layer_runs_the_rows_that_are_read_alone() -> None:
     assert [list(counts)[3:] for counts in rows] == [[before[0][0]], [trained]]
 
 
-def test_a_model_that_shapes_the_output_of_its_layers_runs_all_rows_in_the_last() -> None:
+def test_a_model_that_shapes_the_output_of_its_layers_gets_it_whole() -> None:
+    """GPT-2 views the last layer's output as the batch: rows that nobody reads are zeros there, and not computed."""
     torch.manual_seed(0)
     options = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64, "n_positions": 64}
     model = GPT2LMHeadModel(GPT2Config(**options, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)).train()
     batch = make_batch("right", "completion", "groups")
-    expected = gradients(model, None, batch)
+    expected, trained = gradients(model, None, batch), int((batch["labels"] != IGNORED).sum())
+    rows = rows_of(model.transformer.h[-1].mlp)
     with sbp.attach(model, sbp.make_policy("lossless", verify="never")) as engine:
         got = gradients(model, engine, batch)
-        assert "of the head's rows, in 1" in packing(engine)
+        assert "of the last layer's, in 1" in packing(engine)
     assert error(expected[1], got[1]) < LIMIT
+    assert rows[-1] == trained < rows[0]
 
 
 def _classified(batch: dict[str, Tensor]) -> dict[str, Tensor]:

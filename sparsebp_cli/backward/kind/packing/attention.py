@@ -18,6 +18,7 @@ from typing import NoReturn, cast
 import torch
 from torch import Tensor, nn
 
+from sparsebp_cli.backward.decoder.decoder import PACKED
 from sparsebp_cli.backward.kind.packing.across import PackedMemory
 from sparsebp_cli.backward.kind.packing.groups import Padding, SegmentGroup
 from sparsebp_cli.backward.kind.packing.layout import PackedLayout
@@ -25,10 +26,10 @@ from sparsebp_cli.backward.kind.packing.padding import with_padding, without_pad
 from sparsebp_cli.backward.observe.internals import attention_name, has_attention, use_attention
 from sparsebp_cli.errors import UnsupportedError
 
-PREFIX = "packed_"  # of the names under which our functions are registered
 IMPLEMENTATIONS = ("sdpa", "eager")
 AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+KeysValues = tuple[tuple[Tensor, Tensor], ...]  # of each call of attention in a layer
 
 
 @dataclass
@@ -49,14 +50,13 @@ class LooksAheadError(UnsupportedError):
 
 
 class ReachedAttention(Exception):  # noqa: N818 - no error: it ends the first of two runs of the last layer
-    """A layer whose keys and values are wanted calls attention."""
+    """A layer whose keys and values are wanted calls attention, for the last time."""
 
-    key: Tensor
-    value: Tensor
+    keys: KeysValues
 
-    def __init__(self, key: Tensor, value: Tensor) -> None:
+    def __init__(self, keys: KeysValues) -> None:
         super().__init__()
-        self.key, self.value = key, value
+        self.keys = keys
 
 
 class ReadsMaskError(UnsupportedError, AttributeError):
@@ -73,8 +73,8 @@ class PackedMask:
     state: PackedState
     allowed: MaskFunction
     groups: tuple[SegmentGroup, ...]
-    ends: bool = False  # whether the layer ends at attention, by ReachedAttention
-    kept: tuple[Tensor, Tensor] | None = None  # keys and values of all rows, where the layer has some rows alone
+    ends: int = 0  # number of the call of attention at which the layer ends, by ReachedAttention; 0: it does not
+    kept: KeysValues = ()  # keys and values of all rows, where the layer has some rows alone, or before it ends
     memory: PackedMemory | None = None  # None: rows attend to each other
     _masks: dict[tuple[int, str, torch.dtype | None], Tensor | None] = field(default_factory=dict)
     _pairs: dict[int, Tensor] = field(default_factory=dict)
@@ -90,14 +90,20 @@ class PackedMask:
         """The rows."""
         return self.state.layout
 
-    def ending_at_attention(self) -> PackedMask:
-        """Return the mask of a run that is to end there."""
-        return PackedMask(self.state, self.allowed, self.groups, ends=True)
+    def ending_at_attention(self, num_calls: int) -> PackedMask:
+        """Return the mask of a run that is to end there, at the last of so many calls."""
+        return PackedMask(self.state, self.allowed, self.groups, ends=num_calls)
 
-    def with_keys(self, key: Tensor, value: Tensor) -> PackedMask:
+    def with_keys(self, keys: KeysValues) -> PackedMask:
         """Return the mask of a run with the rows that are read, which attend to these keys of all rows."""
         assert self.layout.read is not None
-        return PackedMask(self.state, self.allowed, self.layout.read.groups, kept=(key, value))
+        return PackedMask(self.state, self.allowed, self.layout.read.groups, kept=keys)
+
+    def end(self, key: Tensor, value: Tensor) -> None:
+        """Keep keys and values of all rows, and end the layer if these are the last ones."""
+        self.kept = (*self.kept, (key, value))
+        if len(self.kept) == self.ends:
+            raise ReachedAttention(self.kept)
 
     def of_group(self, number: int, implementation: str, dtype: torch.dtype) -> Tensor | None:
         """Return the mask (G or 1, 1, L, K) of a group in the form that the implementation takes; None: causal, or
@@ -129,13 +135,13 @@ class PackedMask:
 
     def _make(self, group: SegmentGroup, implementation: str, dtype: torch.dtype) -> Tensor | None:
         queries, keys, padding = group.query_GL, group.key_GK, group.padding
-        if padding is None and group.num_segments > 1 and (keys == keys[:1]).all():
-            queries, keys = queries[:1], keys[:1]
+        number = 1 if group.is_uniform else group.num_segments
+        queries, keys = queries[:number], keys[:number]
         size, place = (queries.shape[1], keys.shape[1]), torch.arange(keys.shape[1], device=keys.device)
         # The model's rule by places, as the plain step's counts columns: position numbers may jump, repeat and go back.
         zero = torch.zeros((), dtype=torch.long, device=keys.device)
         rule = self.allowed(zero, zero, queries[:, :, None], keys[:, None, :]).expand(queries.shape[0], *size)
-        last = place[size[1] - size[0] :] if padding is None else padding.order_GL
+        last = place[size[1] - size[0] :] if group.order_GL is None else group.order_GL[:number]
         order = place <= last[..., None]
         if not group.attends:
             rule = torch.zeros_like(rule)
@@ -213,7 +219,7 @@ class Switch:
     def on(self) -> None:
         """Use our functions."""
         for config, own in zip(self._configs, self._own, strict=True):
-            use_attention(config, f"{PREFIX}{own}")
+            use_attention(config, f"{PACKED}{own}")
 
     def off(self) -> None:
         """Use the model's own."""
@@ -243,8 +249,8 @@ def _register(implementation: str) -> None:
             return _attend(function, implementation, module, (query, key, value), attention_mask, **kwargs)
         return function(module, query, key, value, attention_mask, **kwargs)
 
-    AttentionInterface.register(f"{PREFIX}{implementation}", attention)
-    AttentionMaskInterface.register(f"{PREFIX}{implementation}", mask)
+    AttentionInterface.register(f"{PACKED}{implementation}", attention)
+    AttentionMaskInterface.register(f"{PACKED}{implementation}", mask)
 
 
 def _own_attention(module: nn.Module, implementation: str) -> AttentionFunction:
@@ -266,23 +272,25 @@ def _attend(
     """Call an attention function once a group; query, key and value are (1, H, N, D), the result is (1, N, H, D)."""
     query, key, value = tensors
     read, num_rows = mask.layout.read, mask.layout.num_rows
-    if mask.kept is not None and read is not None:
+    if mask.kept and not mask.ends and read is not None:
         num_rows = len(read.row_M)
     num_keys, bias = num_rows if mask.memory is None else mask.memory.num_rows, kwargs.pop("position_bias", None)
     if key.shape[2] != num_keys or query.shape[2] != num_rows or not (bias is None or isinstance(bias, PackedBias)):
         raise UnsupportedError(f"{type(module).__name__} attends to other rows than those of its own input")
     if mask.ends:
-        raise ReachedAttention(key, value)
+        mask.end(key, value)
+        return value.new_zeros(1, num_rows, query.shape[1], value.shape[3]), None
     mask.state.num_calls += 1
-    outputs = []
+    outputs, kept = [], mask.kept[:1]
+    mask.kept = (*mask.kept[1:], *kept)  # the next call has its own
     for number, group in enumerate(mask.groups):
         own = slice(group.start, group.end)
         queries = _split(query[:, :, own], group)
         if mask.memory is not None:
             rows_GK = mask.memory.groups[number].row_GK
             keys, values = (_remembered(whole, rows_GK, group.num_segments) for whole in (key, value))
-        elif mask.kept is not None:
-            keys, values = (_before(whole, group) for whole in mask.kept)
+        elif kept:
+            keys, values = (_before(whole, group) for whole in kept[0])
         else:
             keys, values = _split(key[:, :, own], group), _split(value[:, :, own], group)
             if group.ancestor_GA.shape[1]:

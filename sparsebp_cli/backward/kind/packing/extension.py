@@ -42,7 +42,8 @@ from sparsebp_cli.backward.kind.packing.dropout import AdapterDropout
 from sparsebp_cli.backward.kind.packing.fused import ARGUMENT, has_fused_head, run_fused
 from sparsebp_cli.backward.kind.packing.groups import Bools
 from sparsebp_cli.backward.kind.packing.head import count_rows, kept_columns, read_rows, run_head, spread_logits
-from sparsebp_cli.backward.kind.packing.last_layer import install_last_layer
+from sparsebp_cli.backward.kind.packing.last_layer import LastLayer, find_shares, install_last_layer
+from sparsebp_cli.backward.kind.packing.layout import count_pairs
 from sparsebp_cli.backward.kind.packing.packed_model import PackingEngine
 from sparsebp_cli.backward.kind.packing.pair import ARGUMENTS, PairBatch, PairPacking, is_pair
 from sparsebp_cli.backward.kind.packing.reference import PackedReference
@@ -129,7 +130,9 @@ class PackingExtension:
         self.counts, self.failure = Counts(), ""
         self._seen: dict[tuple[bool, ...], tuple[int, int]] = {}
         self.last: PackedBatch | None = None
-        self.last_layer: nn.Module | None = None  # None: it runs all rows
+        self._shares = find_shares(self.stack, self.head)
+        self.calls_of_layer = 1  # calls of attention in one layer, as the last packed forward has shown
+        self.last_layer: LastLayer | None = None  # None: it runs all rows
         self.shortens: bool | None = None  # whether the last layer runs the rows that are read alone; None: not tried
         self.given_labels: Tensor | None = None
         self.layouts, self.scoring, self.dead = LastLayout(), Scoring(self), DeadExamples()
@@ -225,9 +228,12 @@ class PackingExtension:
             alone_BT=alone,
             begins_BT=begins,
             read_BT=None if self.last_layer is None or self.shortens is False else read,
+            most_read=0.0 if self.last_layer is None else self.last_layer.most_read,
         )
         head_rows = int(read.sum()) if self.head is not None else needed.size
-        if not whole and not self.policy.packs(PackedSize(needed.size, layout.num_rows, head_rows)):
+        last_rows = layout.num_rows if layout.read is None else len(layout.read.row_M)
+        packed_size = PackedSize(needed.size, layout.num_rows, head_rows, last_rows, *self._shares)
+        if not whole and not self.policy.packs(packed_size):
             return None
         padding = int((~(real | alone)).sum()) if self.policy.padding else 0
         unread = int((real & ~needed).sum())
@@ -351,6 +357,7 @@ class PackingExtension:
                 f"{type(self.model).__name__} has {self._attention_layers} attention layers, of which "
                 f"{num_calls} run through transformers' attention interface: its rows cannot be packed"
             )
+        self.calls_of_layer = num_calls // self._attention_layers
 
     def claim(self, dense: DensePass) -> PassEstimate:  # noqa: ARG002 - shares say it
         """Return the remaining shares of a dense pass, by the rows of the last forward on the same batch."""
@@ -370,10 +377,14 @@ class PackingExtension:
             else:
                 shares[name] = layout.num_rows / size
         if self.shortens and layout.read is not None and self.last_layer is not None:
-            # All of attention counts as for all rows, though its queries and output have those that are read alone.
-            inside = {m for a in self.last_layer.modules() if hasattr(a, "is_causal") for m in a.modules()}
-            above = {m for m in self.last_layer.modules() if m not in inside}
-            shares |= {n: len(layout.read.row_M) / size for n, m in self.model.named_modules() if m in above}
+            above = set(self.last_layer.module.modules()) - self.last_layer.all_rows
+            pairs = count_pairs(layout.read.groups) / (size * layout.shape[1])
+            rows = len(layout.read.row_M) / size
+            shares |= {
+                name: pairs if hasattr(module, "is_causal") else rows
+                for name, module in self.model.named_modules()
+                if module in above
+            }
         named = {f"{self._prefix}{name}": share for name, share in shares.items()}
         trained = {name: share * self.dead.trained_share for name, share in named.items()}
         return PassEstimate(backward=trained, forward=named, recomputed=trained)
@@ -408,6 +419,16 @@ class PackedForward(ForwardOverride):
         if self.is_removed or not active or extension.failure or extension.engine.reference:
             return self.run_covered(self._model, **arguments)
         return self._run(arguments)
+
+    @contextmanager
+    def reading(self, labels_BT: Tensor) -> Iterator[None]:
+        """Compute what these labels need of forwards in the block that are given none."""
+        extension, before = self.extension, self.extension.given_labels
+        extension.given_labels = labels_BT
+        try:
+            yield
+        finally:
+            extension.given_labels = before
 
     def _pack(self, arguments: dict[str, Any]) -> Any:
         given = {name: value for name, value in arguments.items() if value is not None}
@@ -671,12 +692,18 @@ class PackedForward(ForwardOverride):
                 )
             return found[0]
 
-        whole = run(shortens=False)
-        try:
-            short = run(shortens=True)
-        except Exception:  # whatever a layer raises that cannot do it
-            return False
-        return bool((short - whole).norm() <= limit_of(self._model) * whole.norm())
+        whole, last = run(shortens=False), extension.last_layer
+        assert last is not None
+        last.num_calls = extension.calls_of_layer
+        for skips, spreads in last.ways:
+            last.skips, last.spreads = skips, spreads
+            try:
+                short = run(shortens=True)
+            except Exception:  # whatever a layer raises that cannot do it
+                continue
+            if bool((short - whole).norm() <= limit_of(self._model) * whole.norm()):
+                return True
+        return False
 
     def _compute_fused(self, batch: PackedBatch, given: dict[str, Any], options: dict[str, Any], row_R: Tensor) -> Any:
         extension = self.extension

@@ -34,7 +34,6 @@ class Padding:
 
     row_S: Tensor  # for each of the G * L queries its row, counted from the first of the group
     place_R: Tensor  # the reverse: the place of each row among the queries
-    order_GL: Tensor  # number of the last key, counted from a segment's first, that a causal query attends to
     is_key_GK: Tensor  # False: padding
 
 
@@ -51,6 +50,9 @@ class SegmentGroup:
     attends: bool = True  # False: the rows attend to nothing, as padding does
     has_one_parent: bool = False  # whether several segments follow the same rows
     padding: Padding | None = None  # None: all segments have L queries and K keys
+    # The number of each query's own key, counted from its segment's first: the last one that it attends to if causal.
+    order_GL: Tensor | None = None  # None: the last L keys
+    is_uniform: bool = False  # whether places and numbers are the same in all segments, so that one mask is enough
 
     @property
     def num_segments(self) -> int:
@@ -114,23 +116,29 @@ def make_group(
     """Return the group of segments with these rows.
 
     ``start`` is the number of its first query. The keys of a segment are those rows that precede it and its own; with
-    ``keys_apart`` they are looked up all, as rows before a segment are.
+    ``keys_apart`` they are looked up all, as rows before a segment are, and the queries may be any of its own rows.
     """
     length, num_keys = max(map(len, queries)), max(map(len, keys))
     query_GL = np.stack([lengthen(rows, length) for rows in queries])
     key_GK = np.stack([lengthen(rows, num_keys) for rows in keys])
     ancestor_GA = key_GK if keys_apart else key_GK[:, : num_keys - length]
     is_padded = any(len(q) < length or len(k) < num_keys for q, k in zip(queries, keys, strict=True))
+    # A segment's own rows follow each other, and are its last keys.
+    order_GL = np.stack([lengthen(q - k[-1] + len(k) - 1, length) for q, k in zip(queries, keys, strict=True)])
+    is_last = not is_padded and bool((order_GL == np.arange(num_keys - length, num_keys)).all())
+    place_GL, place_GK = place_N[query_GL], place_N[key_GK]
     return SegmentGroup(
         start,
         start + sum(map(len, queries)),
         length,
         to_tensor(ancestor_GA, device),
-        to_tensor(place_N[query_GL], device),
-        to_tensor(place_N[key_GK], device),
+        to_tensor(place_GL, device),
+        to_tensor(place_GK, device),
         attends,
         len(queries) > 1 and not keys_apart and bool((ancestor_GA == ancestor_GA[:1]).all()),
         _pad(queries, keys, length, num_keys, device) if is_padded else None,
+        None if is_last else to_tensor(order_GL, device),
+        not is_padded and all(bool((part == part[:1]).all()) for part in (place_GL, place_GK, order_GL)),
     )
 
 
@@ -142,7 +150,6 @@ def _pad(queries: Sequence[Ints], keys: Sequence[Ints], length: int, num_keys: i
     return Padding(
         to_tensor((first_G[:, None] + number_GL).reshape(-1), device),
         to_tensor(is_query_GL.reshape(-1).nonzero()[0], device),
-        to_tensor((counts - num_queries)[:, None] + number_GL, device),
         to_tensor(np.arange(num_keys) < counts[:, None], device),
     )
 

@@ -1,8 +1,9 @@
 """The last layer of a decoder for the rows that the head reads, with the keys and values of all rows.
 
 The layer runs twice. The first run ends where attention is called, when keys and values of all rows are known; the
-second has the rows of each segment from the first one that is read on. What the first run computed of the queries is
-thrown away: that is cheaper than the rest of the layer on rows that nobody reads, and needs no knowledge of its parts.
+second has the rows that are read. What the first run computes of the queries, and the second of keys and values, is
+thrown away. Where the layer's class is known to ``decoder/layout.py``, these products are left out; elsewhere that is
+cheaper than the rest of the layer on rows that nobody reads, and needs no knowledge of its parts.
 
 Shape letters: N computed rows, M rows of the last layer, D width.
 """
@@ -10,15 +11,20 @@ Shape letters: N computed rows, M rows of the last layer, D width.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
 from sparsebp_cli.backward.decoder.decoder import find_reentrant, without_checkpointing
+from sparsebp_cli.backward.decoder.kv_cache import skip_outputs
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
+from sparsebp_cli.backward.decoder.layout import AttentionLayout, find_attention, find_layouts
 from sparsebp_cli.backward.kind.packing.attention import PackedMask, ReachedAttention
-from sparsebp_cli.backward.patch.forward import ForwardOverride, ForwardPatches
+from sparsebp_cli.backward.kind.packing.layout import MAX_READ
+from sparsebp_cli.backward.patch.forward import ForwardOverride, ForwardPatches, replace_forwards
 from sparsebp_cli.errors import UnsupportedError
 
 
@@ -26,8 +32,45 @@ from sparsebp_cli.errors import UnsupportedError
 class LastLayer(ForwardOverride):
     """The ``forward`` of the last layer; it decides by the mask, which activation checkpointing passes again."""
 
+    module: nn.Module
+    skips: bool
+    spreads: bool
+    num_calls: int
+
     def __init__(self, module: nn.Module) -> None:
         self.module = module
+        known = find_attention(module, find_layouts({type(module).__name__}))
+        self._core: nn.Module | None = None
+        self._layout: AttentionLayout | None = None
+        if known is not None and not known[1].fused:  # a linear that makes all three is needed in both runs
+            self._core, self._layout = known[:2]
+        self.skips = self._layout is not None  # whether linears are left out whose output is thrown away
+        # Whether its output has all rows again, those that are not read as zeros: the model gives it the shape of the
+        # batch, as GPT-2 does.
+        self.spreads = False
+        self.num_calls = 1  # of attention in the layer
+
+    @property
+    def ways(self) -> Sequence[tuple[bool, bool]]:
+        """Values of ``skips`` and ``spreads`` under which the head may get the same, the cheapest first."""
+        skips = (False,) if self._layout is None else (True, False)
+        return [(skip, spread) for spread in (False, True) for skip in skips]
+
+    @property
+    def most_read(self) -> float:
+        """Largest share of the rows that are read for which it runs these alone."""
+        return 1.0 if self.skips else MAX_READ
+
+    @property
+    def all_rows(self) -> frozenset[nn.Module]:
+        """Its modules that run for all rows; the others have those that are read."""
+        attention = self._core or next((m for m in self.module.modules() if hasattr(m, "is_causal")), None)
+        if attention is None:
+            return frozenset()
+        if self._layout is None or not self.skips:
+            return frozenset(attention.modules())
+        children = [getattr(attention, name, None) for name in self._layout.key_value]
+        return frozenset(m for child in children if child is not None for m in child.modules())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer."""
@@ -48,24 +91,47 @@ class LastLayer(ForwardOverride):
             return self.run_covered(self.module, *map(change, args), **changed)
 
         try:
-            with without_checkpointing(self.module):  # which would compute the keys again, and end there again
-                run(mask.ending_at_attention(), None)
+            with ExitStack() as stack:
+                # It would compute the keys again, and end there again.
+                stack.enter_context(without_checkpointing(self.module))
+                self._skip(stack, () if self._layout is None else self._layout.query)
+                run(mask.ending_at_attention(self.num_calls), None)
         except ReachedAttention as reached:
-            return run(mask.with_keys(reached.key, reached.value), read.row_M)
+            with ExitStack() as stack:
+                self._skip(stack, () if self._layout is None else self._layout.key_value)
+                output = run(mask.with_keys(reached.keys), read.row_M)
+            return _spread(output, mask.layout.num_rows, read.row_M) if self.spreads else output
         raise UnsupportedError(f"{type(self.module).__name__} calls no attention function of transformers")
+
+    def _skip(self, stack: ExitStack, names: Sequence[str]) -> None:
+        if self.skips and self._core is not None:
+            stack.enter_context(replace_forwards(skip_outputs(self._core, names, one_head=False)))
 
     def __reduce_ex__(self, _: object) -> Any:
         """Return the plain forward, as of a layer of a model that is not packed."""
         return functools.partial, (type(self.module).forward, self.module)
 
 
-def install_last_layer(patches: ForwardPatches, stack: nn.Module) -> nn.Module | None:
-    """Override the last layer of a stack, and return it; None if something else overrides a part of it."""
+def install_last_layer(patches: ForwardPatches, stack: nn.Module) -> LastLayer | None:
+    """Override the last layer of a stack, and return what runs; None if something else overrides a part of it."""
     layers = LayerNumbers(stack).layers
     if not layers or any("forward" in module.__dict__ for module in layers[-1].modules()):
         return None
-    patches.install(layers[-1], LastLayer(layers[-1]))
-    return layers[-1]
+    override = LastLayer(layers[-1])
+    patches.install(layers[-1], override)
+    return override
+
+
+def find_shares(stack: nn.Module, head: nn.Module | None) -> tuple[float, float]:
+    """Return the shares that the head and the last layer have of a model's products, by the sizes of their weights."""
+
+    def count(*modules: nn.Module) -> int:
+        return sum(p.numel() for module in modules for p in module.parameters() if p.dim() > 1)
+
+    layers = LayerNumbers(stack).layers
+    above = 0 if head is None else count(head)
+    total = max(count(*layers) + above, 1)
+    return above / total, count(*layers[-1:]) / total
 
 
 def _take(value: Any, num_rows: int, row_M: Tensor) -> Any:
@@ -78,3 +144,10 @@ def _take(value: Any, num_rows: int, row_M: Tensor) -> Any:
         return value
     dim = 1 if value.shape[:2] == (1, num_rows) else value.shape.index(num_rows)
     return value.index_select(dim, row_M)
+
+
+def _spread(value: Any, num_rows: int, row_M: Tensor) -> Any:
+    """Return what a layer returned of some rows with a place for all of them."""
+    if isinstance(value, tuple):
+        return (_spread(value[0], num_rows, row_M), *value[1:])
+    return value.new_zeros(1, num_rows, *value.shape[2:]).index_copy(1, row_M, value)

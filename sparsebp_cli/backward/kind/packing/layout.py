@@ -23,8 +23,8 @@ from sparsebp_cli.backward.kind.packing.groups import Bools, Ints, SegmentGroup,
 # A branch costs one more attention call per layer; below this many shared positions it costs more than it saves.
 MIN_SHARED = 16
 
-# Largest share of rows for which the last layer runs twice, which computes queries, keys and values once more, forward;
-# by the products of a llama's layer, 0.9 would break even.
+# Largest share of rows for which a last layer runs twice that computes queries, keys and values once more, forward; by
+# the products of a llama's layer, 0.9 would break even.
 MAX_READ = 0.8
 
 
@@ -41,7 +41,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class ReadRows:
-    """The rows of the last layer: of each segment those from the first one that is read on.
+    """The rows of the last layer: those that are read.
 
     The groups count these rows; ``ancestor_GA`` has all rows that a segment attends to, its own among them, as numbers
     of computed rows.
@@ -74,7 +74,7 @@ class PackedLayout:
     @property
     def num_pairs(self) -> int:
         """Pairs of a query and a key that attention multiplies."""
-        return sum(group.query_GL.shape[1] * group.key_GK.numel() for group in self.groups)
+        return count_pairs(self.groups)
 
     def take(self, hidden_1ND: Tensor, row_R: Tensor) -> Tensor:
         """Return rows (1, R, D) of what the last layer returned, by their numbers among the computed rows."""
@@ -99,6 +99,7 @@ def make_layout(  # noqa: PLR0913 - the facts of a batch
     alone_BT: Bools | None = None,
     begins_BT: Bools | None = None,
     read_BT: Bools | None = None,
+    most_read: float = MAX_READ,
 ) -> PackedLayout:
     """Arrange the needed positions of a batch.
 
@@ -106,6 +107,7 @@ def make_layout(  # noqa: PLR0913 - the facts of a batch
     the position numbers. ``token_BT`` are the token ids if prefixes are shared, None if every example has rows of its
     own. ``alone_BT`` marks positions that attend to nothing and are attended to by none, ``begins_BT`` those at which
     another sequence begins in an example that holds several, ``read_BT`` those whose output is read; None: all.
+    ``most_read`` is the largest share of rows for which the last layer runs those that are read alone.
     """
     flat_BT = np.arange(needed_BT.size).reshape(needed_BT.shape)
     sources = [flat[row] for flat, row in zip(flat_BT, needed_BT, strict=True)]
@@ -124,7 +126,8 @@ def make_layout(  # noqa: PLR0913 - the facts of a batch
         segments.append(Segment(len(sources), 0, 1, attends=False))
         sources.append(np.array([index]))
         shared.append((0, -1))
-    return _arrange(segments, shared, sources, position_BT, place_BT, read_BT, device, is_causal=is_causal)
+    read = None if read_BT is None else (read_BT, most_read)
+    return _arrange(segments, shared, sources, position_BT, place_BT, read, device, is_causal=is_causal)
 
 
 def _branch(keys: list[Ints]) -> tuple[list[Segment], list[tuple[int, int]]]:
@@ -177,7 +180,7 @@ def _arrange(
     sources: list[Ints],
     position_BT: Ints,
     place_BT: Ints,
-    read_BT: Bools | None,
+    wanted: tuple[Bools, float] | None,  # the positions that are read, and the largest share for which they matter
     device: torch.device,
     *,
     is_causal: bool,
@@ -214,10 +217,11 @@ def _arrange(
         own_rows, keys = [rows[n] for n in numbers], [chains[n] for n in numbers]
         groups.append(make_group(int(own_rows[0][0]), own_rows, keys, place_N, device, attends=attends[numbers[0]]))
     read = None
-    if read_BT is not None and is_causal:
+    if wanted is not None and is_causal:
         is_read = np.zeros(len(source_N), bool)
-        is_read[row[read_BT.reshape(-1) & computed]] = True
-        read = _find_read(rows, chains, attends, is_read, place_N, device)
+        is_read[row[wanted[0].reshape(-1) & computed]] = True
+        if 0 < is_read.sum() <= wanted[1] * len(is_read) and not is_read.all():
+            read = _find_read(rows, chains, attends, is_read, place_N, device)
     return PackedLayout(
         (size[0], size[1]),
         to_tensor(source_N, device),
@@ -238,15 +242,11 @@ def _find_read(
     is_read: Bools,
     place_N: Ints,
     device: torch.device,
-) -> ReadRows | None:
-    """Return the rows of the last layer; None where leaving out the others would save little.
-
-    ``rows`` are those of each segment, ``chains`` the same after all rows before the segment.
+) -> ReadRows:
+    """Return the rows of the last layer. ``rows`` are those of each segment, ``chains`` the same after all rows before
+    the segment.
     """
-    queries = {n: own[is_read[own].argmax() :] for n, own in rows.items() if is_read[own].any()}
-    total = sum(map(len, queries.values()))
-    if not total or total > MAX_READ * len(is_read):
-        return None
+    queries = {n: own[is_read[own]] for n, own in rows.items() if is_read[own].any()}
     members = arrange({n: (len(own), len(chains[n])) for n, own in queries.items()}, attends, attends)
     groups, parts, start = [], [], 0
     for numbers in members:
@@ -258,6 +258,11 @@ def _find_read(
     number_N = np.zeros(len(is_read), np.int64)
     number_N[row_M] = np.arange(len(row_M))
     return ReadRows(to_tensor(row_M, device), to_tensor(number_N, device), tuple(groups))
+
+
+def count_pairs(groups: tuple[SegmentGroup, ...]) -> int:
+    """Return the pairs of a query and a key that attention multiplies."""
+    return sum(group.query_GL.shape[1] * group.key_GK.numel() for group in groups)
 
 
 def _chain(segments: list[Segment], number: int) -> tuple[int, ...]:

@@ -39,6 +39,7 @@ class LastLayout:
         alone_BT: Bools,
         begins_BT: Bools | None,
         read_BT: Bools | None,
+        most_read: float,
     ) -> PackedLayout:
         """Return :func:`~sparsebp_cli.backward.kind.packing.layout.make_layout` of these."""
         # All arguments: a layout follows from them alone.
@@ -56,6 +57,7 @@ class LastLayout:
             alone_BT=alone_BT,
             begins_BT=begins_BT,
             read_BT=read_BT,
+            most_read=most_read,
         )
         # Copies: an array may be a view of a tensor of the caller's, which changes in place.
         self._facts = {name: value.copy() if isinstance(value, np.ndarray) else value for name, value in facts.items()}

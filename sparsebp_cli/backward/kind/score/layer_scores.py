@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsebp_cli.backward.decoder.decoder import Decoder
-from sparsebp_cli.backward.observe.internals import use_attention
+from sparsebp_cli.backward.observe.internals import attention_name, use_attention
 from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.policy import Score
 
@@ -59,7 +59,8 @@ class LayerScores:
             None: Where the forward runs.
         """
         layers, handles, mode = self._decoder.layers, [], torch.is_grad_enabled()
-        config, name = layers[-1].core.config, self._decoder.implementation
+        config = layers[-1].core.config
+        name = attention_name(config)
         if "update" in self._wanted:
             for layer in layers:
                 see = partial(self._see_update, layer.argument_names[0])

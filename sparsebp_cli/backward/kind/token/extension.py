@@ -8,9 +8,9 @@ them, and the forward returns logits of all positions, with zeros where a positi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn, Protocol, final
+from typing import TYPE_CHECKING, NoReturn, Protocol, final, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +48,6 @@ from sparsebp_cli.backward.patch.forward import (
     ForwardOverride,
     ForwardPatches,
     ModulePlaces,
-    call_module,
     check_free,
     uncompiled,
 )
@@ -60,6 +59,14 @@ if TYPE_CHECKING:
     from sparsebp_cli.backward.core.extension import EngineView
     from sparsebp_cli.backward.core.given import Given
     from sparsebp_cli.backward.kind.model_output import ModelOutput
+
+
+@runtime_checkable
+class PacksRows(Protocol):
+    """A forward beneath that leaves out the rows that the labels do not need."""
+
+    def reading(self, labels_BT: Tensor) -> AbstractContextManager[None]:
+        """Return a context in which a forward without labels computes what these need."""
 
 
 class TokenChoiceSource(Protocol):
@@ -101,7 +108,8 @@ _UNKNOWN = (*CACHE_NAMES, *_OUTPUTS, "logits_to_keep", "shift_labels")
 class TokenExtension(EstimatesFlops):
     """A token selector in one model; see :class:`~sparsebp_cli.backward.core.extension.EngineExtension`.
 
-    ``prefix`` precedes the decoder's module names in the attached model. Raises :class:`UnsupportedError` if a forward
+    ``prefix`` precedes the decoder's module names in the attached model; ``packs``: a packer carries out what is
+    chosen. Raises :class:`UnsupportedError` if a forward
     is overridden already.
     """
 
@@ -111,7 +119,15 @@ class TokenExtension(EstimatesFlops):
     was_called: bool
     places: ModulePlaces
 
-    def __init__(self, policy: TokenSelector, decoder: Decoder, chooser: TokenChoiceSource, prefix: str = "") -> None:
+    def __init__(
+        self,
+        policy: TokenSelector,
+        decoder: Decoder,
+        chooser: TokenChoiceSource,
+        prefix: str = "",
+        *,
+        packs: bool = False,
+    ) -> None:
         self.policy, self.decoder, self.chooser = policy, decoder, chooser
         self._prefix = prefix
         self._last: RowPlan | None = None
@@ -119,7 +135,8 @@ class TokenExtension(EstimatesFlops):
         self._patches = ForwardPatches()
         self.given: dict[str, Tensor] = {}
         self.was_called = False
-        check_free("the model", decoder.model)
+        if not packs:  # a packer checks the forward that it covers, and knows that of trl
+            check_free("the model", decoder.model)
         for layer in decoder.layers:
             check_free(layer.name, layer.module)
         if not decoder.is_classifier:
@@ -214,7 +231,7 @@ class DecoderOverride(ForwardOverride):
         columns = self.extension.chooser.columns
         own = {name: value for name, value in arguments.items() if name not in columns}
         if self.is_removed or not (self.engine.enabled and self._model.training and torch.is_grad_enabled()):
-            return call_module(self._model, **own)
+            return self.run_covered(self._model, **own)
         extension = self.extension
         if torch.compiler.is_compiling() and not self.engine.reference and extension.fits_graph(arguments):
             _refuse_unknown(own)
@@ -248,13 +265,36 @@ class DecoderOverride(ForwardOverride):
         if num_items is not None:
             num_items = self.extension.given.get("num_items_in_batch", num_items)
         assert num_items is None or isinstance(num_items, Tensor | int | float)
-        plan = None if marks.is_whole else self._plan(marks, labels)
-        self.extension.remember(plan, labels.shape[1])
-        is_weighted = choice.weight_BT is not None
-        if is_weighted and not given:
+        if choice.weight_BT is not None and not given:
             raise UsageError(
                 f"{type(policy).__name__} weighs the losses of tokens, which are the model's own: pass it the labels"
             )
+        if isinstance(self.covered, PacksRows):
+            self.extension.remember(None, labels.shape[1])
+            output = self._run_packed(self.covered, own, choice, labels, num_items, marks, given=given)
+            has_logits = choice.weight_BT is None
+        else:
+            output = self._run_chosen(own, choice, labels, num_items, marks, implementation, given=given)
+            has_logits = output.logits is not None
+        if return_dict is False:
+            return output.to_tuple()
+        return output if has_logits else defer_logits(output, _refuse_logits)
+
+    def _run_chosen(
+        self,
+        own: dict[str, object],
+        choice: TokenChoice,
+        labels: Tensor,
+        num_items: NumItems,
+        marks: PositionMask,
+        implementation: str,
+        *,
+        given: bool,
+    ) -> ModelOutput:
+        """Compute the rows that the chosen labels need, or all of them where nothing can be left out."""
+        plan = None if marks.is_whole else self._plan(marks, labels)
+        self.extension.remember(plan, labels.shape[1])
+        is_weighted = choice.weight_BT is not None
         changes: dict[str, Tensor | None] = {}
         if plan is None or self.engine.reference:
             all_labels = None if not given or is_weighted else labels if plan is None else masked_labels(labels, marks)
@@ -270,10 +310,7 @@ class DecoderOverride(ForwardOverride):
             else:
                 changes = self._finish(output.logits, plan, num_items, marks, with_loss=given)
         # The cache may lack positions, so it must not be used after this forward.
-        output = with_changes(output, **dict.fromkeys(CACHE_NAMES), **changes)
-        if return_dict is False:
-            return output.to_tuple()
-        return defer_logits(output, _refuse_logits) if changes.get("logits", output) is None else output
+        return with_changes(output, **dict.fromkeys(CACHE_NAMES), **changes)
 
     def _select_carried(self, arguments: dict[str, object], own: dict[str, object]) -> object:
         """Run a classifier, whose own forward computes the loss."""
@@ -286,11 +323,11 @@ class DecoderOverride(ForwardOverride):
         mask, no_labels = mask if isinstance(mask, Tensor) else None, torch.zeros_like(read_BT, dtype=torch.long)
         marks = read_choice(choice, no_labels, mask, read_BT, spreads=decoder.spreads_masked)
         check_choice(policy, marks)
-        plan = self._plan(marks, no_labels)
+        plan = None if isinstance(self.covered, PacksRows) else self._plan(marks, no_labels)
         self.extension.remember(plan, read_BT.shape[1])
         return_dict = own.pop("return_dict", None)
         own["return_dict"] = True
-        if self.engine.reference:
+        if plan is None or self.engine.reference:
             output = self._run_cut(own, marks)
         else:
             output = self._run_rows(own, plan, marks, implementation)
@@ -328,6 +365,31 @@ class DecoderOverride(ForwardOverride):
                 own["num_items_in_batch"] = scale(num_items, marks)
         return self._call(own) if is_whole else self._run_cut(own, marks)
 
+    def _run_packed(
+        self,
+        packed: PacksRows,
+        own: dict[str, object],
+        choice: TokenChoice,
+        labels: Tensor,
+        num_items: NumItems,
+        marks: PositionMask,
+        *,
+        given: bool,
+    ) -> ModelOutput:
+        """Let the packed forward compute what the chosen labels need."""
+        chosen = masked_labels(labels, marks)
+        if given and choice.weight_BT is None:
+            # The mean over no label is no number, and the loss of a batch of which nothing was chosen is 0.
+            items = scale(num_items, marks) if marks.trained.any() else 1
+            return self._call(own | {"labels": chosen} | ({} if items is None else {"num_items_in_batch": items}))
+        with packed.reading(chosen):
+            output = self._call(own)
+        if choice.weight_BT is not None:
+            loss_N = weigh(_losses_of_all(output.logits, labels, marks), self._model, marks)
+            return with_changes(output, loss=weighted_loss(loss_N, choice, num_items, marks), logits=None)
+        trained_BT = marks.trained.to(output.logits.device)
+        return with_changes(output, logits=output.logits.masked_fill(~trained_BT[..., None], 0.0))
+
     def _run_cut(self, own: dict[str, object], marks: PositionMask) -> ModelOutput:
         """Compute all positions, and detach what carries no gradient."""
         mode = self.extension.policy.mode
@@ -350,7 +412,7 @@ class DecoderOverride(ForwardOverride):
             return self._call(own)
 
     def _call(self, arguments: dict[str, object]) -> ModelOutput:
-        output: ModelOutput = type(self._model).forward(self._model, **arguments)
+        output: ModelOutput = self.run_covered(self._model, **arguments)
         return output
 
     def _finish(
@@ -398,10 +460,20 @@ def _run_head(head: nn.Module, covered: Callable[[Tensor], Tensor] | None, num_r
     return logits
 
 
-def make_extension(policy: TokenSelector, model: nn.Module, given: Given) -> TokenExtension:
-    """Return the extension for a token selector. Raise :class:`UnsupportedError` if the model's architecture is
-    unknown, or it is attached.
+def make_extension(policy: TokenSelector, model: nn.Module, given: Given) -> TokenExtension | None:
+    """Return the extension for a token selector that leaves out rows itself; None: a packer does, and it only chooses.
+
+    Raise :class:`UnsupportedError` if the model's architecture is unknown, or it is attached.
     """
+    return None if given.packs else _make(policy, model, given)
+
+
+def make_chooser(policy: TokenSelector, model: nn.Module, given: Given) -> TokenExtension | None:
+    """Return the same for a token selector whose choice a packer carries out, around the packer's forward."""
+    return _make(policy, model, given) if given.packs else None
+
+
+def _make(policy: TokenSelector, model: nn.Module, given: Given) -> TokenExtension:
     decoder = find_decoder(model, or_classifier=True)
     if decoder.is_classifier:
         check_selector(policy, decoder)
@@ -410,4 +482,4 @@ def make_extension(policy: TokenSelector, model: nn.Module, given: Given) -> Tok
         refuse_prompt(model, type(policy).__name__, policy.mode)
     scores = given.reference if isinstance(given.reference, nn.Module) else None
     chooser = TokenChooser(policy, decoder, given.states, scores)
-    return TokenExtension(policy, decoder, chooser, f"{name}." if name else "")
+    return TokenExtension(policy, decoder, chooser, f"{name}." if name else "", packs=given.packs)
