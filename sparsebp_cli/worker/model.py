@@ -17,6 +17,7 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -104,6 +105,7 @@ def build_model(
         raise _explain(f"model {section.name or section.config}", error) from None
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id
+    _set_decoder_start(model.config, model.generation_config)
     return _prepare(model, section, "classifier" if num_labels is not None else architecture)
 
 
@@ -125,6 +127,7 @@ def build_by_config(
         model = CLASSES[architecture].from_config(config, **options)
     except Exception as error:
         raise _explain(f"model {section.name or section.config}", error) from None
+    _set_decoder_start(model.config, model.generation_config)
     return _prepare(model, section, architecture)
 
 
@@ -144,6 +147,17 @@ def read_model_config(section: ModelSection, vocab_size: int, num_labels: int | 
         raise _explain(f"model {section.name or section.config}", error) from None
     _set_dropouts(config, section.dropout)
     return config
+
+
+def _set_decoder_start(config: PreTrainedConfig, generation: GenerationConfig | None) -> None:
+    """Give an encoder-decoder the token that its decoder begins with: T5's config has none of its own, and files may
+    keep it with the settings of generation. T5 and mT5 were trained with padding there."""
+    if not config.is_encoder_decoder or getattr(config, "decoder_start_token_id", None) is not None:
+        return
+    start = getattr(generation, "decoder_start_token_id", None)
+    config.decoder_start_token_id = config.pad_token_id if start is None else start
+    if generation is not None:
+        generation.decoder_start_token_id = config.decoder_start_token_id
 
 
 def _prepare(model: PreTrainedModel, section: ModelSection, architecture: Architecture) -> PreTrainedModel:
@@ -209,7 +223,9 @@ def _random_config(values: dict[str, Any], vocab_size: int, labels: dict[str, in
     model_type = values["model_type"]
     if model_type not in CONFIG_MAPPING:
         raise DataError(f"config.model_type: unknown {model_type!r}{did_you_mean(model_type, CONFIG_MAPPING.keys())}")
-    known = AutoConfig.for_model(model_type).to_dict()
+    default = AutoConfig.for_model(model_type)
+    # T5's config has no place for it, but its model reads it.
+    known = default.to_dict() | ({"decoder_start_token_id": None} if default.is_encoder_decoder else {})
     for key in values:
         if key not in known:
             raise DataError(f"config.{key}: a {model_type} has no such setting{did_you_mean(key, known)}")

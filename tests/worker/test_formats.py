@@ -4,6 +4,7 @@ trained is refused without loading weights."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import nn
 from transformers import (
+    AutoModelForSeq2SeqLM,
     BertConfig,
     BertForMaskedLM,
     DataCollatorForSeq2Seq,
@@ -24,7 +26,7 @@ from transformers import (
 )
 
 from sparsebp_cli.errors import DataError
-from sparsebp_cli.recipe.schema import DatasetSection
+from sparsebp_cli.recipe.schema import DatasetSection, ModelSection
 from sparsebp_cli.source.architecture import find_architecture
 from sparsebp_cli.source.column import as_rows
 from sparsebp_cli.worker.batch import BatchOrder, collate, micro_batch_loss, num_targets
@@ -33,6 +35,7 @@ from sparsebp_cli.worker.encoding import Example
 from sparsebp_cli.worker.evaluate import ExampleLosses, evaluate
 from sparsebp_cli.worker.format import encode
 from sparsebp_cli.worker.gap import Gaps
+from sparsebp_cli.worker.model import build_model
 
 WORDS = [f"w{number}" for number in range(40)]
 CPU = torch.device("cpu")
@@ -168,6 +171,24 @@ def test_every_visit_has_other_gaps_and_a_resumed_run_the_same(bert_tokenizer: P
 )
 def test_what_is_trained_follows_from_the_config(config: dict[str, Any], data_format: str, found: str) -> None:
     assert find_architecture(config, data_format) == found
+
+
+@pytest.mark.parametrize(("given", "start"), [({}, 0), ({"decoder_start_token_id": 5}, 5)])
+@pytest.mark.parametrize("model_type", ["t5", "mt5", "umt5", "bart"])
+def test_a_decoder_with_random_weights_begins_with_a_token(
+    model_type: str, given: dict[str, Any], start: int, t5_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    sizes = {f"{half}_{key}": 1 for half in ("encoder", "decoder") for key in ("layers", "ffn_dim", "attention_heads")}
+    config = {"model_type": model_type, "d_model": 8} | (sizes if model_type == "bart" else SMALL) | given
+    section = ModelSection(config=config, tokenizer="austen-llama")
+    model = build_model(section, t5_tokenizer, None, architecture="encoder-decoder")
+    expected = 2 if model_type == "bart" and not given else start  # BART's own
+    assert model.config.decoder_start_token_id == expected
+    loss = model(input_ids=torch.tensor([[3, 4]]), labels=torch.tensor([[4, 3]])).loss
+    assert torch.isfinite(loss)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForSeq2SeqLM.from_pretrained(tmp_path)
+    assert expected in {again.config.decoder_start_token_id, again.generation_config.decoder_start_token_id}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,33 @@
+"""Each kind of the shelf keeps what a kind promises; two others in `test_channel` and `test_midway`."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+
+from sparsebp_cli.policy.known_kind import KINDS, find_kinds
+from sparsebp_cli.testing import check_kind
+from tests.backward.families import tiny_decoder
+from tests.test_check_kind import _loss
+
+KINDS_HERE: dict[str, list[dict[str, Any]]] = {
+    "GradientEstimator": [{"name": "mezo"}],
+    "PartSelector": [{"name": "subnet", "keep": 0.3, "by": "random"}],
+    "TileSelector": [{"name": "backlite", "tile": 4, "negligible": 0.5}],
+    "TokenRouter": [{"name": "random-ltd", "min_tokens": 4, "increase_step": 1}],
+}
+ELSEWHERE = {"ChannelSelector", "MidwaySelector"}
+INSTALLED = {kind.name: kind for kind in find_kinds().kinds if kind not in KINDS}
+
+
+def test_no_kind_of_the_shelf_is_forgotten() -> None:
+    assert {name for name, kind in INSTALLED.items() if "sparsebp_shelf" in kind.suite} == {*KINDS_HERE, *ELSEWHERE}
+
+
+@pytest.mark.parametrize("name", KINDS_HERE)
+def test_a_kind_of_the_shelf_keeps_every_promise(name: str) -> None:
+    check_kind(
+        INSTALLED[name], KINDS_HERE[name], make_model=partial(tiny_decoder, "llama", num_hidden_layers=3), loss=_loss
+    )
