@@ -7,8 +7,21 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from sparsebp_cli.policy.contract import Policy, Step
+from sparsebp_cli.policy.kept_output import KeptOutputs
 from sparsebp_cli.policy.kind import Kind
-from sparsebp_cli.policy.rule import SEVERAL, Conditions, Rule, needs_optimizer, not_compiled, one_process
+from sparsebp_cli.policy.rule import (
+    GIVEN,
+    SEVERAL,
+    AllBut,
+    Conditions,
+    Rule,
+    at_linears,
+    needs_optimizer,
+    not_beside,
+    not_compiled,
+    not_with,
+    one_process,
+)
 
 
 @dataclass(frozen=True)
@@ -52,6 +65,11 @@ class ParameterSelector(Policy):
     def offloads_state(self) -> bool:
         """Whether the optimizer's state of a parameter is in the CPU's memory while it is not trained."""
         return False
+
+    @property
+    def keeps_outputs(self) -> KeptOutputs | None:
+        """How the output of the frozen lowest layers is kept for the next visits of each example; None: it is not."""
+        return None
 
     @property
     def sets_rates(self) -> bool:
@@ -109,7 +127,12 @@ def _find_facts(policy: ParameterSelector) -> Mapping[str, object]:
         "names_layers": policy.changes,
         "sets_rates": policy.sets_rates,
         "chooses_parameters": True,
+        "keeps_outputs": policy.keeps_outputs is not None,
     }
+
+
+_KEEPS: Conditions = {"keeps_outputs": (True,)}
+_KEEPING = "{policy} that keeps outputs"
 
 
 _TURNS: Conditions = {"changes": (True,)}
@@ -120,6 +143,7 @@ PARAMETER_SELECTOR = Kind(
     asked="Decides at the start of each step. Parameters not trained at a step have no gradient.\n",
     extensions=(
         (300, "sparsebp_cli.backward.kind.parameter.extension:ParameterExtension"),
+        (400, "sparsebp_cli.backward.kind.parameter.kept_output.extension:make_outputs"),
         (2_100, "sparsebp_cli.backward.kind.parameter.learning_rate:make_rates"),
     ),
     places="sparsebp_cli.backward.kind.parameter.extension:find_places",
@@ -144,5 +168,23 @@ PARAMETER_SELECTOR = Kind(
             facts=_TURNS,
         ),
         not_compiled("each set would be compiled again", what=_TURNING, facts=_TURNS),
+        not_compiled("which examples are known is another thing in each step", what=_KEEPING, facts=_KEEPS),
+        one_process(
+            "Each process would keep its own examples, and gets others in each epoch.", what=_KEEPING, facts=_KEEPS
+        ),
+        at_linears("Branches and nodes of the frozen layers are not there when an output is known.", facts=_KEEPS),
+        not_with("segments", GIVEN, "both run the layers in another way than the model", facts=_KEEPS),
+        not_with("float8", GIVEN, "the scale of a batch depends on all of its examples", facts=_KEEPS),
+        Rule(
+            "{policy} keeps outputs by example, and {other} packs the examples of a batch, on which the bits of an output "
+            "depend: give one of them, or leave cache out",
+            policy=_KEEPS,
+            other={"kind": ("BatchPacker",)},
+        ),
+        not_beside(
+            AllBut(("GradientSelector", "EpochSelector", "BatchPacker")),
+            "The other one changes what the frozen layers compute: which rows, examples or layers.",
+            facts=_KEEPS,
+        ),
     ),
 )

@@ -67,6 +67,7 @@ from sparsebp_cli.worker.step_memory import (
     epoch_metrics,
     kept_share,
     memory_metrics,
+    output_metrics,
     route_metrics,
     selection_metrics,
 )
@@ -294,7 +295,9 @@ class Training:
         self.price.see(which, self.step + 1)
         if counting is not None and updated:
             self.price.per_entry = counting.flops / updated
-        price = self.price.price([shape_of(batch) for batch, _ in shares], updated, self._num_trained, probing or 0.0)
+        use, shapes = self.engine.take_output_use(), [shape_of(batch) for batch, _ in shares]
+        left_out = 0.0 if use is None else use.left_out_flops
+        price = self.price.price(shapes, updated, self._num_trained, probing or 0.0, left_out)
         tokens = sum(batch["input_ids"].numel() for batch, _ in shares) * self.ranks.count
         self.tokens += tokens
         most = self._max_over_ranks(watch.read() | memory_metrics(self.bare, self.optimizer, self.measurement.peak))
@@ -314,6 +317,7 @@ class Training:
             metric.STEP_CPU_SECONDS.name: most.pop("step_cpu"),
             metric.LOAD.name: read_load(),
             **most,
+            **output_metrics(use),
             **route_metrics(self.engine.take_route()),
             **selection_metrics(self.engine.take_chosen(), self.ranks, self.phase.policies),
             **epoch_metrics(self.order.epoch),

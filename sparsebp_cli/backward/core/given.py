@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from sparsebp_cli.backward.core.policy_state import PolicyStates
@@ -30,6 +31,7 @@ class Given:
         reference: The model that a policy compares with; any text: each batch brings the reference's losses.
         validation: Examples that are never trained on, a batch of the model's arguments; None: there are none.
         exclude: Globs over names of modules that no policy decides about.
+        folder: The training's own folder, in which policies keep what can be computed again; None: there is none.
     """
 
     states: PolicyStates = field(default_factory=PolicyStates)
@@ -41,6 +43,7 @@ class Given:
     reference: nn.Module | str | None = None
     validation: Mapping[str, Tensor] | None = None
     exclude: Sequence[str] = ()
+    folder: Path | None = None
 
     @property
     def trained_by(self) -> torch.optim.Optimizer:
