@@ -81,6 +81,12 @@ class Frozen(ParameterSelector):
         description="How it is kept. exact: every bit, so nothing else changes. bfloat16 or int8: rounded, at the "
         "first visit as well, with an error that the run measures.",
     )
+    cache_padding: Literal["keep", "drop"] = Field(
+        "keep",
+        description="keep: an example is known again in batches of the same padded length, and every bit is that of "
+        "training without cache. drop: its frozen layers run once on its own, without padding, and it is known in "
+        "every batch; that rounds otherwise than a batch does.",
+    )
     cache_bytes: PositiveInt = Field(
         2**30,
         description="Bytes of all that is kept; the output of an example that does not fit is computed each time.",
@@ -95,7 +101,7 @@ class Frozen(ParameterSelector):
         for option in ("order", "every", "at_once", "optimizer_state", "learning_rate"):
             if self.turn is None and getattr(self, option) != type(self).model_fields[option].default:
                 raise ValueError(f"{option} needs turn: layers")
-        for option in ("cache_dtype", "cache_bytes"):
+        for option in ("cache_dtype", "cache_padding", "cache_bytes"):
             if self.cache is None and getattr(self, option) != type(self).model_fields[option].default:
                 raise ValueError(f"{option} needs cache: memory or disk")
         if self.cache is not None and self.turn is not None:
@@ -126,7 +132,9 @@ class Frozen(ParameterSelector):
 
     @property
     def keeps_outputs(self) -> KeptOutputs | None:
-        return None if self.cache is None else KeptOutputs(self.cache, self.cache_dtype, self.cache_bytes)
+        if self.cache is None:
+            return None
+        return KeptOutputs(self.cache, self.cache_dtype, self.cache_padding, self.cache_bytes)
 
     @property
     def sets_rates(self) -> bool:

@@ -17,7 +17,6 @@ from sparsebp_cli.policy.rule import (
     Rule,
     at_linears,
     needs_optimizer,
-    not_beside,
     not_compiled,
     not_with,
     one_process,
@@ -172,19 +171,27 @@ PARAMETER_SELECTOR = Kind(
         one_process(
             "Each process would keep its own examples, and gets others in each epoch.", what=_KEEPING, facts=_KEEPS
         ),
-        at_linears("Branches and nodes of the frozen layers are not there when an output is known.", facts=_KEEPS),
-        not_with("segments", GIVEN, "both run the layers in another way than the model", facts=_KEEPS),
-        not_with("float8", GIVEN, "the scale of a batch depends on all of its examples", facts=_KEEPS),
+        at_linears(
+            "Branches and nodes of the frozen layers are not there when an output is known.",
+            does=" with cache",
+            facts=_KEEPS,
+        ),
+        not_with(
+            "segments", GIVEN, "segments and cache both run the layers in another way than the model", facts=_KEEPS
+        ),
+        not_with("float8", GIVEN, "with cache, the scale of a batch depends on all of its examples", facts=_KEEPS),
         Rule(
-            "{policy} keeps outputs by example, and {other} packs the examples of a batch, on which the bits of an output "
-            "depend: give one of them, or leave cache out",
+            "{other} and {policy} are not built: one packs the examples of a batch, and the other keeps outputs by "
+            "example, whose bits depend on the packing; give one of them, or leave cache out",
             policy=_KEEPS,
             other={"kind": ("BatchPacker",)},
         ),
-        not_beside(
-            AllBut(("GradientSelector", "EpochSelector", "BatchPacker")),
-            "The other one changes what the frozen layers compute: which rows, examples or layers.",
-            facts=_KEEPS,
+        Rule(
+            "{other} and {policy} in one forward are not built where one keeps outputs of frozen layers: give one of "
+            "them, or leave cache out",
+            why="The other one changes what the frozen layers compute: which rows, examples or layers.",
+            policy=_KEEPS,
+            other={"kind": AllBut(("GradientSelector", "EpochSelector", "ParameterSelector", "BatchPacker"))},
         ),
     ),
 )

@@ -41,7 +41,7 @@ class PhaseSequence:
     optimizer: torch.optim.Optimizer
     reference: Reference
     validation: Mapping[str, Tensor] | None = None  # a batch of the examples that are set aside
-    folder: Path | None = None  # the run's
+    folder: Path | None = None  # of what policies keep and can compute again
 
     def at(self, step: int) -> PolicyPhase[Policy]:
         """Return the phase that makes an optimizer step, counted from 0; after the last step, that of the last step."""

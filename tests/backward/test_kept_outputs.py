@@ -460,3 +460,80 @@ def test_what_shows_in_the_forward_is_refused_by_name(
     with sbp.attach(made, frozen(name, cache="memory")), pytest.raises(UnsupportedError) as raised:
         made(**packed(name)([0, 1]), **given)
     assert text in str(raised.value)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_without_padding_every_example_is_known_from_the_second_epoch_on_up_to_rounding(name: str) -> None:
+    plain = Course(MODELS[name](), frozen(name), padded(name))
+    kept, nothing = (
+        Course(MODELS[name](), frozen(name, cache="memory", cache_padding="drop", cache_bytes=size), padded(name))
+        for size in (2**30, 1)
+    )
+    assert kept.known == [0] * 3 + [BATCH] * 6
+    assert nothing.known == [0] * 9
+    assert kept == nothing  # an example alone has no neighbours on which its bits could depend
+    torch.testing.assert_close(torch.stack(kept.losses), torch.stack(plain.losses), rtol=1e-4, atol=1e-4)
+    assert all(fewer < more for fewer, more in zip(kept.flops[3:], plain.flops[3:], strict=True))
+    assert any("differ from those in padded batches by" in note for note in kept.notes)
+
+
+def test_the_gradient_of_examples_alone_is_that_of_the_padded_batch_up_to_rounding() -> None:
+    batch, gradients = padded("llama")([0, 5, 7, 9]), list[Tensor]()
+    for options in ({}, {"cache": "memory", "cache_padding": "drop"}):
+        model = llama()
+        with sbp.attach(model, frozen("llama", **options)) as engine:
+            for _ in range(2):  # computed, and known
+                model.zero_grad()
+                engine.backward(model(**batch).loss)
+                gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    for other in gradients[2:]:
+        assert float((other - gradients[0]).norm() / gradients[0].norm()) < 1e-5
+
+
+class _Longer(nn.Module):
+    """A linear whose output depends on the padded length."""
+
+    def __init__(self, inner: nn.Linear) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.inner(x) * x.shape[1]
+        return result
+
+
+def test_examples_that_are_something_else_alone_are_refused() -> None:
+    model: Any = llama()
+    model.model.layers[1].mlp.down_proj = _Longer(model.model.layers[1].mlp.down_proj)
+    policy = frozen("llama", cache="memory", cache_padding="drop")
+    with sbp.attach(model, policy), pytest.raises(UnsupportedError, match="use cache_padding: keep"):
+        model(**padded("llama")([0, 1, 2, 3]))
+
+
+@pytest.mark.parametrize("place", [0, 3])
+def test_padding_before_or_inside_of_an_example_is_refused_where_it_is_dropped(place: int) -> None:
+    batch = packed("llama")([0, 1])
+    mask = torch.ones(2, LENGTH, dtype=torch.int64)
+    mask[0, place] = 0
+    policy = frozen("llama", cache="memory", cache_padding="drop")
+    model = llama()
+    with sbp.attach(model, policy), pytest.raises(UnsupportedError, match="padding behind the examples alone"):
+        model(**batch, attention_mask=mask)
+
+
+@pytest.mark.parametrize(
+    ("other", "options", "text"),
+    [
+        ({"name": "lossless"}, {}, "whose bits depend on the packing; give one of them, or leave cache out"),
+        ({"name": "uniform", "keep": 0.5}, {}, "one keeps outputs of frozen layers: give one of them, or leave cache"),
+        ({"name": "dropbp", "keep": 0.5}, {}, "one keeps outputs of frozen layers: give one of them, or leave cache"),
+        (None, {"sites": "branches"}, "Frozen with cache needs sites='linears', got 'branches'"),
+        (None, {"segments": 2}, "segments and cache both run the layers"),
+    ],
+)
+def test_what_does_not_go_with_kept_outputs_is_refused_by_name(other: Any, options: Any, text: str) -> None:
+    policies = [frozen("llama", cache="memory"), *([] if other is None else [other])]
+    for given in (policies, policies[::-1]):
+        with pytest.raises(UnsupportedError) as raised:
+            sbp.attach(llama(), given, **options)
+        assert text in str(raised.value)

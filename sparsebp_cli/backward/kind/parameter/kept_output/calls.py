@@ -6,8 +6,8 @@ Shape letters: B examples, T positions, D width.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -109,6 +109,36 @@ class LayerCalls:
             hidden = hidden_of(output)
         return hidden
 
+    def cut(self, row: int, positions: range) -> LayerCalls:
+        """Return the calls of one example alone, without the positions that are padding."""
+        span = slice(positions.start, positions.stop)
+        memo: dict[int, Tensor] = {}  # layers that share a tensor share its part
+
+        def part(tensor: Tensor) -> Tensor:
+            if id(tensor) not in memo:
+                memo[id(tensor)] = self._cut(tensor, row, span)
+            return memo[id(tensor)]
+
+        hidden = self._cut(self.hidden_BTD, row, span)
+        calls = []
+        for call in self._calls:
+            kwargs = {name: _map(value, part) for name, value in call.kwargs.items() if name != HIDDEN}
+            args = tuple(_map(value, part) for value in call.args[1:])
+            named = {} if call.args else {HIDDEN: hidden}
+            calls.append(replace(call, args=(hidden, *args) if call.args else (), kwargs=named | kwargs))
+        return LayerCalls(calls)
+
+    def _cut(self, tensor: Tensor, row: int, span: slice) -> Tensor:
+        """Return the part of an argument that belongs to some positions of one example."""
+        if self._has_rows(tensor):
+            tensor = tensor[row : row + 1]
+        # The last dimension of three is that of features; of four, as of a mask, it is that of keys.
+        places = {1: (0,), 2: (1,), 3: (1,), 4: (2, 3)}.get(tensor.dim(), ())
+        for place in places:
+            if tensor.shape[place] == self.length:
+                tensor = tensor[(slice(None),) * place + (span,)]
+        return tensor.contiguous()
+
     def _has_rows(self, tensor: Tensor) -> bool:
         """Whether the first dimension of an argument is that of the examples. Where the length is the same by chance,
         a comparison of shuffled examples shows it."""
@@ -162,10 +192,30 @@ def _map(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
-def iterate_tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors of an argument."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from iterate_tensors(item)
+def find_positions(mask_BT: Tensor | None, calls: LayerCalls) -> list[range]:
+    """Return the positions of each example that are not padding.
+
+    Args:
+        mask_BT: The batch's attention mask; None: nothing is padded.
+        calls: The calls of the layers in the same forward.
+
+    Returns:
+        B ranges of positions that follow one another.
+    """
+    if mask_BT is None:
+        return [range(calls.length)] * calls.num_examples
+    if mask_BT.shape != (calls.num_examples, calls.length):
+        raise UnsupportedError(
+            f"cache_padding: drop needs an attention mask of examples and positions, got {tuple(mask_BT.shape)}"
+        )
+    found = []
+    for mask_T in mask_BT.detach().to("cpu") != 0:
+        count = int(mask_T.sum())
+        # Padding before an example is read: its last position predicts the first token.
+        if not count or not bool(mask_T[:count].all()):
+            raise UnsupportedError(
+                "cache_padding: drop needs padding behind the examples alone, and the attention mask has 0 before or "
+                "inside of one; use cache_padding: keep"
+            )
+        found.append(range(count))
+    return found

@@ -1,15 +1,12 @@
 """Frozen lower layers that run once for each example: at its other visits the last one returns what it returned then.
 
 All frozen layers but the last pass their input on and note what they were given; the last one finds what is known of
-the batch, runs all of them for the rest, and returns both. Nothing is taken from another batch before it was shown, on
-this machine and for this shape, that the bits of an example do not depend on its neighbours: a product of another shape
-may add up in another order. See decision 122.
+the batch, runs all of them for the rest, and returns both. See decision 122.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,9 +21,9 @@ from sparsebp_cli.backward.decoder.layers import LayerNumbers
 from sparsebp_cli.backward.kind.parameter.extension import HasEmbeddings, find_parameters
 from sparsebp_cli.backward.kind.parameter.kept_output.calls import Call, LayerCalls, hidden_of
 from sparsebp_cli.backward.kind.parameter.kept_output.context import FrozenContext
-from sparsebp_cli.backward.kind.parameter.kept_output.form import Encoded, RoundingError, encode
+from sparsebp_cli.backward.kind.parameter.kept_output.fill import Fill, Forward, LoneFill, PaddedFill
 from sparsebp_cli.backward.kind.parameter.kept_output.store import DiskStore, MemoryStore, OutputStore
-from sparsebp_cli.backward.observe.flops import PassEstimate, counting_now
+from sparsebp_cli.backward.observe.flops import PassEstimate
 from sparsebp_cli.backward.observe.internals import parameter_of
 from sparsebp_cli.backward.patch.forward import ForwardOverride, ForwardPatches, NotCopyable
 from sparsebp_cli.errors import PolicyError, UnsupportedError, UsageError
@@ -40,9 +37,6 @@ if TYPE_CHECKING:
     from sparsebp_cli.policy.kept_output import KeptOutputs
 
 FOLDER = "kept-outputs"  # of the training's folder
-RECHECK = 64  # batches of one shape from known outputs, after which, and after twice as many, one is computed as well
-SQUARES = ("attention", "bmm")  # operators whose products grow with the square of the length
-Shape = tuple[int, int, int]  # examples that are computed, examples, positions
 
 
 @final
@@ -65,17 +59,15 @@ class OutputExtension:
         self._context.refuse_hooks()
         # A forecast runs a step without data, where nothing can be compared: it is that of a first visit.
         self._is_fake = any(hasattr(p.data, "fake_mode") for layer in layers for p in layer.parameters())
-        self._store = _make_store(kept, given.folder, self._name)
+        store = _make_store(kept, given.folder, self._name)
+        self._fill: Fill = (PaddedFill if kept.padding == "keep" else LoneFill)(kept, store)
         self._patches, self._handles = ForwardPatches(), list[RemovableHandle]()
         self._calls: list[Call] = []  # of the forward under way
         self._passed: object = None  # what the layer that ran last has returned
         self._tuples: list[bool] = []  # whether a layer returns a tuple, once each has run
         self._rng: tuple[Tensor, ...] = ()  # where the random generators stood when the forward began
-        self._even: dict[Shape, bool] = {}  # whether outputs of this shape did not depend on the neighbours
-        self._num_used: Counter[Shape] = Counter()
-        self._context_of_even = b""
-        self._cost: tuple[float, float] | None = None  # FLOPs of the layers by position, and by its square
-        self._use, self._error = OutputUse(), RoundingError()
+        self._mask: Tensor | None = None  # of the forward under way
+        self._use = OutputUse()
         self._last: tuple[float, float] = (1.0, 0.0)  # of the last forward: share of examples that ran, FLOPs left out
 
     def install(self, engine: EngineView) -> None:
@@ -104,12 +96,13 @@ class OutputExtension:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the layers cost, so that a resumed run can price what they leave out."""
-        return {"frozen_cost": None if self._cost is None else list(self._cost)}
+        cost = self._fill.cost
+        return {"frozen_cost": None if cost is None else list(cost)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore it."""
         cost = state["frozen_cost"]
-        self._cost = None if cost is None else (float(cost[0]), float(cost[1]))
+        self._fill.cost = None if cost is None else (float(cost[0]), float(cost[1]))
 
     def claim(self, dense: DensePass) -> PassEstimate:
         """Claim of the forward what the last pass over the same batch has run; see
@@ -127,7 +120,7 @@ class OutputExtension:
     def take_use(self) -> OutputUse:
         """Return what was known and left out in training since the last call."""
         use, self._use = self._use, OutputUse()
-        return replace(use, num_bytes=self._store.num_bytes, relative_error=self._error.relative)
+        return replace(use, num_bytes=self._fill.store.num_bytes, relative_error=self._fill.error.relative)
 
     def start_forward(self, kwargs: Mapping[str, Any]) -> None:
         """Refuse a forward whose caller reads what is between the layers."""
@@ -140,7 +133,8 @@ class OutputExtension:
                     f"{self._name} keeps outputs of frozen layers, and {option} reads what is between them, which is "
                     "not computed again: leave it out"
                 )
-        self._rng = _read_rng()
+        self._rng, mask = _read_rng(), kwargs.get("attention_mask")
+        self._mask = mask if isinstance(mask, Tensor) else None
 
     def run(self, override: _LayerOverride, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a frozen layer, or put it off until the last of them knows what is kept."""
@@ -205,137 +199,14 @@ class OutputExtension:
         """Return the output of the frozen layers for a batch, ``whole`` if it was computed before."""
         context, probes = self._context.digest(), self._engine.is_probing
         self._context.refuse_random()  # rates may be other ones now
-        if context != self._context_of_even:
-            self._context_of_even, self._even = context, {}
-            self._num_used.clear()
-        if not probes:
-            self._store.begin(context)
-        keys = calls.keys(context)
-        found = [self._store.get(key) for key in keys]
-        known = {row: one.decode() for row, one in enumerate(found) if one is not None}
-        missing = [row for row in range(calls.num_examples) if row not in known]
-        batch = _Batch(calls, whole, known, missing)
-        result = self._compute(batch, probes=probes)
+        filled = self._fill(Forward(calls, self._mask, whole, context, probes=probes))
         if whole is not None and any(map(_differs, self._rng, _read_rng())):
             raise UnsupportedError(f"{self._name} keeps outputs of frozen layers, and these draw random numbers")
-        executed = batch.num_executed / calls.num_examples
-        self._last = (executed, (1.0 - executed) * calls.num_examples * self._price(calls.length))
+        self._last = (filled.executed_share, filled.left_out)
         if not probes:
-            self._keep(keys, batch, result)
-            num_known = 0 if batch.is_whole else len(known)
-            self._use = self._use.add(calls.num_examples, num_known, self._last[1])
-        return result
-
-    def _compute(self, batch: _Batch, *, probes: bool) -> Tensor:
-        """Return outputs, of which those that are known are taken only where that was shown to change no bit."""
-        shape, num_missing = batch.shape, len(batch.missing)
-        if num_missing == batch.calls.num_examples:
-            whole = self._run(batch, None)
-            nobody_missing = (0, *shape[1:])
-            if not probes and nobody_missing not in self._even and not self._store.problem:
-                self._even[nobody_missing] = self._is_even(batch, whole)
-            return self._round(batch, whole, batch.missing)
-        count = self._num_used[shape] + 1
-        is_due = count >= RECHECK and not count & (count - 1)
-        if self._even.get(shape) and (probes or not is_due):
-            if not probes:
-                self._num_used[shape] = count
-            return self._join(batch)
-        result = self._round(batch, self._run(batch, None), range(batch.calls.num_examples))
-        if not probes and self._even.get(shape, True):
-            self._even[shape] = torch.equal(self._join(batch), result)
-            self._num_used[shape] = count
-            if not self._even[shape]:
-                self._tell_uneven(shape)
-        return result
-
-    def _run(self, batch: _Batch, rows: Sequence[int] | None) -> Tensor:
-        """Run the layers, for all examples or some, and count what they cost if somebody counts."""
-        number = batch.calls.num_examples if rows is None else len(rows)
-        batch.num_executed += number
-        if rows is None:
-            batch.is_whole = True
-            if batch.whole is not None:
-                return batch.whole
-        count = counting_now() if self._engine.is_probing else None
-        before = Counter() if count is None else Counter(count.by_operator)
-        result = batch.calls.compute(rows)
-        if count is not None:
-            spent = {name: flops - before[name] for name, flops in count.by_operator.items()}
-            squares = sum(flops for name, flops in spent.items() if any(part in name for part in SQUARES))
-            rows_of_all, length = number * batch.calls.length, batch.calls.length
-            self._cost = ((sum(spent.values()) - squares) / rows_of_all, squares / (rows_of_all * length))
-        return result
-
-    def _is_even(self, batch: _Batch, whole: Tensor) -> bool:
-        """Whether examples in another order have the same outputs, to the last bit."""
-        number = batch.calls.num_examples
-        if number == 1:
-            return True
-        order = [*range(1, number), 0]
-        with torch.no_grad():
-            is_even = torch.equal(self._run(batch, order), whole[torch.tensor(order, device=whole.device)])
-        if not is_even:
-            self._tell_uneven((0, *batch.shape[1:]))
-        return is_even
-
-    def _join(self, batch: _Batch) -> Tensor:
-        """Return what is known beside what is computed, in the order of the batch."""
-        device = batch.calls.hidden_BTD.device
-        rows = {row: output.to(device) for row, output in batch.known.items()}
-        if batch.missing:
-            computed = self._round(batch, self._run(batch, batch.missing), batch.missing)
-            rows |= dict(zip(batch.missing, computed, strict=True))
-        return torch.stack([rows[row] for row in range(batch.calls.num_examples)])
-
-    def _round(self, batch: _Batch, output_BTD: Tensor, rows: Sequence[int]) -> Tensor:
-        """Return outputs of some rows as they are kept: a first visit then equals the others, and a resumed run one
-        that was never killed."""
-        if self._kept.form == "exact":
-            return output_BTD
-        for row, output_TD in zip(rows, output_BTD, strict=True):
-            batch.encoded[row] = encode(output_TD, self._kept.form), output_TD
-        return torch.stack([batch.encoded[row][0].decode() for row in rows]).to(output_BTD.device)
-
-    def _keep(self, keys: Sequence[bytes], batch: _Batch, result: Tensor) -> None:
-        if not self._even.get((0, *batch.shape[1:]), True):
-            return
-        for row in batch.missing:
-            encoded, output = batch.encoded.get(row) or (encode(result[row], "exact"), None)
-            if self._store.put(keys[row], encoded) and output is not None:
-                self._error.add(output, encoded.decode())
-        if self._store.problem:
-            self._engine.notes["kept outputs end"] = f"no more outputs are kept: {self._store.problem}"
-
-    def _price(self, length: int) -> float:
-        """Return the FLOPs of the layers for one example; 0 while nothing was counted."""
-        return 0.0 if self._cost is None else length * (self._cost[0] + length * self._cost[1])
-
-    def _tell_uneven(self, shape: Shape) -> None:
-        missing, examples, length = shape
-        what = f"{examples - missing} of {examples} examples of {length} positions"
-        self._engine.notes[f"kept outputs of {shape}"] = (
-            f"outputs of frozen layers are computed for batches with {what} known: on this machine their bits depend "
-            "on the other examples"
-        )
-
-
-class _Batch:
-    """One batch on its way through the frozen layers."""
-
-    def __init__(
-        self, calls: LayerCalls, whole: Tensor | None, known: Mapping[int, Tensor], missing: Sequence[int]
-    ) -> None:
-        self.calls, self.whole, self.known, self.missing = calls, whole, known, missing
-        self.encoded: dict[
-            int, tuple[Encoded, Tensor]
-        ] = {}  # of computed rows, with what was encoded, if it is rounded
-        self.num_executed = 0  # examples that ran through the layers, each as often as it did
-        self.is_whole = False  # whether all of them ran together, so that the result is the plain one
-
-    @property
-    def shape(self) -> Shape:
-        return len(self.missing), self.calls.num_examples, self.calls.length
+            self._use = self._use.add(calls.num_examples, filled.num_known, filled.left_out)
+            self._engine.notes |= self._fill.notes
+        return filled.output_BTD
 
 
 class _LayerOverride(ForwardOverride):
