@@ -78,12 +78,13 @@ def test_a_run_is_that_without_a_cache_to_the_last_bit_and_costs_less_from_the_s
 def test_the_upper_half_of_a_classifier_costs_at_most_47_percent_of_dense_from_the_second_epoch_on(
     tiny_recipe, prepared, tmp_path
 ) -> None:
-    """By the prices in the journal, with update and with texts of unlike length; 0.63 without a cache."""
+    """By the prices in the journal, with texts of unlike length; 0.63 without a cache. The update counts, of embeddings
+    that are larger than the layers, as those of small encoders are: of the passes alone it is 0.65 and 0.49."""
     draw = random.Random(2)
     lines = [{"text": "the quick brown fox " * draw.randint(1, 5), "label": number % 2} for number in range(32)]
     file = tmp_path / "rows.jsonl"
     file.write_text("\n".join(map(json.dumps, lines)))
-    none = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "max_position_embeddings": 64}
+    none = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "vocab_size": 8000}
     sizes = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4}
     lower = {"name": "frozen", "freeze": ["bert.embeddings", "/layer\\.[012]\\./"]}
     histories = [
@@ -109,7 +110,7 @@ def test_the_upper_half_of_a_classifier_costs_at_most_47_percent_of_dense_from_t
         [history.series("flops/step")[n] / history.series("flops/step_dense")[n] for n in range(8, 13)]
         for history in histories
     )
-    assert histories[1].facts["train_examples"] == 24
+    assert histories[1].facts["train_examples"] <= 7 * 4  # so step 8 is of the second epoch
     assert 0.58 < min(plain) <= max(plain) < 0.66
     assert max(kept) <= 0.47
     losses = [list(history.series("train/loss").values()) for history in histories]
