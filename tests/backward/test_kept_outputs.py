@@ -463,7 +463,7 @@ def test_what_shows_in_the_forward_is_refused_by_name(
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_without_padding_every_example_is_known_from_the_second_epoch_on_up_to_rounding(name: str) -> None:
+def test_without_padding_every_example_is_known_later_up_to_rounding(name: str) -> None:
     plain = Course(MODELS[name](), frozen(name), padded(name))
     kept, nothing = (
         Course(MODELS[name](), frozen(name, cache="memory", cache_padding="drop", cache_bytes=size), padded(name))

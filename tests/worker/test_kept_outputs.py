@@ -58,7 +58,7 @@ def same(one: RunFolder, other: RunFolder) -> bool:
 
 
 @pytest.mark.slow
-def test_a_run_is_that_without_a_cache_to_the_last_bit_and_costs_less_from_the_second_epoch_on(short, prepared) -> None:
+def test_a_run_is_that_without_a_cache_to_the_last_bit_and_costs_less_later(short, prepared) -> None:
     plain, kept = (prepared(short([FROZEN | more])) for more in ({}, {"cache": "disk"}))
     before, after = finish(plain), finish(kept)
     assert same(plain, kept)
@@ -75,7 +75,7 @@ def test_a_run_is_that_without_a_cache_to_the_last_bit_and_costs_less_from_the_s
 
 
 @pytest.mark.slow
-def test_the_upper_half_of_a_classifier_costs_at_most_47_percent_of_dense_from_the_second_epoch_on(
+def test_the_upper_half_of_a_classifier_costs_at_most_47_percent_of_dense_later(
     tiny_recipe, prepared, tmp_path
 ) -> None:
     """By the prices in the journal, with texts of unlike length; 0.63 without a cache. The update counts, of embeddings
