@@ -447,7 +447,7 @@ def test_what_cannot_be_kept_is_refused_at_attach(
 @pytest.mark.parametrize(
     ("model", "name", "given", "text"),
     [
-        (lambda: llama(use_cache=True), "llama", {}, "use_cache=False"),
+        (lambda: llama(use_cache=True), "llama", {}, "use_cache = False"),
         (llama, "llama", {"output_hidden_states": True}, "output_hidden_states reads what is between them"),
         (lambda: gpt2(embd_pdrop=0.1), "gpt2", {}, "is drawn anew in each forward"),
     ],

@@ -55,7 +55,7 @@ _FITTING: dict[str, list[Any]] = {
 }
 
 
-# They need layers that follow one another, of which the decoder of the suite has none: tests/backward/test_kept_outputs.py.
+# They need layers that follow one another, as the decoder of the suite has none: tests/backward/test_kept_outputs.py.
 _ELSEWHERE = {"cache", "cache_dtype", "cache_padding", "cache_bytes"}
 
 

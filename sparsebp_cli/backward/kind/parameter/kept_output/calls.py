@@ -162,7 +162,7 @@ class LayerCalls:
             return f"({', '.join(self._show(item, name, layer) for item in value)})"
         if isinstance(value, PLAIN):
             return repr(value)
-        hint = ": call the model with use_cache=False" if "key_value" in name or "Cache" in type(value).__name__ else ""
+        hint = ": set model.config.use_cache = False" if "key_value" in name or "Cache" in type(value).__name__ else ""
         raise UnsupportedError(
             f"outputs of frozen layers cannot be kept: {layer} gets {name}, a {type(value).__name__}{hint}"
         )
