@@ -31,6 +31,7 @@ EXEMPT = {
     "cli/outlet.py": "the null device",
     "cli/app.py": "error.log, a traceback",
     "notify/deliver.py": "notify.log, which nobody reads back",
+    "tracker/tensorboard.py": "an event file, which follows from the journal and is completed from it",
     "testing/fake.py": "the other side of a fake target",
     "worker/step_memory.py": "a file of /proc",
     "worker/audit/site/sitecustomize.py": "a note of a failure, in a temporary folder; imports nothing of the package",

@@ -1,4 +1,4 @@
-"""Tables of the page on the judge, from what benchmarks/judge.py wrote."""
+"""Tables of the page on the judge, from what benchmarks/judge.py and benchmarks/judge_climb.py wrote."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ PLACE = re.compile(r"(<!-- judge: (\w+) -->\n).*?(<!-- end of judge -->)", re.DO
 def page(root: Path) -> str:
     """Return the page with its tables."""
     text = (root / "docs" / "guide" / "judge.md").read_text(encoding="utf-8")
-    record = json.loads((root / "benchmarks" / "results" / "judge.json").read_text(encoding="utf-8"))
-    made = {"nights": _nights(record), "bounds": _bounds(record)}
+    results = root / "benchmarks" / "results"
+    record, climb = (
+        json.loads((results / name).read_text(encoding="utf-8")) for name in ("judge.json", "judge-climb.json")
+    )
+    made = {"nights": _nights(record), "bounds": _bounds(record), "climb": _climb(climb)}
     assert {match[2] for match in PLACE.finditer(text)} == made.keys(), "judge.md lost the place of a table"
     return PLACE.sub(lambda match: f"{match[1]}{made[match[2]]}{match[3]}", text)
 
@@ -60,3 +63,15 @@ def _bounds(record: Any) -> str:
         for one in record["bounds"]
     ]
     return table(("variance in common", "a null", "a real one", "a proposal, a tenth real"), rows) + "\n"
+
+
+def _climb(record: Any) -> str:
+    counts = [sum(one["null"] is wanted for one in record["proposals"]) for wanted in (False, True)]
+    heads = ("rule", f"kept of {counts[0]} real", f"kept of {counts[1]} nulls", "gain it shows")
+    rows = []
+    for rule, winner in record["winners"].items():
+        kept = [one for one in record["proposals"] if one[rule]["kept"]]
+        nulls, true = sum(one["null"] for one in kept), winner["true"]
+        gain = f"{true['mean']:.3f} ({true['low']:.3f} to {true['high']:.3f})" if true else ""
+        rows.append((rule, str(len(kept) - nulls), str(nulls), f"{winner['shown']:.3f}", gain, str(winner["runs"])))
+    return table((*heads, f"gain on {len(record['seeds'])} fresh seeds", "runs"), rows) + "\n"

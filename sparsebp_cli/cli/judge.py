@@ -139,6 +139,7 @@ def _judge(proposal: Proposal, terms: Terms | None, against: Path) -> Answer:
     from sparsebp_cli.judge.budget import QuestionBudget
     from sparsebp_cli.judge.ledger import Ledger
     from sparsebp_cli.judge.session import JudgeSession, Terms
+    from sparsebp_cli.notify import tell as notify
     from sparsebp_cli.plan import find_provenance
 
     ledger, arms = Ledger(), Arms(proposal, find_provenance(against))
@@ -146,7 +147,10 @@ def _judge(proposal: Proposal, terms: Terms | None, against: Path) -> Answer:
         unlimited = Terms(QuestionBudget(float("inf"), "flops"))  # the test split has a fixed number of pairs
         session = JudgeSession(arms, terms or unlimited, ledger, lambda: _wait(session, interrupts))
         question = session.run() if terms is not None else session.open_test()
-    return Answer(proposal, question, session.book, ledger, terms, session.is_stopped)
+    answer = Answer(proposal, question, session.book, ledger, terms, session.is_stopped)
+    if session.has_news and not session.is_stopped:  # whoever stopped it, or asks again, knows
+        notify("judged", answer.brief())
+    return answer
 
 
 def _wait(session: JudgeSession, interrupts: Interrupts) -> None:

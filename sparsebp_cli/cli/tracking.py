@@ -1,4 +1,4 @@
-"""``sparsebp ui`` and ``sparsebp sync``: MLflow's own pages on the store, and what the store lacks."""
+"""``sparsebp ui`` and ``sparsebp sync``: MLflow's own pages on the store, and what the store and trackers lack."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import subprocess
 import sys
 import time
 import webbrowser
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Annotated
 
 import typer
@@ -19,10 +21,13 @@ from sparsebp_cli.cli.completion import complete_run
 from sparsebp_cli.cli.option import RUN_HELP, Format
 from sparsebp_cli.cli.screen import Output, print_line
 from sparsebp_cli.cli.stored_run import find_all
-from sparsebp_cli.errors import TrackingError, UsageError
-from sparsebp_cli.run import home, list_runs
+from sparsebp_cli.errors import SparseBPError, TrackingError, UsageError
+from sparsebp_cli.plan import Plan
+from sparsebp_cli.run import RunFolder, home, list_runs
+from sparsebp_cli.tracker.contract import STORE
 
 POLL_SECONDS = 0.1
+TO_HELP = "mlflow, tensorboard, trackio, or the tracker of a package. Repeat. Default: mlflow and tracking.also."
 STANDARD_ERROR = 2  # its descriptor
 DESKTOP = ("DISPLAY", "WAYLAND_DISPLAY")
 
@@ -80,35 +85,76 @@ def sync(
             metavar="URI", help="Another server or database than that of each run's recipe or this environment."
         ),
     ] = None,
+    to: Annotated[list[str] | None, typer.Option("--to", metavar="NAME", help=TO_HELP)] = None,
     output: Format = Output.TABLE,
 ) -> None:
-    """Send unsent records of runs to MLflow; safe to repeat."""
+    """Send unsent records of runs to MLflow and other trackers; safe to repeat."""
     if bool(runs) == everything:
         raise UsageError("sync needs runs, or --all for every run")
-    from sparsebp_cli.recipe.store_address import find_problem
-    from sparsebp_cli.tracking import sync as send
-
-    if uri is not None and (problem := find_problem(uri)):
-        raise UsageError(f"--uri {problem}")
+    _check_trackers(to or [], uri)
     sent = []
     for folder in list_runs()[::-1] if everything else find_all(runs or []):
-        result = send(folder, uri)
-        sent.append(
-            SentRun(
-                run_id=folder.run_id,
-                name=folder.brief()[0],
-                points_sent=result.points_sent,
-                is_complete=result.complete,
-                problem=result.problem,
-                uri=result.uri,
-                mlflow_run_id=result.mlflow_run_id,
-                next=result.elsewhere(folder.run_id) if result.is_refused else "",
-            )
-        )
-        _print_sent(sent[-1])
+        for tracker in dict.fromkeys(to or [STORE, *_find_also(folder)]):
+            sent.append(_send_to_store(folder, uri) if tracker == STORE else _send_to_tracker(folder, tracker))
+            _print_sent(sent[-1])
     tell(SentRuns(runs=sent), output, lambda _: None)  # each was printed when it was sent
     if not all(one.is_complete for one in sent):
         raise typer.Exit(TrackingError.exit_code)
+
+
+def _check_trackers(names: Sequence[str], uri: str | None) -> None:
+    """Raise UsageError for a tracker that cannot be used here, or an address that is none."""
+    from sparsebp_cli.recipe.store_address import find_problem
+    from sparsebp_cli.tracker import find_tracker
+
+    for name in names:
+        if name != STORE:
+            find_tracker(name).require(name)
+    if uri is not None and names and STORE not in names:
+        raise UsageError(f"--uri is the address of MLflow's store, which --to {' '.join(names)} leaves out")
+    if uri is not None and (problem := find_problem(uri)):
+        raise UsageError(f"--uri {problem}")
+
+
+def _find_also(folder: RunFolder) -> list[str]:
+    """Return the trackers that a run's recipe asks for; none if its plan cannot be read, which the store says."""
+    with suppress(SparseBPError):
+        return Plan.load(folder.plan_file).recipe.tracking.also
+    return []
+
+
+def _send_to_store(folder: RunFolder, uri: str | None) -> SentRun:
+    from sparsebp_cli.tracking import sync as send
+
+    result = send(folder, uri)
+    return SentRun(
+        run_id=folder.run_id,
+        name=folder.brief()[0],
+        tracker=STORE,
+        points_sent=result.points_sent,
+        is_complete=result.complete,
+        problem=result.problem,
+        uri=result.uri,
+        mlflow_run_id=result.mlflow_run_id,
+        next=result.elsewhere(folder.run_id) if result.is_refused else "",
+    )
+
+
+def _send_to_tracker(folder: RunFolder, name: str) -> SentRun:
+    from sparsebp_cli.tracking import send_to
+
+    door, problem = send_to(folder, name)
+    return SentRun(
+        run_id=folder.run_id,
+        name=folder.brief()[0],
+        tracker=name,
+        points_sent=door.points_sent,
+        is_complete=not problem,
+        problem=problem,
+        uri=door.place,
+        mlflow_run_id="",
+        next="",
+    )
 
 
 def _print_sent(run: SentRun) -> None:

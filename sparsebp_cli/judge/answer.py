@@ -153,6 +153,13 @@ class Answer:
             },
         }
 
+    def brief(self) -> dict[str, object]:
+        """Return what whoever asked is told when it is over, as plain data."""
+        facts = self.to_facts()
+        names = {side: self.question.asked[side]["name"] for side in ("candidate", "baseline")}
+        kept = ("question", "outcome", "answered", "reason", "more_seeds", "metric", "gain", "test", "spent")
+        return names | {key: facts[key] for key in kept}
+
     def lines(self) -> list[str]:
         """Return it in lines for people."""
         one, metric = self.question, self.proposal.metric.name

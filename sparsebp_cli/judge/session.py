@@ -48,6 +48,7 @@ class JudgeSession:
         self.proposal = arms.proposal
         self.is_stopped = False  # by a signal: nothing more is started
         self.is_out_of_budget = False
+        self.has_news = False  # whether the ledger has a look or an answer that it did not have before this command
         self._trained: dict[str, StudyTrial] = {}  # by id, that this judge has not charged yet
         self._charged: set[str] = set()
 
@@ -188,6 +189,7 @@ class JudgeSession:
         charged = {self.arms.store.find(trial).run_id: self.arms.find_cost(trial) for trial in self._trained.values()}
         more: dict[str, object] = {"charged": charged} if charged else {}
         self.ledger.write({"kind": kind, "question": self.proposal.digest} | values | more)
+        self.has_news |= kind in {"look", "answered"}
         self._charged |= self._trained.keys()
         self._trained = {}
 

@@ -636,6 +636,11 @@ class TrackingSection(Section):
         default_factory=dict, description="Additional MLflow tags, such as {figure: one}, by which runs can be found."
     )
 
+    also: list[str] = Field(
+        default_factory=list,
+        description="Other programs that show the run beside MLflow, while it lives: entry points of the group "
+        "sparsebp.trackers, such as tensorboard and trackio.",
+    )
     code_diff: bool = Field(
         False,
         description="Whether the plan and the store hold the uncommitted changes of imported files, in addition to "

@@ -1,6 +1,6 @@
 """PUBLIC. Conformance suites for plugin authors: one line of a test checks everything that a contract promises.
 
-from sparsebp_cli.testing import check_kind, check_policy, check_target
+from sparsebp_cli.testing import check_kind, check_policy, check_target, check_tracker
 
 def test_stride_keeps_the_contract():
     check_policy("stride", every=4)
@@ -10,6 +10,9 @@ def test_depth_keeps_what_every_kind_promises():
 
 def test_my_cluster_keeps_the_contract():
     check_target("my-cluster", queue="short")
+
+def test_my_tracker_keeps_the_contract():
+    check_tracker("my-tracker", read_what_it_stored)
 
 ``FakeTarget`` is a target inside the test's own process. Tests can cut its connection and lose its workers. In the
 suite of a kind of your own, ``check_repeatable`` and ``check_draws`` check what every kind promises of its decisions,
@@ -29,6 +32,7 @@ __all__ = [
     "check_repeatable",
     "check_state",
     "check_target",
+    "check_tracker",
     "name_of",
     "require",
 ]
@@ -41,6 +45,7 @@ if TYPE_CHECKING:
     from sparsebp_cli.testing.state import check_state
     from sparsebp_cli.testing.suite import check_draws, check_repeatable
     from sparsebp_cli.testing.target import check_target
+    from sparsebp_cli.testing.tracker import check_tracker
 else:
     # Imported on first use, because those for targets need no torch.
     _FILES = {
@@ -51,6 +56,7 @@ else:
         "check_repeatable": "suite",
         "check_state": "state",
         "check_target": "target",
+        "check_tracker": "tracker",
         "name_of": "promise",
         "require": "promise",
     }

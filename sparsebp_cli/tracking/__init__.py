@@ -1,8 +1,20 @@
-"""Sends journals to MLflow; repeated or partial sending ends in the same table. Only functions import mlflow."""
+"""Sends journals to MLflow and to trackers; repeated or partial sending ends in the same table. Only functions import
+mlflow."""
 
+from sparsebp_cli.tracking.door import send_to
 from sparsebp_cli.tracking.flush import Flusher, SyncResult, delete_record, sync
 from sparsebp_cli.tracking.follow import Follower
 from sparsebp_cli.tracking.store import resolve_uri
 from sparsebp_cli.tracking.ui import ui_command, ui_environment
 
-__all__ = ["Flusher", "Follower", "SyncResult", "delete_record", "resolve_uri", "sync", "ui_command", "ui_environment"]
+__all__ = [
+    "Flusher",
+    "Follower",
+    "SyncResult",
+    "delete_record",
+    "resolve_uri",
+    "send_to",
+    "sync",
+    "ui_command",
+    "ui_environment",
+]

@@ -70,9 +70,14 @@ class SyncResult:
     uri: str = ""  # the store, without credentials; empty when unknown
     mlflow_run_id: str = ""  # the run there; empty when it was not reached
     is_refused: bool = False  # whether the store's address itself cannot be used, whatever happens there
+    also: str = ""  # what other trackers lack, and how they get it, in one line; empty if they lack nothing
 
     def advice(self, run_id: str) -> str:
-        """Return one line on what the store lacks and the command that sends it; empty when complete."""
+        """Return one line on what the store and other trackers lack and the commands that send it; empty when
+        complete."""
+        return "; ".join(filter(None, (self._advise(run_id), self.also)))
+
+    def _advise(self, run_id: str) -> str:
         if self.complete:
             return ""
         send = self.elsewhere(run_id) if self.is_refused else f"`sparsebp sync {run_id}` sends it later"

@@ -1,15 +1,20 @@
-"""Sends a journal to MLflow while the run lives, in a thread of the process that supervises it. Never raises."""
+"""Sends a journal to MLflow and to the recipe's trackers while the run lives, in threads of the process that supervises
+it. Never raises."""
 
 from __future__ import annotations
 
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Self
 
 from sparsebp_cli.errors import SparseBPError, TrackingError
+from sparsebp_cli.plan import Plan
 from sparsebp_cli.run import RunFolder
+from sparsebp_cli.tracking.door import DoorThread
 from sparsebp_cli.tracking.flush import Flusher, SyncResult
 from sparsebp_cli.tracking.store import is_sqlite
 
@@ -44,18 +49,34 @@ class Follower:
         self.result = SyncResult()
         self.warnings: list[str] = []
         self._flusher: Flusher | None = None
+        self._doors: list[DoorThread] = []
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="tracking", daemon=True)
 
     def start(self) -> Self:
-        """Start the thread."""
+        """Start the thread, and one for each tracker, so that none waits for another."""
         self._thread.start()
+        try:
+            names = Plan.load(self.run.plan_file).recipe.tracking.also
+        except (SparseBPError, OSError):  # the sender to MLflow says so
+            names = []
+        self._doors = [DoorThread(self.run, name, self.every, self._say) for name in dict.fromkeys(names)]
+        for door in self._doors:
+            door.start()
         return self
 
     def stop(self) -> SyncResult:
         """Send the rest after the run is over, and return the result; ``problem`` says so when ``within`` was exceeded.
         The part that was not sent stays in the journal for ``sparsebp sync``."""
         self._over.set()
+        for door in self._doors:
+            door.ask_to_end()
+        deadline = time.monotonic() + self.within
+        result = self._stop_store()
+        lacking = [door.wait(deadline, self.within) for door in self._doors]
+        return replace(result, also="; ".join(filter(None, lacking)))
+
+    def _stop_store(self) -> SyncResult:
         last = threading.Thread(target=self._send_rest, name="tracking", daemon=True)  # has the caller's niceness again
         last.start()
         limit = self.within
@@ -91,8 +112,11 @@ class Follower:
         self.result = SyncResult(sent, False, problem, self.result.uri, self.result.mlflow_run_id, is_refused=refused)
         if not self.warnings:
             self.warnings.append(self.result.advice(self.run.run_id))
-            if self.warn is not None:
-                self.warn(self.warnings[0])
+            self._say(self.warnings[0])
+
+    def _say(self, text: str) -> None:
+        if self.warn is not None:
+            self.warn(text)
 
     def _follow(self) -> None:
         if sys.platform == "linux":

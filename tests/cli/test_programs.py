@@ -86,6 +86,7 @@ CASES: list[tuple[str, str]] = [
     ("top", "live"),
     ("show one", "run"),
     ("sync one", "sent"),
+    ("sync one --to tensorboard", "sent"),
     ("ui --browser", "page"),
     ("validate fake.yaml nowhere.yaml", "checked-recipes"),
     ("worth fake.yaml", "worth"),

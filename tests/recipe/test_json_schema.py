@@ -105,7 +105,7 @@ def test_schema_and_loader_agree_on_every_key_with_every_kind_of_value(read: Rea
         beyond |= {("dataset", key) for key in ("columns", "chat_template", "train_on")}  # of some formats
         beyond |= {("checkpoint", "keep_best"), ("measure", "metric"), ("measure", "generate")}  # what is measured
         beyond |= {("model", "peft"), ("model", "adapter")}  # one of them and lora
-        beyond.add(("model", "attention"))  # which names of kernels there are
+        beyond |= {("model", "attention"), ("tracking", "also")}  # which kernels and trackers there are
         if path[:2] in beyond or path == ("model",) or path[-1] == "layers_to_transform":  # which needs a list of names
             continue
         for value in VALUES:

@@ -124,31 +124,33 @@ class Evaluation(Answer):
 
 
 class SentRun(Answer):
-    """What MLflow has of a run."""
+    """What MLflow or another tracker has of a run."""
 
     run_id: str
     """The run."""
     name: str
     """Name of its recipe."""
+    tracker: str
+    """Who has it: mlflow, or the name of a tracker."""
     points_sent: int
-    """Values that were sent now."""
+    """Values that were sent now; to a tracker all, of which it keeps those that it lacks."""
     is_complete: bool
-    """Whether MLflow has all."""
+    """Whether it has all."""
     problem: str
     """Why not; empty where it has all."""
     uri: str
-    """The store, without a password."""
+    """The store, without a password, or the tracker's place."""
     mlflow_run_id: str
-    """The run there."""
+    """The run in MLflow; empty of another tracker."""
     next: str
     """What sends it to another store, where its own is refused; else empty."""
 
 
 class SentRuns(Answer):
-    """What MLflow has of runs."""
+    """What MLflow and other trackers have of runs."""
 
     runs: list[SentRun]
-    """One for each."""
+    """One for each run and tracker."""
 
 
 class StorePage(Answer):

@@ -1,0 +1,39 @@
+"""Gives a journal to a tracker, one record a write, and is killed at a moment that nobody chose; for ``check_tracker``.
+
+python -m sparsebp_cli.testing.sender RUN_FOLDER NAME SECONDS
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+
+from sparsebp_cli.run import RunFolder
+from sparsebp_cli.tracker import TrackerSession
+from sparsebp_cli.tracking.door import Door
+
+
+class MortalDoor(Door):
+    """A door whose process is ended so many seconds after its session began: imports take longer than all writes."""
+
+    seconds: float
+
+    def _find_session(self) -> TrackerSession:
+        is_first = self._session is None
+        session = super()._find_session()
+        if is_first:
+            signal.setitimer(signal.ITIMER_REAL, self.seconds)  # nobody handles SIGALRM, so it kills
+        return session
+
+
+def main() -> None:
+    """Send until the end of the journal, or of this process."""
+    door = MortalDoor(RunFolder(Path(sys.argv[1])), sys.argv[2], batch=1)
+    door.seconds = float(sys.argv[3])
+    door.send()
+    signal.pause()
+
+
+if __name__ == "__main__":
+    main()
