@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 from sparsebp_cli.errors import RecipeError
 from sparsebp_cli.recipe import load_recipe
@@ -167,3 +168,18 @@ def test_a_recipe_that_means_nothing_is_one_line(options: dict[str, Any], text: 
     with pytest.raises(RecipeError) as raised:
         load_recipe(file)
     assert text in str(raised.value)
+
+
+@pytest.mark.slow
+def test_gaps_that_are_drawn_at_each_visit_are_refused(tiny_recipe, prepared, tiny_folder) -> None:
+    """A tokenizer of the tests has no mask; a masked language model draws one."""
+    masked = AutoTokenizer.from_pretrained(tiny_folder / "tokenizer")
+    masked.add_special_tokens({"mask_token": "<mask>"})
+    masked.save_pretrained(tiny_folder / "masked")
+    config = {"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    none = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "intermediate_size": 64}
+    lower = {"name": "frozen", "freeze": ["*embeddings*", "*decoder*", "/layer\\.0\\./"], "cache": "memory"}
+    model = {"config": config | none, "tokenizer": str(tiny_folder / "masked")}
+    run = prepared(tiny_recipe(model=model, policy=[lower]))
+    assert work(run) != 0
+    assert "the gaps of a masked language model are drawn anew" in (run.path / "journal.jsonl").read_text()
