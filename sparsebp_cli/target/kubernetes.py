@@ -1,4 +1,4 @@
-"""The target ``kubernetes``: a Job for each run, through ``kubectl``.
+"""The target ``kubernetes``: a Job for each run, on several nodes a JobSet, through ``kubectl``.
 
 ``kubectl exec`` copies the run's folder into the pod and out of it, so the cluster needs no storage of its own; with a
 PersistentVolumeClaim, a replacement pod continues from the last checkpoint.
@@ -10,7 +10,7 @@ import json
 import re
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, Literal, final
 
 from sparsebp_cli.errors import RunBusyError, RunFailedError, UnreachableError
 from sparsebp_cli.plan import Plan
@@ -22,16 +22,29 @@ from sparsebp_cli.target.confinement import read_mount
 from sparsebp_cli.target.container import check_paths, container_name, run_folder
 from sparsebp_cli.target.contract import CheckResult
 from sparsebp_cli.target.engine import Phase, TargetEngine, WorkerStatus, read_exit_code
-from sparsebp_cli.target.manifest import INDEX, KubernetesOptions, make_job, make_reader, make_service, to_text
+from sparsebp_cli.target.manifest import (
+    INDEX,
+    JOBSET,
+    KubernetesOptions,
+    make_job,
+    make_job_set,
+    make_reader,
+    make_service,
+    to_text,
+)
 from sparsebp_cli.target.remote import RemoteTarget
 from sparsebp_cli.target.tool import CommandResult, Tool, matching
 
 REFUSALS = re.compile(
-    r"error from server|command terminated with exit code|^tail:|^The Job .* is invalid", re.IGNORECASE | re.MULTILINE
+    r"error from server|command terminated with exit code|^tail:|^The Job.* is invalid|no matches for kind",
+    re.IGNORECASE | re.MULTILINE,
 )
 NOT_FOUND = re.compile(r"\(NotFound\)")
 SIGNALS = {9: "KILL", 15: "TERM"}
 READER_SECONDS = 120.0
+JOB, JOB_SET = "job", "jobsets.jobset.x-k8s.io"  # as kubectl calls them
+SET_MARK = "jobset/"  # begins the handle of a JobSet; that of a Job begins with its name, as it always did
+QUEUES = "localqueues.kueue.x-k8s.io"
 
 
 @final
@@ -54,42 +67,53 @@ class KubernetesEngine(TargetEngine):
         return [*self._words, "create", *files]
 
     def files(self, run: RunFolder) -> dict[str, str]:
-        service = {"service.json": to_text(make_service(run.run_id))} if self._options.nodes > 1 else {}
-        return {**service, "job.json": to_text(make_job(self._options, run.run_id))}
+        if self._options.nodes == 1:
+            return {"job.json": to_text(make_job(self._options, run.run_id))}
+        # Nobody is asked what the cluster has: a dry run starts nothing and reaches no machine.
+        if self._options.nodes_as != "job":
+            return {"jobset.json": to_text(make_job_set(self._options, run.run_id))}
+        service = to_text(make_service(run.run_id))
+        return {"service.json": service, "job.json": to_text(make_job(self._options, run.run_id))}
 
     def check_plan(self, plan: Plan) -> None:
         check_paths(plan, [read_mount(mount).target for mount in self._options.mounts])
 
     def find(self, run: RunFolder) -> str | None:
-        job = self._get("job", container_name(run.run_id))
-        # With its uid, since a later job may have the same name.
-        return None if job is None else f"{job['metadata']['name']} {job['metadata']['uid']}"
+        # A Job too: a run on several nodes was one before its cluster had JobSets.
+        for kind in [*([JOB_SET] if self._options.nodes > 1 and self._has_job_sets() else []), JOB]:
+            job = self._get(kind, container_name(run.run_id))
+            if job is not None:
+                return _make_handle(kind, job["metadata"]["name"], job["metadata"]["uid"])
+        return None
 
     def start(self, runs: Sequence[RunFolder], max_parallel: int) -> list[str]:
         (run,) = runs
-        if self._options.nodes > 1:
+        kind, manifest = JOB, make_job(self._options, run.run_id)
+        if self._makes_job_sets():
+            kind, manifest = JOB_SET, make_job_set(self._options, run.run_id)
+        elif self._options.nodes > 1:
             # Before the job, whose pods find each other by it; a start that broke off may have left one.
             made = self._run("create", "--filename", "-", given=to_text(make_service(run.run_id)).encode())
             if made.code != 0 and "(AlreadyExists)" not in made.err:
                 raise RunFailedError(f"{self._place} refused the run: {made.problem}")
-        manifest = to_text(make_job(self._options, run.run_id)).encode()
         words = [*self._words, "create", "--filename", "-", "--output", "jsonpath={.metadata.uid}"]
-        answer = self._tool.run(words, given=manifest)
+        answer = self._tool.run(words, given=to_text(manifest).encode())
         if "(AlreadyExists)" in answer.err:
             raise RunBusyError(f"run {run.run_id} is on {self._place} already, started by another dispatcher")
         if answer.code != 0:
             raise RunFailedError(f"{self._place} refused the run: {answer.problem}")
-        return [f"{container_name(run.run_id)} {answer.text}"]
+        return [_make_handle(kind, container_name(run.run_id), answer.text)]
 
     def status(self, run: RunFolder, handle: str) -> WorkerStatus:
-        name, _, uid = handle.partition(" ")
-        job = self._get("job", name)
+        kind, name, uid = _read_handle(handle)
+        job = self._get(kind, name)
         if job is None or job["metadata"]["uid"] != uid:
             return WorkerStatus(Phase.OVER, text=f"its job is gone from {self._place}", gone=True)
         pod = self._newest_pod(run)
         if pod is not None and pod["status"].get("phase") == "Running":
             return self._status_inside(run, pod["metadata"]["name"])
-        failed = [c for c in job["status"].get("conditions", []) if c["type"] == "Failed" and c["status"] == "True"]
+        conditions = job.get("status", {}).get("conditions", [])  # a new JobSet has no status
+        failed = [c for c in conditions if c["type"] == "Failed" and c["status"] == "True"]
         if pod is not None and (failed or pod["status"].get("phase") == "Succeeded"):
             return _read_end(pod, has_claim=self._options.claim is not None)
         if failed:
@@ -112,7 +136,7 @@ class KubernetesEngine(TargetEngine):
             self._exec(pod, "sh", "-c", f"kill -{SIGNALS[number]} $(cat {run_folder(run.run_id)}/.pid)")
         elif not state.startswith("over"):
             # Before the worker begins there is nothing to fetch.
-            self._delete("job", handle.partition(" ")[0])
+            self._delete(*_read_handle(handle)[:2])
 
     def fetch(self, run: RunFolder, handle: str) -> None:
         pod, reader = self._running_pod(run), ""
@@ -131,9 +155,12 @@ class KubernetesEngine(TargetEngine):
         pod = self._running_pod(run)
         if pod is not None:
             folder = run_folder(run.run_id)
-            self._exec(pod, "sh", "-c", f"cd {folder} && rm -rf plan.json checkpoints model .go && touch .fetched")
-        self._delete("job", handle.partition(" ")[0])
-        if self._options.nodes > 1:
+            # The state too: on a claim the next pod finds it before its relay has written one.
+            names = "plan.json checkpoints model .go .state .pid"
+            self._exec(pod, "sh", "-c", f"cd {folder} && rm -rf {names} && touch .fetched")
+        kind, name, _ = _read_handle(handle)
+        self._delete(kind, name)
+        if self._options.nodes > 1 and kind == JOB:  # a JobSet takes its own along
             self._delete("service", container_name(run.run_id))
 
     def check(self) -> Iterator[CheckResult]:
@@ -141,10 +168,7 @@ class KubernetesEngine(TargetEngine):
         try:
             version = json.loads(self._run("get", "--raw", "/version").text)
             yield CheckResult("ok", "reachable", f"Kubernetes {version['gitVersion']} at {self._place}")
-            allowed = self._run("auth", "can-i", "create", "jobs")
-            yield CheckResult(
-                "ok" if allowed.text == "yes" else "fail", "rights", f"create jobs: {allowed.text or 'no'}"
-            )
+            yield from self._check_jobs()
             nodes = json.loads(self._run("get", "nodes", "--output", "json").text or '{"items": []}')["items"]
             gpus = sum(int(node["status"]["allocatable"].get(options.gpu_resource, 0)) for node in nodes)
             enough = not options.gpus or gpus >= options.gpus
@@ -157,6 +181,42 @@ class KubernetesEngine(TargetEngine):
                 yield CheckResult("ok" if claim else "fail", "claim", f"{options.claim}: {phase}")
         except (UnreachableError, RunFailedError, ValueError, KeyError) as error:
             yield CheckResult("fail", "reachable", f"{self._place}: {error}")
+
+    def _check_jobs(self) -> Iterator[CheckResult]:
+        options, kind = self._options, "jobs"
+        if options.nodes > 1:
+            has_sets = self._has_job_sets()
+            kind = JOB_SET if self._makes_job_sets() else kind
+            form = "a JobSet" if kind == JOB_SET else "an Indexed Job"
+            text = f"{options.nodes} nodes as {form}; the cluster has {'' if has_sets else 'no '}JobSets ({JOBSET})"
+            hint = "" if has_sets else "install the JobSet controller, which starts all nodes again when one is lost"
+            level: Literal["ok", "warn", "fail"] = "ok" if has_sets else "fail" if kind == JOB_SET else "warn"
+            yield CheckResult(level, "nodes", text, hint)
+        allowed = self._run("auth", "can-i", "create", kind).text or "no"
+        yield CheckResult("ok" if allowed == "yes" else "fail", "rights", f"create {kind}: {allowed}")
+        if options.queue:
+            # Without Kueue kubectl does not know the word, which sounds like a broken connection.
+            known = self._lists("kueue.x-k8s.io") and self._get(QUEUES, options.queue) is not None
+            hint = "" if known else f"kubectl get {QUEUES}"
+            text = f"{options.queue}: {'a LocalQueue of Kueue' if known else 'there is no such LocalQueue'}"
+            yield CheckResult("ok" if known else "fail", "queue", text, hint)
+
+    def _makes_job_sets(self) -> bool:
+        """Return whether a new run is a JobSet."""
+        if self._options.nodes == 1 or self._options.nodes_as == "job":
+            return False
+        return self._options.nodes_as == "jobset" or self._has_job_sets()
+
+    def _has_job_sets(self) -> bool:
+        """Return whether the cluster knows JobSets in the version that is written here."""
+        return self._lists(JOBSET)
+
+    def _lists(self, group: str) -> bool:
+        """Return whether the server lists a group of resources, or one version of it."""
+        answer = self._run("get", "--raw", f"/apis/{group}")
+        if answer.code != 0 and not NOT_FOUND.search(answer.err):
+            raise UnreachableError(f"{self._place} does not answer as it should: {answer.problem}")
+        return answer.code == 0
 
     def _run(self, *words: str, given: bytes = b"") -> CommandResult:
         return self._tool.run([*self._words, *words], given=given)
@@ -231,10 +291,21 @@ class KubernetesEngine(TargetEngine):
 
 @final
 class KubernetesTarget(RemoteTarget):
-    """A Job of Kubernetes."""
+    """A Job of Kubernetes, or a JobSet."""
 
     options_class: ClassVar[type[TargetOptions]] = KubernetesOptions
     engine_class = KubernetesEngine
+
+
+def _make_handle(kind: str, name: str, uid: str) -> str:
+    # With its uid, since a later job may have the same name.
+    return f"{SET_MARK if kind == JOB_SET else ''}{name} {uid}"
+
+
+def _read_handle(handle: str) -> tuple[str, str, str]:
+    """Return the kind, the name and the uid of a handle's job."""
+    name, _, uid = handle.removeprefix(SET_MARK).partition(" ")
+    return JOB_SET if handle.startswith(SET_MARK) else JOB, name, uid
 
 
 def _read_end(pod: dict[str, Any], *, has_claim: bool) -> WorkerStatus:

@@ -22,9 +22,14 @@ from sparsebp_cli.target.container import (
 
 Quantity = Annotated[str, Field(pattern=r"^[1-9][0-9]*(\.[0-9]+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?$")]
 DnsName = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$")]
+DnsLabel = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")]  # fits into a label's 63 characters
 INDEX = "batch.kubernetes.io/job-completion-index"  # label (from Kubernetes 1.28 on) and annotation of a pod
 NODE_PORT = 29400  # where the first pod's launcher listens
 GRACE_SECONDS = 120  # for a checkpoint, when a pod has to go
+QUEUE = "kueue.x-k8s.io/queue-name"  # label by which Kueue takes a job into a queue
+JOBSET = "jobset.x-k8s.io/v1alpha2"
+NODES = "node"  # the one replicated job of a JobSet
+OWN_FAILURES = [1, 2]  # exit codes of a worker that would fail again
 
 
 class KubernetesOptions(ContainerOptions):
@@ -52,8 +57,18 @@ class KubernetesOptions(ContainerOptions):
     )
     node_selector: dict[str, str] = Field(default_factory=dict, description="Labels that a node must have.")
     priority_class: DnsName | None = Field(None, description="PriorityClass of the pods.")
+    queue: DnsLabel | None = Field(
+        None, description="LocalQueue of Kueue in the namespace, which then decides when the run starts; null: none."
+    )
+    nodes_as: Literal["auto", "jobset", "job"] = Field(
+        "auto",
+        description="What a run on several nodes is: a JobSet, an Indexed Job with a Service of its own, or auto: the "
+        "one where the cluster has JobSets, else the other.",
+    )
     backoff_limit: CountFromZero = Field(
-        2, description="Pods that may take the place of a lost one, with a growing pause."
+        2,
+        description="Pods that may take the place of a lost one, with a growing pause; of a JobSet, how often all of "
+        "its pods may start again.",
     )
     hold_min: PositiveInt = Field(60, description="Minutes that a pod stays after its end, to be fetched.")
     mounts: list[MountText] = Field(default_factory=list, description="Folders of the node: SOURCE:TARGET[:ro|rw].")
@@ -74,29 +89,53 @@ class KubernetesOptions(ContainerOptions):
 
 def make_job(options: KubernetesOptions, run_id: Name) -> dict[str, Any]:
     """Return the ``batch/v1`` Job of a run; on several nodes an Indexed Job with a pod for each."""
-    labels = _labels(run_id)
+    name = container_name(run_id)
+    spec = _make_job_spec(options, run_id, f"{name}-0.{name}")
+    if options.nodes > 1:
+        spec["template"]["spec"]["subdomain"] = name  # that of make_service: pods are NAME-0.NAME, NAME-1.NAME, ...
+    metadata = {"name": name, "labels": _queued_labels(options, run_id)}
+    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": spec}
+
+
+def make_job_set(options: KubernetesOptions, run_id: Name) -> dict[str, Any]:
+    """Return the JobSet of a run on several nodes. Its controller makes the Service by which the pods find each other,
+    and when one pod is lost it starts all of them again, up to ``backoff_limit`` times."""
+    name = container_name(run_id)
+    # Its pods are called JOBSET-REPLICATED_JOB-JOB-POD.SUBDOMAIN, and the subdomain is the name of the set.
+    spec = _make_job_spec(options, run_id, f"{name}-{NODES}-0-0.{name}")
+    spec["backoffLimit"] = 0  # a pod alone is not replaced: the set starts all of them again
+    own = {"containerName": "worker", "operator": "In", "values": OWN_FAILURES}
+    spec["podFailurePolicy"] = {"rules": [{"action": "FailJob", "onExitCodes": own}]}
+    end = {"name": "ownFailure", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+    return {
+        "apiVersion": JOBSET,
+        "kind": "JobSet",
+        "metadata": {"name": name, "labels": _queued_labels(options, run_id)},
+        "spec": {
+            "network": {"enableDNSHostnames": True, "subdomain": name, "publishNotReadyAddresses": True},
+            "successPolicy": {"operator": "All", "targetReplicatedJobs": [NODES]},
+            "failurePolicy": {"maxRestarts": options.backoff_limit, "rules": [end]},
+            "replicatedJobs": [
+                {"name": NODES, "replicas": 1, "template": {"metadata": {"labels": _labels(run_id)}, "spec": spec}}
+            ],
+        },
+    }
+
+
+def _make_job_spec(options: KubernetesOptions, run_id: Name, first: str) -> dict[str, Any]:
+    """Return the ``spec`` of a Job; ``first`` is the name of the first node's pod, as the others look it up."""
     hold = str(60 * options.hold_min)
     words = [options.python, "-P", "-m", "sparsebp_cli.target.relay", options.worker, run_folder(run_id), hold]
     pod = _make_pod(options, words)
     several: dict[str, Any] = {}
     if options.nodes > 1:
-        name = container_name(run_id)
         several = {"completionMode": "Indexed", "completions": options.nodes, "parallelism": options.nodes}
-        pod["subdomain"] = name  # that of make_service: pods are called NAME-0.NAME, NAME-1.NAME, ...
         pod["containers"][0]["env"] += [
             {"name": "SPARSEBP_NODE", "valueFrom": {"fieldRef": {"fieldPath": f"metadata.annotations['{INDEX}']"}}},
-            {"name": "SPARSEBP_FIRST_NODE", "value": f"{name}-0.{name}:{NODE_PORT}"},
+            {"name": "SPARSEBP_FIRST_NODE", "value": f"{first}:{NODE_PORT}"},
         ]
-    return {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": {"name": container_name(run_id), "labels": labels},
-        "spec": {
-            **several,
-            "backoffLimit": options.backoff_limit,
-            "template": {"metadata": {"labels": labels}, "spec": pod},
-        },
-    }
+    template = {"metadata": {"labels": _labels(run_id)}, "spec": pod}
+    return {**several, "backoffLimit": options.backoff_limit, "template": template}
 
 
 def make_service(run_id: Name) -> dict[str, Any]:
@@ -125,6 +164,11 @@ def make_reader(options: KubernetesOptions, run_id: str) -> dict[str, Any]:
 
 def _labels(run_id: Name) -> dict[str, str]:
     return {"app.kubernetes.io/name": "sparsebp", "sparsebp.run": run_id}
+
+
+def _queued_labels(options: KubernetesOptions, run_id: Name) -> dict[str, str]:
+    """Return the labels of a job or set; Kueue wants its own there, and not on the pods."""
+    return {**_labels(run_id), **({QUEUE: options.queue} if options.queue else {})}
 
 
 def to_text(manifest: dict[str, Any]) -> str:
