@@ -248,6 +248,7 @@ def test_extensions_change_a_model_in_the_order_that_they_always_had() -> None:
         "InputSaving",
         "ParameterExtension",
         "BlockExtension",
+        "make_outputs",
         "PackingExtension",
         "ExampleExtension",
         "LayerExtension",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal, Unpack
 
 import torch
@@ -61,6 +62,7 @@ def attach(  # noqa: PLR0913 - what a training loop may give
     num_examples: int | None = None,
     reference: nn.Module | Literal["batch"] | None = None,
     validation: Mapping[str, torch.Tensor] | None = None,
+    folder: str | Path | None = None,
     **choices: Unpack[BackwardChoices],
 ) -> Engine:
     """Let policies decide about a model's gradients, in any PyTorch loop that calls ``engine.backward(loss)``.
@@ -83,6 +85,8 @@ def attach(  # noqa: PLR0913 - what a training loop may give
             own loss that runs the same batches without a gradient, whose rows are left out as well.
         validation: Examples that are never trained on and with whose gradients a policy compares those of the batch:
             one batch of the model's arguments with ``labels``, from which the policy draws.
+        folder: The training's own folder, in which a policy keeps on disk what the next visit of an example, or the
+            next process, need not compute again. All of that may be deleted between two trainings.
         **choices: How the backward pass is executed: the fields of :class:`sparsebp_cli.BackwardOptions`, which a
             recipe has as its section ``backward``: ``execution``, ``sites``, ``exclude``, ``update``, ``eager_clip``,
             ``checkpointing``, ``segments`` and ``time_forms``.
@@ -123,6 +127,7 @@ def attach(  # noqa: PLR0913 - what a training loop may give
         validation=validation,
         exclude=options.exclude,
         packs=_packs(policies),
+        folder=None if folder is None else Path(folder),
     )
     states = PolicyStates(
         [(policy, _find_places(policy, model, decisions, given)) for policy in policies],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, NotRequired, Self, TypedDict, Unpack, final
 
 import torch
@@ -187,6 +188,7 @@ def attach_phases(  # noqa: PLR0913 - those of attach
     seed: int = 0,
     reference: nn.Module | Literal["batch"] | None = None,
     validation: Mapping[str, Tensor] | None = None,
+    folder: str | Path | None = None,
     **choices: Unpack[BackwardChoices],
 ) -> PhasedEngine:
     """Let other policies decide in each phase of a training, as ``schedule`` does in a recipe.
@@ -204,6 +206,7 @@ def attach_phases(  # noqa: PLR0913 - those of attach
         seed: As for :func:`attach`.
         reference: As for :func:`attach`; one for all phases that compare.
         validation: As for :func:`attach`; one for all phases that compare gradients with it.
+        folder: As for :func:`attach`; one for all phases.
         **choices: As for :func:`attach`, the same in all phases.
 
     Returns:
@@ -228,6 +231,7 @@ def attach_phases(  # noqa: PLR0913 - those of attach
             num_examples=num_examples,
             reference=reference if needs_reference(policies, made, reference) else None,
             validation=validation if _is_wanted(policies, made, validates) else None,
+            folder=folder,
             **choices,
         )
         return engine, engine.detach

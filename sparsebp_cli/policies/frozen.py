@@ -22,7 +22,7 @@ from pydantic import Field, PositiveInt, model_validator
 from sparsebp_cli.errors import PolicyError
 from sparsebp_cli.policies.layer_turn import Order, count_turns, find_in_turn
 from sparsebp_cli.policies.parameter_pattern import Pattern, match
-from sparsebp_cli.policy import MethodCard, Parameter, ParameterSelector, Step
+from sparsebp_cli.policy import KeptOutputs, MethodCard, Parameter, ParameterSelector, Step
 
 
 @final
@@ -70,6 +70,28 @@ class Frozen(ParameterSelector):
         "turn or of each round through all layers, and not until the next.",
     )
 
+    cache: Literal["memory", "disk"] | None = Field(
+        None,
+        description="Where the output of the frozen lowest layers is kept for each example, so that later epochs need "
+        "not compute it. Embeddings must be frozen, too, and nothing may be drawn anew at a visit (dropout, gaps). "
+        "disk: in the training's folder. null: it is computed at each visit.",
+    )
+    cache_dtype: Literal["exact", "bfloat16", "int8"] = Field(
+        "exact",
+        description="How it is kept. exact: every bit, so nothing else changes. bfloat16 or int8: rounded, at the "
+        "first visit as well, with an error that the run measures.",
+    )
+    cache_padding: Literal["keep", "drop"] = Field(
+        "keep",
+        description="keep: an example is known again in batches of the same padded length, and every bit is that of "
+        "training without cache. drop: its frozen layers run once on its own, without padding, and it is known in "
+        "every batch; that rounds otherwise than a batch does.",
+    )
+    cache_bytes: PositiveInt = Field(
+        2**30,
+        description="Bytes of all that is kept; the output of an example that does not fit is computed each time.",
+    )
+
     @model_validator(mode="after")
     def _means_something(self) -> Self:
         if self.train is not None and self.freeze is not None:
@@ -79,6 +101,11 @@ class Frozen(ParameterSelector):
         for option in ("order", "every", "at_once", "optimizer_state", "learning_rate"):
             if self.turn is None and getattr(self, option) != type(self).model_fields[option].default:
                 raise ValueError(f"{option} needs turn: layers")
+        for option in ("cache_dtype", "cache_padding", "cache_bytes"):
+            if self.cache is None and getattr(self, option) != type(self).model_fields[option].default:
+                raise ValueError(f"{option} needs cache: memory or disk")
+        if self.cache is not None and self.turn is not None:
+            raise ValueError("cache needs layers that are frozen all the time, got turn: layers")
         if self.order == "independent" and self.learning_rate == "cycle":
             raise ValueError("learning_rate: cycle needs turns that go round, got order: independent; use turn")
         return self
@@ -102,6 +129,12 @@ class Frozen(ParameterSelector):
     @property
     def offloads_state(self) -> bool:
         return self.optimizer_state == "cpu"
+
+    @property
+    def keeps_outputs(self) -> KeptOutputs | None:
+        if self.cache is None:
+            return None
+        return KeptOutputs(self.cache, self.cache_dtype, self.cache_padding, self.cache_bytes)
 
     @property
     def sets_rates(self) -> bool:

@@ -10,6 +10,7 @@ from sparsebp_cli.policy.example import Examples, ExampleSelector, WeightedExamp
 from sparsebp_cli.policy.gradient_sample import sample_gradient
 from sparsebp_cli.policy.informed import InformedSelector, Reading, Seen, SplitTypes
 from sparsebp_cli.policy.kept_example import KeptExamples
+from sparsebp_cli.policy.kept_output import KeptOutputs
 from sparsebp_cli.policy.kind import Kind
 from sparsebp_cli.policy.layer import LayerOutput, LayerSampler
 from sparsebp_cli.policy.measure import (
@@ -67,6 +68,7 @@ __all__ = [
     "InformedSelector",
     "InputSaver",
     "KeptExamples",
+    "KeptOutputs",
     "Kind",
     "LayerGradient",
     "LayerOutput",

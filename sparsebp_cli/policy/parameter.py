@@ -7,8 +7,20 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from sparsebp_cli.policy.contract import Policy, Step
+from sparsebp_cli.policy.kept_output import KeptOutputs
 from sparsebp_cli.policy.kind import Kind
-from sparsebp_cli.policy.rule import SEVERAL, Conditions, Rule, needs_optimizer, not_compiled, one_process
+from sparsebp_cli.policy.rule import (
+    GIVEN,
+    SEVERAL,
+    AllBut,
+    Conditions,
+    Rule,
+    at_linears,
+    needs_optimizer,
+    not_compiled,
+    not_with,
+    one_process,
+)
 
 
 @dataclass(frozen=True)
@@ -52,6 +64,11 @@ class ParameterSelector(Policy):
     def offloads_state(self) -> bool:
         """Whether the optimizer's state of a parameter is in the CPU's memory while it is not trained."""
         return False
+
+    @property
+    def keeps_outputs(self) -> KeptOutputs | None:
+        """How the output of the frozen lowest layers is kept for the next visits of each example; None: it is not."""
+        return None
 
     @property
     def sets_rates(self) -> bool:
@@ -109,7 +126,12 @@ def _find_facts(policy: ParameterSelector) -> Mapping[str, object]:
         "names_layers": policy.changes,
         "sets_rates": policy.sets_rates,
         "chooses_parameters": True,
+        "keeps_outputs": policy.keeps_outputs is not None,
     }
+
+
+_KEEPS: Conditions = {"keeps_outputs": (True,)}
+_KEEPING = "{policy} that keeps outputs"
 
 
 _TURNS: Conditions = {"changes": (True,)}
@@ -120,6 +142,7 @@ PARAMETER_SELECTOR = Kind(
     asked="Decides at the start of each step. Parameters not trained at a step have no gradient.\n",
     extensions=(
         (300, "sparsebp_cli.backward.kind.parameter.extension:ParameterExtension"),
+        (400, "sparsebp_cli.backward.kind.parameter.kept_output.extension:make_outputs"),
         (2_100, "sparsebp_cli.backward.kind.parameter.learning_rate:make_rates"),
     ),
     places="sparsebp_cli.backward.kind.parameter.extension:find_places",
@@ -144,5 +167,31 @@ PARAMETER_SELECTOR = Kind(
             facts=_TURNS,
         ),
         not_compiled("each set would be compiled again", what=_TURNING, facts=_TURNS),
+        not_compiled("which examples are known is another thing in each step", what=_KEEPING, facts=_KEEPS),
+        one_process(
+            "Each process would keep its own examples, and gets others in each epoch.", what=_KEEPING, facts=_KEEPS
+        ),
+        at_linears(
+            "Branches and nodes of the frozen layers are not there when an output is known.",
+            does=" with cache",
+            facts=_KEEPS,
+        ),
+        not_with(
+            "segments", GIVEN, "segments and cache both run the layers in another way than the model", facts=_KEEPS
+        ),
+        not_with("float8", GIVEN, "with cache, the scale of a batch depends on all of its examples", facts=_KEEPS),
+        Rule(
+            "{other} and {policy} are not built: one packs the examples of a batch, and the other keeps outputs by "
+            "example, whose bits depend on the packing; give one of them, or leave cache out",
+            policy=_KEEPS,
+            other={"kind": ("BatchPacker",)},
+        ),
+        Rule(
+            "{other} and {policy} in one forward are not built where one keeps outputs of frozen layers: give one of "
+            "them, or leave cache out",
+            why="The other one changes what the frozen layers compute: which rows, examples or layers.",
+            policy=_KEEPS,
+            other={"kind": AllBut(("GradientSelector", "EpochSelector", "ParameterSelector", "BatchPacker"))},
+        ),
     ),
 )

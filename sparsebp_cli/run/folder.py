@@ -48,6 +48,7 @@ from sparsebp_cli.run.visible import mask
 SHORTEST_PREFIX = 3
 # Beside the runs: one rename needs no other file system, no new folder and no inode. See decision 88.
 DELETED = ".deleted-"  # begins the name of a run that is being deleted
+CACHE = "cache"  # folder of what policies of this run keep and can compute again; removed at its end, sent nowhere
 LOCK_PATIENCE_SECONDS = 0.5  # a process that reads the state holds a shared lock for a moment
 
 # What every reader of a plan needs, and its type.

@@ -102,6 +102,11 @@ KEPT_SHARE = Metric("policy/kept_share", "share")
 TRAINED_SHARE = Metric("policy/trained_share", "share")  # of the targets, those whose loss counts
 VISITED_SHARE = Metric("policy/visited_share", "share")  # of the training examples, those that the epoch visits
 CARRIED_SHARE = Metric("policy/carried_share", "share")  # of the positions that are no padding, those with gradient
+KNOWN_SHARE = Metric("policy/known_share", "share", "higher")  # of the examples, those whose frozen layers did not run
+KEPT_OUTPUT_BYTES = Metric(
+    "policy/kept_output_bytes", "B", "lower"
+)  # of outputs of frozen layers, in memory or on disk
+KEPT_OUTPUT_ERROR = Metric("policy/kept_output_error", "", "lower")  # relative, of the rounding of kept outputs
 NODES = Metric("policy/nodes", "nodes")  # of the autograd graph of one backward
 NODES_RUN = Metric("policy/nodes_run", "nodes", "lower")  # of these, those that a gradient arrived at
 PARAMETERS_REACHED = Metric("policy/parameters_reached", "tensors", "higher")  # parameters that got a gradient

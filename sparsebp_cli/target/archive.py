@@ -15,7 +15,7 @@ from sparsebp_cli.errors import RunFailedError, UnreachableError
 from sparsebp_cli.policy.error_text import shorten
 from sparsebp_cli.run import RunFolder
 from sparsebp_cli.run.budget import LARGEST_PLAN, LONGEST_LINE, BudgetError, open_tar, read_members
-from sparsebp_cli.run.folder import is_shared
+from sparsebp_cli.run.folder import CACHE, is_shared
 from sparsebp_cli.run.journal import FILE as JOURNAL
 from sparsebp_cli.run.journal import scan
 from sparsebp_cli.tracking.flush import send_again
@@ -31,7 +31,7 @@ MOST_PARTS = 32  # of a path: removing a folder that is nested 1,000 times ends 
 ODD_NAMES = {errno.ENAMETOOLONG, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL}
 CHECKPOINT = re.compile(r"step-[0-9]{8,}")
 # Files about the processes, locks and requests of one machine; never copied to the other.
-PRIVATE = {"target.json", "watcher.log", "tracking.json", "cancelled", "request", "labels.json"}
+PRIVATE = {"target.json", "watcher.log", "tracking.json", "cancelled", "request", "labels.json", CACHE}
 
 
 def pack(

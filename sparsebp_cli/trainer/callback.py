@@ -209,7 +209,15 @@ class PolicyCallback(TrainerCallback):
         return attach_inside(
             model_of(trainer),
             trainer.accelerator,
-            lambda: attach(model, policies, optimizer=optimizer, num_steps=num_steps, **own.choices, **given),
+            lambda: attach(
+                model,
+                policies,
+                optimizer=optimizer,
+                num_steps=num_steps,
+                folder=trainer.args.output_dir,
+                **own.choices,
+                **given,
+            ),
             beside=reference,
         )
 

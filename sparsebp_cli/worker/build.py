@@ -35,6 +35,7 @@ from sparsebp_cli.recipe.evaluation import declare_generated, to_facts
 from sparsebp_cli.recipe.schema import ModelSection, Recipe
 from sparsebp_cli.run import History, JournalWriter, RunFolder
 from sparsebp_cli.run.census import find_warnings
+from sparsebp_cli.run.folder import CACHE
 from sparsebp_cli.source import refuse_mismatch, refuse_too_long
 from sparsebp_cli.source.adapter import INSIDE
 from sparsebp_cli.source.attention import refuse_device, refuse_missing_package
@@ -90,7 +91,9 @@ def build_training(
         checkpoint_activations(model)
     model.to(accelerator.device)
     optimizer = build_optimizer(recipe.training, model)
-    sequence = PhaseSequence(phases, recipe, model, optimizer, reference, _collate_set_aside(data, tokenizer))
+    sequence = PhaseSequence(
+        phases, recipe, model, optimizer, reference, _collate_set_aside(data, tokenizer), run.path / CACHE
+    )
     engine = sequence.attach(phase := sequence.at(snapshot.step if snapshot else 0))
     choose_forms(engine, recipe, phases, accelerator, run, journal, snapshot, ranks)
     schedule = build_schedule(recipe.training, optimizer)
@@ -203,6 +206,11 @@ def _build_order(
         group_by=training.group_by,
     )
     order.gaps = reference.data.gaps
+    if order.gaps is not None and (keepers := [p for p in policies if find_facts(p).get("keeps_outputs")]):
+        raise UnsupportedError(
+            f"{type(keepers[0]).__name__} with cache: the gaps of a masked language model are drawn anew at each visit "
+            "of an example, so no output would be known again; leave cache out"
+        )
     if any(kind.by_worker or not kind.has_backward for kind in list_kinds(policies)):
         refuse_unsupported(recipe)  # attach sees neither what the worker asks nor checkpointing: full
     for policy in policies:

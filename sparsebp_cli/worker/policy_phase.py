@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ class PhaseSequence:
     optimizer: torch.optim.Optimizer
     reference: Reference
     validation: Mapping[str, Tensor] | None = None  # a batch of the examples that are set aside
+    folder: Path | None = None  # of what policies keep and can compute again
 
     def at(self, step: int) -> PolicyPhase[Policy]:
         """Return the phase that makes an optimizer step, counted from 0; after the last step, that of the last step."""
@@ -60,6 +62,7 @@ class PhaseSequence:
             num_examples=len(self.reference.data.train),
             reference=self.reference.attached if any(map(compares, phase.policies)) else None,
             validation=self.validation if any(map(validates, phase.policies)) else None,
+            folder=self.folder,
             **recipe.backward.choices(**({"checkpointing": "none"} if is_full else {})),
         )
 

@@ -92,17 +92,17 @@ class StepPrice:
         self.due = step + (1 if self.spread.number < FIRST else min(MOST, int(most)))
 
     def price(
-        self, shapes: Iterable[Shape], updated: int, trained: int, trials: float = 0.0
+        self, shapes: Iterable[Shape], updated: int, trained: int, trials: float = 0.0, left_out: float = 0.0
     ) -> dict[str, float | None]:
         """Return the FLOPs of a step over micro-batches of one process, and those of a dense step over the same ones;
         None while nothing was counted. The step updates so many entries of all that dense trains; ``trials`` are the
-        FLOPs of trial passes before it."""
+        FLOPs of trial passes before it, ``left_out`` those of its forwards whose result was kept."""
         if self.counted is None:
             return {metric.STEP_FLOPS.name: None, metric.DENSE_STEP_FLOPS.name: None}
         scale, update = sum(map(self.counted.scale, shapes)), self.per_entry * updated
         dense = self.counted.dense * scale + self.per_entry * trained
         return {
-            metric.STEP_FLOPS.name: self.processes * (self.counted.policy * scale + update + trials),
+            metric.STEP_FLOPS.name: self.processes * (self.counted.policy * scale - left_out + update + trials),
             metric.DENSE_STEP_FLOPS.name: self.processes * dense,
             metric.UPDATE_FLOPS.name: self.processes * update,
             metric.DENSE_UPDATE_FLOPS.name: self.processes * self.per_entry * trained,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from sparsebp_cli.backward import Engine, ModuleTrace, PassCount, Proof, Report, count_flops, saved_bytes, tensor_bytes
-from sparsebp_cli.backward.core.extension import CountsGradients, EstimatesFlops
+from sparsebp_cli.backward.core.extension import CountsGradients, EstimatesFlops, KeepsOutputs
 from sparsebp_cli.backward.observe.flops import DensePass, PassEstimate
 from sparsebp_cli.plan import ceiling, realised_share
 from sparsebp_cli.run import metric
@@ -70,7 +70,7 @@ def price_pass(proof: Proof, shape: Shape) -> CountedPass:
     """Return what the two counted passes over a micro-batch cost."""
     dense = proof.dense.flops.by_operator
     squares = sum(flops for operator, flops in dense.items() if any(part in operator for part in SQUARES))
-    return CountedPass(_total(proof.policy), _total(proof.dense), float(squares), *shape)
+    return CountedPass(_first_visit(proof.policy), _total(proof.dense), float(squares), *shape)
 
 
 def count_price(trial: TrialStep, shape: Shape, before: CountedPass) -> CountedPass:
@@ -78,9 +78,9 @@ def count_price(trial: TrialStep, shape: Shape, before: CountedPass) -> CountedP
     counted before."""
     scale = before.scale(shape)
     dense = before.dense * scale
-    policy = _total(_count(trial, "policy", draw=-1)[0])
+    policy = _first_visit(_count(trial, "policy", draw=-1)[0])
     if policy > max(JUMP * before.policy * scale, dense):  # such as a check that an exact policy makes once
-        policy = min(policy, _total(_count(trial, "policy", draw=-1)[0]))
+        policy = min(policy, _first_visit(_count(trial, "policy", draw=-1)[0]))
     attention = before.attention * shape[0] * shape[1] ** 2 / (before.examples * before.length**2)
     return CountedPass(policy, dense, attention, *shape)
 
@@ -92,6 +92,11 @@ def cost_ratio(dense: PassCount, policy: PassCount) -> float:
 
 def _total(count: PassCount) -> float:
     return float(count.flops.forward.total() + count.backward_flops.total())
+
+
+def _first_visit(count: PassCount) -> float:
+    """Return the FLOPs of a pass if nothing of it were kept: each step says itself what it has left out."""
+    return _total(count) + count.left_out
 
 
 def _time(trial: TrialStep, stopwatch: Stopwatch, mode: Mode) -> tuple[float, PassResult]:
@@ -110,7 +115,8 @@ def _count(trial: TrialStep, mode: Mode, draw: int = 1) -> tuple[PassCount, Repo
         backward(loss)
         claiming = [part for part in engine.extensions if isinstance(part, EstimatesFlops)] if mode == "dense" else []
         claims = [part.claim(DensePass(loss, trace, flops)) for part in claiming]
-        return PassCount(flops, saved), engine.report(), claims
+        keeping = [part for part in engine.extensions if isinstance(part, KeepsOutputs)] if mode == "policy" else []
+        return PassCount(flops, saved, sum(part.left_out for part in keeping)), engine.report(), claims
 
 
 def _work(proof: Proof, policy: PassResult, engine: Engine) -> dict[str, float | None]:

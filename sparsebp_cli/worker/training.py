@@ -4,6 +4,7 @@ timed."""
 from __future__ import annotations
 
 import math
+import shutil
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -31,6 +32,7 @@ from sparsebp_cli.recipe.evaluation import EVAL, list_measured
 from sparsebp_cli.recipe.evaluation import TEST as TEST_PREFIX
 from sparsebp_cli.recipe.schema import GenerateSection
 from sparsebp_cli.run import JournalWriter, RunFolder, metric
+from sparsebp_cli.run.folder import CACHE
 from sparsebp_cli.run.policy_phase import PolicyPhase
 from sparsebp_cli.worker.adapter import is_adapted
 from sparsebp_cli.worker.allowance import Allowance
@@ -67,6 +69,7 @@ from sparsebp_cli.worker.step_memory import (
     epoch_metrics,
     kept_share,
     memory_metrics,
+    output_metrics,
     route_metrics,
     selection_metrics,
 )
@@ -216,6 +219,8 @@ class Training:
                 self.journal.write("note", level="info", text=text)
             self._require_finite()
             self._save_model()
+            if self.ranks.is_first:
+                shutil.rmtree(self.run.path / CACHE, ignore_errors=True)
         elif self.step > 0 and self.ranks.broadcast(self.step not in self.checkpoints.steps()):
             # By what the first rank sees of the folder: all save, or none does.
             self._save_checkpoint()
@@ -294,7 +299,9 @@ class Training:
         self.price.see(which, self.step + 1)
         if counting is not None and updated:
             self.price.per_entry = counting.flops / updated
-        price = self.price.price([shape_of(batch) for batch, _ in shares], updated, self._num_trained, probing or 0.0)
+        use, shapes = self.engine.take_output_use(), [shape_of(batch) for batch, _ in shares]
+        left_out = 0.0 if use is None else use.left_out_flops
+        price = self.price.price(shapes, updated, self._num_trained, probing or 0.0, left_out)
         tokens = sum(batch["input_ids"].numel() for batch, _ in shares) * self.ranks.count
         self.tokens += tokens
         most = self._max_over_ranks(watch.read() | memory_metrics(self.bare, self.optimizer, self.measurement.peak))
@@ -314,6 +321,7 @@ class Training:
             metric.STEP_CPU_SECONDS.name: most.pop("step_cpu"),
             metric.LOAD.name: read_load(),
             **most,
+            **output_metrics(use),
             **route_metrics(self.engine.take_route()),
             **selection_metrics(self.engine.take_chosen(), self.ranks, self.phase.policies),
             **epoch_metrics(self.order.epoch),

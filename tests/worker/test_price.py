@@ -47,6 +47,7 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "frozen": [
         {"turn": "layers", "every": 3},
         {"freeze": ["*layers.0*"]},
+        {"freeze": ["*embed_tokens*", "*layers.0*"], "cache": "memory"},
         {"turn": "layers", "order": "independent", "at_once": 1, "every": 2},
     ],
     "gact": [{"bits": 4}],

@@ -21,6 +21,7 @@ from sparsebp_cli.backward.core.extension import (
     EstimatesFlops,
     EstimatesGradients,
     FreezesParameters,
+    KeepsOutputs,
     KeepsState,
     RequiresForward,
     RunsPass,
@@ -33,7 +34,7 @@ from sparsebp_cli.backward.core.extension import (
 from sparsebp_cli.backward.core.loss_scale import RootWatch, ScaleFinder, refuse_scale
 from sparsebp_cli.backward.core.loss_weight import LOSS_WEIGHT, LossWeights
 from sparsebp_cli.backward.core.policy_state import PolicyStates
-from sparsebp_cli.backward.core.report import Chosen, FlopEstimate, Report, Route
+from sparsebp_cli.backward.core.report import Chosen, FlopEstimate, OutputUse, Report, Route
 from sparsebp_cli.backward.core.trial import Trials
 from sparsebp_cli.backward.observe.dense_graph import CallNote, CallShape, count_dense
 from sparsebp_cli.backward.observe.example_rows import BatchNote
@@ -427,6 +428,11 @@ class Engine:
         chosen.
         """
         return self._counter.chosen.take()
+
+    def take_output_use(self) -> OutputUse | None:
+        """Return what training forwards since the last call took from kept outputs; None if no policy keeps any."""
+        keepers = [extension for extension in self.extensions if isinstance(extension, KeepsOutputs)]
+        return keepers[0].take_use() if keepers else None
 
     def take_route(self) -> Route | None:
         """Return where a router sent the gradients of all passes since the last call; None without a router."""

@@ -17,7 +17,7 @@ from sparsebp_cli.errors import UsageError
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from sparsebp_cli.backward.core.report import Chosen, EagerReport, FlopEstimate, Route
+    from sparsebp_cli.backward.core.report import Chosen, EagerReport, FlopEstimate, OutputUse, Route
     from sparsebp_cli.policy import Budget, GradientSelector, Policy, Reading, Seen, Selection, Site, Split, Step
 
     Share = tuple[type[Selection] | None, float]
@@ -235,6 +235,18 @@ class ComparesSteps(Protocol):
     @property
     def uncharged_comparisons(self) -> int:
         """Comparisons so far that no measurement of a step shows; each is a plain pass and one of its own."""
+
+
+@runtime_checkable
+class KeepsOutputs(Protocol):
+    """An extension that takes a part of the forward from what an earlier one has computed."""
+
+    @property
+    def left_out(self) -> float:
+        """FLOPs that the last forward did not execute."""
+
+    def take_use(self) -> OutputUse:
+        """Return what training forwards have used since the last call."""
 
 
 @runtime_checkable

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from sparsebp_cli.backward.core.policy_state import PolicyStates
@@ -31,6 +32,7 @@ class Given:
         validation: Examples that are never trained on, a batch of the model's arguments; None: there are none.
         exclude: Globs over names of modules that no policy decides about.
         packs: Whether a policy leaves out rows of whole batches, which then carries out what others choose.
+        folder: The training's own folder, in which policies keep what can be computed again; None: there is none.
     """
 
     states: PolicyStates = field(default_factory=PolicyStates)
@@ -43,6 +45,7 @@ class Given:
     validation: Mapping[str, Tensor] | None = None
     exclude: Sequence[str] = ()
     packs: bool = False
+    folder: Path | None = None
 
     @property
     def trained_by(self) -> torch.optim.Optimizer:

@@ -129,6 +129,30 @@ class Chosen:
         return type(self)(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
 
+@dataclass(frozen=True)
+class OutputUse:
+    """What a policy kept of the outputs of frozen layers, and what that left out.
+
+    Args:
+        examples: Examples of training forwards since the last count.
+        known: Those of them whose output was kept before, and used.
+        left_out_flops: FLOPs of the frozen layers that were not executed; less than 0 where outputs were compared with
+            computed ones.
+        num_bytes: Bytes that are kept now.
+        relative_error: 2-norm of the error of all kept outputs over that of the outputs; 0 where every bit is kept.
+    """
+
+    examples: int = 0
+    known: int = 0
+    left_out_flops: float = 0.0
+    num_bytes: int = 0
+    relative_error: float = 0.0
+
+    def add(self, examples: int, known: int, left_out_flops: float) -> OutputUse:
+        """Return the counts with those of one more forward."""
+        return OutputUse(self.examples + examples, self.known + known, self.left_out_flops + left_out_flops)
+
+
 @dataclass
 class ChosenCounter:
     """Total of :class:`Chosen`, and the part of it since it was last taken."""

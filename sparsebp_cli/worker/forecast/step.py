@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, replace
+from pathlib import Path
 
 import torch
 from accelerate import Accelerator
@@ -38,6 +39,7 @@ from sparsebp_cli.worker.probe import SQUARES
 from sparsebp_cli.worker.reference import Reference
 
 CPU = torch.device("cpu")
+NOWHERE = Path("nowhere")  # a step without data writes nothing
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ class Rehearsal:
         aside = list(material.data.set_aside.values())
         validation = collate(aside, material.pad_token_id) if aside else None
         phases = make_phases(recipe)
-        sequence = PhaseSequence(phases, recipe, model, optimizer, Reference(material.data), validation)
+        sequence = PhaseSequence(phases, recipe, model, optimizer, Reference(material.data), validation, NOWHERE)
         engine = sequence.attach(phases[number])
         width = config.get_text_config().vocab_size
         return _Built(
