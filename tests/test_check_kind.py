@@ -250,6 +250,7 @@ def test_extensions_change_a_model_in_the_order_that_they_always_had() -> None:
         "BlockExtension",
         "make_outputs",
         "PackingExtension",
+        "make_chooser",
         "ExampleExtension",
         "LayerExtension",
         "EstimatorExtension",
