@@ -22,6 +22,7 @@ from transformers import (
 import sparsebp_cli as sbp
 from sparsebp_cli.asset.checkpointing import checkpoint_activations
 from sparsebp_cli.backward import count_flops
+from sparsebp_cli.backward.kind.parameter.kept_output.context import FrozenContext
 from sparsebp_cli.errors import PolicyError, UnsupportedError, UsageError
 
 BATCH, LENGTH, VOCABULARY, EXAMPLES = 4, 16, 61, 12
@@ -280,6 +281,44 @@ def test_whatever_an_output_follows_from_makes_all_of_them_anew(change: Callable
         torch.set_num_threads(before)
     assert kept == plain
     assert kept.known == [0] * 6 + [BATCH] * 3
+
+
+def _four_bits() -> tuple[nn.Module, Tensor]:
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    layer = Linear4bit(64, 64, bias=False, quant_type="nf4")
+    layer.weight = Params4bit(torch.randn(64, 64), requires_grad=False, quant_type="nf4")
+    layer = layer.to("cpu")
+    return layer, layer.weight.quant_state.state2.absmax
+
+
+def _eight_bits() -> tuple[nn.Module, Tensor]:
+    from bitsandbytes.nn import Int8Params, Linear8bitLt
+
+    layer = Linear8bitLt(64, 64, bias=False, has_fp16_weights=False)
+    layer.weight = Int8Params(torch.randn(64, 64), requires_grad=False, has_fp16_weights=False)
+    layer = layer.to("cpu")
+    layer(torch.randn(2, 64))
+    return layer, layer.state.SCB
+
+
+def _plain_attribute() -> tuple[nn.Module, Tensor]:
+    layer = nn.Linear(4, 4)
+    layer.scale = torch.ones(1)
+    return layer, layer.scale
+
+
+@pytest.mark.parametrize("make", [_four_bits, _eight_bits, _plain_attribute])
+def test_scales_beside_weights_are_part_of_what_outputs_follow_from(
+    make: Callable[[], tuple[nn.Module, Tensor]],
+) -> None:
+    layer, scale = make()
+    context = FrozenContext(["layer"], [nn.Sequential(layer)])
+    before = context.digest()
+    assert context.digest() == before
+    with torch.no_grad():
+        scale.mul_(2)
+    assert context.digest() != before
 
 
 def test_autocast_another_length_and_other_positions_are_other_outputs() -> None:

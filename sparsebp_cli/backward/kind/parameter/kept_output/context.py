@@ -17,6 +17,8 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SCALARS = (bool, int, float, str, torch.dtype)
 # What torch keeps in each module, such as hooks, which probes put there for a while.
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
+# Nor does an output follow from what a forward of ours knows of the batch under way.
+_NOT_HELD = _OF_TORCH | {"config", "forward"}
 # Options of what follows the layers; transformers sets the first one in a model's first forward.
 _OF_THE_HEAD = frozenset({"problem_type", "num_labels", "id2label", "label2id", "return_dict", "use_cache"})
 
@@ -80,6 +82,8 @@ class FrozenContext:
         for name, module in self._modules.items():
             for own, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
                 yield f"{name}.{own}", tensor
+                yield from _find_held(f"{name}.{own}", tensor)
+            yield from _find_held(name, module)
 
     def _sum_bits(self) -> tuple[int, ...]:
         sums = []
@@ -94,6 +98,16 @@ class FrozenContext:
             digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
             digest.update(tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data)
         return digest.digest()
+
+
+def _find_held(name: str, owner: object, depth: int = 3) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that a module, a weight or what they hold keeps as a plain attribute: scales of a quantised
+    weight are in its ``quant_state`` (bitsandbytes, 4 bits) or in its layer's ``state`` (8 bits)."""
+    for key, value in getattr(owner, "__dict__", {}).items():
+        if isinstance(value, Tensor):
+            yield f"{name}.{key}", value
+        elif depth and key not in _NOT_HELD and not isinstance(value, nn.Module | type):
+            yield from _find_held(f"{name}.{key}", value, depth - 1)
 
 
 def _describe(name: str, module: nn.Module) -> str:
