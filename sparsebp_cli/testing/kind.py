@@ -124,6 +124,7 @@ class _Trial:
         for number in range(NUM_STEPS):
             if resumes and number == STOP and policy is not None and engine is not None:
                 saved = model.state_dict(), optimizer.state_dict(), engine.state_dict()
+                engine.detach()  # what a kind has changed for the whole process goes as well
                 model, optimizer = self.make()
                 model.load_state_dict(saved[0])
                 engine = self.attach(model, optimizer, through_json(policy))

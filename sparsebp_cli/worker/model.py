@@ -105,7 +105,7 @@ def build_model(
         raise _explain(f"model {section.name or section.config}", error) from None
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id
-    _set_decoder_start(model.config, model.generation_config)
+    _set_decoder_start(model.config, getattr(model, "generation_config", None))
     return _prepare(model, section, "classifier" if num_labels is not None else architecture)
 
 
@@ -127,7 +127,7 @@ def build_by_config(
         model = CLASSES[architecture].from_config(config, **options)
     except Exception as error:
         raise _explain(f"model {section.name or section.config}", error) from None
-    _set_decoder_start(model.config, model.generation_config)
+    _set_decoder_start(model.config, getattr(model, "generation_config", None))
     return _prepare(model, section, architecture)
 
 

@@ -64,6 +64,7 @@ UNSHOWN = {
     "target.device": "of the reader's machine",
     "tracking.uri": "of the reader's machine",
     "tracking.code_diff": "of the reader's code",
+    "tracking.also": "extras that the reader installs: guide, tracking",
 }
 
 
