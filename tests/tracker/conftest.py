@@ -109,16 +109,16 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
     return install
 
 
-@pytest.fixture(scope="session")
-def _trackio_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("trackio")
-
-
 @pytest.fixture
-def trackio_folder(_trackio_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of trackio's databases, which trackio reads once, when it is imported."""
-    monkeypatch.setenv("TRACKIO_DIR", str(_trackio_folder))
-    return _trackio_folder
+def trackio_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of trackio's databases. It reads its environment when it is imported, which trl may have done."""
+    folder = tmp_path / "trackio"
+    monkeypatch.setenv("TRACKIO_DIR", str(folder))  # for child processes
+    importlib.import_module("trackio.sqlite_storage")
+    for name, module in list(sys.modules.items()):
+        if name.split(".")[0] == "trackio" and hasattr(module, "TRACKIO_DIR"):
+            monkeypatch.setattr(module, "TRACKIO_DIR", folder)
+    return folder
 
 
 def read_lines(run: TrackedRun) -> Iterator[tuple[str, int, float]]:
