@@ -251,7 +251,7 @@ def test_extensions_change_a_model_in_the_order_that_they_always_had() -> None:
         "make_outputs",
         "PackingExtension",
         "make_chooser",
-        "ExampleExtension",
+        "make_example_extension",
         "LayerExtension",
         "EstimatorExtension",
         "RoutingExtension",

@@ -24,6 +24,7 @@ from sparsebp_cli.backward.decoder.layers import LayerNumbers
 from sparsebp_cli.backward.execution.eager.clipping import Clipping
 from sparsebp_cli.backward.execution.eager.update import choose_update
 from sparsebp_cli.backward.execution.segment.extension import Segments
+from sparsebp_cli.backward.kind.fused_head import has_fused_head
 from sparsebp_cli.backward.linear.float8 import find_float8
 from sparsebp_cli.backward.linear.form_choice import FormChoice
 from sparsebp_cli.backward.linear.quantized import find_quantized
@@ -280,7 +281,14 @@ def _refuse_unbuilt(model: nn.Module, policies: Sequence[Policy], chosen: Mappin
         wrapped = "DDP"
     processes = count_processes(model)
     quantized = next((name for name, _ in find_quantized(model)), None)
-    options = {"float8": float8, "quantization": quantized, "wrapped": wrapped, "processes": processes}
+    fused_head = any(has_fused_head(module) for module in model.modules())
+    options = {
+        "float8": float8,
+        "quantization": quantized,
+        "wrapped": wrapped,
+        "processes": processes,
+        "fused_head": fused_head,
+    }
     facts = {**chosen, **options, "loop": "own"}
     words = {
         "processes": SEVERAL,

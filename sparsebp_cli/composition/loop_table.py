@@ -112,9 +112,10 @@ def make_trainer_rules(shortens: Conditions, chooses: Conditions) -> tuple[Rule,
                 (
                     "fused_head",
                     (True,),
-                    chooses,
+                    {**chooses, "fits_head": (False,)},
                     "trl's fused head: the trainer computes the loss from the log-probabilities of all labels, "
-                    "whatever was selected",
+                    "whatever was selected; built: tokens with mode: exact, chosen among all labels of the batch by "
+                    "chance, loss or entropy, without a column of the data",
                 ),
                 (
                     "torch_compile",

@@ -39,6 +39,11 @@ class Uniform(SampledExamples):
     def control(self) -> None:
         return None
 
+    @property
+    @override
+    def fits_head(self) -> bool:
+        return True
+
     @override
     def needs_loss(self, step: Step) -> bool:
         return False

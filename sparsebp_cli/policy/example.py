@@ -47,6 +47,9 @@ class Examples:
             examples' gradients, over the weights of trained linears. None unless ``num_validation`` is above 0.
         product_BB: The same among the examples, (B, B), symmetric.
         learning_rate: The optimizer's, of its first group, where there are products.
+        weight_B: The size of the factor with which a trainer's own loss multiplies each example, at least 0, such as
+            that of an advantage. None unless the policy reads it, where nobody has said it, and where the loss has more
+            than these multiples.
     """
 
     number: int
@@ -57,6 +60,7 @@ class Examples:
     product_B: torch.Tensor | None = None
     product_BB: torch.Tensor | None = None
     learning_rate: float | None = None
+    weight_B: torch.Tensor | None = None
 
     @property
     def name(self) -> str:
@@ -122,6 +126,18 @@ class ExampleSelector(Policy):
         return False
 
     @property
+    def reads_weight(self) -> bool:
+        """Whether ``choose`` reads how much a trainer's own loss multiplies each example, where the batch says it."""
+        return False
+
+    @property
+    def fits_head(self) -> bool:
+        """Whether ``choose`` can be asked under a fused head, whose trainer computes a loss of its own from the values
+        of all examples: it needs no losses, then. What it does not choose has no gradient; the loss stays that of
+        all. Without weights the gradient of each is multiplied by the number of examples over that of the chosen."""
+        return False
+
+    @property
     def num_validation(self) -> int:
         """Number of validation examples with whose mean gradient ``choose`` compares those of the examples, where it
         reads losses; 0: it reads no products of gradients. They are drawn anew for each batch from a part of the data
@@ -156,6 +172,8 @@ def _find_facts(policy: ExampleSelector) -> Mapping[str, object]:
     return {
         "weighs": policy.weighs,
         "reads_rows": policy.reads_rows,
+        "reads_weight": policy.reads_weight,
+        "fits_head": policy.fits_head,
         "validates": policy.num_validation > 0,
         "num_validation": policy.num_validation,
         "needs_num_steps": "start and end are shares of the training" if policy.needs_num_steps else "",
@@ -172,7 +190,7 @@ EXAMPLE_SELECTOR = Kind(
     "of examples of unequal length. With weights it is unbiased if that of each example, 0 where it is left out, is 1 "
     "in the mean over draws, and the targets of the whole batch divide the loss. "
     "[Choose tokens and examples](../guide/scoring.md)\n",
-    extensions=((600, "sparsebp_cli.backward.kind.example.extension:ExampleExtension"),),
+    extensions=((600, "sparsebp_cli.backward.kind.example.fused:make_example_extension"),),
     places="sparsebp_cli.backward.kind.example.extension:find_places",
     suite="sparsebp_cli.testing.example:check_example_selector",
     at_sites=True,
@@ -187,6 +205,7 @@ EXAMPLE_SELECTOR = Kind(
             ("TokenSelector",),
             "The losses that are weighted are those of all positions of an example.",
             facts=_WEIGHING,
+            options={"fused_head": (False,)},
         ),
         Rule(
             "{policy} compares gradients with those of validation examples: give {policy_validation_examples:32} or "

@@ -96,8 +96,14 @@ BATCH_PACKER = Kind(
     facts=lambda policy: {"shares_prefixes": policy.prefixes == "share", "runs_reference": True},
     limits=(
         not_beside(
-            ("GradientSelector", "EdgeRouter", "ExampleSelector"),
+            ("GradientSelector", "EdgeRouter"),
             "A packed batch has rows instead of examples, and selectors decide by example and position.",
+        ),
+        not_beside(
+            ("ExampleSelector",),
+            "Examples are scored, and their losses weighed, by the logits of a plain forward. Under trl's fused head "
+            "they are chosen around the packed forward.",
+            options={"fused_head": (False,)},
         ),
         Rule(
             "{other} and {policy} in one forward is built for mode: exact alone: set it, or give one of them",

@@ -224,6 +224,7 @@ def not_beside(
     where: str = "forward",
     other: Conditions = NONE,
     facts: Conditions = NONE,
+    options: Conditions = NONE,
 ) -> Rule:
     """Refuse another policy beside one of this kind.
 
@@ -233,9 +234,10 @@ def not_beside(
         where: Part of a step on which both would act: ``forward``, ``backward`` or ``training``.
         other: Facts of the other policy beside its kind.
         facts: Facts of the policies of this kind that are refused; empty: all of them.
+        options: Options with which both are refused; empty: whatever they are.
 
     Returns:
         The rule.
     """
     text = f"{{other}} and {{policy}} in one {where} is not built: give one of them"
-    return Rule(text, why, facts, {"kind": kinds, **other})
+    return Rule(text, why, facts, {"kind": kinds, **other}, options)

@@ -112,6 +112,13 @@ class TokenSelector(ReferenceReader):
         return None
 
     @property
+    def fits_head(self) -> bool:
+        """Whether ``choose`` can be asked under a fused head, whose trainer computes a loss of its own from the values
+        of all labels. It then gets these as one example (1, T) that has nothing else: no ids, no columns, and no score
+        but ``loss`` and ``entropy``. What it does not choose has no gradient; the loss stays that of all."""
+        return False
+
+    @property
     @abstractmethod
     def budget(self) -> float | None:
         """Share of the targets that is trained once schedules have ended, in (0, 1]; None if it depends on the data."""
@@ -136,6 +143,7 @@ def _find_facts(policy: TokenSelector) -> Mapping[str, object]:
         "trains_all": not policy.needs and policy.budget == 1.0,
         "columns": policy.reads,
         "candidate_column": policy.candidate_column,
+        "fits_head": policy.fits_head,
     }
 
 

@@ -88,7 +88,7 @@ def _setup(recipe: Recipe, phase: int, data: Mapping[str, object] | None) -> Set
         words["max_grad_norm"] = f"{_format_key('max_grad_norm', values['max_grad_norm'])}, the default,"
     with suppress(UsageError):  # _find_arguments reports an unknown optimizer
         values |= _describe_optimizer(recipe)
-    values |= {"loop": "worker", "wrapped": "compiled" if values["compile"] else None}
+    values |= {"loop": "worker", "fused_head": False, "wrapped": "compiled" if values["compile"] else None}
     return Setup(policies, values, _format_key, words)
 
 

@@ -137,12 +137,13 @@ def _cases(policy: ExampleSelector) -> Iterator[tuple[Examples, Step]]:
 def _examples(policy: ExampleSelector, number: int, step: Step) -> Examples:
     """Return a batch with the scores that the policy reads, of which some are equal."""
     row_B = torch.arange(number).flip(0) if policy.reads_rows else None
+    weight_B = torch.arange(1.0, number + 1) if policy.reads_weight else None
     if not policy.needs_loss(step):
-        return Examples(number, row_B=row_B)
+        return Examples(number, row_B=row_B, weight_B=weight_B)
     score_B = torch.rand(number, generator=torch.Generator().manual_seed(number)).mul(8).round()
     compares = isinstance(policy, ReferenceReader) and policy.reads_reference
     norm_B = score_B + 0.5 if policy.reads_gradient_norm else None
-    examples = Examples(number, score_B, norm_B, score_B.flip(0) / 2 if compares else None, row_B)
+    examples = Examples(number, score_B, norm_B, score_B.flip(0) / 2 if compares else None, row_B, weight_B=weight_B)
     if not policy.num_validation:
         return examples
     return replace(examples, product_B=score_B - 4.0, product_BB=score_B.outer(score_B), learning_rate=0.1)

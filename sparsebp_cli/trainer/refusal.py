@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def refuse_unsupported(trainer: Trainer, policies: Sequence[Policy] = ()) -> None:
     """Raise UnsupportedError for the first thing in a trainer that the engine does not support with these policies."""
     pairs = [(PolicyFacts.of(policy), _sees_labels(policy)) for policy in policies]
-    facts = [replace(found, facts={**found.facts, "sees_labels": sees}) for found, sees in pairs]
+    facts = [replace(found, facts={"fits_head": False, **found.facts, "sees_labels": sees}) for found, sees in pairs]
     options = _describe(trainer)
     refuse(Setup(facts, options, words={"lomo": f"optim={options['lomo']!r}"}))
 
@@ -51,14 +51,17 @@ def reads_loss_alone(trainer: Trainer) -> bool:
 
 
 def pass_advantages(engine: Engine, trainer: object, policies: Sequence[Policy], inputs: Mapping[str, Any]) -> None:
-    """Tell the engine which examples of a batch have the advantage zero, in a trainer of trl whose loss multiplies all
-    that has a gradient by it: no divergence from a reference and no entropy is added."""
-    if not any(find_facts(policy).get("runs_reference") for policy in policies):
+    """Tell the engine the advantages of a batch, in a trainer of trl whose loss multiplies all that has a gradient by
+    them: no divergence from a reference and no entropy is added. A policy that draws examples gets their sizes; else
+    examples of the advantage zero are left out where a policy can do that exactly."""
+    facts = [find_facts(policy) for policy in policies]
+    draws = any("reads_weight" in found for found in facts)
+    if not any(found.get("runs_reference") or found.get("reads_weight") for found in facts):
         return
     advantages = inputs.get("advantages") if isinstance(inputs, Mapping) else None
     adds = getattr(trainer, "beta", None) != 0.0 or getattr(trainer, "_entropy_bonus_enabled", True)
     if isinstance(advantages, Tensor) and not adds:
-        engine.columns(example_weight=advantages)
+        engine.columns(**{"example_size" if draws else "example_weight": advantages})
 
 
 def _sees_labels(policy: Policy) -> bool:

@@ -107,7 +107,7 @@ def _tolerance(composition: str, way: Way) -> float:
 
 def _sums_anew(way: Way) -> bool:
     """Whether the losses of a batch are added up in another order than transformers'."""
-    return way.question in LEAVES_ROWS_OUT or way.label in ("importance", "evolved-sampling")
+    return way.question in LEAVES_ROWS_OUT or way.label in ("importance", "evolved-sampling", "rollouts")
 
 
 def _judge(composition: str, ways: tuple[Way, ...]) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 from sparsebp_cli.policy.discovery import find_policy
 
 Options = dict[str, Any]
-_WEIGHING = {"importance", "evolved-sampling"}
+_WEIGHING = {"importance", "evolved-sampling", "rollouts"}
 _CHOICE = {"keep": 0.5, "start": 0.0, "end": 1.0, "interrupt": 0}
 
 
@@ -45,6 +45,7 @@ WAYS = (
     _tokens("stop"),
     Way("selective-backprop", {"name": "selective-backprop", **_CHOICE}),
     Way("importance", {"name": "importance", "keep": 0.5, "threshold": 0.0}),
+    Way("rollouts", {"name": "rollouts", "keep": 0.5}),
     Way("evolved-sampling", {"name": "evolved-sampling", "keep": 0.5, "weighted": True}),
     Way("greats", {"name": "greats", "keep": 0.5, "validation_batch_size": 2}),
     Way("rho", {"name": "rho", "keep": 0.5}, {"reference": "batch"}),
@@ -114,7 +115,7 @@ def find_refusal(way: Way, composition: str, wrapped: str = "after") -> str:
             return "Frozen with another set of parameters each step works in one process, got several (DDP or FSDP)"
         if wrapped == "before":
             return "Frozen under DDP: attach first, and wrap the model in DDP afterwards"
-    if composition == "DDP" and (way.question == "PartSelector" or way.label in _WEIGHING):
+    if composition == "DDP" and (way.question == "PartSelector" or way.label in _WEIGHING - {"rollouts"}):
         return f"{_class_of(way)} works in one process, got several (DDP or FSDP)"
     if composition == "DDP" and way.label == "velora":
         return "VeLoRA keeps a state from what it observes: it works in one process, got several (DDP or FSDP)"

@@ -127,7 +127,11 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "GRPO, reference": (grpo, {"beta": 0.1}),
     "GRPO, accumulation, iterations": (grpo, {"gradient_accumulation_steps": 2, "num_iterations": 2}),
 }
-LOGGED = ("loss", "eval_loss", "num_tokens", "reward", "entropy", "rewards/margins", "mean_token_accuracy", "kl")
+LOGGED = (
+    *("loss", "eval_loss", "num_tokens", "entropy", "mean_token_accuracy", "grad_norm", "learning_rate", "kl"),
+    *("reward", "reward_std", "frac_reward_zero_std", "clip_ratio/region_mean", "completions/mean_length"),
+    *("rewards/margins", "rewards/chosen", "rewards/rejected", "rewards/accuracies", "logps/chosen", "logps/rejected"),
+)
 
 
 @pytest.mark.always("SFT", "SFT, lora, checkpointing", "DPO", "GRPO, accumulation, iterations")

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.trainer_utils import IntervalStrategy
-from trl.trainer.utils import add_fused_lm_head
 
 import sparsebp_cli as sbp
 from sparsebp_cli.errors import UnsupportedError
 
-from .conftest import distance, make_model
+from .conftest import distance
+from .fused import Fused
 from .test_trl import LOGGED, dpo, grpo, lora, train
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # trl warns of its own defaults, and transformers of trl's
@@ -104,30 +104,6 @@ def test_answers_without_advantage_are_run_without_a_gradient_and_logged_as_ever
     assert distance(expected, found) < 1e-5
     same_logs(log, own)
     assert "examples of weight 0 run without a gradient" in engine.notes["packing"]
-
-
-class Fused:
-    """A model with trl's fused head, as GRPO calls it."""
-
-    def __init__(self) -> None:
-        self.model = make_model(max_position_embeddings=128).train()
-        add_fused_lm_head(self.model, outputs=("log_probs", "entropy"))
-        generator = torch.Generator().manual_seed(0)
-        prompts = torch.randint(3, 60, (4, 24), generator=generator).repeat_interleave(4, 0)
-        self.ids = torch.cat((prompts, torch.randint(3, 60, (16, 8), generator=generator)), 1)
-        self.labels = self.ids.masked_fill(torch.arange(32) < 24, -100)
-        self.weights = torch.tensor([1.0, -1, 0.5, -0.5, *[0.0] * 4, -1, 1, 1, -1, *[0.0] * 4])
-
-    def run(self, model: nn.Module) -> Any:
-        return model(input_ids=self.ids, labels=self.labels, fused_lm_head=True)
-
-    def loss(self, output: Any, weights: Tensor) -> Tensor:
-        return -(output.log_probs * weights[:, None]).sum() / 100
-
-    def grads(self, model: nn.Module) -> list[Tensor]:
-        found = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
-        model.zero_grad(set_to_none=True)
-        return found
 
 
 def test_examples_without_weight_have_the_outputs_of_all_and_no_backward() -> None:

@@ -69,6 +69,7 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "random-child": [{}],
     "random-ltd": [{"min_tokens": 4, "increase_step": 2}],
     "rho": [{"keep": 0.25}, {"keep": 0.25, "reference_scores": "fly"}],
+    "rollouts": [{"keep": 0.5}],
     "selective-backprop": [{"keep": 0.5, **WHOLE}, {}],
     "sketch": [{"keep": 0.2}],
     "subnet": [{"by": "random"}, {"by": "gradient", "batches": 2}],

@@ -24,6 +24,7 @@ from sparsebp_cli.backward.core.loss_weight import forward_weights, weights_at
 from sparsebp_cli.backward.decoder.decoder import argument_names, find_reentrant
 from sparsebp_cli.backward.decoder.kv_cache import CACHE_NAMES
 from sparsebp_cli.backward.isolation import Examples, compare_with_alone, examples_at
+from sparsebp_cli.backward.kind.fused_head import ARGUMENT, has_fused_head
 from sparsebp_cli.backward.kind.packing.attention import LooksAheadError, Switch, packed
 from sparsebp_cli.backward.kind.packing.batch import (
     BATCH,
@@ -39,7 +40,7 @@ from sparsebp_cli.backward.kind.packing.batch import (
 )
 from sparsebp_cli.backward.kind.packing.boundary import ReadsUncomputedError
 from sparsebp_cli.backward.kind.packing.dropout import AdapterDropout
-from sparsebp_cli.backward.kind.packing.fused import ARGUMENT, has_fused_head, run_fused
+from sparsebp_cli.backward.kind.packing.fused import run_fused
 from sparsebp_cli.backward.kind.packing.groups import Bools
 from sparsebp_cli.backward.kind.packing.head import count_rows, kept_columns, read_rows, run_head, spread_logits
 from sparsebp_cli.backward.kind.packing.last_layer import LastLayer, find_shares, install_last_layer

@@ -1,9 +1,6 @@
 """Packed rows under trl's fused head.
 
-Trainers of trl replace the forward of the model that they train (``add_fused_lm_head``, trl 1.16). Called with
-``fused_lm_head=True`` it runs the base model and returns log-probabilities of the labels, (B, T - 1), not logits. It
-also takes labels that are shifted already, as under sequence parallelism. The packed rows are given to it so: one
-sequence of the rows that have a label.
+The packed rows are given to it with shifted labels: one sequence of the rows that have a label.
 
 Shape letters: B examples, T positions, R rows with a label, D width.
 """
@@ -17,16 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sparsebp_cli.backward.kind.fused_head import IGNORED
 from sparsebp_cli.backward.kind.packing.batch import PackedBatch
 from sparsebp_cli.backward.patch.forward import call_module, replace_forwards
-
-ARGUMENT = "fused_lm_head"
-IGNORED = -100  # the label of no target
-
-
-def has_fused_head(model: nn.Module) -> bool:
-    """Return whether the forward of a model is trl's."""
-    return ARGUMENT in (getattr(model.__dict__.get("forward"), "__kwdefaults__", None) or {})
 
 
 def run_fused(

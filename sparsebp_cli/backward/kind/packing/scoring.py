@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from sparsebp_cli.backward.decoder.kv_cache import CACHE_NAMES
+from sparsebp_cli.backward.kind.fused_head import ARGUMENT
 from sparsebp_cli.backward.kind.packing.attention import LooksAheadError
 from sparsebp_cli.backward.kind.packing.batch import BATCH, KNOWN, Counts, PackedBatch
-from sparsebp_cli.backward.kind.packing.fused import ARGUMENT
 from sparsebp_cli.backward.kind.packing.head import kept_columns
 from sparsebp_cli.backward.kind.packing.output import defer_values
 from sparsebp_cli.backward.kind.packing.packed_model import PackedModel

@@ -1,0 +1,18 @@
+"""trl's fused head, as far as more than one kind knows it.
+
+Trainers of trl replace the forward of the model that they train (``add_fused_lm_head``, trl 1.16). Called with
+``fused_lm_head=True`` it runs the base model and returns log-probabilities of the labels, (B, T - 1), not logits. It
+also takes labels that are shifted already, as under sequence parallelism: rows that somebody has chosen are given so.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+ARGUMENT = "fused_lm_head"
+IGNORED = -100  # the label of no target
+
+
+def has_fused_head(model: nn.Module) -> bool:
+    """Return whether the forward of a model is trl's."""
+    return ARGUMENT in (getattr(model.__dict__.get("forward"), "__kwdefaults__", None) or {})
