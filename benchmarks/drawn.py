@@ -53,7 +53,7 @@ def count(policies: list[Any]) -> int:
                 output = model(input_ids=ids, labels=labels, fused_lm_head=True)
                 ratio = (output.log_probs - output.log_probs.detach()).exp()
                 engine.backward(-(ratio * advantages[:, None] * output.label_mask).sum() / output.label_mask.sum())
-            total = int(flops.forward.total() + flops.backward.total() + flops.recomputed.total())
+            total = int(flops.by_operator.total())
     return total
 
 

@@ -115,7 +115,8 @@ def make_trainer_rules(shortens: Conditions, chooses: Conditions) -> tuple[Rule,
                     {**chooses, "fits_head": (False,)},
                     "trl's fused head: the trainer computes the loss from the log-probabilities of all labels, "
                     "whatever was selected; built: tokens with mode: exact, chosen among all labels of the batch by "
-                    "chance, loss or entropy, without a column of the data",
+                    "chance, loss or entropy, without a column of the data; examples chosen without a score of the "
+                    "model",
                 ),
                 (
                     "torch_compile",
