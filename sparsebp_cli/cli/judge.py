@@ -150,13 +150,13 @@ def _read(
 
 def _read_script(candidate: str | None, against: str, command: str, metric: str | None) -> ScriptArms:
     """Return a script at two commits as the arms of a question."""
-    from sparsebp_cli.judge.script import Repository, Script, ScriptProposal, parse_metric
+    from sparsebp_cli.judge.script import Script, ScriptProposal, ScriptRepository, parse_metric
     from sparsebp_cli.judge.script_arms import ScriptArms
 
     if candidate is None or metric is None:
         missing = "a candidate: a branch, tag or commit" if candidate is None else "--metric NAME:lower or NAME:higher"
         raise UsageError(f"judge with --script needs {missing}")
-    script = Script(command, Repository.find(Path.cwd()))
+    script = Script(command, ScriptRepository.find(Path.cwd()))
     proposal = ScriptProposal(script, script.at(candidate), script.at(against), parse_metric(metric))
     if script.repository.has_changes:
         print_line("note: changes that are in no commit are not judged", stderr=True)

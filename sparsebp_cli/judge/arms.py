@@ -8,7 +8,7 @@ from typing import Protocol, TypeVar
 from sparsebp_cli.judge.question import Proposal
 
 
-class Trial(Protocol):
+class SideTrial(Protocol):
     """A side with a seed."""
 
     @property
@@ -16,7 +16,7 @@ class Trial(Protocol):
         """Known by what it trains, so that nobody trains it twice."""
 
 
-T = TypeVar("T", bound=Trial)
+T = TypeVar("T", bound=SideTrial)
 
 
 class Arms(Protocol[T]):

@@ -19,14 +19,14 @@ SEED, REPOSITORY = "{seed}", "{repository}"  # what a command may name
 
 
 @dataclass(frozen=True)
-class Repository:
+class ScriptRepository:
     """The git repository that a command was typed in."""
 
     root: Path
     prefix: str  # the folder in it where the command runs, empty for its root
 
     @classmethod
-    def find(cls, folder: Path) -> Repository:
+    def find(cls, folder: Path) -> ScriptRepository:
         """Find the repository of a folder. Raises UsageError outside of one, or without git."""
         found = ask_git(folder, "rev-parse", "--show-toplevel", "--show-prefix")
         if found is None:
@@ -79,7 +79,7 @@ class Script:
     """A command in a repository, one for both sides."""
 
     command: str
-    repository: Repository
+    repository: ScriptRepository
 
     def __post_init__(self) -> None:
         """Refuse a command without a place for the seed. Raises UsageError."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sparsebp_cli.errors import RunFailedError, UsageError
-from sparsebp_cli.judge.arms import Arms, Trial
+from sparsebp_cli.judge.arms import Arms, SideTrial
 from sparsebp_cli.judge.budget import QuestionBudget
 from sparsebp_cli.judge.ledger import SIDES, Book, Ledger, Look, Question
 from sparsebp_cli.judge.move import (
@@ -48,7 +48,7 @@ class JudgeSession:
         self.is_stopped = False  # by a signal: nothing more is started
         self.is_out_of_budget = False
         self.has_news = False  # whether the ledger has a look or an answer that it did not have before this command
-        self._trained: dict[str, Trial] = {}  # by id, that this judge has not charged yet
+        self._trained: dict[str, SideTrial] = {}  # by id, that this judge has not charged yet
         self._charged: set[str] = set()
 
     @property
@@ -135,7 +135,7 @@ class JudgeSession:
         runs = [self.arms.find_run(trial) for trial in trials]
         self._write("look", stage=stage, number=number, gain=gain, runs=runs, values=values)
 
-    def _drive(self, trials: Sequence[Trial]) -> bool:
+    def _drive(self, trials: Sequence[SideTrial]) -> bool:
         """Train trials to their end; return whether all have a result. Raise RunFailedError for one that has none."""
         self.arms.train(trials, self._pause)
         if self.is_stopped:
@@ -146,11 +146,11 @@ class JudgeSession:
             self._note_trained(trial)
         return True
 
-    def _note_trained(self, trial: Trial) -> None:
+    def _note_trained(self, trial: SideTrial) -> None:
         if trial.run_id not in self._charged:
             self._trained[trial.run_id] = trial
 
-    def _read(self, trial: Trial, metric: str) -> float | None:
+    def _read(self, trial: SideTrial, metric: str) -> float | None:
         """Return a trial's value; None if it diverged. Raise RunFailedError if it has none."""
         if self.arms.has_diverged(trial):
             return None

@@ -14,7 +14,7 @@ import pytest
 
 from sparsebp_cli.cli.app import main
 from sparsebp_cli.judge.ledger import Ledger
-from sparsebp_cli.judge.script import Repository, Script, ScriptProposal, parse_metric
+from sparsebp_cli.judge.script import Script, ScriptProposal, ScriptRepository, parse_metric
 from sparsebp_cli.judge.script_arms import ScriptArms
 
 from .conftest import Cli, Start
@@ -76,7 +76,7 @@ def rest() -> None:
 
 
 def make_arms(candidate: str, metric: str = METRIC, command: str = COMMAND) -> ScriptArms:
-    script = Script(command, Repository.find(Path.cwd()))
+    script = Script(command, ScriptRepository.find(Path.cwd()))
     return ScriptArms(ScriptProposal(script, script.at(candidate), script.at("base"), parse_metric(metric)))
 
 
