@@ -119,9 +119,8 @@ def test_every_recipe_and_part_of_one_is_accepted(block: Block, tmp_path: Path, 
     assert given - {"base"} <= load_recipe(shown).model_fields_set
 
 
-# trl 1.16 calls an argument of transformers 5.23 by its old name
-@pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # of trl, which generates
+# trl 1.16 calls arguments and methods of transformers 5.23 by their old names
+@pytest.mark.filterwarnings(r"ignore:`\w*gradient_checkpointing\w*` is deprecated:FutureWarning")
 @pytest.mark.parametrize("file", WITH_PYTHON, ids=lambda file: str(file.relative_to(ROOT)))
 def test_python_runs_from_top_to_bottom_and_its_policies_keep_the_contract(file: Path) -> None:
     from sparsebp_cli.metrics import TextMetric
