@@ -64,7 +64,7 @@ class SoftPrompt(ForwardOverride):
 
     def find_tokens(self, inputs: Mapping[str, Any]) -> Ints | None:
         """Return a number for each position of a batch of embeddings (B, T), the same for equal tokens; None where
-        they are not known, or their embeddings differ, as under dropout."""
+        they are not known, or equal tokens have other embeddings."""
         embeds_BTD, ids = inputs.get("inputs_embeds"), self._ids
         if not isinstance(embeds_BTD, Tensor) or ids is None or ids.dim() != 2 or len(ids) != len(embeds_BTD):
             return None
