@@ -40,7 +40,8 @@ def model_of(trainer: Trainer) -> nn.Module:
 def make_first_batch(trainer: Trainer) -> Mapping[str, object]:
     """Return a batch of the first example, as the trainer makes it of its data, and leave its random numbers as they
     are; empty where its class takes arguments for itself, or its data can be read once alone."""
-    data, own = trainer.train_dataset, type(trainer).compute_loss.__module__.partition(".")[0]
+    data: Any = trainer.train_dataset
+    own = type(trainer).compute_loss.__module__.partition(".")[0]
     if own not in {"transformers", "trl"} or not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
         return {}
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
