@@ -14,7 +14,7 @@ from sparsebp_cli.errors import UnsupportedError
 
 from .case import IGNORED, count_flops, error, gradients
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 32,
     "intermediate_size": 48,
