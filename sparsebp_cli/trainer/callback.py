@@ -35,6 +35,7 @@ from sparsebp_cli.trainer.attach_option import AttachArguments, AttachOptions
 from sparsebp_cli.trainer.log_value import count_step, interval_values, restored_counters, total_values
 from sparsebp_cli.trainer.precision import attach_inside
 from sparsebp_cli.trainer.refusal import (
+    checking_arguments,
     find_reference,
     mask_noncandidates,
     model_of,
@@ -111,7 +112,8 @@ class PolicyCallback(TrainerCallback):
             refuse_unsupported(trainer, policies)
         # Raises errors now rather than in train(), which makes the optimizer.
         unused = torch.optim.SGD([torch.zeros(1)], 0.0)
-        try_phases(self._attach_options.phases, functools.partial(self._attach, trainer, 1, unused))
+        attach_policies = checking_arguments(trainer, functools.partial(self._attach, trainer, 1, unused))
+        try_phases(self._attach_options.phases, attach_policies)
         self._trainer = trainer
         if self not in trainer.callback_handler.callbacks:
             trainer.add_callback(self)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import random
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from sparsebp_cli.backward import Engine
+from sparsebp_cli.backward.phase import Attach
 from sparsebp_cli.composition import PolicyFacts, Setup, refuse
-from sparsebp_cli.errors import UsageError
+from sparsebp_cli.errors import UnsupportedError, UsageError
 from sparsebp_cli.policy import Policy, TokenSelector
 from sparsebp_cli.policy.known_kind import find_facts
 
@@ -31,6 +35,46 @@ def model_of(trainer: Trainer) -> nn.Module:
     """Return the model of a trainer, which has made it where it was given a function instead."""
     assert trainer.model is not None
     return trainer.model
+
+
+def make_first_batch(trainer: Trainer) -> Mapping[str, object]:
+    """Return a batch of the first example, as the trainer makes it of its data, and leave its random numbers as they
+    are; empty where its class takes arguments for itself, or its data can be read once alone."""
+    data: Any = trainer.train_dataset
+    own = type(trainer).compute_loss.__module__.partition(".")[0]
+    if own not in {"transformers", "trl"} or not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
+        return {}
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        # As its loader does, of which there is one alone: the accelerator keeps each that it has prepared.
+        if hasattr(data, "remove_columns"):
+            data, collate = trainer._remove_unused_columns(data, "training"), trainer.data_collator  # noqa: SLF001
+        else:
+            collate = trainer._get_collator_with_removed_columns(trainer.data_collator, "training")  # noqa: SLF001
+        batch = collate([data[0]])
+    except Exception:  # whatever data and collators raise: the training will say it better
+        return {}
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+    return batch if isinstance(batch, Mapping) else {}
+
+
+def checking_arguments(trainer: Trainer, attach: Attach) -> Attach:
+    """Return what attaches policies and refuses arguments of the trainer's batches, which the first step would."""
+    first = make_first_batch(trainer)
+
+    def check(policies: Sequence[Policy]) -> tuple[Engine, Callable[[], None]]:
+        engine, remove = attach(policies)
+        try:
+            engine.check_arguments(first)
+        except UnsupportedError:
+            remove()
+            raise
+        return engine, remove
+
+    return check
 
 
 def find_reference(trainer: Trainer, policies: Sequence[Policy]) -> nn.Module | None:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import functools
+import random
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import Trainer
+import torch
+from datasets import IterableDataset
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer
 
 import sparsebp_cli as sbp
 from sparsebp_cli.errors import PolicyError, UnsupportedError, UsageError
+from sparsebp_cli.trainer.refusal import make_first_batch
 
-from .conftest import TRAINER, Make, is_free, make_arguments, make_examples, make_model
+from .conftest import TRAINER, VOCABULARY, Make, is_free, make_arguments, make_examples, make_model
 
 ROWS = {"name": "topk", "keep": 0.25, "along": "rows"}
 
@@ -164,3 +169,43 @@ def test_both_names_are_those_of_the_package() -> None:
 def test_an_option_beside_backward_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"^sites is an option of the backward pass: give backward={'sites'"):
         sbp.PolicyTrainer(model=make_model(), args=make_arguments(tmp_path), sites="branches")
+
+
+def with_states() -> list[dict[str, Any]]:
+    """Examples with an argument of the model's forward that no packer knows."""
+    return [{**example, "encoder_hidden_states": torch.zeros(2, 32)} for example in make_examples(2)]
+
+
+def test_arguments_that_the_first_step_would_refuse_are_refused_before(door: Make, tmp_path: Path) -> None:
+    config = GPT2Config(
+        vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+    )
+    model, arguments = GPT2LMHeadModel(config), make_arguments(tmp_path)
+    match = "does not know what to do with encoder_hidden_states in training: leave it out of the batch"
+    with pytest.raises(UnsupportedError, match=match):
+        door(Trainer, "lossless", {}, model=model, args=arguments, train_dataset=with_states())
+    assert [name for name, module in model.named_modules() if "forward" in vars(module)] == []
+
+
+def test_looking_at_a_batch_before_the_training_changes_no_random_number(tmp_path: Path) -> None:
+    seen: list[float] = []
+
+    def collate(examples: list[dict[str, Any]]) -> dict[str, Any]:
+        seen.append(float(torch.rand(())) + random.random())
+        return {name: torch.stack([example[name] for example in examples]) for name in examples[0]}
+
+    trainer = Trainer(make_model(), make_arguments(tmp_path), data_collator=collate, train_dataset=make_examples(2))
+    before = torch.get_rng_state(), random.getstate()
+    sbp.PolicyCallback("lossless").join(trainer)
+    assert len(seen) == 1
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert before[1] == random.getstate()
+
+
+def test_data_that_can_be_read_once_is_not_read_before_the_training(tmp_path: Path) -> None:
+    def generate() -> Iterator[dict[str, Any]]:
+        yield from with_states()
+
+    data = IterableDataset.from_generator(generate)
+    trainer = Trainer(make_model(), make_arguments(tmp_path), train_dataset=data)
+    assert make_first_batch(trainer) == {}

@@ -17,6 +17,7 @@ from sparsebp_cli.backward.core.decision import SiteCounters, SiteDecisions
 from sparsebp_cli.backward.core.dropped_step import ScaledSteps
 from sparsebp_cli.backward.core.extension import (
     AcceptsColumns,
+    ChecksArguments,
     EngineExtension,
     EstimatesFlops,
     EstimatesGradients,
@@ -471,6 +472,19 @@ class Engine:
         for extension in self.extensions:
             if isinstance(extension, AcceptsColumns):
                 extension.set_columns(**columns)
+
+    def check_arguments(self, arguments: Mapping[str, object]) -> None:
+        """Raise what the first forward on a batch would raise for its arguments, without running it.
+
+        Args:
+            arguments: Of the model's forward by name; others are passed over, since a script may take them for itself.
+
+        Raises:
+            UnsupportedError: A policy does not know what to do with one.
+        """
+        for extension in self.extensions:
+            if isinstance(extension, ChecksArguments):
+                extension.check_arguments(arguments)
 
     @contextmanager
     def scoring(self, labels: Tensor | None = None, *, reads: Literal["labels", "loss"] = "labels") -> Iterator[None]:

@@ -168,6 +168,14 @@ class AcceptsColumns(Protocol):
 
 
 @runtime_checkable
+class ChecksArguments(Protocol):
+    """An extension that can say before a training which arguments of the model's forward it does not know."""
+
+    def check_arguments(self, arguments: Mapping[str, object]) -> None:
+        """Refuse a batch by the names of its arguments."""
+
+
+@runtime_checkable
 class ScoresForwards(Protocol):
     """An extension whose policy acts on forwards without a gradient of which it knows what is read."""
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import sparsebp_cli as sbp
 from sparsebp_cli.backward import Engine
@@ -90,6 +91,13 @@ def gradients(model: nn.Module, engine: Engine | None, batch: dict[str, Any]) ->
     grads = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
     model.zero_grad(set_to_none=True)
     return loss.detach(), grads
+
+
+def count_flops(model: nn.Module, engine: Engine | None, batch: dict[str, Any]) -> int:
+    """Return the FLOPs of one step by PyTorch's counter; ``engine`` None: plain."""
+    with FlopCounterMode(display=False) as counter:
+        gradients(model, engine, batch)
+    return int(counter.get_total_flops())
 
 
 def error(expected: list[Tensor], got: list[Tensor]) -> float:

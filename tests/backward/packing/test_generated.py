@@ -20,7 +20,8 @@ from transformers import (
 
 import sparsebp_cli as sbp
 from sparsebp_cli.backward.kind.packing import groups, layout
-from sparsebp_cli.backward.kind.packing.batch import BatchFacts, find_begins, read_mask, read_positions
+from sparsebp_cli.backward.kind.packing.batch import BatchFacts, read_mask, read_positions
+from sparsebp_cli.backward.kind.packing.sequence import find_begins
 from tests.backward.isolation.enumeration import enlarge
 from tests.backward.token.test_every_decoder import tiny
 

@@ -88,6 +88,7 @@ class PackedBatch:
     unread: int = 0  # positions left out after the last label of their example
     weightless: int = field(default=0, kw_only=True)  # outputs that are not read since their loss has the weight zero
     facts: BatchFacts | None = field(default=None, kw_only=True)  # None: of an encoder-decoder
+    count_N: Tensor | None = field(default=None, kw_only=True)  # positions of each row, where a loss balances experts
 
     @property
     def num_positions(self) -> int:
@@ -104,7 +105,9 @@ class PackedBatch:
         """The kinds of rows that were left out."""
         layout = self.layout
         kinds = (bool(layout.num_shared), bool((~layout.computed_BT).any()), len(layout.groups) > 1, layout.is_causal)
-        return kinds if self.facts is None else (*kinds, *self.facts.signature, bool(self.weightless))
+        if self.facts is None:
+            return kinds
+        return (*kinds, *self.facts.signature, bool(self.weightless), self.count_N is not None)
 
 
 @dataclass
@@ -213,18 +216,6 @@ def read_positions(stack: nn.Module, inputs: Mapping[str, Any], size: tuple[int,
             covered: Ints = (mask.long().cumsum(1) * mask - 1).long().cpu().numpy()
             return covered
     return np.broadcast_to(np.arange(size[1]), size).copy()
-
-
-def find_begins(inputs: Mapping[str, Any], position_BT: Ints, *, uses_cache: bool) -> Bools | None:
-    """Return where another sequence begins inside of an example; None: nowhere.
-
-    As transformers does: without a mask and a key/value cache, an example holds several sequences where the given
-    position numbers restart.
-    """
-    if inputs.get("attention_mask") is not None or inputs.get("position_ids") is None or uses_cache:
-        return None
-    begins: Bools = np.diff(position_BT, axis=1, prepend=position_BT[:, :1] - 1) != 1
-    return begins
 
 
 def find_places(real_BT: Bools, position_BT: Ints, begins_BT: Bools | None) -> Ints:

@@ -26,13 +26,19 @@ from sparsebp_cli.backward.decoder.kv_cache import CACHE_NAMES
 from sparsebp_cli.backward.isolation import Examples, compare_with_alone, examples_at
 from sparsebp_cli.backward.kind.fused_head import ARGUMENT, has_fused_head
 from sparsebp_cli.backward.kind.packing.attention import LooksAheadError, Switch, packed
+from sparsebp_cli.backward.kind.packing.balance import (
+    OPTION,
+    balances_experts,
+    count_positions,
+    find_coefficient,
+    spread_routers,
+)
 from sparsebp_cli.backward.kind.packing.batch import (
     BATCH,
     KNOWN,
     BatchFacts,
     Counts,
     PackedBatch,
-    find_begins,
     find_places,
     read_mask,
     read_positions,
@@ -47,10 +53,13 @@ from sparsebp_cli.backward.kind.packing.last_layer import LastLayer, find_shares
 from sparsebp_cli.backward.kind.packing.layout import count_pairs
 from sparsebp_cli.backward.kind.packing.packed_model import PackingEngine
 from sparsebp_cli.backward.kind.packing.pair import ARGUMENTS, PairBatch, PairPacking, is_pair
+from sparsebp_cli.backward.kind.packing.prompt import SoftPrompt, make_table
 from sparsebp_cli.backward.kind.packing.reference import PackedReference
 from sparsebp_cli.backward.kind.packing.refusal import (
     find_head,
     find_model,
+    find_picture,
+    find_text,
     is_attention,
     reads_first,
     refuse_arguments,
@@ -59,6 +68,7 @@ from sparsebp_cli.backward.kind.packing.refusal import (
 )
 from sparsebp_cli.backward.kind.packing.remembered import LastLayout
 from sparsebp_cli.backward.kind.packing.scoring import Reads, Scoring, run_scored
+from sparsebp_cli.backward.kind.packing.sequence import SEQUENCES, find_begins, find_needed, refuse_bounds
 from sparsebp_cli.backward.kind.packing.verify import AGAIN, Check, compare_passes, limit_of
 from sparsebp_cli.backward.kind.packing.weight import DeadExamples, find_weightless
 from sparsebp_cli.backward.observe.flops import DensePass, PassEstimate
@@ -104,6 +114,7 @@ class PackingExtension:
     failure: str
     head: nn.Module | None
     dropout: AdapterDropout
+    prompt: SoftPrompt | None
     places: ModulePlaces
     engine: PackingEngine
     scoring: Scoring
@@ -120,18 +131,20 @@ class PackingExtension:
             check_free("the model", self.model)
         check_free("the base model", self.stack)
         self._reads_first = reads_first(self.model)
+        self.prompt = SoftPrompt.find(model)
         self.dropout = AdapterDropout(self.stack)
         self._switch = Switch(self.model)
         self._switch.refuse_unknown()
         self._patches = ForwardPatches()
-        self._attention_layers = sum(map(is_attention, self.stack.modules()))
+        self._text = find_text(self.model)
+        self._attention_layers = sum(map(is_attention, self._text.modules()))
         if not self._attention_layers:
             raise UnsupportedError(f"{type(self.model).__name__} has no attention layers that packing knows")
         self.is_causal: bool | None = None  # of the attention; None before the first forward
         self.counts, self.failure = Counts(), ""
         self._seen: dict[tuple[bool, ...], tuple[int, int]] = {}
         self.last: PackedBatch | None = None
-        self._shares = find_shares(self.stack, self.head)
+        self._shares = find_shares(self._text, self.head)
         self.calls_of_layer = 1  # calls of attention in one layer, as the last packed forward has shown
         self.last_layer: LastLayer | None = None  # None: it runs all rows
         self.shortens: bool | None = None  # whether the last layer runs the rows that are read alone; None: not tried
@@ -144,6 +157,21 @@ class PackingExtension:
         """Set the labels of the next batches, which the script does not pass to the model, until the next call."""
         self.given_labels, self.dead.weight_B = columns.get("labels"), columns.get("example_weight")
 
+    def check_arguments(self, arguments: Mapping[str, object]) -> None:
+        """Refuse what the first forward on a batch with these arguments would refuse; others are not the model's."""
+        own = argument_names(self.model)
+        given = {name: value for name, value in arguments.items() if name in own}
+        if not find_picture(self.model, given, self.known_arguments):
+            refuse_arguments(given, known=self.known_arguments)
+
+    @property
+    def known_arguments(self) -> frozenset[str]:
+        """Arguments of the forward that are known beside those of every model."""
+        if self.pair is not None:
+            return frozenset(ARGUMENTS)
+        balances = self.head is not None and find_coefficient(self.model) is not None
+        return SEQUENCES | ({OPTION} if balances else set())
+
     def install(self, engine: PackingEngine) -> None:
         self.engine = engine
         if self.reference is not None:
@@ -151,11 +179,13 @@ class PackingExtension:
         self._switch.on()
         self._patches.install(self.model, PackedForward(self))
         self.dropout.install(self._patches)
+        if self.prompt is not None:
+            self.prompt.install(self._patches)
         self.places = ModulePlaces(self.model)
         if self.pair is not None:
             self.pair.install(self._patches)
         elif self.head is not None and not self.dropout:  # whose masks are drawn for all rows of a forward
-            self.last_layer = install_last_layer(self._patches, self.stack)
+            self.last_layer = install_last_layer(self._patches, self._text)
         self.note()
 
     def remove(self) -> None:
@@ -210,8 +240,11 @@ class PackingExtension:
         alone = read & ~real  # padding that is trained: the first token's label, with padding on the left
         if alone.any() and not (causal and self._switch.zeroes_padding):
             return None
-        needed = self._needed(real, read, alone, causal=causal)
-        if reason := refuse_batch(self.model, facts, int(position[needed | alone].max())):
+        # The loss that balances experts reads the routers at every position that is not padding.
+        balances = self.head is not None and balances_experts(self.model, inputs)
+        needed = self._needed(real, real if balances else read, alone, begins, causal=causal)
+        reason = refuse_bounds(inputs, begins, size, causal=causal)
+        if reason := reason or refuse_batch(self.model, facts, int(position[needed | alone].max())):
             (self.counts if counts is None else counts).refuse(reason)
             return None
         ids = inputs.get("input_ids")
@@ -219,6 +252,8 @@ class PackingExtension:
         shares = causal and self.policy.prefixes == "share" and inputs.get("token_type_ids") is None
         shares = shares and not self.dropout  # in the plain step equal positions of two examples have their own masks
         tokens = ids.cpu().numpy() if shares and ids is not None else None
+        if shares and ids is None and self.prompt is not None:
+            tokens = self.prompt.find_tokens(inputs)
         layout = self.layouts.make(
             needed,
             tokens,
@@ -228,7 +263,7 @@ class PackingExtension:
             place_BT=find_places(real, position, begins),
             alone_BT=alone,
             begins_BT=begins,
-            read_BT=None if self.last_layer is None or self.shortens is False else read,
+            read_BT=None if self.last_layer is None or self.shortens is False or balances else read,
             most_read=0.0 if self.last_layer is None else self.last_layer.most_read,
         )
         head_rows = int(read.sum()) if self.head is not None else needed.size
@@ -238,7 +273,8 @@ class PackingExtension:
             return None
         padding = int((~(real | alone)).sum()) if self.policy.padding else 0
         unread = int((real & ~needed).sum())
-        return PackedBatch(layout, *to_place(read, device), padding, unread, facts=facts)
+        count = count_positions(layout, real) if balances else None
+        return PackedBatch(layout, *to_place(read, device), padding, unread, facts=facts, count_N=count)
 
     def find_examples(self, inputs: dict[str, Any]) -> Examples:
         """Return the examples of a batch that has a plan, several of one row apart, with the numbers of their positions
@@ -254,19 +290,19 @@ class PackingExtension:
 
     def uses_cache(self, inputs: Mapping[str, Any]) -> bool:
         """Return whether the plain forward makes a key/value cache."""
-        given = inputs.get("use_cache")
+        given = False if inputs.get(ARGUMENT) else inputs.get("use_cache")  # trl's fused head makes none
         if given is None:
             given = getattr(self.model.config.get_text_config(), "use_cache", False)
         # transformers makes no cache in training under checkpointing.
         return bool(given) and not (self.stack.training and getattr(self.stack, "gradient_checkpointing", False))
 
-    def _needed(self, real_BT: Bools, read_BT: Bools, alone_BT: Bools, *, causal: bool) -> Bools:
+    def _needed(
+        self, real_BT: Bools, read_BT: Bools, alone_BT: Bools, begins_BT: Bools | None, *, causal: bool
+    ) -> Bools:
         """Return the positions that are computed, at least one an example."""
         needed = real_BT.copy() if self.policy.padding else np.ones(real_BT.shape, bool)
         if causal and self.policy.labels:
-            size = real_BT.shape[1]
-            last = np.where(read_BT.any(1), size - 1 - read_BT[:, ::-1].argmax(1), 0)
-            needed &= np.arange(size) <= last[:, None]
+            needed &= find_needed(read_BT, begins_BT)
         empty = ~(needed | alone_BT).any(1)
         needed[empty, np.where(real_BT[empty].any(1), real_BT[empty].argmax(1), 0)] = True
         return needed & ~alone_BT
@@ -344,7 +380,8 @@ class PackingExtension:
         }
         taken["position_ids"] = layout.position_N[None]
         # With a mask given, transformers does not search the position numbers for packed examples.
-        taken["attention_mask"] = torch.ones_like(layout.position_N)[None]
+        count_N = torch.ones_like(layout.position_N) if batch.count_N is None else batch.count_N
+        taken["attention_mask"] = count_N[None]
         taken = {name: value for name, value in taken.items() if name in argument_names(self.model)}
         with packed(layout, shortens=bool(self.shortens) if shortens is None else shortens) as state:
             output = run(taken)
@@ -433,7 +470,8 @@ class PackedForward(ForwardOverride):
 
     def _pack(self, arguments: dict[str, Any]) -> Any:
         given = {name: value for name, value in arguments.items() if value is not None}
-        if not given.get(ARGUMENT):
+        # The loss that balances experts is one of the whole batch, which is not cut then.
+        if not given.get(ARGUMENT) or balances_experts(self._model, given):
             return self._pack_part(arguments)
         output = self.extension.dead.run(given, self._pack_part, self._score)
         self.extension.note()
@@ -447,9 +485,13 @@ class PackedForward(ForwardOverride):
         extension, counts = self.extension, self.extension.counts
         extension.places.check()
         given = {name: value for name, value in arguments.items() if value is not None}
-        fused = {ARGUMENT} if self.covered is not None else set[str]()
-        refuse_arguments(given, known=fused if extension.pair is None else ARGUMENTS)
         plain = partial(self.run_covered, self._model, **arguments)
+        fused = {ARGUMENT} if self.covered is not None and extension.pair is None else set[str]()
+        known = extension.known_arguments | fused
+        if picture := find_picture(self._model, given, known):
+            counts.refuse(f"they have {picture}, and a batch with pictures or sound is computed whole")
+            return self._run_whole(given, plain)
+        refuse_arguments(given, known=known)
         hook = find_hook(self._model, inside=True)
         if hook:
             extension.failure = f"{hook}: the plain step is used from here on"
@@ -458,9 +500,7 @@ class PackedForward(ForwardOverride):
         batch = self.find_batch(given, counts, extension.given_labels)
         extension.last = batch
         if batch is None:
-            counts.add_plain(next(given[name] for name in BATCH if name in given).shape[:2].numel())
-            extension.note()
-            return plain()
+            return self._run_whole(given, plain)
         try:
             if extension.must_verify(batch) and not self._verify(batch, given):
                 return plain()
@@ -474,6 +514,13 @@ class PackedForward(ForwardOverride):
         extension.count(batch, counts)
         extension.note()
         return output.to_tuple() if given.get("return_dict") is False else output
+
+    def _run_whole(self, given: Mapping[str, Any], plain: Callable[[], Any]) -> Any:
+        """Run the plain forward on a batch of which nothing is left out, and count it."""
+        self.extension.last = None
+        self.extension.counts.add_plain(next(given[name] for name in BATCH if name in given).shape[:2].numel())
+        self.extension.note()
+        return plain()
 
     def find_batch(self, given: dict[str, Any], counts: Counts, labels: Tensor | None) -> PackedBatch | None:
         """Arrange the rows of a batch; None if the plain forward does as little.
@@ -524,8 +571,14 @@ class PackedForward(ForwardOverride):
     def _verify(self, batch: PackedBatch, given: dict[str, Any]) -> bool:
         """Return whether the packed step of this batch can be used, after a comparison with the plain one."""
         extension = self.extension
-        inputs = _copy_computed(given)
+        whole, inputs = given, _copy_computed(given)
+        tokens = None if extension.prompt is None else extension.prompt.find_tokens(given)
         given = given | inputs
+        if tokens is not None and "inputs_embeds" in inputs:
+            # A row that examples share has the gradient of all of them: compared by token, not by position.
+            table_UD, number_BT = make_table(inputs["inputs_embeds"].detach(), tokens)
+            inputs = inputs | {"inputs_embeds": table_UD.requires_grad_()}
+            given = given | {"inputs_embeds": partial(table_UD.__getitem__, number_BT)}  # a graph for each pass
         leaves = [*(p for p in self._model.parameters() if p.requires_grad), *inputs.values()]
         if not leaves:
             return True  # there is no gradient that could differ
@@ -535,7 +588,7 @@ class PackedForward(ForwardOverride):
             with extension.scoring.paused():
                 check = self._compare(batch, given, leaves)
             if not check.passed and extension.pair is None:
-                check = self.decide(check, given)
+                check = self.decide(check, whole)
         except ReadsUncomputedError:
             extension.failure = "the model's own loss reads positions of padding: the plain step is used from here on"
             extension.note()
@@ -552,16 +605,18 @@ class PackedForward(ForwardOverride):
         device = batch.layout.source_N.device
         again = partial(generators_at, capture_generators(device), device)  # with the same masks of dropout
 
-        def run(forward: Callable[[], Any]) -> Any:
+        def run(forward: Callable[[dict[str, Any]], Any]) -> Any:
             with again():
-                return forward()
+                return forward(
+                    {name: value() if isinstance(value, partial) else value for name, value in given.items()}
+                )
 
         return compare_passes(
             self._model,
             leaves,
             rows,
-            lambda: run(partial(self.run_covered, self._model, **given)),
-            lambda: run(partial(self.compute, batch, given)),
+            lambda: run(lambda inputs: self.run_covered(self._model, **inputs)),
+            lambda: run(partial(self.compute, batch)),
         )
 
     def decide(self, check: Check, given: dict[str, Any]) -> Check:
@@ -581,7 +636,7 @@ class PackedForward(ForwardOverride):
 
     def compute(self, batch: PackedBatch, given: dict[str, Any]) -> Any:
         extension = self.extension
-        options = {name: value for name, value in given.items() if name not in KNOWN | ARGUMENTS} | {
+        options = {name: value for name, value in given.items() if name not in KNOWN | ARGUMENTS | SEQUENCES} | {
             "return_dict": True,
             "use_cache": False,
         }
@@ -634,10 +689,14 @@ class PackedForward(ForwardOverride):
         logits = output.logits[0]
         labels, kept = given.get("labels"), given.get("logits_to_keep")
         if labels is None:
-            return _changed(output, logits=spread_logits(logits, inverse, batch, kept))
+            spread_out = spread_logits(logits, inverse, batch, kept)
+            return _changed(output, logits=spread_out, **spread_routers(output, batch.layout))
         chosen = logits.index_select(0, inverse) if batch.layout.num_shared and len(rows) else logits
         loss = self._loss(chosen, labels, batch.place_R, given)
-        output = _changed(output, loss=loss, logits=None)
+        balancing = getattr(output, "aux_loss", None)
+        if isinstance(balancing, Tensor):
+            loss = loss + (find_coefficient(self._model) or 0.0) * balancing
+        output = _changed(output, loss=loss, logits=None, **spread_routers(output, batch.layout))
         spread = partial(spread_logits, logits.detach(), inverse, batch, kept)
         if not batch.weightless or extension.scoring.is_paused:
             return defer_logits(output, spread)
@@ -740,6 +799,6 @@ def _spread_first(stack: nn.Module, batch: PackedBatch) -> list[tuple[nn.Module,
     return [(pooler, run)]
 
 
-def _changed(output: Any, **changes: Tensor | None) -> Any:
+def _changed(output: Any, **changes: Tensor | tuple[Tensor, ...] | None) -> Any:
     """Return a copy of a transformers output with other values, without what has the shape of the packed rows."""
     return replace(output, **changes, **{name: None for name in CACHE_NAMES if name in vars(output)})

@@ -48,6 +48,10 @@ class PackedModel(Protocol):
     engine: PackingEngine
     is_causal: bool | None
 
+    @property
+    def known_arguments(self) -> frozenset[str]:
+        """Arguments of the forward that are known beside those of every model."""
+
     def uses_cache(self, inputs: Mapping[str, Any]) -> bool:
         """Return whether the plain forward returns a cache."""
 

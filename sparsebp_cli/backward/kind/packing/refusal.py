@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from sparsebp_cli.backward.decoder.decoder import ROUTER_OPTIONS
+from sparsebp_cli.backward.decoder.decoder import ROUTER_OPTIONS, argument_names
+from sparsebp_cli.backward.kind.packing.balance import OPTION, find_coefficient
 from sparsebp_cli.backward.kind.packing.batch import KNOWN, BatchFacts
 from sparsebp_cli.backward.kind.packing.dropout import find_adapter_dropout
 from sparsebp_cli.backward.observe.internals import is_batch_norm
@@ -24,6 +25,12 @@ if TYPE_CHECKING:
 LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 
 
+# For models whose rows cannot be left out at all.
+WAY_OUT = (
+    "train it without lossless, and leave out padding by batches of one length (group_by_length, group_by: length)"
+)
+
+
 def refuse_inexact(model: PreTrainedModel) -> None:
     """Raise :class:`UnsupportedError`, by name, for a model whose rows depend on how the batch is arranged."""
     name, config = type(model).__name__, model.config
@@ -31,16 +38,18 @@ def refuse_inexact(model: PreTrainedModel) -> None:
     if is_pair and (getattr(config, "num_experts", None) or getattr(config, "expert_capacity", None)):
         raise UnsupportedError(f"{name} has experts with a capacity: its routers depend on the whole batch")
     if not is_pair and not getattr(model, "_supports_attention_backend", False):
-        raise UnsupportedError(f"{name} does not compute attention through transformers' attention interface")
+        raise UnsupportedError(
+            f"{name} does not compute attention through transformers' attention interface: {WAY_OUT}"
+        )
     others = sorted(set(getattr(config.get_text_config(), "layer_types", None) or ()) - LAYERS)
     if others:
-        raise UnsupportedError(f"{name} has layers of the type {others[0]}, which mix neighbouring rows")
+        raise UnsupportedError(f"{name} has layers of the type {others[0]}, which mix neighbouring rows: {WAY_OUT}")
     for kind in {type(module) for module in model.modules() if is_attention(module)}:
         if reads_mask(kind):
             raise UnsupportedError(f"{kind.__name__} reads the attention mask itself: rows cannot be packed")
     for option in ROUTER_OPTIONS:
-        if getattr(config, option, None):
-            raise UnsupportedError(f"{name} has {option}: its routers depend on the whole batch")
+        if getattr(config, option, None) and not (option == OPTION and _knows_balance(model)):
+            raise UnsupportedError(f"{name} has {option}: its routers depend on the whole batch; set it to 0 or False")
     known = set() if is_pair else set(find_adapter_dropout(model.base_model))
     for where, module in model.named_modules():
         if is_batch_norm(module):
@@ -54,11 +63,19 @@ def refuse_inexact(model: PreTrainedModel) -> None:
                 )
 
 
+def _knows_balance(model: PreTrainedModel) -> bool:
+    """Return whether the loss that balances experts can be computed from the rows."""
+    return find_coefficient(model) is not None and find_head(model) is not None
+
+
 def refuse_arguments(given: Mapping[str, Any], known: Collection[str] = ()) -> None:
     """Raise :class:`UnsupportedError` for an argument of the forward that may say something about single positions."""
     for name, value in given.items():
         if name not in KNOWN and name not in known and (isinstance(value, Tensor) or value):
-            raise UnsupportedError(f"packing does not know what to do with {name} in training")
+            raise UnsupportedError(
+                f"packing does not know what to do with {name} in training: leave it out of the batch, or train this "
+                "model without lossless"
+            )
 
 
 def reads_mask(kind: type[nn.Module]) -> bool:
@@ -128,6 +145,29 @@ def find_model(model: nn.Module) -> PreTrainedModel:
             found: PreTrainedModel = module
             return found
     raise UnsupportedError(f"rows are packed in a model of transformers, got {type(model).__name__}")
+
+
+def find_text(model: PreTrainedModel) -> nn.Module:
+    """Return the part of a model that runs on tokens: all but the tower of a model with pictures, which a batch of text
+    does not enter."""
+    if not _has_text_part(model):
+        return model.base_model
+    found = model.get_decoder()
+    return found if isinstance(found, nn.Module) and found is not model else model.base_model
+
+
+def _has_text_part(model: PreTrainedModel) -> bool:
+    """Return whether a model has a part for text beside others."""
+    config = model.config
+    return config.get_text_config() is not config and not getattr(config, "is_encoder_decoder", False)
+
+
+def find_picture(model: PreTrainedModel, given: Mapping[str, Any], known: Collection[str]) -> str:
+    """Return an argument that the part of a model for text does not take, such as pictures; empty if there is none."""
+    if not _has_text_part(model):
+        return ""
+    others = set(argument_names(model)) - set(argument_names(find_text(model))) - KNOWN - set(known)
+    return next((name for name in given if name in others and isinstance(given[name], Tensor)), "")
 
 
 def reads_first(model: PreTrainedModel) -> bool:

@@ -27,7 +27,6 @@ from sparsebp_cli.backward.kind.packing.batch import BATCH, KNOWN, Counts, Packe
 from sparsebp_cli.backward.kind.packing.head import kept_columns
 from sparsebp_cli.backward.kind.packing.output import defer_values
 from sparsebp_cli.backward.kind.packing.packed_model import PackedModel
-from sparsebp_cli.backward.kind.packing.pair import ARGUMENTS
 from sparsebp_cli.backward.kind.packing.verify import AGAIN, Check, compare_outputs
 from sparsebp_cli.backward.observe.internals import find_hook
 from sparsebp_cli.errors import UnsupportedError
@@ -122,7 +121,8 @@ class Scoring:
 
     def _knows_arguments(self, given: Mapping[str, Any]) -> bool:
         """Return whether nothing among the arguments is a cache, or may say something about single positions."""
-        known = KNOWN | ({ARGUMENT} if given.get(ARGUMENT) else set()) | (ARGUMENTS if self._extension.pair else set())
+        known = KNOWN | ({ARGUMENT} if given.get(ARGUMENT) else set())
+        known |= self._extension.known_arguments
         unknown = (v for name, v in given.items() if name not in known and (isinstance(v, Tensor) or v))
         if any(True for _ in unknown) or given.get("use_cache") or given.get("return_dict") is False:
             return False

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from sparsebp_cli.backward.core.given import Given
 from sparsebp_cli.backward.decoder.decoder import argument_names
+from sparsebp_cli.backward.kind.packing.balance import balances_experts
 from sparsebp_cli.backward.kind.packing.batch import Counts, read_mask, read_positions
 from sparsebp_cli.backward.kind.packing.extension import IGNORED, PackingExtension
 from sparsebp_cli.backward.kind.packing.layout import make_layout
@@ -249,7 +250,8 @@ def count_leftover(model: nn.Module, inputs: Mapping[str, object]) -> Leftover |
     if real is None or position is None or not real.any():
         return None
     needed = real
-    if isinstance(labels, Tensor) and labels.shape == ids.shape:
+    reads_all = balances_experts(causal, inputs)  # the loss that balances experts reads all that is not padding
+    if isinstance(labels, Tensor) and labels.shape == ids.shape and not reads_all:
         read = np.zeros(size, bool)
         read[:, :-1] = (labels[:, 1:] != IGNORED).cpu().numpy()
         last = np.where(read.any(1), size[1] - 1 - read[:, ::-1].argmax(1), -1)

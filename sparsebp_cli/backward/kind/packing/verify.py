@@ -97,14 +97,16 @@ def compare_passes(
         by_row = tensor is not None and tensor.shape[:2] == rows.shape
         if tensor is not None:
             found.append(tensor.detach()[rows] if by_row else tensor.detach())
+        balancing: Tensor | None = getattr(output, "aux_loss", None)  # its coefficient may be tiny: compared whole
         if loss is not None:
-            return loss
+            return loss if balancing is None else loss + balancing
         assert tensor is not None
         if weight is None:
             weight = torch.randn(tensor.shape, generator=generator).to(tensor)
         if by_row:
             tensor = tensor.masked_fill(~rows.view(*rows.shape, *[1] * (tensor.dim() - 2)), 0)
-        return (tensor * weight).sum()
+        total = (tensor * weight).sum()
+        return total if balancing is None else total + balancing
 
     return _compare_gradients(model, leaves, lambda: scalar(plain()), lambda: scalar(packed()), found)
 
