@@ -23,6 +23,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch.utils import flop_counter
 from transformers import LlamaConfig, LlamaForCausalLM
 
 SIZE = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4}
@@ -42,10 +43,43 @@ WAYS: dict[str, tuple[tuple[str, dict[str, Any]] | None, dict[str, Any]]] = {
 }
 
 
+class Operators:
+    """Lets several checkouts register the operators of one name with torch: the first has the name, the others one with
+    their number. Only compiled models call them by name, and none is timed here."""
+
+    number = 1  # of the checkout whose modules are imported
+
+    @classmethod
+    def separate(cls) -> None:
+        """Replace what registers operators and the formulas of their work, once."""
+        taken: dict[Any, int] = {}
+
+        def name_of(first: Any) -> Any:
+            if not (isinstance(first, str) and first.startswith(("sparsebp::", "fake_gpu::"))):
+                return first
+            is_first = taken.setdefault(first, cls.number) == cls.number
+            return first if is_first else first.replace("::", f"_{cls.number}::")
+
+        def renamed(function: Any) -> Any:
+            return lambda first, *args, **kwargs: function(name_of(first), *args, **kwargs)
+
+        def register_once(operators: Any, get_raw: bool = False) -> Any:
+            is_first = taken.setdefault(str(operators), cls.number) == cls.number
+            return register(operators, get_raw=get_raw) if is_first else lambda formula: formula
+
+        for function in ("define", "impl", "register_fake", "custom_op"):
+            setattr(torch.library, function, renamed(getattr(torch.library, function)))
+        register, flop_counter.register_flop_formula = flop_counter.register_flop_formula, register_once
+
+
 class Checkout:
     """One checkout's modules, and a model that it trains."""
 
+    count = 0
+
     def __init__(self, root: Path, way: str, args: argparse.Namespace) -> None:
+        Checkout.count += 1
+        Operators.number = self._number = Checkout.count
         policy, options = WAYS[way]
         size, shape = (LARGE, (2, 512)) if args.large else (SIZE, (4, 64))
         sys.path.insert(0, str(root))
@@ -69,6 +103,7 @@ class Checkout:
     def time(self) -> float:
         """Return the CPU seconds of a step, or of its backward alone."""
         sys.modules.update(self._modules)
+        Operators.number = self._number
         seconds = self._step()
         self._modules |= _take_modules()
         return seconds
@@ -101,6 +136,7 @@ def main() -> None:
     parser.add_argument("--large", action="store_true", help="the model of llama-23m.yaml, with its batch")
     parser.add_argument("--backward", action="store_true", help="time the backward alone")
     args = parser.parse_args()
+    Operators.separate()
     torch.set_num_threads(1)
     # An editable installation must not provide the package: the folders do.
     sys.meta_path = [finder for finder in sys.meta_path if "editable" not in repr(finder).lower()]

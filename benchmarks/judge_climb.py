@@ -28,10 +28,10 @@ use_checkout()
 
 from sparsebp_cli.asset.bundled import austen_llama, load_python_docs  # noqa: E402
 from sparsebp_cli.compare.statistics import summarise  # noqa: E402
-from sparsebp_cli.judge.arms import Arms  # noqa: E402
 from sparsebp_cli.judge.budget import QuestionBudget  # noqa: E402
 from sparsebp_cli.judge.ledger import Ledger  # noqa: E402
-from sparsebp_cli.judge.question import Contender, Proposal  # noqa: E402
+from sparsebp_cli.judge.question import Contender, RecipeProposal  # noqa: E402
+from sparsebp_cli.judge.recipe_arms import RecipeArms  # noqa: E402
 from sparsebp_cli.judge.session import JudgeSession, Terms  # noqa: E402
 from sparsebp_cli.plan import Plan, Provenance  # noqa: E402
 from sparsebp_cli.recipe import Recipe, load_recipe  # noqa: E402
@@ -169,7 +169,7 @@ def make_contender(proposals: Sequence[str], name: str) -> Contender:
     return Contender(name, found.recipe)
 
 
-def find_loss(arms: Arms, side: str, seed: int) -> float:
+def find_loss(arms: RecipeArms, side: str, seed: int) -> float:
     """Train one run of a side and return its validation loss."""
     trial = arms.make_trial(side, seed)
     arms.driver.drive([trial], lambda: None)
@@ -179,9 +179,9 @@ def find_loss(arms: Arms, side: str, seed: int) -> float:
     return value
 
 
-def make_arms(candidate: Contender, baseline: Contender) -> Arms:
+def make_arms(candidate: Contender, baseline: Contender) -> RecipeArms:
     """Return the arms of a question, trained here."""
-    arms = Arms(Proposal(candidate, baseline, "steps"), Provenance())
+    arms = RecipeArms(RecipeProposal(candidate, baseline, "steps"), Provenance())
     arms.driver = HereDriver(arms.store)  # type: ignore[assignment]
     return arms
 

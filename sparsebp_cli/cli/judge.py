@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,18 +15,24 @@ from sparsebp_cli.cli.answer import tell
 from sparsebp_cli.cli.answer.judge_record import Judgement
 from sparsebp_cli.cli.completion import complete_recipe
 from sparsebp_cli.cli.interrupt import Interrupts
-from sparsebp_cli.cli.option import RECIPE_HELP, Changes, Format, resolve_one
+from sparsebp_cli.cli.option import RECIPE_HELP, Changes, Format
 from sparsebp_cli.cli.screen import Output, print_line
 from sparsebp_cli.errors import UsageError
 
 if TYPE_CHECKING:
     from sparsebp_cli.judge.answer import Answer
+    from sparsebp_cli.judge.arms import Arms
     from sparsebp_cli.judge.question import Contender, Proposal
+    from sparsebp_cli.judge.recipe_arms import RecipeArms
+    from sparsebp_cli.judge.script_arms import ScriptArms
     from sparsebp_cli.judge.session import JudgeSession, Terms
 
 POLL_SECONDS = 0.2
-STOPPING = "stopping: what runs ends with a checkpoint, and the same command goes on; Ctrl-C again ends it at once"
-CANDIDATE = "A recipe, or a policy in the baseline's recipe; default: the baseline's recipe with --set."
+STOPPING = "stopping what runs; the same command goes on; Ctrl-C again ends it at once"
+AGAINST = RECIPE_HELP.rstrip(".") + "; with --script a branch, tag or commit."
+CANDIDATE = "A recipe, or a policy in the baseline's recipe; default: the baseline's recipe with --set. Or a commit."
+SCRIPT = "Judge your own command at two commits: 'python train.py --seed {seed}', which logs to MLflow."
+METRIC = "With --script: what decides, and which way: val_loss:lower."
 BUDGET = "What this question may spend in all: a time of its runs (30m, 2h), or FLOPs (3e15)."
 EFFECT = "The least gain worth finding, in the metric's unit; default: a standard deviation of a run."
 MARGIN = "Go on until better, worse or equal within this is shown: eval/loss=0.01."
@@ -43,23 +49,25 @@ class Equal(StrEnum):
 
 def judge(  # noqa: PLR0913, PLR0917 - one parameter an option
     against: Annotated[
-        Path,
-        typer.Option(
-            "--against", metavar="RECIPE", help=RECIPE_HELP, callback=resolve_one, autocompletion=complete_recipe
-        ),
+        str,
+        typer.Option("--against", metavar="RECIPE|COMMIT", help=AGAINST, autocompletion=complete_recipe),
     ],
     candidate: Annotated[
         str | None, typer.Argument(metavar="CANDIDATE", help=CANDIDATE, autocompletion=complete_recipe)
     ] = None,
     budget: Annotated[str | None, typer.Option(metavar="TIME|FLOPS", help=BUDGET)] = None,
     changes: Changes = None,
+    script: Annotated[str | None, typer.Option(metavar="COMMAND", help=SCRIPT)] = None,
+    metric: Annotated[str | None, typer.Option(metavar="NAME:lower|higher", help=METRIC)] = None,
     both: Annotated[
         list[str] | None, typer.Option("--both", metavar="KEY=VALUE", help="The same for both sides. Repeat.")
     ] = None,
     effect: Annotated[float | None, typer.Option(metavar="NUMBER", help=EFFECT)] = None,
     margin: Annotated[str | None, typer.Option(metavar="METRIC=NUMBER", help=MARGIN)] = None,
     gain: Annotated[int, typer.Option(min=0, metavar="N", help=GAIN)] = 4,
-    equal: Annotated[Equal, typer.Option(metavar="flops|steps", help="What both sides may spend.")] = Equal.FLOPS,
+    equal: Annotated[
+        Equal | None, typer.Option(metavar="flops|steps", help="What both sides may spend; default: flops.")
+    ] = None,
     final: Annotated[bool, typer.Option("--final", help=FINAL)] = False,
     output: Format = Output.TABLE,
 ) -> None:
@@ -69,12 +77,24 @@ def judge(  # noqa: PLR0913, PLR0917 - one parameter an option
     anything false is kept with a chance of 5 % at most. Exit codes: 0 better, 10 equal within the margin, 11 not
     shown, 12 worse.
     """
-    proposal, terms = _read(candidate, against, changes or [], both or [], equal), None
+    arms: Arms[Any]
+    if script is None:
+        if metric is not None:
+            raise UsageError("--metric is for --script; a recipe has measure.metric")
+        arms = _read(candidate, Path(against), changes or [], both or [], equal or Equal.FLOPS)
+    else:
+        refused = {"--set": changes, "--both": both, "--equal": equal, "--final": final}
+        if given := [name for name, value in refused.items() if value]:
+            raise UsageError(f"{given[0]} is for recipes; what a script does, its commit says")
+        arms = _read_script(candidate, against, script, metric)
     if final == (budget is not None):
         raise UsageError("judge needs --budget, or --final, which makes a fixed number of pairs; not both")
+    terms = None
     if budget is not None:
-        terms = _make_terms(budget, effect, _read_margin(margin, proposal), gain)
-    answer = _judge(proposal, terms, against)
+        terms = _make_terms(budget, effect, _read_margin(margin, arms.proposal), gain)
+        if script is not None and terms.budget.unit == "flops":
+            raise UsageError(f"--budget of a script must be a time (90s, 30m, 2h, 1d), got {budget!r}")
+    answer = _judge(arms, terms)
     tell(Judgement.model_validate(answer.to_facts()), output, lambda _: _print(answer))
     if answer.is_stopped:
         print_line(f"next: {shlex.join(['sparsebp', *sys.argv[1:]])}", stderr=True)
@@ -107,18 +127,40 @@ def _read_margin(text: str | None, proposal: Proposal) -> float | None:
     return margin
 
 
-def _read(candidate: str | None, against: Path, changes: Sequence[str], both: Sequence[str], equal: Equal) -> Proposal:
-    from sparsebp_cli.judge.question import Proposal
+def _read(
+    candidate: str | None, against: Path, changes: Sequence[str], both: Sequence[str], equal: Equal
+) -> RecipeArms:
+    """Return two recipes as the arms of a question."""
+    from sparsebp_cli.judge.question import RecipeProposal
+    from sparsebp_cli.judge.recipe_arms import RecipeArms
+    from sparsebp_cli.plan import find_provenance
     from sparsebp_cli.policy import find_policies
     from sparsebp_cli.starter import resolve_recipe
 
     if candidate is None and not changes:
         raise UsageError("judge needs a candidate: a recipe, a policy, or --set KEY=VALUE")
     is_policy = candidate is not None and not Path(candidate).exists() and candidate in find_policies()
+    against = resolve_recipe(against)
     own = [*both, *([f"policy={candidate}"] if is_policy else []), *changes]
     file = against if candidate is None or is_policy else resolve_recipe(Path(candidate))
     name = file.stem if candidate is None else candidate
-    return Proposal(_load(file, own, " ".join([name, *changes])), _load(against, both), equal.value)
+    sides = _load(file, own, " ".join([name, *changes])), _load(against, both)
+    return RecipeArms(RecipeProposal(*sides, equal.value), find_provenance(against))
+
+
+def _read_script(candidate: str | None, against: str, command: str, metric: str | None) -> ScriptArms:
+    """Return a script at two commits as the arms of a question."""
+    from sparsebp_cli.judge.script import Script, ScriptProposal, ScriptRepository, parse_metric
+    from sparsebp_cli.judge.script_arms import ScriptArms
+
+    if candidate is None or metric is None:
+        missing = "a candidate: a branch, tag or commit" if candidate is None else "--metric NAME:lower or NAME:higher"
+        raise UsageError(f"judge with --script needs {missing}")
+    script = Script(command, ScriptRepository.find(Path.cwd()))
+    proposal = ScriptProposal(script, script.at(candidate), script.at(against), parse_metric(metric))
+    if script.repository.has_changes:
+        print_line("note: changes that are in no commit are not judged", stderr=True)
+    return ScriptArms(proposal)
 
 
 def _load(file: Path, changes: Sequence[str], name: str = "") -> Contender:
@@ -132,17 +174,15 @@ def _load(file: Path, changes: Sequence[str], name: str = "") -> Contender:
     return replace(contender, name=name) if name else contender
 
 
-def _judge(proposal: Proposal, terms: Terms | None, against: Path) -> Answer:
+def _judge(arms: Arms[Any], terms: Terms | None) -> Answer:
     """Run the question to its answer, or to a signal."""
     from sparsebp_cli.judge.answer import Answer
-    from sparsebp_cli.judge.arms import Arms
     from sparsebp_cli.judge.budget import QuestionBudget
     from sparsebp_cli.judge.ledger import Ledger
     from sparsebp_cli.judge.session import JudgeSession, Terms
     from sparsebp_cli.notify import tell as notify
-    from sparsebp_cli.plan import find_provenance
 
-    ledger, arms = Ledger(), Arms(proposal, find_provenance(against))
+    ledger, proposal = Ledger(), arms.proposal
     with ledger.hold(proposal.digest), Interrupts() as interrupts:
         unlimited = Terms(QuestionBudget(float("inf"), "flops"))  # the test split has a fixed number of pairs
         session = JudgeSession(arms, terms or unlimited, ledger, lambda: _wait(session, interrupts))
@@ -154,11 +194,11 @@ def _judge(proposal: Proposal, terms: Terms | None, against: Path) -> Answer:
 
 
 def _wait(session: JudgeSession, interrupts: Interrupts) -> None:
-    """Wait a moment; the first signal stops what runs with a checkpoint, the second one ends it at once."""
+    """Wait a moment; the first signal stops what runs in order, the second one ends it at once."""
     interrupts.wait(POLL_SECONDS)
     if interrupts.received and not session.is_stopped:
         session.is_stopped = True
         print_line(STOPPING, stderr=True)
-        session.arms.driver.stop()
+        session.arms.stop()
     elif len(interrupts.received) > 1:
-        session.arms.driver.kill()
+        session.arms.kill()

@@ -143,6 +143,7 @@ class Answer:
             "gain": None if self.gain is None else asdict(self.gain),
             "test": None if self.test is None else asdict(self.test),
             "spent": one.spent,
+            "seconds_per_run": self.book.find_seconds(one),
             "budget": None if self.terms is None else asdict(self.terms.budget),
             "ledger": {
                 "file": str(self.ledger.file),
@@ -176,6 +177,10 @@ class Answer:
         flops = f"{one.spent['flops']:.4g} FLOPs, " if one.spent["flops"] else ""
         spent = f"{flops}{one.spent['seconds']:.4g} s in {one.spent['runs']:g} runs"
         found.append(f"looks: {', '.join(counts) or 'none'}; spent {spent}")
+        seconds = self.book.find_seconds(one)
+        if self.proposal.equal == "command" and seconds:
+            each = " and ".join(f"{mean:.4g} s of the {side}" for side, mean in seconds.items())
+            found.append(f"a run took {each}: nobody has made them equal")
         if one.outcome == "better":
             shown = "not measured: no budget left" if self.gain is None else self.gain.describe()
             found.append(f"gain on fresh seeds: {shown}")

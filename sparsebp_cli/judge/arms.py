@@ -1,111 +1,61 @@
-"""The two sides of a question as arms of a study: what their steps cost, and their trials, each trained once."""
+"""The two sides of a question as whoever trains them sees them: trials, each trained once."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, TypeVar
 
-from sparsebp_cli.compare.cost import sum_flops
-from sparsebp_cli.compare.loaded import LoadedRun
-from sparsebp_cli.errors import UsageError
-from sparsebp_cli.judge.ledger import SIDES
-from sparsebp_cli.judge.question import Contender, Proposal, with_test
-from sparsebp_cli.plan import Provenance
-from sparsebp_cli.recipe import PlacedRecipe
-from sparsebp_cli.recipe.document import Node, Place
-from sparsebp_cli.run import RunFolder, read
-from sparsebp_cli.study.budget import find_flops, find_steps, make_rehearsals
-from sparsebp_cli.study.course import lengthen, read_value
-from sparsebp_cli.study.driver import Driver, Status
-from sparsebp_cli.study.loader import ArmVariant, LoadedStudy
-from sparsebp_cli.study.place import TrialPlace
-from sparsebp_cli.study.schema import Study
-from sparsebp_cli.study.store import TrialStore
-from sparsebp_cli.study.trial import StudyTrial, TrialMaker
+from sparsebp_cli.judge.question import Proposal
 
 
-class Arms:
-    """Trials of both sides at an equal price: the baseline's steps say what each may spend."""
+class SideTrial(Protocol):
+    """A side with a seed."""
 
-    def __init__(self, proposal: Proposal, provenance: Provenance) -> None:
-        """Lay the two recipes beside each other; nothing is trained."""
-        self.proposal = proposal
-        self._loaded = _make_study(proposal)
-        self._maker = TrialMaker(self._loaded.study.study, [Path.cwd()])
-        self.store: TrialStore = TrialStore(self._maker)
-        target = proposal.baseline.recipe.target
-        self.driver: Driver = Driver([TrialPlace(target.kind, None)], self.store, provenance)
-
-    def find_rehearsals(self) -> list[StudyTrial]:
-        """Return the rehearsals that are known by now; once all have finished there may be longer ones."""
-        found = make_rehearsals(self._loaded, self._maker, self.store)
-        return list({trial.run_id: trial for some in found.values() for trial in some}.values())
-
-    def make_trial(self, side: str, seed: int, *, test: bool = False) -> StudyTrial:
-        """Return a trial of a side, once the prices are known. Raise UsageError if the price of the baseline pays for
-        too few steps of the candidate."""
-        rehearsals = make_rehearsals(self._loaded, self._maker, self.store)
-        try:
-            steps = find_steps(self._loaded, rehearsals, self.store)
-        except UsageError as error:
-            raise UsageError(f"at an equal price: {error}; --equal steps gives each its own steps") from None
-        variant, flops = self._loaded.variants[SIDES.index(side)], find_flops(self._loaded, rehearsals, self.store)
-        recipe = with_test(lengthen(variant, steps[SIDES.index(side)], flops), asked=test)
-        return self._maker.make("report", side, "", recipe, [seed])[0]
-
-    def read(self, trial: StudyTrial, metric: str = "") -> float | None:
-        """Return the value of a finished trial after its last step, on validation unless another metric is named."""
-        run = self.store.load(trial)
-        if metric and run is not None and run.finished:
-            return next(iter(run.evaluations(metric)[-1:]), None)
-        return read_value(run, self.proposal.metric)
-
-    def find_cost(self, trial: StudyTrial) -> dict[str, float]:
-        """Return what a trial has spent: FLOPs of its steps, 0.0 if they have no price, and seconds of its attempts."""
-        run: LoadedRun | None = self.store.load(trial)
-        flops = None if run is None else sum_flops(run)
-        return {"flops": flops or 0.0, "seconds": sum(_find_seconds(self.store.find(trial)))}
+    @property
+    def run_id(self) -> str:
+        """Known by what it trains, so that nobody trains it twice."""
 
 
-def _find_seconds(run: RunFolder) -> Iterator[float]:
-    """Yield the time between the first and the last record of each attempt."""
-    times: dict[int, list[float]] = {}
-    for record, _ in read(run.path):
-        times.setdefault(record["attempt"], []).append(record["time"])
-    for some in times.values():
-        yield max(0.0, max(some) - min(some))  # a clock may jump back
+T = TypeVar("T", bound=SideTrial)
 
 
-def _make_study(proposal: Proposal) -> LoadedStudy:
-    by = {"same": "cost", "as": SIDES[0]} if proposal.equal == "flops" else {"same": "steps"}
-    content = {
-        "version": 1,
-        "study": f"judge-{proposal.digest}",
-        "base": proposal.baseline.name,
-        "arms": {side: {} for side in SIDES},
-        "budget": by,
-        "seeds": {"report": [0]},
-    }
-    tree = Node({}, Place("judge"))
-    variants = [
-        _make_variant(side, one) for side, one in zip(SIDES, (proposal.baseline, proposal.candidate), strict=True)
-    ]
-    # The rehearsals of both begin with the baseline's rate and the like: a candidate that changes only these costs as
-    # much as the baseline, and needs no rehearsal of its own.
-    firsts: dict[str, ArmVariant] = dict.fromkeys(SIDES, variants[0])
-    return LoadedStudy(Path("judge"), Study.model_validate(content), Path("judge"), tuple(variants), firsts, tree, tree)
+class Arms(Protocol[T]):
+    """Trains the trials of a question. What is finished stays finished, whoever asks again; of two commands that want
+    one trial, one trains it."""
 
+    @property
+    def proposal(self) -> Proposal:
+        """The question."""
 
-def _make_variant(side: str, contender: Contender) -> ArmVariant:
-    return ArmVariant(side, (), PlacedRecipe(contender.recipe, Node({}, Place("judge"))))
+    def find_rehearsals(self) -> Sequence[T]:
+        """Return what must be trained before prices are known; once all have finished there may be more."""
 
+    def make_trial(self, side: str, seed: int, *, test: bool = False) -> T:
+        """Return a trial of a side; with ``test`` one that reads the test split."""
 
-def find_unfinished(driver: Driver, trials: Sequence[StudyTrial]) -> list[str]:
-    """Return a line on each trial that has no result."""
-    entries = [driver.runs[trial.run_id] for trial in trials]
-    return [
-        f"run {one.run.run_id} of the {one.trial.arm} (seed {one.trial.seed}) is {one.status}"
-        + (one.problem and f": {one.problem}")
-        for one in entries
-        if one.status not in {Status.FINISHED, Status.DIVERGED}
-    ]
+    def is_done(self, trial: T) -> bool:
+        """Whether a trial has finished."""
+
+    def train(self, trials: Sequence[T], pause: Callable[[], None]) -> None:
+        """Train trials until each is over, or after :meth:`stop` until nothing works. ``pause`` waits a moment."""
+
+    def stop(self) -> None:
+        """Start nothing more, and ask what works to end."""
+
+    def kill(self) -> None:
+        """End what works at once."""
+
+    def find_unfinished(self, trials: Sequence[T]) -> list[str]:
+        """Return a line on each trial that has no result."""
+
+    def has_diverged(self, trial: T) -> bool:
+        """Whether a trial's result is that its numbers are not finite."""
+
+    def read(self, trial: T, metric: str = "") -> float | None:
+        """Return what decides, of a finished trial, or another metric that is named; None if it has none."""
+
+    def find_run(self, trial: T) -> str:
+        """Return the id under which a trial's run is found."""
+
+    def find_cost(self, trial: T) -> Mapping[str, float]:
+        """Return what a trial has spent: ``flops`` (0.0 if they are not known) and ``seconds``."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import secrets
 import time
 from collections.abc import Iterator, Mapping
@@ -79,7 +80,7 @@ class Book:
 
     salt: str = ""
     questions: dict[str, Question] = field(default_factory=dict)  # by digest, in the order in which they were asked
-    charged: set[str] = field(default_factory=set)  # ids of runs that a question has paid for
+    charged: dict[str, float] = field(default_factory=dict)  # runs that a question has paid for, to their seconds
     opened: dict[str, Entry] = field(default_factory=dict)  # data whose test split was opened, to the entry
 
     @property
@@ -112,6 +113,12 @@ class Book:
                 of_runs |= {look.runs[0]: look.values[0] for look in looks if look.values[0] is not None}
         return list(of_runs.values())
 
+    def find_seconds(self, question: Question) -> dict[str, float]:
+        """Return the mean seconds of a run of each side, over the pairs of a question; empty before the first pair."""
+        pairs = [look.runs for some in question.looks.values() for look in some if len(look.runs) == 2]
+        seconds = {side: [self.charged.get(runs[i], 0.0) for runs in pairs] for i, side in enumerate(SIDES)}
+        return {side: math.fsum(some) / len(some) for side, some in seconds.items() if some}
+
     def find_seed(self, *key: str | int) -> int:
         """Return the seed of a run: nobody can know it before it is used, and it is the same each time."""
         text = json.dumps([self.salt, *key])
@@ -137,7 +144,7 @@ class Book:
             self.questions[entry["question"]] = Question(entry["question"], entry)
         else:
             _take(self.questions[entry["question"]], entry)
-        self.charged |= set(entry.get("charged", {}))
+        self.charged |= {run: cost["seconds"] for run, cost in entry.get("charged", {}).items()}
         if entry["kind"] == "opened":
             self.opened[entry["data"]] = entry
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.plan.identity import find_code, find_data
@@ -15,13 +16,66 @@ from sparsebp_cli.recipe import Recipe
 from sparsebp_cli.recipe.evaluation import find_decisive
 from sparsebp_cli.run.metric import Metric
 
-Equal = Literal["flops", "steps"]
+Equal = Literal["flops", "steps", "command"]
 SAME_MEASURE = ("eval_examples", "eval_batches", "metric", "generate")  # keys that decide what validation measures
+
+
+class Side(Protocol):
+    """One side of a question."""
+
+    @property
+    def name(self) -> str:
+        """As people know it."""
+
+    @property
+    def digest(self) -> str:
+        """What decides its results, but for the seed; never a name."""
+
+
+class Proposal(ABC):
+    """A candidate against a baseline."""
+
+    candidate: Side  # what is proposed
+    baseline: Side  # what it is held against
+    equal: Equal  # what both may spend as much of; "command": what one command of each spends
+
+    @property
+    @abstractmethod
+    def metric(self) -> Metric:
+        """The validation metric that decides."""
+
+    @property
+    @abstractmethod
+    def data(self) -> str | None:
+        """What the test split is known by; None where it cannot be sealed."""
+
+    def check_alike(self) -> None:
+        """Refuse two sides that are the same. Raises UsageError."""
+        if self.candidate.digest == self.baseline.digest:
+            raise UsageError(
+                f"candidate {self.candidate.name} and baseline {self.baseline.name} train the same: change one of them"
+            )
+
+    @property
+    def sign(self) -> float:
+        """What a difference, candidate minus baseline, is multiplied by to be a gain."""
+        return 1.0 if self.metric.better == "higher" else -1.0
+
+    @cached_property
+    def digest(self) -> str:
+        """What the ledger knows the question by."""
+        sides = {"candidate": self.candidate.digest, "baseline": self.baseline.digest}
+        return content_hash(sides | {"metric": self.metric.name, "equal": self.equal})
+
+    def seed_key(self, stage: str, number: int) -> Sequence[str | int]:
+        """Return what the seed of a look follows from. The screen has the baseline's, so that its runs serve every
+        candidate; all others are fresh."""
+        return (stage, self.baseline.digest if stage == "screen" else self.digest, number)
 
 
 @dataclass(frozen=True)
 class Contender:
-    """One side of a question."""
+    """A recipe as one side of a question."""
 
     name: str  # as people know it
     recipe: Recipe  # resolved, with absolute paths; its test split is set aside
@@ -45,8 +99,8 @@ def with_test(recipe: Recipe, *, asked: bool) -> Recipe:
 
 
 @dataclass(frozen=True)
-class Proposal:
-    """A candidate against a baseline, at an equal price or with the steps of each recipe."""
+class RecipeProposal(Proposal):
+    """Two recipes, at an equal price or with the steps of each."""
 
     candidate: Contender
     baseline: Contender
@@ -54,10 +108,7 @@ class Proposal:
 
     def __post_init__(self) -> None:
         """Refuse sides that are one recipe, or whose validation is not the same. Raises UsageError."""
-        if self.candidate.digest == self.baseline.digest:
-            raise UsageError(
-                f"candidate {self.candidate.name} and baseline {self.baseline.name} train the same: change a key of one"
-            )
+        self.check_alike()
         if different := [*_find_different(self.candidate.recipe, self.baseline.recipe)]:
             raise UsageError(
                 f"candidate and baseline are not validated alike: {', '.join(different)} differ; give both the same"
@@ -68,27 +119,13 @@ class Proposal:
         """The validation metric that decides."""
         return find_decisive(self.baseline.recipe)
 
-    @property
-    def sign(self) -> float:
-        """What a difference, candidate minus baseline, is multiplied by to be a gain."""
-        return 1.0 if self.metric.better == "higher" else -1.0
-
     @cached_property
-    def digest(self) -> str:
-        """What the ledger knows the question by."""
-        sides = {"candidate": self.candidate.digest, "baseline": self.baseline.digest}
-        return content_hash(sides | {"metric": self.metric.name, "equal": self.equal})
-
-    @cached_property
-    def data(self) -> str:
-        """What the test split is known by: the data, however they are split."""
-        name = self.baseline.recipe.dataset.name
-        return content_hash({"name": name, "content": find_data(self.baseline.recipe).get(name, "")})
-
-    def seed_key(self, stage: str, number: int) -> Sequence[str | int]:
-        """Return what the seed of a look follows from. The screen has the baseline's, so that its runs serve every
-        candidate; all others are fresh."""
-        return (stage, self.baseline.digest if stage == "screen" else self.digest, number)
+    def data(self) -> str | None:
+        """What the test split is known by: the data, however they are split; None if there is no test split."""
+        dataset = self.baseline.recipe.dataset
+        if dataset.test_split is None and dataset.test_fraction is None:
+            return None
+        return content_hash({"name": dataset.name, "content": find_data(self.baseline.recipe).get(dataset.name, "")})
 
 
 def _find_different(one: Recipe, other: Recipe) -> list[str]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from sparsebp_cli.errors import RunFailedError, UsageError
-from sparsebp_cli.judge.arms import Arms, find_unfinished
+from sparsebp_cli.judge.arms import Arms, SideTrial
 from sparsebp_cli.judge.budget import QuestionBudget
 from sparsebp_cli.judge.ledger import SIDES, Book, Ledger, Look, Question
 from sparsebp_cli.judge.move import (
@@ -22,8 +23,6 @@ from sparsebp_cli.judge.move import (
     find_screen_move,
 )
 from sparsebp_cli.judge.screen import FIRST_RUNS, find_design
-from sparsebp_cli.study.driver import Status
-from sparsebp_cli.study.trial import StudyTrial
 
 DEFAULT_GAIN_PAIRS = 4
 TEST_PAIRS = 6
@@ -42,14 +41,14 @@ class Terms:
 class JudgeSession:
     """One command on one question."""
 
-    def __init__(self, arms: Arms, terms: Terms, ledger: Ledger, pause: Callable[[], None]) -> None:
-        """Open a question; ``pause`` waits a moment, and sets :attr:`is_stopped` through the driver's own stop."""
+    def __init__(self, arms: Arms[Any], terms: Terms, ledger: Ledger, pause: Callable[[], None]) -> None:
+        """Open a question; ``pause`` waits a moment, and sets :attr:`is_stopped` when a signal has come."""
         self.arms, self.terms, self.ledger, self._pause = arms, terms, ledger, pause
         self.proposal = arms.proposal
         self.is_stopped = False  # by a signal: nothing more is started
         self.is_out_of_budget = False
         self.has_news = False  # whether the ledger has a look or an answer that it did not have before this command
-        self._trained: dict[str, StudyTrial] = {}  # by id, that this judge has not charged yet
+        self._trained: dict[str, SideTrial] = {}  # by id, that this judge has not charged yet
         self._charged: set[str] = set()
 
     @property
@@ -97,10 +96,9 @@ class JudgeSession:
         question = book.questions.get(self.proposal.digest)
         if question is None or question.outcome != "better":
             raise UsageError("--final opens the test split for a candidate that was kept: judge it on validation first")
-        dataset = self.proposal.baseline.recipe.dataset
-        if dataset.test_split is None and dataset.test_fraction is None:
-            raise UsageError("--final needs a test split: set dataset.test_fraction or dataset.test_split in both")
         data = self.proposal.data
+        if data is None:
+            raise UsageError("--final needs a test split: set dataset.test_fraction or dataset.test_split in both")
         self._write("opened", data=data, pairs=TEST_PAIRS)  # before any run reads it, so that a kill cannot hide it
         first = self.book.opened[data]
         if first["question"] != self.proposal.digest:
@@ -119,7 +117,7 @@ class JudgeSession:
         if stage != "test" and not self.terms.budget.allows(question.spent, question.dearest, num_runs):
             self.is_out_of_budget = True
             return
-        while missing := [trial for trial in self.arms.find_rehearsals() if not self.arms.store.is_done(trial)]:
+        while missing := [trial for trial in self.arms.find_rehearsals() if not self.arms.is_done(trial)]:
             if not self._drive(missing):
                 return
         for trial in self.arms.find_rehearsals():
@@ -134,32 +132,33 @@ class JudgeSession:
         values = [self._read(trial, metric) for trial in trials]
         whole = len(values) == 2 and None not in values
         gain = self.proposal.sign * (values[1] - values[0]) if whole else None  # type: ignore[operator]
-        runs = [self.arms.store.find(trial).run_id for trial in trials]
+        runs = [self.arms.find_run(trial) for trial in trials]
         self._write("look", stage=stage, number=number, gain=gain, runs=runs, values=values)
 
-    def _drive(self, trials: Sequence[StudyTrial]) -> bool:
+    def _drive(self, trials: Sequence[SideTrial]) -> bool:
         """Train trials to their end; return whether all have a result. Raise RunFailedError for one that has none."""
-        self.arms.driver.drive(trials, self._pause)
+        self.arms.train(trials, self._pause)
         if self.is_stopped:
             return False
-        if lines := find_unfinished(self.arms.driver, trials):
+        if lines := self.arms.find_unfinished(trials):
             raise RunFailedError(f"{'; '.join(lines)}; the same command goes on")
         for trial in trials:
             self._note_trained(trial)
         return True
 
-    def _note_trained(self, trial: StudyTrial) -> None:
+    def _note_trained(self, trial: SideTrial) -> None:
         if trial.run_id not in self._charged:
             self._trained[trial.run_id] = trial
 
-    def _read(self, trial: StudyTrial, metric: str) -> float | None:
+    def _read(self, trial: SideTrial, metric: str) -> float | None:
         """Return a trial's value; None if it diverged. Raise RunFailedError if it has none."""
-        if self.arms.driver.runs[trial.run_id].status is Status.DIVERGED:
+        if self.arms.has_diverged(trial):
             return None
         value = self.arms.read(trial, metric)
         if value is None:
-            run = self.arms.store.find(trial)
-            raise RunFailedError(f"run {run.run_id} has no {metric or self.proposal.metric.name} after its last step")
+            raise RunFailedError(
+                f"run {self.arms.find_run(trial)} has no {metric or self.proposal.metric.name} after its last step"
+            )
         return value
 
     def _fix_aim(self) -> None:
@@ -186,7 +185,7 @@ class JudgeSession:
 
     def _write(self, kind: str, **values: object) -> None:
         """Append an entry of this question, which pays for the runs that no entry has charged yet."""
-        charged = {self.arms.store.find(trial).run_id: self.arms.find_cost(trial) for trial in self._trained.values()}
+        charged = {self.arms.find_run(trial): self.arms.find_cost(trial) for trial in self._trained.values()}
         more: dict[str, object] = {"charged": charged} if charged else {}
         self.ledger.write({"kind": kind, "question": self.proposal.digest} | values | more)
         self.has_news |= kind in {"look", "answered"}

@@ -4,12 +4,14 @@ mlflow."""
 from sparsebp_cli.tracking.door import send_to
 from sparsebp_cli.tracking.flush import Flusher, SyncResult, delete_record, sync
 from sparsebp_cli.tracking.follow import Follower
+from sparsebp_cli.tracking.script_run import ScriptRun
 from sparsebp_cli.tracking.store import resolve_uri
 from sparsebp_cli.tracking.ui import ui_command, ui_environment
 
 __all__ = [
     "Flusher",
     "Follower",
+    "ScriptRun",
     "SyncResult",
     "delete_record",
     "resolve_uri",

@@ -18,7 +18,11 @@ from sparsebp_cli.compare.overview_grid import grids
 from sparsebp_cli.compare.report import render_report
 from sparsebp_cli.compare.statistics import Difference, Spread
 from sparsebp_cli.compare.view import View, view_grids
-from sparsebp_cli.run import JournalWriter, RunFolder
+from sparsebp_cli.plan import Plan
+from sparsebp_cli.release.card import Card
+from sparsebp_cli.release.figure import compare_here, list_figures
+from sparsebp_cli.release.weights import Weights
+from sparsebp_cli.run import History, JournalWriter, RunFolder
 
 MakeRun = Callable[..., RunFolder]
 Cells = dict[str, dict[str, tuple[str, bool]]]  # label to column to the text and whether it is bold
@@ -179,3 +183,33 @@ def test_the_random_comparisons_hold_what_the_faces_have_to_agree_on(make_run: M
             seen |= {"gain"} if found.is_gain(group, "quality") else set()
     wanted = {"withheld", "drift", "gain", "step time: lower", "step time: no statement", "memory: lower"}
     assert wanted <= seen
+
+
+def write_card(run: RunFolder) -> str:
+    plan = Plan.load(run.plan_file)
+    history, weights = History.load(run.path), Weights(20, "last")
+    figures = list_figures(run, weights, history)
+    return Card(run, plan, history, weights, figures, compare_here(run, plan), "LlamaForCausalLM").render("mine")
+
+
+def test_the_card_of_a_model_says_beside_dense_what_compare_says(
+    two_groups: list[RunFolder], make_run: MakeRun
+) -> None:
+    dense, sparse = two_groups[:5], two_groups[5:]
+    make_run("longer", 0, loss=1.0, training={"max_steps": 10}, steps=10)  # another question: not beside these
+    make_run("dense", 7, loss=1.0, end="failed")
+    found = compare_runs(two_groups)
+    (said,) = (group.verdict for group in found.groups if group.group != found.baseline)
+    assert "worse" in said
+    card = " ".join(write_card(sparse[0]).split())
+    assert f"Beside dense training of the same recipe: {said}" in card
+    assert "was not compared with dense" not in card
+    assert "Beside dense" not in write_card(dense[0]), "of itself there is nothing to say"
+
+
+def test_the_card_of_a_model_without_dense_runs_says_that_nobody_knows(make_run: MakeRun) -> None:
+    policy = [{"name": "topk", "keep": 0.1, "along": "rows"}]
+    runs = [make_run("topk", seed, policy=policy, exact=False) for seed in range(3)]
+    card = write_card(runs[0])
+    assert "what its policy cost is not known" in card
+    assert "Beside dense" not in card

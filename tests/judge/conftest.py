@@ -23,10 +23,10 @@ def environment() -> dict[str, str]:
 def cli(tmp_path: Path) -> Cli:
     """Run the command line to its end."""
 
-    def run(*words: object) -> subprocess.CompletedProcess[str]:
+    def run(*words: object, cwd: Path = tmp_path) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [*FAKE, *map(str, words)],
-            check=False, capture_output=True, text=True, timeout=500, cwd=tmp_path, env=environment(),
+            check=False, capture_output=True, text=True, timeout=500, cwd=cwd, env=environment(),
         )  # fmt: skip
 
     return run
@@ -37,10 +37,10 @@ def start(tmp_path: Path) -> Iterator[Start]:
     """Start the command line and go on."""
     processes: list[subprocess.Popen[str]] = []
 
-    def begin(*words: object) -> subprocess.Popen[str]:
+    def begin(*words: object, cwd: Path = tmp_path) -> subprocess.Popen[str]:
         process = subprocess.Popen(
             [*FAKE, *map(str, words)],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=environment(),
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=cwd, env=environment(),
             start_new_session=True,
         )  # fmt: skip
         processes.append(process)

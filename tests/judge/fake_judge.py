@@ -1,6 +1,8 @@
-"""The command line as it is, with the worker of these tests behind the target ``local``."""
+"""The command line as it is, with the worker of these tests behind ``local``, and scripts' numbers in files."""
 
 from __future__ import annotations
+
+from script_material import use_file_runs  # found beside this file
 
 import sparsebp_cli.target
 from sparsebp_cli.cli.app import main
@@ -14,5 +16,6 @@ def make_fake(section: TargetSection) -> Target:
 
 
 if __name__ == "__main__":
+    use_file_runs()
     sparsebp_cli.target.make_target = make_fake
     main()

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from sparsebp_cli.judge.arms import Arms
 from sparsebp_cli.judge.budget import QuestionBudget
 from sparsebp_cli.judge.ledger import Ledger, Question
-from sparsebp_cli.judge.question import Contender, Proposal
+from sparsebp_cli.judge.question import Contender, RecipeProposal
+from sparsebp_cli.judge.recipe_arms import RecipeArms
 from sparsebp_cli.judge.session import JudgeSession, Terms
 from sparsebp_cli.plan import Plan, Provenance
 from sparsebp_cli.recipe import load_recipe
@@ -68,7 +68,7 @@ def make_session(
 ) -> JudgeSession:
     """Return a judge of the recipe with changes against the recipe, with the ledger of this test's home."""
     candidate, baseline = (Contender.of(load_recipe(file, list(some)), file) for some in (changes, ()))
-    arms = Arms(Proposal(candidate, baseline), Provenance())
+    arms = RecipeArms(RecipeProposal(candidate, baseline), Provenance())
     arms.driver = HereDriver(None, arms.store, Provenance())  # type: ignore[assignment]
     return JudgeSession(arms, Terms(QuestionBudget.parse(budget), effect, margin, gain), Ledger(), lambda: None)
 

@@ -29,7 +29,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a judge in this process train in this process."""
     write_recipe(tmp_path)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sparsebp_cli.judge.arms.Driver", HereDriver)
+    monkeypatch.setattr("sparsebp_cli.judge.recipe_arms.Driver", HereDriver)
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:

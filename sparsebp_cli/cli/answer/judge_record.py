@@ -84,7 +84,7 @@ class Judgement(Answer):
     better: str
     """``lower`` or ``higher``."""
     equal: str
-    """What both sides may spend as much of: ``flops`` or ``steps``."""
+    """What both sides may spend as much of: ``flops`` or ``steps``; ``command``: what a script of each spends."""
     candidate: Side
     """What was proposed."""
     baseline: Side
@@ -109,6 +109,8 @@ class Judgement(Answer):
     """Gain on the test split; null while it is sealed."""
     spent: dict[str, float]
     """What it took in all: ``seconds``, ``flops``, ``runs``."""
+    seconds_per_run: dict[str, float]
+    """Mean seconds of a run of each side over the pairs; empty before the first."""
     budget: Allowed | None
     """What it may spend; null of the test split."""
     ledger: LedgerFacts
