@@ -119,9 +119,9 @@ class Measurement:
         batches: IndependentBatches | None = None,
     ) -> Values:
         """Return the metrics of the probe and of fidelity, if they are due at a step (from 1), before the step is made.
-        ``shape`` returns that of what a trial runs, its first micro-batch or all of them. With ``batches``, the error of
-        a policy is held against the noise of dense, and the gradient against that of other examples if these are asked
-        for."""
+        ``shape`` returns that of what a trial runs, its first micro-batch or all of them. With ``batches``, the error
+        of a policy is held against the noise of dense, and the gradient against that of other examples if these are
+        asked for."""
         probe_due, fidelity_due = (self._is_due(step, every) for every in self._intervals())
         self._count(step, forward, shape)
         if not (probe_due or fidelity_due):
