@@ -31,7 +31,7 @@ def _fill(root: Path, page: str, make: Callable[[Any], str]) -> str:
 
     def fill(match: re.Match[str]) -> str:
         file = root / "benchmarks" / "results" / f"{match[2]}-cpu.json"
-        chosen = {"waste": _waste, "labels": _labels}.get(match[2], make)
+        chosen = {"waste": _waste, "labels": _labels, "updates": _updates}.get(match[2], make)
         return f"{match[1]}{chosen(json.loads(file.read_text(encoding='utf-8')))}{match[3]}"
 
     return PLACE.sub(fill, text)
@@ -73,6 +73,18 @@ def _waste(record: Any) -> str:
         for name, row in record["cases"].items()
     ]
     return table(["update", "plain, MFLOP", "lossless, MFLOP", "share", "error of the gradient"], rows)
+
+
+def _updates(record: Any) -> str:
+    ways = {"plain": "plain", "batch": "`prefixes: share`", "update": "`prefixes: update`"}
+    rows = []
+    for order, found in record["cases"].items():
+        plain = found["plain"]
+        for way, name in ways.items():
+            row = found[way]
+            shares = (f"{row['flops'] / plain['flops']:.2f}", f"{row['bytes'] / plain['bytes']:.2f}")
+            rows.append([order, name, f"{row['flops'] / 1e6:,.0f}", shares[0], shares[1], f"{row['error']:.0e}"])
+    return table(["answers", "way", "MFLOP", "share", "share of the bytes held", "error of the gradient"], rows)
 
 
 def _labels(record: Any) -> str:

@@ -10,7 +10,18 @@ from pydantic import Field, model_validator
 
 from sparsebp_cli.policy.contract import Policy
 from sparsebp_cli.policy.kind import Kind
-from sparsebp_cli.policy.rule import GIVEN, Rule, at_linears, in_trainer_not_with, not_beside, not_with
+from sparsebp_cli.policy.rule import (
+    GIVEN,
+    AllBut,
+    Conditions,
+    Rule,
+    at_linears,
+    in_trainer_not_with,
+    not_beside,
+    not_compiled,
+    not_with,
+    one_process,
+)
 
 
 @dataclass(frozen=True)
@@ -46,10 +57,11 @@ class BatchPacker(Policy):
         "positions with a label only, whatever this says.",
     )
     padding: bool = Field(True, description="Leave out padding, forward and backward.")
-    prefixes: Literal["share", "separate"] = Field(
+    prefixes: Literal["share", "update", "separate"] = Field(
         "share",
-        description="share: the tokens that several examples of a batch begin with are computed once. separate: each "
-        "example has rows of its own.",
+        description="share: the tokens that several examples of a batch begin with are computed once. update: once for "
+        "all micro-batches of an optimizer step, which a recipe arranges for it. separate: each example has rows of "
+        "its own.",
     )
     verify: Literal["never", "first", "always"] = Field(
         "first",
@@ -85,6 +97,8 @@ class BatchPacker(Policy):
         return self
 
 
+_OF_UPDATES: Conditions = {"shares_updates": (True,)}
+
 BATCH_PACKER = Kind(
     BatchPacker,
     asked="Decides before each forward of training whether rows are left out. Always exact up to "
@@ -93,7 +107,11 @@ BATCH_PACKER = Kind(
     suite="sparsebp_cli.testing.packer:check_batch_packer",
     shortens=True,
     keeps_state=False,
-    facts=lambda policy: {"shares_prefixes": policy.prefixes == "share", "runs_reference": True},
+    facts=lambda policy: {
+        "shares_prefixes": policy.prefixes != "separate",
+        "shares_updates": policy.prefixes == "update",
+        "runs_reference": True,
+    },
     limits=(
         not_beside(
             ("GradientSelector", "EdgeRouter"),
@@ -109,6 +127,23 @@ BATCH_PACKER = Kind(
             "{other} and {policy} in one forward is built for mode: exact alone: set it, or give one of them",
             why="Modes detach and stop make constants of rows by example and position.",
             other={"kind": ("TokenSelector",), "mode": ("detach", "stop")},
+        ),
+        one_process(
+            "Gradients would have to be summed over the processes after the last of what they share.",
+            what="{policy} with prefixes: update",
+            facts=_OF_UPDATES,
+        ),
+        not_with("update", ("eager",), "gradients of what micro-batches share come after theirs", facts=_OF_UPDATES),
+        not_with("compile", (True,), "what micro-batches share is not compiled", facts=_OF_UPDATES),
+        not_compiled(
+            "what micro-batches share is not compiled", what="{policy} with prefixes: update", facts=_OF_UPDATES
+        ),
+        Rule(
+            "{other} and {policy} with prefixes: update in one forward is not built: give one of them, or prefixes: "
+            "share",
+            why="What several micro-batches share is computed before it is known what other policies choose in each.",
+            policy=_OF_UPDATES,
+            other={"kind": AllBut(("EpochSelector", "ParameterSelector"))},
         ),
         at_linears("Branches and nodes are known by the examples and positions of the plain forward."),
         not_with("segments", GIVEN, "it changes the batch inside of the forward"),

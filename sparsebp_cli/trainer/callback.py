@@ -289,6 +289,8 @@ class PolicyCallback(TrainerCallback):
         **kwargs: object,
     ) -> Tensor | int | None:
         if self._is_attached and self.engine is not None and self.engine.enabled:
+            if len(batches) > 1 and all(isinstance(batch, Mapping) and "input_ids" in batch for batch in batches):
+                self.engine.expect(batches)  # the micro-batches of the coming step, as the trainer has drawn them
             found = mask_noncandidates(self._policies, batches)
             self._num_candidates = None if found is None else count(found, *args, **kwargs)
         return count(batches, *args, **kwargs)

@@ -57,6 +57,8 @@ class BatchOrder:
         self.batch_size, self.num_ranks, self.columns = batch_size * rank[1], rank[1], columns
         self.candidates, self.group_by = candidates, group_by
         self.gaps: Gaps | None = None  # of a masked language model
+        self.sorted_batches = 1  # micro-batches of a step whose examples are sorted by their tokens; 1: none are
+        self._sorted: tuple[int, list[int]] = (-1, [])  # of the step that was sorted last
         self._own = slice(rank[0] * batch_size, (rank[0] + 1) * batch_size)
         self._shuffle = EpochShuffle(examples, seed, self.batch_size, group_by)
         self._chosen: ChosenEpochs | None = None
@@ -130,8 +132,20 @@ class BatchOrder:
         elif state:
             raise ValueError("a policy chose the examples of each epoch there, and none does in the plan")
 
-    def _positions(self, number: int) -> range:
-        return range(number * self.batch_size, (number + 1) * self.batch_size)
+    def _positions(self, number: int) -> Sequence[int]:
+        count = self.sorted_batches
+        if count == 1:
+            return range(number * self.batch_size, (number + 1) * self.batch_size)
+        step, place = divmod(number, count)
+        if self._sorted[0] != step:
+            every = range(step * count * self.batch_size, (step + 1) * count * self.batch_size)
+            # Examples that begin alike are neighbours then, in the order of their prefix tree.
+            self._sorted = step, sorted(every, key=lambda p: self.examples[self._example(p)].input_ids.tobytes())
+        return self._sorted[1][place * self.batch_size : (place + 1) * self.batch_size]
+
+    def sort_steps(self, num_batches: int) -> None:
+        """Sort the examples of each optimizer step, of so many micro-batches, by their tokens; 1: leave them."""
+        self.sorted_batches, self._sorted = num_batches, (-1, [])
 
     def _example(self, position: int) -> int:
         if self._chosen is not None:

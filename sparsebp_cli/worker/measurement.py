@@ -21,12 +21,12 @@ from sparsebp_cli.worker.independent_gradient import (
     IndependentComparison,
     measure_sgd_variance,
 )
-from sparsebp_cli.worker.price import Shape, StepPrice, shape_of
+from sparsebp_cli.worker.price import Shape, StepPrice, join_shapes, shape_of
 from sparsebp_cli.worker.probe import cost_ratio, count_cost, count_price, price_pass, run_probe
 from sparsebp_cli.worker.selection_gain import gain_metrics, measure_selection_gain
 from sparsebp_cli.worker.step_memory import PeakMemory
 from sparsebp_cli.worker.stopwatch import Stopwatch
-from sparsebp_cli.worker.trial_step import PassResult, TrialStep, trainable_parameters
+from sparsebp_cli.worker.trial_step import PassResult, RestOfUpdate, TrialStep, trainable_parameters
 
 Values = dict[str, float | None]
 ROUNDING = 1e-8  # of the squared error over the squared norm: below it a policy computes the dense gradient
@@ -45,6 +45,7 @@ class Measurement:
     device: torch.device
     peak: PeakMemory
     price: StepPrice
+    rest: Callable[[], RestOfUpdate] = RestOfUpdate  # of the coming step, behind its first micro-batch
     _layers: LayerNumbers = field(init=False)
     _proofs: dict[int, dict[str, list[float | None]]] = field(init=False)  # tables in the journal, by step
     _proof: Proof | None = None  # of the current step
@@ -68,9 +69,11 @@ class Measurement:
         """Measure before training what a step costs and what selection can gain. ``forward`` returns the loss of the
         first micro-batch; ``batch`` is that micro-batch on the device; ``policies`` are those that are attached."""
         self.peak.pause()
-        with TrialStep(self.model, self.engine, forward, self.backward) as trial:
+        rest = self.rest()
+        shape = join_shapes([shape_of(one) for one in rest.batches or [batch]])
+        with TrialStep(self.model, self.engine, forward, self.backward, rest) as trial:
             probe = run_probe(trial, Stopwatch(self.device))
-            self.price.begin(price_pass(probe.proof, shape_of(batch)))
+            self.price.begin(price_pass(probe.proof, shape))
             found = measure_selection_gain(trial, probe, batch, run, policies)
         self.peak.resume()
         return found
@@ -104,7 +107,7 @@ class Measurement:
         if before is None or not is_limited or step < self.price.due:
             return
         self.peak.pause()
-        with TrialStep(self.model, self.engine, forward, self.backward) as trial:
+        with TrialStep(self.model, self.engine, forward, self.backward, self.rest()) as trial:
             self.price.count(count_price(trial, shape(), before), step)
         self.peak.resume()
 
@@ -116,15 +119,16 @@ class Measurement:
         batches: IndependentBatches | None = None,
     ) -> Values:
         """Return the metrics of the probe and of fidelity, if they are due at a step (from 1), before the step is made.
-        ``shape`` returns that of its first micro-batch. With ``batches``, the error of a policy is held against the
-        noise of dense, and the gradient against that of other examples if these are asked for."""
+        ``shape`` returns that of what a trial runs, its first micro-batch or all of them. With ``batches``, the error
+        of a policy is held against the noise of dense, and the gradient against that of other examples if these are
+        asked for."""
         probe_due, fidelity_due = (self._is_due(step, every) for every in self._intervals())
         self._count(step, forward, shape)
         if not (probe_due or fidelity_due):
             return {}
         values: Values = {}
         self.peak.pause()
-        with TrialStep(self.model, self.engine, forward, self.backward) as trial:
+        with TrialStep(self.model, self.engine, forward, self.backward, self.rest()) as trial:
             dense = policy = fidelity = None
             if probe_due:
                 probe = run_probe(trial, Stopwatch(self.device))

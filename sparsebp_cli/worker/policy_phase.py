@@ -87,6 +87,8 @@ class PhaseSequence:
         order.columns |= frozenset({LOSS_WEIGHT}) if weighs else frozenset()
         columns = [column for found in facts if isinstance(column := found.get("candidate_column"), str)]
         order.candidates = next(iter(columns), None)
+        shares = any(found.get("shares_updates") for found in facts)
+        order.sort_steps(self.recipe.training.gradient_accumulation_steps if shares else 1)
         return order
 
     def describe(self, phase: PolicyPhase[Policy]) -> str:

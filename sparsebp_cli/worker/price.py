@@ -10,7 +10,7 @@ The journal has the price of each step, so whoever reads the run adds up instead
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sparsebp_cli.run import metric
 
-Shape = tuple[int, int]  # examples and padded length of a micro-batch
+Shape = tuple[float, float]  # examples and padded length of a micro-batch
 # See decisions 82 and 95.
 FIRST, MOST = 8, 32  # a run with a limit of work counts the first steps of each price, then one of MOST at least
 MEMORY = 100  # counts
@@ -32,8 +32,8 @@ class CountedPass:
     policy: float
     dense: float
     attention: float  # of dense's: what grows with the square of the length
-    examples: int
-    length: int
+    examples: float
+    length: float
 
     def scale(self, shape: Shape) -> float:
         """Return the work of another micro-batch as a multiple of this one's."""
@@ -148,3 +148,12 @@ def shape_of(batch: Mapping[str, Tensor]) -> Shape:
     """Return the examples of a micro-batch and their padded length."""
     examples, length = batch["input_ids"].shape
     return examples, length
+
+
+def join_shapes(shapes: Sequence[Shape]) -> Shape:
+    """Return the shape of one micro-batch with as many positions, and pairs of positions, as several have together."""
+    if len(shapes) == 1:
+        return shapes[0]
+    positions = sum(examples * length for examples, length in shapes)
+    length = sum(examples * length**2 for examples, length in shapes) / positions
+    return positions / length, length

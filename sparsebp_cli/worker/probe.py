@@ -6,12 +6,15 @@ ceiling) and counts what was executed and stored, module by module.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
 
 from sparsebp_cli.backward import Engine, ModuleTrace, PassCount, Proof, Report, count_flops, saved_bytes, tensor_bytes
 from sparsebp_cli.backward.core.extension import CountsGradients, EstimatesFlops, KeepsOutputs
 from sparsebp_cli.backward.observe.flops import DensePass, PassEstimate
+from sparsebp_cli.backward.observe.saved_bytes import SavedBytes
 from sparsebp_cli.plan import ceiling, realised_share
 from sparsebp_cli.run import metric
 from sparsebp_cli.worker.price import CountedPass, Shape
@@ -102,7 +105,7 @@ def _first_visit(count: PassCount) -> float:
 def _time(trial: TrialStep, stopwatch: Stopwatch, mode: Mode) -> tuple[float, PassResult]:
     with trial.on(mode) as backward:
         start = stopwatch.now()
-        backward(trial.forward())
+        trial.run_batches(backward)
         return stopwatch.now() - start, trial.result()
 
 
@@ -110,9 +113,16 @@ def _count(trial: TrialStep, mode: Mode, draw: int = 1) -> tuple[PassCount, Repo
     model, engine = trial.model, trial.engine
     # Under counters some operators make other graph nodes than in training, so their error feedback does not fit here.
     with trial.on(mode, draw, feedback=False) as backward, ModuleTrace(model) as trace, count_flops(trace) as flops:
-        with saved_bytes(model.parameters(), trace) as saved:
-            loss = trial.forward()
-        backward(loss)
+        every: list[SavedBytes] = []
+
+        @contextmanager
+        def watch() -> Iterator[None]:
+            with saved_bytes(model.parameters(), trace) as saved:
+                every.append(saved)
+                yield
+
+        loss = trial.run_batches(backward, watch)
+        saved = max(every, key=lambda one: one.total)  # of the micro-batch that saves most
         claiming = [part for part in engine.extensions if isinstance(part, EstimatesFlops)] if mode == "dense" else []
         claims = [part.claim(DensePass(loss, trace, flops)) for part in claiming]
         keeping = [part for part in engine.extensions if isinstance(part, KeepsOutputs)] if mode == "policy" else []

@@ -58,7 +58,7 @@ from sparsebp_cli.worker.independent_gradient import IndependentBatches
 from sparsebp_cli.worker.measurement import Measurement
 from sparsebp_cli.worker.policy_phase import PhaseSequence
 from sparsebp_cli.worker.prefetch import BatchPrefetch
-from sparsebp_cli.worker.price import Shape, StepPrice, find_updated, shape_of
+from sparsebp_cli.worker.price import Shape, StepPrice, find_updated, join_shapes, shape_of
 from sparsebp_cli.worker.process import Ranks
 from sparsebp_cli.worker.prompt import HeldOutPrompts
 from sparsebp_cli.worker.sharding import copy_full, full_tensor, gather, no_gradient_sync, unwrap
@@ -74,7 +74,7 @@ from sparsebp_cli.worker.step_memory import (
     selection_metrics,
 )
 from sparsebp_cli.worker.stopwatch import Stopwatch, read_load
-from sparsebp_cli.worker.trial_step import limit_measurements, trainable_parameters
+from sparsebp_cli.worker.trial_step import RestOfUpdate, limit_measurements, trainable_parameters
 
 Batch = dict[str, Tensor]
 PRICED_BATCHES = 1_000  # their shapes alone are read
@@ -131,6 +131,7 @@ class Training:
             self.accelerator.device,
             PeakMemory(self.accelerator.device),
             self.price,
+            self._rest_of_update,
         )
         if self.allowance.limits_work and self.measurement.recipe.measure.probe_every is None:
             name = "max_flops" if self.allowance.max_cost is None else "max_cost"
@@ -271,6 +272,7 @@ class Training:
         shares = self.batches.take(range(first, first + accumulation))
         targets, losses = sum(count for _, count in shares), list[Tensor]()
         probing = self._run_trials(first, shares[0][0], targets)
+        self.engine.expect([batch for batch, _ in shares])
         counting = self._count_update()
         for number, (batch, _) in enumerate(shares, first):
             is_last = number == first + accumulation - 1
@@ -440,13 +442,24 @@ class Training:
         batch, _ = self.order.rank_part(number := self._first_batch)
         return lambda: self._loss(number), to_device(batch, self.accelerator.device), self.model
 
+    def _rest_of_update(self) -> RestOfUpdate:
+        """Return the micro-batches that a measurement of the coming step runs together, if a policy shares rows among
+        them."""
+        count = self.order.sorted_batches
+        if count == 1:
+            return RestOfUpdate()
+        numbers = range(self._first_batch, self._first_batch + count)
+        batches = [self.order.rank_part(number)[0] for number in numbers]
+        return RestOfUpdate(batches, [partial(self._loss, number) for number in numbers[1:]])
+
     def _measure(self) -> dict[str, float | None]:
         """Take the measurements that are due on the first micro-batch of the coming step."""
         number, count = self._first_batch, self.measurement.recipe.measure.independent_examples or 0
         batches = IndependentBatches(self.order, number, count, self._plain_loss) if self.ranks.count == 1 else None
 
         def shape() -> Shape:
-            return shape_of(self.order.rank_part(number)[0])
+            batches = self._rest_of_update().batches or [self.order.rank_part(number)[0]]
+            return join_shapes([shape_of(batch) for batch in batches])
 
         return self.measurement.before(self.step + 1, lambda: self._loss(number), shape, batches)
 

@@ -6,8 +6,8 @@ without them, bit for bit. Every pass starts from the same generator states, so 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal, Self
@@ -32,18 +32,33 @@ class PassResult:
     report: Report
 
 
+@dataclass(frozen=True)
+class RestOfUpdate:
+    """The micro-batches of a step behind the first, where a policy computes what they share once for all of them."""
+
+    batches: Sequence[Mapping[str, Tensor]] = ()  # the first one, too; none: a pass is one micro-batch
+    forwards: Sequence[Callable[[], Tensor]] = ()  # of those behind it
+
+
 class TrialStep:
     """A context manager, entered between two training steps, in which passes run. The model is in training mode and
     without gradients; ``forward`` returns the loss of a micro-batch, and ``backward`` differentiates it without the
-    engine. Where a policy estimates gradients, its estimate is part of the forward, and its backward does nothing."""
+    engine. Where a policy estimates gradients, its estimate is part of the forward, and its backward does nothing.
+    With ``rest`` a pass is one over all micro-batches of a step."""
 
     model: nn.Module
     engine: Engine
 
     def __init__(
-        self, model: nn.Module, engine: Engine, forward: Callable[[], Tensor], backward: Callable[[Tensor], None]
+        self,
+        model: nn.Module,
+        engine: Engine,
+        forward: Callable[[], Tensor],
+        backward: Callable[[Tensor], None],
+        rest: RestOfUpdate | None = None,
     ) -> None:
         self.model, self.engine, self._forward, self._backward = model, engine, forward, backward
+        self._rest = RestOfUpdate() if rest is None else rest
         self._estimates = False  # whether the pass under way is one of a policy that estimates gradients
 
     def __enter__(self) -> Self:
@@ -88,8 +103,20 @@ class TrialStep:
     def run(self, mode: Mode, draw: int = 1) -> PassResult:
         """Run one pass and return its gradients and report."""
         with self.on(mode, draw) as backward:
-            backward(self.forward())
+            self.run_batches(backward)
             return self.result()
+
+    def run_batches(
+        self, backward: Callable[[Tensor], None], watch: Callable[[], AbstractContextManager[object]] = nullcontext
+    ) -> Tensor:
+        """Run forward, under ``watch``, and backward of each micro-batch of a pass, and return the last loss."""
+        if self._rest.batches:
+            self.engine.expect(self._rest.batches)
+        for forward in (self.forward, *self._rest.forwards):
+            with watch():
+                loss = forward()
+            backward(loss)
+        return loss
 
     def result(self) -> PassResult:
         """Return the gradients and the report of the current pass so far."""

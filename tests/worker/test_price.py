@@ -216,6 +216,14 @@ def test_batches_by_length_are_charged_for_their_own_length(uneven, prepared, mo
     assert alike[0].passes < 0.95 * plain[0].passes
 
 
+@pytest.mark.slow
+def test_a_step_whose_micro_batches_share_prefixes_is_charged_as_a_whole(uneven, prepared, monkeypatch) -> None:
+    policy = {"name": "lossless", "prefixes": "update", "verify": "never"}
+    training = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2}
+    charged, counted = spend(uneven(policy=[policy], training=training), prepared, monkeypatch)
+    assert charged.passes == pytest.approx(counted.passes, rel=0.01)
+
+
 def test_the_work_of_a_dense_pass_follows_from_its_shape() -> None:
     """Products with weights: 8 by position; attention: 3 by pair of positions, of 4 texts of 16."""
     work = lambda examples, length: examples * (8.0 * length + 3.0 * length**2)  # noqa: E731

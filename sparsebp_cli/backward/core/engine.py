@@ -24,6 +24,7 @@ from sparsebp_cli.backward.core.extension import (
     FreezesParameters,
     KeepsOutputs,
     KeepsState,
+    PlansUpdates,
     RequiresForward,
     RunsPass,
     ScoresForwards,
@@ -179,6 +180,9 @@ class Engine:
                 updates = is_last and not self._clock.draw  # a probe changes nothing
                 differentiate = partial(self._differentiate, loss, backward, loss_scale)
                 self.eager.run_pass(loss, differentiate, backward=backward, updates=updates)
+            for extension in self.extensions:
+                if isinstance(extension, PlansUpdates):
+                    extension.finish_pass()
         finally:
             # From here on a backward that does not come through the engine is refused again.
             self.decisions.step = None
@@ -485,6 +489,21 @@ class Engine:
         for extension in self.extensions:
             if isinstance(extension, ChecksArguments):
                 extension.check_arguments(arguments)
+
+    def expect(self, batches: Sequence[Mapping[str, Any]]) -> bool:
+        """Say which micro-batches come until the optimizer's next step, so that ``lossless`` with ``prefixes: update``
+        computes once what they have in common. Each then has its forward and :meth:`backward` as ever, in this order.
+
+        Args:
+            batches: Of each micro-batch ``input_ids`` (B, T), the mask and position numbers that its forward gets, if
+                any, and ``labels`` where only the positions that predict one are read; also ``loss_weight`` and
+                ``example_weight``, where rows of weight zero are not read.
+
+        Returns:
+            Whether they have anything in common; if not, each runs as if nothing had been said.
+        """
+        found = [part.expect(batches) for part in self.extensions if isinstance(part, PlansUpdates) and self.enabled]
+        return any(found)
 
     @contextmanager
     def scoring(self, labels: Tensor | None = None, *, reads: Literal["labels", "loss"] = "labels") -> Iterator[None]:

@@ -5,7 +5,7 @@ Adapters and extensions depend on these protocols instead of the engine, so that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, runtime_checkable
@@ -181,6 +181,17 @@ class ScoresForwards(Protocol):
 
     def reading_by(self, labels: Tensor | None, reads: Literal["labels", "loss"]) -> AbstractContextManager[None]:
         """Return a context in which a script reads no more of such forwards than it has said."""
+
+
+@runtime_checkable
+class PlansUpdates(Protocol):
+    """An extension whose policy computes what several micro-batches of an optimizer step share once for all of them."""
+
+    def expect(self, batches: Sequence[Mapping[str, Any]]) -> bool:
+        """Take the arguments of the coming forwards of one step; return whether they share anything."""
+
+    def finish_pass(self) -> None:
+        """Finish the backward of a micro-batch: of what it was the last one to read."""
 
 
 @runtime_checkable

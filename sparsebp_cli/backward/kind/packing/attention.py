@@ -9,7 +9,7 @@ function calls the model's own once for each group of segments. Everywhere else 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -30,6 +30,7 @@ IMPLEMENTATIONS = ("sdpa", "eager")
 AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 KeysValues = tuple[tuple[Tensor, Tensor], ...]  # of each call of attention in a layer
+KeysOfModules = Mapping[nn.Module, tuple[Tensor, Tensor]]
 
 
 @dataclass
@@ -40,6 +41,20 @@ class PackedState:
     shortens: bool = True  # whether the last layer runs the rows that are read alone, if the layout has these
     num_calls: int = 0  # of attention layers
     memory: PackedMemory | None = None  # of a decoder: the rows of the encoder
+    before: Sequence[KeysOfModules] = ()  # of the rows that other forwards of the update have computed
+    keeps: dict[nn.Module, list[tuple[Tensor, Tensor]]] | None = None  # gets keys and values; None: nobody wants them
+
+    def keep(self, module: nn.Module, key: Tensor, value: Tensor) -> None:
+        """Note the keys and values of the rows of this forward."""
+        if self.keeps is not None:
+            self.keeps.setdefault(module, []).append((key, value))
+
+    def with_before(self, module: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values of the rows of this forward, and behind them those of the rows before."""
+        if not self.before:
+            return key, value
+        keys, values = zip(*(rows[module] for rows in self.before), strict=True)
+        return torch.cat((key, *keys), 2), torch.cat((value, *values), 2)
 
 
 _state: ContextVar[PackedState | None] = ContextVar("state", default=None)
@@ -179,14 +194,22 @@ def find_mask(args: tuple[object, ...], kwargs: Mapping[str, object]) -> PackedM
 
 
 @contextmanager
-def packed(layout: PackedLayout, *, shortens: bool, memory: PackedMemory | None = None) -> Iterator[PackedState]:
+def packed(
+    layout: PackedLayout,
+    *,
+    shortens: bool,
+    memory: PackedMemory | None = None,
+    before: Sequence[KeysOfModules] = (),
+    keeps: dict[nn.Module, list[tuple[Tensor, Tensor]]] | None = None,
+) -> Iterator[PackedState]:
     """Let models that were switched build masks for these rows inside the block."""
-    state = PackedState(layout, shortens, memory=memory)
+    state = PackedState(layout, shortens, memory=memory, before=before, keeps=keeps)
     token = _state.set(state)
     try:
         yield state
     finally:
         _state.reset(token)
+        state.keeps = None  # a forward that checkpointing runs again has the same keys
 
 
 def layout_now() -> PackedLayout | None:
@@ -277,12 +300,16 @@ def _attend(
     num_keys, bias = num_rows if mask.memory is None else mask.memory.num_rows, kwargs.pop("position_bias", None)
     if key.shape[2] != num_keys or query.shape[2] != num_rows or not (bias is None or isinstance(bias, PackedBias)):
         raise UnsupportedError(f"{type(module).__name__} attends to other rows than those of its own input")
+    if mask.memory is None and (mask.ends or not mask.kept):
+        mask.state.keep(module, key, value)
     if mask.ends:
         mask.end(key, value)
         return value.new_zeros(1, num_rows, query.shape[1], value.shape[3]), None
     mask.state.num_calls += 1
     outputs, kept = [], mask.kept[:1]
     mask.kept = (*mask.kept[1:], *kept)  # the next call has its own
+    if mask.memory is None:
+        key, value = mask.state.with_before(module, *(kept[0] if kept else (key, value)))
     for number, group in enumerate(mask.groups):
         own = slice(group.start, group.end)
         queries = _split(query[:, :, own], group)
@@ -290,7 +317,7 @@ def _attend(
             rows_GK = mask.memory.groups[number].row_GK
             keys, values = (_remembered(whole, rows_GK, group.num_segments) for whole in (key, value))
         elif kept:
-            keys, values = (_before(whole, group) for whole in kept[0])
+            keys, values = (_before(whole, group) for whole in (key, value))
         else:
             keys, values = _split(key[:, :, own], group), _split(value[:, :, own], group)
             if group.ancestor_GA.shape[1]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
@@ -78,6 +79,40 @@ class BatchFacts:
 
 
 @dataclass(frozen=True)
+class BatchRows:
+    """The positions of a batch that are computed, and what their rows depend on; all (B, T)."""
+
+    needed_BT: Bools
+    token_BT: Ints | None  # None: no example shares rows with another
+    position_BT: Ints
+    place_BT: Ints  # the numbers by which masks count
+    real_BT: Bools
+    read_BT: Bools  # whose output is read
+    alone_BT: Bools  # padding that is trained
+    begins_BT: Bools | None  # where another sequence begins in an example; None: nowhere
+    facts: BatchFacts
+    balances: bool  # whether the loss balances experts over all positions that are not padding
+
+    @cached_property
+    def sources(self) -> list[Ints]:
+        """For each example the indices of its computed positions among all B * T."""
+        flat_BT = np.arange(self.needed_BT.size).reshape(self.needed_BT.shape)
+        return [flat[row] for flat, row in zip(flat_BT, self.needed_BT, strict=True)]
+
+    @property
+    def keys(self) -> list[Ints]:
+        """For each example what the hidden states of its computed positions follow from."""
+        assert self.token_BT is not None
+        numbers = [values.reshape(-1) for values in (self.token_BT, self.position_BT, self.place_BT)]
+        return [np.stack([values[source] for values in numbers], 1) for source in self.sources]
+
+    @property
+    def reads(self) -> list[Bools]:
+        """For each example whether each of its computed positions is read."""
+        return [self.read_BT.reshape(-1)[source] for source in self.sources]
+
+
+@dataclass(frozen=True)
 class PackedBatch:
     """What is computed of one batch."""
 
@@ -89,6 +124,8 @@ class PackedBatch:
     weightless: int = field(default=0, kw_only=True)  # outputs that are not read since their loss has the weight zero
     facts: BatchFacts | None = field(default=None, kw_only=True)  # None: of an encoder-decoder
     count_N: Tensor | None = field(default=None, kw_only=True)  # positions of each row, where a loss balances experts
+    number: int | None = field(default=None, kw_only=True)  # of the micro-batch in a plan of its update
+    opened: int = field(default=0, kw_only=True)  # rows of others that run before it, and are held
 
     @property
     def num_positions(self) -> int:
@@ -107,7 +144,8 @@ class PackedBatch:
         kinds = (bool(layout.num_shared), bool((~layout.computed_BT).any()), len(layout.groups) > 1, layout.is_causal)
         if self.facts is None:
             return kinds
-        return (*kinds, *self.facts.signature, bool(self.weightless), self.count_N is not None)
+        told = (bool(self.weightless), self.count_N is not None, self.number is not None)
+        return (*kinds, *self.facts.signature, *told)
 
 
 @dataclass

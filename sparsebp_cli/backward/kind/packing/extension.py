@@ -10,7 +10,7 @@ Shape letters: B examples, T positions, N computed rows, R rows of the head, V v
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sparsebp_cli.backward.core.loss_weight import forward_weights, weights_at
+from sparsebp_cli.backward.core.loss_weight import LOSS_WEIGHT, forward_weights, weights_at
 from sparsebp_cli.backward.decoder.decoder import argument_names, find_reentrant
 from sparsebp_cli.backward.decoder.kv_cache import CACHE_NAMES
 from sparsebp_cli.backward.isolation import Examples, compare_with_alone, examples_at
@@ -37,6 +37,7 @@ from sparsebp_cli.backward.kind.packing.batch import (
     BATCH,
     KNOWN,
     BatchFacts,
+    BatchRows,
     Counts,
     PackedBatch,
     find_places,
@@ -50,7 +51,7 @@ from sparsebp_cli.backward.kind.packing.fused import run_fused
 from sparsebp_cli.backward.kind.packing.groups import Bools
 from sparsebp_cli.backward.kind.packing.head import count_rows, kept_columns, read_rows, run_head, spread_logits
 from sparsebp_cli.backward.kind.packing.last_layer import LastLayer, find_shares, install_last_layer
-from sparsebp_cli.backward.kind.packing.layout import count_pairs
+from sparsebp_cli.backward.kind.packing.layout import PackedLayout
 from sparsebp_cli.backward.kind.packing.packed_model import PackingEngine
 from sparsebp_cli.backward.kind.packing.pair import ARGUMENTS, PairBatch, PairPacking, is_pair
 from sparsebp_cli.backward.kind.packing.prompt import SoftPrompt, make_table
@@ -69,6 +70,7 @@ from sparsebp_cli.backward.kind.packing.refusal import (
 from sparsebp_cli.backward.kind.packing.remembered import LastLayout
 from sparsebp_cli.backward.kind.packing.scoring import Reads, Scoring, run_scored
 from sparsebp_cli.backward.kind.packing.sequence import SEQUENCES, find_begins, find_needed, refuse_bounds
+from sparsebp_cli.backward.kind.packing.update import Collected, HeldRows, KeptRows, UpdatePlan
 from sparsebp_cli.backward.kind.packing.verify import AGAIN, Check, compare_passes, limit_of
 from sparsebp_cli.backward.kind.packing.weight import DeadExamples, find_weightless
 from sparsebp_cli.backward.observe.flops import DensePass, PassEstimate
@@ -152,6 +154,10 @@ class PackingExtension:
         self.layouts, self.scoring, self.dead = LastLayout(), Scoring(self), DeadExamples()
         self.trains = True  # False: forwards with a gradient are left as they are, as those of a reference
         self.reference = PackedReference.of(given.reference, self, PackingExtension)
+        self._updates: dict[bool, UpdatePlan] = {}  # of the step under way, and of a measurement between two steps
+        self._ran: list[PackedBatch] = []  # the newest batches of one update
+        self._ran_held: list[PackedLayout] = []  # and what ran before them, once for several
+        self._held = HeldRows()
 
     def set_columns(self, **columns: Tensor) -> None:
         """Set the labels of the next batches, which the script does not pass to the model, until the next call."""
@@ -221,8 +227,47 @@ class PackingExtension:
         ``read_BT`` marks the positions that the caller reads; None: all that are not padding. ``whole`` arranges them
         even if nothing is left out. ``counts`` gets a batch that is refused; None: those of training.
         """
+        rows = self._find_rows(inputs, read_BT, counts)
+        if rows is None:
+            return None
         first = next(inputs[name] for name in ("input_ids", "inputs_embeds") if inputs.get(name) is not None)
-        size, device = (int(first.shape[0]), int(first.shape[1])), first.device
+        layout = self.layouts.make(
+            rows.needed_BT,
+            rows.token_BT,
+            rows.position_BT,
+            first.device,
+            is_causal=self.is_causal is not False,
+            place_BT=rows.place_BT,
+            alone_BT=rows.alone_BT,
+            begins_BT=rows.begins_BT,
+            read_BT=None if self.most_read is None or rows.balances else rows.read_BT,
+            most_read=self.most_read or 0.0,
+        )
+        batch = self._to_batch(rows, layout)
+        head_rows = int(rows.read_BT.sum()) if self.head is not None else rows.needed_BT.size
+        last_rows = layout.num_rows if layout.read is None else len(layout.read.row_M)
+        packed_size = PackedSize(rows.needed_BT.size, layout.num_rows, head_rows, last_rows, *self._shares)
+        return batch if whole or self.policy.packs(packed_size) else None
+
+    @property
+    def most_read(self) -> float | None:
+        """The largest share of rows for which the last layer runs those that are read alone; None: it runs all."""
+        return None if self.last_layer is None or self.shortens is False else self.last_layer.most_read
+
+    def _to_batch(self, rows: BatchRows, layout: PackedLayout) -> PackedBatch:
+        padding = int((~(rows.real_BT | rows.alone_BT)).sum()) if self.policy.padding else 0
+        unread = int((rows.real_BT & ~rows.needed_BT).sum())
+        place = to_place(rows.read_BT, layout.source_N.device)
+        count = count_positions(layout, rows.real_BT) if rows.balances else None
+        return PackedBatch(layout, *place, padding, unread, facts=rows.facts, count_N=count)
+
+    def _find_rows(
+        self, inputs: Mapping[str, Any], read_BT: Bools | None, counts: Counts | None = None
+    ) -> BatchRows | None:
+        """Return the positions of a batch that are computed; None where none can be left out, for the reason that
+        ``counts`` gets."""
+        first = next(inputs[name] for name in ("input_ids", "inputs_embeds") if inputs.get(name) is not None)
+        size = (int(first.shape[0]), int(first.shape[1]))
         real, position = read_mask(inputs, size), read_positions(self.stack, inputs, size)
         if real is None or position is None:
             return None
@@ -249,32 +294,80 @@ class PackingExtension:
             return None
         ids = inputs.get("input_ids")
         # Token types are no part of what makes two prefixes equal.
-        shares = causal and self.policy.prefixes == "share" and inputs.get("token_type_ids") is None
+        shares = causal and self.policy.prefixes != "separate" and inputs.get("token_type_ids") is None
         shares = shares and not self.dropout  # in the plain step equal positions of two examples have their own masks
         tokens = ids.cpu().numpy() if shares and ids is not None else None
         if shares and ids is None and self.prompt is not None:
             tokens = self.prompt.find_tokens(inputs)
-        layout = self.layouts.make(
-            needed,
-            tokens,
-            position,
-            device,
-            is_causal=causal,
-            place_BT=find_places(real, position, begins),
-            alone_BT=alone,
-            begins_BT=begins,
-            read_BT=None if self.last_layer is None or self.shortens is False or balances else read,
-            most_read=0.0 if self.last_layer is None else self.last_layer.most_read,
-        )
-        head_rows = int(read.sum()) if self.head is not None else needed.size
-        last_rows = layout.num_rows if layout.read is None else len(layout.read.row_M)
-        packed_size = PackedSize(needed.size, layout.num_rows, head_rows, last_rows, *self._shares)
-        if not whole and not self.policy.packs(packed_size):
+        places = find_places(real, position, begins)
+        return BatchRows(needed, tokens, position, places, real, read, alone, begins, facts, balances)
+
+    def expect(self, batches: Sequence[Mapping[str, Any]]) -> bool:
+        """Arrange the rows of the coming micro-batches together; return whether they share any that were not yet."""
+        self.drop_update()
+        is_known = self.head is not None and self.pair is None and self.prompt is None and not self.dropout
+        if self.policy.prefixes != "update" or not is_known or self.failure or self.is_causal is False:
+            return False
+        if find_reentrant(self.model) is not None:  # keys and values of its layers have no graph
+            self._held.refused = "reentrant checkpointing"
+            return False
+        read = [find_labelled(batch) for batch in batches]
+        rows = [self._find_rows(batch, read_BT, Counts()) for batch, read_BT in zip(batches, read, strict=True)]
+        found = [one for one in rows if one is not None and one.token_BT is not None]
+        if len(found) < len(rows) or any(one.alone_BT.any() or one.begins_BT is not None for one in found):
+            return False
+        if any(one.balances for one in found):  # a loss over the positions of each micro-batch, shared ones included
+            return False
+        update = UpdatePlan(found, batches)
+        if update.held:
+            self._updates[self.engine.is_probing] = update
+            self._ran, self._ran_held = [], []
+        if not self.engine.is_probing:
+            self._held.add(update)
+        return bool(update.held)
+
+    @property
+    def update(self) -> UpdatePlan | None:
+        """The plan of the update under way; None: there is none."""
+        return self._updates.get(self.engine.is_probing)
+
+    def drop_update(self) -> None:
+        """Forget the plan of an update."""
+        update = self._updates.pop(self.engine.is_probing, None)
+        if update is not None:
+            update.drop()
+
+    def plan_of_update(self, inputs: Mapping[str, Any], read_BT: Bools | None) -> PackedBatch | None:
+        """Return what a forward computes by the plan of its update; None: there is none, or it is no part of it."""
+        number = None if self.update is None else self.update.find(inputs)
+        if self.update is None or number is None:
             return None
-        padding = int((~(real | alone)).sum()) if self.policy.padding else 0
-        unread = int((real & ~needed).sum())
-        count = count_positions(layout, real) if balances else None
-        return PackedBatch(layout, *to_place(read, device), padding, unread, facts=facts, count_N=count)
+        rows = self.update.batches[number].rows
+        read = rows.real_BT if read_BT is None else read_BT
+        if (read & ~rows.read_BT).any():
+            self.update.withdraw(number)
+            self._held.alone += 1
+            return None
+        first = next(inputs[name] for name in BATCH if inputs.get(name) is not None)
+        layout = self.update.arrange(number, first.device, self.most_read)
+        held = [self.update.held[segment] for segment in self.update.held_of(number)]
+        opened = sum(one.size for one in held if one.users[0] == number)
+        layout = replace(layout, num_shared=layout.num_shared - opened)
+        return replace(self._to_batch(replace(rows, read_BT=read), layout), number=number, opened=opened)
+
+    def add_run(self, batch: PackedBatch) -> None:
+        """Note a batch of the update under way."""
+        if batch.number is not None:
+            self._ran.append(batch)
+
+    def add_held(self, layout: PackedLayout) -> None:
+        """Note rows that ran before the batches that share them."""
+        self._ran_held.append(layout)
+
+    def finish_pass(self) -> None:
+        """Run the backward of rows whose last micro-batch had its own."""
+        if self.update is not None and self.update.finish():
+            self._updates.pop(self.engine.is_probing)
 
     def find_examples(self, inputs: dict[str, Any]) -> Examples:
         """Return the examples of a batch that has a plan, several of one row apart, with the numbers of their positions
@@ -349,6 +442,8 @@ class PackingExtension:
         nothing = (_NOTHING_SEEN if self.model.training else _EVAL_MODE).format(type(self.model).__name__)
         seen = self.counts.describe() + self.dead.note if self.counts.batches else nothing
         self.engine.notes["packing"] = self.failure or seen
+        if self.policy.prefixes == "update" and not self.failure:
+            self.engine.notes["packing of updates"] = self._held.describe()
 
     def fail(self, text: str) -> None:
         """Use the plain forward from here on, for the reason that is given."""
@@ -367,12 +462,28 @@ class PackingExtension:
         run: Callable[[dict[str, Any]], Any],
         *,
         shortens: bool | None = None,
+        before: Sequence[KeptRows] = (),
     ) -> Any:
         """Run something on the rows of a batch; ``run`` gets the base model's arguments.
 
         ``shortens``: whether the last layer runs the rows that are read alone; None: if that was found to be right.
+        ``before`` are rows that others of the update have computed.
         """
-        layout = batch.layout
+        return self.run_rows(batch.layout, inputs, run, shortens=shortens, before=before, count_N=batch.count_N)
+
+    def run_rows(
+        self,
+        layout: PackedLayout,
+        inputs: Mapping[str, Any],
+        run: Callable[[dict[str, Any]], Any],
+        *,
+        shortens: bool | None = None,
+        before: Sequence[KeptRows] = (),
+        keeps: Collected | None = None,
+        count_N: Tensor | None = None,
+    ) -> Any:
+        """Run something on rows, as :meth:`run_stack` does. ``keeps`` gets their keys and values; ``count_N`` says for
+        how many positions each stands; None: for one."""
         taken: dict[str, Any] = {
             name: inputs[name].flatten(0, 1).index_select(0, layout.source_N)[None]
             for name in BATCH
@@ -380,10 +491,11 @@ class PackingExtension:
         }
         taken["position_ids"] = layout.position_N[None]
         # With a mask given, transformers does not search the position numbers for packed examples.
-        count_N = torch.ones_like(layout.position_N) if batch.count_N is None else batch.count_N
+        count_N = torch.ones_like(layout.position_N) if count_N is None else count_N
         taken["attention_mask"] = count_N[None]
         taken = {name: value for name, value in taken.items() if name in argument_names(self.model)}
-        with packed(layout, shortens=bool(self.shortens) if shortens is None else shortens) as state:
+        short, keys = bool(self.shortens) if shortens is None else shortens, [rows.keys for rows in before]
+        with packed(layout, shortens=short, before=keys, keeps=keeps) as state:
             output = run(taken)
         self.check_calls(state.num_calls)
         return output
@@ -401,23 +513,25 @@ class PackingExtension:
         """Return the remaining shares of a dense pass, by the rows of the last forward on the same batch."""
         if self.last is None:
             return PassEstimate()
-        layout = self.last.layout
-        size = layout.shape[0] * layout.shape[1]
+        batches = [self.last] if self.last.number is None else self._ran
+        layouts = [*(batch.layout for batch in batches), *(self._ran_held if self.last.number is not None else ())]
+        size = sum(batch.num_positions for batch in batches)
+        pairs_of_all = sum(batch.num_positions * batch.layout.shape[1] for batch in batches)
         shares = self.pair.shares(self.last) if self.pair is not None and isinstance(self.last, PairBatch) else {}
         spread = self._find_spread()
         for name, module in self.model.named_modules():
             if name in shares or module in spread:
                 continue
             if module is self.head:
-                shares[name] = count_rows(self.last) / size
+                shares[name] = sum(map(count_rows, batches)) / size
             elif hasattr(module, "is_causal"):
-                shares[name] = layout.num_pairs / (size * layout.shape[1])
+                shares[name] = sum(layout.num_pairs for layout in layouts) / pairs_of_all
             else:
-                shares[name] = layout.num_rows / size
-        if self.shortens and layout.read is not None and self.last_layer is not None:
+                shares[name] = sum(layout.num_rows for layout in layouts) / size
+        if self.shortens and self.last_layer is not None and any(layout.read is not None for layout in layouts):
             above = set(self.last_layer.module.modules()) - self.last_layer.all_rows
-            pairs = count_pairs(layout.read.groups) / (size * layout.shape[1])
-            rows = len(layout.read.row_M) / size
+            pairs = sum(layout.num_last_pairs for layout in layouts) / pairs_of_all
+            rows = sum(layout.num_last_rows for layout in layouts) / size
             shares |= {
                 name: pairs if hasattr(module, "is_causal") else rows
                 for name, module in self.model.named_modules()
@@ -439,6 +553,7 @@ class PackedForward(ForwardOverride):
 
     def __init__(self, extension: PackingExtension) -> None:
         self.extension = extension
+        self._is_comparing = False
         self._model = extension.model
         self._names = argument_names(self._model)
         # Not compiled, since the number of rows differs from step to step. Compiled layers stay compiled.
@@ -509,8 +624,10 @@ class PackedForward(ForwardOverride):
             if extension.is_causal is False:
                 raise
             extension.is_causal = False  # found out by its first mask
+            extension.drop_update()
             return self._pack_part(arguments)
         extension.is_causal = batch.layout.is_causal
+        extension.add_run(batch)
         extension.count(batch, counts)
         extension.note()
         return output.to_tuple() if given.get("return_dict") is False else output
@@ -533,10 +650,15 @@ class PackedForward(ForwardOverride):
         read = self._read(given, labels)
         weightless = self._find_weightless(given) if torch.is_grad_enabled() else None
         if weightless is None or extension.head is None:
-            return extension.plan(given, read, counts=counts)
+            return self._plan(given, read, counts)
         left = weightless if read is None else read & weightless
-        batch = extension.plan(given, ~weightless if read is None else read & ~weightless, counts=counts)
+        batch = self._plan(given, ~weightless if read is None else read & ~weightless, counts)
         return None if batch is None else replace(batch, weightless=int(left.sum()))
+
+    def _plan(self, given: dict[str, Any], read: Bools | None, counts: Counts) -> PackedBatch | None:
+        extension = self.extension
+        batch = extension.plan_of_update(given, read) if torch.is_grad_enabled() else None
+        return extension.plan(given, read, counts=counts) if batch is None else batch
 
     def _find_weightless(self, given: Mapping[str, Any]) -> Bools | None:
         """Return the positions of which the loss of this forward has said that their weight is zero; None: of none."""
@@ -555,9 +677,7 @@ class PackedForward(ForwardOverride):
             return None
         labels = given.get("labels", labels)
         if labels is not None:
-            read = np.zeros(labels.shape, bool)
-            read[:, :-1] = (labels[:, 1:] != IGNORED).cpu().numpy()
-            return read
+            return find_predicting(labels)
         kept = given.get("logits_to_keep", 0)
         if isinstance(kept, int) and kept == 0:
             return None
@@ -583,7 +703,7 @@ class PackedForward(ForwardOverride):
         if not leaves:
             return True  # there is no gradient that could differ
         enabled = extension.engine.enabled
-        extension.engine.enabled = False
+        extension.engine.enabled, self._is_comparing = False, True
         try:
             with extension.scoring.paused():
                 check = self._compare(batch, given, leaves)
@@ -594,7 +714,7 @@ class PackedForward(ForwardOverride):
             extension.note()
             return False
         finally:
-            extension.engine.enabled = enabled
+            extension.engine.enabled, self._is_comparing = enabled, False
         extension.note(check)
         return check.passed
 
@@ -671,11 +791,13 @@ class PackedForward(ForwardOverride):
 
     def _compute_causal(self, batch: PackedBatch, given: dict[str, Any], options: dict[str, Any]) -> Any:
         extension = self.extension
-        rows = read_rows(batch)
+        rows, before = read_rows(batch), self._rows_before(batch, given, options)
+        take = partial(self._take, batch, before)
         if extension.shortens is None and batch.layout.read is not None:
-            extension.shortens = self._try_last_layer(batch, given, options, rows)
+            rows_of = partial(take, row_R=rows)
+            extension.shortens = self._try_last_layer(batch.layout, given, options, rows_of, before)
         if given.get(ARGUMENT):
-            return self._compute_fused(batch, given, options, rows)
+            return self._compute_fused(batch, given, options, rows, before)
         index, inverse = rows, torch.arange(len(rows), device=rows.device)
         if batch.layout.num_shared:
             index, inverse = torch.unique(rows, return_inverse=True)
@@ -683,9 +805,11 @@ class PackedForward(ForwardOverride):
             index = rows.new_zeros(1)
         head = extension.head
         assert head is not None
-        cut = partial(run_head, head, head.__dict__.get("forward"), partial(batch.layout.take, row_R=index))
+        cut = partial(run_head, head, head.__dict__.get("forward"), partial(take, row_R=index))
         with replace_forwards([(head, cut)]):
-            output = extension.run_stack(batch, given, lambda taken: call_module(self._model, **options | taken))
+            output = extension.run_stack(
+                batch, given, lambda taken: call_module(self._model, **options | taken), before=before
+            )
         logits = output.logits[0]
         labels, kept = given.get("labels"), given.get("logits_to_keep")
         if labels is None:
@@ -701,6 +825,51 @@ class PackedForward(ForwardOverride):
         if not batch.weightless or extension.scoring.is_paused:
             return defer_logits(output, spread)
         return defer_logits(output, extension.scoring.later(partial(self._all_logits, given)))
+
+    def _rows_before(self, batch: PackedBatch, given: dict[str, Any], options: dict[str, Any]) -> Sequence[KeptRows]:
+        """Return what is kept of rows that this batch shares with other micro-batches of its update; in a comparison
+        they run for this batch alone."""
+        extension, update, number = self.extension, self.extension.update, batch.number
+        if update is None or number is None:
+            return ()
+        head, device = extension.head, batch.layout.source_N.device
+        options = {name: value for name, value in options.items() if name != ARGUMENT}
+        assert head is not None
+
+        def run(layout: PackedLayout, before: Sequence[KeptRows], collected: Collected) -> Tensor:
+            found: list[Tensor] = []
+            # Known before any row runs that several batches share: a resumed run may begin at each of them.
+            if extension.shortens is None and layout.read is not None:
+                rows_of = partial(layout.take, row_R=layout.read.row_M)
+                extension.shortens = self._try_last_layer(layout, given, options, rows_of, before)
+
+            def keep(hidden: Tensor) -> Tensor:
+                found.append(hidden)
+                return hidden[:, :1]
+
+            with replace_forwards([(head, keep)]):
+                extension.run_rows(
+                    layout,
+                    given,
+                    lambda taken: call_module(self._model, **options | taken),
+                    before=before,
+                    keeps=collected,
+                )
+            if not self._is_comparing:
+                extension.add_held(layout)
+            return found[0]
+
+        open_held = update.run_whole if self._is_comparing else update.open
+        return open_held(number, run, device, extension.most_read)
+
+    def _take(self, batch: PackedBatch, before: Sequence[KeptRows], hidden: Tensor, row_R: Tensor) -> Tensor:
+        """Return the rows (1, R, D) of which the head is read."""
+        outputs = [rows.hidden for rows in before if rows.hidden is not None]
+        taken = batch.layout.take(hidden, row_R, outputs)
+        update = self.extension.update
+        if batch.number is not None and update is not None and torch.is_grad_enabled() and not self._is_comparing:
+            update.watch(batch.number, taken)
+        return taken
 
     def _all_logits(self, given: Mapping[str, Any]) -> Tensor:
         """Return the logits of the plain forward: somebody reads those of labels without a weight."""
@@ -727,7 +896,12 @@ class PackedForward(ForwardOverride):
         return loss
 
     def _try_last_layer(
-        self, batch: PackedBatch, given: dict[str, Any], options: dict[str, Any], row_R: Tensor
+        self,
+        layout: PackedLayout,
+        given: dict[str, Any],
+        options: dict[str, Any],
+        take: Callable[[Tensor], Tensor],
+        before: Sequence[KeptRows],
     ) -> bool:
         """Return whether the head gets the same if the last layer runs the rows alone that are read.
 
@@ -743,12 +917,16 @@ class PackedForward(ForwardOverride):
             found: list[Tensor] = []
 
             def keep(hidden: Tensor) -> Tensor:
-                found.append(batch.layout.take(hidden, row_R))
+                found.append(take(hidden))
                 return hidden
 
             with torch.no_grad(), replace_forwards([(head, keep)]):
-                extension.run_stack(
-                    batch, given, lambda taken: call_module(self._model, **options | taken), shortens=shortens
+                extension.run_rows(
+                    layout,
+                    given,
+                    lambda taken: call_module(self._model, **options | taken),
+                    shortens=shortens,
+                    before=before,
                 )
             return found[0]
 
@@ -765,15 +943,40 @@ class PackedForward(ForwardOverride):
                 return True
         return False
 
-    def _compute_fused(self, batch: PackedBatch, given: dict[str, Any], options: dict[str, Any], row_R: Tensor) -> Any:
+    def _compute_fused(
+        self,
+        batch: PackedBatch,
+        given: dict[str, Any],
+        options: dict[str, Any],
+        row_R: Tensor,
+        before: Sequence[KeptRows],
+    ) -> Any:
         extension = self.extension
         options = options | {"num_items_in_batch": given.get("num_items_in_batch")}
 
         def run(shift_labels: Tensor) -> Any:
             run_model = partial(self.run_covered, self._model, **options, shift_labels=shift_labels)
-            return extension.run_stack(batch, given, lambda taken: run_model(**taken))
+            return extension.run_stack(batch, given, lambda taken: run_model(**taken), before=before)
 
-        return run_fused(extension.stack, batch, row_R, given["labels"], run)
+        return run_fused(extension.stack, batch, row_R, given["labels"], run, partial(self._take, batch, before))
+
+
+def find_predicting(labels_BT: Tensor) -> Bools:
+    """Return the positions (B, T) that predict a label."""
+    read = np.zeros(labels_BT.shape, bool)
+    read[:, :-1] = (labels_BT[:, 1:] != IGNORED).cpu().numpy()
+    return read
+
+
+def find_labelled(batch: Mapping[str, Any]) -> Bools | None:
+    """Return the positions (B, T) of a coming batch whose output is read; None: all that are not padding."""
+    labels, weight_BT, weight_B = (batch.get(name) for name in ("labels", LOSS_WEIGHT, "example_weight"))
+    read = None if labels is None else find_predicting(labels)
+    if read is not None and weight_BT is not None:
+        read[:, :-1] &= (weight_BT[:, 1:] != 0).cpu().numpy()
+    if read is not None and weight_B is not None:
+        read &= (weight_B.reshape(len(read), -1) != 0).any(1).cpu().numpy()[:, None]
+    return read
 
 
 def _copy_computed(given: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -20,11 +20,17 @@ from sparsebp_cli.backward.patch.forward import call_module, replace_forwards
 
 
 def run_fused(
-    stack: nn.Module, batch: PackedBatch, row_R: Tensor, labels_BT: Tensor, run: Callable[[Tensor], Any]
+    stack: nn.Module,
+    batch: PackedBatch,
+    row_R: Tensor,
+    labels_BT: Tensor,
+    run: Callable[[Tensor], Any],
+    take: Callable[[Tensor, Tensor], Tensor],
 ) -> Any:
     """Run trl's forward on packed rows, and return what it returns of the whole batch.
 
-    ``row_R`` are the rows of the positions that have a label. ``run`` calls the forward with shifted labels (1, R).
+    ``row_R`` are the rows of the positions that have a label. ``run`` calls the forward with shifted labels (1, R);
+    ``take`` returns rows of what the last layer returned.
     """
     size, place_R = batch.read_BT.shape, batch.place_R
     target_R = labels_BT.flatten()[1:].index_select(0, place_R)
@@ -34,7 +40,7 @@ def run_fused(
 
     def cut(*args: object, **kwargs: object) -> Any:
         output = call_module(stack, *args, **kwargs)
-        output.last_hidden_state = batch.layout.take(output.last_hidden_state, row_R)
+        output.last_hidden_state = take(output.last_hidden_state, row_R)
         return output
 
     with replace_forwards([(stack, cut)]):

@@ -10,6 +10,7 @@ Shape letters: B examples, T positions, N computed rows, G segments of a group, 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -53,6 +54,16 @@ class ReadRows:
 
 
 @dataclass(frozen=True)
+class RowsBefore:
+    """Rows that another forward of the same update has computed, and segments of this one follow.
+
+    They are numbered from N on, behind the rows of this forward.
+    """
+
+    hidden_A: Tensor  # where each is among the outputs of the last layer that are kept of them; 0: it is not read
+
+
+@dataclass(frozen=True)
 class PackedLayout:
     """The rows of one packed forward, and where they come from; tensors of indices are on the model's device."""
 
@@ -65,6 +76,7 @@ class PackedLayout:
     is_causal: bool  # whether rows were left out because only later positions attend to them, or were shared
     num_shared: int = 0  # positions that have the row of another example
     read: ReadRows | None = None  # None: the last layer runs all rows
+    before: RowsBefore | None = None  # None: every row that is attended to has its own here
 
     @property
     def num_rows(self) -> int:
@@ -76,9 +88,29 @@ class PackedLayout:
         """Pairs of a query and a key that attention multiplies."""
         return count_pairs(self.groups)
 
-    def take(self, hidden_1ND: Tensor, row_R: Tensor) -> Tensor:
-        """Return rows (1, R, D) of what the last layer returned, by their numbers among the computed rows."""
-        if self.read is not None and hidden_1ND.shape[1] != self.num_rows:
+    @property
+    def num_last_rows(self) -> int:
+        """Rows of the last layer, where it runs those that are read."""
+        return self.num_rows if self.read is None else len(self.read.row_M)
+
+    @property
+    def num_last_pairs(self) -> int:
+        """Pairs of a query and a key of its attention."""
+        return self.num_pairs if self.read is None else count_pairs(self.read.groups)
+
+    def take(self, hidden_1ND: Tensor, row_R: Tensor, before: Sequence[Tensor] = ()) -> Tensor:
+        """Return rows (1, R, D) of what the last layer returned, by their numbers among the computed rows.
+
+        ``before`` are the outputs (1, ..., D) that are kept of the rows before them.
+        """
+        is_short = self.read is not None and hidden_1ND.shape[1] != self.num_rows
+        if self.before is not None:
+            number_N = torch.arange(self.num_rows, device=row_R.device)
+            if is_short and self.read is not None:
+                number_N = self.read.number_N
+            number_NA = torch.cat((number_N, hidden_1ND.shape[1] + self.before.hidden_A))
+            return torch.cat((hidden_1ND, *before), 1)[:, number_NA.index_select(0, row_R)]
+        if is_short and self.read is not None:
             row_R = self.read.number_N.index_select(0, row_R)
         return hidden_1ND[:, row_R]
 
@@ -121,16 +153,16 @@ def make_layout(  # noqa: PLR0913 - the facts of a batch
     else:
         numbers = [values.reshape(-1) for values in (token_BT, position_BT, place_BT)]
         keys = [np.stack([values[s] for values in numbers], 1) for s in sources]
-        segments, shared = _branch(keys)
+        segments, shared = branch(keys)
     for index in () if alone_BT is None else flat_BT[alone_BT]:
         segments.append(Segment(len(sources), 0, 1, attends=False))
         sources.append(np.array([index]))
         shared.append((0, -1))
     read = None if read_BT is None else (read_BT, most_read)
-    return _arrange(segments, shared, sources, position_BT, place_BT, read, device, is_causal=is_causal)
+    return arrange_segments(segments, shared, sources, position_BT, place_BT, read, device, is_causal=is_causal)
 
 
-def _branch(keys: list[Ints]) -> tuple[list[Segment], list[tuple[int, int]]]:
+def branch(keys: list[Ints]) -> tuple[list[Segment], list[tuple[int, int]]]:
     """Return the segments of the tree of sequences, and for each example its number of shared positions and the last of
     their segments.
 
@@ -174,24 +206,34 @@ def _make_segments(
     return segments, shared
 
 
-def _arrange(
+def arrange_segments(  # noqa: PLR0913, PLR0915 - the facts of a batch, in one walk over its rows
     segments: list[Segment],
     shared: list[tuple[int, int]],
     sources: list[Ints],
     position_BT: Ints,
     place_BT: Ints,
-    wanted: tuple[Bools, float] | None,  # the positions that are read, and the largest share for which they matter
+    wanted: tuple[Bools, float] | None,
     device: torch.device,
     *,
     is_causal: bool,
+    kept: Mapping[int, Ints] | None = None,
 ) -> PackedLayout:
+    """Arrange the rows of segments, of which each follows its parent.
+
+    ``shared`` has for each example its number of positions that have rows in segments of others, and the last of these.
+    ``sources`` are the indices of the computed positions of each example. ``wanted`` marks the positions that are read,
+    with the largest share of rows for which that matters. ``kept`` are the segments whose rows another forward has
+    computed, each with the places of its rows among the outputs that are kept; None: there is none.
+    """
     size = position_BT.shape
+    held = {} if kept is None else kept
     before = [_chain(segments, number) for number in range(len(segments))]
     own = [segment.end - segment.start for segment in segments]
     sizes = {number: (own[number], own[number] + sum(own[n] for n in chain)) for number, chain in enumerate(before)}
     attends = {number: segment.attends for number, segment in enumerate(segments)}
     # Segments of other lengths join a group only if what they attend to before themselves is the same.
-    members = arrange(sizes, attends, {number: segment.parent for number, segment in enumerate(segments)})
+    parents = {number: segment.parent for number, segment in enumerate(segments)}
+    members = arrange({number: size for number, size in sizes.items() if number not in held}, attends, parents)
     rows: dict[int, Ints] = {}
     source_parts, start = [], 0
     for number in (number for numbers in members for number in numbers):
@@ -199,8 +241,14 @@ def _arrange(
         rows[number] = np.arange(start, start + own[number])
         source_parts.append(sources[segment.example][segment.start : segment.end])
         start += own[number]
-    source_N = np.concatenate(source_parts)
-    position_N, place_N = position_BT.reshape(-1)[source_N], place_BT.reshape(-1)[source_N]
+    num_rows = start
+    for number in held:
+        rows[number] = np.arange(start, start + own[number])
+        source_parts.append(sources[segments[number].example][segments[number].start : segments[number].end])
+        start += own[number]
+    source_NA = np.concatenate(source_parts)
+    source_N = source_NA[:num_rows]
+    position_N, place_NA = position_BT.reshape(-1)[source_N], place_BT.reshape(-1)[source_NA]
     row, computed = np.zeros(size[0] * size[1], np.int64), np.zeros(size[0] * size[1], bool)
     for number, segment in enumerate(segments):
         row[sources[segment.example][segment.start : segment.end]] = rows[number]
@@ -215,13 +263,17 @@ def _arrange(
     groups = []
     for numbers in members:
         own_rows, keys = [rows[n] for n in numbers], [chains[n] for n in numbers]
-        groups.append(make_group(int(own_rows[0][0]), own_rows, keys, place_N, device, attends=attends[numbers[0]]))
+        groups.append(make_group(int(own_rows[0][0]), own_rows, keys, place_NA, device, attends=attends[numbers[0]]))
     read = None
     if wanted is not None and is_causal:
-        is_read = np.zeros(len(source_N), bool)
+        is_read = np.zeros(len(source_NA), bool)
         is_read[row[wanted[0].reshape(-1) & computed]] = True
+        is_read = is_read[:num_rows]
+        if kept is not None and not is_read.any():  # a layer needs one row; others run for keys and values alone
+            is_read[0] = True
         if 0 < is_read.sum() <= wanted[1] * len(is_read) and not is_read.all():
-            read = _find_read(rows, chains, attends, is_read, place_N, device)
+            own_rows_of = {n: own for n, own in rows.items() if n not in held}
+            read = _find_read(own_rows_of, chains, attends, is_read, place_NA, device)
     return PackedLayout(
         (size[0], size[1]),
         to_tensor(source_N, device),
@@ -232,6 +284,7 @@ def _arrange(
         is_causal,
         num_shared,
         read,
+        RowsBefore(to_tensor(np.concatenate([*held.values()]), device)) if held else None,
     )
 
 

@@ -1,0 +1,363 @@
+"""The prefix tree over all micro-batches of one optimizer step.
+
+A segment of the tree that several micro-batches read is *held*: it has one forward, before the first of them, and one
+backward, after the last. In between, each of these micro-batches attends to its keys and values as to inputs of its
+own, whose gradients add up. What is held at a time are the held segments on the way to the examples of the micro-batch
+under way, and of no others where the micro-batches come in the order of the tree.
+
+Shape letters: B examples, T positions, N rows of a forward, A rows before them, M rows that are read, D width, H heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from sparsebp_cli.backward.kind.packing.batch import BatchRows
+from sparsebp_cli.backward.kind.packing.groups import Bools, Ints
+from sparsebp_cli.backward.kind.packing.layout import (
+    MIN_SHARED,
+    PackedLayout,
+    Segment,
+    arrange_segments,
+    branch,
+)
+from sparsebp_cli.errors import UnsupportedError, UsageError
+
+KeyValue = tuple[Tensor, Tensor]
+Collected = dict[nn.Module, list[KeyValue]]
+# Runs the rows of a layout, which attend to those before them, and returns what the head would get (1, N or M, D).
+RunRows = Callable[[PackedLayout, "Sequence[KeptRows]", Collected], Tensor]
+
+COMPARED = ("input_ids", "attention_mask", "position_ids")  # by which a batch is known again
+
+
+@dataclass(frozen=True)
+class KeptRows:
+    """What is kept of the rows of one held segment."""
+
+    keys: Mapping[nn.Module, KeyValue]  # (1, H, N, D) of each module of attention
+    hidden: Tensor | None  # (1, M, D), what the head gets of the rows that are read; None: of none
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All of them."""
+        return [t for pair in self.keys.values() for t in pair] + ([] if self.hidden is None else [self.hidden])
+
+    def cut(self) -> KeptRows:
+        """Return the same values as inputs of another graph."""
+
+        def leaf(value: Tensor) -> Tensor:
+            return value.detach().requires_grad_(value.requires_grad)
+
+        keys = {module: (leaf(key), leaf(value)) for module, (key, value) in self.keys.items()}
+        return KeptRows(keys, None if self.hidden is None else leaf(self.hidden))
+
+
+@dataclass
+class HeldSegment:
+    """A segment that several micro-batches read."""
+
+    parent: int | None
+    size: int  # rows
+    users: list[int] = field(default_factory=list)  # micro-batches, in their order
+    read: Bools = field(default_factory=lambda: np.zeros(0, bool))  # which of its rows any of them reads
+    made: KeptRows | None = None  # with the graph of its forward; None: before its forward, or after its backward
+    leaves: KeptRows | None = None  # what micro-batches and the segments behind it take
+
+    @property
+    def place(self) -> Ints:
+        """Where each row is among those that are read."""
+        return np.where(self.read, self.read.cumsum() - 1, 0)
+
+    def finish(self) -> None:
+        """Run its backward with the gradients that came back, and forget it."""
+        if self.made is None or self.leaves is None:
+            return
+        pairs = zip(self.made.tensors, self.leaves.tensors, strict=True)
+        arrived = [(made, leaf.grad) for made, leaf in pairs if made.requires_grad and leaf.grad is not None]
+        self.made = self.leaves = None
+        if arrived:
+            torch.autograd.backward([made for made, _ in arrived], [grad for _, grad in arrived])
+
+
+@final
+@dataclass
+class MicroBatch:
+    """One micro-batch of the update."""
+
+    rows: BatchRows
+    known_by: dict[str, Tensor]
+    paths: list[list[int]]  # of each example: numbers of its segments
+    is_run: bool = False  # whether its forward ran
+    is_done: bool = False  # and its backward
+
+    def matches(self, inputs: Mapping[str, Any]) -> bool:
+        """Whether a forward is that of this micro-batch."""
+        for name in COMPARED:
+            one, other = self.known_by.get(name), inputs.get(name)
+            if (one is None) != (other is None):
+                return False
+            if one is not None and other is not None and not torch.equal(one, other.to(one.device)):
+                return False
+        return True
+
+
+@final
+class UpdatePlan:
+    """The rows of all micro-batches of one optimizer step."""
+
+    def __init__(self, batches: Sequence[BatchRows], inputs: Sequence[Mapping[str, Any]]) -> None:
+        keys = [keys for rows in batches for keys in rows.keys]
+        segments, shared = branch(keys)
+        self._segments = segments
+        paths = list(_find_paths(segments, shared))
+        self.batches: list[MicroBatch] = []
+        for rows, given in zip(batches, inputs, strict=True):
+            known_by = {name: given[name] for name in COMPARED if given.get(name) is not None}
+            number = sum(len(batch.paths) for batch in self.batches)
+            self.batches.append(MicroBatch(rows, known_by, paths[number : number + len(rows.needed_BT)]))
+        self.held = self._find_held()
+        self._guard: Any = None
+
+    def _find_held(self) -> dict[int, HeldSegment]:
+        users: dict[int, list[int]] = {}
+        for number, batch in enumerate(self.batches):
+            for one in sorted({one for path in batch.paths for one in path}):
+                users.setdefault(one, []).append(number)
+        held: dict[int, HeldSegment] = {}
+        for number in sorted(users):  # a segment comes after its parent
+            segment = self._segments[number]
+            size = segment.end - segment.start
+            is_child = segment.parent is None or segment.parent in held
+            # One that is shorter costs a forward of its own and saves few rows; so do those behind it.
+            if len(users[number]) > 1 and is_child and size >= MIN_SHARED:
+                held[number] = HeldSegment(segment.parent, size, users[number], np.zeros(size, bool))
+        for batch in self.batches:
+            for path, read in zip(batch.paths, batch.rows.reads, strict=True):
+                for number in (n for n in path if n in held):
+                    segment = self._segments[number]
+                    held[number].read |= read[segment.start : segment.end]
+        return held
+
+    @property
+    def num_saved(self) -> int:
+        """Rows that are computed once instead of once in each micro-batch."""
+        return sum((len(held.users) - 1) * held.size for held in self.held.values())
+
+    @property
+    def most_rows(self) -> int:
+        """The largest number of held rows at a time."""
+        return max(
+            sum(h.size for h in self.held.values() if h.users[0] <= number <= h.users[-1])
+            for number in range(len(self.batches))
+        )
+
+    def find(self, inputs: Mapping[str, Any]) -> int | None:
+        """Return the number of the micro-batch of a forward, the next one first; None: it is none of them."""
+        waiting = (n for n, batch in enumerate(self.batches) if not batch.is_run)
+        return next((number for number in waiting if self.batches[number].matches(inputs)), None)
+
+    def withdraw(self, number: int) -> None:
+        """Let a micro-batch run by itself: what it shares gets no gradient from it, and it computes its own."""
+        batch = self.batches[number]
+        batch.is_run = batch.is_done = True
+
+    def held_of(self, number: int) -> list[int]:
+        """Return the held segments that a micro-batch reads, parents first."""
+        return sorted({n for path in self.batches[number].paths for n in path if n in self.held})
+
+    def arrange(self, number: int, device: torch.device, most_read: float | None) -> PackedLayout:
+        """Return the rows that a micro-batch computes itself; ``most_read`` None: the last layer runs all rows."""
+        batch = self.batches[number]
+        chosen = sorted({segment for path in batch.paths for segment in path})
+        local = {segment: place for place, segment in enumerate(chosen)}
+        example_of = {s: next(e for e, path in enumerate(batch.paths) if s in path) for s in chosen}
+        shared = []
+        for example, path in enumerate(batch.paths):
+            others = [s for s in path if s in self.held or example_of[s] != example]
+            shared.append((self._segments[others[-1]].end, local[others[-1]]) if others else (0, -1))
+        starts, kept = 0, dict[int, Ints]()
+        for segment in self.held_of(number):
+            kept[local[segment]] = self.held[segment].place + starts
+            starts += int(self.held[segment].read.sum())
+        return self._arrange(batch, [(s, example_of[s]) for s in chosen], shared, kept, device, most_read)
+
+    def arrange_held(self, number: int, segment: int, device: torch.device, most_read: float | None) -> PackedLayout:
+        """Return the rows of a held segment, as examples of a micro-batch have them."""
+        batch = self.batches[number]
+        example, path = next((e, path) for e, path in enumerate(batch.paths) if segment in path)
+        chain = path[: path.index(segment) + 1]
+        shared = [(0, -1)] * len(batch.paths)
+        kept = {place: np.zeros(self.held[s].size, np.int64) for place, s in enumerate(chain[:-1])}
+        read_BT = np.zeros_like(batch.rows.read_BT)
+        found = self._segments[segment]
+        source = batch.rows.sources[example][found.start : found.end]
+        read_BT.reshape(-1)[source[self.held[segment].read]] = True
+        return self._arrange(batch, [(s, example) for s in chain], shared, kept, device, most_read, read_BT)
+
+    def _arrange(
+        self,
+        batch: MicroBatch,
+        chosen: Sequence[tuple[int, int]],
+        shared: list[tuple[int, int]],
+        kept: Mapping[int, Ints],
+        device: torch.device,
+        most_read: float | None,
+        read_BT: Bools | None = None,
+    ) -> PackedLayout:
+        local = {segment: place for place, (segment, _) in enumerate(chosen)}
+        segments = []
+        for number, example in chosen:
+            segment = self._segments[number]
+            parent = None if segment.parent is None else local[segment.parent]
+            segments.append(Segment(example, segment.start, segment.end, parent))
+        rows, read = batch.rows, batch.rows.read_BT if read_BT is None else read_BT
+        wanted = None if most_read is None else (read, most_read)
+        return arrange_segments(
+            segments, shared, rows.sources, rows.position_BT, rows.place_BT, wanted, device, is_causal=True, kept=kept
+        )
+
+    def open(self, number: int, run: RunRows, device: torch.device, most_read: float | None) -> list[KeptRows]:
+        """Return what is kept of the held segments that a micro-batch reads; those that have none yet run."""
+        self.batches[number].is_run = True
+        for segment in self.held_of(number):
+            held = self.held[segment]
+            if held.made is None:
+                held.made = self._run(number, segment, self._leaves, run, device, most_read)
+                held.leaves = held.made.cut()
+        if self._guard is None and self.held_of(number):
+            self._guard = register_optimizer_step_pre_hook(self._refuse_step)
+        return [self._leaves(segment) for segment in self.held_of(number)]
+
+    def run_whole(self, number: int, run: RunRows, device: torch.device, most_read: float | None) -> list[KeptRows]:
+        """Return the same in one graph with the micro-batch, and keep nothing: for a comparison."""
+        found: dict[int, KeptRows] = {}
+        for segment in self.held_of(number):
+            found[segment] = self._run(number, segment, found.__getitem__, run, device, most_read)
+        return list(found.values())
+
+    def _leaves(self, segment: int) -> KeptRows:
+        leaves = self.held[segment].leaves
+        if leaves is None:
+            raise UsageError("a micro-batch ran twice after the backward of what it shares with others")
+        return leaves
+
+    def _run(
+        self,
+        number: int,
+        segment: int,
+        rows_of: Callable[[int], KeptRows],
+        run: RunRows,
+        device: torch.device,
+        most_read: float | None,
+    ) -> KeptRows:
+        held, layout = self.held[segment], self.arrange_held(number, segment, device, most_read)
+        chain, parent = list[int](), held.parent
+        while parent is not None:
+            chain.insert(0, parent)
+            parent = self.held[parent].parent
+        collected: Collected = {}
+        hidden = run(layout, [rows_of(s) for s in chain], collected)
+        if any(len(pairs) > 1 for pairs in collected.values()):
+            raise UnsupportedError("a layer calls attention twice: its rows are shared within a micro-batch alone")
+        keys = {module: pairs[0] for module, pairs in collected.items()}
+        row_R = torch.from_numpy(np.flatnonzero(held.read)).to(device)
+        return KeptRows(keys, layout.take(hidden, row_R, [hidden[:, :0]]) if len(row_R) else None)
+
+    def watch(self, number: int, hidden: Tensor) -> None:
+        """Notice the backward of a micro-batch by the gradient of what its head gets."""
+
+        def note(_: Tensor) -> None:
+            self.batches[number].is_done = True
+
+        if hidden.requires_grad:
+            hidden.register_hook(note)
+        else:
+            self.batches[number].is_done = True
+
+    def finish(self) -> bool:
+        """Run the backward of each held segment whose micro-batches all had theirs; return whether that were all."""
+        for number in sorted(self.held, reverse=True):  # a segment before its parent
+            if all(self.batches[user].is_done for user in self.held[number].users):
+                self.held[number].finish()
+        is_over = all(batch.is_done for batch in self.batches)
+        if is_over:
+            self.drop()
+        return is_over
+
+    @property
+    def is_open(self) -> bool:
+        """Whether gradients are on their way."""
+        return any(held.made is not None for held in self.held.values())
+
+    def drop(self) -> None:
+        """Forget what is held."""
+        for held in self.held.values():
+            held.made = held.leaves = None
+        if self._guard is not None:
+            self._guard.remove()
+            self._guard = None
+
+    def _refuse_step(self, *_: object) -> None:
+        if self.is_open:
+            waiting = sum(not batch.is_done for batch in self.batches)
+            self.drop()
+            raise UsageError(
+                f"the optimizer steps, and {waiting} of the {len(self.batches)} micro-batches that engine.expect was "
+                "given have had no backward: the gradient of what they share with others is not there yet"
+            )
+
+
+@dataclass
+class HeldRows:
+    """Rows that micro-batches have shared so far, over all updates."""
+
+    updates: int = 0
+    shared: int = 0  # updates whose micro-batches had anything in common
+    saved: int = 0  # rows that were not computed again
+    most: int = 0  # rows that were held at a time
+    alone: int = 0  # micro-batches that read more than was said
+    refused: str = ""  # why prefixes are shared within each batch alone; empty: they are not
+
+    def add(self, update: UpdatePlan) -> None:
+        """Count a plan."""
+        self.updates += 1
+        if update.held:
+            self.shared += 1
+            self.saved += update.num_saved
+            self.most = max(self.most, update.most_rows)
+
+    def describe(self) -> str:
+        """Return a sentence for the report."""
+        if self.refused:
+            return f"prefixes are shared within each batch alone: not built with {self.refused}"
+        if not self.updates:
+            return "prefixes are shared within each batch alone: nobody has said which micro-batches make an update"
+        if not self.shared:
+            return f"the micro-batches of {self.updates} updates have no prefix in common"
+        alone = f"; {self.alone} micro-batches read positions that were not announced, and ran alone"
+        return (
+            f"{self.saved:,} rows not computed again, in {self.shared} of {self.updates} updates whose micro-batches "
+            f"have prefixes in common; at most {self.most:,} shared rows held at a time{alone if self.alone else ''}"
+        )
+
+
+def _find_paths(segments: Sequence[Segment], shared: Sequence[tuple[int, int]]) -> Iterator[list[int]]:
+    """Yield the segments of each example, from its first position on."""
+    own: dict[int, list[int]] = {}
+    for number, segment in enumerate(segments):
+        own.setdefault(segment.example, []).append(number)
+    for example, (length, last) in enumerate(shared):
+        path = list[int]()
+        before = last if length else None
+        while before is not None:
+            path.insert(0, before)
+            before = segments[before].parent
+        yield [*path, *own.get(example, [])]
