@@ -58,7 +58,7 @@ bare-test: .venv/develop  ## the same with every requirement from the package in
 
 test-oldest:  ## the tests with the oldest PyTorch and transformers that are allowed (fetches gigabytes)
 	test -x .venv-oldest/bin/python || $(PYTHON) -m venv .venv-oldest
-	.venv-oldest/bin/python -m pip install --quiet --editable '.[test]' --editable plugins/sparsebp-shelf --editable plugins/sparsebp-stride torch==2.11.0 transformers==5.17.0
+	.venv-oldest/bin/python -m pip install --quiet --editable '.[test,check,docs]' --editable plugins/sparsebp-shelf --editable plugins/sparsebp-stride torch==2.11.0 transformers==5.17.0
 	.venv-oldest/bin/pytest -n 2 --dist loadgroup
 
 test-long: .venv/develop  ## the longest tests, each a larger form of one that `make test` runs

@@ -40,6 +40,7 @@ def test_every_policy_of_the_package_is_timed_or_left_out_for_a_reason(monkeypat
 )
 def test_counted_work_is_what_the_policy_leaves(recorded, way, share) -> None:
     row = recorded["ways"][way]
-    assert row["flops_share"] == pytest.approx(share, abs=1e-9) if share else 0.5 < row["flops_share"] < 0.75
+    # transformers 5.17 multiplies its rotary frequencies once a batch, however many examples it has
+    assert row["flops_share"] == pytest.approx(share, abs=1e-4) if share else 0.5 < row["flops_share"] < 0.75
     assert row["ceiling"] == pytest.approx(1 / row["flops_share"])
     assert (row["realised"] is None) == (row["flops_share"] > 0.98)

@@ -70,6 +70,7 @@ def test_the_peak_and_the_workspace_beside_it_are_calculated_by_hand() -> None:
     )
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")  # PyTorch 2.11, once
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2"])
 def test_every_byte_of_a_transformer_is_the_allocators(family: str) -> None:
     """Beyond what was there before: the parts together rise and fall as the allocator says, at each of its changes."""

@@ -30,7 +30,7 @@ from transformers import (
 )
 
 import sparsebp_cli as sbp
-from sparsebp_cli.backward.kind.packing.extension import AGAIN
+from sparsebp_cli.backward.kind.packing.verify import AGAIN
 from sparsebp_cli.errors import UnsupportedError
 from tests.backward.isolation.enumeration import enlarge
 from tests.backward.token.test_every_decoder import tiny

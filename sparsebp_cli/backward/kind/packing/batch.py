@@ -15,7 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from sparsebp_cli.backward.core.loss_weight import LOSS_WEIGHT
 from sparsebp_cli.backward.decoder.decoder import argument_names
+from sparsebp_cli.backward.kind.fused_head import IGNORED
 from sparsebp_cli.backward.kind.packing.groups import Bools, Ints, to_tensor
 from sparsebp_cli.backward.kind.packing.layout import PackedLayout
 
@@ -265,3 +267,21 @@ def find_places(real_BT: Bools, position_BT: Ints, begins_BT: Bools | None) -> I
     first_B = np.where(real_BT.any(1), real_BT.argmax(1), 0)
     places: Ints = np.arange(real_BT.shape[1]) - first_B[:, None]
     return places
+
+
+def find_predicting(labels_BT: Tensor) -> Bools:
+    """Return the positions (B, T) that predict a label."""
+    read = np.zeros(labels_BT.shape, bool)
+    read[:, :-1] = (labels_BT[:, 1:] != IGNORED).cpu().numpy()
+    return read
+
+
+def find_labelled(batch: Mapping[str, Any]) -> Bools | None:
+    """Return the positions (B, T) of a coming batch whose output is read; None: all that are not padding."""
+    labels, weight_BT, weight_B = (batch.get(name) for name in ("labels", LOSS_WEIGHT, "example_weight"))
+    read = None if labels is None else find_predicting(labels)
+    if read is not None and weight_BT is not None:
+        read[:, :-1] &= (weight_BT[:, 1:] != 0).cpu().numpy()
+    if read is not None and weight_B is not None:
+        read &= (weight_B.reshape(len(read), -1) != 0).any(1).cpu().numpy()[:, None]
+    return read

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from sparsebp_cli.backward.decoder.decoder import bind_arguments, find_reentrant
 from sparsebp_cli.backward.decoder.kv_cache import CACHE_NAMES
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
+from sparsebp_cli.backward.kind.fused_head import IGNORED
 from sparsebp_cli.backward.kind.packing.across import PackedMemory
 from sparsebp_cli.backward.kind.packing.attention import packed
 from sparsebp_cli.backward.kind.packing.batch import PackedBatch, to_place
@@ -40,7 +41,6 @@ from sparsebp_cli.policy import BatchPacker, PackedSize
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-IGNORED = -100
 ARGUMENTS = {"decoder_input_ids", "decoder_attention_mask"}  # that a decoder alone does not know
 
 

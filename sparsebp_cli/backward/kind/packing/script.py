@@ -20,9 +20,10 @@ from torch import Tensor, nn
 
 from sparsebp_cli.backward.core.given import Given
 from sparsebp_cli.backward.decoder.decoder import argument_names
+from sparsebp_cli.backward.kind.fused_head import IGNORED
 from sparsebp_cli.backward.kind.packing.balance import balances_experts
 from sparsebp_cli.backward.kind.packing.batch import Counts, read_mask, read_positions
-from sparsebp_cli.backward.kind.packing.extension import IGNORED, PackingExtension
+from sparsebp_cli.backward.kind.packing.extension import PackingExtension
 from sparsebp_cli.backward.kind.packing.layout import make_layout
 from sparsebp_cli.backward.kind.packing.pair import is_pair
 from sparsebp_cli.backward.kind.packing.refusal import find_head, find_model

@@ -1,0 +1,505 @@
+"""The forward of a model whose batches are packed: what it computes of a batch, and what the caller gets.
+
+Shape letters: B examples, T positions, N computed rows, R rows of the head, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from sparsebp_cli.backward.core.loss_weight import forward_weights, weights_at
+from sparsebp_cli.backward.decoder.decoder import argument_names, find_reentrant
+from sparsebp_cli.backward.decoder.kv_cache import CACHE_NAMES
+from sparsebp_cli.backward.isolation import compare_with_alone
+from sparsebp_cli.backward.kind.fused_head import ARGUMENT, IGNORED
+from sparsebp_cli.backward.kind.packing.attention import LooksAheadError
+from sparsebp_cli.backward.kind.packing.balance import (
+    balances_experts,
+    find_coefficient,
+    spread_routers,
+)
+from sparsebp_cli.backward.kind.packing.batch import (
+    BATCH,
+    KNOWN,
+    Counts,
+    PackedBatch,
+    find_predicting,
+)
+from sparsebp_cli.backward.kind.packing.boundary import ReadsUncomputedError
+from sparsebp_cli.backward.kind.packing.fused import run_fused
+from sparsebp_cli.backward.kind.packing.groups import Bools
+from sparsebp_cli.backward.kind.packing.head import kept_columns, read_rows, run_head, spread_logits
+from sparsebp_cli.backward.kind.packing.layout import PackedLayout
+from sparsebp_cli.backward.kind.packing.pair import ARGUMENTS, PairBatch
+from sparsebp_cli.backward.kind.packing.prompt import make_table
+from sparsebp_cli.backward.kind.packing.refusal import (
+    find_picture,
+    refuse_arguments,
+)
+from sparsebp_cli.backward.kind.packing.scoring import run_scored
+from sparsebp_cli.backward.kind.packing.sequence import SEQUENCES
+from sparsebp_cli.backward.kind.packing.update import Collected, KeptRows
+from sparsebp_cli.backward.kind.packing.verify import Check, compare_passes, limit_of
+from sparsebp_cli.backward.kind.packing.weight import find_weightless
+from sparsebp_cli.backward.observe.internals import find_hook
+from sparsebp_cli.backward.patch.deferred import defer_logits
+from sparsebp_cli.backward.patch.forward import (
+    ForwardOverride,
+    call_module,
+    replace_forwards,
+    uncompiled,
+)
+from sparsebp_cli.backward.patch.rng import capture_generators, generators_at
+from sparsebp_cli.errors import UnsupportedError, UsageError
+
+if TYPE_CHECKING:
+    from sparsebp_cli.backward.kind.packing.extension import PackingExtension
+
+
+class PackedForward(ForwardOverride):
+    """The ``forward`` of a model whose batches are packed."""
+
+    def __init__(self, extension: PackingExtension) -> None:
+        self.extension = extension
+        self._is_comparing = False
+        self._model = extension.model
+        self._names = argument_names(self._model)
+        # Not compiled, since the number of rows differs from step to step. Compiled layers stay compiled.
+        self._run = uncompiled(self._pack)
+        self._score = uncompiled(partial(run_scored, extension.scoring, self))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model."""
+        if args and args[0] is self._model:  # accelerate's wrapper calls a forward it has wrapped as a method
+            args = args[1:]
+        arguments = dict(zip(self._names, args, strict=False)) | kwargs
+        extension = self.extension
+        if not (self.is_removed or torch.is_grad_enabled() or torch.compiler.is_compiling()):
+            return self._score(arguments)
+        active = extension.engine.enabled and extension.trains and self._model.training and torch.is_grad_enabled()
+        if self.is_removed or not active or extension.failure or extension.engine.reference:
+            return self.run_covered(self._model, **arguments)
+        return self._run(arguments)
+
+    @contextmanager
+    def reading(self, labels_BT: Tensor) -> Iterator[None]:
+        """Compute what these labels need of forwards in the block that are given none."""
+        extension, before = self.extension, self.extension.given_labels
+        extension.given_labels = labels_BT
+        try:
+            yield
+        finally:
+            extension.given_labels = before
+
+    def _pack(self, arguments: dict[str, Any]) -> Any:
+        given = {name: value for name, value in arguments.items() if value is not None}
+        # The loss that balances experts is one of the whole batch, which is not cut then.
+        if not given.get(ARGUMENT) or balances_experts(self._model, given):
+            return self._pack_part(arguments)
+        output = self.extension.dead.run(given, self._pack_part, self._score)
+        self.extension.note()
+        return output
+
+    def run_plain(self, **arguments: Any) -> Any:
+        """Run the plain forward."""
+        return self.run_covered(self._model, **arguments)
+
+    def _pack_part(self, arguments: dict[str, Any]) -> Any:
+        extension, counts = self.extension, self.extension.counts
+        extension.places.check()
+        given = {name: value for name, value in arguments.items() if value is not None}
+        plain = partial(self.run_covered, self._model, **arguments)
+        fused = {ARGUMENT} if self.covered is not None and extension.pair is None else set[str]()
+        known = extension.known_arguments | fused
+        if picture := find_picture(self._model, given, known):
+            counts.refuse(f"they have {picture}, and a batch with pictures or sound is computed whole")
+            return self._run_whole(given, plain)
+        refuse_arguments(given, known=known)
+        hook = find_hook(self._model, inside=True)
+        if hook:
+            extension.failure = f"{hook}: the plain step is used from here on"
+            extension.note()
+            return plain()
+        batch = self.find_batch(given, counts, extension.given_labels)
+        extension.last = batch
+        if batch is None:
+            return self._run_whole(given, plain)
+        try:
+            if extension.must_verify(batch) and not self._verify(batch, given):
+                return plain()
+            output = self.compute(batch, given)
+        except LooksAheadError:
+            if extension.is_causal is False:
+                raise
+            extension.is_causal = False  # found out by its first mask
+            extension.drop_update()
+            return self._pack_part(arguments)
+        extension.is_causal = batch.layout.is_causal
+        extension.add_run(batch)
+        extension.count(batch, counts)
+        extension.note()
+        return output.to_tuple() if given.get("return_dict") is False else output
+
+    def _run_whole(self, given: Mapping[str, Any], plain: Callable[[], Any]) -> Any:
+        """Run the plain forward on a batch of which nothing is left out, and count it."""
+        self.extension.last = None
+        self.extension.counts.add_plain(next(given[name] for name in BATCH if name in given).shape[:2].numel())
+        self.extension.note()
+        return plain()
+
+    def find_batch(self, given: dict[str, Any], counts: Counts, labels: Tensor | None) -> PackedBatch | None:
+        """Arrange the rows of a batch; None if the plain forward does as little.
+
+        ``labels`` are those of the script, for a forward that is given none.
+        """
+        extension = self.extension
+        if extension.pair is not None:
+            return extension.pair.plan(given)
+        read = self._read(given, labels)
+        weightless = self._find_weightless(given) if torch.is_grad_enabled() else None
+        if weightless is None or extension.head is None:
+            return self._plan(given, read, counts)
+        left = weightless if read is None else read & weightless
+        batch = self._plan(given, ~weightless if read is None else read & ~weightless, counts)
+        return None if batch is None else replace(batch, weightless=int(left.sum()))
+
+    def _plan(self, given: dict[str, Any], read: Bools | None, counts: Counts) -> PackedBatch | None:
+        extension = self.extension
+        batch = extension.plan_of_update(given, read) if torch.is_grad_enabled() else None
+        return extension.plan(given, read, counts=counts) if batch is None else batch
+
+    def _find_weightless(self, given: Mapping[str, Any]) -> Bools | None:
+        """Return the positions of which the loss of this forward has said that their weight is zero; None: of none."""
+        weight_B = None if given.get(ARGUMENT) else self.extension.dead.weight_B
+        if weight_B is not None and "labels" in given:
+            raise UsageError(
+                "example_weight belongs to a loss of your own, and this forward computes the model's: leave its labels "
+                "out, or give engine.columns(loss_weight=...), which weighs that"
+            )
+        first = next(given[name] for name in BATCH if name in given)
+        return find_weightless(self._model, (int(first.shape[0]), int(first.shape[1])), weight_B)
+
+    def _read(self, given: Mapping[str, Any], labels: Tensor | None) -> Bools | None:
+        """Return the positions of a causal language model whose logits are read; None: all that are not padding."""
+        if self.extension.head is None:
+            return None
+        labels = given.get("labels", labels)
+        if labels is not None:
+            return find_predicting(labels)
+        kept = given.get("logits_to_keep", 0)
+        if isinstance(kept, int) and kept == 0:
+            return None
+        first = next(given[name] for name in BATCH if name in given)
+        mask = given.get("attention_mask")
+        real: Bools = np.ones(first.shape[:2], bool) if mask is None else mask.cpu().numpy().astype(bool)
+        columns = np.zeros(first.shape[1], bool)
+        columns[slice(-kept, None) if isinstance(kept, int) else kept.cpu().numpy()] = True
+        return real & columns
+
+    def _verify(self, batch: PackedBatch, given: dict[str, Any]) -> bool:
+        """Return whether the packed step of this batch can be used, after a comparison with the plain one."""
+        extension = self.extension
+        whole, inputs = given, _copy_computed(given)
+        tokens = None if extension.prompt is None else extension.prompt.find_tokens(given)
+        given = given | inputs
+        if tokens is not None and "inputs_embeds" in inputs:
+            # A row that examples share has the gradient of all of them: compared by token, not by position.
+            table_UD, number_BT = make_table(inputs["inputs_embeds"].detach(), tokens)
+            inputs = inputs | {"inputs_embeds": table_UD.requires_grad_()}
+            given = given | {"inputs_embeds": partial(table_UD.__getitem__, number_BT)}  # a graph for each pass
+        leaves = [*(p for p in self._model.parameters() if p.requires_grad), *inputs.values()]
+        if not leaves:
+            return True  # there is no gradient that could differ
+        enabled = extension.engine.enabled
+        extension.engine.enabled, self._is_comparing = False, True
+        try:
+            with extension.scoring.paused():
+                check = self._compare(batch, given, leaves)
+            if not check.passed and extension.pair is None:
+                check = self.decide(check, whole)
+        except ReadsUncomputedError:
+            extension.failure = "the model's own loss reads positions of padding: the plain step is used from here on"
+            extension.note()
+            return False
+        finally:
+            extension.engine.enabled, self._is_comparing = enabled, False
+        extension.note(check)
+        return check.passed
+
+    def _compare(self, batch: PackedBatch, given: dict[str, Any], leaves: list[Tensor]) -> Check:
+        rows = batch.layout.computed_BT
+        if self.extension.head is not None:
+            rows = batch.read_BT[:, kept_columns(given.get("logits_to_keep"))]
+        device = batch.layout.source_N.device
+        again = partial(generators_at, capture_generators(device), device)  # with the same masks of dropout
+
+        def run(forward: Callable[[dict[str, Any]], Any]) -> Any:
+            with again():
+                return forward(
+                    {name: value() if isinstance(value, partial) else value for name, value in given.items()}
+                )
+
+        return compare_passes(
+            self._model,
+            leaves,
+            rows,
+            lambda: run(lambda inputs: self.run_covered(self._model, **inputs)),
+            lambda: run(partial(self.compute, batch)),
+        )
+
+    def decide(self, check: Check, given: dict[str, Any]) -> Check:
+        """Ask which of two passes that differ computes each example as if it were alone, as both claim."""
+        extension = self.extension
+        inputs = {n: v for n, v in given.items() if n not in {"labels", "num_items_in_batch", "return_dict", ARGUMENT}}
+        batch = extension.plan(inputs, None, whole=True)
+        if batch is None:
+            return check
+        passes = (partial(self.run_covered, self._model, **inputs), partial(self.compute, batch, inputs))
+        try:
+            with extension.scoring.paused():
+                plain, packed = compare_with_alone(self._model, extension.find_examples(inputs), passes)
+        except Exception:  # whatever a model raises for an example alone
+            return check
+        return check.decide(plain, packed)
+
+    def compute(self, batch: PackedBatch, given: dict[str, Any]) -> Any:
+        extension = self.extension
+        options = {name: value for name, value in given.items() if name not in KNOWN | ARGUMENTS | SEQUENCES} | {
+            "return_dict": True,
+            "use_cache": False,
+        }
+        # Sites count what a backward follows.
+        short = extension.engine.short_forward(num_rows=batch.layout.shape[0] * batch.layout.shape[1])
+        with short if torch.is_grad_enabled() else nullcontext():
+            if extension.pair is not None and isinstance(batch, PairBatch):
+                output, num_calls = extension.pair.compute(batch, given, options)
+                extension.check_calls(num_calls)
+                return output
+            if extension.head is None:
+                return self._compute_spread(batch, given, options)
+            return self._compute_causal(batch, given, options)
+
+    def _compute_spread(self, batch: PackedBatch, given: dict[str, Any], options: dict[str, Any]) -> Any:
+        """Pack the base model alone, and let what lies above it see (B, T, D)."""
+        extension, stack = self.extension, self.extension.stack
+
+        def run_stack(*args: Any, **kwargs: Any) -> Any:
+            kwargs = dict(zip(argument_names(stack), args, strict=False)) | kwargs
+            inside = {n: v for n, v in kwargs.items() if n not in {*BATCH, "attention_mask", "position_ids"}}
+            with replace_forwards(_spread_first(stack, batch)):
+                output = extension.run_stack(
+                    batch, kwargs, lambda taken: call_module(stack, **inside | taken | {"return_dict": True})
+                )
+            return replace(output, last_hidden_state=batch.layout.spread(output.last_hidden_state[0]))
+
+        if stack is self._model:
+            return run_stack(**given | options)
+        with replace_forwards([(stack, run_stack)]):
+            return call_module(self._model, **given | options)
+
+    def _compute_causal(self, batch: PackedBatch, given: dict[str, Any], options: dict[str, Any]) -> Any:
+        extension = self.extension
+        rows, before = read_rows(batch), self._rows_before(batch, given, options)
+        take = partial(self._take, batch, before)
+        if extension.shortens is None and batch.layout.read is not None:
+            rows_of = partial(take, row_R=rows)
+            extension.shortens = self._try_last_layer(batch.layout, given, options, rows_of, before)
+        if given.get(ARGUMENT):
+            return self._compute_fused(batch, given, options, rows, before)
+        index, inverse = rows, torch.arange(len(rows), device=rows.device)
+        if batch.layout.num_shared:
+            index, inverse = torch.unique(rows, return_inverse=True)
+        if not len(rows):  # the head needs one row
+            index = rows.new_zeros(1)
+        head = extension.head
+        assert head is not None
+        cut = partial(run_head, head, head.__dict__.get("forward"), partial(take, row_R=index))
+        with replace_forwards([(head, cut)]):
+            output = extension.run_stack(
+                batch, given, lambda taken: call_module(self._model, **options | taken), before=before
+            )
+        logits = output.logits[0]
+        labels, kept = given.get("labels"), given.get("logits_to_keep")
+        if labels is None:
+            spread_out = spread_logits(logits, inverse, batch, kept)
+            return _changed(output, logits=spread_out, **spread_routers(output, batch.layout))
+        chosen = logits.index_select(0, inverse) if batch.layout.num_shared and len(rows) else logits
+        loss = self._loss(chosen, labels, batch.place_R, given)
+        balancing = getattr(output, "aux_loss", None)
+        if isinstance(balancing, Tensor):
+            loss = loss + (find_coefficient(self._model) or 0.0) * balancing
+        output = _changed(output, loss=loss, logits=None, **spread_routers(output, batch.layout))
+        spread = partial(spread_logits, logits.detach(), inverse, batch, kept)
+        if not batch.weightless or extension.scoring.is_paused:
+            return defer_logits(output, spread)
+        return defer_logits(output, extension.scoring.later(partial(self._all_logits, given)))
+
+    def _rows_before(self, batch: PackedBatch, given: dict[str, Any], options: dict[str, Any]) -> Sequence[KeptRows]:
+        """Return what is kept of rows that this batch shares with other micro-batches of its update; in a comparison
+        they run for this batch alone."""
+        extension, update, number = self.extension, self.extension.update, batch.number
+        if update is None or number is None:
+            return ()
+        head, device = extension.head, batch.layout.source_N.device
+        options = {name: value for name, value in options.items() if name != ARGUMENT}
+        assert head is not None
+
+        def run(layout: PackedLayout, before: Sequence[KeptRows], collected: Collected) -> Tensor:
+            found: list[Tensor] = []
+            # Known before any row runs that several batches share: a resumed run may begin at each of them.
+            if extension.shortens is None and layout.read is not None:
+                rows_of = partial(layout.take, row_R=layout.read.row_M)
+                extension.shortens = self._try_last_layer(layout, given, options, rows_of, before)
+
+            def keep(hidden: Tensor) -> Tensor:
+                found.append(hidden)
+                return hidden[:, :1]
+
+            with replace_forwards([(head, keep)]):
+                extension.run_rows(
+                    layout,
+                    given,
+                    lambda taken: call_module(self._model, **options | taken),
+                    before=before,
+                    keeps=collected,
+                )
+            if not self._is_comparing:
+                extension.add_held(layout)
+            return found[0]
+
+        open_held = update.run_whole if self._is_comparing else update.open
+        return open_held(number, run, device, extension.most_read)
+
+    def _take(self, batch: PackedBatch, before: Sequence[KeptRows], hidden: Tensor, row_R: Tensor) -> Tensor:
+        """Return the rows (1, R, D) of which the head is read."""
+        outputs = [rows.hidden for rows in before if rows.hidden is not None]
+        taken = batch.layout.take(hidden, row_R, outputs)
+        update = self.extension.update
+        if batch.number is not None and update is not None and torch.is_grad_enabled() and not self._is_comparing:
+            update.watch(batch.number, taken)
+        return taken
+
+    def _all_logits(self, given: Mapping[str, Any]) -> Tensor:
+        """Return the logits of the plain forward: somebody reads those of labels without a weight."""
+        inputs = {name: value for name, value in given.items() if name not in {"labels", "num_items_in_batch"}}
+        logits: Tensor = self.run_plain(**inputs).logits
+        return logits
+
+    def _loss(self, logits_RV: Tensor, labels_BT: Tensor, place_R: Tensor, given: Mapping[str, Any]) -> Tensor:
+        """Return the model's loss of the rows that have a label."""
+        target_R = labels_BT.flatten()[1:].index_select(0, place_R)
+        count = given.get("num_items_in_batch")
+        if count is None and forward_weights(self._model) is not None:  # labels of weight 0 count, and have no row here
+            count = (labels_BT[:, 1:] != IGNORED).sum()
+        if not len(place_R):  # the plain loss of a batch without a label: no number for a mean, 0 for a share of others
+            place_R, target_R = place_R.new_zeros(1), labels_BT.new_full((1,), IGNORED)
+        loss: Tensor = self._model.loss_function(
+            logits_RV[None],
+            target_R[None],
+            logits_RV.shape[-1],
+            num_items_in_batch=count,
+            shift_labels=target_R[None],
+            **({} if (weight_R := weights_at(self._model, place_R)) is None else {"shift_weights": weight_R}),
+        )
+        return loss
+
+    def _try_last_layer(
+        self,
+        layout: PackedLayout,
+        given: dict[str, Any],
+        options: dict[str, Any],
+        take: Callable[[Tensor], Tensor],
+        before: Sequence[KeptRows],
+    ) -> bool:
+        """Return whether the head gets the same if the last layer runs the rows alone that are read.
+
+        It does not in a model that runs its layers in turns, calls attention twice in one, or shapes their output.
+        """
+        extension, head = self.extension, self.extension.head
+        options = {name: value for name, value in options.items() if name != ARGUMENT}
+        assert head is not None
+        if find_reentrant(self._model) is not None:  # see LastLayer
+            return False
+
+        def run(*, shortens: bool) -> Tensor:
+            found: list[Tensor] = []
+
+            def keep(hidden: Tensor) -> Tensor:
+                found.append(take(hidden))
+                return hidden
+
+            with torch.no_grad(), replace_forwards([(head, keep)]):
+                extension.run_rows(
+                    layout,
+                    given,
+                    lambda taken: call_module(self._model, **options | taken),
+                    shortens=shortens,
+                    before=before,
+                )
+            return found[0]
+
+        whole, last = run(shortens=False), extension.last_layer
+        assert last is not None
+        last.num_calls = extension.calls_of_layer
+        for skips, spreads in last.ways:
+            last.skips, last.spreads = skips, spreads
+            try:
+                short = run(shortens=True)
+            except Exception:  # whatever a layer raises that cannot do it
+                continue
+            if bool((short - whole).norm() <= limit_of(self._model) * whole.norm()):
+                return True
+        return False
+
+    def _compute_fused(
+        self,
+        batch: PackedBatch,
+        given: dict[str, Any],
+        options: dict[str, Any],
+        row_R: Tensor,
+        before: Sequence[KeptRows],
+    ) -> Any:
+        extension = self.extension
+        options = options | {"num_items_in_batch": given.get("num_items_in_batch")}
+
+        def run(shift_labels: Tensor) -> Any:
+            run_model = partial(self.run_covered, self._model, **options, shift_labels=shift_labels)
+            return extension.run_stack(batch, given, lambda taken: run_model(**taken), before=before)
+
+        return run_fused(extension.stack, batch, row_R, given["labels"], run, partial(self._take, batch, before))
+
+
+def _copy_computed(given: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return copies of the inputs that have a gradient: the graph behind them belongs to the script."""
+    found = {name: value for name, value in given.items() if isinstance(value, Tensor) and value.requires_grad}
+    return {name: value.detach().clone().requires_grad_() for name, value in found.items()}
+
+
+def _spread_first(stack: nn.Module, batch: PackedBatch) -> list[tuple[nn.Module, Callable[..., Any]]]:
+    """Return a replacement of the pooler of an encoder, which reads the first position of each example."""
+    pooler = getattr(stack, "pooler", None)
+    if not isinstance(pooler, nn.Module):
+        return []
+    covered = pooler.__dict__.get("forward") or partial(call_module, pooler)
+
+    def run(hidden: Tensor) -> Any:
+        if hidden.shape[:2] != (1, batch.layout.num_rows):
+            raise UnsupportedError(
+                f"{type(stack).__name__} chooses what its pooler reads itself: rows cannot be packed"
+            )
+        return covered(batch.layout.spread(hidden[0]))
+
+    return [(pooler, run)]
+
+
+def _changed(output: Any, **changes: Tensor | tuple[Tensor, ...] | None) -> Any:
+    """Return a copy of a transformers output with other values, without what has the shape of the packed rows."""
+    return replace(output, **changes, **{name: None for name in CACHE_NAMES if name in vars(output)})
