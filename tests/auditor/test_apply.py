@@ -203,7 +203,7 @@ def test_an_error_inside_of_packing_leaves_the_script_its_plain_step(monkeypatch
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("no luck")
 
-    monkeypatch.setattr("sparsebp_cli.backward.kind.packing.extension.compare_passes", fail)
+    monkeypatch.setattr("sparsebp_cli.backward.kind.packing.forward.compare_passes", fail)
     assert model(**_batch()).loss.item() == expected
     assert packing.failure == "RuntimeError: no luck"
     packing.remove()

@@ -40,7 +40,7 @@ KNOWN: dict[str, dict[str, int]] = {
     # Labels are read on the host and the arrangement of rows is copied to the device, once a batch; whether a mask is
     # causal is asked once for all layers. Shared prefixes are left out: the fake holds no ids.
     "lossless": {
-        "copy to cpu at backward/kind/packing/extension.py": 1,
+        "copy to cpu at backward/kind/packing/batch.py": 1,
         "copy to cuda at backward/kind/packing/groups.py": 1,
         "copy to cuda at backward/kind/packing/batch.py": 1,
         "_local_scalar_dense at backward/kind/packing/attention.py": 1,

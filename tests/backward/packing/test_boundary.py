@@ -264,14 +264,14 @@ def test_one_wrong_row_among_many_is_noticed_in_every_dtype(
     with sbp.attach(model, "lossless") as engine:
         engine.backward(model(**batch).loss)
         assert "is used from here on" not in engine.notes["packing"]
-    arrange = layout._arrange
+    arrange = layout.arrange_segments
 
     def wrong(*args: Any, **kwargs: Any) -> Any:
         made = arrange(*args, **kwargs)
         made.position_N[-5] += 3  # of one row
         return made
 
-    monkeypatch.setattr(layout, "_arrange", wrong)
+    monkeypatch.setattr(layout, "arrange_segments", wrong)
     with sbp.attach(model, "lossless") as engine:
         engine.backward(model(**batch).loss)
         assert "the plain step is used from here on" in engine.notes["packing"]

@@ -27,7 +27,7 @@ from transformers import (
 import sparsebp_cli as sbp
 from sparsebp_cli.backward import count_flops
 from sparsebp_cli.backward.core.extension import EstimatesFlops
-from sparsebp_cli.backward.kind.packing import extension as extension_module
+from sparsebp_cli.backward.kind.packing import forward as forward_module
 from sparsebp_cli.backward.kind.packing import groups as groups_module
 from sparsebp_cli.backward.observe.flops import DensePass
 from sparsebp_cli.backward.observe.module_trace import ModuleTrace
@@ -401,8 +401,8 @@ def test_larger_batches_are_compared_again_and_smaller_ones_not() -> None:
 def test_a_gradient_that_differs_ends_packing_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = llama(), make_batch("right", "completion", "groups")
     _, expected = gradients(model, None, batch)
-    spread = extension_module.run_head
-    monkeypatch.setattr(extension_module, "run_head", lambda *args: spread(*args) * 1.001)
+    spread = forward_module.run_head
+    monkeypatch.setattr(forward_module, "run_head", lambda *args: spread(*args) * 1.001)
     with sbp.attach(model, "lossless") as engine:
         for _ in range(2):
             _, got = gradients(model, engine, batch)

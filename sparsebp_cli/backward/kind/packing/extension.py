@@ -9,142 +9,45 @@ Shape letters: B examples, T positions, N computed rows, R rows of the head, V v
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, final
 
-import numpy as np
-import torch
 from torch import Tensor, nn
 
-from sparsebp_cli.backward.decoder.decoder import argument_names, find_reentrant
-from sparsebp_cli.backward.isolation import Examples, examples_at
-from sparsebp_cli.backward.kind.fused_head import ARGUMENT, has_fused_head
-from sparsebp_cli.backward.kind.packing.attention import Switch, packed
-from sparsebp_cli.backward.kind.packing.balance import (
-    OPTION,
-    balances_experts,
-    count_positions,
-    find_coefficient,
-)
-from sparsebp_cli.backward.kind.packing.batch import (
-    BATCH,
-    BatchFacts,
-    BatchRows,
-    Counts,
-    PackedBatch,
-    find_labelled,
-    find_places,
-    read_mask,
-    read_positions,
-    to_place,
-)
-from sparsebp_cli.backward.kind.packing.dropout import AdapterDropout
+from sparsebp_cli.backward.decoder.decoder import argument_names
 from sparsebp_cli.backward.kind.packing.forward import PackedForward
-from sparsebp_cli.backward.kind.packing.groups import Bools
 from sparsebp_cli.backward.kind.packing.head import count_rows
-from sparsebp_cli.backward.kind.packing.last_layer import LastLayer, find_shares, install_last_layer
-from sparsebp_cli.backward.kind.packing.layout import PackedLayout
+from sparsebp_cli.backward.kind.packing.last_layer import install_last_layer
 from sparsebp_cli.backward.kind.packing.packed_model import PackingEngine
-from sparsebp_cli.backward.kind.packing.pair import ARGUMENTS, PairBatch, PairPacking, is_pair
-from sparsebp_cli.backward.kind.packing.prompt import SoftPrompt
+from sparsebp_cli.backward.kind.packing.pair import PairBatch
+from sparsebp_cli.backward.kind.packing.planner import PackingPlanner
 from sparsebp_cli.backward.kind.packing.reference import PackedReference
 from sparsebp_cli.backward.kind.packing.refusal import (
-    find_head,
-    find_model,
     find_picture,
-    find_text,
-    is_attention,
-    reads_first,
     refuse_arguments,
-    refuse_batch,
-    refuse_inexact,
 )
-from sparsebp_cli.backward.kind.packing.remembered import LastLayout
-from sparsebp_cli.backward.kind.packing.scoring import Reads, Scoring
-from sparsebp_cli.backward.kind.packing.sequence import SEQUENCES, find_begins, find_needed, refuse_bounds
-from sparsebp_cli.backward.kind.packing.update import Collected, HeldRows, KeptRows, UpdatePlan
-from sparsebp_cli.backward.kind.packing.verify import AGAIN, Check
-from sparsebp_cli.backward.kind.packing.weight import DeadExamples
+from sparsebp_cli.backward.kind.packing.scoring import Reads
 from sparsebp_cli.backward.observe.flops import DensePass, PassEstimate
 from sparsebp_cli.backward.patch.forward import (
-    ForwardPatches,
     ModulePlaces,
-    check_free,
 )
-from sparsebp_cli.errors import UnsupportedError
-from sparsebp_cli.policy import BatchPacker, PackedSize, Step
+from sparsebp_cli.policy import BatchPacker, Step
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from sparsebp_cli.backward.core.given import Given
-
-_NOTHING_SEEN = (
-    "no batch went through the forward of {} in training: what calls a part of it, or another forward, runs plainly"
-)
-_EVAL_MODE = "{} is in eval mode, as from_pretrained returns it, and runs plainly: call model.train() before the loop"
 
 
 @final
-class PackingExtension:
+class PackingExtension(PackingPlanner):
     """A batch packer in one model; see :class:`~sparsebp_cli.backward.core.extension.EngineExtension`.
 
     Raises :class:`UnsupportedError` if rows cannot be left out of this model exactly.
     """
 
-    policy: BatchPacker
-    model: PreTrainedModel
-    stack: nn.Module
-    pair: PairPacking | None
-    counts: Counts
-    failure: str
-    head: nn.Module | None
-    dropout: AdapterDropout
-    prompt: SoftPrompt | None
-    places: ModulePlaces
-    engine: PackingEngine
-    scoring: Scoring
-
     def __init__(self, policy: BatchPacker, model: nn.Module, given: Given) -> None:
-        self.policy, self.model = policy, find_model(model)
-        self.stack = self.model.base_model
-        self.pair = PairPacking(policy, self.model) if is_pair(self.model) else None
-        self.head = self.model.get_output_embeddings() if self.pair is not None else find_head(self.model)
-        self._prefix = next((f"{name}." if name else "") for name, m in model.named_modules() if m is self.model)
-        refuse_inexact(self.model)
-        # A forward that somebody else put there is known in one form alone, that of trl.
-        if not has_fused_head(self.model):
-            check_free("the model", self.model)
-        check_free("the base model", self.stack)
-        self._reads_first = reads_first(self.model)
-        self.prompt = SoftPrompt.find(model)
-        self.dropout = AdapterDropout(self.stack)
-        self._switch = Switch(self.model)
-        self._switch.refuse_unknown()
-        self._patches = ForwardPatches()
-        self._text = find_text(self.model)
-        self._attention_layers = sum(map(is_attention, self._text.modules()))
-        if not self._attention_layers:
-            raise UnsupportedError(f"{type(self.model).__name__} has no attention layers that packing knows")
-        self.is_causal: bool | None = None  # of the attention; None before the first forward
-        self.counts, self.failure = Counts(), ""
-        self._seen: dict[tuple[bool, ...], tuple[int, int]] = {}
-        self.last: PackedBatch | None = None
-        self._shares = find_shares(self._text, self.head)
-        self.calls_of_layer = 1  # calls of attention in one layer, as the last packed forward has shown
-        self.last_layer: LastLayer | None = None  # None: it runs all rows
-        self.shortens: bool | None = None  # whether the last layer runs the rows that are read alone; None: not tried
-        self.given_labels: Tensor | None = None
-        self.layouts, self.scoring, self.dead = LastLayout(), Scoring(self), DeadExamples()
-        self.trains = True  # False: forwards with a gradient are left as they are, as those of a reference
+        super().__init__(policy, model)
         self.reference = PackedReference.of(given.reference, self, PackingExtension)
-        self._updates: dict[bool, UpdatePlan] = {}  # of the step under way, and of a measurement between two steps
-        self._ran: list[PackedBatch] = []  # the newest batches of one update
-        self._ran_held: list[PackedLayout] = []  # and what ran before them, once for several
-        self._held = HeldRows()
 
     def set_columns(self, **columns: Tensor) -> None:
         """Set the labels of the next batches, which the script does not pass to the model, until the next call."""
@@ -156,14 +59,6 @@ class PackingExtension:
         given = {name: value for name, value in arguments.items() if name in own}
         if not find_picture(self.model, given, self.known_arguments):
             refuse_arguments(given, known=self.known_arguments)
-
-    @property
-    def known_arguments(self) -> frozenset[str]:
-        """Arguments of the forward that are known beside those of every model."""
-        if self.pair is not None:
-            return frozenset(ARGUMENTS)
-        balances = self.head is not None and find_coefficient(self.model) is not None
-        return SEQUENCES | ({OPTION} if balances else set())
 
     def install(self, engine: PackingEngine) -> None:
         self.engine = engine
@@ -201,300 +96,10 @@ class PackingExtension:
     def start_step(self, step: Step) -> None:
         """Do nothing: rows are arranged in the forward."""
 
-    def plan(
-        self,
-        inputs: Mapping[str, Any],
-        read_BT: Bools | None,
-        *,
-        whole: bool = False,
-        counts: Counts | None = None,
-    ) -> PackedBatch | None:
-        """Arrange the rows of a batch; None if the plain forward does as little.
-
-        ``read_BT`` marks the positions that the caller reads; None: all that are not padding. ``whole`` arranges them
-        even if nothing is left out. ``counts`` gets a batch that is refused; None: those of training.
-        """
-        rows = self._find_rows(inputs, read_BT, counts)
-        if rows is None:
-            return None
-        first = next(inputs[name] for name in ("input_ids", "inputs_embeds") if inputs.get(name) is not None)
-        layout = self.layouts.make(
-            rows.needed_BT,
-            rows.token_BT,
-            rows.position_BT,
-            first.device,
-            is_causal=self.is_causal is not False,
-            place_BT=rows.place_BT,
-            alone_BT=rows.alone_BT,
-            begins_BT=rows.begins_BT,
-            read_BT=None if self.most_read is None or rows.balances else rows.read_BT,
-            most_read=self.most_read or 0.0,
-        )
-        batch = self._to_batch(rows, layout)
-        head_rows = int(rows.read_BT.sum()) if self.head is not None else rows.needed_BT.size
-        last_rows = layout.num_rows if layout.read is None else len(layout.read.row_M)
-        packed_size = PackedSize(rows.needed_BT.size, layout.num_rows, head_rows, last_rows, *self._shares)
-        return batch if whole or self.policy.packs(packed_size) else None
-
-    @property
-    def most_read(self) -> float | None:
-        """The largest share of rows for which the last layer runs those that are read alone; None: it runs all."""
-        return None if self.last_layer is None or self.shortens is False else self.last_layer.most_read
-
-    def _to_batch(self, rows: BatchRows, layout: PackedLayout) -> PackedBatch:
-        padding = int((~(rows.real_BT | rows.alone_BT)).sum()) if self.policy.padding else 0
-        unread = int((rows.real_BT & ~rows.needed_BT).sum())
-        place = to_place(rows.read_BT, layout.source_N.device)
-        count = count_positions(layout, rows.real_BT) if rows.balances else None
-        return PackedBatch(layout, *place, padding, unread, facts=rows.facts, count_N=count)
-
-    def _find_rows(
-        self, inputs: Mapping[str, Any], read_BT: Bools | None, counts: Counts | None = None
-    ) -> BatchRows | None:
-        """Return the positions of a batch that are computed; None where none can be left out, for the reason that
-        ``counts`` gets."""
-        first = next(inputs[name] for name in ("input_ids", "inputs_embeds") if inputs.get(name) is not None)
-        size = (int(first.shape[0]), int(first.shape[1]))
-        real, position = read_mask(inputs, size), read_positions(self.stack, inputs, size)
-        if real is None or position is None:
-            return None
-        causal = self.is_causal is not False
-        if not causal and self._reads_first and not real[:, 0].all():
-            self.engine.notes["first position"] = (
-                "what is above the layers reads the first position, which is padding in examples padded on the left: "
-                "their batches run the plain step; pad on the right"
-            )
-            return None
-        read = real if read_BT is None else read_BT
-        # Only masks that look back alone are split where position numbers restart.
-        begins = find_begins(inputs, position, uses_cache=self.uses_cache(inputs)) if causal else None
-        facts = BatchFacts.of(inputs, real, read, position, begins)
-        alone = read & ~real  # padding that is trained: the first token's label, with padding on the left
-        if alone.any() and not (causal and self._switch.zeroes_padding):
-            return None
-        # The loss that balances experts reads the routers at every position that is not padding.
-        balances = self.head is not None and balances_experts(self.model, inputs)
-        needed = self._needed(real, real if balances else read, alone, begins, causal=causal)
-        reason = refuse_bounds(inputs, begins, size, causal=causal)
-        if reason := reason or refuse_batch(self.model, facts, int(position[needed | alone].max())):
-            (self.counts if counts is None else counts).refuse(reason)
-            return None
-        ids = inputs.get("input_ids")
-        # Token types are no part of what makes two prefixes equal.
-        shares = causal and self.policy.prefixes != "separate" and inputs.get("token_type_ids") is None
-        shares = shares and not self.dropout  # in the plain step equal positions of two examples have their own masks
-        tokens = ids.cpu().numpy() if shares and ids is not None else None
-        if shares and ids is None and self.prompt is not None:
-            tokens = self.prompt.find_tokens(inputs)
-        places = find_places(real, position, begins)
-        return BatchRows(needed, tokens, position, places, real, read, alone, begins, facts, balances)
-
-    def expect(self, batches: Sequence[Mapping[str, Any]]) -> bool:
-        """Arrange the rows of the coming micro-batches together; return whether they share any that were not yet."""
-        self.drop_update()
-        is_known = self.head is not None and self.pair is None and self.prompt is None and not self.dropout
-        if self.policy.prefixes != "update" or not is_known or self.failure or self.is_causal is False:
-            return False
-        if find_reentrant(self.model) is not None:  # keys and values of its layers have no graph
-            self._held.refused = "reentrant checkpointing"
-            return False
-        read = [find_labelled(batch) for batch in batches]
-        rows = [self._find_rows(batch, read_BT, Counts()) for batch, read_BT in zip(batches, read, strict=True)]
-        found = [one for one in rows if one is not None and one.token_BT is not None]
-        if len(found) < len(rows) or any(one.alone_BT.any() or one.begins_BT is not None for one in found):
-            return False
-        if any(one.balances for one in found):  # a loss over the positions of each micro-batch, shared ones included
-            return False
-        update = UpdatePlan(found, batches)
-        if update.held:
-            self._updates[self.engine.is_probing] = update
-            self._ran, self._ran_held = [], []
-        if not self.engine.is_probing:
-            self._held.add(update)
-        return bool(update.held)
-
-    @property
-    def update(self) -> UpdatePlan | None:
-        """The plan of the update under way; None: there is none."""
-        return self._updates.get(self.engine.is_probing)
-
-    def drop_update(self) -> None:
-        """Forget the plan of an update."""
-        update = self._updates.pop(self.engine.is_probing, None)
-        if update is not None:
-            update.drop()
-
-    def plan_of_update(self, inputs: Mapping[str, Any], read_BT: Bools | None) -> PackedBatch | None:
-        """Return what a forward computes by the plan of its update; None: there is none, or it is no part of it."""
-        number = None if self.update is None else self.update.find(inputs)
-        if self.update is None or number is None:
-            return None
-        rows = self.update.batches[number].rows
-        read = rows.real_BT if read_BT is None else read_BT
-        if (read & ~rows.read_BT).any():
-            self.update.withdraw(number)
-            self._held.alone += 1
-            return None
-        first = next(inputs[name] for name in BATCH if inputs.get(name) is not None)
-        layout = self.update.arrange(number, first.device, self.most_read)
-        held = [self.update.held[segment] for segment in self.update.held_of(number)]
-        opened = sum(one.size for one in held if one.users[0] == number)
-        layout = replace(layout, num_shared=layout.num_shared - opened)
-        return replace(self._to_batch(replace(rows, read_BT=read), layout), number=number, opened=opened)
-
-    def add_run(self, batch: PackedBatch) -> None:
-        """Note a batch of the update under way."""
-        if batch.number is not None:
-            self._ran.append(batch)
-
-    def add_held(self, layout: PackedLayout) -> None:
-        """Note rows that ran before the batches that share them."""
-        self._ran_held.append(layout)
-
-    def finish_pass(self) -> None:
-        """Run the backward of rows whose last micro-batch had its own."""
-        if self.update is not None and self.update.finish():
-            self._updates.pop(self.engine.is_probing)
-
-    def find_examples(self, inputs: dict[str, Any]) -> Examples:
-        """Return the examples of a batch that has a plan, several of one row apart, with the numbers of their positions
-        and a mask where the batch has them: they may begin anywhere."""
-        first = next(inputs[name] for name in BATCH if inputs.get(name) is not None)
-        size = (int(first.shape[0]), int(first.shape[1]))
-        real, position = read_mask(inputs, size), read_positions(self.stack, inputs, size)
-        assert real is not None
-        assert position is not None
-        causal = self.is_causal is not False
-        begins = find_begins(inputs, position, uses_cache=self.uses_cache(inputs)) if causal else None
-        return examples_at(inputs, torch.from_numpy(real), None if begins is None else torch.from_numpy(begins))
-
-    def uses_cache(self, inputs: Mapping[str, Any]) -> bool:
-        """Return whether the plain forward makes a key/value cache."""
-        given = False if inputs.get(ARGUMENT) else inputs.get("use_cache")  # trl's fused head makes none
-        if given is None:
-            given = getattr(self.model.config.get_text_config(), "use_cache", False)
-        # transformers makes no cache in training under checkpointing.
-        return bool(given) and not (self.stack.training and getattr(self.stack, "gradient_checkpointing", False))
-
-    def _needed(
-        self, real_BT: Bools, read_BT: Bools, alone_BT: Bools, begins_BT: Bools | None, *, causal: bool
-    ) -> Bools:
-        """Return the positions that are computed, at least one an example."""
-        needed = real_BT.copy() if self.policy.padding else np.ones(real_BT.shape, bool)
-        if causal and self.policy.labels:
-            needed &= find_needed(read_BT, begins_BT)
-        empty = ~(needed | alone_BT).any(1)
-        needed[empty, np.where(real_BT[empty].any(1), real_BT[empty].argmax(1), 0)] = True
-        return needed & ~alone_BT
-
-    def must_verify(self, batch: PackedBatch) -> bool:
-        """Return whether this batch is to be compared with the plain step."""
-        # A measurement of a step does not measure the comparison, which few steps have.
-        if self.policy.verify == "never" or (self.engine.is_probing and self.policy.verify != "always"):
-            return False
-        name = find_reentrant(self.model)
-        if name is not None:
-            raise UnsupportedError(
-                f"reentrant checkpointing (at {name!r}) computes no gradient that could be compared: enable "
-                "checkpointing with use_reentrant=False, or give verify: never"
-            )
-        if self.policy.verify == "always":
-            return True
-        size, seen = batch.layout.shape, self._seen.get(batch.signature, (0, 0))
-        self._seen[batch.signature] = (max(size[0], seen[0]), max(size[1], seen[1]))
-        return size[0] > seen[0] or size[1] > seen[1] or self._is_drawn()
-
-    def _is_drawn(self) -> bool:
-        """Return whether a batch of a known kind is compared all the same: one of 200, drawn by its number."""
-        # A generator of its own: the global one belongs to the training.
-        return random.Random(self.counts.packed).random() < AGAIN
-
     @property
     def uncharged_comparisons(self) -> int:
         """Comparisons so far; none where each step has one, which a measurement of a step then shows."""
         return 0 if self.policy.verify == "always" else self.counts.checks
-
-    def note(self, check: Check | None = None) -> None:
-        """Write the counts, and the result of a comparison, into the report."""
-        if check is not None:
-            self.counts.checks += 1
-            if check.guilty == "plain":
-                self.counts.judge(check.describe())
-            else:
-                self.counts.error = max(self.counts.error, check.error)
-            if not check.passed:
-                self.failure = f"{check.describe()}: the plain step is used from here on"
-        if not self.trains:
-            return
-        nothing = (_NOTHING_SEEN if self.model.training else _EVAL_MODE).format(type(self.model).__name__)
-        seen = self.counts.describe() + self.dead.note if self.counts.batches else nothing
-        self.engine.notes["packing"] = self.failure or seen
-        if self.policy.prefixes == "update" and not self.failure:
-            self.engine.notes["packing of updates"] = self._held.describe()
-
-    def fail(self, text: str) -> None:
-        """Use the plain forward from here on, for the reason that is given."""
-        self.failure = text
-        self.note()
-
-    def count(self, batch: PackedBatch, counts: Counts) -> None:
-        """Count a packed batch, with the rows that the head and the last layer have run."""
-        read = batch.layout.read if self.shortens else None
-        counts.add(batch, 0 if self.head is None else count_rows(batch), None if read is None else len(read.row_M))
-
-    def run_stack(
-        self,
-        batch: PackedBatch,
-        inputs: Mapping[str, Any],
-        run: Callable[[dict[str, Any]], Any],
-        *,
-        shortens: bool | None = None,
-        before: Sequence[KeptRows] = (),
-    ) -> Any:
-        """Run something on the rows of a batch; ``run`` gets the base model's arguments.
-
-        ``shortens``: whether the last layer runs the rows that are read alone; None: if that was found to be right.
-        ``before`` are rows that others of the update have computed.
-        """
-        return self.run_rows(batch.layout, inputs, run, shortens=shortens, before=before, count_N=batch.count_N)
-
-    def run_rows(
-        self,
-        layout: PackedLayout,
-        inputs: Mapping[str, Any],
-        run: Callable[[dict[str, Any]], Any],
-        *,
-        shortens: bool | None = None,
-        before: Sequence[KeptRows] = (),
-        keeps: Collected | None = None,
-        count_N: Tensor | None = None,
-    ) -> Any:
-        """Run something on rows, as :meth:`run_stack` does. ``keeps`` gets their keys and values; ``count_N`` says for
-        how many positions each stands; None: for one."""
-        taken: dict[str, Any] = {
-            name: inputs[name].flatten(0, 1).index_select(0, layout.source_N)[None]
-            for name in BATCH
-            if inputs.get(name) is not None
-        }
-        taken["position_ids"] = layout.position_N[None]
-        # With a mask given, transformers does not search the position numbers for packed examples.
-        count_N = torch.ones_like(layout.position_N) if count_N is None else count_N
-        taken["attention_mask"] = count_N[None]
-        taken = {name: value for name, value in taken.items() if name in argument_names(self.model)}
-        short, keys = bool(self.shortens) if shortens is None else shortens, [rows.keys for rows in before]
-        with packed(layout, shortens=short, before=keys, keeps=keeps) as state:
-            output = run(taken)
-        self.check_calls(state.num_calls)
-        return output
-
-    def check_calls(self, num_calls: int) -> None:
-        """Raise :class:`UnsupportedError` if attention layers did not run through transformers' interface."""
-        if not num_calls or num_calls % self._attention_layers:
-            raise UnsupportedError(
-                f"{type(self.model).__name__} has {self._attention_layers} attention layers, of which "
-                f"{num_calls} run through transformers' attention interface: its rows cannot be packed"
-            )
-        self.calls_of_layer = num_calls // self._attention_layers
 
     def claim(self, dense: DensePass) -> PassEstimate:  # noqa: ARG002 - shares say it
         """Return the remaining shares of a dense pass, by the rows of the last forward on the same batch."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,6 +39,7 @@ from sparsebp_cli.backward.kind.packing.groups import Bools
 from sparsebp_cli.backward.kind.packing.head import kept_columns, read_rows, run_head, spread_logits
 from sparsebp_cli.backward.kind.packing.layout import PackedLayout
 from sparsebp_cli.backward.kind.packing.pair import ARGUMENTS, PairBatch
+from sparsebp_cli.backward.kind.packing.planner import PackingPlanner
 from sparsebp_cli.backward.kind.packing.prompt import make_table
 from sparsebp_cli.backward.kind.packing.refusal import (
     find_picture,
@@ -60,14 +61,11 @@ from sparsebp_cli.backward.patch.forward import (
 from sparsebp_cli.backward.patch.rng import capture_generators, generators_at
 from sparsebp_cli.errors import UnsupportedError, UsageError
 
-if TYPE_CHECKING:
-    from sparsebp_cli.backward.kind.packing.extension import PackingExtension
-
 
 class PackedForward(ForwardOverride):
     """The ``forward`` of a model whose batches are packed."""
 
-    def __init__(self, extension: PackingExtension) -> None:
+    def __init__(self, extension: PackingPlanner) -> None:
         self.extension = extension
         self._is_comparing = False
         self._model = extension.model
