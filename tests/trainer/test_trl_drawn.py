@@ -279,3 +279,15 @@ def test_a_forward_past_the_head_is_refused() -> None:
             made.model(input_ids=made.ids)
     with torch.no_grad(), sbp.attach(made.model, [TOKENS, ROLLOUTS]):
         assert made.model(input_ids=made.ids).logits.shape == (16, 32, 64)
+
+
+def test_the_way_out_of_the_head_gives_a_loop_of_ones_own_its_policy() -> None:
+    made = Fused(groups=1)
+    with sbp.attach(made.model, [TOKENS, "lossless"]) as engine:
+        loss = made.model(input_ids=made.ids, labels=made.labels).loss
+        with pytest.raises(UnsupportedError, match=r"`del model\.forward`"):
+            engine.backward(loss)
+    del made.model.forward
+    with sbp.attach(made.model, [TOKENS, "lossless"]) as engine:
+        engine.backward(made.model(input_ids=made.ids, labels=made.labels).loss)
+        assert engine.report().chosen is not None

@@ -11,6 +11,7 @@ from torch import nn
 
 ARGUMENT = "fused_lm_head"
 IGNORED = -100  # the label of no target
+LEFT = "a model that a trainer of trl has trained keeps that head: for a loop of your own, `del model.forward`"
 
 
 def has_fused_head(model: nn.Module) -> bool:

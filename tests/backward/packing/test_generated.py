@@ -75,7 +75,7 @@ def test_a_wrong_mask_or_a_wrong_row_is_counted(
 ) -> None:
     """What counts nothing wrong must be able to count; the comparison of lossless itself is switched off here."""
     model: Any = next(changed for name, changed in changed_families() if "Mistral" in name)  # with a window of five
-    made, arranged = groups.make_group, layout._arrange
+    made, arranged = groups.make_group, layout.arrange_segments
     if wrong == "window":  # as if it had six keys
 
         def make_wrong(*args: Any, **kwargs: Any) -> Any:
@@ -90,7 +90,7 @@ def test_a_wrong_mask_or_a_wrong_row_is_counted(
             found.position_N[-5] += 3  # of one row
             return found
 
-        monkeypatch.setattr(layout, "_arrange", arrange_wrong)
+        monkeypatch.setattr(layout, "arrange_segments", arrange_wrong)
     make_policy = sbp.make_policy
     monkeypatch.setattr(sbp, "make_policy", lambda name, **_: make_policy(name, verify="never"))
     judge = Judge(model, dtype)

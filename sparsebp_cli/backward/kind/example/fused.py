@@ -22,7 +22,7 @@ from sparsebp_cli.backward.core.extension import refuse_uncalled
 from sparsebp_cli.backward.core.report import Chosen
 from sparsebp_cli.backward.kind.example.extension import ExampleExtension
 from sparsebp_cli.backward.kind.example.loss import count_targets
-from sparsebp_cli.backward.kind.fused_head import ARGUMENT, has_fused_head
+from sparsebp_cli.backward.kind.fused_head import ARGUMENT, LEFT, has_fused_head
 from sparsebp_cli.backward.kind.transfer import upload
 from sparsebp_cli.backward.observe.flops import DensePass, PassEstimate
 from sparsebp_cli.backward.patch.forward import ForwardOverride, ForwardPatches
@@ -53,7 +53,7 @@ class FusedExamples:
         if not policy.fits_head:
             raise UnsupportedError(
                 f"{type(policy).__name__} is not built with trl's fused head: examples must be chosen without a score "
-                "of the model there"
+                f"of the model there; {LEFT}"
             )
         self.policy, self.model, self._states = policy, model, states
         self._patches, self.was_called = ForwardPatches(), False
@@ -79,6 +79,10 @@ class FusedExamples:
 
     def check_called(self) -> None:
         if not self.was_called:
+            if self.model.training:
+                raise UnsupportedError(
+                    f"{type(self.policy).__name__} waits for a forward through trl's fused head; {LEFT}"
+                )
             refuse_uncalled(self.policy, self.model)
 
     def claim(self, dense: DensePass) -> PassEstimate:
@@ -139,7 +143,7 @@ class FusedExamplesForward(ForwardOverride):
         if not kwargs.get(ARGUMENT):
             raise UnsupportedError(
                 f"{type(self._extension.policy).__name__} chooses examples under trl's fused head, and the model was "
-                "called in training without it: use engine.disabled() for that forward"
+                f"called in training without it: use engine.disabled() for that forward; {LEFT}"
             )
         self._extension.was_called = True
         label_BT = kwargs.get("labels")

@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from sparsebp_cli.backward.core.extension import refuse_uncalled
 from sparsebp_cli.backward.core.report import Chosen
 from sparsebp_cli.backward.decoder.decoder import refuse_routers
-from sparsebp_cli.backward.kind.fused_head import ARGUMENT, IGNORED
+from sparsebp_cli.backward.kind.fused_head import ARGUMENT, IGNORED, LEFT
 from sparsebp_cli.backward.kind.model_output import with_changes
 from sparsebp_cli.backward.patch.forward import (
     ForwardOverride,
@@ -61,7 +61,7 @@ class FusedTokens:
 
     def __init__(self, policy: TokenSelector, model: nn.Module, states: PolicyStates) -> None:
         if not policy.fits_head:
-            raise UnsupportedError(f"{type(policy).__name__} is not built with trl's fused head: {NEEDED}")
+            raise UnsupportedError(f"{type(policy).__name__} is not built with trl's fused head: {NEEDED}; {LEFT}")
         refuse_routers(model, f"{type(policy).__name__} under trl's fused head")
         self.policy, self.model, self._states = policy, model, states
         self._patches, self.was_called = ForwardPatches(), False
@@ -81,6 +81,10 @@ class FusedTokens:
 
     def check_called(self) -> None:
         if not self.was_called:
+            if self.model.training:
+                raise UnsupportedError(
+                    f"{type(self.policy).__name__} waits for a forward through trl's fused head; {LEFT}"
+                )
             refuse_uncalled(self.policy, self.model)
 
     def choose(self, values: Mapping[str, Tensor | None]) -> Tensor:
@@ -144,7 +148,7 @@ class FusedForward(ForwardOverride):
         if not kwargs.get(ARGUMENT):
             raise UnsupportedError(
                 f"{type(self._extension.policy).__name__} chooses tokens under trl's fused head, and the model was "
-                "called in training without it: use engine.disabled() for that forward"
+                f"called in training without it: use engine.disabled() for that forward; {LEFT}"
             )
         return self._run(args, kwargs)
 
