@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import sparsebp_cli as sbp
-from sparsebp_cli.backward.kind.packing import extension as extension_module
+from sparsebp_cli.backward.kind.packing import forward as forward_module
 from sparsebp_cli.errors import UnsupportedError, UsageError
 from tests.backward.conftest import filled_cache, tiny_model
 from tests.memory.flat import gathered
@@ -121,7 +121,7 @@ def test_a_reference_takes_the_layout_of_the_model_and_is_given_back() -> None:
             found, flops = counted(lambda: reference(**batch).loss)
         assert abs(float(found / wanted) - 1) < 1e-6
         packing = engine.extensions[0]
-        assert isinstance(packing, extension_module.PackingExtension)
+        assert isinstance(packing, forward_module.PackingExtension)
         assert packing.layouts.reused == 3
         reference.train()
         assert reference(**batch).loss.requires_grad  # as it was
@@ -204,14 +204,14 @@ def test_logits_read_after_an_update_are_refused() -> None:
 @pytest.mark.parametrize("declared", [False, True])
 def test_one_wrong_row_is_noticed(monkeypatch: pytest.MonkeyPatch, *, declared: bool) -> None:
     model, batch = tiny_model("llama").eval(), make_batch("right", "dense", "groups")
-    right = extension_module.spread_logits
+    right = forward_module.spread_logits
 
     def wrong(*args: Any) -> Tensor:
         logits = right(*args)
         logits[2, 7] = logits[2, 8]
         return logits
 
-    monkeypatch.setattr(extension_module, "spread_logits", wrong)
+    monkeypatch.setattr(forward_module, "spread_logits", wrong)
     with torch.no_grad():
         plain = model(**batch)
         with sbp.attach(model, "lossless") as engine, engine.scoring(reads="labels" if declared else "loss"):
