@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import sparsebp_cli as sbp
 from sparsebp_cli.backward.kind.packing import forward as forward_module
+from sparsebp_cli.backward.kind.packing.extension import PackingExtension
 from sparsebp_cli.errors import UnsupportedError, UsageError
 from tests.backward.conftest import filled_cache, tiny_model
 from tests.memory.flat import gathered
@@ -121,7 +122,7 @@ def test_a_reference_takes_the_layout_of_the_model_and_is_given_back() -> None:
             found, flops = counted(lambda: reference(**batch).loss)
         assert abs(float(found / wanted) - 1) < 1e-6
         packing = engine.extensions[0]
-        assert isinstance(packing, forward_module.PackingExtension)
+        assert isinstance(packing, PackingExtension)
         assert packing.layouts.reused == 3
         reference.train()
         assert reference(**batch).loss.requires_grad  # as it was
