@@ -133,6 +133,11 @@ class ScriptProposal(Proposal):
         """The metric that decides, as the script logs it."""
         return self.decisive
 
+    @cached_property
+    def digest(self) -> str:
+        """What the ledger knows the question by: the direction too, which the user declares."""
+        return content_hash({"question": super().digest, "better": self.decisive.better})
+
     @property
     def data(self) -> str | None:
         """None: nobody but the script knows its test split."""

@@ -4,7 +4,7 @@ judge/scripts/RUN/judge.lock     held by the command that works on the run; the 
                  checkout/       the files of the commit, until the run has finished
                  output.log      what the script printed
                  process.json    which process it is
-                 result.json     its last value of the metric, and how long it took: written once
+                 result.json     the last value of each metric, and how long it took: written once
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class ScriptTrial:
 class ScriptResult:
     """How a run ended that has a result."""
 
-    value: float | None  # None: not finite
+    metrics: Mapping[str, float | None]  # the last value of each; None: not finite
     seconds: float
     mlflow_run: str
 
@@ -85,7 +85,8 @@ class ScriptArms:
 
     def is_done(self, trial: ScriptTrial) -> bool:
         """Whether a trial has a result."""
-        return _find_result(trial) is not None
+        result = _find_result(trial)
+        return result is not None and self.proposal.metric.name in result.metrics
 
     def train(self, trials: Sequence[ScriptTrial], pause: Callable[[], None]) -> None:
         """Run the script once for each trial that has no result, one after the other."""
@@ -124,12 +125,12 @@ class ScriptArms:
     def has_diverged(self, trial: ScriptTrial) -> bool:
         """Whether a trial's metric is not finite."""
         result = _find_result(trial)
-        return result is not None and result.value is None
+        return result is not None and result.metrics.get(self.proposal.metric.name, 0.0) is None
 
     def read(self, trial: ScriptTrial, metric: str = "") -> float | None:  # noqa: ARG002
         """Return the last value of the metric that decides."""
         result = _find_result(trial)
-        return None if result is None else result.value
+        return None if result is None else result.metrics.get(self.proposal.metric.name)
 
     def find_run(self, trial: ScriptTrial) -> str:
         """Return the id of a trial."""
@@ -158,20 +159,19 @@ class ScriptArms:
             ended = "was stopped" if self._is_stopping else f"ended with {code}"
             self._problems[trial.run_id] = f"{ended}: see {trial.folder / 'output.log'}"
             return
-        value = self._pick(trial, metrics)
-        if value is None:
-            return
-        result = ScriptResult(value if math.isfinite(value) else None, seconds, run.run_id)
+        # All of them: another question may be decided by another metric of the same run.
+        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        result = ScriptResult(finite, seconds, run.run_id)
         durable.write_file(trial.folder / "result.json", json.dumps(vars(result)))
         shutil.rmtree(checkout, ignore_errors=True)
+        self._check_metric(trial, metrics)
 
-    def _pick(self, trial: ScriptTrial, metrics: Mapping[str, float]) -> float | None:
+    def _check_metric(self, trial: ScriptTrial, metrics: Mapping[str, float]) -> None:
         name = self.proposal.metric.name
         if name not in metrics:
             wrote = f"wrote {', '.join(sorted(metrics)[:10])}" if metrics else "wrote nothing into its MLflow run"
             hint = did_you_mean(name, metrics) if metrics else "; `mlflow.start_run()` finds it by MLFLOW_RUN_ID"
             self._problems[trial.run_id] = f"{wrote}, and no metric {name}{hint}"
-        return metrics.get(name)
 
     def _wait(self, trial: ScriptTrial, folder: Path, environment: Mapping[str, str], pause: Callable[[], None]) -> int:
         """Start the script, and return its exit status."""

@@ -94,6 +94,16 @@ def test_a_run_that_fails_or_says_nothing_of_the_metric_is_no_result(repository:
     assert line.endswith("wrote val_loss, and no metric val_los; did you mean val_loss?")
 
 
+def test_another_metric_or_direction_is_another_question_of_the_same_runs(repository: Path, tmp_path: Path) -> None:
+    first, turned, other = (make_arms("better", metric) for metric in (METRIC, "val_loss:higher", "else:lower"))
+    assert len({arms.proposal.digest for arms in (first, turned, other)}) == 3
+    trial = first.make_trial("candidate", 1)
+    first.train([trial], rest)
+    assert turned.read(trial) == first.read(trial)
+    assert (turned.is_done(trial), other.is_done(trial), other.read(trial)) == (True, False, None)
+    assert len(read_log(tmp_path)) == 1
+
+
 def test_a_metric_that_is_not_finite_is_a_run_that_diverged(repository: Path) -> None:
     git(repository, "checkout", "--quiet", "-b", "nan", "base")
     (repository / "what.json").write_text('{"gain": 0, "value": "nan"}')
