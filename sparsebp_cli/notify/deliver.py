@@ -151,6 +151,7 @@ def make_headers(event: Event, body: bytes, key: bytes | None) -> dict[str, str]
 def _try(address: str, headers: dict[str, str], body: bytes, timeout_seconds: float) -> tuple[str, bool]:
     """Return the problem of one attempt, empty without one, and whether another attempt is in vain."""
     found: list[tuple[str, bool]] = []
+    too_late = f"no answer within {timeout_seconds:g} s"
 
     def attempt() -> None:
         request = urllib.request.Request(address, data=body, headers=headers, method="POST")
@@ -163,13 +164,15 @@ def _try(address: str, headers: dict[str, str], body: bytes, timeout_seconds: fl
             error.close()
         except Exception as error:  # a server may answer anything
             reason = getattr(error, "reason", error)
-            found.append((getattr(reason, "strerror", None) or type(reason).__name__, False))
+            # The socket's own time may be over just before that of the thread.
+            late = isinstance(reason, TimeoutError)
+            found.append((too_late if late else getattr(reason, "strerror", None) or type(reason).__name__, False))
 
     # By a thread, because a timeout of sockets begins anew with every byte: a server could drip for hours.
     thread = threading.Thread(target=attempt, daemon=True)
     thread.start()
     thread.join(timeout_seconds)
-    return found[0] if found else (f"no answer within {timeout_seconds:g} s", False)
+    return found[0] if found else (too_late, False)
 
 
 def write_log(text: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import socket
 import sys
 import threading
 import time
@@ -153,6 +154,17 @@ def test_a_server_that_hangs_or_drips_is_given_up(server: Server, settings: Path
     server.answers = [getattr(server, how)]
     assert not deliver(notice(server, attempts=2, timeout_seconds=0.3), EVENT)
     assert "no answer within 0.3 s, attempt 2 of 2" in log()
+
+
+def test_a_timeout_of_the_socket_is_told_as_one_of_the_attempt(
+    server: Server, settings: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def time_out(*_: object, **__: object) -> None:
+        raise TimeoutError("timed out")
+
+    monkeypatch.setattr(socket, "create_connection", time_out)
+    assert not deliver(notice(server, attempts=1), EVENT)
+    assert "no answer within 30 s, attempt 1 of 1" in log()
 
 
 def test_a_server_that_is_not_there_is_a_line_in_the_log(settings: Path) -> None:

@@ -115,10 +115,13 @@ def test_without_job_sets_it_is_an_indexed_job_with_a_service(cluster: Path, eng
 
 
 def test_an_indexed_job_from_before_is_found_and_ended_where_there_are_job_sets_now(
-    cluster: Path, engine: KubernetesEngine
+    cluster: Path, engine: KubernetesEngine, tmp_path: Path
 ) -> None:
     run = make_run()
-    options = KubernetesOptions(nodes=2, processes=2, claim="runs", python=sys.executable)
+    waiting = tmp_path / "waiting"  # a pod whose program never begins: a relay might, between the two calls below
+    waiting.write_text("#!/bin/sh\nexec sleep 600\n")
+    waiting.chmod(0o755)
+    options = KubernetesOptions(nodes=2, processes=2, claim="runs", python=str(waiting))
     uids = []
     for manifest in (make_service(run.run_id), make_job(options, run.run_id)):
         words = ["kubectl", "create", "--filename", "-"]
