@@ -47,7 +47,7 @@ class PackedSize:
 
 class BatchPacker(Policy):
     """Leaves out rows of a batch. That changes no gradient except by rounding, so its only decision is whether it is
-    worth it. All packers have the four options below; the engine implements them."""
+    worth it. All packers have the five options below; the engine implements them."""
 
     takes_schedules: ClassVar[bool] = False
 
@@ -67,6 +67,12 @@ class BatchPacker(Policy):
         "first",
         description="When the gradient is compared with that of the plain step. first: at the first batch, and at "
         "each that is longer, larger or otherwise arranged than all before it.",
+    )
+
+    logits: Literal["tiles", "whole"] = Field(
+        "tiles",
+        description="tiles: where that holds fewer bytes, the head and the model's own loss run for a part of the rows "
+        "at a time, and the logits of all rows are computed when somebody reads them. whole: they are held.",
     )
 
     @property

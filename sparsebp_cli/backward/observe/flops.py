@@ -37,6 +37,7 @@ class FlopCount:
         backward: FLOPs by the innermost module whose forward created the running node; ``""`` is outside of all.
         recomputed: Forwards repeated inside the backward, by module; not part of ``backward``.
         is_scoring: Whether the forward is computing scores: then a backward inside of it belongs to it.
+        is_ahead: Whether the forward is computing gradients of its backward.
     """
 
     def __init__(self) -> None:
@@ -44,7 +45,7 @@ class FlopCount:
         self.forward: Counter[str] = Counter()
         self.backward: Counter[str] = Counter()
         self.recomputed: Counter[str] = Counter()
-        self.is_scoring = False
+        self.is_scoring = self.is_ahead = False
 
     @property
     def total(self) -> int:
@@ -62,7 +63,9 @@ class FlopCount:
         self.by_operator[operator] += flops
         if modules is None or not flops:
             return
-        if self.is_scoring or not is_in_backward():
+        if self.is_ahead and not self.is_scoring:
+            self.backward[modules.current] += flops
+        elif self.is_scoring or not is_in_backward():
             self.forward[modules.current] += flops
         elif modules.is_running:
             self.recomputed[modules.current] += flops
@@ -113,6 +116,19 @@ def counting_now() -> FlopCount | None:
     """Return the innermost active count of this thread, or None."""
     modes = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, _Counting)]
     return modes[-1].count if modes else None
+
+
+@contextmanager
+def counting_as_backward() -> Iterator[None]:
+    """Count what runs in the block as the backward of the module that runs, in all counts of this thread."""
+    counts = [mode.count for mode in _get_current_dispatch_mode_stack() if isinstance(mode, _Counting)]
+    for count in counts:
+        count.is_ahead = True
+    try:
+        yield
+    finally:
+        for count in counts:
+            count.is_ahead = False
 
 
 class _Counting(TorchDispatchMode):

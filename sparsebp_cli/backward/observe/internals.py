@@ -18,6 +18,7 @@ from torch._C import (
     _has_storage,
 )
 from torch._C._autograd import (  # type: ignore[attr-defined]  # the stub lacks one
+    _get_current_graph_task_keep_graph,
     _pop_saved_tensors_default_hooks,
     _push_saved_tensors_default_hooks,
     _saved_tensors_hooks_is_enabled,
@@ -77,6 +78,15 @@ def current_pass() -> int | None:
     """Return the number of the backward pass that runs in this thread; None outside of one."""
     number: int = torch._C._current_graph_task_id()  # noqa: SLF001
     return None if number == -1 else number
+
+
+def keeps_graph() -> bool:
+    """Return whether the backward pass that runs in this thread keeps its graph, so that another may follow.
+
+    What a node has saved can be changed in place where none can; PyTorch's compiled functions ask the same.
+    """
+    keeps: bool = _get_current_graph_task_keep_graph()
+    return keeps
 
 
 def running_node() -> Node | None:

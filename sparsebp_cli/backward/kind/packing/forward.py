@@ -15,11 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sparsebp_cli.backward.core.loss_weight import forward_weights, weights_at
 from sparsebp_cli.backward.decoder.decoder import argument_names, find_reentrant
 from sparsebp_cli.backward.decoder.kv_cache import CACHE_NAMES
 from sparsebp_cli.backward.isolation import compare_with_alone
-from sparsebp_cli.backward.kind.fused_head import ARGUMENT, IGNORED
+from sparsebp_cli.backward.kind.fused_head import ARGUMENT
 from sparsebp_cli.backward.kind.packing.attention import LooksAheadError
 from sparsebp_cli.backward.kind.packing.balance import (
     balances_experts,
@@ -38,6 +37,7 @@ from sparsebp_cli.backward.kind.packing.fused import run_fused
 from sparsebp_cli.backward.kind.packing.groups import Bools
 from sparsebp_cli.backward.kind.packing.head import kept_columns, read_rows, run_head, spread_logits
 from sparsebp_cli.backward.kind.packing.layout import PackedLayout
+from sparsebp_cli.backward.kind.packing.loss import labels_at, run_loss, weigh_labels
 from sparsebp_cli.backward.kind.packing.pair import ARGUMENTS, PairBatch
 from sparsebp_cli.backward.kind.packing.planner import PackingPlanner
 from sparsebp_cli.backward.kind.packing.prompt import make_table
@@ -47,6 +47,7 @@ from sparsebp_cli.backward.kind.packing.refusal import (
 )
 from sparsebp_cli.backward.kind.packing.scoring import run_scored
 from sparsebp_cli.backward.kind.packing.sequence import SEQUENCES
+from sparsebp_cli.backward.kind.packing.tiled_head import TiledRun
 from sparsebp_cli.backward.kind.packing.update import Collected, KeptRows
 from sparsebp_cli.backward.kind.packing.verify import Check, compare_passes, limit_of
 from sparsebp_cli.backward.kind.packing.weight import find_weightless
@@ -319,23 +320,31 @@ class PackedForward(ForwardOverride):
             index = rows.new_zeros(1)
         head = extension.head
         assert head is not None
-        cut = partial(run_head, head, head.__dict__.get("forward"), partial(take, row_R=index))
+        labels, tiles = given.get("labels"), self._start_tiles(batch, given, index, inverse)
+        forward = partial(run_head, head, head.__dict__.get("forward")) if tiles is None else tiles
+        cut = partial(forward, partial(take, row_R=index))
         with replace_forwards([(head, cut)]):
             output = extension.run_stack(
                 batch, given, lambda taken: call_module(self._model, **options | taken), before=before
             )
-        logits = output.logits[0]
-        labels, kept = given.get("labels"), given.get("logits_to_keep")
+        logits, kept = output.logits[0], given.get("logits_to_keep")
         if labels is None:
             spread_out = spread_logits(logits, inverse, batch, kept)
             return _changed(output, logits=spread_out, **spread_routers(output, batch.layout))
-        chosen = logits.index_select(0, inverse) if batch.layout.num_shared and len(rows) else logits
-        loss = self._loss(chosen, labels, batch.place_R, given)
+        if tiles is None:
+            chosen = logits.index_select(0, inverse) if batch.layout.num_shared and len(rows) else logits
+            loss, read = run_loss(self._model, chosen, labels, batch.place_R, given), logits.detach().detach
+        else:
+            loss = tiles.loss
+            read = extension.tiles.reader(tiles, extension.scoring.later, extension.note if self._trains else None)
         balancing = getattr(output, "aux_loss", None)
         if isinstance(balancing, Tensor):
             loss = loss + (find_coefficient(self._model) or 0.0) * balancing
         output = _changed(output, loss=loss, logits=None, **spread_routers(output, batch.layout))
-        spread = partial(spread_logits, logits.detach(), inverse, batch, kept)
+
+        def spread() -> Tensor:
+            return spread_logits(read(), inverse, batch, kept)
+
         if not batch.weightless or extension.scoring.is_paused:
             return defer_logits(output, spread)
         return defer_logits(output, extension.scoring.later(partial(self._all_logits, given)))
@@ -391,23 +400,28 @@ class PackedForward(ForwardOverride):
         logits: Tensor = self.run_plain(**inputs).logits
         return logits
 
-    def _loss(self, logits_RV: Tensor, labels_BT: Tensor, place_R: Tensor, given: Mapping[str, Any]) -> Tensor:
-        """Return the model's loss of the rows that have a label."""
-        target_R = labels_BT.flatten()[1:].index_select(0, place_R)
-        count = given.get("num_items_in_batch")
-        if count is None and forward_weights(self._model) is not None:  # labels of weight 0 count, and have no row here
-            count = (labels_BT[:, 1:] != IGNORED).sum()
-        if not len(place_R):  # the plain loss of a batch without a label: no number for a mean, 0 for a share of others
-            place_R, target_R = place_R.new_zeros(1), labels_BT.new_full((1,), IGNORED)
-        loss: Tensor = self._model.loss_function(
-            logits_RV[None],
-            target_R[None],
-            logits_RV.shape[-1],
-            num_items_in_batch=count,
-            shift_labels=target_R[None],
-            **({} if (weight_R := weights_at(self._model, place_R)) is None else {"shift_weights": weight_R}),
+    @property
+    def _trains(self) -> bool:
+        """Whether the forward that runs is one of the training itself."""
+        return torch.is_grad_enabled() and not self._is_comparing and not self.extension.engine.is_probing
+
+    def _start_tiles(
+        self, batch: PackedBatch, given: Mapping[str, Any], index_U: Tensor, inverse_R: Tensor
+    ) -> TiledRun | None:
+        """Return the head in tiles, with the model's loss; None: the plain head."""
+        extension, labels_BT, place_R = self.extension, given.get("labels"), batch.place_R
+        if labels_BT is None or not len(place_R):
+            return None
+        keeps, reading = self._is_comparing or (self._trains and extension.tiles.was_read), extension.scoring.reading
+        if not torch.is_grad_enabled():
+            keeps = reading is not None and reading.reads == "labels"
+        return extension.tiles.start(
+            index_U,
+            inverse_R if batch.layout.num_shared else None,
+            labels_at(labels_BT, place_R),
+            partial(weigh_labels, self._model, labels_BT, place_R, given),
+            keeps=keeps,
         )
-        return loss
 
     def _try_last_layer(
         self,

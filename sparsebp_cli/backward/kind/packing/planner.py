@@ -56,6 +56,7 @@ from sparsebp_cli.backward.kind.packing.refusal import (
 from sparsebp_cli.backward.kind.packing.remembered import LastLayout
 from sparsebp_cli.backward.kind.packing.scoring import Scoring
 from sparsebp_cli.backward.kind.packing.sequence import SEQUENCES, find_begins, find_needed, refuse_bounds
+from sparsebp_cli.backward.kind.packing.tiled_head import TiledHead
 from sparsebp_cli.backward.kind.packing.update import Collected, HeldRows, KeptRows, UpdatePlan
 from sparsebp_cli.backward.kind.packing.verify import AGAIN, Check
 from sparsebp_cli.backward.kind.packing.weight import DeadExamples
@@ -127,6 +128,10 @@ class PackingPlanner:
         self.shortens: bool | None = None  # whether the last layer runs the rows that are read alone; None: not tried
         self.given_labels: Tensor | None = None
         self.layouts, self.scoring, self.dead = LastLayout(), Scoring(self), DeadExamples()
+        # The first batch is compared with the plain step, which holds all logits. So those of its tiles may be kept, in
+        # case that this script reads them after each update.
+        head, compares = None if self.pair is not None else self.head, policy.verify != "never"
+        self.tiles = TiledHead(self.model, head, policy.logits, was_read=compares)
         self.trains = True  # False: forwards with a gradient are left as they are, as those of a reference
         self._updates: dict[bool, UpdatePlan] = {}  # of the step under way, and of a measurement between two steps
         self._ran: list[PackedBatch] = []  # the newest batches of one update
@@ -362,7 +367,7 @@ class PackingPlanner:
         if not self.trains:
             return
         nothing = (_NOTHING_SEEN if self.model.training else _EVAL_MODE).format(type(self.model).__name__)
-        seen = self.counts.describe() + self.dead.note if self.counts.batches else nothing
+        seen = self.counts.describe() + self.dead.note + self.tiles.note if self.counts.batches else nothing
         self.engine.notes["packing"] = self.failure or seen
         if self.policy.prefixes == "update" and not self.failure:
             self.engine.notes["packing of updates"] = self._held.describe()

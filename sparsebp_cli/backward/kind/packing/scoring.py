@@ -184,8 +184,9 @@ class Scoring:
         caches = CACHE_NAMES if self._extension.uses_cache(given) else ()
         return defer_values(output, [*names, *caches], self.later(read))
 
-    def later(self, compute: Callable[[], _Value]) -> Callable[[], _Value]:
-        """Return a function that runs something plainly, without a gradient, as it would run now."""
+    def later(self, compute: Callable[[], _Value], changed: str = CHANGED) -> Callable[[], _Value]:
+        """Return a function that runs something plainly, without a gradient, as it would run now; ``changed`` is the
+        error where the weights have changed."""
         model = self._extension.model
         device = next(model.parameters()).device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
@@ -193,7 +194,7 @@ class Scoring:
 
         def run() -> _Value:
             if _version_of(model) != version:
-                raise UnsupportedError(CHANGED)
+                raise UnsupportedError(changed)
             with torch.no_grad(), self.paused(), torch.autocast(device, dtype=dtype, enabled=dtype is not None):
                 return compute()
 

@@ -1,0 +1,235 @@
+"""When the head of a causal language model and its loss run in tiles, and what becomes of the logits then.
+
+Tiles take the place of the head where the model's loss is transformers' mean or sum of cross entropies, the head is a
+plain linear, and fewer bytes are held. The logits of all rows do not exist then. They are computed when somebody reads
+them; a loop that has read those of its last forward gets the next ones kept. What is trained is the same to the last
+bit, read or not, so that a resumed run need not know what was read.
+
+Shape letters: U rows of the head, I targets, each of a row, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Literal, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from sparsebp_cli.backward.core.loss_weight import WeightedLoss
+from sparsebp_cli.backward.kind.packing.tiles import DTYPES, Tail, TiledLoss, TileJob
+from sparsebp_cli.backward.patch.forward import call_module, replace_forwards
+
+# Rows of a tile at least: products of fewer are slow. Chosen; a CPU is as fast with 32 as with 128 (decision 131).
+MIN_ROWS = {"cpu": 64}
+MIN_ROWS_ELSEWHERE = 256
+# Chosen: what the logits of a small model take is not worth the calls.
+MIN_SAVED = 2**24  # bytes
+# Held for each logit of the plain loss at once: the logits, their logarithms, and two gradients; most of it in float32.
+WHOLE_BYTES, WHOLE_BYTES_SCORED = 16, 8
+UPDATED = (
+    "the logits of this forward were not kept, and the model's weights have changed since: read output.logits before "
+    'the update, or give lossless logits: whole (make_policy("lossless", logits="whole"))'
+)
+
+
+@final
+class TiledHead:
+    """Decides for the head of one model, and remembers what was read."""
+
+    def __init__(
+        self, model: nn.Module, head: nn.Module | None, logits: Literal["tiles", "whole"], *, was_read: bool = True
+    ) -> None:
+        self._model, self._head = model, head
+        self._is_wanted = logits == "tiles"
+        self._tail: Tail | None = None
+        self._is_known = False  # the tail
+        self.was_read = was_read  # by the script, of its last forward with a gradient
+        self.batches = self.read_again = 0
+
+    @property
+    def note(self) -> str:
+        """A sentence for the report; empty for nothing."""
+        if not self.batches:
+            return ""
+        again = f"; somebody read them in {self.read_again}, which computed them again" if self.read_again else ""
+        return f"; the head ran in tiles in {self.batches} batches, without the logits of all rows{again}"
+
+    def start(
+        self,
+        index_U: Tensor,
+        inverse_I: Tensor | None,
+        label_I: Tensor,
+        weigh: Callable[[], Tensor],
+        *,
+        keeps: bool,
+    ) -> TiledRun | None:
+        """Return a run of the head in tiles; None: the plain head.
+
+        ``index_U`` are the rows of the head, of which ``inverse_I`` has one for each target; None: each has one, in
+        order. ``weigh`` returns the weights of the targets in the loss.
+        """
+        head = self._head
+        # Of this very class: adapters, and weights that are quantized, have others.
+        if not self._is_wanted or head is None or type(head) is not nn.Linear or "forward" in head.__dict__:
+            return None
+        differentiates, dtype = torch.is_grad_enabled(), _dtype_of(head.weight)
+        size = self._size_of(len(index_U), head, dtype, differentiates=differentiates)
+        if not size or not self._has_plain_loss():
+            return None
+        if not self._is_known:
+            self._tail, self._is_known = _find_tail(self._model, head), True
+        if self._tail is None:
+            return None
+        weight_I, bounds = weigh(), range(size, len(index_U) + size, size)
+        if inverse_I is None:
+            row_I = torch.arange(len(index_U), device=index_U.device)
+            ends = [min(end, len(index_U)) for end in bounds]
+        else:
+            row_I, order = inverse_I.sort(stable=True)
+            label_I, weight_I = label_I[order], weight_I[order]
+            ends = torch.searchsorted(row_I, torch.tensor(bounds, device=row_I.device)).tolist()
+        job = TileJob(row_I, label_I, weight_I, ends, size, self._tail, dtype, differentiates, keeps)
+        return TiledRun(head, job)
+
+    def _size_of(self, num_rows: int, head: nn.Linear, dtype: torch.dtype, *, differentiates: bool) -> int:
+        """Return how many rows a tile has; 0: the plain head holds no more, or computes in another way."""
+        weight, (vocabulary, width) = head.weight, head.weight.shape
+        plain = type(weight.data) is Tensor or _is_fake(weight)
+        if not plain or weight.dtype not in DTYPES or dtype not in DTYPES:
+            return 0
+        least = MIN_ROWS.get(weight.device.type, MIN_ROWS_ELSEWHERE)
+        size = max(least, -(-num_rows * width // vocabulary))  # logits as large as the rows
+        whole = num_rows * vocabulary * (WHOLE_BYTES if differentiates else WHOLE_BYTES_SCORED)
+        tiled = size * vocabulary * (4 + (0 if dtype == torch.float32 else dtype.itemsize))
+        if differentiates:
+            tiled += num_rows * width * 4
+            if weight.requires_grad:  # the gradient, from the forward on
+                tiled += weight.numel() * (4 + (0 if dtype == torch.float32 else dtype.itemsize))
+        return size if size < num_rows and whole - tiled >= MIN_SAVED else 0
+
+    def _has_plain_loss(self) -> bool:
+        function: object = getattr(self._model, "loss_function", None)
+        function = function.plain if isinstance(function, WeightedLoss) else function
+        return function is sys.modules["transformers.loss.loss_utils"].ForCausalLMLoss
+
+    def reader(
+        self,
+        run: TiledRun,
+        later: Callable[[Callable[[], Tensor], str], Callable[[], Tensor]],
+        note: Callable[[], None] | None,
+    ) -> Callable[[], Tensor]:
+        """Return what gives the logits (U, V) of a run when they are read; ``later`` makes it that of the weights of
+        now, ``note`` writes the report of a forward that is one of the training."""
+        again = None if run.kept else later(run.compute, UPDATED)
+        if note is not None:
+            self.batches += 1
+            self.was_read = False
+
+        def read() -> Tensor:
+            if again is None:
+                logits = torch.cat(run.kept)
+            else:
+                logits = again()
+                self.read_again += note is not None
+            if note is not None:
+                self.was_read = True
+                note()
+            return logits
+
+        return read
+
+
+@final
+class TiledRun:
+    """The forward of a head in tiles, in the place of its own."""
+
+    loss: Tensor
+
+    def __init__(self, head: nn.Linear, job: TileJob) -> None:
+        self._head, self._job = head, job
+        self.kept = job.logits
+
+    def __call__(self, take: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+        """Compute the loss of the rows that ``take`` returns, and return logits of one row that nobody reads."""
+        rows_UD, head = take(hidden)[0], self._head
+        self._rows = rows_UD.detach()
+        loss: Tensor = TiledLoss.apply(rows_UD, head.weight, head.bias, self._job)  # type: ignore[no-untyped-call]
+        self.loss = loss
+        return rows_UD.new_zeros(1, 1, head.out_features, dtype=self._job.dtype)
+
+    def compute(self) -> Tensor:
+        """Return the logits (U, V) that the model would have returned, computed anew, without a graph."""
+        dtype, head = self._job.dtype, self._head
+        bias = None if head.bias is None else head.bias.to(dtype)
+        return self._job.tail.apply_(linear(self._rows.to(dtype), head.weight.to(dtype), bias))
+
+
+def _dtype_of(weight: Tensor) -> torch.dtype:
+    """Return the dtype of the products of a linear."""
+    device = weight.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+
+
+def _is_fake(tensor: Tensor) -> bool:
+    """Return whether a tensor has no data and stands for one that has, of FakeTensorMode."""
+    return hasattr(tensor.data, "fake_mode")
+
+
+def _find_tail(model: nn.Module, head: nn.Linear) -> Tail | None:
+    """Return what a model does with its logits before its loss, by its configuration, if its own forward does the
+    same with logits that are made up; None: something else."""
+    made = torch.linspace(-60, 60, head.out_features, dtype=torch.float32, device=head.weight.device)[None, None]
+    try:
+        with torch.no_grad():
+            found = _run_tail(model, head, made)
+            tail = _guess_tail(model)
+            if _is_fake(head.weight):
+                return tail
+            expected = tail.apply_(made.clone())
+    except Exception:  # whatever a model raises that needs more of its layers
+        return None
+    return tail if found.shape == expected.shape and torch.equal(found.float(), expected.float()) else None
+
+
+def _guess_tail(model: nn.Module) -> Tail:
+    config: Any = model.config
+    text = config.get_text_config()
+
+    def of(name: str) -> float | None:
+        value = next((v for place in (text, config) if (v := getattr(place, name, None)) is not None), None)
+        return float(value) if isinstance(value, int | float) and value else None
+
+    multiplier, divisor = of("logit_scale") or 1.0, of("logits_scaling") or 1.0
+    return Tail(multiplier, divisor, of("final_logit_softcapping"))
+
+
+@cache  # transformers registers every class of outputs with torch for ever
+def _kind_of_made() -> Any:
+    from transformers.modeling_outputs import BaseModelOutputWithPast
+
+    class Made(BaseModelOutputWithPast):
+        def __getattr__(self, name: str) -> None:  # what else a model asks of its layers' output
+            if name.startswith("_"):
+                raise AttributeError(name)
+
+    return Made
+
+
+def _run_tail(model: Any, head: nn.Linear, made: Tensor) -> Tensor:
+    """Return the logits of a forward whose layers and head return what is made up."""
+
+    def run_stack(*_: object, **__: object) -> Any:
+        return _kind_of_made()(last_hidden_state=made.new_zeros(1, 1, head.in_features))
+
+    def run_head(_: Tensor) -> Tensor:
+        return made.clone()
+
+    with replace_forwards([(model.base_model, run_stack), (head, run_head)]):
+        ids = torch.zeros(1, 1, dtype=torch.long, device=made.device)
+        output = call_module(model, input_ids=ids, use_cache=False, return_dict=True)
+    logits: Tensor = output.logits
+    return logits
