@@ -31,7 +31,7 @@ def _fill(root: Path, page: str, make: Callable[[Any], str]) -> str:
 
     def fill(match: re.Match[str]) -> str:
         file = root / "benchmarks" / "results" / f"{match[2]}-cpu.json"
-        chosen = {"waste": _waste, "labels": _labels, "updates": _updates}.get(match[2], make)
+        chosen = {"waste": _waste, "labels": _labels, "updates": _updates, "head": _head}.get(match[2], make)
         return f"{match[1]}{chosen(json.loads(file.read_text(encoding='utf-8')))}{match[3]}"
 
     return PLACE.sub(fill, text)
@@ -95,6 +95,21 @@ def _labels(record: Any) -> str:
     ]
     names = ["batch", "by hand", "`tokens`, `exact`", "`lossless`", "both", "error of the gradient"]
     return table(names, rows)
+
+
+def _head(record: Any) -> str:
+    ways = {
+        "plain": "padded",
+        "by hand": "by hand",
+        "torch": "`linear_cross_entropy`",
+        "whole": "`logits: whole`",
+        "tiles": "`logits: tiles`",
+    }
+    rows = []
+    for name, found in record["cases"].items():
+        worst = max(float(found[way]["error"]) for way in ("whole", "tiles"))
+        rows.append([name, *(f"{found[way]['bytes'] / 1e6:.0f}" for way in ways), f"{worst:.0e}"])
+    return table(["step", *ways.values(), "error of the gradient"], rows)
 
 
 def _dropbp(record: Any) -> str:
