@@ -113,8 +113,8 @@ class Measurement:
     def _count(self, step: int, forward: Callable[[], Tensor], shape: Callable[[], Shape]) -> None:
         """Count the work of a step if it is due: a probe's passes draw otherwise than the step will."""
         before = self.price.counted
-        if before is None:
-            return
+        if before is None or self.recipe.measure.probe_every is None:
+            return  # a price from a checkpoint may go on where nothing can be counted, as over parts of parameters
         # What was counted differs between processes, and a pass waits for all of them.
         if not any(self.ranks.all_max([float(self.price.is_due(step, is_limited=self._is_limited))])):
             return
