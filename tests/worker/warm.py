@@ -11,6 +11,8 @@ for name in (
     "transformers.models.llama.modeling_llama",
     "transformers.models.gpt2.modeling_gpt2",
     "datasets",
+    "peft",
+    "transformers.optimization",
 ):
     import_module(name)
 gc.freeze()  # a worker's collections do not walk through all of it
