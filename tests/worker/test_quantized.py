@@ -244,7 +244,7 @@ def test_files_that_are_quantised_already_are_taken_as_what_they_are(base: str, 
             build(**section)
 
 
-def test_bitsandbytes_is_imported_where_it_is_needed_and_fetches_no_kernel_from_a_hub(tmp_path: Path) -> None:
+def test_bitsandbytes_is_imported_when_needed_and_fetches_no_kernel_from_a_hub(tmp_path: Path) -> None:
     (tmp_path / "kernels.py").write_text("def get_kernel(*_, **__):\n    raise SystemExit('a kernel was fetched')\n")
     code = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
