@@ -49,13 +49,12 @@ from sparsebp_cli.worker.environment import describe_environment
 from sparsebp_cli.worker.form_times import choose_forms
 from sparsebp_cli.worker.grouping import describe_prefix_gain
 from sparsebp_cli.worker.model import build_model, build_tokenizer, read_architecture
-from sparsebp_cli.worker.optimizer import build_optimizer
+from sparsebp_cli.worker.optimizer import build_optimizer, build_schedule
 from sparsebp_cli.worker.policy_phase import PhaseSequence, make_phases
 from sparsebp_cli.worker.process import Ranks
 from sparsebp_cli.worker.prompt import HeldOutPrompts, make_prompts
 from sparsebp_cli.worker.reference import Reference, build_reference
 from sparsebp_cli.worker.resume_check import ResumeCheck, find_journal_gaps
-from sparsebp_cli.worker.schedule import build_schedule
 from sparsebp_cli.worker.sharding import shard, sum_gradients
 from sparsebp_cli.worker.snapshot import SEED_STEP
 from sparsebp_cli.worker.trial_step import NO_DENSE, freezes_parameters

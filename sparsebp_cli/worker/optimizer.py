@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import Parameter
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import get_scheduler
 
 from sparsebp_cli.composition import find_optimizer
 from sparsebp_cli.errors import DataError, did_you_mean
@@ -55,3 +57,14 @@ def build_optimizer(section: TrainingSection, model: nn.Module | Iterable[Parame
         return kind(trained, lr=section.learning_rate, **arguments)  # type: ignore[call-arg]
     except (TypeError, ValueError) as error:
         raise DataError(f"training.optim_args: {section.optim}: {error}") from None
+
+
+def build_schedule(section: TrainingSection, optimizer: torch.optim.Optimizer) -> LRScheduler:
+    """Make the recipe's learning-rate schedule over ``max_steps``, to be stepped once after every optimizer step."""
+    schedule: LRScheduler = get_scheduler(
+        section.lr_scheduler_type,
+        optimizer,
+        num_warmup_steps=section.num_warmup_steps,
+        num_training_steps=section.max_steps,
+    )
+    return schedule

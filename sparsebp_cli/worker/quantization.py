@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -111,32 +108,17 @@ def _without(package: str) -> Iterator[None]:
             sys.modules[package] = before
 
 
-class _BitsAndBytes(MetaPathFinder):
-    """Finds bitsandbytes for whoever imports it first, such as peft and transformers.
-
-    On CPUs with bfloat16 units version 0.50 would fetch a kernel from a hub and run it, if the package `kernels` is
-    there: it is hidden meanwhile.
-    """
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        spec = PathFinder.find_spec(fullname, path, target) if fullname == "bitsandbytes" else None
-        if spec is not None and spec.loader is not None:
-            load = spec.loader.exec_module
-
-            def load_alone(module: ModuleType) -> None:
-                log = logging.getLogger("bitsandbytes.backends.cpu.ops")  # it says that the kernel was not fetched
-                is_disabled, log.disabled = log.disabled, True
-                try:
-                    with _without("kernels"):
-                        load(module)
-                finally:
-                    log.disabled = is_disabled
-
-            spec.loader.exec_module = load_alone  # type: ignore[method-assign]
-        return spec
+def _import_bitsandbytes() -> None:
+    """Import bitsandbytes where it is installed, as peft and thus transformers' optimizers do by themselves. On CPUs
+    with bfloat16 units version 0.50 then fetches a kernel from a hub and runs it, if the package `kernels` is there."""
+    log = logging.getLogger("bitsandbytes.backends.cpu.ops")  # it says that the kernel was not fetched
+    is_disabled, log.disabled = log.disabled, True
+    try:
+        with _without("kernels"):
+            import bitsandbytes  # noqa: F401
+    finally:
+        log.disabled = is_disabled
 
 
-if "bitsandbytes" not in sys.modules:
-    sys.meta_path.insert(0, _BitsAndBytes())
+if "bitsandbytes" not in sys.modules and find_spec("bitsandbytes") is not None:
+    _import_bitsandbytes()

@@ -244,14 +244,9 @@ def test_files_that_are_quantised_already_are_taken_as_what_they_are(base: str, 
             build(**section)
 
 
-def test_bitsandbytes_is_imported_when_needed_and_fetches_no_kernel_from_a_hub(tmp_path: Path) -> None:
+def test_bitsandbytes_fetches_no_kernel_from_a_hub(tmp_path: Path) -> None:
     (tmp_path / "kernels.py").write_text("def get_kernel(*_, **__):\n    raise SystemExit('a kernel was fetched')\n")
-    code = (
-        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
-        "import sparsebp_cli.worker.training, sparsebp_cli.worker.build\n"
-        "assert not {'bitsandbytes', 'peft'} & sys.modules.keys()\n"
-        "import peft, bitsandbytes, kernels"
-    )
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import sparsebp_cli.worker.training, bitsandbytes"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 

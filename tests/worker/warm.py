@@ -11,8 +11,6 @@ for name in (
     "transformers.models.llama.modeling_llama",
     "transformers.models.gpt2.modeling_gpt2",
     "datasets",
-    "peft",
-    "transformers.optimization",
 ):
     import_module(name)
 import_module("sparsebp_cli.worker.environment").describe_environment()  # reads metadata once
