@@ -102,11 +102,7 @@ def measure(batch: Batch, sizes: Mapping[str, int]) -> dict[str, float]:
     found: dict[str, float] = {"plain": plain, "by hand": count(model, lambda: run_by_hand(model, batch))[0]}
     error = 0.0
     for way, names in WAYS.items():
-        options: dict[str, dict[str, Any]] = {
-            "tokens": {"score": "mask", "mode": "exact"},
-            "lossless": {"verify": "never"},
-        }
-        with sbp.attach(model, [sbp.make_policy(name, **options[name]) for name in names]) as engine:
+        with sbp.attach(model, [sbp.make_policy(name, **OPTIONS[name]) for name in names]) as engine:
 
             def step(engine: sbp.Engine = engine) -> None:
                 engine.backward(model(**batch, use_cache=False).loss)

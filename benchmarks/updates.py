@@ -12,19 +12,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import weakref
-from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from checkout import ROOT, use_checkout
 
 use_checkout()
 
 import torch  # noqa: E402
+from live_bytes import live_bytes  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
-from torch.autograd.graph import saved_tensors_hooks  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
@@ -35,35 +32,6 @@ MODEL = {"vocab_size": 203, "hidden_size": 64, "intermediate_size": 160, "num_hi
 MODEL |= {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 1024}
 PROMPTS, ANSWERS, SIZE = 4, 8, 4  # of the update, to each, and examples of a micro-batch
 WAYS = ("plain", "batch", "update")
-
-
-class LiveBytes:
-    """The most bytes that autograd has held at one time; storages that several operators save count once."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.now = self.peak = 0
-        self._own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        self._holders: Counter[int] = Counter()
-
-    def pack(self, tensor: Tensor) -> Any:
-        """Count a tensor that is saved until its holder is gone."""
-        holder, storage = _Holder(tensor.detach()), tensor.untyped_storage()
-        address, size = storage.data_ptr(), storage.nbytes()
-        if address not in self._own:
-            self._holders[address] += 1
-            self.now += size if self._holders[address] == 1 else 0
-            self.peak = max(self.peak, self.now)
-            weakref.finalize(holder, self._release, address, size)
-        return holder
-
-    def _release(self, address: int, size: int) -> None:
-        self._holders[address] -= 1
-        self.now -= 0 if self._holders[address] else size
-
-
-class _Holder:
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
 
 
 def make_rows(scale: int) -> list[tuple[Tensor, int, float]]:
@@ -133,8 +101,7 @@ def measure(way: str, rows: list[tuple[Tensor, int, float]], wanted: Tensor, cou
     with FlopCounterMode(display=False) as counter:
         update(model, batches, count, engine)
     found = gradient(model)
-    live = LiveBytes(model)
-    with saved_tensors_hooks(live.pack, lambda holder: holder.tensor):
+    with live_bytes(model.parameters()) as live:
         update(model, batches, count, engine)
     error = float((found - wanted).norm() / wanted.norm())
     return {"flops": int(counter.get_total_flops()), "bytes": live.peak, "error": error}

@@ -1,4 +1,4 @@
-"""Entry points of installed packages, read once for each state of ``sys.path``.
+"""Entry points and versions of installed packages, read once for each state of ``sys.path``.
 
 ``importlib.metadata.entry_points`` reads the metadata of every installed package at every call: 10 to 30 ms each, five
 times for a recipe. A package that is installed or removed changes the time of its folder, and is seen.
@@ -12,10 +12,17 @@ from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
 
+State = tuple[tuple[str, int], ...]  # of sys.path: each folder, and when it changed
+
 
 def entry_points(group: str) -> metadata.EntryPoints:
     """Return the entry points of a group, as ``importlib.metadata.entry_points`` does."""
-    return _read(group, tuple((folder, _modified(folder)) for folder in sys.path))
+    return _read(group, _state())
+
+
+def find_version(package: str) -> str:
+    """Return the version of an installed package, empty where it is not installed."""
+    return _read_version(package, _state())
 
 
 def find_source(entry: metadata.EntryPoint) -> str:
@@ -32,6 +39,10 @@ def _describe(dist: metadata.Distribution) -> str:
         return "unknown"
 
 
+def _state() -> State:
+    return tuple((folder, _modified(folder)) for folder in sys.path)
+
+
 def _modified(folder: str) -> int:
     with suppress(OSError):
         return Path(folder or ".").stat().st_mtime_ns
@@ -39,5 +50,12 @@ def _modified(folder: str) -> int:
 
 
 @lru_cache(maxsize=32)
-def _read(group: str, state: tuple[tuple[str, int], ...]) -> metadata.EntryPoints:  # noqa: ARG001 - the cache's key
+def _read(group: str, state: State) -> metadata.EntryPoints:  # noqa: ARG001 - the cache's key
     return metadata.entry_points(group=group)
+
+
+@lru_cache(maxsize=64)
+def _read_version(package: str, state: State) -> str:  # noqa: ARG001 - as above
+    with suppress(metadata.PackageNotFoundError):
+        return metadata.version(package)
+    return ""

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from sparsebp_cli.entry_point import find_version
 from sparsebp_cli.metrics import find_text_metric_sources
 from sparsebp_cli.plan.plan import content_hash, find_sources
 from sparsebp_cli.policy import find_policies
@@ -37,10 +36,7 @@ def find_code(recipe: Recipe) -> dict[str, str]:
     ``commit`` if we run from a repository."""
     found, code = find_policies(), {}
     for name in PACKAGES:
-        try:
-            code[name] = version(name)
-        except PackageNotFoundError:  # run from source, not installed
-            code[name] = "unknown"
+        code[name] = find_version(name) or "unknown"  # run from source, not installed
     for entry in recipe.policies:
         if entry.name in found:
             package, _, number = found[entry.name].source.partition(" ")
@@ -50,8 +46,8 @@ def find_code(recipe: Recipe) -> dict[str, str]:
                 code.setdefault(package, number)
     if recipe.model.quantization is not None:
         package = recipe.model.quantization.package
-        with suppress(PackageNotFoundError):
-            code[package] = version(package)
+        if number := find_version(package):
+            code[package] = number
     generate = recipe.measure.generate
     for source in [] if generate is None else find_text_metric_sources(generate.metrics):
         package, _, number = source.partition(" ")

@@ -6,7 +6,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import EntryPoint
+from typing import TypeGuard
 
 from pydantic import ValidationError
 
@@ -184,14 +186,17 @@ def _load(name: str, entries: Iterable[EntryPoint]) -> FoundPolicy:
         policy_class = entry.load()
     except (Exception, SystemExit) as error:  # a plugin may fail in any way; its name and reason are shown
         return FoundPolicy(name, source, None, _describe_failure(error))
-    problem = _find_problem(policy_class)
+    problem = _find_problem(policy_class) if _is_policy(policy_class) else "is not a Policy class"
     return FoundPolicy(name, source, None if problem else policy_class, f"{value} {problem}" if problem else "")
 
 
-def _find_problem(policy_class: object) -> str:
+def _is_policy(found: object) -> TypeGuard[type[Policy]]:
+    return inspect.isclass(found) and issubclass(found, Policy)
+
+
+@cache  # half a millisecond each, of fifty policies, three times a run
+def _find_problem(policy_class: type[Policy]) -> str:
     """Return why this is not a usable policy; empty when it is."""
-    if not (inspect.isclass(policy_class) and issubclass(policy_class, Policy)):
-        return "is not a Policy class"
     if inspect.isabstract(policy_class):
         return f"leaves abstract: {', '.join(sorted(policy_class.__abstractmethods__))}"
     if not _find_kinds(policy_class):

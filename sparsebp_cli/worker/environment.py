@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import platform
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import psutil
 import torch
 
-from sparsebp_cli.entry_point import entry_points
+from sparsebp_cli.entry_point import entry_points, find_source, find_version
 
 PACKAGES = ("sparsebp", "torch", "transformers", "accelerate", "peft", "datasets", "numpy", "safetensors", "tokenizers")
 
@@ -26,12 +25,12 @@ def describe_environment() -> dict[str, object]:
         "gpu": ", ".join(gpus),
         "cuda": torch.version.cuda or "",
         "driver": _driver(),
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": {name: find_version(name) for name in PACKAGES},
         "plugins": {
-            entry.dist.name: entry.dist.version
+            name: number
             for group in ("sparsebp.policies", "sparsebp.models", "sparsebp.datasets")
-            for entry in entry_points(group=group)
-            if entry.dist and entry.dist.name != "sparsebp"
+            for name, _, number in (find_source(entry).partition(" ") for entry in entry_points(group=group))
+            if number and name != "sparsebp"
         },
     }
 
@@ -43,13 +42,6 @@ def _driver() -> str:
     except (OSError, IndexError):
         return ""
     return next((word for word in first.split() if word[0].isdigit() and "." in word), "")
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return ""
 
 
 def _cpu_name() -> str:

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import sparsebp_cli as sbp
+from benchmarks.live_bytes import live_bytes
 from sparsebp_cli.errors import SparseBPError, UnsupportedError, UsageError
-
-from .live_bytes import live_bytes
 
 
 def _network() -> nn.Sequential:

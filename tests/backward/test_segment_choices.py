@@ -10,11 +10,11 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 import sparsebp_cli as sbp
+from benchmarks.live_bytes import live_bytes
 from sparsebp_cli.policy import Rows, Selection, Site, Step
 from tests.selector import Promises
 
 from .conftest import filled_cache, tokens
-from .live_bytes import live_bytes
 from .segment_case import (
     NUM_LAYERS,
     ROWS,

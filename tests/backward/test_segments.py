@@ -11,12 +11,12 @@ from torch.nn.utils.parametrizations import spectral_norm
 from transformers import T5Config, T5ForConditionalGeneration
 
 import sparsebp_cli as sbp
+from benchmarks.live_bytes import live_bytes
 from sparsebp_cli.backward import ModuleTrace, count_flops, saved_bytes
 from sparsebp_cli.errors import UnsupportedError
 
 from .conftest import VOCABULARY
 from .families import DECODERS, tiny_decoder
-from .live_bytes import live_bytes
 from .segment_case import ROWS, Recurrent, assert_same, gradients_of, loss_of, make_model, recurrent_loss, run
 
 

@@ -2,51 +2,28 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-FAKE = [sys.executable, "-m", "fake_judge"]
+from tests.command import Command
+
+COMMAND = Command("fake_judge", Path(__file__).parent)
 Cli = Callable[..., "subprocess.CompletedProcess[str]"]
 Start = Callable[..., "subprocess.Popen[str]"]
-
-
-def environment() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
 
 
 @pytest.fixture
 def cli(tmp_path: Path) -> Cli:
     """Run the command line to its end."""
-
-    def run(*words: object, cwd: Path = tmp_path) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [*FAKE, *map(str, words)],
-            check=False, capture_output=True, text=True, timeout=500, cwd=cwd, env=environment(),
-        )  # fmt: skip
-
-    return run
+    return partial(COMMAND.run, cwd=tmp_path)
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     """Start the command line and go on."""
-    processes: list[subprocess.Popen[str]] = []
-
-    def begin(*words: object, cwd: Path = tmp_path) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [*FAKE, *map(str, words)],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=cwd, env=environment(),
-            start_new_session=True,
-        )  # fmt: skip
-        processes.append(process)
-        return process
-
-    yield begin
-    for process in processes:
-        process.kill()
-        process.communicate()
+    with COMMAND.starting(tmp_path) as begin:
+        yield begin

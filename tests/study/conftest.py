@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from sparsebp_cli.run import State, list_runs, read
+from tests.command import Command
 from tests.target.conftest import docker_engine, slurm_cluster, ssh_hosts
 
 __all__ = ["docker_engine", "slurm_cluster", "ssh_hosts"]
 
-FAKE = [sys.executable, "-m", "fake_study"]
+COMMAND = Command("fake_study", Path(__file__).parent)
 BASE = """\
 version: 1
 name: base
@@ -42,10 +42,6 @@ Cli = Callable[..., "subprocess.CompletedProcess[str]"]
 Start = Callable[..., "subprocess.Popen[str]"]
 
 
-def environment() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
-
-
 @pytest.fixture
 def write_study(tmp_path: Path) -> Write:
     """Write a study and its base; keyword arguments are tags for the worker, ``text`` replaces or extends the study."""
@@ -64,34 +60,14 @@ def write_study(tmp_path: Path) -> Write:
 @pytest.fixture
 def cli(tmp_path: Path) -> Cli:
     """Run the command line to its end."""
-
-    def run(*words: object) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [*FAKE, *map(str, words)],
-            check=False, capture_output=True, text=True, timeout=300, cwd=tmp_path, env=environment(),
-        )  # fmt: skip
-
-    return run
+    return partial(COMMAND.run, cwd=tmp_path)
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     """Start the command line and go on."""
-    processes: list[subprocess.Popen[str]] = []
-
-    def begin(*words: object) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [*FAKE, *map(str, words)],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=environment(),
-            start_new_session=True,
-        )  # fmt: skip
-        processes.append(process)
-        return process
-
-    yield begin
-    for process in processes:
-        process.kill()
-        process.communicate()
+    with COMMAND.starting(tmp_path) as begin:
+        yield begin
 
 
 @pytest.fixture(autouse=True)

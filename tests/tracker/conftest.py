@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from sparsebp_cli.plan import Plan
-from sparsebp_cli.run import RunFolder, create_run
+from sparsebp_cli.run import RunFolder
 from sparsebp_cli.tracker import TrackedRun
-from tests.tracking.material import attempt
+from tests.tracking.material import write_run
 
 MakeRun = Callable[..., RunFolder]
 Install = Callable[..., None]
@@ -79,12 +78,7 @@ def make_run(home_folder: Path) -> MakeRun:
     """A function that makes a run with a plan and a journal of some steps."""
 
     def make(steps: int = 3, *, end: str | None = "finished", **tracking: Any) -> RunFolder:
-        recipe = {"version": 1, "name": "demo", "model": {"name": "m"}, "dataset": {"name": "d"}, "tracking": tracking}
-        plan = Plan.model_validate({"recipe": recipe, "created": 1_700_000_000.0})
-        run = create_run(plan.run_id)
-        plan.save(run.path)
-        attempt(run, 0, steps, end=end)
-        return run
+        return write_run(steps, end=end, tracking=tracking)
 
     return make
 

@@ -9,15 +9,11 @@ from typing import Any
 
 import pytest
 
-from sparsebp_cli.plan import Plan
-from sparsebp_cli.plan.provenance import Provenance
-from sparsebp_cli.run import RunFolder, create_run
-from tests.tracking.material import attempt
+from sparsebp_cli.run import RunFolder
+from tests.tracking.material import write_run
 from tests.tracking.server import Server
 
 MakeRun = Callable[..., RunFolder]
-
-START = 1_700_000_000.0
 
 
 @pytest.fixture
@@ -31,15 +27,8 @@ def store(fresh_database: Path, home_folder: Path) -> Path:
 def make_run(home_folder: Path) -> MakeRun:
     """A function that makes a run with a plan and a journal of some steps."""
 
-    def make(
-        steps: int = 30, *, end: str | None = "finished", provenance: Provenance | None = None, **sections: Any
-    ) -> RunFolder:
-        recipe = {"version": 1, "name": "demo", "model": {"name": "m"}, "dataset": {"name": "d"}} | sections
-        plan = Plan.model_validate({"recipe": recipe, "created": START, "provenance": provenance or Provenance()})
-        run = create_run(plan.run_id)
-        plan.save(run.path)
-        attempt(run, 0, steps, end=end)
-        return run
+    def make(steps: int = 30, *, end: str | None = "finished", **more: Any) -> RunFolder:
+        return write_run(steps, end=end, **more)
 
     return make
 

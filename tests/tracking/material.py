@@ -4,10 +4,24 @@ from __future__ import annotations
 
 import sqlite3
 from pathlib import Path
+from typing import Any
 
-from sparsebp_cli.run import JournalWriter, RunFolder
+from sparsebp_cli.plan import Plan
+from sparsebp_cli.plan.provenance import Provenance
+from sparsebp_cli.run import JournalWriter, RunFolder, create_run
 
+START = 1_700_000_000.0
 Row = tuple[str, int, int, float, int]
+
+
+def write_run(steps: int, *, end: str | None, provenance: Provenance | None = None, **sections: Any) -> RunFolder:
+    """Make a run with a plan and a journal of some steps; ``sections`` are those of its recipe."""
+    recipe = {"version": 1, "name": "demo", "model": {"name": "m"}, "dataset": {"name": "d"}} | sections
+    plan = Plan.model_validate({"recipe": recipe, "created": START, "provenance": provenance or Provenance()})
+    run = create_run(plan.run_id)
+    plan.save(run.path)
+    attempt(run, 0, steps, end=end)
+    return run
 
 
 def attempt(run: RunFolder, from_step: int, to_step: int, *, end: str | None = "finished", bias: float = 0.0) -> None:

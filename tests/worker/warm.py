@@ -13,4 +13,6 @@ for name in (
     "datasets",
 ):
     import_module(name)
+import_module("sparsebp_cli.worker.environment").describe_environment()  # reads metadata once
+import_module("sparsebp_cli.policy").find_policies()
 gc.freeze()  # a worker's collections do not walk through all of it

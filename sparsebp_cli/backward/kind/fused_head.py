@@ -7,13 +7,60 @@ also takes labels that are shifted already, as under sequence parallelism: rows 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Generic, TypeVar
+
 from torch import nn
+
+from sparsebp_cli.backward.core.extension import refuse_uncalled
+from sparsebp_cli.backward.patch.forward import ForwardPatches
+from sparsebp_cli.errors import UnsupportedError
+from sparsebp_cli.policy import Policy, Step
+
+if TYPE_CHECKING:
+    from sparsebp_cli.backward.core.policy_state import PolicyStates
 
 ARGUMENT = "fused_lm_head"
 IGNORED = -100  # the label of no target
 LEFT = "a model that a trainer of trl has trained keeps that head: for a loop of your own, `del model.forward`"
 
+P = TypeVar("P", bound=Policy)
+
 
 def has_fused_head(model: nn.Module) -> bool:
     """Return whether the forward of a model is trl's."""
     return ARGUMENT in (getattr(model.__dict__.get("forward"), "__kwdefaults__", None) or {})
+
+
+class FusedHeadExtension(Generic[P]):
+    """What selectors in a model with trl's fused head have in common; see
+    :class:`~sparsebp_cli.backward.core.extension.EngineExtension`. Each installs a forward of its own.
+
+    Args:
+        policy: The selector.
+        model: The module whose forward is trl's.
+        states: The states of the engine's policies.
+    """
+
+    policy: P
+    was_called: bool  # whether the forward has chosen
+
+    def __init__(self, policy: P, model: nn.Module, states: PolicyStates) -> None:
+        self.policy, self.model, self._states = policy, model, states
+        self._patches, self.was_called = ForwardPatches(), False
+
+    def remove(self) -> None:
+        self._patches.remove()
+
+    def enable(self, enabled: bool) -> None:
+        """Do nothing: the forward reads the engine's state."""
+
+    def start_step(self, step: Step) -> None:
+        """Do nothing: the choice is made in the forward."""
+
+    def check_called(self) -> None:
+        if not self.was_called:
+            if self.model.training:
+                raise UnsupportedError(
+                    f"{type(self.policy).__name__} waits for a forward through trl's fused head; {LEFT}"
+                )
+            refuse_uncalled(self.policy, self.model)

@@ -27,8 +27,8 @@ from transformers import (
 )
 
 import sparsebp_cli as sbp
+from benchmarks.live_bytes import live_bytes
 from sparsebp_cli.errors import UsageError
-from tests.backward.live_bytes import live_bytes
 
 from .case import IGNORED, LIMIT, error
 

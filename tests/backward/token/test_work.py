@@ -17,6 +17,7 @@ from sparsebp_cli.backward.core.extension import EstimatesFlops
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
 from sparsebp_cli.backward.observe.flops import DensePass, PassEstimate
 from sparsebp_cli.plan import ceiling
+from tests.backward.families import DECODERS
 
 from .case import Batch, Marked, make_batch
 from .test_families import decoder
@@ -70,6 +71,20 @@ def test_what_is_executed_is_what_was_claimed_to_the_last_product(family: str, k
     claimed = proof.claims[0]
     for name, flops in proof.dense.flops.backward.items():
         assert executed.backward[name] == pytest.approx(flops * claimed.backward.get(name, 1.0)), name
+
+
+@pytest.mark.parametrize("family", DECODERS)
+def test_what_remains_of_the_dense_backward_of_every_family_is_reported(family: str) -> None:
+    model, batch = decoder(family), even("prompt")
+    loss = model(**batch.inputs).loss
+    with count_flops() as dense:
+        loss.backward()
+    with sbp.attach(model, [Marked(mode="detach")]) as engine:
+        loss = model(**batch.arguments).loss
+        with count_flops() as ours:
+            engine.backward(loss)
+        share = engine.report().whole_share
+    assert share == pytest.approx(ours.total / dense.total, rel=1e-6)
 
 
 @pytest.mark.parametrize("mode", MODES)

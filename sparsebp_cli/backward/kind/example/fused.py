@@ -18,16 +18,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from sparsebp_cli.backward.core.extension import refuse_uncalled
 from sparsebp_cli.backward.core.report import Chosen
 from sparsebp_cli.backward.kind.example.extension import ExampleExtension
 from sparsebp_cli.backward.kind.example.loss import count_targets
-from sparsebp_cli.backward.kind.fused_head import ARGUMENT, LEFT, has_fused_head
+from sparsebp_cli.backward.kind.fused_head import ARGUMENT, LEFT, FusedHeadExtension, has_fused_head
 from sparsebp_cli.backward.kind.transfer import upload
 from sparsebp_cli.backward.observe.flops import DensePass, PassEstimate
-from sparsebp_cli.backward.patch.forward import ForwardOverride, ForwardPatches
+from sparsebp_cli.backward.patch.forward import ForwardOverride
 from sparsebp_cli.errors import UnsupportedError, UsageError
-from sparsebp_cli.policy import Examples, ExampleSelector, ReadExamples, Step
+from sparsebp_cli.policy import Examples, ExampleSelector, ReadExamples
 
 if TYPE_CHECKING:
     from sparsebp_cli.backward.core.extension import EngineView
@@ -38,15 +37,13 @@ EXAMPLE_SIZE = "example_size"  # the column: how much each example counts in a l
 
 
 @final
-class FusedExamples:
+class FusedExamples(FusedHeadExtension[ExampleSelector]):
     """An example selector in a model with trl's fused head; see
     :class:`~sparsebp_cli.backward.core.extension.EngineExtension`.
 
     Raises :class:`UnsupportedError` for a selector that scores examples.
     """
 
-    policy: ExampleSelector
-    was_called: bool
     share: float
 
     def __init__(self, policy: ExampleSelector, model: nn.Module, states: PolicyStates) -> None:
@@ -55,8 +52,7 @@ class FusedExamples:
                 f"{type(policy).__name__} is not built with trl's fused head: examples must be chosen without a score "
                 f"of the model there; {LEFT}"
             )
-        self.policy, self.model, self._states = policy, model, states
-        self._patches, self.was_called = ForwardPatches(), False
+        super().__init__(policy, model, states)
         self._size_B: Tensor | None = None
         self.share = 1.0  # of the last batch's examples
 
@@ -67,23 +63,6 @@ class FusedExamples:
     def install(self, engine: EngineView) -> None:
         self._engine = engine
         self._patches.install(self.model, FusedExamplesForward(self, engine))
-
-    def remove(self) -> None:
-        self._patches.remove()
-
-    def enable(self, enabled: bool) -> None:
-        """Do nothing: the forward reads the engine's state."""
-
-    def start_step(self, step: Step) -> None:
-        """Do nothing: examples are chosen in the forward."""
-
-    def check_called(self) -> None:
-        if not self.was_called:
-            if self.model.training:
-                raise UnsupportedError(
-                    f"{type(self.policy).__name__} waits for a forward through trl's fused head; {LEFT}"
-                )
-            refuse_uncalled(self.policy, self.model)
 
     def claim(self, dense: DensePass) -> PassEstimate:
         """Return the remaining shares of a dense pass: the forward is that of all examples."""

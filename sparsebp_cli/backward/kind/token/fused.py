@@ -20,21 +20,19 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from sparsebp_cli.backward.core.extension import refuse_uncalled
 from sparsebp_cli.backward.core.report import Chosen
 from sparsebp_cli.backward.decoder.decoder import refuse_routers
-from sparsebp_cli.backward.kind.fused_head import ARGUMENT, IGNORED, LEFT
+from sparsebp_cli.backward.kind.fused_head import ARGUMENT, IGNORED, LEFT, FusedHeadExtension
 from sparsebp_cli.backward.kind.model_output import with_changes
 from sparsebp_cli.backward.patch.forward import (
     ForwardOverride,
-    ForwardPatches,
     ModulePlaces,
     call_module,
     replace_forwards,
     uncompiled,
 )
 from sparsebp_cli.errors import UnsupportedError
-from sparsebp_cli.policy import ReadTokens, Score, Step, TokenChoice, Tokens, TokenSelector
+from sparsebp_cli.policy import ReadTokens, Score, TokenChoice, Tokens, TokenSelector
 
 if TYPE_CHECKING:
     from sparsebp_cli.backward.core.extension import EngineView
@@ -48,44 +46,24 @@ _DIFFERENTIABLE = ("log_probs", "entropy")  # what trl's head returns with a gra
 
 
 @final
-class FusedTokens:
+class FusedTokens(FusedHeadExtension[TokenSelector]):
     """A token selector in a model with trl's fused head; see
     :class:`~sparsebp_cli.backward.core.extension.EngineExtension`.
 
     Raises :class:`UnsupportedError` for a selector that needs more than the head returns.
     """
 
-    policy: TokenSelector
-    was_called: bool
     places: ModulePlaces
 
     def __init__(self, policy: TokenSelector, model: nn.Module, states: PolicyStates) -> None:
         if not policy.fits_head:
             raise UnsupportedError(f"{type(policy).__name__} is not built with trl's fused head: {NEEDED}; {LEFT}")
         refuse_routers(model, f"{type(policy).__name__} under trl's fused head")
-        self.policy, self.model, self._states = policy, model, states
-        self._patches, self.was_called = ForwardPatches(), False
+        super().__init__(policy, model, states)
 
     def install(self, engine: EngineView) -> None:
         self._engine, self.places = engine, ModulePlaces(self.model)
         self._patches.install(self.model, FusedForward(self, engine))
-
-    def remove(self) -> None:
-        self._patches.remove()
-
-    def enable(self, enabled: bool) -> None:
-        """Do nothing: the forward reads the engine's state."""
-
-    def start_step(self, step: Step) -> None:
-        """Do nothing: tokens are chosen in the forward."""
-
-    def check_called(self) -> None:
-        if not self.was_called:
-            if self.model.training:
-                raise UnsupportedError(
-                    f"{type(self.policy).__name__} waits for a forward through trl's fused head; {LEFT}"
-                )
-            refuse_uncalled(self.policy, self.model)
 
     def choose(self, values: Mapping[str, Tensor | None]) -> Tensor:
         """Return the weight of each label, (R,), 0 where it is not chosen; ``values`` are what the head returned, each

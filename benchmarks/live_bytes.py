@@ -20,6 +20,7 @@ class LiveBytes:
         self._holders: Counter[int] = Counter()
 
     def pack(self, tensor: Tensor) -> Holder:
+        """Count a tensor that is saved, until its holder is gone."""
         holder, storage = Holder(tensor.detach()), tensor.untyped_storage()
         address, size = storage.data_ptr(), storage.nbytes()
         if address not in self._own:
