@@ -159,9 +159,7 @@ def write_priced(recipe: Path, shares: list[float], probed: list[float], *change
     return run
 
 
-def test_the_summary_has_the_price_of_all_steps_and_says_where_probes_are_unlike_them(
-    cli: Cli, write_recipe: Write
-) -> None:
+def test_the_summary_has_the_price_and_says_where_probes_are_unlike_the_steps(cli: Cli, write_recipe: Write) -> None:
     def show(shares: list[float], probed: list[float], *changes: str) -> str:
         run = write_priced(write_recipe(), shares, probed, *changes)
         return " ".join(cli("show", run.run_id).stdout.split())
