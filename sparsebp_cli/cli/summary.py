@@ -51,6 +51,7 @@ STEP_MEMORY = (
     (metric.PEAK_ACTIVATION_BYTES, "saved for backward"),
     (metric.PEAK_WORKSPACE_BYTES, "workspace"),
 )
+UNLIKE = 0.1  # probes whose share of work differs more from that of all steps say little of them
 
 
 def summarise(
@@ -96,6 +97,8 @@ def summary_rows(history: History, phases: Phases[dict[str, Any]]) -> Iterator[t
     if text := _step_time(history):
         yield "step time", text
         yield "training", _training(history)
+    if text := _price(history, phases):
+        yield "price", text
     if text := _speed(history, phases):
         yield "speed", text
     if text := _memory(history):
@@ -179,6 +182,37 @@ def _training(history: History) -> str:
     return ", ".join(parts)
 
 
+def _price(history: History, phases: Phases[dict[str, Any]]) -> str:
+    """Return what all steps cost; with the share that the probed steps cost where that is another, since what probes
+    tell then holds for a part of the steps."""
+    names = (metric.STEP_FLOPS, metric.DENSE_STEP_FLOPS, metric.UPDATE_FLOPS, metric.DENSE_UPDATE_FLOPS)
+    all_series = [history.series(name.name) for name in names]
+    flops, dense, update, dense_update = (sum(series.values()) for series in all_series)
+    if not flops or dense <= dense_update:
+        return ""
+    text = f"{show_count(flops, 'FLOP')} for {len(all_series[0])} steps, updates included"
+    if _is_dense(phases):
+        return text
+    text += f", {show_share(flops / dense)} of dense's on the same batches"
+    trials = sum(history.series(metric.PROBING_FLOPS.name).values())
+    share, probed = (flops - update - trials) / (dense - dense_update), _probed_share(history)
+    if len(phases) > 1 or probed is None or abs(probed - share) <= UNLIKE * share:
+        return text
+    return f"{text}; probes fell on steps of {show_share(probed)}: speed, backward and proof are those of such steps"
+
+
+def _probed_share(history: History) -> float | None:
+    """Return the FLOPs of probed passes over dense's; None without probes."""
+    names = (metric.FORWARD_FLOPS, metric.BACKWARD_EXECUTED, metric.DENSE_FORWARD, metric.BACKWARD_DENSE)
+    forward, backward, dense_forward, dense_backward = (sum(history.series(name.name).values()) for name in names)
+    dense = dense_forward + dense_backward
+    return (forward + backward) / dense if dense else None
+
+
+def _is_dense(phases: Phases[dict[str, Any]]) -> bool:
+    return all(entry["name"] == "dense" for phase in phases for entry in phase.policies)
+
+
 def _after_warmup(history: History, key: Metric) -> list[float]:
     """Leave out the first steps of every attempt, which are slower; a run of warm-up steps alone keeps them."""
     warmup, series = int(history.facts.get("warmup_steps", 0)), history.series(key.name)
@@ -190,7 +224,7 @@ def _speed(history: History, phases: Phases[dict[str, Any]]) -> str:
     """Describe the median over the probes, which time dense and policy in turn: a single one may be disturbed."""
     from sparsebp_cli.plan.selection_gain import realised_share
 
-    if all(entry["name"] == "dense" for phase in phases for entry in phase.policies):
+    if _is_dense(phases):
         return ""  # dense against dense measures the machine
     speedup = weigh_series(history.series(metric.SPEEDUP.name), phases, median, is_speedup=True)
     ceilings = history.series(metric.CEILING.name)

@@ -23,6 +23,7 @@ from sparsebp_cli.worker.independent_gradient import (
 )
 from sparsebp_cli.worker.price import Shape, StepPrice, join_shapes, shape_of
 from sparsebp_cli.worker.probe import cost_ratio, count_cost, count_price, price_pass, run_probe
+from sparsebp_cli.worker.process import Ranks
 from sparsebp_cli.worker.selection_gain import gain_metrics, measure_selection_gain
 from sparsebp_cli.worker.step_memory import PeakMemory
 from sparsebp_cli.worker.stopwatch import Stopwatch
@@ -45,6 +46,7 @@ class Measurement:
     device: torch.device
     peak: PeakMemory
     price: StepPrice
+    ranks: Ranks = field(default_factory=Ranks)
     rest: Callable[[], RestOfUpdate] = RestOfUpdate  # of the coming step, behind its first micro-batch
     _layers: LayerNumbers = field(init=False)
     _proofs: dict[int, dict[str, list[float | None]]] = field(init=False)  # tables in the journal, by step
@@ -65,15 +67,17 @@ class Measurement:
         batch: Mapping[str, Tensor],
         run: Callable[..., object],
         policies: Sequence[Policy],
+        step: int = 1,
     ) -> SelectionGain:
         """Measure before training what a step costs and what selection can gain. ``forward`` returns the loss of the
-        first micro-batch; ``batch`` is that micro-batch on the device; ``policies`` are those that are attached."""
+        first micro-batch; ``batch`` is that micro-batch on the device; ``policies`` are those that are attached; their
+        first step (from 1) is ``step``."""
         self.peak.pause()
         rest = self.rest()
         shape = join_shapes([shape_of(one) for one in rest.batches or [batch]])
         with TrialStep(self.model, self.engine, forward, self.backward, rest) as trial:
             probe = run_probe(trial, Stopwatch(self.device))
-            self.price.begin(price_pass(probe.proof, shape))
+            self.price.begin(price_pass(probe.proof, shape), probe.kind, step)
             found = measure_selection_gain(trial, probe, batch, run, policies)
         self.peak.resume()
         return found
@@ -89,26 +93,34 @@ class Measurement:
         batch: Mapping[str, Tensor],
         run: Callable[..., object],
         policies: Sequence[Policy],
+        step: int,
     ) -> Values:
         """Measure the selection gain if the run has probes, at the start of a phase: note it in the journal and return
         its metrics."""
         if self.recipe.measure.probe_every is None:
             return {}
-        gain = self.measure_gain(forward, batch, run, policies)
+        gain = self.measure_gain(forward, batch, run, policies, step)
         for level, line in (("info", gain.describe_cost()), ("detail", gain.describe_choice())):
             if line:
                 self.journal.write("note", level=level, text=line)
         return gain_metrics(gain)
 
+    @property
+    def _is_limited(self) -> bool:
+        """Whether the price of each step decides where the run ends."""
+        return self.recipe.training.max_cost is not None or self.recipe.training.max_flops is not None
+
     def _count(self, step: int, forward: Callable[[], Tensor], shape: Callable[[], Shape]) -> None:
-        """Count the work of a step if a limit needs it: a probe's passes draw otherwise than the step will."""
-        training, before = self.recipe.training, self.price.counted
-        is_limited = training.max_cost is not None or training.max_flops is not None
-        if before is None or not is_limited or step < self.price.due:
+        """Count the work of a step if it is due: a probe's passes draw otherwise than the step will."""
+        before = self.price.counted
+        if before is None or self.recipe.measure.probe_every is None:
+            return  # a price from a checkpoint may go on where nothing can be counted, as over parts of parameters
+        # What was counted differs between processes, and a pass waits for all of them.
+        if not any(self.ranks.all_max([float(self.price.is_due(step, is_limited=self._is_limited))])):
             return
         self.peak.pause()
         with TrialStep(self.model, self.engine, forward, self.backward, self.rest()) as trial:
-            self.price.count(count_price(trial, shape(), before), step)
+            self.price.count(*count_price(trial, shape(), before), step)
         self.peak.resume()
 
     def before(
@@ -133,8 +145,8 @@ class Measurement:
             if probe_due:
                 probe = run_probe(trial, Stopwatch(self.device))
                 dense, policy, self._proof, values = probe.dense, probe.policy, probe.proof, probe.values
-                if not self.price.due:
-                    self.price.counted = price_pass(probe.proof, shape())
+                if not (self._is_limited and self.price.due):
+                    self.price.see_probe(price_pass(probe.proof, shape()), probe.kind)
                 self._judge(step, probe.proof)
             if fidelity_due:
                 dense, policy = dense or trial.run("dense"), policy or trial.run("policy")

@@ -1,15 +1,17 @@
 """What an optimizer step costs, in FLOPs of forward, backward, update and trial passes: the one price of the project.
 
 Counting slows a step down and changes its last bits, so passes are counted in trial steps, at some steps of the run.
-Between them the policy's last count holds, in proportion to the shape of the batch: of a dense pass the products
-with weights grow with the positions, and attention with the square of the length. The update is counted at the first
-step of a phase, as it is made, and from then on in proportion to the entries that it changes.
+The others are charged by what these counts tell of steps of their kind (:mod:`sparsebp_cli.worker.step_kind`), in
+proportion to the shape of the batch: of a dense pass the products with weights grow with the positions, and attention
+with the square of the length. The update is counted at the first step of a phase, as it is made, and from then on in
+proportion to the entries that it changes.
 The journal has the price of each step, so whoever reads the run adds up instead of counting again.
 """
 
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field
 
@@ -17,10 +19,14 @@ import torch
 from torch import Tensor
 
 from sparsebp_cli.run import metric
+from sparsebp_cli.worker.step_kind import CountedSteps, StepKind
 
 Shape = tuple[float, float]  # examples and padded length of a micro-batch
-# See decisions 82 and 95.
-FIRST, MOST = 8, 32  # a run with a limit of work counts the first steps of each price, then one of MOST at least
+# See decisions 82, 95 and 135.
+FIRST, MOST = 8, 32  # each phase begins with so many counted steps; with a limit of work one of MOST at least follows
+SELDOM = 16  # without a limit, one of so many steps is counted at most after the first ones
+NEW = 4  # more for each kind of step that none of the counted ones was
+KNOWN = 0.01  # without a limit: standard error of the price, relative, from which on probes alone count
 MEMORY = 100  # counts
 TOLERANCE = 0.004  # standard error of the work of all steps so far, over that work
 
@@ -66,50 +72,97 @@ class Spread:
 
 @dataclass
 class StepPrice:
-    """Prices the steps of a run from what was counted last; ``processes`` make each step together."""
+    """Prices the steps of one process from what was counted in some of them."""
 
-    processes: int = 1
     counted: CountedPass | None = None
     per_entry: float = 0.0  # FLOPs of clipping and update by entry of a parameter
     spread: Spread = field(default_factory=Spread)  # of the policy's FLOPs over dense's
     due: int = 0  # the next step (from 1) that a limit of work needs counted
     trained: tuple[bool, ...] = ()  # which parameters the last step had a gradient of
+    known: CountedSteps = field(default_factory=CountedSteps)  # of this phase
+    own: int = 0  # the step (from 1) that was counted itself, by its own draws
+    made: int = 0  # counts of this phase beside those of probes
+    begun: int = 0  # the first step of this phase
+    more: int = 0  # counts that steps of unknown kinds have asked for
+    unknown: StepKind | None = None  # of a step that was like none of those that were counted
 
-    def begin(self, counted: CountedPass) -> None:
-        """Take over the first count of a phase, whose policies have another price."""
+    def begin(self, counted: CountedPass, kind: StepKind, step: int) -> None:
+        """Take over the first count of a phase, whose policies have another price, before its first step."""
         self.counted, self.due, self.spread = counted, 0, Spread()
+        self.known, self.unknown = CountedSteps(), None
+        self.own, self.made, self.more, self.begun = 0, 0, 0, step
+        self.see_probe(counted, kind)
 
-    def count(self, counted: CountedPass, step: int) -> None:
+    def see_probe(self, counted: CountedPass, kind: StepKind) -> None:
+        """Take over a count that drew otherwise than a step of the training."""
+        self.counted = counted
+        self.known.add(kind, counted.policy / counted.dense)
+
+    def is_due(self, step: int, *, is_limited: bool) -> bool:
+        """Return whether a step (from 1) is to be counted before it is made.
+
+        Without a limit of work that are the first of a phase, and later ones as long as there are unknown kinds or the
+        price is not known well: few of them, and at irregular distances, so that they do not always fall on one kind of
+        a policy that alternates.
+        """
+        if self.counted is None:
+            return False
+        if is_limited:
+            return step >= self.due
+        done = step - self.begun
+        if done < FIRST:
+            return True
+        allowed = FIRST + self.more + (done - FIRST) // SELDOM
+        is_unsure = self.unknown is not None or self.known.error > KNOWN
+        return is_unsure and self.made < allowed and random.Random(step).random() < 1 / 2
+
+    def count(self, counted: CountedPass, kind: StepKind, step: int) -> None:
         """Take over a count at a step, and say when the next is due.
 
         Charging k steps by one count, where counts vary by v of their mean, has a standard error of v sqrt(k (k - 1))
         of a step; over N steps so far that is v sqrt((k - 1) / N) of their work.
         """
-        self.counted = counted
+        self.see_probe(counted, kind)
+        self.own, self.made = step, self.made + 1
+        if self.unknown is not None and self.known.knows(self.unknown):
+            self.unknown = None
         self.spread.add(counted.policy / counted.dense)
         spread = self.spread.relative
         most = MOST if spread * math.sqrt(MOST) < TOLERANCE else 1.0 + step * (TOLERANCE / spread) ** 2
         self.due = step + (1 if self.spread.number < FIRST else min(MOST, int(most)))
 
     def price(
-        self, shapes: Iterable[Shape], updated: int, trained: int, trials: float = 0.0, left_out: float = 0.0
+        self,
+        step: int,
+        kind: StepKind,
+        shapes: Iterable[Shape],
+        updated: int,
+        trained: int,
+        trials: float = 0.0,
+        left_out: float = 0.0,
     ) -> dict[str, float | None]:
-        """Return the FLOPs of a step over micro-batches of one process, and those of a dense step over the same ones;
-        None while nothing was counted. The step updates so many entries of all that dense trains; ``trials`` are the
-        FLOPs of trial passes before it, ``left_out`` those of its forwards whose result was kept."""
+        """Return the FLOPs of a step (from 1) over micro-batches of one process, and those of a dense step over the
+        same ones; None while nothing was counted. The step updates so many entries of all that dense trains; ``trials``
+        are the FLOPs of trial passes before it, ``left_out`` those of its forwards whose result was kept."""
         if self.counted is None:
             return {metric.STEP_FLOPS.name: None, metric.DENSE_STEP_FLOPS.name: None}
+        if self.unknown is None and not self.known.knows(kind):
+            self.unknown, self.more = kind, self.more + NEW
         scale, update = sum(map(self.counted.scale, shapes)), self.per_entry * updated
-        dense = self.counted.dense * scale + self.per_entry * trained
+        is_own = step == self.own or not self.known.counts
+        share = self.counted.policy / self.counted.dense if is_own else self.known.predict(kind)
+        dense = self.counted.dense * scale
         return {
-            metric.STEP_FLOPS.name: self.processes * (self.counted.policy * scale - left_out + update + trials),
-            metric.DENSE_STEP_FLOPS.name: self.processes * dense,
-            metric.UPDATE_FLOPS.name: self.processes * update,
-            metric.DENSE_UPDATE_FLOPS.name: self.processes * self.per_entry * trained,
+            metric.STEP_FLOPS.name: share * dense - left_out + update + trials,
+            metric.DENSE_STEP_FLOPS.name: dense + self.per_entry * trained,
+            metric.UPDATE_FLOPS.name: update,
+            metric.DENSE_UPDATE_FLOPS.name: self.per_entry * trained,
         }
 
-    def see(self, trained: tuple[bool, ...], step: int) -> None:
-        """Begin to count anew after ``step`` if other parameters had a gradient than in the step before."""
+    def see(self, trained: tuple[bool, ...], step: int, per_entry: float | None = None) -> None:
+        """Begin to count anew after ``step`` if other parameters had a gradient than in the step before. ``per_entry``
+        are the FLOPs of its update by entry, if they were counted."""
+        self.per_entry = self.per_entry if per_entry is None else per_entry
         if self.trained and trained != self.trained:
             self.due, self.spread = step + 1, Spread()
         self.trained = trained
@@ -122,6 +175,12 @@ class StepPrice:
             "spread": asdict(self.spread),
             "due": self.due,
             "trained": list(self.trained),
+            "known": self.known.state_dict(),
+            "own": self.own,
+            "made": self.made,
+            "begun": self.begun,
+            "more": self.more,
+            "unknown": None if self.unknown is None else self.unknown.to_list(),
         }
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
@@ -134,6 +193,11 @@ class StepPrice:
         self.due = due if isinstance(due, int) else 0
         trained = state.get("trained")
         self.trained = tuple(trained) if isinstance(trained, list) else ()
+        self.known = CountedSteps.from_state(state.get("known"))
+        numbers = (state.get(name) for name in ("own", "made", "more", "begun"))
+        self.own, self.made, self.more, self.begun = (n if isinstance(n, int) else 0 for n in numbers)
+        unknown = state.get("unknown")
+        self.unknown = StepKind.of_list(unknown) if isinstance(unknown, list) else None
 
 
 def find_updated(optimizer: torch.optim.Optimizer, *, all_of_them: bool) -> tuple[int, tuple[bool, ...]]:

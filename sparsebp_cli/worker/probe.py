@@ -18,6 +18,7 @@ from sparsebp_cli.backward.observe.saved_bytes import SavedBytes
 from sparsebp_cli.plan import ceiling, realised_share
 from sparsebp_cli.run import metric
 from sparsebp_cli.worker.price import CountedPass, Shape
+from sparsebp_cli.worker.step_kind import StepKind, describe_pass
 from sparsebp_cli.worker.stopwatch import Stopwatch
 from sparsebp_cli.worker.trial_step import Mode, PassResult, TrialStep
 
@@ -29,11 +30,13 @@ ROUNDS = 3  # timed pairs; the order within a pair alternates
 
 @dataclass(frozen=True)
 class Probe:
-    """Metrics and proof of one probe. ``dense`` and ``policy`` are the results of the last timed passes, not of the
-    counted ones: under counters PyTorch computes some operators differently, so the last bits differ."""
+    """Metrics and proof of one probe, and the kind of step that it was. ``dense`` and ``policy`` are the results of the
+    last timed passes, not of the counted ones: under counters PyTorch computes some operators differently, so the last
+    bits differ."""
 
     values: dict[str, float | None]
     proof: Proof
+    kind: StepKind
     dense: PassResult
     policy: PassResult
 
@@ -48,25 +51,24 @@ def run_probe(trial: TrialStep, stopwatch: Stopwatch) -> Probe:
         for mode in order if number % 2 == 0 else reversed(order):
             spent, left[mode] = _time(trial, stopwatch, mode)
             seconds[mode].append(spent)
-    dense, _, claims = _count(trial, "dense")
-    policy, report, _ = _count(trial, "policy")
-    proof = Proof.of(trial.model, dense, policy, report, claims)
+    dense, policy = _count(trial, "dense"), _count(trial, "policy")
+    report = policy.report
+    proof = Proof.of(trial.model, dense.cost, policy.cost, report, dense.claims)
     chosen = report.chosen
     values = _work(proof, left["policy"], trial.engine)
     values[metric.SCORING_FLOPS.name] = None if chosen is None else float(chosen.scoring_flops)
     values |= _speed(proof, median(seconds["dense"]), median(seconds["policy"]))
-    return Probe(values, proof, left["dense"], left["policy"])
+    return Probe(values, proof, policy.kind, left["dense"], left["policy"])
 
 
 def count_cost(trial: TrialStep) -> float:
     """Return the cost of a policy's step over that of a dense one, in counted FLOPs of forward and backward."""
-    (dense, _, _), (policy, _, _) = _count(trial, "dense"), _count(trial, "policy")
-    return cost_ratio(dense, policy)
+    return cost_ratio(_count(trial, "dense").cost, _count(trial, "policy").cost)
 
 
 def count_pass(trial: TrialStep, mode: Mode, draw: int = 1) -> float:
     """Return the FLOPs of forward and backward of a pass."""
-    return _total(_count(trial, mode, draw)[0])
+    return _total(_count(trial, mode, draw).cost)
 
 
 def price_pass(proof: Proof, shape: Shape) -> CountedPass:
@@ -76,16 +78,17 @@ def price_pass(proof: Proof, shape: Shape) -> CountedPass:
     return CountedPass(_first_visit(proof.policy), _total(proof.dense), float(squares), *shape)
 
 
-def count_price(trial: TrialStep, shape: Shape, before: CountedPass) -> CountedPass:
-    """Count the policy's pass alone, with the draw of the coming step; dense's follows from its shape and from what was
-    counted before."""
+def count_price(trial: TrialStep, shape: Shape, before: CountedPass) -> tuple[CountedPass, StepKind]:
+    """Count the policy's pass alone, with the draw of the coming step, and return the kind of step that it is; dense's
+    follows from its shape and from what was counted before."""
     scale = before.scale(shape)
     dense = before.dense * scale
-    policy = _first_visit(_count(trial, "policy", draw=-1)[0])
+    counted = _count(trial, "policy", draw=-1)
+    policy = _first_visit(counted.cost)
     if policy > max(JUMP * before.policy * scale, dense):  # such as a check that an exact policy makes once
-        policy = min(policy, _first_visit(_count(trial, "policy", draw=-1)[0]))
+        policy = min(policy, _first_visit(_count(trial, "policy", draw=-1).cost))
     attention = before.attention * shape[0] * shape[1] ** 2 / (before.examples * before.length**2)
-    return CountedPass(policy, dense, attention, *shape)
+    return CountedPass(policy, dense, attention, *shape), counted.kind
 
 
 def cost_ratio(dense: PassCount, policy: PassCount) -> float:
@@ -109,7 +112,15 @@ def _time(trial: TrialStep, stopwatch: Stopwatch, mode: Mode) -> tuple[float, Pa
         return stopwatch.now() - start, trial.result()
 
 
-def _count(trial: TrialStep, mode: Mode, draw: int = 1) -> tuple[PassCount, Report, list[PassEstimate]]:
+@dataclass(frozen=True)
+class _Counted:
+    cost: PassCount
+    report: Report
+    claims: list[PassEstimate]  # of a dense pass
+    kind: StepKind
+
+
+def _count(trial: TrialStep, mode: Mode, draw: int = 1) -> _Counted:
     model, engine = trial.model, trial.engine
     # Under counters some operators make other graph nodes than in training, so their error feedback does not fit here.
     with trial.on(mode, draw, feedback=False) as backward, ModuleTrace(model) as trace, count_flops(trace) as flops:
@@ -126,7 +137,10 @@ def _count(trial: TrialStep, mode: Mode, draw: int = 1) -> tuple[PassCount, Repo
         claiming = [part for part in engine.extensions if isinstance(part, EstimatesFlops)] if mode == "dense" else []
         claims = [part.claim(DensePass(loss, trace, flops)) for part in claiming]
         keeping = [part for part in engine.extensions if isinstance(part, KeepsOutputs)] if mode == "policy" else []
-        return PassCount(flops, saved, sum(part.left_out for part in keeping)), engine.report(), claims
+        cost, report = PassCount(flops, saved, sum(part.left_out for part in keeping)), engine.report()
+        told = [describe_pass(engine, trial.sizes)]
+        kind = StepKind.of(told, engine.take_kept_share(), engine.take_chosen()) if mode == "policy" else StepKind()
+        return _Counted(cost, report, claims, kind)
 
 
 def _work(proof: Proof, policy: PassResult, engine: Engine) -> dict[str, float | None]:

@@ -63,6 +63,7 @@ from sparsebp_cli.worker.process import Ranks
 from sparsebp_cli.worker.prompt import HeldOutPrompts
 from sparsebp_cli.worker.sharding import copy_full, full_tensor, gather, no_gradient_sync, unwrap
 from sparsebp_cli.worker.snapshot import restore, take_snapshot
+from sparsebp_cli.worker.step_kind import StepKind, describe_pass
 from sparsebp_cli.worker.step_memory import (
     PeakMemory,
     StepMemoryRecorder,
@@ -121,7 +122,7 @@ class Training:
         training = self.plan.recipe.training
         num_batches = training.max_steps * training.gradient_accumulation_steps
         self.batches = BatchPrefetch(self.order, self.accelerator.device, num_batches)
-        self.allowance, self.price = Allowance.of(training), StepPrice(self.ranks.count)
+        self.allowance, self.price = Allowance.of(training), StepPrice()
         self.measurement = Measurement(
             limit_measurements(self.plan.recipe, self.ranks, self.engine),
             self.journal,
@@ -131,6 +132,7 @@ class Training:
             self.accelerator.device,
             PeakMemory(self.accelerator.device),
             self.price,
+            self.ranks,
             self._rest_of_update,
         )
         if self.allowance.limits_work and self.measurement.recipe.measure.probe_every is None:
@@ -192,7 +194,8 @@ class Training:
             if self.step == self.phase.first:
                 # With the measurements of the coming step, as those of a later phase; before the first step, at 0.
                 coming = self.step + 1 if self.step else 0
-                self._log(self.measurement.at_start(*self._coming(), self.phase.policies), step=coming)
+                start = self.measurement.at_start(*self._coming(), self.phase.policies, self.step + 1)
+                self._log(start, step=coming)
             if self.step == 0 and self.allowance.limits_work and not self.order.follows_policy:
                 self.journal.write("facts", values={"dense_step_flops": self._price_dense()})
             self._log(self._measure(), step=self.step + 1)
@@ -271,6 +274,7 @@ class Training:
         first = self._first_batch
         shares = self.batches.take(range(first, first + accumulation))
         targets, losses = sum(count for _, count in shares), list[Tensor]()
+        passes, sizes = list[tuple[float, ...]](), self._trained_sizes
         probing = self._run_trials(first, shares[0][0], targets)
         self.engine.expect([batch for batch, _ in shares])
         counting = self._count_update()
@@ -290,6 +294,7 @@ class Training:
                 with watch("backward"):
                     if self.engine.estimator is None:
                         self.engine.backward(loss, self.accelerator.backward, is_last=is_last)
+                passes.append(describe_pass(self.engine, sizes))
         with watch("optimizer"), counting or nullcontext():
             updated, which = find_updated(self.optimizer, all_of_them=self.engine.eager is not None)
             norm_before = self.clip(training.max_grad_norm)
@@ -298,12 +303,17 @@ class Training:
             self.optimizer.step()
             self.schedule.step()
             self.optimizer.zero_grad(set_to_none=True)
-        self.price.see(which, self.step + 1)
-        if counting is not None and updated:
-            self.price.per_entry = counting.flops / updated
-        use, shapes = self.engine.take_output_use(), [shape_of(batch) for batch, _ in shares]
-        left_out = 0.0 if use is None else use.left_out_flops
-        price = self.price.price(shapes, updated, self._num_trained, probing or 0.0, left_out)
+        self.price.see(which, self.step + 1, counting.flops / updated if counting is not None and updated else None)
+        use, kept, chosen = self.engine.take_output_use(), self.engine.take_kept_share(), self.engine.take_chosen()
+        price = self.price.price(
+            self.step + 1,
+            StepKind.of(passes, kept, chosen),
+            [shape_of(batch) for batch, _ in shares],
+            updated,
+            sum(sizes.values()),
+            probing or 0.0,
+            0.0 if use is None else use.left_out_flops,
+        )
         tokens = sum(batch["input_ids"].numel() for batch, _ in shares) * self.ranks.count
         self.tokens += tokens
         most = self._max_over_ranks(watch.read() | memory_metrics(self.bare, self.optimizer, self.measurement.peak))
@@ -313,8 +323,8 @@ class Training:
             metric.LEARNING_RATE.name: float(self.schedule.get_last_lr()[0]),
             metric.TRAIN_TOKENS.name: self.tokens,
             metric.PROBING_FLOPS.name: probing,
-            **price,
-            metric.KEPT_SHARE.name: kept_share(self.engine.take_kept_share(), self.ranks),
+            **self._sum_over_ranks(price),
+            metric.KEPT_SHARE.name: kept_share(kept, self.ranks),
             metric.FORWARD_SECONDS.name: most.pop("forward"),
             metric.BACKWARD_SECONDS.name: most.pop("backward"),
             metric.OPTIMIZER_SECONDS.name: most.pop("optimizer"),
@@ -325,7 +335,7 @@ class Training:
             **most,
             **output_metrics(use),
             **route_metrics(self.engine.take_route()),
-            **selection_metrics(self.engine.take_chosen(), self.ranks, self.phase.policies),
+            **selection_metrics(chosen, self.ranks, self.phase.policies),
             **epoch_metrics(self.order.epoch),
         }
 
@@ -348,8 +358,9 @@ class Training:
         return fmean(scales) * self.price.counted.dense * accumulation * self.ranks.count
 
     @cached_property
-    def _num_trained(self) -> int:
-        return sum(p.numel() for p in trainable_parameters(self.bare, self.engine).values())
+    def _trained_sizes(self) -> dict[str, int]:
+        """Entries of the parameters that dense trains, by name, in the model's order."""
+        return {name: p.numel() for name, p in trainable_parameters(self.bare, self.engine).items()}
 
     def _run_trials(self, number: int, batch: Batch, targets: int) -> float | None:
         """Make the trial passes that a policy wants before this step, and return their FLOPs; None without any."""
@@ -371,6 +382,11 @@ class Training:
     def _accumulating(self, *, is_last: bool) -> AbstractContextManager[None]:
         """Reduce gradients over the ranks only in the last micro-batch of a step."""
         return nullcontext() if is_last or self.ranks.count == 1 else no_gradient_sync(self.model)
+
+    def _sum_over_ranks(self, price: dict[str, float | None]) -> dict[str, float | None]:
+        """Return the price of a step of all processes, by which all of them end at the same step."""
+        known = {name: value for name, value in price.items() if value is not None}
+        return price | dict(zip(known, self.ranks.all_sum(list(known.values())), strict=True))
 
     def _max_over_ranks(self, values: dict[str, float]) -> dict[str, float]:
         return dict(zip(values, self.ranks.all_max(list(values.values())), strict=True))

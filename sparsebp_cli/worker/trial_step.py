@@ -92,6 +92,11 @@ class TrialStep:
                     self._estimates = False
         self._rewind.start()
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Entries of all trained parameters, by name."""
+        return {name: p.numel() for name, p in self._trainable.items()}
+
     def forward(self) -> Tensor:
         """Return the loss of the micro-batch in the current pass."""
         return self.engine.estimate(self._forward) if self._estimates else self._forward()

@@ -10,10 +10,11 @@ import pytest
 
 from sparsebp_cli.cli.proof import gather
 from sparsebp_cli.plan import Plan
+from sparsebp_cli.recipe import load_recipe
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run import JournalWriter, RunFolder, create_run
 
-from .conftest import Cli
+from .conftest import Cli, Write
 
 COLUMNS = [
     "forward_flops",
@@ -138,3 +139,41 @@ def test_what_cannot_be_drawn_is_refused_in_one_line(
     assert text in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
     assert not (tmp_path / name).exists()
+
+
+def write_priced(recipe: Path, shares: list[float], probed: list[float], *changes: str) -> RunFolder:
+    """Write a run whose steps, and probes, cost these shares of dense's passes of 1e9 FLOPs; updates take 1e8."""
+    plan = Plan(recipe=load_recipe(recipe, [*changes, f"training.max_steps={len(shares)}"]))
+    run = create_run(plan.run_id)
+    plan.save(run.path)
+    with JournalWriter(run.path) as journal:
+        journal.write("attempt", from_step=0, environment={"python": "3", "packages": {}})
+        for step, share in enumerate(shares, 1):
+            values = {"flops/step": share * 1e9 + 1e8, "flops/step_dense": 1.1e9}
+            journal.write("metrics", step=step, values=values | {"flops/update": 1e8, "flops/update_dense": 1e8})
+        for step, share in enumerate(probed, 1):
+            names = ("flops/forward", "flops/backward_executed", "flops/forward_dense", "flops/backward_dense")
+            values = dict(zip(names, (share * 3e8, share * 7e8, 3e8, 7e8), strict=True))
+            journal.write("metrics", step=step, values=values)
+        journal.write("end", status="finished", step=len(shares), text="")
+    return run
+
+
+def test_the_summary_has_the_price_of_all_steps_and_says_where_probes_are_unlike_them(
+    cli: Cli, write_recipe: Write
+) -> None:
+    def show(shares: list[float], probed: list[float], *changes: str) -> str:
+        run = write_priced(write_recipe(), shares, probed, *changes)
+        return " ".join(cli("show", run.run_id).stdout.split())
+
+    alternating = show([0.25, 1.0] * 4, [1.0] * 8)
+    assert (
+        "price 5.80 GFLOP for 8 steps, updates included, 65.9 % of dense's on the same batches; probes" in alternating
+    )
+    assert "probes fell on steps of 100 %: speed, backward and proof are those of such steps" in alternating
+    even = show([0.5] * 8, [0.5, 0.52] * 4)
+    assert "price 4.80 GFLOP for 8 steps, updates included, 54.5 % of dense's on the same batches" in even
+    assert "probes fell" not in even
+    dense = show([1.0] * 8, [1.0] * 8, "policy=dense")
+    assert "price 8.80 GFLOP for 8 steps, updates included" in dense
+    assert "of dense's on the same batches" not in dense

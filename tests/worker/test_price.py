@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from sparsebp_cli.run import History, JournalWriter
 from sparsebp_cli.worker.ending import StopRequest
 from sparsebp_cli.worker.price import CountedPass, StepPrice
 from sparsebp_cli.worker.process import Ranks
+from sparsebp_cli.worker.step_kind import CountedSteps, StepKind
 from sparsebp_cli.worker.training import Training
 from tests.plugin import find_ours
 from tests.worker.conftest import LLAMA
@@ -270,31 +272,120 @@ def test_a_counted_update_is_the_update_to_the_bit() -> None:
     assert torch.equal(*ends)
 
 
+# Policies whose steps cost unlike amounts: they alternate, freeze for good, draw blocks, or follow what a batch holds.
+UNEVEN = {
+    "uniform": {"keep": 0.25},
+    "layerdrop": {},
+    "lossless": {"verify": "never"},
+    "autofreeze": {"every": 5},
+    "grades": {"threshold": 0.9, "relative": True, "grace": 0.3},
+    "importance": {},
+    "dropbp": {"keep": 0.5},
+    "selective-backprop": {},
+    "tokens": {"score": "random", "keep": 0.25, "mode": "detach"},
+}
+ALWAYS = {"uniform", "lossless", "autofreeze"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in ALWAYS else [pytest.mark.long]) for name in UNEVEN]
+)
+def test_without_a_limit_uneven_steps_are_charged_what_they_compute(name, uneven, prepared, monkeypatch) -> None:
+    """Few of them are counted, none by the kind of step that a probe happened to fall on."""
+    recipe = uneven(policy=[{"name": name, **UNEVEN[name]}], training={"max_cost": None, "max_steps": 96})
+    charged, counted = spend(recipe, prepared, monkeypatch)
+    assert charged.passes == pytest.approx(counted.passes, rel=0.03)
+
+
+def test_a_policy_that_alternates_is_charged_for_each_kind_of_step(uneven, prepared) -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    policy = [{"name": "uniform", "keep": 0.25, "start": 0.0, "end": 1.0, "interrupt": 2}]
+    run = prepared(uneven(policy=policy, training={"max_cost": None, "max_steps": 40}))
+    with JournalWriter(run.path) as journal:
+        Training.build(Plan.load(run.plan_file), run, journal, StopRequest(), Ranks()).run_to_end()
+    history = History.load(run.path)
+    columns = ("flops/step", "flops/update", "flops/step_dense", "flops/update_dense")
+    series = zip(*(history.series(name).values() for name in columns), strict=True)
+    shares = [(step - update) / (dense - dense_update) for step, update, dense, dense_update in series]
+    assert sorted({round(share, 6) for share in shares}) == [0.25, 1.0]
+    assert {one != other for one, other in pairwise(shares)} == {True}
+
+
+def test_counts_tell_of_steps_of_their_kind() -> None:
+    known = CountedSteps()
+    cost = lambda rows, blocks: 0.1 + 0.6 * rows + 0.3 * blocks  # noqa: E731
+    for rows, blocks in ((1.0, 1.0), (0.5, 1.0), (1.0, 0.5), (0.25, 0.25)):
+        known.add(StepKind(scored=False, shares=(rows, blocks, 1.0)), cost(rows, blocks))
+    for rows, blocks in ((0.7, 0.6), (0.3, 0.9)):
+        kind = StepKind(scored=False, shares=(rows, blocks, 1.0))
+        assert known.knows(kind)
+        assert known.predict(kind) == pytest.approx(cost(rows, blocks), abs=1e-9)
+    assert known.error == pytest.approx(0.0, abs=1e-9)
+    assert not known.knows(StepKind(scored=True, shares=(0.7, 0.6, 1.0)))
+    assert not known.knows(StepKind(scored=False, shares=(0.1, 0.6, 1.0)))
+    # Of steps beyond all that were counted, nothing but those is known.
+    assert known.predict(StepKind(scored=False, shares=(0.0, 0.0, 1.0))) == pytest.approx(cost(0.25, 0.25))
+    drawn = CountedSteps()
+    for share in (0.4, 0.6) * 8:  # for no reason that a step says
+        drawn.add(StepKind(shares=(1.0,)), share)
+    assert drawn.predict(StepKind(shares=(1.0,))) == pytest.approx(0.5)
+    assert drawn.error == pytest.approx(0.1 / 15**0.5 / 0.5)
+
+
+def test_few_steps_are_counted_without_a_limit() -> None:
+    def count(kind_of: Callable[[int], StepKind], share_of: Callable[[int], float]) -> list[int]:
+        price, made = StepPrice(), []
+        price.begin(CountedPass(share_of(1), 1.0, 0.0, 1, 1), kind_of(1), 1)
+        for step in range(1, 1001):
+            if price.is_due(step, is_limited=False):
+                price.count(CountedPass(share_of(step), 1.0, 0.0, 1, 1), kind_of(step), step)
+                made.append(step)
+            price.price(step, kind_of(step), [(1, 1)], 1, 1)
+        return made
+
+    plain = StepKind(shares=(1.0,))
+    assert count(lambda _: plain, lambda _: 0.5) == list(range(1, 9))
+    late = count(lambda step: StepKind(shares=(1.0 if step < 500 else 0.5,)), lambda step: 1.0 if step < 500 else 0.5)
+    assert late[:8] == list(range(1, 9))
+    assert len(late) in {9, 10}
+    assert 500 <= late[-1] < 520
+    random_ones = count(lambda _: plain, lambda step: random.Random(step).random())
+    assert 8 < len(random_ones) <= 8 + 1000 // 16
+    new_each_time = count(lambda step: StepKind(shares=(random.Random(step).random(),)), lambda _: 0.5)
+    assert len(new_each_time) < 40
+
+
 def test_a_price_goes_on_from_a_checkpoint() -> None:
-    price = StepPrice()
+    price, kind = StepPrice(), StepKind(scored=False, shares=(0.5, 1.0))
+    price.begin(CountedPass(5.0, 10.0, 1.0, 2, 8), kind, 1)
     for step, policy in enumerate((5.0, 6.0, 5.5), 1):
-        price.count(CountedPass(policy, 10.0, 1.0, 2, 8), step)
+        price.count(CountedPass(policy, 10.0, 1.0, 2, 8), kind, step)
     price.per_entry = 14.0
     price.see((True, False), 3)
+    price.price(3, StepKind(scored=True, shares=(0.1, 1.0)), [(2, 8)], 3, 5)
+    assert price.unknown is not None
     resumed = StepPrice()
     resumed.load_state_dict(json.loads(json.dumps(price.state_dict())))
     assert resumed == price
-    assert resumed.price([(2, 8)], 3, 5, 2.0) == {
+    assert resumed.price(3, kind, [(2, 8)], 3, 5, 2.0) == {
         "flops/step": 5.5 + 14.0 * 3 + 2.0,
         "flops/step_dense": 10.0 + 14.0 * 5,
         "flops/update": 42.0,
         "flops/update_dense": 70.0,
     }
+    assert resumed.price(4, kind, [(2, 8)], 0, 5)["flops/step"] == pytest.approx((5.0 + 5.0 + 6.0 + 5.5) / 4)
     older = StepPrice()
     older.load_state_dict({})
     assert older == StepPrice()
+    older.load_state_dict({"counted": [5.0, 10.0, 1.0, 2, 8], "per_entry": 14.0})  # of a version that knew no kinds
+    assert older.price(4, kind, [(2, 8)], 0, 5)["flops/step"] == 5.0
 
 
 def test_counts_that_vary_are_made_more_often() -> None:
     def next_after(shares: list[float]) -> int:
         price = StepPrice()
         for step, share in enumerate(shares, 1):
-            price.count(CountedPass(share, 1.0, 0.0, 1, 1), step)
+            price.count(CountedPass(share, 1.0, 0.0, 1, 1), StepKind(), step)
         return price.due - len(shares)
 
     assert next_after([0.5] * 8) == 32

@@ -52,6 +52,13 @@ DRAWN = {
     "checkpoint": {"every": 1000},
     "measure": {"fidelity_every": None},
 }
+# Ends by its work, where what a rank computes follows from the lengths of its own examples.
+LIMITED = {
+    "policy": [{"name": "lossless", "verify": "never"}],
+    "dataset": {"name": "pairs.jsonl", "format": "completion", "max_seq_length": 32},
+    "training": {"max_steps": 100, "max_cost": 5.0},
+    "measure": {"probe_every": 50, "fidelity_every": None, "eval_every": 50},
+}
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +101,7 @@ def trained(make_recipe, tmp_path_factory) -> dict[tuple[str, str], RunFolder]:
     two |= {("drawn", way): make_run(make_recipe(2, way, **DRAWN), folder) for way in ("none", "fsdp2")}
     bf16 = {"policy": ROWS, "training": {"mixed_precision": "bf16"}}
     two |= {("bf16", way): make_run(make_recipe(2, way, **bf16), folder) for way in ("none", "fsdp2")}
+    two |= {("limited", "none"): make_run(make_recipe(2, **LIMITED), folder)}
     train_on_two(list(two.values()))
     return made | two
 
@@ -119,6 +127,15 @@ def test_two_processes_train_as_one_does(trained, name, way) -> None:
     losses, expected_losses = (history.examples[6]["loss"] for history in (found, expected))
     assert losses == pytest.approx(expected_losses, rel=1e-4)
     assert found.examples[6]["targets"] == expected.examples[6]["targets"]
+
+
+def test_a_limit_of_work_ends_both_processes_after_the_same_step(trained) -> None:
+    """Each alone would reach it at another step, and the other would wait for it."""
+    history = History.load(trained["limited", "none"].path)
+    flops, dense = (list(history.series(name).values()) for name in ("flops/step", "flops/step_dense"))
+    costs = [number * sum(flops[:number]) / sum(dense[:number]) for number in range(1, len(flops) + 1)]
+    assert costs[-2] < 5.0 <= costs[-1] + 1e-9
+    assert len(costs) < 100
 
 
 @pytest.mark.parametrize("way", ["none", "fsdp2"])

@@ -230,6 +230,17 @@ class FreezesParameters(Protocol):
 
 
 @runtime_checkable
+class TellsWork(Protocol):
+    """An extension whose passes cost unlike amounts, by no share that the engine counts."""
+
+    @property
+    def work_shares(self) -> tuple[float, ...]:
+        """Shares that the FLOPs of the last training pass follow, each between 0 and 1, such as that of blocks with a
+        backward; equally many at all times.
+        """
+
+
+@runtime_checkable
 class CountsGradients(Protocol):
     """An extension whose policy makes gradients of a training step smaller than those that a probe shows."""
 

@@ -78,6 +78,14 @@ class BlockExtension:
         """Names of parameters that the model trains in general but not in the current step."""
         return frozenset(self._find_frozen(self._dropped))
 
+    @property
+    def work_shares(self) -> tuple[float, ...]:
+        """The shares of attentions and of MLPs that the last pass kept."""
+        kept = {"attention": list[bool](), "mlp": list[bool]()}
+        for part in self.parts:
+            kept[part.kind].append(not part.blocks <= self._dropped)
+        return tuple(sum(found) / len(found) if found else 1.0 for found in kept.values())
+
     def install(self, engine: EngineView) -> None:
         self.engine = engine
         for part in self.parts:

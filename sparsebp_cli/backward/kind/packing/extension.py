@@ -101,6 +101,15 @@ class PackingExtension(PackingPlanner):
         """Comparisons so far; none where each step has one, which a measurement of a step then shows."""
         return 0 if self.policy.verify == "always" else self.counts.checks
 
+    @property
+    def work_shares(self) -> tuple[float, ...]:
+        """The shares of positions, pairs of positions and rows of the head that the last pass computed."""
+        if self.last is None:
+            return 1.0, 1.0, 1.0
+        layout, size = self.last.layout, self.last.num_positions
+        head = count_rows(self.last) / size if self.head is not None else 1.0
+        return layout.num_rows / size, layout.num_pairs / (size * layout.shape[1]), head
+
     def claim(self, dense: DensePass) -> PassEstimate:  # noqa: ARG002 - shares say it
         """Return the remaining shares of a dense pass, by the rows of the last forward on the same batch."""
         if self.last is None:
