@@ -65,6 +65,7 @@ BASE: dict[str, Any] = {
 }
 FEW = {**TEXT, "max_examples": 300}  # of letters a text has many
 SPELLING = {"name": "cmudict", "format": "completion", "max_seq_length": 64, "max_examples": 4000}
+UPPER = ["model.layers.2.*", "model.layers.3.*", "model.norm", "lm_head"]
 # Each with what it changes of BASE.
 SETTINGS: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -90,8 +91,32 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "llama, tokens at random 0.25": {"policy": {"name": "tokens", "keep": 0.25, "score": "random"}},
     "llama, completion": {"dataset": SPELLING},
-    # Its second step, which is watched, compares itself with the plain one: that is not forecast.
+    # Its second step, which is watched, is longer than the first and so compares itself with the plain one.
     "llama, completion, lossless": {"dataset": SPELLING, "policy": {"name": "lossless"}},
+    "llama, completion, lossless, never compared": {
+        "dataset": SPELLING,
+        "policy": {"name": "lossless", "verify": "never"},
+    },
+    "llama, completion, tokens at random 0.25": {
+        "dataset": SPELLING,
+        "policy": {"name": "tokens", "keep": 0.25, "score": "random"},
+    },
+    "llama, completion, tokens by loss 0.25": {
+        "dataset": SPELLING,
+        "policy": {"name": "tokens", "keep": 0.25, "score": "loss"},
+    },
+    "llama, completion, examples by loss": {
+        "dataset": SPELLING,
+        "policy": {"name": "selective-backprop", "keep": 0.5, "start": 0.0, "end": 1.0, "interrupt": 0},
+    },
+    "llama, completion, frozen and kept, first visits": {
+        "dataset": SPELLING,
+        "policy": {"name": "frozen", "train": UPPER, "cache": "memory"},
+    },
+    "llama, completion, frozen and kept, known": {
+        "dataset": {**SPELLING, "max_examples": 8},
+        "policy": {"name": "frozen", "train": UPPER, "cache": "memory"},
+    },
     "gpt2": {"model": {"config": GPT2}},
     "gpt2, eager": {"model": {"config": GPT2}, "backward": {"update": "eager", "eager_clip": "parameter"}},
     "gpt2, dropout 0, topk columns 0.1": {
@@ -196,7 +221,7 @@ def forecast_plan(plan_file: Path) -> int:
     from sparsebp_cli.worker.forecast.measure import forecast
 
     request = ForecastRequest(plan=Plan.load(plan_file), gpu=False, flops_per_second=1.0, remedies=False)
-    return forecast(request, lambda *_: None).policy.peak.total
+    return forecast(request, lambda *_: None).policy.largest_bytes
 
 
 def run_plan(plan_file: Path) -> tuple[int, int, int]:

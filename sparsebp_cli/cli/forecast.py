@@ -152,6 +152,8 @@ def _main_table(found: Forecast) -> Table:
     for part, label in ROWS:
         add(label, lambda step, part=part: show_count(getattr(step.peak, part), "B"))  # type: ignore[misc]
     add("peak of a step", lambda step: f"{show_count(step.peak.total, 'B')}, {step.peak_phase}")
+    if found.policy.comparison is not None:
+        add("in steps that compare themselves", _show_comparison)
     if found.has_probes:
         add("peak of a probe", lambda step: f"{show_count(step.probe_bytes, 'B')}, estimated")
     if found.process_bytes:
@@ -162,6 +164,10 @@ def _main_table(found: Forecast) -> Table:
     if found.flops_per_second is not None:
         add(f"{found.max_steps} steps", lambda step: _show_hours(found.hours(step)))
     return table
+
+
+def _show_comparison(step: StepForecast) -> str:
+    return "" if step.comparison is None else show_count(step.comparison.total, "B")
 
 
 def _remedy_table(found: Forecast) -> Table:

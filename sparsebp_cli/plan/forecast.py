@@ -64,6 +64,8 @@ class StepForecast(_Record):
         gradient_bytes: Of all gradients of a step, whether they are kept or not.
         num_parameters: Of the model, adapters included.
         num_trained: Of these, the parameters that this arm trains.
+        comparison: The peak of a step in which the policy compares itself with the plain one; None if it never does, or
+            always.
     """
 
     policy: str
@@ -74,6 +76,7 @@ class StepForecast(_Record):
     gradient_bytes: int
     num_parameters: int
     num_trained: int
+    comparison: Parts | None = None
 
     @property
     def peak_phase(self) -> Literal["forward", "backward", "update"]:
@@ -84,6 +87,11 @@ class StepForecast(_Record):
     def peak(self) -> Parts:
         """The parts at the highest moment of a step."""
         return self.phases[self.peak_phase]
+
+    @property
+    def largest_bytes(self) -> int:
+        """The peak of the steps, those included that compare themselves with the plain one."""
+        return max(self.peak.total, 0 if self.comparison is None else self.comparison.total)
 
     @property
     def probe_bytes(self) -> int:
@@ -172,7 +180,7 @@ class Forecast(_Record):
     def need(self, step: StepForecast, *, with_probes: bool | None = None) -> int:
         """Return the bytes that a step needs, with those of a probe if there is one, and of the process."""
         probes = self.has_probes if with_probes is None else with_probes
-        return self.process_bytes + max(step.peak.total, step.probe_bytes if probes else 0)
+        return self.process_bytes + max(step.largest_bytes, step.probe_bytes if probes else 0)
 
     def fit(self, num_bytes: int) -> Fit:
         """Return whether so many bytes fit."""

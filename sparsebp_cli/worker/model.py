@@ -54,6 +54,12 @@ def build_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
     except Exception as error:
         raise _explain(f"tokenizer {source}", error) from None
+    # transformers makes an empty one of a folder that has tokenizer_config.json alone: texts would have no token.
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        raise DataError(
+            f"tokenizer {source} has {len(tokenizer)} special tokens and no other: its folder needs tokenizer.json or "
+            "the files of its vocabulary"
+        )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.bos_token or tokenizer.unk_token
     return tokenizer

@@ -38,6 +38,9 @@ POLICIES: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "rows": [("topk", {"keep": 0.25, "along": "rows"})],
     "frozen": [("frozen", {"freeze": ["*layers.0.*"]})],
     "lossless": [("lossless", {"verify": "never"})],
+    "lossless, compared": [("lossless", {"verify": "always"})],
+    "tokens by loss": [("tokens", {"keep": 0.25, "score": "loss"})],
+    "examples by loss": [("importance", {"keep": 0.5, "threshold": 0})],
 }
 
 
@@ -84,12 +87,14 @@ def _train(family: str, policy: str, *, fake: bool) -> tuple[MemoryCurve, int]:
 )
 def test_a_step_without_data_has_the_peaks_and_flops_of_the_real_one(family: str, policy: str) -> None:
     (real, real_flops), (fake, fake_flops) = (_train(family, policy, fake=is_fake) for is_fake in (False, True))
-    assert fake_flops == real_flops
+    # Which tokens or examples a run chooses, and so how many rows they need, is not known.
+    is_known = "by loss" not in policy
+    assert fake_flops == (real_flops if is_known else pytest.approx(real_flops, rel=0.1))
     for phase in PHASES:
         measured, found = real.within(phase), fake.within(phase)
         assert measured is not None
         assert found is not None
-        assert found.split.total == pytest.approx(measured.split.total, rel=0.01)
+        assert found.split.total == pytest.approx(measured.split.total, rel=0.01 if is_known else 0.1)
         assert found.split.weights == measured.split.weights
         assert found.split.optimizer == measured.split.optimizer
 

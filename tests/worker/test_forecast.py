@@ -17,6 +17,7 @@ from sparsebp_cli.worker.forecast.depth import DEPTHS, extend
 from sparsebp_cli.worker.forecast.material import gather_material
 from sparsebp_cli.worker.forecast.measure import forecast
 from sparsebp_cli.worker.forecast.step import Rehearsal, make_order
+from sparsebp_cli.worker.model import build_tokenizer
 
 # Of peft.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -109,6 +110,44 @@ def test_eager_updates_hold_fewer_gradients_and_the_optimizer_counts_from_the_be
     eager = _forecast(_write(tmp_path, training={"max_grad_norm": None}, backward={"update": "eager"})).policy
     assert max(parts.gradients for parts in eager.phases.values()) < 0.5 * dense.gradient_bytes
     assert {parts.optimizer for parts in dense.phases.values()} == {eager.peak.optimizer}
+
+
+def test_a_step_that_compares_itself_counts_and_without_comparisons_it_needs_less(tmp_path: Path) -> None:
+    found = _forecast(_write(tmp_path, policy={"name": "lossless"}), remedies=True)
+    step, need = found.policy, found.need(found.policy)
+    assert step.comparison is not None
+    assert step.comparison.total >= step.peak.total + step.gradient_bytes // 2, "the gradient of both passes"
+    assert need == step.comparison.total
+    (never,) = (one for one in found.remedies if one.changes == ["policy.0.verify=never"])
+    assert never.step is not None
+    assert found.need(never.step) == step.peak.total
+    alone = _forecast(_write(tmp_path, policy={"name": "lossless", "verify": "never"})).policy
+    assert alone == never.step
+    always = _forecast(_write(tmp_path, policy={"name": "lossless", "verify": "always"})).policy
+    assert (always.comparison, always.peak) == (None, step.comparison)
+    assert always.pass_flops > 2.5 * alone.pass_flops, "the plain pass and the packed one, and the step"
+
+
+def test_a_change_to_lossless_saves_nothing_where_its_comparison_is_the_peak(tmp_path: Path) -> None:
+    found = _forecast(_write(tmp_path), remedies=True)
+    for one in found.remedies:
+        if one.step is not None:
+            assert one.step.largest_bytes < found.policy.largest_bytes, one.changes
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta", "opt"])
+def test_a_tokenizer_without_a_vocabulary_is_none(tmp_path: Path, family: str) -> None:
+    """transformers makes one, whose texts have special tokens alone: batches would be two tokens long."""
+    file = _write(tmp_path, dataset={"name": str(tmp_path / "rows.jsonl"), "format": "classification"})
+    (tmp_path / "model" / "config.json").write_text(
+        json.dumps({"model_type": family, "vocab_size": 512, "num_hidden_layers": 1, "hidden_size": 32})
+    )
+    (tmp_path / "model" / "tokenizer_config.json").write_text("{}")
+    (tmp_path / "rows.jsonl").write_text('{"text": "one of them", "label": 0}\n{"text": "another", "label": 1}\n' * 9)
+    recipe = _recipe(file)
+    with pytest.raises(DataError, match=r"has \d special tokens and no other: its folder needs tokenizer.json"):
+        build_tokenizer(recipe.model)
+    assert not gather_material(recipe, []).is_read
 
 
 def test_a_model_that_is_not_here_and_a_reference_model_are_refused(tmp_path: Path) -> None:

@@ -271,7 +271,8 @@ def _check(policy: Stateful[Any], values: Values, before: Values = MappingProxyT
     if not isinstance(values, Mapping):
         raise UsageError(f"{name}: a state is a mapping of tensors and numbers, got {type(values).__name__}")
     for key, value in values.items():
-        if not isinstance(key, str) or type(value) not in (Tensor, int, float):
+        is_plain = type(value) in (Tensor, int, float) or hasattr(value, "fake_mode")  # a forecast's have no data
+        if not isinstance(key, str) or not is_plain:
             raise UsageError(f"{name}: a state is a mapping of tensors and numbers, got {key!r}: {value!r}")
     return {
         key: value.detach().clone() if isinstance(value, Tensor) and value is not before.get(key) else value

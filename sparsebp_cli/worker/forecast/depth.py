@@ -76,19 +76,16 @@ def extend(few: StepForecast, more: StepForecast, low: int, high: int, layers: i
     def line(one: float, other: float) -> float:
         return one + (other - one) / (high - low) * (layers - low)
 
-    phases = {
-        phase: Parts(
-            **{
-                part: round(line(size, getattr(more.phases[phase], part)))
-                for part, size in few.phases[phase].model_dump().items()
-            }
-        )
-        for phase in few.phases
-    }
+    def parts(one: Parts | None, other: Parts | None) -> Parts | None:
+        if one is None or other is None:
+            return None
+        return Parts(**{part: round(line(size, getattr(other, part))) for part, size in one.model_dump().items()})
+
     numbers = ("gradient_bytes", "num_parameters", "num_trained")
     return more.model_copy(
         update={
-            "phases": phases,
+            "phases": {phase: parts(few.phases[phase], more.phases[phase]) for phase in few.phases},
+            "comparison": parts(few.comparison, more.comparison),
             **{name: line(getattr(few, name), getattr(more, name)) for name in _WORK},
             **{name: round(line(getattr(few, name), getattr(more, name))) for name in numbers},
         }
@@ -102,5 +99,6 @@ def _agree(one: StepForecast, other: StepForecast) -> bool:
     if set(one.phases) != set(other.phases):
         return False
     pairs = [(one.phases[phase].total, other.phases[phase].total) for phase in one.phases]
+    pairs.append((one.largest_bytes, other.largest_bytes))
     pairs.append((round(one.pass_flops), round(other.pass_flops)))
     return all(abs(a - b) <= TOLERANCE * a for a, b in pairs)

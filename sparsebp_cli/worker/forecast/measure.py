@@ -17,7 +17,7 @@ from sparsebp_cli.recipe.composition import has_own_worker, refuse_unsupported
 from sparsebp_cli.recipe.schema import PolicyEntry, Recipe
 from sparsebp_cli.worker.forecast.depth import Depth, count_layers
 from sparsebp_cli.worker.forecast.material import gather_material, set_aside
-from sparsebp_cli.worker.forecast.remedy import Change, try_changes
+from sparsebp_cli.worker.forecast.remedy import Change, name_comparisons, try_changes, without_comparisons
 from sparsebp_cli.worker.forecast.step import Rehearsal, make_order
 from sparsebp_cli.worker.policy_phase import make_phases
 
@@ -34,7 +34,6 @@ def forecast(request: ForecastRequest, report: Report) -> Forecast:
     recipe = request.plan.recipe
     if not has_own_worker(recipe):
         raise UnsupportedError("target.worker: what another worker does is not known here")
-    recipe = _without_comparisons(recipe)
     policies = [policy for phase in make_phases(recipe) for policy in phase.policies]
     report("reads config and data", 0, 0)
     material = set_aside(gather_material(recipe, policies), recipe)
@@ -49,13 +48,14 @@ def forecast(request: ForecastRequest, report: Report) -> Forecast:
 
     def rehearse(change: Change) -> StepForecast:
         changed = _one_example(rehearsal) if change.batch_share < 1.0 else rehearsal
-        other = _without_comparisons(change.recipe)
-        step = _rehearse(lambda: depth.forecast(lambda layers: changed.forecast(other, layers), checks=False))
+        step = _rehearse(lambda: depth.forecast(lambda layers: changed.forecast(change.recipe, layers), checks=False))
         # By micro-batches of the recipe's own size, as everything else is shown.
         return step.model_copy(update={"pass_flops": step.pass_flops / change.batch_share})
 
     tried = try_changes(recipe, rehearse, lambda name: report(name, 0, 0)) if request.remedies else ()
-    remedies = [one for one in tried if one.step is None or one.step.peak.total < WORTH * own.peak.total]
+    remedies = [one for one in tried if one.step is None or one.step.largest_bytes < WORTH * own.largest_bytes]
+    if own.peak.total < WORTH * own.largest_bytes and (settings := name_comparisons(recipe)):
+        remedies.insert(0, without_comparisons(settings, own, "as it is"))
     if recipe.measure.probe_every is not None or recipe.measure.fidelity_every is not None:
         remedies.insert(0, _without_probes(own))
     rate, rate_note = _find_rate(request, recipe)
@@ -104,20 +104,6 @@ def _rehearse(run: Callable[[], StepForecast]) -> StepForecast:
         ) from error
 
 
-def _without_comparisons(recipe: Recipe) -> Recipe:
-    """Return a recipe whose exact policies do not compare themselves with the plain step, as in most of its steps."""
-
-    def change(entries: list[PolicyEntry]) -> list[PolicyEntry]:
-        return [
-            entry.model_copy(update={"verify": "never"}) if "verify" in entry.options else entry for entry in entries
-        ]
-
-    if recipe.schedule is None:
-        return recipe.model_copy(update={"policy": change(recipe.policy)})
-    schedule = [phase.model_copy(update={"policy": change(phase.policy)}) for phase in recipe.schedule]
-    return recipe.model_copy(update={"schedule": schedule})
-
-
 def _one_example(rehearsal: Rehearsal) -> Rehearsal:
     """Return a rehearsal of micro-batches of one example, the longest of the largest micro-batch."""
     data = rehearsal.material.data
@@ -161,8 +147,6 @@ def _assume(request: ForecastRequest, recipe: Recipe, policies: list[Policy]) ->
         ]
     if recipe.measure.probe_every is not None:
         found.append("a probe is estimated: the passes of a step beside the gradients of both arms")
-    if any("verify" in entry.options for entry in recipe.policies):
-        found.append("the steps that compare themselves with the plain one, such as the first, are not counted")
     if recipe.training.compile:
         found.append("counted as it runs uncompiled; a compiled step fuses operators and may need less")
     if recipe.training.mixed_precision != "no":

@@ -24,6 +24,7 @@ class Change:
     is_exact: bool
     note: str
     batch_share: float = 1.0  # examples of a micro-batch over those before
+    without_comparisons: str = ""  # the same change in words of ``--set``, where its steps compare themselves in none
 
 
 def list_changes(recipe: Recipe) -> Iterator[Change]:
@@ -41,7 +42,10 @@ def _exact(recipe: Recipe) -> Iterator[Change]:
     if recipe.schedule is None and [entry.name for entry in recipe.policy] == ["dense"]:
         text = "the same gradient: what no loss needs is not computed; it saves where there is padding or a prompt"
         entry = PolicyEntry(name="lossless", **make_policy("lossless").model_dump(mode="json"))
-        yield Change(("policy=lossless",), recipe.model_copy(update={"policy": [entry]}), True, text)
+        changed = recipe.model_copy(update={"policy": [entry]})
+        yield Change(
+            ("policy=lossless",), changed, True, text, without_comparisons="policy={name: lossless, verify: never}"
+        )
     is_stored = backward.checkpointing == "none" and backward.segments is None
     if is_stored:
         made = backward.model_copy(update={"segments": SEGMENTS})
@@ -96,6 +100,23 @@ def try_changes(
         except SparseBPError as error:
             step, note = None, f"not with this recipe: {error}"
         yield Remedy(changes=list(change.settings), is_exact=change.is_exact, step=step, note=note)
+        if step is not None and step.comparison is not None and change.without_comparisons:
+            yield without_comparisons([change.without_comparisons], step, note)
 
 
-__all__ = ["Change", "list_changes", "try_changes"]
+def name_comparisons(recipe: Recipe) -> list[str]:
+    """Return the settings with which no policy compares its steps with the plain one; none with a schedule, which has
+    no keys of that kind."""
+    if recipe.schedule is not None:
+        return []
+    entries = enumerate(recipe.policy)
+    return [f"policy.{number}.verify=never" for number, entry in entries if entry.options.get("verify") == "first"]
+
+
+def without_comparisons(settings: list[str], step: StepForecast, note: str) -> Remedy:
+    """Return a remedy: what a step needs that is never compared."""
+    step = step.model_copy(update={"comparison": None})
+    return Remedy(changes=settings, is_exact=True, step=step, note=f"{note}; nothing compares it with the plain step")
+
+
+__all__ = ["Change", "list_changes", "name_comparisons", "try_changes", "without_comparisons"]

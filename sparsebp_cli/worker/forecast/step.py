@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 from accelerate import Accelerator
@@ -26,7 +27,7 @@ from sparsebp_cli.memory.fake import FakeRecord, pretend
 from sparsebp_cli.memory.watch import MemoryWatch
 from sparsebp_cli.plan.forecast import Parts, StepForecast
 from sparsebp_cli.recipe.description import describe_policy
-from sparsebp_cli.recipe.schema import Recipe
+from sparsebp_cli.recipe.schema import PolicyEntry, Recipe
 from sparsebp_cli.run.memory import PHASES, MemoryCurve, MemoryPoint
 from sparsebp_cli.run.policy_phase import describe_phases
 from sparsebp_cli.worker.batch import BatchOrder, collate, micro_batch_loss
@@ -59,8 +60,13 @@ class Rehearsal:
     def forecast(self, recipe: Recipe, layers: int | None = None) -> StepForecast:
         """Rehearse the phases of a recipe, and return the one that needs most; ``layers`` is how many to build, None:
         all. Raise what an attempt to train would raise."""
-        found = [self._forecast(recipe, number, layers) for number in range(len(recipe.phases))]
-        return max(found, key=lambda step: step.peak.total)
+        usual, comparing = set_comparisons(recipe, "never"), set_comparisons(recipe, "always")
+        found = [self._forecast(usual, number, layers) for number in range(len(recipe.phases))]
+        step = max(found, key=lambda step: step.peak.total)
+        if usual == recipe:
+            return step
+        compared = [self._forecast(comparing, number, layers).peak for number in range(len(recipe.phases))]
+        return step.model_copy(update={"comparison": max(compared, key=lambda parts: parts.total)})
 
     def _forecast(self, recipe: Recipe, number: int, layers: int | None) -> StepForecast:
         with pretend(gpu=self.gpu):
@@ -109,6 +115,22 @@ class Rehearsal:
         built.sequence.set_columns(order, built.sequence.phases[built.phase])
         inputs, targets = order.rank_part(self.number)
         return _Batch(inputs, targets, order.candidates)
+
+
+def set_comparisons(recipe: Recipe, when: Literal["never", "always"]) -> Recipe:
+    """Return a recipe whose exact policies compare themselves with the plain step in no step, or in each, where they
+    were to do it in some."""
+
+    def change(entries: list[PolicyEntry]) -> list[PolicyEntry]:
+        return [
+            entry.model_copy(update={"verify": when}) if entry.options.get("verify") == "first" else entry
+            for entry in entries
+        ]
+
+    if recipe.schedule is None:
+        return recipe.model_copy(update={"policy": change(recipe.policy)})
+    schedule = [phase.model_copy(update={"policy": change(phase.policy)}) for phase in recipe.schedule]
+    return recipe.model_copy(update={"schedule": schedule})
 
 
 def make_order(recipe: Recipe, material: Material) -> BatchOrder:

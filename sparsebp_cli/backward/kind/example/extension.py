@@ -30,8 +30,10 @@ from sparsebp_cli.backward.kind.score.scorer import (
     IGNORED,
     HasLogits,
     Scorer,
+    draw_like,
     evaluating,
     gradient_norm,
+    is_known,
     next_tokens,
 )
 from sparsebp_cli.backward.kind.score.token_scores import check_vocabulary, score_reference
@@ -356,7 +358,10 @@ class ExamplesOverride(ForwardOverride):
             logits = self._inner(**{name: value for name, value in arguments.items() if name != "labels"}).logits
         logits = logits.float()
         loss_B = nn.functional.cross_entropy(logits, label_B, reduction="none")
-        return Examples(len(label_B), loss_B, gradient_norm(logits, label_B) if with_norms else None)
+        norm_B = gradient_norm(logits, label_B) if with_norms else None
+        if not is_known(loss_B):
+            loss_B, norm_B = draw_like(loss_B), draw_like(loss_B) if with_norms else None
+        return Examples(len(label_B), loss_B, norm_B)
 
     def _count(self, targets: Tensor, kept: Tensor, number: int, chosen: int, spent: ScoringCost) -> None:
         # A token selector below sees the chosen examples alone, and counts their targets itself.

@@ -99,7 +99,13 @@ class Scorer:
                 found |= {
                     name: score_BT.masked_fill(next_BT == IGNORED, 0.0) for name, score_BT in layers.found.items()
                 }
-        return {name: score_N.view(next_BT.shape) for name, score_N in found.items()}
+        shape, ignored_BT = next_BT.shape, next_BT == IGNORED
+        return {
+            name: score_N.view(shape)
+            if is_known(score_N)
+            else draw_like(score_N).view(shape).masked_fill(ignored_BT, 0.0)
+            for name, score_N in found.items()
+        }
 
     def _watch(self, arguments: Mapping[str, object], next_BT: Tensor, wanted: Collection[Score]) -> LayerScores | None:
         """Return what reads those scores that are known inside of the layers; None if none is wanted."""
@@ -137,6 +143,17 @@ class Scorer:
                 input_ids=torch.zeros(1, len(hidden_KD), dtype=torch.int64, device=hidden_KD.device)
             ).logits[0]
         return logits.float()
+
+
+def is_known(score: Tensor) -> bool:
+    """Whether a score is a number: in a forecast, which runs a step without data, it is none."""
+    return not hasattr(score, "fake_mode")
+
+
+def draw_like(score: Tensor) -> Tensor:
+    """Return drawn numbers in the place of a score that is not known: what is chosen by them is not what a run chooses,
+    but as much, and from among the same."""
+    return torch.rand(score.shape, generator=torch.Generator().manual_seed(0))
 
 
 def real_positions(arguments: Mapping[str, object], like_BT: Tensor) -> Tensor:
