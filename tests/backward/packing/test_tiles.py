@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sparsebp_cli as sbp
+from benchmarks.live_bytes import live_bytes
 from sparsebp_cli.backward import Engine
 from sparsebp_cli.backward import count_flops as count_executed
 from sparsebp_cli.backward.kind.packing import tiled_head as module
@@ -22,7 +23,6 @@ from sparsebp_cli.backward.observe.module_trace import ModuleTrace
 from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.policy import Policy
 
-from ..live_bytes import live_bytes
 from .case import LIMIT, count_flops, error, gradients, make_batch
 
 WIDTH, VOCABULARY = 32, 301
