@@ -26,7 +26,8 @@ from sparsebp_cli.run import RunFolder, State
 from sparsebp_cli.run.journal import OUTLINE, scan
 from sparsebp_cli.testing import FakeTarget
 from tests.cli.test_real_worker import RECIPE
-from tests.study.conftest import COMMAND, write_study
+from tests.study.conftest import COMMAND as FAKE_STUDY
+from tests.study.conftest import write_study
 from tests.target.conftest import make_run
 from tests.worker.conftest import tiny_folder
 
@@ -162,7 +163,7 @@ def study_story(study: Path) -> Callable[[Disk], None]:
 
     def story(disk: Disk) -> None:
         before = {run.run_id for run in list_folders(disk)}
-        done = COMMAND.run("study", study, *(["--again"] if before else []), cwd=study.parent)
+        done = FAKE_STUDY.run("study", study, *(["--again"] if before else []), cwd=study.parent)
         assert done.returncode == 0, done.stderr
         new = [run for run in list_folders(disk) if run.run_id not in before]
         assert new
