@@ -77,7 +77,6 @@ def read(name: str, home: Path) -> dict[str, Any]:
         "better": found["better"],
         "version": found["runs"][0]["version"],
         "arms": [read_arm(group, found, home) for group in found["groups"]],
-        "warnings": [text for text in found["warnings"] if not text.startswith(("scaled:", "the machine was busy"))],
     }
 
 

@@ -173,6 +173,8 @@ class Policy(BaseModel, ABC):
     """
 
     model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    # Options that came later, left out of plans while they have their defaults: ids of runs and trials hold.
+    later_options: ClassVar[frozenset[str]] = frozenset()
     takes_schedules: ClassVar[bool] = True
     constants: ClassVar[tuple[str, ...]] = ()
     card: ClassVar[MethodCard | None] = None
@@ -244,6 +246,9 @@ class Policy(BaseModel, ABC):
     @model_serializer(mode="wrap")
     def _write(self, handler: SerializerFunctionWrapHandler) -> dict[str, object]:
         options: dict[str, object] = handler(self)
+        for name in self.later_options & options.keys():
+            if options[name] == type(self).model_fields[name].default:
+                del options[name]
         return {**options, **{name: schedule.model_dump() for name, schedule in self._schedules if name in options}}
 
 

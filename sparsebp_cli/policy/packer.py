@@ -50,6 +50,7 @@ class BatchPacker(Policy):
     worth it. All packers have the five options below; the engine implements them."""
 
     takes_schedules: ClassVar[bool] = False
+    later_options: ClassVar[frozenset[str]] = frozenset({"logits"})
 
     labels: bool = Field(
         True,

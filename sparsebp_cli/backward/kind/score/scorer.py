@@ -146,8 +146,8 @@ class Scorer:
 
 
 def is_known(score: Tensor) -> bool:
-    """Whether a score is a number: in a forecast, which runs a step without data, it is none."""
-    return not hasattr(score, "fake_mode")
+    """Whether a score is a number: in a forecast, which runs a step without data on the CPU, it is none."""
+    return not (hasattr(score, "fake_mode") and score.device.type == "cpu")
 
 
 def draw_like(score: Tensor) -> Tensor:
