@@ -103,6 +103,27 @@ def test_loss_and_gradient_are_those_of_transformers(family: str) -> None:
         assert f"tiles in {3 if family == 'mixtral' else 4} batches" in engine.notes["packing"]
 
 
+@pytest.mark.parametrize("when", ["before", "between two steps"])
+def test_a_hook_of_the_script_at_the_head_sees_and_changes_what_it_does_in_the_plain_step(when: str) -> None:
+    model, batch, seen = make(), make_batch(*ARRANGEMENTS[1]), []
+
+    def halve(_: nn.Module, __: object, output: Tensor) -> Tensor:
+        seen.append(output.detach().abs().max().item())
+        return output * 0.5
+
+    with attached(model) as engine:
+        if when == "between two steps":
+            gradients(model, engine, batch)
+            assert ran_in_tiles(engine)
+        with model.lm_head.register_forward_hook(halve):
+            own_loss, own = gradients(model, engine, batch)
+    assert min(seen) > 0  # logits, not what stands in their place
+    with model.lm_head.register_forward_hook(halve):
+        loss, grads = gradients(model, None, batch)
+    assert error(grads, own) < LIMIT
+    assert abs(float(own_loss / loss) - 1) < LIMIT
+
+
 @pytest.mark.parametrize("tail", [Tail(), Tail(multiplier=0.3), Tail(divisor=3.0), Tail(cap=1.5)], ids=str)
 @pytest.mark.parametrize("size", [1, 4, 16])
 def test_a_loss_in_tiles_is_a_weighted_cross_entropy(tail: Tail, size: int) -> None:
