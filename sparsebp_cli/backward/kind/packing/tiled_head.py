@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import Any, Literal, final
 
 import torch
@@ -23,8 +23,6 @@ from sparsebp_cli.backward.core.loss_weight import WeightedLoss
 from sparsebp_cli.backward.kind.packing.tiles import DTYPES, Tail, TiledLoss, TileJob
 from sparsebp_cli.backward.patch.forward import call_module, replace_forwards
 
-PACKAGE = __name__.partition(".")[0]
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")  # of a module of PyTorch
 # Rows of a tile at least: products of fewer are slow. Chosen; a CPU is as fast with 32 as with 128 (decision 131).
 MIN_ROWS = {"cpu": 64}
 MIN_ROWS_ELSEWHERE = 256
@@ -77,8 +75,6 @@ class TiledHead:
         head = self._head
         # Of this very class: adapters, and weights that are quantized, have others.
         if not self._is_wanted or head is None or type(head) is not nn.Linear or "forward" in head.__dict__:
-            return None
-        if _has_foreign_hook(head):
             return None
         differentiates, dtype = torch.is_grad_enabled(), _dtype_of(head.weight)
         size = self._size_of(len(index_U), head, dtype, differentiates=differentiates)
@@ -170,16 +166,6 @@ class TiledRun:
         dtype, head = self._job.dtype, self._head
         bias = None if head.bias is None else head.bias.to(dtype)
         return self._job.tail.apply_(linear(self._rows.to(dtype), head.weight.to(dtype), bias))
-
-
-def _has_foreign_hook(head: nn.Linear) -> bool:
-    """Whether a script watches or changes what its head returns, which tiles do not have together."""
-    for hook in (hook for name in HOOKS for hook in vars(head)[name].values()):
-        while isinstance(hook, partial):
-            hook = hook.func  # noqa: PLW2901
-        if str(getattr(hook, "__module__", "")).partition(".")[0] != PACKAGE:  # ours count and name modules
-            return True
-    return False
 
 
 def _dtype_of(weight: Tensor) -> torch.dtype:
