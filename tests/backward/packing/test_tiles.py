@@ -104,7 +104,7 @@ def test_loss_and_gradient_are_those_of_transformers(family: str) -> None:
 
 
 @pytest.mark.parametrize("when", ["before", "between two steps"])
-def test_a_hook_of_the_script_at_the_head_sees_and_changes_what_it_does_in_the_plain_step(when: str) -> None:
+def test_a_hook_of_the_script_at_the_head_does_what_it_does_in_the_plain_step(when: str) -> None:
     model, batch, seen = make(), make_batch(*ARRANGEMENTS[1]), []
 
     def halve(_: nn.Module, __: object, output: Tensor) -> Tensor:
