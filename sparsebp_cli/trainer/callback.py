@@ -33,9 +33,11 @@ from sparsebp_cli.policy import Policy, PolicyLike
 from sparsebp_cli.run.policy_phase import lay_out
 from sparsebp_cli.trainer.attach_option import AttachArguments, AttachOptions
 from sparsebp_cli.trainer.log_value import count_step, interval_values, restored_counters, total_values
+from sparsebp_cli.trainer.micro_batch import MicroBatches
 from sparsebp_cli.trainer.precision import attach_inside
 from sparsebp_cli.trainer.refusal import (
     checking_arguments,
+    find_advantages,
     find_reference,
     mask_noncandidates,
     model_of,
@@ -85,6 +87,7 @@ class PolicyCallback(TrainerCallback):
         self._attach_options = AttachOptions.of(policies, backward, seed, reference, schedule)
         self.log_flops_every = log_flops_every
         self._trainer: Trainer | None = None
+        self._coming: MicroBatches | None = None
         self._undo: list[Callable[[], object]] = []  # called in reverse order to detach; empty while not attached
         self._resumed: Mapping[str, Any] | None = None
         self._counts_next, self._counted = False, dict[str, float]()
@@ -114,12 +117,13 @@ class PolicyCallback(TrainerCallback):
         unused = torch.optim.SGD([torch.zeros(1)], 0.0)
         attach_policies = checking_arguments(trainer, functools.partial(self._attach, trainer, 1, unused))
         try_phases(self._attach_options.phases, attach_policies)
-        self._trainer = trainer
+        self._trainer, self._coming = trainer, MicroBatches(trainer)
         if self not in trainer.callback_handler.callbacks:
             trainer.add_callback(self)
         for name, wrapper in (
             ("train", self._train),
             ("training_step", self._step),
+            ("_prepare_inputs", self._prepare),
             ("compute_loss", self._compute_loss),
             ("_get_num_items_in_batch", self._count_items),
             ("evaluate", self._evaluate),
@@ -281,6 +285,15 @@ class PolicyCallback(TrainerCallback):
             pass_advantages(self.engine, self._trainer, self._policies, inputs)
         return compute_loss(model, inputs, *args, **kwargs)
 
+    def _prepare(self, prepare: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        inputs, engine = prepare(*args, **kwargs), self.engine
+        # A count of FLOPs runs one micro-batch, and evaluations have no update.
+        if self._is_attached and engine is not None and engine.enabled and not engine.is_probing:
+            assert self._coming is not None
+            if made := self._coming.take(functools.partial(find_advantages, self._trainer, self._policies)):
+                engine.expect(made)
+        return inputs
+
     def _count_items(
         self,
         count: Callable[..., Tensor | int | None],
@@ -289,8 +302,9 @@ class PolicyCallback(TrainerCallback):
         **kwargs: object,
     ) -> Tensor | int | None:
         if self._is_attached and self.engine is not None and self.engine.enabled:
-            if len(batches) > 1 and all(isinstance(batch, Mapping) and "input_ids" in batch for batch in batches):
-                self.engine.expect(batches)  # the micro-batches of the coming step, as the trainer has drawn them
+            assert self._coming is not None
+            if drawn := self._coming.begin(batches):
+                self.engine.expect(drawn)
             found = mask_noncandidates(self._policies, batches)
             self._num_candidates = None if found is None else count(found, *args, **kwargs)
         return count(batches, *args, **kwargs)

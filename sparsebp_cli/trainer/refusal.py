@@ -95,17 +95,23 @@ def reads_loss_alone(trainer: Trainer) -> bool:
 
 
 def pass_advantages(engine: Engine, trainer: object, policies: Sequence[Policy], inputs: Mapping[str, Any]) -> None:
-    """Tell the engine the advantages of a batch, in a trainer of trl whose loss multiplies all that has a gradient by
-    them: no divergence from a reference and no entropy is added. A policy that draws examples gets their sizes; else
-    examples of the advantage zero are left out where a policy can do that exactly."""
+    """Tell the engine the advantages of a batch. A policy that draws examples gets their sizes; else examples of the
+    advantage zero are left out where a policy can do that exactly."""
+    advantages = find_advantages(trainer, policies, inputs)
+    if advantages is not None:
+        draws = any("reads_weight" in find_facts(policy) for policy in policies)
+        engine.columns(**{"example_size" if draws else "example_weight": advantages})
+
+
+def find_advantages(trainer: object, policies: Sequence[Policy], inputs: Mapping[str, Any]) -> Tensor | None:
+    """Return the advantages of a batch in a trainer of trl whose loss multiplies all that has a gradient by them: no
+    divergence from a reference and no entropy is added. None: in another, or if no policy asks for them."""
     facts = [find_facts(policy) for policy in policies]
-    draws = any("reads_weight" in found for found in facts)
     if not any(found.get("runs_reference") or found.get("reads_weight") for found in facts):
-        return
+        return None
     advantages = inputs.get("advantages") if isinstance(inputs, Mapping) else None
     adds = getattr(trainer, "beta", None) != 0.0 or getattr(trainer, "_entropy_bonus_enabled", True)
-    if isinstance(advantages, Tensor) and not adds:
-        engine.columns(**{"example_size" if draws else "example_weight": advantages})
+    return advantages if isinstance(advantages, Tensor) and not adds else None
 
 
 def _sees_labels(policy: Policy) -> bool:

@@ -243,15 +243,20 @@ class PackingPlanner:
         if find_reentrant(self.model) is not None:  # keys and values of its layers have no graph
             self._held.refused = "reentrant checkpointing"
             return False
+        # Under trl's fused head examples of weight zero are a batch of their own, without a gradient.
+        parts = [self.dead.find_trained(batch) if batch.get(ARGUMENT) else None for batch in batches]
+        batches = [batch if part is None else part for batch, part in zip(batches, parts, strict=True)]
         read = [find_labelled(batch) for batch in batches]
         rows = [self._find_rows(batch, read_BT, Counts()) for batch, read_BT in zip(batches, read, strict=True)]
         found = [one for one in rows if one is not None and one.token_BT is not None]
         if len(found) < len(rows) or any(one.alone_BT.any() or one.begins_BT is not None for one in found):
             return False
         if any(one.balances for one in found):  # a loss over the positions of each micro-batch, shared ones included
+            self._held.refused = "the loss that balances experts"
             return False
         update = UpdatePlan(found, batches)
         if update.held:
+            self.dead.is_announced = any(part is not None for part in parts)
             self._updates[self.engine.is_probing] = update
             self._ran, self._ran_held = [], []
         if not self.engine.is_probing:
@@ -265,7 +270,7 @@ class PackingPlanner:
 
     def drop_update(self) -> None:
         """Forget the plan of an update."""
-        update = self._updates.pop(self.engine.is_probing, None)
+        update, self.dead.is_announced = self._updates.pop(self.engine.is_probing, None), False
         if update is not None:
             update.drop()
 
@@ -299,7 +304,7 @@ class PackingPlanner:
     def finish_pass(self) -> None:
         """Run the backward of rows whose last micro-batch had its own."""
         if self.update is not None and self.update.finish():
-            self._updates.pop(self.engine.is_probing)
+            self.drop_update()
 
     def find_examples(self, inputs: dict[str, Any]) -> Examples:
         """Return the examples of a batch that has a plan, several of one row apart, with the numbers of their positions

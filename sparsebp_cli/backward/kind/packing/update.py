@@ -139,12 +139,25 @@ class UpdatePlan:
             # One that is shorter costs a forward of its own and saves few rows; so do those behind it.
             if len(users[number]) > 1 and is_child and size >= MIN_SHARED:
                 held[number] = HeldSegment(segment.parent, size, users[number], np.zeros(size, bool))
-        for batch in self.batches:
+        self._leave_own(held)
+        for number, batch in enumerate(self.batches):
             for path, read in zip(batch.paths, batch.rows.reads, strict=True):
-                for number in (n for n in path if n in held):
-                    segment = self._segments[number]
-                    held[number].read |= read[segment.start : segment.end]
+                for one in (n for n in path if n in held and number in held[n].users):
+                    segment = self._segments[one]
+                    held[one].read |= read[segment.start : segment.end]
         return held
+
+    def _leave_own(self, held: dict[int, HeldSegment]) -> None:
+        """Take a segment out of what is held for a micro-batch that had no row of its own: a forward needs one. All of
+        its examples are in other micro-batches as well, as where a step goes through its batches twice."""
+        for number, batch in enumerate(self.batches):
+            chosen = {one for path in batch.paths for one in path}
+            if chosen <= held.keys():
+                last = chosen - {self._segments[one].parent for one in chosen}
+                own = min(last, key=lambda one: (held[one].size, one))
+                held[own].users.remove(number)
+                if len(held[own].users) < 2:  # nobody goes on from there who is not among them
+                    del held[own]
 
     @property
     def num_saved(self) -> int:
@@ -171,7 +184,8 @@ class UpdatePlan:
 
     def held_of(self, number: int) -> list[int]:
         """Return the held segments that a micro-batch reads, parents first."""
-        return sorted({n for path in self.batches[number].paths for n in path if n in self.held})
+        chosen = {n for path in self.batches[number].paths for n in path if n in self.held}
+        return sorted(n for n in chosen if number in self.held[n].users)
 
     def arrange(self, number: int, device: torch.device, most_read: float | None) -> PackedLayout:
         """Return the rows that a micro-batch computes itself; ``most_read`` None: the last layer runs all rows."""
@@ -179,9 +193,9 @@ class UpdatePlan:
         chosen = sorted({segment for path in batch.paths for segment in path})
         local = {segment: place for place, segment in enumerate(chosen)}
         example_of = {s: next(e for e, path in enumerate(batch.paths) if s in path) for s in chosen}
-        shared = []
+        shared, held = [], set(self.held_of(number))
         for example, path in enumerate(batch.paths):
-            others = [s for s in path if s in self.held or example_of[s] != example]
+            others = [s for s in path if s in held or example_of[s] != example]
             shared.append((self._segments[others[-1]].end, local[others[-1]]) if others else (0, -1))
         starts, kept = 0, dict[int, Ints]()
         for segment in self.held_of(number):

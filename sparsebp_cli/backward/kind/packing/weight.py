@@ -63,10 +63,12 @@ class DeadExamples:
     weight_B: Tensor | None  # of the next batches
     number: int
     trained_share: float
+    is_announced: bool  # whether the parts of the batches that come are in a plan of their update, and stay as they are
 
     def __init__(self) -> None:
         self.weight_B = None
         self.trained_share = 1.0  # of the last batch's examples
+        self.is_announced = False
         self.number = 0  # examples so far that were run without a gradient
         self._is_silent: bool | None = None  # whether no gradient arrives at them; None: not yet seen
 
@@ -77,11 +79,20 @@ class DeadExamples:
             return "; examples of weight 0 get a gradient from the loss, and are trained as all others"
         return f"; {self.number:,} examples of weight 0 run without a gradient" if self.number else ""
 
-    def split(self, given: Mapping[str, Any]) -> tuple[Tensor, Tensor] | None:
+    def find_trained(self, batch: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return the part of a coming batch that is trained, if it is given the weights of its examples; None: all of
+        it is."""
+        weight_B = batch.get("example_weight")
+        given = {name: value for name, value in batch.items() if name != "example_weight"}
+        parts = None if weight_B is None else self._split(given, weight_B)
+        return None if parts is None else _take(given, parts[0])
+
+    def _split(self, given: Mapping[str, Any], weight_B: Tensor | None) -> tuple[Tensor, Tensor] | None:
         """Return the numbers of the examples that are trained and of the others; None: all are trained."""
-        if self.weight_B is None or self._is_silent is False or not _has_rows(given):
+        is_whole = self._is_silent is False and not self.is_announced
+        if weight_B is None or is_whole or not _has_rows(given):
             return None
-        dead_B = _dead(self.weight_B, len(given["labels"])).to(given["labels"].device)
+        dead_B = _dead(weight_B, len(given["labels"])).to(given["labels"].device)
         if not bool(dead_B.any()):
             return None
         if bool(dead_B.all()):  # the loss must have a graph
@@ -95,11 +106,11 @@ class DeadExamples:
         dead: Callable[[dict[str, Any]], Any],
     ) -> Any:
         """Return the output of a batch; ``live`` runs examples with a gradient, ``dead`` without."""
-        parts, self.trained_share = self.split(given), 1.0
+        parts, self.trained_share = self._split(given, self.weight_B), 1.0
         if parts is None:
             return live(dict(given))
         first, rest = live(_take(given, parts[0])), _take(given, parts[1])
-        if self._is_silent is None:  # in the same parts: the sums of what is trained do not depend on what was seen
+        if not self._is_silent:  # in the same parts: the sums of what is trained do not depend on what was seen
             return _join(first, self._watch(live(rest)), parts, given)
         with torch.no_grad():
             second = dead(rest)
