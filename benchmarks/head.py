@@ -34,14 +34,17 @@ MODEL |= {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embe
 LENGTHS = (200, 160, 120, 96, 72, 48)  # a third of each is prompt
 CASES = {"all trained, float32": ("", torch.float32), "head and embeddings frozen, float32": ("head", torch.float32)}
 CASES |= {"all trained, bfloat16": ("", torch.bfloat16)}
+EQUAL = "texts of one length without a prompt, float32"  # of which nothing can be left out
+CASES |= {EQUAL: ("", torch.float32)}
 
 
 def make_batch(lengths: tuple[int, ...], vocabulary: int) -> dict[str, Tensor]:
-    """Return texts padded on the right, (B, T)."""
+    """Return texts padded on the right, (B, T); texts of one length are trained as a whole."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, vocabulary, (len(lengths), max(lengths)), generator=generator)
     position, length = torch.arange(ids.shape[1]).expand_as(ids), torch.tensor(lengths)[:, None]
-    labels = ids.masked_fill((position >= length) | (position < length // 3), IGNORED)
+    is_prompt = (position < length // 3) & (len(set(lengths)) > 1)
+    labels = ids.masked_fill((position >= length) | is_prompt, IGNORED)
     mask = position < length
     return {"input_ids": ids.masked_fill(~mask, 0), "attention_mask": mask.long(), "labels": labels}
 
@@ -129,7 +132,8 @@ def main() -> None:
         sizes |= {"vocab_size": 203, "hidden_size": 32, "intermediate_size": 48}
     found = {}
     for name, (frozen, dtype) in CASES.items():
-        found[name] = measure_case(sizes, lengths, frozen, dtype)
+        own = (sum(lengths) // len(lengths),) * len(lengths) if name == EQUAL else lengths
+        found[name] = measure_case(sizes, own, frozen, dtype)
         for way, row in found[name].items():
             print(f"{name}, {way}: {row['bytes'] / 1e6:.1f} MB, {row['flops'] / 1e6:,.0f} MFLOP, {row['error']:.0e}")
     if not args.tiny:

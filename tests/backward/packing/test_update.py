@@ -279,6 +279,17 @@ def test_an_optimizer_may_not_step_before_the_last_micro_batch() -> None:
         optimizer.step()
 
 
+def test_a_micro_batch_of_which_others_have_all_rows_runs_with_rows_of_its_own() -> None:
+    model, rows = build(), make_rows()
+    rows = [torch.cat((row, torch.arange(3, 23))) for row in rows]  # answers that are long enough to be held
+    batches = [*split(rows, 4, "answers")] * 2 + split([rows[0][:-4], rows[5]], 2, "answers")
+    expected = train(model, None, batches)
+    with attach(model, verify="always") as engine:
+        assert error(expected, train(model, engine, batches)) < LIMIT
+        assert "in 1 of 1 updates" in engine.notes["packing of updates"]
+        assert "compared with the plain one in 7 of 7" in engine.notes["packing"]
+
+
 @pytest.mark.parametrize("which", [0, 1, 3])
 def test_a_forward_that_reads_more_than_was_said_computes_its_own(which: int) -> None:
     model, rows = build(), make_rows()

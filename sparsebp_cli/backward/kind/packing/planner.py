@@ -157,7 +157,7 @@ class PackingPlanner:
         """Arrange the rows of a batch; None if the plain forward does as little.
 
         ``read_BT`` marks the positions that the caller reads; None: all that are not padding. ``whole`` arranges them
-        even if nothing is left out. ``counts`` gets a batch that is refused; None: those of training.
+        even if nothing is left out; so does a head that runs in tiles, which holds less. ``counts`` gets a batch that is refused; None: those of training.
         """
         rows = self._find_rows(inputs, read_BT, counts)
         if rows is None:
@@ -179,7 +179,12 @@ class PackingPlanner:
         head_rows = int(rows.read_BT.sum()) if self.head is not None else rows.needed_BT.size
         last_rows = layout.num_rows if layout.read is None else len(layout.read.row_M)
         packed_size = PackedSize(rows.needed_BT.size, layout.num_rows, head_rows, last_rows, *self._shares)
-        return batch if whole or self.policy.packs(packed_size) else None
+        return batch if whole or self.policy.packs(packed_size) or self._has_tiles(batch, inputs) else None
+
+    def _has_tiles(self, batch: PackedBatch, inputs: Mapping[str, Any]) -> bool:
+        """Return whether the head of a batch runs in tiles, of which the model's own forward knows nothing."""
+        computes_loss = inputs.get("labels") is not None and not inputs.get(ARGUMENT)
+        return self.head is not None and computes_loss and bool(self.tiles.size_of(count_rows(batch)))
 
     @property
     def most_read(self) -> float | None:

@@ -72,18 +72,10 @@ class TiledHead:
         ``index_U`` are the rows of the head, of which ``inverse_I`` has one for each target; None: each has one, in
         order. ``weigh`` returns the weights of the targets in the loss.
         """
-        head = self._head
-        # Of this very class: adapters, and weights that are quantized, have others.
-        if not self._is_wanted or head is None or type(head) is not nn.Linear or "forward" in head.__dict__:
+        head, size = self._head, self.size_of(len(index_U))
+        if not size or self._tail is None or not isinstance(head, nn.Linear):
             return None
         differentiates, dtype = torch.is_grad_enabled(), _dtype_of(head.weight)
-        size = self._size_of(len(index_U), head, dtype, differentiates=differentiates)
-        if not size or not self._has_plain_loss():
-            return None
-        if not self._is_known:
-            self._tail, self._is_known = _find_tail(self._model, head), True
-        if self._tail is None:
-            return None
         weight_I, bounds = weigh(), range(size, len(index_U) + size, size)
         if inverse_I is None:
             row_I = torch.arange(len(index_U), device=index_U.device)
@@ -95,7 +87,20 @@ class TiledHead:
         job = TileJob(row_I, label_I, weight_I, ends, size, self._tail, dtype, differentiates, keeps)
         return TiledRun(head, job)
 
-    def _size_of(self, num_rows: int, head: nn.Linear, dtype: torch.dtype, *, differentiates: bool) -> int:
+    def size_of(self, num_rows: int) -> int:
+        """Return how many rows a tile has in a forward of the model's own loss; 0: the head runs whole."""
+        head = self._head
+        # Of this very class: adapters, and weights that are quantized, have others.
+        if not self._is_wanted or head is None or type(head) is not nn.Linear or "forward" in head.__dict__:
+            return 0
+        size = self._least_size(num_rows, head, _dtype_of(head.weight), differentiates=torch.is_grad_enabled())
+        if not size or not self._has_plain_loss():
+            return 0
+        if not self._is_known:
+            self._tail, self._is_known = _find_tail(self._model, head), True
+        return 0 if self._tail is None else size
+
+    def _least_size(self, num_rows: int, head: nn.Linear, dtype: torch.dtype, *, differentiates: bool) -> int:
         """Return how many rows a tile has; 0: the plain head holds no more, or computes in another way."""
         weight, (vocabulary, width) = head.weight, head.weight.shape
         plain = type(weight.data) is Tensor or _is_fake(weight)
