@@ -88,7 +88,7 @@ class BatchPacker(Policy):
 
     @abstractmethod
     def packs(self, size: PackedSize) -> bool:
-        """Return whether a batch is packed; otherwise the plain forward runs, bit for bit.
+        """Return whether a batch is packed; otherwise the plain forward runs, bit for bit, unless the head has tiles.
 
         Args:
             size: Rows that the layers and the head would compute of the batch.

@@ -10,7 +10,7 @@ import pytest
 import torch
 from datasets import Dataset
 from torch.utils.flop_counter import FlopCounterMode
-from trl import DPOConfig, DPOTrainer, GRPOTrainer, RLOOConfig, RLOOTrainer
+from trl import DPOConfig, DPOTrainer, GRPOTrainer, KTOConfig, KTOTrainer, RLOOConfig, RLOOTrainer
 
 import sparsebp_cli as sbp
 
@@ -39,6 +39,18 @@ def pairs(folder: Path, model: Any, **options: Any) -> Any:
     )
 
 
+def judged(folder: Path, model: Any, **options: Any) -> Any:
+    """Four answers to each prompt, good or bad."""
+    data = {"prompt": [text for text in texts(8, 2 * PROMPT, 1) for _ in range(4)], "completion": texts(32, 16, 2)}
+    return KTOTrainer(
+        model,
+        make_model(max_position_embeddings=128),
+        KTOConfig(str(folder), **(OPTIONS | options)),
+        train_dataset=Dataset.from_dict({**data, "label": [True, False] * 16}),
+        processing_class=make_tokenizer(),
+    )
+
+
 def groups(folder: Path, model: Any, **options: Any) -> Any:
     """Groups of which some are all right or all wrong."""
     trainer = grpo(folder, model, **options)
@@ -58,8 +70,9 @@ def rloo(folder: Path, model: Any, **options: Any) -> Any:
 
 
 CASES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
-    "DPO": (pairs, {}),
-    "GRPO": (groups, {}),
+    "DPO": (pairs, {"max_steps": 8}),
+    "KTO": (judged, {"max_steps": 4}),
+    "GRPO": (groups, {"max_steps": 8}),
     "GRPO, a generation twice in a step": (groups, {"steps_per_generation": 2, "num_iterations": 2, "max_steps": 4}),
     "GRPO, a generation ends in a step, reference": (groups, {"steps_per_generation": 3, "beta": 0.1, "max_steps": 4}),
     "RLOO": (rloo, {"max_steps": 4}),
@@ -76,7 +89,7 @@ def test_prefixes_of_an_update_leave_losses_and_weights_of_trl_as_they_are(name:
     expected, log, _ = train(make, tmp_path / "plain", None, **own)
     found, logged, engine = train(make, tmp_path / "own", sbp.make_policy("lossless", prefixes="update"), **own)
     assert distance(expected, found) < 1e-5
-    assert len(log) == len(logged) == own.get("max_steps", 20) + 1
+    assert len(log) == len(logged) == own["max_steps"] + 1
     same_logs(log, logged)
     note = engine.notes["packing of updates"]
     assert "whose micro-batches have prefixes in common" in note

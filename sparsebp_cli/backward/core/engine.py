@@ -497,7 +497,7 @@ class Engine:
         Args:
             batches: Of each micro-batch ``input_ids`` (B, T), the mask and position numbers that its forward gets, if
                 any, and ``labels`` where only the positions that predict one are read; also ``loss_weight`` and
-                ``example_weight``, where rows of weight zero are not read.
+                ``example_weight``, where rows of weight zero are not read, and ``fused_lm_head`` of trl's head.
 
         Returns:
             Whether they have anything in common; if not, each runs as if nothing had been said.

@@ -247,6 +247,19 @@ def test_a_batch_of_which_nothing_is_left_out_has_tiles_as_well(family: str) -> 
         assert "in 4 of 5 batches" in engine.notes["packing"]
 
 
+def test_a_gradient_of_a_gradient_is_refused_and_has_a_way_out() -> None:
+    model, ids = make(), torch.randint(3, 60, (3, 64), generator=torch.Generator().manual_seed(1))
+    with attached(model) as engine:
+        loss = model(input_ids=ids, labels=ids).loss
+        with pytest.raises(UnsupportedError, match=r"gradient of a gradient .* inside engine\.disabled\(\)"):
+            torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        with engine.disabled():
+            loss = model(input_ids=ids, labels=ids).loss
+        grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        torch.stack([grad.square().sum() for grad in grads]).sum().backward()
+        assert any(parameter.grad is not None for parameter in model.parameters())
+
+
 def test_reading_the_logits_gives_them_and_changes_nothing_else() -> None:
     found = []
     for reads in (False, True):

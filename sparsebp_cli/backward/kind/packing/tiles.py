@@ -18,13 +18,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
 from sparsebp_cli.backward.observe.flops import counting_as_backward
 from sparsebp_cli.backward.observe.internals import keeps_graph
+from sparsebp_cli.errors import UnsupportedError
 
 DTYPES = (torch.float32, torch.bfloat16)  # in float16 gradients of a loss that is not yet scaled would vanish
+
+TWICE = (
+    "lossless has no gradient of a gradient (create_graph=True): the gradient of a head in tiles comes from its "
+    "forward; run the forward of such a loss inside engine.disabled()"
+)
 
 
 @dataclass(frozen=True)
@@ -104,8 +109,10 @@ class TiledLoss(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        # Not once_differentiable: it sees no second backward if the loss's own gradient, mostly a 1, has no graph.
+        if torch.is_grad_enabled():
+            raise UnsupportedError(TWICE)
         (grad,) = grads
         kept = iter(ctx.saved_tensors)
         # In place where no second backward can follow: a copy would be as large as the head.
