@@ -142,6 +142,12 @@ class Task:
         return os.environ | {"SPARSEBP_HOME": str(self.home), "OMP_NUM_THREADS": "1"}
 
 
+def read_unbiased() -> set[str]:
+    """Return the arms whose policy claims an unbiased gradient."""
+    arms = yaml.safe_load(METHODS.read_text(encoding="utf-8"))
+    return {arm for arm, about in arms.items() if about["unbiased"]}
+
+
 def read_methods() -> dict[str, str]:
     """Return what each arm changes in a recipe."""
     arms = yaml.safe_load(METHODS.read_text(encoding="utf-8"))
@@ -180,8 +186,9 @@ def list_cells(rate: float) -> Iterator[Cell]:
     methods = read_methods()
     changed = {arm: (change, f"training.learning_rate={rate}") for arm, change in methods.items()}
     yield make_dense(BATCH, rate, FIRST_SEEDS)
-    for arm, changes in changed.items():
-        yield Cell(arm, changes, FIRST_SEEDS)
+    unbiased = read_unbiased()
+    for arm in sorted(changed, key=lambda arm: arm not in unbiased):  # otherwise in the order of the file
+        yield Cell(arm, changed[arm], FIRST_SEEDS)
     for other in RATES:
         for batch in BATCHES[1:-1]:
             yield make_dense(batch, other, SURFACE_SEEDS)
