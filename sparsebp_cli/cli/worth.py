@@ -19,7 +19,7 @@ from sparsebp_cli.cli.screen import Output, console, make_table
 if TYPE_CHECKING:
     from rich.table import Table
 
-NUMBERS = ("price", "noise", "bias", "(1 + noise) x price", "same as dense with")
+NUMBERS = ("price", "noise", "by curvature", "bias", "(1 + noise) x price", "like dense with")
 LESSON = {
     "dense": "dense itself",
     "cannot beat a smaller batch": "dense with a smaller batch has as little noise and costs less: no training needed",
@@ -66,10 +66,11 @@ def print_worth(found: WorthAnswer) -> None:
         for verdict in dict.fromkeys(policy.verdict for policy in found.policies):
             screen.print(f"{verdict}: {LESSON[verdict]}")
         screen.print(
-            f"noise and bias: squared error over dense's variance between batches, {metric}; price in dense steps of "
-            f"{found.batch} examples, {show_count(found.dense_step_flops, 'FLOP')}. In brackets 95 % intervals, "
-            f"over {found.batches} batches at steps {steps} of one dense training. docs/guide/worth.md says when "
-            "this holds."
+            f"noise and bias: squared error over dense's variance between batches, {metric}; by curvature: what the "
+            "noise costs the loss in its step, over what that of a batch costs, which the next column goes by. Price "
+            f"in dense steps of {found.batch} examples, {show_count(found.dense_step_flops, 'FLOP')}. In brackets 95 % "
+            f"intervals, over {found.batches} batches at steps {steps} of one dense training. docs/guide/worth.md says "
+            "when this holds."
         )
     if any(policy.remembers for policy in found.policies):
         screen.print("*: chooses by what it remembers of earlier steps; measured as at its first step.")
@@ -83,17 +84,26 @@ def print_worth(found: WorthAnswer) -> None:
 def worth_table(policies: Sequence[PolicyWorth]) -> Table:
     """Return a row for each policy, the best first."""
     table = make_table("policy", *NUMBERS, "verdict", numbers=NUMBERS)
-    for one in sorted(policies, key=lambda policy: policy.product.value):
+    for one in sorted(policies, key=lambda policy: (policy.product_curved or policy.product).value):
         table.add_row(
             one.name + " *" * one.remembers,
             _show(one.price),
             _show(one.noise),
+            "-" if one.noise_curved is None else _show(one.noise_curved),
             _show(one.bias),
-            _show(one.product),
-            f"{one.dense_batch:.3g}",
+            _show(one.product_curved or one.product),
+            _show_batches(one),
             one.verdict,
         )
     return table
+
+
+def _show_batches(one: PolicyWorth) -> str:
+    """Return the examples of dense's batch by both noises, which bracket it: ``3.4-9.1``."""
+    ends = sorted(
+        {f"{batch:.3g}" for batch in (one.dense_batch, one.dense_batch_curved) if batch is not None}, key=float
+    )
+    return "-".join(ends)
 
 
 def _show(interval: Interval) -> str:
