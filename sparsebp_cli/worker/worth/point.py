@@ -26,7 +26,7 @@ from sparsebp_cli.worker.worth.squares import Gradients, Metric, Squares, minus,
 WHOLE = 2  # whole batches at a point on which exact policies are counted
 COUNTED = 2  # small batches at a point on which other policies are counted: counting takes as long as three passes
 EXAMPLES = 4  # of each: an error and the variance between batches both go as one over their size
-CURVED = 16  # examples whose loss has the curvature: as many for all errors and for the batches
+CURVED = 8  # examples whose loss has the curvature, the same for all errors and for the batches
 AHEAD = 100  # steps over which trial passes are averaged
 LATER = (0.6, 0.95)  # shares of a training at which a policy that leaves nothing out at a point may do so
 ROUNDING = 1e-8  # of an error's square over the gradient's: below it a policy computes the dense gradient
@@ -38,7 +38,7 @@ class BatchError:
 
     noise: Squares
     bias: Squares
-    curved: float  # the noise, with the loss's curvature between; 0 where that is not measured
+    curved: float  # the noise with the loss's curvature between, on the first batch of a pair; else 0
 
 
 class Point:
@@ -111,7 +111,9 @@ class Point:
             )
         noise, bias = square_errors(dense, (draws[0], draws[1]), self._metric, self._run.part_of)
         is_noisy = _total(noise, "plain") > ROUNDING * _square(dense)
-        return BatchError(noise, bias, self._square_curved(engine, draws[0], draws[1]) if is_noisy else 0.0)
+        # On the first batch of each pair alone, since it takes as long as several draws.
+        curved = self._square_curved(engine, draws[0], draws[1]) if is_noisy and index % 2 == 0 else 0.0
+        return BatchError(noise, bias, curved)
 
     def _square_curved(self, engine: Engine, one: Gradients, other: Gradients) -> float:
         """Return half of the square of a difference with the curvature between, as the other squares are taken."""
@@ -178,7 +180,7 @@ class Point:
 
     def _pair(self, metric: str, number: int, one: BatchError, other: BatchError) -> BatchPair:
         if metric == "curved":
-            return BatchPair(self._curved[number], fmean((one.curved, other.curved)), 0.0)
+            return BatchPair(self._curved[number], one.curved, 0.0)
         noise = fmean(_total(each.noise, metric) for each in (one, other))
         bias = fmean(_total(each.bias, metric) for each in (one, other))
         norm = fmean(_square(self._dense[2 * number + more]) for more in (0, 1))
