@@ -1,6 +1,6 @@
 """Counts the FLOPs of updates in trl's GRPOTrainer and DPOTrainer: plain, with prefixes of each batch, of each update.
 
-    python benchmarks/policy_updates.py          # minutes; writes benchmarks/results/policy-updates-cpu.json
+    python benchmarks/policy_updates.py          # minutes; writes benchmarks/results/policy_updates-cpu.json
     python benchmarks/policy_updates.py --tiny   # the same code on short texts
 
 FLOPs by PyTorch's counter of whole updates, with references and old log-probabilities: the mean of the last two of
@@ -165,7 +165,7 @@ def main() -> None:
     """Count, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="short texts: a test of this script")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "policy-updates-cpu.json")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "policy_updates-cpu.json")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     scale, found = 4 if args.tiny else 1, {}

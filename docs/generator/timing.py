@@ -31,7 +31,8 @@ def _fill(root: Path, page: str, make: Callable[[Any], str]) -> str:
 
     def fill(match: re.Match[str]) -> str:
         file = root / "benchmarks" / "results" / f"{match[2]}-cpu.json"
-        chosen = {"waste": _waste, "labels": _labels, "updates": _updates, "head": _head}.get(match[2], make)
+        others = {"waste": _waste, "labels": _labels, "updates": _updates, "policy_updates": _policy_updates}
+        chosen = (others | {"head": _head}).get(match[2], make)
         return f"{match[1]}{chosen(json.loads(file.read_text(encoding='utf-8')))}{match[3]}"
 
     return PLACE.sub(fill, text)
@@ -85,6 +86,16 @@ def _updates(record: Any) -> str:
             shares = (f"{row['flops'] / plain['flops']:.2f}", f"{row['bytes'] / plain['bytes']:.2f}")
             rows.append([order, name, f"{row['flops'] / 1e6:,.0f}", shares[0], shares[1], f"{row['error']:.0e}"])
     return table(["answers", "way", "MFLOP", "share", "share of the bytes held", "error of the gradient"], rows)
+
+
+def _policy_updates(record: Any) -> str:
+    rows = []
+    for name, found in record["cases"].items():
+        plain = found["plain"]["flops"]
+        rows.append(
+            [name, f"{plain / 1e6:,.0f}", *(f"{found[way]['flops'] / plain:.2f}" for way in ("share", "update"))]
+        )
+    return table(["update", "plain, MFLOP", "`prefixes: share`", "`prefixes: update`"], rows)
 
 
 def _labels(record: Any) -> str:

@@ -157,7 +157,8 @@ class PackingPlanner:
         """Arrange the rows of a batch; None if the plain forward does as little.
 
         ``read_BT`` marks the positions that the caller reads; None: all that are not padding. ``whole`` arranges them
-        even if nothing is left out; so does a head that runs in tiles, which holds less. ``counts`` gets a batch that is refused; None: those of training.
+        even if nothing is left out; so does a head that runs in tiles, which holds less. ``counts`` gets a batch that
+        is refused; None: those of training.
         """
         rows = self._find_rows(inputs, read_BT, counts)
         if rows is None:
