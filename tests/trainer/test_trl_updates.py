@@ -40,12 +40,12 @@ def pairs(folder: Path, model: Any, **options: Any) -> Any:
 
 
 def judged(folder: Path, model: Any, **options: Any) -> Any:
-    """Four answers to each prompt, good or bad."""
+    """Four answers to each prompt, good or bad, of which a micro-batch has two."""
     data = {"prompt": [text for text in texts(8, 2 * PROMPT, 1) for _ in range(4)], "completion": texts(32, 16, 2)}
     return KTOTrainer(
         model,
         make_model(max_position_embeddings=128),
-        KTOConfig(str(folder), **(OPTIONS | options)),
+        KTOConfig(str(folder), **(OPTIONS | options | {"per_device_train_batch_size": 2})),
         train_dataset=Dataset.from_dict({**data, "label": [True, False] * 16}),
         processing_class=make_tokenizer(),
     )
