@@ -27,7 +27,8 @@ class Curvature:
 
     def __init__(self, parameters: Mapping[str, Tensor], metric: Metric, gradients: Gradients) -> None:
         self._parameters, self._metric, self._gradients = parameters, metric, gradients
-        self._length = _length(parameters)
+        # Adapters begin at zero, or near it: a step in proportion to them would be lost in what they are added to.
+        self._length = max(_length(parameters), 1.0)
 
     @staticmethod
     def is_measurable(parameters: Mapping[str, Tensor], mixed_precision: str) -> bool:
