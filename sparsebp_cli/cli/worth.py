@@ -71,8 +71,8 @@ def print_worth(found: WorthAnswer) -> None:
             f"noise and bias: squared error over dense's variance between batches, {metric}; by curvature: what the "
             "noise costs the loss in its step, over what that of a batch costs, which the next column goes by. Price "
             f"in dense steps of {found.batch} examples, {show_count(found.dense_step_flops, 'FLOP')}. Below a number "
-            f"stands its 95 % interval, over {found.batches} batches at steps {steps} of one dense training. docs/guide/worth.md says "
-            "when this holds."
+            f"stands its 95 % interval, over {found.batches} batches at steps {steps} of one dense training. "
+            "docs/guide/worth.md says when this holds."
         )
     if any(policy.remembers for policy in found.policies):
         screen.print("*: chooses by what it remembers of earlier steps; measured as at its first step.")
