@@ -142,12 +142,18 @@ def test_results_that_a_run_cannot_keep_are_shown(
     call: Cli, home_folder: Path, monkeypatch: pytest.MonkeyPatch, output: str
 ) -> None:
     run = make_run()
-    monkeypatch.setattr("sparsebp_cli.cli.worker_process.measure_apart", lambda *_: made(0.75))
-    lock = run.lock("worker")
+    locks = []
+
+    def judge_meanwhile(*_: object) -> dict[str, Any]:
+        """Another process begins to write to the run while the harness is at work."""
+        locks.extend([run.lock("worker")] if not locks else [])
+        return made(0.75)
+
+    monkeypatch.setattr("sparsebp_cli.cli.worker_process.measure_apart", judge_meanwhile)
     try:
         done = call("evaluate", run.run_id, "--lm-eval", "colours", "-o", output)
     finally:
-        lock.release()
+        locks[0].release()
     assert done.returncode == 101
     assert "0.75" in done.stdout
     assert f"error: what is shown is not kept with run {run.run_id}: run {run.run_id} is already" in done.stderr
