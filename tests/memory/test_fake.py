@@ -124,7 +124,7 @@ def test_what_follows_from_ids_is_real_and_what_follows_from_weights_is_not() ->
         assert bool((weight > 0).any())
 
 
-def test_numbers_in_expressions_are_known_and_what_is_read_of_unknown_tensors_is_counted() -> None:
+def test_numbers_in_expressions_are_known_and_reads_of_unknown_ones_are_counted() -> None:
     with pretend(gpu=False) as stand_ins:
         weight_N = torch.where(torch.tensor([True, False]), 1.0, torch.rand(2, generator=torch.Generator()))
         assert weight_N[0].item() == 1.0
