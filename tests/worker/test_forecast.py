@@ -170,6 +170,12 @@ def test_what_a_run_refuses_for_its_names_is_refused_in_the_same_words(tmp_path:
         _forecast(_write(tmp_path, policy={"name": "topk", "keep": 0.5, "where": ["*.w_proj"]}))
 
 
+def test_a_quantised_base_is_refused_and_not_counted_as_a_plain_one(tmp_path: Path) -> None:
+    model = {"quantization": {"type": "nf4"}, "lora": {"r": 4}}
+    with pytest.raises(UnsupportedError, match="a base in nf4 is not rehearsed: it would be counted in float32"):
+        _forecast(_write(tmp_path, model=model))
+
+
 def test_dense_beside_an_optimizer_that_needs_the_policy_has_another(tmp_path: Path) -> None:
     policy = {"name": "frozen", "freeze": ["*lora_A*"]}
     found = _forecast(_write(tmp_path, policy=policy, model={"lora": {"r": 4}}, training={"optim": "lora-fa"}))
