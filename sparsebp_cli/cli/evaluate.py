@@ -13,7 +13,7 @@ from sparsebp_cli.cli.answer import tell
 from sparsebp_cli.cli.answer.result_record import Evaluation
 from sparsebp_cli.cli.completion import complete_run
 from sparsebp_cli.cli.screen import Output, console, make_table, print_line
-from sparsebp_cli.errors import UsageError
+from sparsebp_cli.errors import RunNotFoundError, SparseBPError, UsageError, explain_system_error
 from sparsebp_cli.run import History, JournalWriter, RunFolder, State
 
 PREFIX = "lm_eval/"
@@ -55,12 +55,25 @@ def evaluate(
     place = str(include.absolute()) if include is not None else None
     request = {"folder": str(folder), "tasks": names, "include": place, "limit": limit}
     found = measure_apart("harness", json.dumps(request | {"batch_size": batch_size, "device": device}))
-    kept = record(run, found) if run is not None and limit is None else []
+    kept, lost = _keep(run, found) if run is not None and limit is None else ([], None)
     tasks = {task: {k: part for k, part in one.items() if k != "scores"} for task, one in found["tasks"].items()}
     run_id = None if run is None else run.run_id
     tell(Evaluation(run_id=run_id, version=found["version"], tasks=tasks, kept=list(kept)), output, _print)
+    if run is not None and lost is not None:
+        # Told after the results, which took minutes and are nowhere else.
+        text = lost if isinstance(lost, SparseBPError) else explain_system_error(lost) or lost
+        print_line(f"error: what is shown is not kept with run {run.run_id}: {text}", stderr=True)
+        raise typer.Exit(getattr(lost, "exit_code", SparseBPError.exit_code))
     if run is not None and output is Output.TABLE:
         print_line(describe_kept(run, kept) if limit is None else "not kept: --limit judges a part of the examples")
+
+
+def _keep(run: RunFolder, found: Mapping[str, Any]) -> tuple[list[str], SparseBPError | OSError | None]:
+    """Return what :func:`record` kept, and the error that kept it from that: another process, or a full disk."""
+    try:
+        return record(run, found), None
+    except (SparseBPError, OSError) as error:
+        return [], error
 
 
 def describe_kept(run: RunFolder, kept: Sequence[str]) -> str:
@@ -77,7 +90,12 @@ def _find(source: str) -> tuple[RunFolder | None, Path]:
     folder = Path(source)
     run = None
     if not (folder / "config.json").is_file() and not (folder / "adapter_config.json").is_file():
-        run = find_one(source)
+        try:
+            run = find_one(source)
+        except RunNotFoundError:
+            if not folder.is_dir():
+                raise
+            raise UsageError(f"{source} is neither a run nor the folder of a model: it has no config.json") from None
         if run.state() is not State.FINISHED:
             raise UsageError(f"run {run.run_id} is {run.state()}: it has no model to be judged before it finishes")
         folder = run.path / "model"

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from sparsebp_cli.plan import Plan
-    from sparsebp_cli.plan.forecast import Forecast, Remedy, StepForecast
+    from sparsebp_cli.plan.forecast import Forecast, Parts, Remedy, StepForecast
 
 ROWS = (
     ("weights", "weights"),
@@ -153,7 +153,9 @@ def _main_table(found: Forecast) -> Table:
         add(label, lambda step, part=part: show_count(getattr(step.peak, part), "B"))  # type: ignore[misc]
     add("peak of a step", lambda step: f"{show_count(step.peak.total, 'B')}, {step.peak_phase}")
     if found.policy.comparison is not None:
-        add("in steps that compare themselves", _show_comparison)
+        add("in steps that compare themselves", lambda step: _show_total(step.comparison))
+    if found.policy.trial is not None:
+        add("in trial passes before a step", lambda step: _show_total(step.trial))
     if found.has_probes:
         add("peak of a probe", lambda step: f"{show_count(step.probe_bytes, 'B')}, estimated")
     if found.process_bytes:
@@ -166,8 +168,8 @@ def _main_table(found: Forecast) -> Table:
     return table
 
 
-def _show_comparison(step: StepForecast) -> str:
-    return "" if step.comparison is None else show_count(step.comparison.total, "B")
+def _show_total(parts: Parts | None) -> str:
+    return "" if parts is None else show_count(parts.total, "B")
 
 
 def _remedy_table(found: Forecast) -> Table:

@@ -15,7 +15,7 @@ from sparsebp_cli.cli.interrupt import ending_on_sigterm
 from sparsebp_cli.cli.option import Format
 from sparsebp_cli.cli.quantity import show_count
 from sparsebp_cli.cli.screen import Output, print_line
-from sparsebp_cli.errors import UsageError
+from sparsebp_cli.errors import RunNotFoundError, UsageError
 
 if TYPE_CHECKING:
     from sparsebp_cli.release import ReleasedModel
@@ -94,7 +94,12 @@ def _plan(word: str, folder: Path | None, checkpoint: str | None, *, gguf: bool,
 
     if word.endswith(ARCHIVES) and Path(word).is_file():
         raise UsageError(f"{word} is an archive, which has no models: name the run where it was trained")
-    run = find_one(word)
+    try:
+        run = find_one(word)
+    except RunNotFoundError:
+        if not (Path(word) / "config.json").is_file():
+            raise
+        raise UsageError(f"{word} is the folder of a model already: name the run where it was trained") from None
     plan, history = Plan.load(run.plan_file), History.load(run.path)
     weights = find_weights(run, plan, history, checkpoint)
     place = folder or Path(f"{plan.recipe.name}-{run.run_id}")

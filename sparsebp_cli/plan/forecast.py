@@ -66,6 +66,7 @@ class StepForecast(_Record):
         num_trained: Of these, the parameters that this arm trains.
         comparison: The peak of a step in which the policy compares itself with the plain one; None if it never does, or
             always.
+        trial: The peak of the trial passes that a policy wants before some step; None without any.
     """
 
     policy: str
@@ -77,6 +78,7 @@ class StepForecast(_Record):
     num_parameters: int
     num_trained: int
     comparison: Parts | None = None
+    trial: Parts | None = None
 
     @property
     def peak_phase(self) -> Literal["forward", "backward", "update"]:
@@ -90,8 +92,8 @@ class StepForecast(_Record):
 
     @property
     def largest_bytes(self) -> int:
-        """The peak of the steps, those included that compare themselves with the plain one."""
-        return max(self.peak.total, 0 if self.comparison is None else self.comparison.total)
+        """The peak of the steps, those included that compare themselves with the plain one, and of trial passes."""
+        return max(parts.total for parts in (self.peak, self.comparison, self.trial) if parts is not None)
 
     @property
     def probe_bytes(self) -> int:

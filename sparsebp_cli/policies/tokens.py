@@ -142,7 +142,7 @@ class SelectedTokens(ScoredTokenSelector):
         if self.score == "excess":
             return tokens.scores["loss"] - tokens.scores["reference_loss"]
         if self.score == "tokenseek":
-            score_BT = torch.zeros(tokens.target_BT.shape, device=tokens.target_BT.device)
+            score_BT = torch.zeros_like(tokens.target_BT, dtype=torch.float32)
             for name, share in zip(_SEEKS, self._seek_shares(), strict=True):
                 if share != 0.0:
                     own_BT = tokens.scores[name]

@@ -21,6 +21,7 @@ from sparsebp_cli.run.census import Census, find_warnings
 from sparsebp_cli.run.visible import make_visible
 from sparsebp_cli.source import DATASETS, MODELS
 from sparsebp_cli.source.name import PACKAGE, is_path
+from sparsebp_cli.source.rounded import TAG
 
 TASKS = {  # of a hub's search, by the class of the model
     "ForCausalLM": "text-generation",
@@ -74,7 +75,8 @@ class Card:
             front["datasets"] = [data["name"]]
         policies = [entry["name"] for phase in self.plan.recipe.phases for entry in _entries(phase.policies)]
         adapters = ["lora"] if model["lora"] else [model["peft"]["type"]] if model["peft"] else []
-        front["tags"] = list(dict.fromkeys(["sparsebp", *(policies or ["dense"]), *adapters]))
+        rounded = [f"{TAG}{model['quantization']['type']}"] if model["quantization"] else []
+        front["tags"] = list(dict.fromkeys(["sparsebp", *(policies or ["dense"]), *adapters, *rounded]))
         return front
 
     def _open(self, recipe: dict[str, Any]) -> str:
@@ -131,7 +133,9 @@ class Card:
         if model["float8"] is not None:
             yield "It was trained and judged with linears in float8; loaded from here they multiply in its own type."
         if model["quantization"] is not None:
-            yield f"Its base was quantised to {model['quantization']['type']} and is stored as the numbers of that."
+            kind = model["quantization"]["type"]
+            yield f"Its base was quantised to {kind} and is stored as the numbers of that."
+            yield f"Quantised again, as in QLoRA, it mostly loses what it learnt: train on its adapter over {kind}."
 
     def _repeat(self, recipe: dict[str, Any]) -> str:
         environment: Mapping[str, Any] = self.history.environments[-1] if self.history.environments else {}

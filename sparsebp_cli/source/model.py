@@ -26,6 +26,10 @@ def read_config(folder: Path) -> dict[str, object]:
         raise DataError(f"{folder}: must be a folder with config.json and safetensors, got a file")
     config = read_object(file, LARGEST_CONFIG)
     if config is None:
+        if (folder / "adapter_config.json").is_file() and not file.exists():
+            raise DataError(
+                f"{folder}: has adapters alone: name their base here, and this folder as model.adapter of a recipe"
+            )
         raise DataError(f"{folder}: no readable config.json")
     _refuse_code(file, config)
     return config

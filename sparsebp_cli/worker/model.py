@@ -30,6 +30,7 @@ from sparsebp_cli.recipe.schema import ModelSection
 from sparsebp_cli.source import MODELS, find_source, read_config
 from sparsebp_cli.source.architecture import Architecture, find_architecture
 from sparsebp_cli.source.attention import ALWAYS
+from sparsebp_cli.source.rounded import find_rounded
 from sparsebp_cli.source.weight import check_sidecars, check_weights
 from sparsebp_cli.worker.adapter import add_adapters, find_adapter_key
 from sparsebp_cli.worker.quantization import load_options, settle
@@ -104,6 +105,7 @@ def build_model(
             )
             if section.quantization is not None:
                 settle(model)
+                _tell_rounded(section, source, tell)
             new = _refuse_incomplete(source, model, found, is_classification=num_labels is not None)
             if new and tell is not None:
                 tell(f"initialised at random because {section.name} has no classification head: {_list(new)}")
@@ -113,6 +115,16 @@ def build_model(
         model.config.pad_token_id = tokenizer.pad_token_id
     _set_decoder_start(model.config, getattr(model, "generation_config", None))
     return _prepare(model, section, "classifier" if num_labels is not None else architecture)
+
+
+def _tell_rounded(section: ModelSection, source: Path | str, tell: Callable[[str], None] | None) -> None:
+    rounded = find_rounded(source) if isinstance(source, Path) else None
+    if rounded is not None and section.quantization is not None and tell is not None:
+        tell(
+            f"{section.name} was merged over a base in {rounded}: quantised again, it mostly loses what its adapters "
+            "learnt. To keep it, leave model.quantization out, or give the base as model.name and the adapter of that "
+            "run as model.adapter"
+        )
 
 
 def build_by_config(

@@ -17,12 +17,13 @@ import pytest
 from sparsebp_cli.asset.bundled import austen_llama
 from sparsebp_cli.cli.evaluate import describe_kept, record
 from sparsebp_cli.compare import compare_runs
-from sparsebp_cli.errors import SparseBPError, UsageError
+from sparsebp_cli.errors import RunNotFoundError, SparseBPError, UsageError
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run import History, JournalWriter, RunFolder, State, create_run
 from sparsebp_cli.run.journal import find_outline
 from sparsebp_cli.worker.harness import judge
+from tests.cli.conftest import Cli
 
 ROWS = [
     {"q": "The sky is", "choices": [" blue", " quick", " it"], "gold": 0},
@@ -136,6 +137,32 @@ def test_the_line_after_a_judgement_names_a_comparison_that_works(home_folder: P
     assert "0.75" in done.stdout
 
 
+@pytest.mark.parametrize("output", ["table", "json"])
+def test_results_that_a_run_cannot_keep_are_shown(
+    call: Cli, home_folder: Path, monkeypatch: pytest.MonkeyPatch, output: str
+) -> None:
+    run = make_run()
+    locks = []
+
+    def judge_meanwhile(*_: object) -> dict[str, Any]:
+        """Another process begins to write to the run while the harness is at work."""
+        locks.extend([run.lock("worker")] if not locks else [])
+        return made(0.75)
+
+    monkeypatch.setattr("sparsebp_cli.cli.worker_process.measure_apart", judge_meanwhile)
+    try:
+        done = call("evaluate", run.run_id, "--lm-eval", "colours", "-o", output)
+    finally:
+        locks[0].release()
+    assert done.returncode == 101
+    assert "0.75" in done.stdout
+    assert f"error: what is shown is not kept with run {run.run_id}: run {run.run_id} is already" in done.stderr
+    if output == "json":
+        assert json.loads(done.stdout)["kept"] == []
+    assert call("evaluate", run.run_id, "--lm-eval", "colours").returncode == 0
+    assert "lm_eval/colours/acc" in History.load(run.path).facts["metrics"]
+
+
 def test_weights_that_could_run_code_are_refused_before_the_harness_reads_them(tmp_path: Path) -> None:
     folder = tmp_path / "hostile"
     folder.mkdir()
@@ -155,6 +182,11 @@ def test_what_has_no_model_is_refused(home_folder: Path, tmp_path: Path) -> None
         journal.write("end", status="failed", step=2, text="")
     with pytest.raises(UsageError, match="is failed: it has no model"):
         _find(run.run_id)
+    (tmp_path / "none").mkdir()
+    with pytest.raises(UsageError, match=r"none is neither a run nor the folder of a model: it has no config\.json"):
+        _find(str(tmp_path / "none"))
+    with pytest.raises(RunNotFoundError):
+        _find(str(tmp_path / "nowhere"))
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(UsageError, match="has adapters alone"):
         _find(str(tmp_path))

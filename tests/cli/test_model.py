@@ -101,6 +101,7 @@ def test_what_a_run_does_not_have_is_refused_in_one_line(
         (("model", run.run_id, "--public"), 2, "--public needs --push"),
         (("model", run.run_id, "--to", "fake.yaml"), 2, "fake.yaml exists and is not empty"),
         (("model", "mades"), 102, "did you mean made?"),
+        (("model", run.path / "model"), 2, "model is the folder of a model already: name the run where it was trained"),
     ):
         (tmp_path / "fake.yaml").touch()
         done = call(*words)

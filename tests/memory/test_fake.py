@@ -124,6 +124,17 @@ def test_what_follows_from_ids_is_real_and_what_follows_from_weights_is_not() ->
         assert bool((weight > 0).any())
 
 
+def test_numbers_in_expressions_are_known_and_reads_of_unknown_ones_are_counted() -> None:
+    with pretend(gpu=False) as stand_ins:
+        weight_N = torch.where(torch.tensor([True, False]), 1.0, torch.rand(2, generator=torch.Generator()))
+        assert weight_N[0].item() == 1.0
+        assert stand_ins.number == 0
+        weight = torch.empty(4)
+        with torch.inference_mode():  # where item is no operator below another one
+            assert repr(weight.sum().item()) == "1.0", "a number of the tensor's kind"
+        assert stand_ins.number == 1
+
+
 def test_the_stand_in_for_fused_attention_counts_and_stores_what_a_fused_kernel_does() -> None:
     shape = (2, 4, 16, 8)
     with pretend(gpu=True), count_flops() as flops:

@@ -256,6 +256,13 @@ def test_models_that_a_run_could_not_load_are_refused(
     assert text in refuse("{name: austen, max_seq_length: 64}", "{name: model}")
 
 
+def test_a_folder_of_adapters_alone_is_told_from_one_without_a_model(refuse: Any, tmp_path: Path) -> None:
+    place = write_model(tmp_path)
+    (place / "config.json").rename(place / "adapter_config.json")
+    text = "has adapters alone: name their base here, and this folder as model.adapter of a recipe"
+    assert text in refuse("{name: austen}", "{name: model}")
+
+
 def test_a_good_model_and_a_reference_are_accepted(check: Check, tmp_path: Path) -> None:
     write_model(tmp_path)
     assert check("{name: austen, max_seq_length: 64}", "{name: ../recipes/model}") == []

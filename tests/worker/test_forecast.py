@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sparsebp_cli.errors import DataError, UnsupportedError
+from sparsebp_cli.errors import DataError, PolicyError, UnsupportedError
 from sparsebp_cli.plan import make_plan
 from sparsebp_cli.plan.forecast import Forecast, ForecastRequest
 from sparsebp_cli.recipe import load_recipe
@@ -126,6 +126,61 @@ def test_a_step_that_compares_itself_counts_and_without_comparisons_it_needs_les
     always = _forecast(_write(tmp_path, policy={"name": "lossless", "verify": "always"})).policy
     assert (always.comparison, always.peak) == (None, step.comparison)
     assert always.pass_flops > 2.5 * alone.pass_flops, "the plain pass and the packed one, and the step"
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [{"name": "dropbp", "keep": 0.25, "sensitivity_at": 0.5}, {"name": "gact", "bits": 4, "adapt_interval": 3}],
+    ids=lambda policy: policy["name"],
+)
+def test_trial_passes_before_any_step_count(tmp_path: Path, policy: dict[str, Any]) -> None:
+    """Those of dropbp come in the middle of the training and drop nothing: a dense pass beside optimizer state."""
+    step = _forecast(_write(tmp_path, policy=policy)).policy
+    assert step.trial is not None
+    assert step.trial.optimizer == step.peak.optimizer
+    assert step.largest_bytes == max(step.peak.total, step.trial.total)
+    if policy["name"] == "dropbp":
+        dense = _forecast(_write(tmp_path, policy={"name": "dense"})).policy
+        passes = max(dense.phases[phase].total for phase in ("forward", "backward"))
+        assert step.trial.total == pytest.approx(passes, rel=0.1)
+
+
+def test_without_any_trial_pass_none_is_forecast(tmp_path: Path) -> None:
+    step = _forecast(_write(tmp_path, policy={"name": "dropbp", "keep": 0.25})).policy
+    assert (step.trial, step.largest_bytes) == (None, step.peak.total)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        {"name": "tokens", "keep": 0.25, "score": "gradient_norm", "draw": "proportional"},
+        {"name": "tokens", "keep": 0.25, "score": "tokenseek"},
+    ],
+    ids=lambda policy: policy["score"],
+)
+def test_tokens_that_are_chosen_by_unknown_scores_are_as_many(tmp_path: Path, policy: dict[str, Any]) -> None:
+    """Whether drawn or taken, a quarter of the tokens, and so of the logits."""
+    found = _forecast(_write(tmp_path, policy=policy))
+    backward = found.policy.phases["backward"], found.dense.phases["backward"]  # the forward scores all of them
+    assert 0 < backward[0].logits < 0.5 * backward[1].logits
+
+
+def test_what_a_run_refuses_for_its_names_is_refused_in_the_same_words(tmp_path: Path) -> None:
+    with pytest.raises(PolicyError, match=r"^where: '\*\.w_proj' matches no site"):
+        _forecast(_write(tmp_path, policy={"name": "topk", "keep": 0.5, "where": ["*.w_proj"]}))
+
+
+def test_a_quantised_base_is_refused_and_not_counted_as_a_plain_one(tmp_path: Path) -> None:
+    model = {"quantization": {"type": "nf4"}, "lora": {"r": 4}}
+    with pytest.raises(UnsupportedError, match="a base in nf4 is not rehearsed: it would be counted in float32"):
+        _forecast(_write(tmp_path, model=model))
+
+
+def test_dense_beside_an_optimizer_that_needs_the_policy_has_another(tmp_path: Path) -> None:
+    policy = {"name": "frozen", "freeze": ["*lora_A*"]}
+    found = _forecast(_write(tmp_path, policy=policy, model={"lora": {"r": 4}}, training={"optim": "lora-fa"}))
+    assert found.policy.gradient_bytes < found.dense.gradient_bytes == 4 * found.dense.num_trained
+    assert any("dense is updated by adamw: lora-fa needs" in text for text in found.assumptions)
 
 
 def test_a_change_to_lossless_saves_nothing_where_its_comparison_is_the_peak(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from sparsebp_cli.recipe import load_recipe
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.release import ReleasedModel, find_weights, write_model
 from sparsebp_cli.run import History, JournalWriter, RunFolder
+from sparsebp_cli.source.rounded import find_rounded
 from sparsebp_cli.worker.checkpoint import CheckpointFolder
 from sparsebp_cli.worker.checkpoint_model import rebuild
 from sparsebp_cli.worker.model import build_model, build_tokenizer
@@ -206,6 +207,10 @@ def test_adapters_leave_as_peft_merges_them_and_from_a_checkpoint_alike(
     assert not (tmp_path / "three").exists()
 
 
+def _notes(run: RunFolder) -> list[str]:
+    return [text for _, _, text in History.load(run.path).notes]
+
+
 @pytest.mark.slow
 def test_a_quantised_base_leaves_as_plain_numbers(base: Path, tiny_recipe: Any, prepared: Any, tmp_path: Path) -> None:
     model = {"name": str(base), "quantization": {"type": "nf4"}, "lora": {"r": 2}}
@@ -219,6 +224,12 @@ def test_a_quantised_base_leaves_as_plain_numbers(base: Path, tiny_recipe: Any, 
         assert torch.equal(tensor, expected[name]), name
     assert AutoModelForCausalLM.from_pretrained(folder).generate(IDS, max_new_tokens=2).shape == (4, 22)
     assert "quantised to nf4" in of_card(folder)[1]
+    assert find_rounded(folder) == find_rounded(run.path / "model") == "nf4"
+    assert find_rounded(base) is None
+    following = train(Recipe.model_validate(values | {"model": model | {"name": str(folder)}}), prepared)
+    (told,) = (text for text in _notes(following) if "quantised again" in text)
+    assert told.startswith(f"{folder} was merged over a base in nf4")
+    assert not [text for text in _notes(run) if "quantised again" in text]
 
 
 @pytest.mark.slow

@@ -163,7 +163,7 @@ class PolicyStates:
                 f"{type(policy).__name__}: observe must return the entries of the state, with their shapes and "
                 f"dtypes: {_layout(before)}, got {_layout(after)}"
             )
-        self._states[number] = after
+        self._states[number] = {key: _stay(before[key], value) for key, value in after.items()}
 
     def remember(self) -> Callable[[], None]:
         """Return what restores the states and observations of now."""
@@ -278,6 +278,14 @@ def _check(policy: Stateful[Any], values: Values, before: Values = MappingProxyT
         key: value.detach().clone() if isinstance(value, Tensor) and value is not before.get(key) else value
         for key, value in sorted(values.items())
     }
+
+
+def _stay(before: Tensor | float, after: Tensor | float) -> Tensor | float:
+    """Return an entry after a step: in a forecast, whose values nobody knows, the whole numbers of before. They say
+    what is chosen, and a step that chooses as much takes as much."""
+    if isinstance(after, Tensor) and hasattr(after, "fake_mode") and not after.is_floating_point():
+        return before
+    return after
 
 
 def _layout(values: Values) -> dict[str, str]:

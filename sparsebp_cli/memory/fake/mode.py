@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -26,8 +27,15 @@ MOST_REAL = 2**26  # entries of a real tensor, such as a mask; a larger one beco
 FOREACH = "torch.utils._foreach_utils._get_foreach_kernels_supported_devices"
 
 
+@dataclass
+class StandIns:
+    """How many values the host has read that nobody knows."""
+
+    number: int = 0
+
+
 @contextmanager
-def pretend(*, gpu: bool) -> Iterator[None]:
+def pretend(*, gpu: bool) -> Iterator[StandIns]:
     """Run a block on tensors without data.
 
     Args:
@@ -35,8 +43,10 @@ def pretend(*, gpu: bool) -> Iterator[None]:
             that update all parameters at once. Tensors say that they are on a CPU in either case.
 
     Yields:
-        None: New tensors of the block hold no data, but for small ones of whole numbers.
+        StandIns: Counts what stood in for unknown values. New tensors of the block hold no data, but for small ones of
+            whole numbers.
     """
+    found = StandIns()
     with ExitStack() as stack:
         if gpu:
             stack.enter_context(patch.object(torch.nn.functional, "scaled_dot_product_attention", attend))
@@ -46,8 +56,8 @@ def pretend(*, gpu: bool) -> Iterator[None]:
         # PyTorch's own copies bytes from and to the null pointer, as of a head that peft trains whole: Python dies.
         stack.enter_context(patch.object(FakeTensor, "__deepcopy__", _copy, create=True))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(_Values())
-        yield
+        stack.enter_context(_Values(found))
+        yield found
 
 
 def _replace(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
@@ -80,8 +90,9 @@ def _copy(tensor: FakeTensor, memo: dict[int, object]) -> Tensor:
 class _Values(TorchDispatchMode):
     """Computes on real tensors where it can, and puts in a value where nobody knows it."""
 
-    def __init__(self) -> None:
+    def __init__(self, stand_ins: StandIns) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._stand_ins = stand_ins
 
     def __torch_dispatch__(
         self, func: OpOverload, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
@@ -95,7 +106,10 @@ class _Values(TorchDispatchMode):
         found = stand_in(name, args)
         if name.startswith(("index", "_index_put", "_unsafe_index")) and len(args) > 1:
             args = (args[0], _number(args[1]), *args[2:])
-        return func(*args, **kwargs) if found is None else found
+        if found is None:
+            return func(*args, **kwargs)
+        self._stand_ins.number += 1
+        return found
 
 
 def _compute(func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object], *, has_inputs: bool) -> Any:
@@ -103,6 +117,8 @@ def _compute(func: OpOverload, args: tuple[object, ...], kwargs: dict[str, objec
     if not has_inputs or not _writes(func):
         found = func(*args, **kwargs)
         made = [value for value in tree_leaves(found) if isinstance(value, Tensor)]
+        # A number in an expression, such as the 1.0 of torch.where(mask, 1.0, x), which is known.
+        has_inputs = has_inputs or func.overloadpacket.__name__ == "scalar_tensor"
         is_whole = all(not (tensor.is_floating_point() or tensor.is_complex()) for tensor in made)
         is_drawn = kwargs.get("generator") is not None  # by a policy that chooses at random: weights have no generator
         if sum(tensor.numel() for tensor in made) > MOST_REAL or not (has_inputs or is_whole or is_drawn):
@@ -117,8 +133,10 @@ def _writes(func: OpOverload) -> bool:
 
 
 _UNKNOWN_SIZE = frozenset({"nonzero", "bincount"})
-_NEEDS_VALUES = _UNKNOWN_SIZE | {
-    "_local_scalar_dense", "masked_select", "unique_dim", "unique_consecutive", "_unique2", "equal", "allclose",
+# Below autograd, as in a backward of one's own, the last two arrive as they were called.
+_SCALAR = frozenset({"_local_scalar_dense", "item", "is_nonzero"})
+_NEEDS_VALUES = _UNKNOWN_SIZE | _SCALAR | {
+    "masked_select", "unique_dim", "unique_consecutive", "_unique2", "equal", "allclose",
     "repeat_interleave", "index",
 }  # fmt: skip
 
@@ -142,8 +160,9 @@ def _number(indices: Any) -> Any:
 def stand_in(name: str, args: tuple[Any, ...]) -> Any:
     """Return what stands in for the result of an operator that reads the values of a tensor without data; None for an
     operator that does not: the number 1, and of an unknown size the largest."""
-    if name == "_local_scalar_dense":
-        return True if args[0].dtype == torch.bool else 1
+    if name in _SCALAR:
+        is_bool, is_real = args[0].dtype == torch.bool or name == "is_nonzero", args[0].is_floating_point()
+        return True if is_bool else 1.0 if is_real else 1
     if name in _UNKNOWN_SIZE:
         size = (args[0].numel(), args[0].dim()) if name == "nonzero" else (args[0].numel(),)
         return args[0].new_empty(size, dtype=torch.long)

@@ -86,6 +86,7 @@ def extend(few: StepForecast, more: StepForecast, low: int, high: int, layers: i
         update={
             "phases": {phase: parts(few.phases[phase], more.phases[phase]) for phase in few.phases},
             "comparison": parts(few.comparison, more.comparison),
+            "trial": parts(few.trial, more.trial),
             **{name: line(getattr(few, name), getattr(more, name)) for name in _WORK},
             **{name: round(line(getattr(few, name), getattr(more, name))) for name in numbers},
         }

@@ -34,6 +34,12 @@ def forecast(request: ForecastRequest, report: Report) -> Forecast:
     recipe = request.plan.recipe
     if not has_own_worker(recipe):
         raise UnsupportedError("target.worker: what another worker does is not known here")
+    if recipe.model.quantization is not None:
+        # A config alone builds plain weights, which are several times as large, and fewer products.
+        raise UnsupportedError(
+            f"model.quantization: a base in {recipe.model.quantization.type} is not rehearsed: it would be counted in "
+            f"{recipe.model.dtype}; start it with max_steps=2"
+        )
     policies = [policy for phase in make_phases(recipe) for policy in phase.policies]
     report("reads config and data", 0, 0)
     material = set_aside(gather_material(recipe, policies), recipe)
@@ -54,8 +60,10 @@ def forecast(request: ForecastRequest, report: Report) -> Forecast:
 
     tried = try_changes(recipe, rehearse, lambda name: report(name, 0, 0)) if request.remedies else ()
     remedies = [one for one in tried if one.step is None or one.step.largest_bytes < WORTH * own.largest_bytes]
-    if own.peak.total < WORTH * own.largest_bytes and (settings := name_comparisons(recipe)):
-        remedies.insert(0, without_comparisons(settings, own, "as it is"))
+    if settings := name_comparisons(recipe):
+        never = without_comparisons(settings, own, "as it is")
+        if never.step is not None and never.step.largest_bytes < WORTH * own.largest_bytes:
+            remedies.insert(0, never)
     if recipe.measure.probe_every is not None or recipe.measure.fidelity_every is not None:
         remedies.insert(0, _without_probes(own))
     rate, rate_note = _find_rate(request, recipe)
@@ -74,19 +82,23 @@ def forecast(request: ForecastRequest, report: Report) -> Forecast:
         remedies=remedies,
         flops_per_second=rate,
         rate_note=rate_note,
-        assumptions=_assume(request, recipe, policies),
+        assumptions=_assume(request, recipe, policies, own),
         layers_note=depth.describe(),
     )
 
 
 def make_dense(recipe: Recipe) -> Recipe:
-    """Return a recipe without its policies, and where they needed it without the options of their backward."""
+    """Return a recipe without its policies, and where they needed it without the options of their backward or without
+    their optimizer."""
     plain = recipe.model_copy(update={"schedule": None, "policy": [PolicyEntry(name="dense")]})
-    try:
-        refuse_unsupported(plain)
-    except SparseBPError:
-        usual = type(recipe.backward)(update=recipe.backward.update, eager_clip=recipe.backward.eager_clip)
-        plain = plain.model_copy(update={"backward": usual})
+    usual = type(recipe.backward)(update=recipe.backward.update, eager_clip=recipe.backward.eager_clip)
+    training = recipe.training.model_copy(update={"optim": "adamw", "optim_args": {}})
+    for update in ({}, {"backward": usual}, {"training": training}, {"backward": usual, "training": training}):
+        try:
+            refuse_unsupported(found := plain.model_copy(update=update))
+        except SparseBPError:
+            continue
+        return found
     return plain
 
 
@@ -136,7 +148,7 @@ def _find_rate(request: ForecastRequest, recipe: Recipe) -> tuple[float | None, 
     return rate, "at least: by the rate of products of matrices alone, measured here just now"
 
 
-def _assume(request: ForecastRequest, recipe: Recipe, policies: list[Policy]) -> list[str]:
+def _assume(request: ForecastRequest, recipe: Recipe, policies: list[Policy], own: StepForecast) -> list[str]:
     found = ["operators' own temporaries and what an allocator rounds up or cannot reuse are not counted"]
     if not request.gpu:
         found.append("a process on a CPU holds more: libraries' buffers, and freed memory that the C library keeps")
@@ -158,5 +170,9 @@ def _assume(request: ForecastRequest, recipe: Recipe, policies: list[Policy]) ->
         found.append("counted unsharded: fsdp2 divides weights, gradients and optimizer state by the processes")
     if any(not kind.has_backward or kind.by_worker for kind in list_kinds(policies)):
         found.append("passes that a policy makes besides, to choose examples, are not counted")
+    if make_dense(recipe).training.optim != recipe.training.optim:
+        found.append(f"dense is updated by adamw: {recipe.training.optim} needs what the policy keeps or freezes")
+    if own.trial is not None:
+        found.append("the work of trial passes, which come before few steps, is not in the hours")
     found.append("evaluations, generations and checkpoints are not rehearsed")
     return found

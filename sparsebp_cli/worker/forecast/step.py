@@ -1,7 +1,8 @@
 """One training step on tensors without data: its memory at every moment, and its FLOPs.
 
 The step is that of :mod:`sparsebp_cli.worker.training`, by the same functions, without its measurements. Only one is
-made, from a fresh optimizer: its state is then put in place from the begin, as in every later step.
+made, from a fresh optimizer: its state is then put in place from the begin, as in every later step. Trial passes that a
+policy wants before the step come first, as they choose what the step trains; those before a later one come after it.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ from sparsebp_cli.asset.checkpointing import checkpoint_activations
 from sparsebp_cli.backward import Engine, count_flops
 from sparsebp_cli.backward.observe.flops import FlopCount
 from sparsebp_cli.backward.observe.update_flops import UpdateFlops
-from sparsebp_cli.memory.fake import FakeRecord, pretend
+from sparsebp_cli.errors import PolicyError, UsageError
+from sparsebp_cli.memory.fake import FakeRecord, StandIns, pretend
 from sparsebp_cli.memory.watch import MemoryWatch
 from sparsebp_cli.plan.forecast import Parts, StepForecast
+from sparsebp_cli.policy import Stateful
 from sparsebp_cli.recipe.description import describe_policy
 from sparsebp_cli.recipe.schema import PolicyEntry, Recipe
 from sparsebp_cli.run.memory import PHASES, MemoryCurve, MemoryPoint
@@ -62,15 +65,17 @@ class Rehearsal:
         all. Raise what an attempt to train would raise."""
         usual, comparing = set_comparisons(recipe, "never"), set_comparisons(recipe, "always")
         found = [self._forecast(usual, number, layers) for number in range(len(recipe.phases))]
+        trials = [step.trial for step in found if step.trial is not None]
         step = max(found, key=lambda step: step.peak.total)
+        step = step.model_copy(update={"trial": max(trials, key=_total, default=None)})
         if usual == recipe:
             return step
         compared = [self._forecast(comparing, number, layers).peak for number in range(len(recipe.phases))]
-        return step.model_copy(update={"comparison": max(compared, key=lambda parts: parts.total)})
+        return step.model_copy(update={"comparison": max(compared, key=_total)})
 
     def _forecast(self, recipe: Recipe, number: int, layers: int | None) -> StepForecast:
-        with pretend(gpu=self.gpu):
-            parts = self._build(recipe, number, layers)
+        with pretend(gpu=self.gpu) as stand_ins:
+            parts = self._build(recipe, number, layers, stand_ins)
             try:
                 return _run(recipe, parts, self._examples(recipe, parts))
             finally:
@@ -78,7 +83,7 @@ class Rehearsal:
                 del parts
                 gc.collect()
 
-    def _build(self, recipe: Recipe, number: int, layers: int | None) -> _Built:
+    def _build(self, recipe: Recipe, number: int, layers: int | None, stand_ins: StandIns) -> _Built:
         material = self.material
         config = copy.deepcopy(material.config) if layers is None else shorten(material.config, layers)
         model: nn.Module = build_by_config(
@@ -94,7 +99,14 @@ class Rehearsal:
         validation = collate(aside, material.pad_token_id) if aside else None
         phases = make_phases(recipe)
         sequence = PhaseSequence(phases, recipe, model, optimizer, Reference(material.data), validation, NOWHERE)
-        engine = sequence.attach(phases[number])
+        before = stand_ins.number
+        try:
+            engine = sequence.attach(phases[number])
+        except UsageError as error:
+            if stand_ins.number > before or type(error) is not UsageError:
+                raise
+            # Without a value that stood in, it is said of names and shapes, which are known: a run says the same.
+            raise PolicyError(str(error)) from error
         width = config.get_text_config().vocab_size
         return _Built(
             accelerator.prepare_model(model, device_placement=False, evaluation_mode=True).train(),
@@ -165,6 +177,7 @@ class _Built:
 
 def _run(recipe: Recipe, built: _Built, batch: _Batch) -> StepForecast:
     record, update = FakeRecord(built.vocabulary), UpdateFlops()
+    before = _try(built, batch)
     with _counted(record, built) as flops:
         _pass(recipe, built, batch, record)
         of_passes = FlopCount()
@@ -174,6 +187,7 @@ def _run(recipe: Recipe, built: _Built, batch: _Batch) -> StepForecast:
         with update:
             _update(recipe, built)
     curve = _settle(record.take_curve())
+    later = _try(built, batch) if _go_to_trials(built) else None
     peaks = {phase: point for phase in PHASES if (point := curve.within(phase)) is not None}
     number = min(recipe.training.gradient_accumulation_steps, 2)
     squares = sum(
@@ -189,7 +203,42 @@ def _run(recipe: Recipe, built: _Built, batch: _Batch) -> StepForecast:
         gradient_bytes=gradient_bytes,
         num_parameters=built.num_parameters,
         num_trained=built.num_trained,
+        trial=max((parts for parts in (before, later) if parts is not None), key=_total, default=None),
     )
+
+
+def _total(parts: Parts) -> int:
+    return parts.total
+
+
+def _try(built: _Built, batch: _Batch) -> Parts | None:
+    """Make the trial passes that are due, all on the one micro-batch, and return their peak; None without any."""
+    engine = built.engine
+    if not engine.trials_are_due():
+        return None
+    record = FakeRecord(built.vocabulary)
+
+    def forward() -> Tensor:
+        return micro_batch_loss(built.prepared, batch.inputs, batch.targets, CPU, batch.candidates)
+
+    with _counted(record, built):
+        record.begin("forward")
+        others = [forward] * (engine.count_trial_batches() - 1)
+        engine.run_trials(forward, built.accelerator.backward, others=others)
+    return _split(record, record.take_curve().peak)
+
+
+def _go_to_trials(built: _Built) -> bool:
+    """Go to the next step of the phase that trial passes come before; False if there is none."""
+    phase, engine = built.sequence.phases[built.phase], built.engine
+    if not any(isinstance(policy, Stateful) and policy.has_trials for policy in phase.policies):
+        return False
+    index = engine.now().index
+    due = (later for later in range(max(index, phase.first), phase.end) if engine.trials_are_due(later - index))
+    if (later := next(due, None)) is None:
+        return False
+    engine.load_state_dict(engine.state_dict() | {"index": later})
+    return True
 
 
 @contextmanager

@@ -112,6 +112,8 @@ class WeightPart(ABC):
             )
         if not self.index_K.numel():
             raise PolicyError(f"{self.word} of a weight: got none, allowed: 1 to {size}")
+        if hasattr(self.index_K, "fake_mode"):
+            return  # a forecast, whose tensors have no data: nobody knows the numbers
         sorted_K = self.index_K.sort().values
         least, most = int(sorted_K[0]), int(sorted_K[-1])
         if least < 0 or most >= size:
