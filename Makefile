@@ -84,6 +84,7 @@ style: .venv/develop
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 	$(BIN)/mypy && $(BIN)/mypy plugins/sparsebp-stride/sparsebp_stride.py plugins/sparsebp-rare/sparsebp_rare.py plugins/sparsebp-folder/sparsebp_folder.py plugins/sparsebp-depth/sparsebp_depth plugins/sparsebp-shelf/sparsebp_shelf plugins/sparsebp-sky/sparsebp_sky
 	$(BIN)/lint-imports
+	$(BIN)/pytest -q tests/test_house.py
 	$(BIN)/pydoclint --quiet sparsebp_cli plugins
 	$(BIN)/pytest -q -m types tests/test_public_names.py
 	@PYTHONPATH=.:$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') \

@@ -3,6 +3,7 @@
     python benchmarks/exchange.py                      # page and data from the archives; trains nothing
     python benchmarks/exchange.py --run spelling       # trains what the task misses, in the protocol's order
     python benchmarks/exchange.py --run spelling --minutes 90
+    python benchmarks/exchange.py --measure spelling   # what its methods' measurements miss
 
 `docs/results/exchange/PROTOCOL.md` says what is run and what is compared. Runs are kept below $SPARSEBP_HOME, by
 default in build/results/exchange, one folder a task; a task that was interrupted goes on where it stood.
@@ -33,7 +34,16 @@ FOLDER = ROOT / "docs" / "results" / "exchange"
 METHODS = FOLDER / "methods.yaml"
 SPARSEBP = [sys.executable, "-c", "from sparsebp_cli.cli.app import main; main()"]
 from exchange_page import render  # noqa: E402
-from exchange_result import BATCH, METRIC, STEPS, SURFACE_SEEDS, dense_name, read_task  # noqa: E402
+from exchange_result import (  # noqa: E402
+    BATCH,
+    METRIC,
+    STEPS,
+    SURFACE_SEEDS,
+    dense_name,
+    find_rate,
+    read_losses,
+    read_task,
+)
 
 PAGE, DATA = ROOT / "docs" / "results" / "exchange.html", ROOT / "docs" / "results" / "exchange.json"
 RATES = (3e-4, 6e-4, 1e-3, 2e-3, 4e-3)
@@ -92,10 +102,12 @@ class Task:
         return found
 
     def measure(self, rate: float) -> None:
-        """Measure noise, bias and price of every arm that has none yet."""
+        """Measure noise, bias and price of every arm that has none yet. Of one that was measured before there was a
+        noise by curvature, that is added, and what was registered stays."""
         known: dict[str, Any] = json.loads(self.worth.read_text(encoding="utf-8")) if self.worth.exists() else {}
         for arm, change in read_methods().items():
-            if arm in known:
+            before = known.get(arm)
+            if before is not None and ("refused" in before or "noise_curved" in before):
                 continue
             words = [
                 "worth",
@@ -113,11 +125,12 @@ class Task:
             if done.returncode:
                 known[arm] = {"refused": done.stderr.strip().splitlines()[-1]}
             else:
-                [known[arm]] = [
+                [found] = [
                     {key: value for key, value in policy.items() if key != "by_part"}
                     for policy in json.loads(done.stdout)["policies"]
                     if policy["name"] != "dense"
                 ]
+                known[arm] = found if before is None else before | {"noise_curved": found["noise_curved"]}
             self.worth.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
 
     def read_archive(self) -> None:
@@ -140,6 +153,12 @@ class Task:
 
     def _environment(self) -> dict[str, str]:
         return os.environ | {"SPARSEBP_HOME": str(self.home), "OMP_NUM_THREADS": "1"}
+
+
+def read_unbiased() -> set[str]:
+    """Return the arms whose policy claims an unbiased gradient."""
+    arms = yaml.safe_load(METHODS.read_text(encoding="utf-8"))
+    return {arm for arm, about in arms.items() if about["unbiased"]}
 
 
 def read_methods() -> dict[str, str]:
@@ -180,8 +199,9 @@ def list_cells(rate: float) -> Iterator[Cell]:
     methods = read_methods()
     changed = {arm: (change, f"training.learning_rate={rate}") for arm, change in methods.items()}
     yield make_dense(BATCH, rate, FIRST_SEEDS)
-    for arm, changes in changed.items():
-        yield Cell(arm, changes, FIRST_SEEDS)
+    unbiased = read_unbiased()
+    for arm in sorted(changed, key=lambda arm: arm not in unbiased):  # otherwise in the order of the file
+        yield Cell(arm, changed[arm], FIRST_SEEDS)
     for other in RATES:
         for batch in BATCHES[1:-1]:
             yield make_dense(batch, other, SURFACE_SEEDS)
@@ -214,10 +234,14 @@ def main() -> None:
     """Run what is asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", metavar="TASK", help="train what this task misses, and archive it")
+    parser.add_argument("--measure", metavar="TASK", help="measure what this task's methods miss, and train nothing")
     parser.add_argument(
         "--minutes", type=float, default=float("inf"), help="of --run: begin nothing more after so long"
     )
     arguments = parser.parse_args()
+    if arguments.measure:
+        task = Task(arguments.measure)
+        task.measure(find_rate(read_losses(task.archive)))
     if arguments.run:
         run(Task(arguments.run), arguments.minutes)
     # A task whose methods were not measured yet has a part of its surface alone, and no predictions.

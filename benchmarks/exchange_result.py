@@ -19,13 +19,23 @@ from scipy.stats import t as student
 METRIC, STEPS, BATCH = "eval/loss", 120, 16
 SURFACE_SEEDS, FIRST_METHOD_SEED = (0, 1, 2), 100
 LEVEL = 0.95
+FOUND_ON = "spelling"  # the task on which H5 and H6 were found; see the protocol
 CLEAR_BIAS = 0.05  # of the variance between batches: above it a method counts as biased
 BUDGET = 60.0  # dense steps of which the regret is taken
 
 _ONE, _NONE = ({"value": value, "low": value, "high": value} for value in (1.0, 0.0))
-DENSE = {"price": _ONE, "noise": _NONE, "bias": _NONE, "product": _ONE}
+DENSE = {"price": _ONE, "noise": _NONE, "noise_curved": _NONE, "bias": _NONE, "product": _ONE}
 
 Losses = Mapping[str, Mapping[int, Mapping[int, float]]]  # of each arm, by seed and step; no steps: it diverged
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A loss read from dense's surface, with its interval."""
+
+    value: float
+    low: float
+    high: float
 
 
 @dataclass(frozen=True)
@@ -46,11 +56,25 @@ class Row:
     high: float | None
     observed: float | None  # None: a run of it diverged
     seeds: int
+    noise_curved: float | None = None  # with the curvature of the loss between; None: not measured
+    curved: Prediction | None = None  # by it
 
     @property
     def surprise(self) -> float | None:
         """Observed minus predicted."""
         return None if self.predicted is None or self.observed is None else self.observed - self.predicted
+
+    @property
+    def surprise_curved(self) -> float | None:
+        """Observed minus what the noise by curvature predicts."""
+        return None if self.curved is None or self.observed is None else self.observed - self.curved.value
+
+    @property
+    def is_bracketed(self) -> bool | None:
+        """Whether it came out between the two predictions and their intervals; None where one is missing."""
+        if self.curved is None or self.high is None or self.observed is None:
+            return None
+        return self.curved.low <= self.observed <= self.high
 
 
 def read_losses(archive: Path) -> Losses:
@@ -79,18 +103,22 @@ def judge(losses: Losses, worth: Mapping[str, Any], methods: Mapping[str, Any], 
     fair = [row for row in complete if row.unbiased]
     biased = [row for row in complete if row.bias_low > CLEAR_BIAS]
     beaten = [row.arm for row in rows if row.product_low > 1.0 and beats_dense(row, losses, rate)]
-    r2 = explained(fair)
+    curved = [row for row in rows if row.unbiased and row.surprise_curved is not None]
+    both = [row for row in curved if row.surprise is not None]
+    bracketed = [row for row in both if row.is_bracketed]
+    r2, r2_curved = explained(fair), explained(curved, "surprise_curved")
+    ratio = root_mean_square(both, "surprise_curved") / max(root_mean_square(both), 1e-9) if both else None
     order = rank_correlation(rows)
     above = [row.arm for row in biased if (row.surprise or 0.0) > 0.0]
     return {
-        "rows": [asdict(row) | {"surprise": row.surprise} for row in rows],
+        "rows": [asdict(row) | {"surprise": row.surprise, "surprise_curved": row.surprise_curved} for row in rows],
         "refused": {arm: about["refused"] for arm, about in worth.items() if "refused" in about},
         "missing": [arm for arm in methods if arm not in worth or arm not in losses],
         "unpredicted": [row.arm for row in rows if row.predicted is None],
         "surface": {str(b): _mean(losses.get(dense_name(b, rate), {}), STEPS) for b in batches(losses, rate)},
         "scores": {
             "r2": r2,
-            "root_mean_square": math.sqrt(fmean((row.surprise or 0.0) ** 2 for row in fair)) if fair else None,
+            "root_mean_square": root_mean_square(fair) if fair else None,
             "unbiased": len(fair),
             "within": sum(_within(row) for row in fair),
             "spearman": order,
@@ -98,12 +126,20 @@ def judge(losses: Losses, worth: Mapping[str, Any], methods: Mapping[str, Any], 
             "biased_above": len(above),
             "regret": find_regret(rows, losses),
             "beat_their_verdict": beaten,
+            "r2_curved": r2_curved,
+            "root_mean_square_curved": root_mean_square(curved, "surprise_curved") if curved else None,
+            "curved": len(curved),
+            "ratio_curved": ratio,
+            "both": len(both),
+            "bracketed": len(bracketed),
         },
         "hypotheses": {
             "H1": None if r2 is None else r2 >= 0.9,
             "H2": None if not biased else len(above) >= 0.8 * len(biased),
             "H3": None if order is None else order >= 0.8,
             "H4": not beaten,
+            "H5": None if r2_curved is None or ratio is None else r2_curved >= 0.75 and ratio <= 0.5,
+            "H6": None if not both else len(bracketed) >= 0.9 * len(both),
         },
     }
 
@@ -114,15 +150,8 @@ def make_row(arm: str, unbiased: bool, worth: Mapping[str, Any], losses: Losses,
         return None
     noise = worth["noise"]
     runs = losses[arm]
-    observed = _mean(runs, STEPS)
-    centre = predict(losses, rate, noise["value"], STEPS)
-    interval: tuple[float, float] | None = None
-    if centre is not None:
-        sd, freedom = pooled_deviation(losses)
-        half = float(student.ppf(0.5 + LEVEL / 2, freedom)) * sd * math.sqrt(1 / len(SURFACE_SEEDS) + 1 / len(runs))
-        ends = [predict(losses, rate, noise[end], STEPS) for end in ("low", "high")]
-        below, above = (abs((end if end is not None else centre) - centre) for end in ends)
-        interval = centre - math.hypot(below, half), centre + math.hypot(above, half)
+    main = predict_with_interval(losses, rate, noise, len(runs))
+    curved = worth.get("noise_curved")
     return Row(
         arm,
         unbiased,
@@ -133,11 +162,26 @@ def make_row(arm: str, unbiased: bool, worth: Mapping[str, Any], losses: Losses,
         worth["product"]["value"],
         worth["product"]["low"],
         BATCH / (1 + max(0.0, noise["value"])),
-        centre,
-        *(interval or (None, None)),
-        observed,
+        main and main.value,
+        main and main.low,
+        main and main.high,
+        _mean(runs, STEPS),
         len(runs),
+        curved and curved["value"],
+        curved and predict_with_interval(losses, rate, curved, len(runs)),
     )
+
+
+def predict_with_interval(losses: Losses, rate: float, noise: Mapping[str, float], seeds: int) -> Prediction | None:
+    """Return :func:`predict` with the errors of the noise, the surface and the mean over so many seeds."""
+    centre = predict(losses, rate, noise["value"], STEPS)
+    if centre is None:
+        return None
+    sd, freedom = pooled_deviation(losses)
+    half = float(student.ppf(0.5 + LEVEL / 2, freedom)) * sd * math.sqrt(1 / len(SURFACE_SEEDS) + 1 / seeds)
+    ends = [predict(losses, rate, noise[end], STEPS) for end in ("low", "high")]
+    below, above = (abs((end if end is not None else centre) - centre) for end in ends)
+    return Prediction(centre, centre - math.hypot(below, half), centre + math.hypot(above, half))
 
 
 def dense_name(batch: int, rate: float) -> str:
@@ -185,13 +229,18 @@ def pooled_deviation(losses: Losses) -> tuple[float, int]:
     return math.sqrt(squares / freedom), freedom
 
 
-def explained(rows: Sequence[Row]) -> float | None:
+def explained(rows: Sequence[Row], surprise: str = "surprise") -> float | None:
     """Return R² of observed against predicted, about the line of equality."""
     if len(rows) < 3:
         return None
     observed = [row.observed or 0.0 for row in rows]
     mean = fmean(observed)
-    return 1.0 - sum((row.surprise or 0.0) ** 2 for row in rows) / sum((value - mean) ** 2 for value in observed)
+    return 1.0 - sum(getattr(row, surprise) ** 2 for row in rows) / sum((value - mean) ** 2 for value in observed)
+
+
+def root_mean_square(rows: Sequence[Row], surprise: str = "surprise") -> float:
+    """Return that of observed minus predicted."""
+    return math.sqrt(fmean(getattr(row, surprise) ** 2 for row in rows))
 
 
 def rank_correlation(rows: Sequence[Row]) -> float | None:
@@ -254,7 +303,7 @@ def read_task(folder: Path, name: str) -> dict[str, Any]:
     rate = find_rate(losses)
     # Dense as an arm whose noise is 0: the fresh seeds of the cell that the surface has with others.
     fresh = {seed: run for seed, run in losses[dense_name(BATCH, rate)].items() if seed >= FIRST_METHOD_SEED}
-    return {"task": name, "rate": rate} | judge(
+    return {"task": name, "rate": rate, "found_here": name == FOUND_ON} | judge(
         {**losses, "dense": fresh} if fresh else losses,
         {"dense": DENSE} | worth,
         {"dense": {"unbiased": True}} | methods,

@@ -19,7 +19,8 @@ from sparsebp_cli.cli.screen import Output, console, make_table
 if TYPE_CHECKING:
     from rich.table import Table
 
-NUMBERS = ("price", "noise", "bias", "(1 + noise) x price", "same as dense with")
+NUMBERS = ("price", "noise", "by curvature", "bias", "(1 + noise) x price", "like dense with")
+SHORT = {"cannot beat a smaller batch": "cannot", "decide by training": "train"}  # verdicts, as wide as a column may be
 LESSON = {
     "dense": "dense itself",
     "cannot beat a smaller batch": "dense with a smaller batch has as little noise and costs less: no training needed",
@@ -64,12 +65,14 @@ def print_worth(found: WorthAnswer) -> None:
     if found.policies:
         screen.print(worth_table(found.policies))
         for verdict in dict.fromkeys(policy.verdict for policy in found.policies):
-            screen.print(f"{verdict}: {LESSON[verdict]}")
+            short = f"{SHORT[verdict]}: {verdict}: " if verdict in SHORT else f"{verdict}: "
+            screen.print(short + LESSON[verdict])
         screen.print(
-            f"noise and bias: squared error over dense's variance between batches, {metric}; price in dense steps of "
-            f"{found.batch} examples, {show_count(found.dense_step_flops, 'FLOP')}. In brackets 95 % intervals, "
-            f"over {found.batches} batches at steps {steps} of one dense training. docs/guide/worth.md says when "
-            "this holds."
+            f"noise and bias: squared error over dense's variance between batches, {metric}; by curvature: what the "
+            "noise costs the loss in its step, over what that of a batch costs, which the next column goes by. Price "
+            f"in dense steps of {found.batch} examples, {show_count(found.dense_step_flops, 'FLOP')}. Below a number "
+            f"stands its 95 % interval, over {found.batches} batches at steps {steps} of one dense training. docs/guide/worth.md says "
+            "when this holds."
         )
     if any(policy.remembers for policy in found.policies):
         screen.print("*: chooses by what it remembers of earlier steps; measured as at its first step.")
@@ -83,24 +86,35 @@ def print_worth(found: WorthAnswer) -> None:
 def worth_table(policies: Sequence[PolicyWorth]) -> Table:
     """Return a row for each policy, the best first."""
     table = make_table("policy", *NUMBERS, "verdict", numbers=NUMBERS)
-    for one in sorted(policies, key=lambda policy: policy.product.value):
+    for one in sorted(policies, key=lambda policy: (policy.product_curved or policy.product).value):
         table.add_row(
             one.name + " *" * one.remembers,
             _show(one.price),
             _show(one.noise),
+            "-" if one.noise_curved is None else _show(one.noise_curved),
             _show(one.bias),
-            _show(one.product),
-            f"{one.dense_batch:.3g}",
-            one.verdict,
+            _show(one.product_curved or one.product),
+            _show_batches(one),
+            SHORT.get(one.verdict, one.verdict),
         )
     return table
 
 
+def _show_batches(one: PolicyWorth) -> str:
+    """Return the examples of dense's batch by both noises, which bracket it: ``3.4-9.1``."""
+    ends = sorted(
+        {f"{batch:.3g}" for batch in (one.dense_batch, one.dense_batch_curved) if batch is not None}, key=float
+    )
+    return "-".join(ends)
+
+
 def _show(interval: Interval) -> str:
-    """Return a value with its interval, unless that has no width: ``0.63 (0.61-0.66)``."""
+    """Return a value, and its interval below, unless that has no width."""
     value, low, high = (_round(end) for end in (interval.value, interval.low, interval.high))
-    return value if low == high else f"{value} ({low}-{high})"
+    return value if low == high else f"{value}\n{low}-{high}"
 
 
 def _round(value: float) -> str:
-    return f"{max(0.0, value):.2f}" if value < 99.5 else f"{value:.2g}"
+    if value < 99.5:
+        return f"{max(0.0, value):.2f}" if value < 9.95 else f"{value:.1f}"
+    return f"{value:.0f}" if value < 9999.5 else f"{value:.0e}".replace("e+0", "e").replace("e+", "e")

@@ -43,8 +43,18 @@ SPLIT |= {"lengths": dict.fromkeys(("shortest", "quarter", "median", "three_quar
 CENSUS = {"splits": {"train": SPLIT}, "shared": {}, "warnings": [["info", "data: fine"]]}
 CENSUS |= {"first": {"train": [{"ids": [1], "tokens": ["a"], "trained": [True], "parts": [["a", True]]}]}}
 INTERVAL = {"value": 1.0, "low": float("-inf"), "high": 1.5}
-POLICY = {"name": "topk", "verdict": "could", "dense_batch": 2.0, "remembers": False, "as_at_step": None, "by_part": {}}
-POLICY |= dict.fromkeys(("price", "noise", "noise_plain", "bias", "product"), INTERVAL)
+POLICY = {
+    "name": "topk",
+    "verdict": "could",
+    "dense_batch": 2.0,
+    "dense_batch_curved": None,
+    "remembers": False,
+    "as_at_step": None,
+    "by_part": {},
+}
+POLICY |= dict.fromkeys(
+    ("price", "noise", "noise_plain", "bias", "product", "noise_curved", "product_curved"), INTERVAL
+)
 WORTH = {"format": 1, "recipe": "fake", "steps": [1], "batch": 4, "batches": 6, "examples": 4, "metric": "adam"}
 WORTH |= {"dense_step_flops": 1e9, "policies": [POLICY], "left_out": [{"name": "vcas", "why": "needs rows"}]}
 TASK = {"version": 1.0, "hash": "ab", "examples": 4, "values": {"acc": {"value": 0.5, "better": "higher"}}}

@@ -33,9 +33,9 @@ def make_losses(arms: dict[str, float]) -> dict[str, dict[int, dict[int, float]]
     return dense | {arm: {seed: make_run(batch, seed) for seed in (100, 101, 102)} for arm, batch in arms.items()}
 
 
-def make_worth(noise: float, price: float = 1.0, bias: float = 0.0) -> dict[str, Any]:
+def make_worth(noise: float, price: float = 1.0, bias: float = 0.0, curved: float = 0.0) -> dict[str, Any]:
     product = (1 + noise) * price
-    numbers = {"price": price, "noise": noise, "bias": bias, "product": product}
+    numbers = {"price": price, "noise": noise, "noise_curved": curved, "bias": bias, "product": product}
     return {name: {"value": value, "low": value - 0.01, "high": value + 0.01} for name, value in numbers.items()}
 
 
@@ -47,8 +47,30 @@ def test_methods_that_obey_the_law_are_found_to(result: ModuleType) -> None:
     assert found["scores"]["r2"] == pytest.approx(1.0, abs=1e-4)
     assert found["scores"]["spearman"] == pytest.approx(1.0)
     assert found["scores"]["within"] == 4
-    assert found["hypotheses"] == {"H1": True, "H2": None, "H3": True, "H4": True}
+    assert found["hypotheses"] == {"H1": True, "H2": None, "H3": True, "H4": True, "H5": False, "H6": True}
     assert [row["batch"] for row in found["rows"]] == [16.0, 8.0, 16 / 3.5, 2.0]
+
+
+def test_methods_whose_noise_costs_by_curvature_alone_refuse_h1_and_hold_h5(result: ModuleType) -> None:
+    """Most of their noise lies where the loss is flat, so they train like a larger batch than it says."""
+    noise = {"a": (0.0, 0.0), "b": (3.0, 1.0), "c": (7.0, 2.5), "d": (60.0, 7.0), "e": (1.0, 0.2)}
+    losses = make_losses({arm: 16 / (1 + curved) for arm, (_, curved) in noise.items()})
+    worth = {arm: make_worth(nu, curved=curved) for arm, (nu, curved) in noise.items()}
+    found = result.judge(losses, worth, dict.fromkeys(noise, FAIR), RATE)
+    scores = found["scores"]
+    assert scores["r2_curved"] == pytest.approx(1.0, abs=1e-4)
+    assert (scores["curved"], scores["both"], scores["bracketed"]) == (5, 4, 4)
+    assert scores["ratio_curved"] < 0.01
+    assert (found["hypotheses"]["H1"], found["hypotheses"]["H5"], found["hypotheses"]["H6"]) == (False, True, True)
+    assert found["unpredicted"] == ["d"]
+
+
+def test_one_that_is_worse_than_all_its_noise_says_is_outside_of_the_bracket(result: ModuleType) -> None:
+    losses = make_losses({"a": 2.0, "b": 8.0, "c": 16.0})
+    worth = {"a": make_worth(1.0, curved=0.1), "b": make_worth(1.0, curved=1.0), "c": make_worth(0.0)}
+    found = result.judge(losses, worth, dict.fromkeys(worth, FAIR), RATE)
+    assert [row["surprise_curved"] > 0.5 for row in found["rows"]] == [True, False, False]
+    assert (found["scores"]["bracketed"], found["hypotheses"]["H6"]) == (2, False)
 
 
 def test_a_biased_method_lies_above_the_line_and_outside_of_its_interval(result: ModuleType) -> None:
@@ -102,10 +124,11 @@ def test_the_page_names_every_arm_and_what_became_of_each_hypothesis(
     losses["e"][101] = {}  # diverged
     noise = {"a": 0.0, "b": 3.0, "c": 7.0, "d": 500.0, "e": 1.0}
     found = result.judge(losses, {arm: make_worth(nu) for arm, nu in noise.items()}, dict.fromkeys(noise, FAIR), RATE)
-    text = page.render([{"task": "known", "rate": RATE} | found])
+    text = page.render([{"task": "known", "rate": RATE, "found_here": False} | found])
     assert all(f"<th scope=row>{arm}</th>" in text for arm in noise)
     assert text.count("none: below a batch of 1") == text.count(">diverged<") == 1
     assert "H1 holds: over 3 unbiased arms" in text
     assert "H2 cannot be said yet" in text
-    assert text.count("<circle") == 3
+    assert text.count("<circle") == 3 + 4  # by curvature d has a prediction, too
+    assert "H5 does not hold: with the noise by curvature R² over 4 unbiased arms" in text
     sys.modules.pop("exchange_page")

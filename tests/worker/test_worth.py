@@ -20,11 +20,14 @@ from sparsebp_cli.run import JournalWriter, RunFolder
 from sparsebp_cli.worker.ending import StopRequest
 from sparsebp_cli.worker.training import Training
 from sparsebp_cli.worker.worth import measure as module
-from sparsebp_cli.worker.worth.measure import find_candidates, measure
+from sparsebp_cli.worker.worth.candidate import find_candidates
+from sparsebp_cli.worker.worth.curvature import Curvature
+from sparsebp_cli.worker.worth.measure import measure
 from sparsebp_cli.worker.worth.squares import Metric, square_between, square_errors
 
 MakeRecipe = Callable[..., Recipe]
 Prepare = Callable[[Recipe], RunFolder]
+SPELLING = Path(__file__).parents[2] / "docs" / "results" / "exchange" / "spelling.yaml"
 QUIET = {"eval_every": 5, "eval_batches": 2, "probe_every": None, "fidelity_every": None}
 
 
@@ -42,17 +45,14 @@ def build(prepared: Prepare) -> Iterator[Callable[[Recipe], Training]]:
 
 
 @pytest.fixture
-def found(
-    tiny_recipe: MakeRecipe, build: Callable[[Recipe], Training], monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., dict[str, Any]]:
+def found(tiny_recipe: MakeRecipe, build: Callable[[Recipe], Training]) -> Callable[..., dict[str, Any]]:
     """Measure policies, by name in the result."""
 
     def run(*policies: dict[str, Any], pairs: int = 4, **sections: Any) -> dict[str, Any]:
-        monkeypatch.setattr(module, "PAIRS", pairs)
         results = {}
         for policy in policies:
             recipe = tiny_recipe(policy=[policy], measure=QUIET, **sections)
-            answer = measure(build(recipe), all_policies=False, report=lambda *_: None)
+            answer = measure(build(recipe), all_policies=False, report=lambda *_: None, pairs=pairs)
             json.dumps(answer)
             assert answer["left_out"] == []
             (results[policy["name"]],) = answer["policies"]
@@ -74,8 +74,9 @@ def test_uniform_examples_are_worth_exactly_their_price(found: Callable[..., dic
 def test_dense_and_exact_policies_have_no_noise(found: Callable[..., dict[str, Any]]) -> None:
     both = found({"name": "dense"}, {"name": "lossless"})
     for one in both.values():
-        assert one["noise"] == one["bias"] == {"value": 0.0, "low": 0.0, "high": 0.0}
-        assert one["dense_batch"] == 4
+        nothing = {"value": 0.0, "low": 0.0, "high": 0.0}
+        assert one["noise"] == one["noise_curved"] == one["bias"] == nothing
+        assert one["dense_batch"] == one["dense_batch_curved"] == 4
     assert both["dense"]["price"]["value"] == pytest.approx(1.0, rel=1e-6)
     assert both["dense"]["verdict"] == "dense"
 
@@ -191,3 +192,76 @@ def test_the_metric_is_the_second_moment_that_the_optimizer_has() -> None:
     between = square_between({"weight": gradient}, {"weight": -gradient}, metric, lambda _: "all").sums
     assert between["adam"]["all"] == pytest.approx(2 * float(scaled.square().sum()), rel=1e-5)
     assert metric.scale("other", gradient) is None
+
+
+class Loss(nn.Module):
+    """A small loss whose Hessian is known by autograd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 1)
+        self.x, self.y = torch.randn(32, 6), torch.randn(32, 1)
+
+    def forward(self) -> Tensor:
+        return (self.second(torch.tanh(self.first(self.x))) - self.y).square().mean()
+
+
+@pytest.mark.parametrize("with_moments", [False, True])
+def test_the_curvature_along_an_error_is_that_of_the_hessian(with_moments: bool) -> None:
+    """Against a Hessian-vector product of autograd, in the metric of the optimizer; weights stay bit for bit."""
+    torch.manual_seed(0)
+    loss = Loss()
+    names = dict(loss.named_parameters())
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(names.values(), lr=0.01)
+    if with_moments:
+        optimizer = torch.optim.AdamW(names.values(), lr=0.01)
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss().backward()
+            optimizer.step()
+    metric = Metric(optimizer, names)
+
+    def gradients() -> dict[str, Tensor | None]:
+        return dict(zip(names, torch.autograd.grad(loss(), list(names.values())), strict=True))
+
+    curvature = Curvature(names, metric, gradients())
+    error: dict[str, Tensor | None] = {name: torch.randn_like(p) for name, p in names.items()}
+    error["second.bias"] = None
+    before = {name: p.detach().clone() for name, p in names.items()}
+    found = curvature.square(error, gradients)
+    scaled = {name: metric.scale(name, e) if with_moments else e for name, e in error.items() if e is not None}
+    weights = [names[name] for name in scaled]
+    grads = torch.autograd.grad(loss(), weights, create_graph=True)
+    along = sum((g * d).sum() for g, d in zip(grads, scaled.values(), strict=True))
+    products = torch.autograd.grad(along, weights)
+    expected = sum(float((h * d).sum()) for h, d in zip(products, scaled.values(), strict=True))
+    assert found == pytest.approx(expected, rel=2e-2)
+    assert all(torch.equal(p, before[name]) for name, p in names.items())
+
+
+@pytest.mark.slow
+def test_noise_where_the_loss_is_flat_costs_nothing(
+    build: Callable[[Recipe], Training], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounding of activations is spread over all directions, of which few are curved; a smaller batch is not."""
+    from sparsebp_cli.recipe import load_recipe
+
+    monkeypatch.setattr(module, "MOST_STEPS", 4)
+    monkeypatch.setattr(module, "POINTS", (1.0,))
+    found = {}
+    for policy in ({"name": "gact", "bits": 2}, {"name": "uniform", "keep": 0.5, "start": 0, "end": 1, "interrupt": 0}):
+        recipe = load_recipe(SPELLING, [f"policy={json.dumps(policy)}"])
+        answer = measure(build(recipe), all_policies=False, report=lambda *_: None, pairs=4)
+        (found[policy["name"]],) = answer["policies"]  # type: ignore[misc]
+    rounded, fewer = found["gact"], found["uniform"]
+    assert rounded["noise"]["value"] > 3.0
+    assert rounded["noise_curved"]["value"] < 0.1
+    assert rounded["dense_batch"] < 4
+    assert rounded["dense_batch_curved"] > 14
+    assert 0.3 < fewer["noise_curved"]["value"] < 3.0
+
+
+def test_weights_of_16_bits_have_no_curvature_and_are_measured(found: Callable[..., dict[str, Any]]) -> None:
+    one = found({"name": "crs", "keep": 0.5}, pairs=2, training={"mixed_precision": "bf16"})["crs"]
+    assert one["noise_curved"] is one["product_curved"] is one["dense_batch_curved"] is None
+    assert one["verdict"] in ("cannot beat a smaller batch", "could", "decide by training")

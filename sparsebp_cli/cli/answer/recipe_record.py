@@ -109,13 +109,20 @@ class PolicyWorth(Answer):
     price: Interval
     """Cost of a step in dense steps."""
     noise: Interval
-    """Squared error over dense's variance between batches."""
+    """Squared error over dense's variance between batches, all directions alike."""
+    noise_curved: Interval | None
+    """The same with the curvature of the loss between: what an error costs in its step; null where weights or passes
+    have 16 bits, or the loss is not curved upwards between batches."""
     bias: Interval
-    """Squared bias over the same."""
+    """Squared bias, all directions alike."""
     product: Interval
-    """(1 + noise) x price: above 1, dense with a smaller batch has as little noise and costs less."""
+    """(1 + noise) x price."""
+    product_curved: Interval | None
+    """The same with ``noise_curved``: above 1, dense with a smaller batch has as little noise and costs less."""
     dense_batch: Number
     """Examples of the batch with which dense has as much noise."""
+    dense_batch_curved: Number | None
+    """The same by ``noise_curved``."""
     remembers: bool
     """Whether it chooses by what it remembers of earlier steps."""
     as_at_step: int | None

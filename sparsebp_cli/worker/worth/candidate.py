@@ -1,0 +1,89 @@
+"""The policies that are measured, and what is found of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sparsebp_cli.backward.attachment import validates
+from sparsebp_cli.errors import SparseBPError
+from sparsebp_cli.plan.exchange import BatchPair
+from sparsebp_cli.policy import EpochSelector, Policy, TokenSelector, find_policies, make_policy
+from sparsebp_cli.policy.discovery import FoundPolicy
+from sparsebp_cli.recipe.composition import refuse_unsupported
+from sparsebp_cli.recipe.description import describe_policy
+from sparsebp_cli.recipe.schema import PolicyEntry, Recipe
+from sparsebp_cli.worker.policy_phase import compares, make_phases
+
+SHARE = 0.5  # of a policy that must be told what to keep, where all are measured
+
+
+@dataclass
+class Candidate:
+    """A policy that is measured, and what was found so far."""
+
+    name: str  # as the recipe would write it: name and options
+    policies: Sequence[Policy]
+    pairs: dict[str, list[list[BatchPair]]] = field(default_factory=lambda: {"plain": [], "adam": [], "curved": []})
+    by_part: dict[str, list[float]] = field(default_factory=dict)  # squares of noise and bias, and between batches
+    passes: list[tuple[float, float]] = field(default_factory=list)  # FLOPs of it and of dense, for each counted batch
+    fixed: list[float] = field(default_factory=list)  # FLOPs of update and trial passes, a value for each point
+    step: int | None = None  # at which it was measured instead, since it leaves nothing out at the points
+    failure: str = ""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether all of its policies declare the dense gradient."""
+        return all(policy.exact for policy in self.policies)
+
+
+def find_candidates(recipe: Recipe, *, all_policies: bool) -> tuple[list[Candidate], list[dict[str, str]]]:
+    """Return the policies to be measured, those of the recipe first, and the name and reason of each that is not."""
+    found, left_out = list[Candidate](), list[dict[str, str]]()
+    for phase, made in zip(recipe.phases, make_phases(recipe), strict=True):
+        name = ", ".join(describe_policy(entry.model_dump()) for entry in phase.policies) or "dense"
+        why = next(filter(None, map(_find_reason, made.policies)), "")
+        if why:
+            left_out.append({"name": name, "why": why})
+        else:
+            found.append(Candidate(name, made.policies))
+    if all_policies:
+        own = {candidate.name for candidate in found}
+        for name, installed in find_policies().items():
+            candidate = _try_candidate(recipe, name, installed)
+            if isinstance(candidate, str):
+                left_out.append({"name": name, "why": candidate})
+            elif candidate.name not in own:
+                found.append(candidate)
+    return found, left_out
+
+
+def _try_candidate(recipe: Recipe, name: str, installed: FoundPolicy) -> Candidate | str:
+    """Return an installed policy with its defaults, and half of everything where it must be told a share; or why it is
+    not measured."""
+    if installed.policy_class is None:
+        return f"broken: {installed.problem}"
+    required = [key for key, option in installed.policy_class.model_fields.items() if option.is_required()]
+    if set(required) - {"keep"}:
+        return f"needs {', '.join(required)}: name it in the recipe's policy"
+    options: dict[str, Any] = {"keep": SHARE} if required else {}
+    changed = recipe.model_copy(update={"policy": [PolicyEntry(name=name, **options)], "schedule": None})
+    try:
+        refuse_unsupported(changed)
+        policy = make_policy(name, **options)
+    except SparseBPError as error:
+        return str(error)
+    return _find_reason(policy) or (
+        "needs a reference model, which the recipe's own policies do not have"
+        if compares(policy)
+        else "needs validation examples, which are set aside for the recipe's own policies alone"
+        if validates(policy)
+        else "reads columns of the data: name it in the recipe's policy"
+        if isinstance(policy, TokenSelector) and policy.reads
+        else Candidate(describe_policy({"name": name} | options), [policy])
+    )
+
+
+def _find_reason(policy: Policy) -> str:
+    return "chooses whole epochs: there is nothing to measure on a batch" if isinstance(policy, EpochSelector) else ""

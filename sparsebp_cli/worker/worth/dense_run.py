@@ -1,0 +1,88 @@
+"""The dense training at whose points policies are measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+from sparsebp_cli.backward import Engine
+from sparsebp_cli.backward.decoder.layers import LayerNumbers
+from sparsebp_cli.backward.observe.update_flops import UpdateFlops
+from sparsebp_cli.policy import Policy, make_policy
+from sparsebp_cli.run.policy_phase import PolicyPhase
+from sparsebp_cli.worker.batch import num_targets
+from sparsebp_cli.worker.price import find_updated
+from sparsebp_cli.worker.training import Training
+from sparsebp_cli.worker.trial_step import TrialStep, trainable_parameters
+
+Report = Callable[[str, int, int], None]
+
+
+class DenseRun:
+    """The dense training at whose points policies are measured."""
+
+    def __init__(self, training: Training, report: Report, total: int) -> None:
+        self.training, self._report, self._total, self.done = training, report, total, 0
+        self.step, self.update_flops, self.per_entry = 0, 0.0, 0.0
+        self.has_moments = False
+        training.engine.detach()
+        training.model.train()  # as loaded it is in evaluation mode: no dropout, and nothing is chosen of batches
+        self.part_of = LayerNumbers(training.bare).part_of
+        self._engine = self.attach([make_policy("dense")])
+        self.names = trainable_parameters(training.bare, self._engine)
+
+    def tell(self, what: str, passes: int) -> None:
+        """Report what comes now, and how many passes are done."""
+        self._report(what, self.done, self._total)
+        self.done += passes
+
+    def attach(self, policies: Sequence[Policy]) -> Engine:
+        """Attach policies as if they had been there since the first step."""
+        sequence = self.training.phases
+        phase = PolicyPhase(policies, None, self.step, self.step + 1, ())
+        engine = sequence.attach(phase)
+        engine.load_state_dict(engine.state_dict() | {"index": self.step})
+        sequence.set_columns(self.training.order, phase)
+        return engine
+
+    def train_to(self, step: int) -> None:
+        """Make dense steps until so many are done."""
+        training, recipe = self.training, self.training.plan.recipe.training
+        while self.step < step:
+            self.tell(f"dense step {self.step + 1} of {step}", 1)
+            first = self.step * recipe.gradient_accumulation_steps
+            shares = [training.order.rank_part(n) for n in range(first, first + recipe.gradient_accumulation_steps)]
+            targets = sum(count for _, count in shares)
+            for number, (batch, _) in enumerate(shares, first):
+                self._engine.backward(training.loss_of(number, batch, targets), training.accelerator.backward)
+            counting = UpdateFlops()
+            with counting:
+                updated, _ = find_updated(training.optimizer, all_of_them=False)
+                training.clip(recipe.max_grad_norm)
+                training.optimizer.step()
+            training.schedule.step()
+            training.optimizer.zero_grad(set_to_none=True)
+            self.step += 1
+            self.update_flops, self.per_entry = float(counting.flops), counting.flops / max(1, updated)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Take the dense engine off, so that others can be attached, and attach it again."""
+        self._engine.detach()
+        state = self.training.optimizer.optimizer.state
+        before = {parameter: dict(values) for parameter, values in state.items()}
+        try:
+            yield
+        finally:
+            state.clear()  # policies that freeze parameters for good drop their state
+            state.update(before)
+            self._engine = self.attach([make_policy("dense")])
+
+    def trial(self, engine: Engine, number: int, most: int | None = None) -> TrialStep:
+        """Return a trial step of a micro-batch, or of its first examples."""
+        training = self.training
+        batch = {name: tensor[:most] for name, tensor in training.order.rank_part(number)[0].items()}
+        targets = max(1, num_targets(batch, training.order.candidates))
+        loss = partial(training.loss_of, number, batch, targets)
+        return TrialStep(training.bare, engine, loss, training.accelerator.backward)
