@@ -199,20 +199,20 @@ class _Classes:
         self._classes: dict[str, list[ast.stmt]] = {}
         self._modules: dict[str, list[ast.stmt]] = {}
         for node in imports:
-            is_from = isinstance(node, ast.ImportFrom)
             for alias in node.names:
-                source = (node.module or "") if isinstance(node, ast.ImportFrom) and not node.level else alias.name
-                if source.partition(".")[0] not in LIBRARIES or (is_from and node.level):
-                    continue
-                if is_from and alias.name.endswith("Trainer"):
+                is_module = isinstance(node, ast.Import)
+                # That of `from .x import` is the script's own folder, whatever its name.
+                source = alias.name if isinstance(node, ast.Import) else "." * node.level + (node.module or "")
+                library = source.partition(".")[0]
+                if library in LIBRARIES and is_module:
+                    self._modules.setdefault(alias.asname or library, []).append(node)
+                elif library in LIBRARIES and alias.name.endswith("Trainer"):
                     self._classes.setdefault(alias.asname or alias.name, []).append(node)
-                elif not is_from:
-                    self._modules.setdefault(alias.asname or alias.name.partition(".")[0], []).append(node)
-        for node in ast.walk(tree):
+        for made in ast.walk(tree):
             # In the order of the script, so that a class that extends one of the script's own is found.
-            if isinstance(node, ast.ClassDef):
-                for base in node.bases:
-                    self._classes.setdefault(node.name, []).extend([*self.find(base)])
+            if isinstance(made, ast.ClassDef):
+                for base in made.bases:
+                    self._classes.setdefault(made.name, []).extend([*self.find(base)])
         self._classes = {name: nodes for name, nodes in self._classes.items() if nodes}
 
     def find(self, expression: ast.expr) -> list[ast.stmt]:
