@@ -68,7 +68,7 @@ def page(root: Path) -> str:
         parts += [
             f"## {UNITS[name][0].upper()}{UNITS[name][1:]}\n",
             f"{case['examples']} examples, {case['tokens']:,} tokens, {case['labels']:,} with a label, batches of "
-            f"{case['batch_size']}; load of the machine {loads}.\n",
+            f"{case['batch_size']}; {len(case['ways']['padded']['seconds'])} rounds; load of the machine {loads}.\n",
             table(["way", "s an example", "ratio", "GFLOP", "MB", "error", "lines"], rows),
             *(f"- {line}" for line in _behind(case["ways"])),
             "",
@@ -79,7 +79,7 @@ def page(root: Path) -> str:
 def summary(root: Path) -> str:
     """Return the table of the guide: for each kind of update, `lossless` and the best of the others."""
     rows, cases = [], _read(root)["cases"]
-    keys = [key for key in KEYS if all(key in case["ways"]["lossless"] for case in cases.values())]
+    keys = [key for key in KEYS if any(key in case["ways"]["lossless"] for case in cases.values())]
     for name, case in cases.items():
         ways = case["ways"]
         cells = [UNITS[name]]
@@ -88,7 +88,11 @@ def summary(root: Path) -> str:
             cells += [_value(ways["lossless"], key), f"{_value(ways[best], key)}: {WORDS[best]}" if best else ""]
         rows.append(cells)
     names = [part for key in keys for part in (f"`lossless`, {KEYS[key]}", "best of the others")]
-    note = "The ratio is over the padded step, in seconds of one thread." if "ratio" in keys else "No clock was read."
+    note = (
+        "The ratio is over the padded step, in seconds of one thread; none: not timed."
+        if "ratio" in keys
+        else "No clock was read."
+    )
     return f"{table(['update', *names], rows)}\n{note}\n"
 
 

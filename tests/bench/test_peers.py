@@ -41,7 +41,7 @@ def test_each_way_has_the_gradient_of_one_example_at_a_time(peers: Any) -> None:
     assert found["padded"]["ratio"]["median"] == 1.0
     # What is saved, by count: prompts once, no padding, the head at labels.
     flops = {way: row["flops"] for way, row in ran.items()}
-    assert flops["lossless, one batch"] < flops["lossless"] < flops["by hand"] < flops["padded"]
+    assert flops["lossless, one batch"] <= flops["lossless"] < flops["by hand"] < flops["padded"]
     assert found["lossless"]["lines"] == 1 < found["by hand, prompt cached"]["lines"]
     assert len(saved) == len(ran) + 1  # after each count, and after the round
     assert peers.WAYS["by hand, prompt cached"].refusal(units["chat"]) == "no prompt is shared"
