@@ -35,7 +35,7 @@ def write_file(path: Path, content: str | bytes, *, private: bool = False) -> No
         stream.write(content.encode() if isinstance(content, str) else content)
 
 
-def write_new(path: Path, content: str) -> bool:
+def write_new(path: Path, content: str | bytes) -> bool:
     """Write a file where there is none, and return whether it was: of two that write at once, one does. If this fails,
     or the power does, there is none. Raises ``OSError``."""
     part = path.with_name(f"{PART}new-{path.name[:200]}.{os.getpid()}-{threading.get_ident()}")

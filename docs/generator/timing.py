@@ -10,6 +10,7 @@ from typing import Any
 
 from generator.markdown import head as page_head
 from generator.markdown import table
+from generator.peers import summary
 
 PLACE = re.compile(r"(<!-- timing: (\w+) -->\n).*?(<!-- end of timing -->)", re.DOTALL)
 PLAIN = {"rows": "head of labelled rows", "padding-free": "without padding", "padded": "padded"}
@@ -30,6 +31,8 @@ def _fill(root: Path, page: str, make: Callable[[Any], str]) -> str:
     assert PLACE.search(text), f"{page}.md has lost the place of its timings"
 
     def fill(match: re.Match[str]) -> str:
+        if match[2] == "peers":
+            return f"{match[1]}{summary(root)}{match[3]}"
         file = root / "benchmarks" / "results" / f"{match[2]}-cpu.json"
         others = {"waste": _waste, "labels": _labels, "updates": _updates, "policy_updates": _policy_updates}
         chosen = (others | {"head": _head}).get(match[2], make)

@@ -2,7 +2,7 @@
 
 from sparsebp_cli.audit_report.applied import Applied, StepTimes
 from sparsebp_cli.audit_report.isolation import BatchJudgement, IsolationReport, LossJudgement, MixedPair
-from sparsebp_cli.audit_report.kind import BY_LOSSLESS, KINDS, LOSSLESS_ADVICE, FindingKind
+from sparsebp_cli.audit_report.kind import BY_LOSSLESS, KINDS, LOSSLESS_ADVICE, LOSSLESS_REFUSED, FindingKind
 from sparsebp_cli.audit_report.page import render_page, write_page
 from sparsebp_cli.audit_report.report import SCHEMA, THRESHOLD, AuditReport, Finding, ModuleWork
 
@@ -10,6 +10,7 @@ __all__ = [
     "BY_LOSSLESS",
     "KINDS",
     "LOSSLESS_ADVICE",
+    "LOSSLESS_REFUSED",
     "SCHEMA",
     "THRESHOLD",
     "Applied",

@@ -15,7 +15,8 @@ class FindingKind:
 
 
 BY_LOSSLESS = ("ignored-logits", "padding", "zero-rows", "shared-prefix")  # left out by the policy of that name
-LOSSLESS_ADVICE = "; the policy lossless does this for you: `sparsebp audit --apply` tries it"
+LOSSLESS_REFUSED = "the policy lossless does not go with this training: "  # begins the note of a report
+LOSSLESS_ADVICE = "; the policy lossless does this for you: `sparsebp audit --apply` tries it, `--write` keeps it"
 
 KINDS: dict[str, FindingKind] = {
     "frozen-wgrad": FindingKind(

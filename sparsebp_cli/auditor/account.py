@@ -8,7 +8,15 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from sparsebp_cli.audit_report import BY_LOSSLESS, KINDS, LOSSLESS_ADVICE, AuditReport, Finding, ModuleWork
+from sparsebp_cli.audit_report import (
+    BY_LOSSLESS,
+    KINDS,
+    LOSSLESS_ADVICE,
+    LOSSLESS_REFUSED,
+    AuditReport,
+    Finding,
+    ModuleWork,
+)
 from sparsebp_cli.auditor.hook import HookCount
 from sparsebp_cli.auditor.judge import Verdict, Waste, judge_leaves, judge_work
 from sparsebp_cli.auditor.operation import AGAIN, DGRAD, OTHER, WGRAD
@@ -92,7 +100,7 @@ def _holds_transformer(root: nn.Module) -> bool:
 
 def _note_refusal(shown: tuple[Finding, ...], refusal: str | None) -> Iterable[str]:
     if refusal and any(finding.kind in BY_LOSSLESS for finding in shown):
-        yield f"the policy lossless does not go with this training: {refusal}"
+        yield f"{LOSSLESS_REFUSED}{refusal}"
 
 
 def _by_module(session: Session, kind: str) -> Counter[str]:

@@ -18,6 +18,7 @@ from sparsebp_cli.errors import UnsupportedError, UsageError
 
 if TYPE_CHECKING:
     from sparsebp_cli.audit_report import AuditReport
+    from sparsebp_cli.cli.audit_process import AuditedCommand
 
 WHAT, GATE, FILE = "What is watched", "For CI", "Result"
 SUBJECT = "A recipe; or `--` and any command that trains with PyTorch: -- python train.py --epochs 3."
@@ -37,6 +38,14 @@ def audit(  # noqa: PLR0913, PLR0917 - one parameter an option
         typer.Option(
             "--apply",
             help="Then leave out what can be left out exactly while the command trains on, and measure its steps.",
+            rich_help_panel=WHAT,
+        ),
+    ] = False,
+    write: Annotated[
+        bool,
+        typer.Option(
+            "--write",
+            help="At the end write the line of lossless into a script that has one Trainer, and show the change.",
             rich_help_panel=WHAT,
         ),
     ] = False,
@@ -89,8 +98,9 @@ def audit(  # noqa: PLR0913, PLR0917 - one parameter an option
     settings = {"steps": steps, "threshold": threshold, "stop": stop, "apply": apply, "examples": examples}
     with tempfile.TemporaryDirectory(prefix="sparsebp-audit-") as place:
         is_recipe = Path(words[0]).suffix in {".yaml", ".yml"}
-        if is_recipe and apply:
-            raise UsageError("--apply changes how a command trains; in a recipe write policy: lossless")
+        if is_recipe and (apply or write):
+            what = "--apply changes how a command trains" if apply else "--write changes a script"
+            raise UsageError(f"{what}; in a recipe write policy: lossless")
         command = _train_command(words, changes, steps, Path(place)) if is_recipe else words
         if not is_recipe and changes:
             raise UsageError("--set changes a recipe; give the command its own options")
@@ -106,17 +116,44 @@ def audit(  # noqa: PLR0913, PLR0917 - one parameter an option
         raise UsageError(audited.why_no_report)
     if audited.report is None:
         print_line(f"audit: {audited.why_no_report}", stderr=True)
-    if audited.exit_code:
-        raise typer.Exit(audited.exit_code)
+    is_written = not write or _write_line(audited, quiet=output is Output.JSON)
+    if audited.exit_code or not is_written:
+        raise typer.Exit(audited.exit_code or CHECK_FAILED)
     assert audited.report is not None
-    if fail_if_mixed and audited.report.examples is not None and audited.report.examples.is_mixed:
-        print_line(f"failed: {audited.report.examples.headline}", stderr=True)
+    _check_gates(audited.report, fail_if_waste, fail_if_mixed=fail_if_mixed)
+
+
+def _check_gates(report: AuditReport, fail_if_waste: float | None, *, fail_if_mixed: bool) -> None:
+    """End the verb if the report exceeds what is allowed."""
+    if fail_if_mixed and report.examples is not None and report.examples.is_mixed:
+        print_line(f"failed: {report.examples.headline}", stderr=True)
         raise typer.Exit(CHECK_FAILED)
-    if fail_if_waste is not None and audited.report.waste_share > fail_if_waste:
-        print_line(
-            f"failed: {audited.report.waste_share:.2%} could be left out, allowed {fail_if_waste:.2%}", stderr=True
-        )
+    if fail_if_waste is not None and report.waste_share > fail_if_waste:
+        print_line(f"failed: {report.waste_share:.2%} could be left out, allowed {fail_if_waste:.2%}", stderr=True)
         raise typer.Exit(CHECK_FAILED)
+
+
+def _write_line(audited: AuditedCommand, *, quiet: bool) -> bool:
+    """Write the line of lossless into the script that was audited, and show it. Return whether it was written; if not,
+    the reason is printed."""
+    from sparsebp_cli.cli.script_line import find_change, find_objection
+
+    objection = find_objection(audited.report) if audited.report is not None else audited.why_no_report
+    if audited.exit_code:
+        objection = f"the command ended with {audited.exit_code}"
+    try:
+        if objection:
+            raise UnsupportedError(objection)
+        if audited.script is None:
+            raise UnsupportedError("the command ran no script that is a file")
+        change = find_change(audited.script)
+        print_line(change.diff(), stderr=quiet)
+        kept = change.write()
+    except UsageError as error:
+        print_line(f"not written: {error}", stderr=True)
+        return False
+    print_line(f"written: {change.file}; as it was: {kept}", stderr=True)
+    return True
 
 
 def _train_command(words: list[str], changes: list[str] | None, steps: int, place: Path) -> list[str]:

@@ -26,6 +26,7 @@ class AuditedCommand:
     exit_code: int  # its own; 128 and the signal's number when a signal ended it
     report: AuditReport | None  # of the first process that trained; None without one
     why_no_report: str = ""  # one line, where there is no report
+    script: Path | None = None  # what trained; None if that was no file
 
 
 def run_audited(
@@ -64,9 +65,9 @@ def run_audited(
             raise
     if report is None and (report := _read(found, "report-*.json")) is not None:
         give(report)
-    return AuditedCommand(
-        code, report, "" if report is not None else _why_no_report(found, command, code, int(settings["steps"]))
-    )
+    why = "" if report is not None else _why_no_report(found, command, code, int(settings["steps"]))
+    scripts = _by_rank(found, "script-*")
+    return AuditedCommand(code, report, why, Path(scripts[0].read_text(encoding="utf-8")) if scripts else None)
 
 
 def _poll(process: subprocess.Popen[bytes]) -> int | None:
@@ -79,8 +80,12 @@ def _poll(process: subprocess.Popen[bytes]) -> int | None:
 
 def _read(found: Path, pattern: str) -> AuditReport | None:
     """Return the report of the lowest rank."""
-    reports = sorted(found.glob(pattern), key=lambda file: [int(number) for number in file.stem.split("-")[1:]])
+    reports = _by_rank(found, pattern)
     return AuditReport.from_dict(json.loads(reports[0].read_text(encoding="utf-8"))) if reports else None
+
+
+def _by_rank(found: Path, pattern: str) -> list[Path]:
+    return sorted(found.glob(pattern), key=lambda file: [int(number) for number in file.stem.split("-")[1:]])
 
 
 def _why_no_report(found: Path, command: list[str], code: int, steps: int) -> str:

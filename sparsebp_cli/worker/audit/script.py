@@ -3,6 +3,7 @@
 Environment variables configure it, so that the command's child processes inherit them: ``SPARSEBP_AUDIT_FOLDER`` and
 ``SPARSEBP_AUDIT`` (JSON: ``steps``, ``threshold``, ``stop``, ``apply``, ``examples``). It writes
 ``report-RANK-PID.json``, atomically, after the last audited step or when the process ends, with ``apply`` both;
+``script-RANK-PID``, the path of the script that trains;
 ``steps-RANK-PID`` with the number of steps so far; and ``idle-PID`` in a process that imported torch and ran no
 backward pass.
 """
@@ -90,6 +91,9 @@ class ScriptAudit:
             self._report = replace(self._report, applied=self._application.result())
             if self._is_written:
                 self._application.stop()
+        script = getattr(sys.modules["__main__"], "__file__", None)
+        if script is not None:  # none in `python -c`
+            self._save(f"script-{self.rank}-{self._pid}", str(Path(script).absolute()))
         self._save(f"report-{self.rank}-{self._pid}.json", json.dumps(self._report.to_dict()))
 
     def _let_go(self) -> None:
