@@ -66,6 +66,13 @@ BASE: dict[str, Any] = {
 FEW = {**TEXT, "max_examples": 300}  # of letters a text has many
 SPELLING = {"name": "cmudict", "format": "completion", "max_seq_length": 64, "max_examples": 4000}
 UPPER = ["model.layers.2.*", "model.layers.3.*", "model.norm", "lm_head"]
+QLORA = {  # weights are quantised where they are loaded, so the model has some
+    "config": None,
+    "tokenizer": None,
+    "name": "austen-llama",
+    "quantization": {"type": "nf4", "bnb_4bit_use_double_quant": True},
+    "lora": {"r": 8, "target_modules": "all-linear"},
+}
 # Each with what it changes of BASE.
 SETTINGS: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -80,6 +87,18 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "llama, attention eager": {"model": {"attention": "eager"}},
     "llama, LoRA": {"model": {"lora": {"r": 8}}},
     "llama, LoRA, full checkpointing": {"model": {"lora": {"r": 8}}, "backward": {"checkpointing": "full"}},
+    "austen-llama, QLoRA": {"model": QLORA},
+    "austen-llama, QLoRA in bfloat16": {"model": {**QLORA, "dtype": "bfloat16"}},
+    "austen-llama, QLoRA, full checkpointing": {"model": QLORA, "backward": {"checkpointing": "full"}},
+    "austen-llama, QLoRA, topk rows 0.1": {
+        "model": QLORA,
+        "policy": {"name": "topk", "keep": 0.1, "along": "rows"},
+    },
+    "austen-llama, QLoRA, completion, lossless": {
+        "model": QLORA,
+        "dataset": SPELLING,
+        "policy": {"name": "lossless", "verify": "never"},
+    },
     "llama, topk rows 0.1": {"policy": {"name": "topk", "keep": 0.1, "along": "rows"}},
     "llama, topk columns 0.25": {"policy": {"name": "topk", "keep": 0.25, "along": "columns"}},
     "llama, rows at branches": {

@@ -33,7 +33,7 @@ from sparsebp_cli.source.attention import ALWAYS
 from sparsebp_cli.source.rounded import find_rounded
 from sparsebp_cli.source.weight import check_sidecars, check_weights
 from sparsebp_cli.worker.adapter import add_adapters, find_adapter_key
-from sparsebp_cli.worker.quantization import load_options, settle
+from sparsebp_cli.worker.quantization import load_options, quantize_without_data, settle
 
 CLASSES: dict[Architecture, Any] = {
     "causal": AutoModelForCausalLM,
@@ -145,6 +145,8 @@ def build_by_config(
         model = CLASSES[architecture].from_config(config, **options)
     except Exception as error:
         raise _explain(f"model {section.name or section.config}", error) from None
+    if section.quantization is not None:
+        quantize_without_data(model, section.quantization)
     _set_decoder_start(model.config, getattr(model, "generation_config", None))
     return _prepare(model, section, architecture)
 

@@ -7,14 +7,16 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 from transformers import BitsAndBytesConfig, PreTrainedModel, TorchAoConfig
+from transformers.quantizers.auto import AutoHfQuantizer
 
 from sparsebp_cli.backward.linear.quantized import FourBitLayout, QuantizedLayout, find_quantized
-from sparsebp_cli.errors import DataError
+from sparsebp_cli.errors import DataError, UnsupportedError
 from sparsebp_cli.recipe.schema import ModelSection, QuantizationSection
 
 
@@ -74,6 +76,41 @@ def settle(model: PreTrainedModel) -> None:
             bias.data = bias.data.to(layout.module.compute_dtype)
     if hasattr(model, "hf_device_map"):  # accelerate would refuse to move a model that says where it lies
         del model.hf_device_map
+
+
+def quantize_without_data(model: PreTrainedModel, section: QuantizationSection) -> None:
+    """Put linears of 4 bits in the place of those that loading quantises, on tensors without data, with bytes and
+    scales of the sizes that loading gives them. Raise UnsupportedError for int8: torchao's weights are not tensors of
+    that kind."""
+    if section.type == "int8":
+        raise UnsupportedError("model.quantization: a base in int8 is not rehearsed; start it with max_steps=2")
+    if find_spec(section.package) is None:
+        raise DataError(
+            f"model.quantization: {section.type} needs {section.package}: pip install 'sparsebp[quantized]'"
+        )
+    from bitsandbytes.functional import quantize_4bit
+    from bitsandbytes.nn import Linear4bit
+
+    quantizer: Any = AutoHfQuantizer.from_config(_make_config(section, model.dtype), pre_quantized=False)
+    plain = dict(model.named_modules())
+    # Its modules begin with weights on the device "meta", of a class that takes no tensors without data.
+    with _disable_current_modes():
+        quantizer.preprocess_model(model=model, device_map={"": "cpu"})
+    for name, made in model.named_modules():
+        if isinstance(made, Linear4bit):
+            module: Any = made
+            before, options = cast("Any", plain[name]), module.weight
+            packed, module.quant_state = quantize_4bit(
+                before.weight.detach(),
+                compress_statistics=options.compress_statistics,
+                quant_type=options.quant_type,
+                quant_storage=options.quant_storage,
+            )
+            module.weight = nn.Parameter(packed, requires_grad=False)
+            vars(module.weight).update(vars(options) | {"quant_state": module.quant_state, "bnb_quantized": True})
+            module.bias = before.bias
+    quantizer.postprocess_model(model)
+    settle(model)
 
 
 def dequantize(model: PreTrainedModel) -> None:

@@ -170,10 +170,18 @@ def test_what_a_run_refuses_for_its_names_is_refused_in_the_same_words(tmp_path:
         _forecast(_write(tmp_path, policy={"name": "topk", "keep": 0.5, "where": ["*.w_proj"]}))
 
 
-def test_a_quantised_base_is_refused_and_not_counted_as_a_plain_one(tmp_path: Path) -> None:
-    model = {"quantization": {"type": "nf4"}, "lora": {"r": 4}}
-    with pytest.raises(UnsupportedError, match="a base in nf4 is not rehearsed: it would be counted in float32"):
-        _forecast(_write(tmp_path, model=model))
+def test_a_base_of_4_bits_is_counted_in_4_bits_and_one_of_8_is_refused(tmp_path: Path) -> None:
+    model: dict[str, Any] = {"quantization": {"type": "nf4"}, "lora": {"r": 4}}
+    step = _forecast(_write(tmp_path, model=model)).policy
+    linears, rest = (
+        2 * (4 * 32 * 32 + 3 * 32 * 48),
+        2 * 512 * 32 + 5 * 32,
+    )  # the head and the embedding stay as they are
+    scales = linears / 64  # one for each block of 64, in float32
+    assert step.peak.weights == pytest.approx(linears / 2 + 4 * scales + 4 * (rest + step.num_trained), rel=0.01)
+    assert step.num_parameters == linears + rest + step.num_trained
+    with pytest.raises(UnsupportedError, match="a base in int8 is not rehearsed; start it with max_steps=2"):
+        _forecast(_write(tmp_path, model=model | {"quantization": {"type": "int8"}}))
 
 
 def test_dense_beside_an_optimizer_that_needs_the_policy_has_another(tmp_path: Path) -> None:

@@ -22,13 +22,15 @@ from transformers import (
 )
 
 import sparsebp_cli as sbp
+from sparsebp_cli.backward.linear.quantized import find_quantized
 from sparsebp_cli.composition import ADAPTER_TYPES, READERS
 from sparsebp_cli.errors import DataError, RecipeError, UnsupportedError
+from sparsebp_cli.memory.fake import pretend
 from sparsebp_cli.recipe import load_recipe, refuse_unsupported
 from sparsebp_cli.recipe.schema import ModelSection, Recipe
 from sparsebp_cli.run import History, RunFolder
 from sparsebp_cli.worker.adapter import merge_beside
-from sparsebp_cli.worker.model import build_model
+from sparsebp_cli.worker.model import build_by_config, build_model, read_model_config
 from tests.worker.conftest import LLAMA, start, work
 from tests.worker.test_adapters import LORAS, OPTIONS, gradients
 
@@ -294,3 +296,26 @@ def compare_runs(runs: list[RunFolder], metric: str) -> Any:
     done = subprocess.run([*command, "--metric", metric, "-o", "json"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("double", [False, True])
+def test_a_base_without_data_has_the_tensors_of_one_that_was_loaded(base: str, double: bool) -> None:
+    """What a forecast counts, against what bitsandbytes made of real weights; and forward and backward run on it."""
+    given = {"type": "nf4", "bnb_4bit_use_double_quant": double}
+    section = ModelSection(name=base, quantization=given, lora={"r": 4})
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    loaded = build_model(section, tokenizer, None)
+    with pretend(gpu=False):
+        config = read_model_config(section, len(tokenizer), None)
+        made = build_by_config(section, config, 2, architecture="causal")
+        sizes = [
+            {name: [(t.shape, t.dtype) for t in layout.parts()] for name, layout in find_quantized(model)}
+            for model in (loaded, made)
+        ]
+        plain = [{n: (p.shape, p.dtype, p.requires_grad) for n, p in m.named_parameters()} for m in (loaded, made)]
+        made(input_ids=IDS, labels=IDS).loss.backward()
+        gradients = {name for name, p in made.named_parameters() if p.grad is not None}
+    assert sizes[0] == sizes[1]
+    assert len(sizes[0]) == 14
+    assert plain[0] == plain[1]
+    assert gradients == {name for name, (_, _, trained) in plain[0].items() if trained}

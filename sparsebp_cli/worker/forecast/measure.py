@@ -34,12 +34,6 @@ def forecast(request: ForecastRequest, report: Report) -> Forecast:
     recipe = request.plan.recipe
     if not has_own_worker(recipe):
         raise UnsupportedError("target.worker: what another worker does is not known here")
-    if recipe.model.quantization is not None:
-        # A config alone builds plain weights, which are several times as large, and fewer products.
-        raise UnsupportedError(
-            f"model.quantization: a base in {recipe.model.quantization.type} is not rehearsed: it would be counted in "
-            f"{recipe.model.dtype}; start it with max_steps=2"
-        )
     policies = [policy for phase in make_phases(recipe) for policy in phase.policies]
     report("reads config and data", 0, 0)
     material = set_aside(gather_material(recipe, policies), recipe)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from sparsebp_cli.asset.checkpointing import checkpoint_activations
 from sparsebp_cli.backward import Engine, count_flops
+from sparsebp_cli.backward.linear.quantized import count_parameters
 from sparsebp_cli.backward.observe.flops import FlopCount
 from sparsebp_cli.backward.observe.update_flops import UpdateFlops
 from sparsebp_cli.errors import PolicyError, UsageError
@@ -93,7 +94,7 @@ class Rehearsal:
             checkpoint_activations(model)
         accelerator = Accelerator(mixed_precision=recipe.training.mixed_precision, cpu=True)
         optimizer = build_optimizer(recipe.training, model)
-        num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        num_parameters = count_parameters(model)
         num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         aside = list(material.data.set_aside.values())
         validation = collate(aside, material.pad_token_id) if aside else None
