@@ -301,6 +301,7 @@ def read_task(folder: Path, name: str) -> dict[str, Any]:
     methods = yaml.safe_load((folder / "methods.yaml").read_text(encoding="utf-8"))
     losses = read_losses(folder / f"{name}.tar.gz")
     rate = find_rate(losses)
+    losses = hide_part(losses, methods)
     # Dense as an arm whose noise is 0: the fresh seeds of the cell that the surface has with others.
     fresh = {seed: run for seed, run in losses[dense_name(BATCH, rate)].items() if seed >= FIRST_METHOD_SEED}
     return {"task": name, "rate": rate, "found_here": name == FOUND_ON} | judge(
@@ -309,6 +310,18 @@ def read_task(folder: Path, name: str) -> dict[str, Any]:
         {"dense": {"unbiased": True}} | methods,
         rate,
     )
+
+
+def hide_part(losses: Losses, methods: Mapping[str, Any]) -> Losses:
+    """Return only dense's runs until every unbiased arm has its first seeds: nobody looks at a part of a step."""
+    unbiased = (arm for arm, about in methods.items() if about["unbiased"])
+    if all(len(losses.get(arm, {})) >= len(SURFACE_SEEDS) for arm in unbiased):
+        return losses
+    return {
+        name: {seed: run for seed, run in runs.items() if seed < FIRST_METHOD_SEED}
+        for name, runs in losses.items()
+        if name not in methods
+    }
 
 
 def find_rate(losses: Losses) -> float:

@@ -95,6 +95,17 @@ def test_what_needs_a_batch_below_one_has_no_prediction_and_is_last_in_the_order
     assert found["scores"]["unbiased"] == 2
 
 
+def test_a_part_of_a_step_is_not_looked_at(result: ModuleType) -> None:
+    losses = make_losses({"a": 2.0, "b": 8.0})
+    methods = {"a": FAIR, "b": FAIR, "c": FAIR, "d": {"unbiased": False}}
+    losses["dense-b16-r0.001"][100] = make_run(16, 100)
+    shown = result.hide_part(losses, methods)
+    assert set(shown) == {f"dense-b{batch}-r0.001" for batch in (1, 2, 4, 8, 16, 32)}
+    assert set(shown["dense-b16-r0.001"]) == {0, 1, 2}
+    losses |= make_losses({"c": 4.0})
+    assert result.hide_part(losses, methods) is losses
+
+
 def test_one_that_wins_against_its_verdict_is_named(result: ModuleType) -> None:
     """At half of dense's price, with dense's gradient, yet with a verdict that it cannot win."""
     losses = make_losses({"a": 32.0, "b": 8.0, "c": 4.0})
