@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -69,7 +70,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 def make(family: str = "llama") -> Any:
     kind, config = FAMILIES[family]
     torch.manual_seed(0)
-    model = kind(config).train()
+    model = kind(copy.deepcopy(config)).train()  # a test may set another attention
     for parameter in model.parameters():  # logits in which a wrong tail would show
         parameter.data.mul_(2.0 if parameter.dim() > 1 else 1.0)
     return model

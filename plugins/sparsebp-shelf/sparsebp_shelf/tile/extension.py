@@ -202,7 +202,8 @@ class _Tiles:
 def _is_close(output: Tensor, other: Tensor) -> bool:
     limit = max(1e-5, 8 * torch.finfo(output.dtype).eps) * float(output.abs().max())
     # Not a maximum that is read: a forecast, whose tensors have no data, answers True here.
-    return torch.allclose(output, other, rtol=0.0, atol=limit)
+    # Under autocast the two differ in their types.
+    return torch.allclose(output.float(), other.float(), rtol=0.0, atol=limit)
 
 
 _extensions: WeakKeyDictionary[nn.Module, TileExtension] = WeakKeyDictionary()
