@@ -24,6 +24,7 @@ def render(tasks: Sequence[dict[str, Any]]) -> str:
     )
     environment.globals["embed"] = lambda name: Markup(loader.get_source(environment, name)[0])
     shown = [{**task, "rows": sort(task["rows"]), "lines": describe(task), "pictures": draw(task)} for task in tasks]
+    shown.sort(key=lambda task: not task["rows"])  # what is under way comes last
     return environment.get_template("exchange.html").render(tasks=shown) + "\n"
 
 
