@@ -87,6 +87,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "llama, attention eager": {"model": {"attention": "eager"}},
     "llama, LoRA": {"model": {"lora": {"r": 8}}},
     "llama, LoRA, full checkpointing": {"model": {"lora": {"r": 8}}, "backward": {"checkpointing": "full"}},
+    "austen-llama, LoRA, full checkpointing": {
+        "model": {key: value for key, value in QLORA.items() if key != "quantization"},
+        "backward": {"checkpointing": "full"},
+    },
     "austen-llama, QLoRA": {"model": QLORA},
     "austen-llama, QLoRA in bfloat16": {"model": {**QLORA, "dtype": "bfloat16"}},
     "austen-llama, QLoRA, full checkpointing": {"model": QLORA, "backward": {"checkpointing": "full"}},
