@@ -90,8 +90,9 @@ def _rehearse(
 
 
 def find_steps(loaded: LoadedStudy, rehearsals: Rehearsals, store: TrialStore) -> Steps:
-    """Return the steps of each variant; variants whose rehearsal has not finished are left out. Raise UsageError for an
-    arm that gets too few steps, or whose cost its rehearsal does not tell."""
+    """Return the steps of each variant; variants whose rehearsal has not finished are left out. A value that was added
+    to a grid and of which the budget pays for too few steps has none, 0. Raise UsageError for such a value of the file,
+    or where a rehearsal does not tell the cost."""
     budget, variants = loaded.study.budget, loaded.variants
     if budget is None:
         return {position: variant.recipe.training.max_steps for position, variant in enumerate(variants)}
@@ -103,11 +104,22 @@ def find_steps(loaded: LoadedStudy, rehearsals: Rehearsals, store: TrialStore) -
     payer, paid = _find_payer(loaded, prices)
     if budget.as_arm is not None and payer is None:
         return {}
-    return {
-        position: share_budget(paid, payer, price, variants[position], budget)
-        for position, price in prices.items()
-        if price is not None
-    }
+    found = {}
+    for position, price in prices.items():
+        if price is not None:
+            try:
+                found[position] = share_budget(paid, payer, price, variants[position], budget)
+            except UsageError:
+                if not _is_added(variants[position], loaded):
+                    raise
+                found[position] = 0
+    return found
+
+
+def _is_added(variant: ArmVariant, loaded: LoadedStudy) -> bool:
+    """Whether a variant has a value that its file does not: one that the edge of a grid asked for."""
+    given = loaded.study.vary
+    return any(isinstance(given[key], list) and value not in given[key] for key, value in variant.combination)
 
 
 def find_prices(loaded: LoadedStudy, rehearsals: Rehearsals, store: TrialStore) -> dict[int, StepPrice | None]:

@@ -31,6 +31,7 @@ class Tuned:
     value: float | None  # mean of the validation metric over the tuning seeds; None where a trial has no result yet
     diverged: bool = False  # whether a trial's loss was not finite, so that it cannot be chosen
     pruned: bool = False  # whether halving ended it, so that it cannot be chosen
+    is_dear: bool = False  # whether the budget pays for too few of its steps, so that it is not tried
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,8 @@ class Course:
         seeds, found = loaded.study.seeds, {}
         for arm in loaded.study.arms:
             tunes = needs_tuning(loaded) and arm not in loaded.study.shares
-            num_tune = count_combinations(loaded, arm) * len(seeds.tune) if tunes else 0
+            tried = count_combinations(loaded, arm) - sum(one.variant.arm == arm and one.is_dear for one in self.tuned)
+            num_tune = tried * len(seeds.tune) if tunes else 0
             tuning, report = (sum(trial.arm == arm for trial in some) for some in (self.tuning, self.report))
             found[arm] = {"tune": num_tune - tuning, "report": 0 if report else len(seeds.report)}
         return found
@@ -98,7 +100,7 @@ def choose_best(tuned: Sequence[Tuned]) -> dict[str, ArmVariant]:
         arms.setdefault(one.variant.arm, []).append(one)
     best = {}
     for arm, some in arms.items():
-        sound = [one for one in some if not one.diverged and not one.pruned]
+        sound = [one for one in some if not (one.diverged or one.pruned or one.is_dear)]
         if not sound or (len(some) > 1 and any(one.value is None for one in sound)):
             continue
         sign = -1.0 if find_decisive(sound[0].variant.recipe).better == "higher" else 1.0
@@ -150,6 +152,9 @@ def _tune(
             continue
         if position not in steps:
             tuned.append(Tuned(variant, None))
+            continue
+        if not steps[position]:
+            tuned.append(Tuned(variant, None, is_dear=True))
             continue
         recipe = _set_test_aside(lengthen(variant, steps[position], flops))
         some = maker.make_all("tune", variant, recipe, loaded.study.seeds.tune)

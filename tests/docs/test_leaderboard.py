@@ -20,7 +20,7 @@ RESULTS = ROOT / "docs" / "results"
 def leaderboard() -> ModuleType:
     patch = pytest.MonkeyPatch()
     patch.syspath_prepend(str(ROOT / "benchmarks"))
-    import leaderboard
+    import leaderboard_v0 as leaderboard
 
     yield leaderboard
     patch.undo()

@@ -15,7 +15,8 @@ from sparsebp_cli.study.course import Tuned, choose_best
 from sparsebp_cli.study.extension import extend, find_grid
 from sparsebp_cli.study.loader import LoadedStudy, load_study
 
-from .conftest import STUDY, Write
+from .conftest import STUDY, Cli, Write
+from .study_folder import list_trials
 
 GROWS = "search: {extend: 2}\n"
 
@@ -108,3 +109,16 @@ def test_the_error_of_a_choice_widens_what_is_stated() -> None:
     assert (family[0].p_holm or 0.0) > 0.5 > (family[1].p_holm or 1.0)
     nothing = withhold_statement(plain)
     assert (nothing.mean, nothing.p, nothing.low) == (plain.mean, None, None)
+
+
+@pytest.mark.slow
+def test_an_added_value_that_the_budget_does_not_pay_for_is_not_tried(cli: Cli, write_study: Write) -> None:
+    vary = "vary:\n  training.per_device_train_batch_size: [16, 8]\n"
+    text = STUDY.replace("vary:\n  training.learning_rate: [5e-4, 1e-3]\n", vary)
+    budget = "budget: {same: cost, as: dense, steps: 10}\n"  # 10 steps of 16, which are 19 of 8 and 5 of 32
+    done = cli("study", write_study(text + budget + "search: {extend: 1}\n"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    recipes = [run.read_plan()["recipe"] for run in list_trials("tune")]
+    tried = {(recipe["name"], recipe["training"]["per_device_train_batch_size"]) for recipe in recipes}
+    assert {batch for name, batch in tried if name == "topk"} >= {8, 16, 32}
+    assert {batch for name, batch in tried if name == "dense"} == {8, 16}
