@@ -80,6 +80,17 @@ class Task:
         seals = (read_seal(self.home / "runs" / trial["run_id"]) for trial in self.record.get("trials", ()))
         return {seal.code.get("commit", "") for seal in seals if seal is not None}
 
+    def fetch(self) -> None:
+        """Download model and data of the task that are not here."""
+        base = yaml.safe_load((self.file.parent / self.study["base"]).read_text(encoding="utf-8"))
+        for verb, name in (("models", base["model"]["name"]), ("datasets", base["dataset"]["name"])):
+            listed = subprocess.run(
+                [*SPARSEBP, verb, "-o", "json"], env=self.environment(), check=True, text=True, stdout=subprocess.PIPE
+            )
+            where = {one["name"]: one["where"] for one in json.loads(listed.stdout)["assets"]}
+            if where.get(name) == "to fetch":
+                subprocess.run([*SPARSEBP, "fetch", name], env=self.environment(), check=True)
+
     def measure(self, end: float) -> None:
         """Write down what `sparsebp worth` predicts of each method, before it is trained."""
         known: dict[str, Any] = json.loads(self.worth.read_text(encoding="utf-8")) if self.worth.exists() else {}
@@ -154,6 +165,7 @@ def run(task: Task, minutes: float) -> int:
         print(f"error: {task.name}: {problem}", file=sys.stderr)
         return 2
     task.home.mkdir(parents=True, exist_ok=True)
+    task.fetch()
     task.read_archive()
     if others := task.find_commits() - {find_commit()}:
         print(
