@@ -193,7 +193,9 @@ class StudyRecord:
         """Return the list as an archive has it, with the name of the member."""
         begun = [RunFolder(home() / "runs" / trial.run_id) for trial in self.trials]
         # They show that the archive is the one of its list, and are no signature. See decision 94.
-        digests = {run.run_id: digest_journal(run) for run in begun if run.plan_file.is_file()}
+        # One that was stopped before its worker began has a plan alone.
+        begun = [run for run in begun if run.plan_file.is_file() and (run.path / JOURNAL).is_file()]
+        digests = {run.run_id: digest_journal(run) for run in begun}
         content = self._content | {"file": Path(self.file).name, "digests": digests}
         return f"studies/{self.study}.json", (json.dumps(content, indent=1) + "\n").encode()
 
