@@ -28,6 +28,7 @@ from sparsebp_cli.cli.exit_code import CHECK_FAILED, SHORT
 from sparsebp_cli.cli.housekeeping import prune, rm
 from sparsebp_cli.cli.judge import judge
 from sparsebp_cli.cli.label import note, tag
+from sparsebp_cli.cli.leaderboard import leaderboard
 from sparsebp_cli.cli.model import model
 from sparsebp_cli.cli.outlet import Outlets
 from sparsebp_cli.cli.policies import policies
@@ -89,7 +90,7 @@ crash: Crash = Crash()
 VERBS: dict[str, tuple[Callable[..., None], ...]] = {
     "Begin": (quickstart, init, new, recipes),
     "Runs": (run, study, resume, rerun, cancel, logs, tag, note, archive, prune, rm),
-    "Results": (compare, judge, evaluate, model, diff, runs, top, show, sync, ui),
+    "Results": (compare, judge, leaderboard, evaluate, model, diff, runs, top, show, sync, ui),
     "Recipes": (validate, worth, data, export, schema, policies, models, datasets, fetch),
     "This machine and others": (doctor, audit, bench, targets),
 }
@@ -100,6 +101,7 @@ WRITING = {
     "quickstart",
     "study",
     "judge",
+    "leaderboard",
     "resume",
     "rerun",
     "cancel",

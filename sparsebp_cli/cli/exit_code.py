@@ -4,8 +4,8 @@ from __future__ import annotations
 
 EXIT_CODES = {
     0: "done",
-    1: "a check or a gate failed: `doctor`, `targets check`, `compare --fail-if`, `audit --fail-if-*`, `study --from`; "
-    "`audit --write` wrote nothing",
+    1: "a check or a gate failed: `doctor`, `targets check`, `compare --fail-if`, `audit --fail-if-*`, `study --from`, "
+    "`leaderboard check`; `audit --write` wrote nothing",
     2: "wrong recipe, policy, data or usage; nothing was started",
     10: "`judge`: equal within the margin",
     11: "`judge`: not shown",

@@ -141,6 +141,15 @@ def is_study(file: Path) -> bool:
     return tree is not None and isinstance(tree.content, dict) and "study" in tree.content
 
 
+def read_arms(file: Path) -> list[str]:
+    """Return the names of a study's arms, without their recipes, whose models and plugins may not be here. Raise
+    RecipeError for what is no study."""
+    tree = read_document(read_text(file), str(file))
+    if tree is None:
+        raise Place(str(file), 1, 1).error("empty: a study needs at least version, study, base, arms and seeds")
+    return [*_check(tree).arms]
+
+
 def _check(tree: Node) -> Study:
     data = tree.plain
     try:

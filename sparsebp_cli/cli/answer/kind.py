@@ -58,6 +58,8 @@ KINDS = (
         (*(f"sparsebp_cli.compare.{name}" for name in COMPARE), "sparsebp_cli.run.memory"),
     ),
     Kind("judgement", f"{HERE}.judge_record:Judgement", ("judge",)),
+    Kind("submission", f"{HERE}.leaderboard_record:SubmissionReport", ("leaderboard",)),
+    Kind("rules", f"{HERE}.leaderboard_record:RuleList", ("leaderboard",)),
     Kind("model", f"{HERE}.result_record:ModelFolder", ("model",)),
     Kind("run", f"{HERE}.result_record:RunFacts", ("show",)),
     Kind("differences", f"{HERE}.result_record:Differences", ("diff",)),

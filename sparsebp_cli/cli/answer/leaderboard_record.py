@@ -1,0 +1,79 @@
+"""Records of the leaderboard."""
+
+from __future__ import annotations
+
+from sparsebp_cli.cli.answer.record import Answer, Checked
+
+
+class CellLine(Answer):
+    """A trial that was trained again."""
+
+    run_id: str
+    """The run that repeats it."""
+    arm: str
+    """Its arm."""
+    combination: str
+    """The varied values in one line."""
+    seed: int
+    """Its seed."""
+    metric: str
+    """What is compared."""
+    archived: float
+    """Its value in the archive."""
+    again: float | None
+    """Its value now; null where it did not finish."""
+    tolerance: float
+    """The difference that is allowed; equal bits are always equal."""
+    is_equal: bool
+    """Whether the two are."""
+
+
+class SubmissionReport(Answer):
+    """Whether a study keeps the rules of the leaderboard."""
+
+    task: str
+    """The task."""
+    study: str
+    """Its file."""
+    archive: str
+    """The archive of its trials."""
+    methods: list[str]
+    """The arms that are submitted; empty: all methods of a task of ours."""
+    is_accepted: bool
+    """Whether nothing failed; then the exit code is 0, else 1."""
+    checks: list[Checked]
+    """One for each rule, in the order of the guide."""
+    cells: list[CellLine]
+    """What was trained again."""
+    next: list[str]
+    """Commands that go on from here."""
+
+
+class TaskLine(Answer):
+    """A task of the leaderboard."""
+
+    name: str
+    """Its name."""
+    study: str
+    """File of its study."""
+    methods: list[str]
+    """Its methods."""
+    controls: list[str]
+    """Its controls."""
+    has_archive: bool
+    """Whether it has been trained."""
+
+
+class RuleList(Answer):
+    """The rules of the leaderboard."""
+
+    version: int
+    """Version of the rules."""
+    tune_seeds: int
+    """Seeds of tuning, at least."""
+    report_seeds: int
+    """Seeds of the report, at least."""
+    may_change: list[str]
+    """Keys of a recipe that make a method."""
+    tasks: list[TaskLine]
+    """The tasks."""

@@ -1,0 +1,1 @@
+"""The leaderboard's rules as data, and whether a study keeps them: one of ours, or one that others submit."""

@@ -1,0 +1,122 @@
+"""Cells that are trained again: drawn at random by the archive itself, and compared with what it says.
+
+Same code, same kind of machine: the same bits. Elsewhere rounding differs, and a training carries that on: two threads
+in place of one moved the loss after a task's budget by a hundredth of a standard deviation over seeds (see decision
+143). A quarter of that standard deviation is allowed: more than rounding does, and less than any statement rests on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sparsebp_cli.compare.loaded import LoadedRun
+from sparsebp_cli.leaderboard.check import ArchivedRun
+from sparsebp_cli.recipe import Recipe
+from sparsebp_cli.run.metric import EVAL_LOSS, TEST_LOSS
+from sparsebp_cli.study.course import Course
+from sparsebp_cli.study.extension import plan_extended
+from sparsebp_cli.study.loader import LoadedStudy
+from sparsebp_cli.study.store import StudyRecord, TrialStore
+from sparsebp_cli.study.trial import StudyTrial, TrialMaker
+
+ALLOWED = 0.25  # of the standard deviation of a run over seeds
+COMPARED = (TEST_LOSS.name, EVAL_LOSS.name)  # the test split is there in runs of the report alone
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A trial that is trained again."""
+
+    trial: StudyTrial  # with this machine's paths
+    archived: ArchivedRun
+
+    @property
+    def recipe(self) -> Recipe:
+        """What is trained."""
+        return self.trial.recipe
+
+
+@dataclass(frozen=True)
+class CellResult:
+    """A cell beside what its archive says."""
+
+    arm: str
+    combination: str
+    seed: int
+    metric: str
+    archived: float
+    again: float | None  # None: it did not finish
+    tolerance: float
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether the two are equal within what is allowed."""
+        return self.again is not None and (
+            self.again == self.archived or abs(self.again - self.archived) <= self.tolerance
+        )
+
+    def describe(self) -> str:
+        """Return it in one line."""
+        name = " ".join(filter(None, (self.arm, self.combination, f"seed {self.seed}")))
+        if self.again is None:
+            return f"{name}: did not finish again; the archive has {self.metric} {self.archived:.6f}"
+        how = "the same bits" if self.again == self.archived else f"allowed {self.tolerance:.4g}"
+        return f"{name}: {self.metric} {self.again:.6f}, in the archive {self.archived:.6f} ({how})"
+
+
+def draw_cells(
+    mine: LoadedStudy, record: StudyRecord, archive: Path, runs: Sequence[ArchivedRun], file: Path, number: int
+) -> list[Cell]:
+    """Return so many finished trials of tuning and report, drawn by the digest of the archive's file: whoever checks it
+    draws the same ones, and whoever made it cannot choose them without making another archive."""
+    known = {one.trial.run_id: one for one in runs if one.loaded.finished}
+    store = TrialStore(TrialMaker(record.study, mine.folders, record.generation), archive)
+    course = _plan(mine, record, store)
+    pairs = {store.find(trial).run_id: trial for trial in (*course.tuning, *course.report)}
+    cells = [Cell(trial, known[run_id]) for run_id, trial in sorted(pairs.items()) if run_id in known]
+    seed = hashlib.sha256(file.read_bytes()).hexdigest()
+    return random.Random(seed).sample(cells, min(number, len(cells)))
+
+
+def _plan(mine: LoadedStudy, record: StudyRecord, store: TrialStore) -> Course:
+    return plan_extended(mine, TrialMaker(record.study, mine.folders, record.generation), store)[1]
+
+
+def compare_cell(cell: Cell, again: LoadedRun | None, runs: Sequence[ArchivedRun]) -> CellResult:
+    """Return a cell beside its repetition, with what is allowed by the spread of the archived runs."""
+    metric, value = read_result(cell.archived.loaded)
+    found = None if again is None or not again.finished else read_result(again)[1]
+    spread = pooled_spread(runs, metric)
+    trial = cell.archived.trial
+    return CellResult(trial.arm, trial.combination, trial.seed, metric, value, found, ALLOWED * spread)
+
+
+def read_result(run: LoadedRun) -> tuple[str, float]:
+    """Return the name and the last value of the metric that a run is compared by."""
+    for name in COMPARED:
+        if values := run.evaluations(name):
+            return name, values[-1]
+    return COMPARED[-1], math.nan
+
+
+def pooled_spread(runs: Sequence[ArchivedRun], metric: str) -> float:
+    """Return the standard deviation of a run over seeds, pooled over all combinations; 0 where no seed was repeated."""
+    groups: dict[tuple[str, ...], list[float]] = {}
+    for one in runs:
+        values = one.loaded.evaluations(metric)
+        if one.loaded.finished and values and math.isfinite(values[-1]):
+            groups.setdefault((one.trial.role, one.trial.arm, one.trial.combination), []).append(values[-1])
+    return _pool(groups)
+
+
+def _pool(groups: Mapping[tuple[str, ...], Sequence[float]]) -> float:
+    repeated = [values for values in groups.values() if len(values) > 1]
+    squares = sum(statistics.variance(values) * (len(values) - 1) for values in repeated)
+    freedom = sum(len(values) - 1 for values in repeated)
+    return math.sqrt(squares / freedom) if freedom else 0.0

@@ -1,0 +1,72 @@
+"""The rules of the leaderboard and its tasks, each of which is a study: in a checkout ``docs/results/leaderboard/v1``,
+in the wheel data of this package."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import yaml
+from pydantic import Field, ValidationError
+
+from sparsebp_cli.errors import UsageError, did_you_mean
+from sparsebp_cli.recipe.schema import Name, PositiveInt, Section
+
+VERSION = 1
+PLACES = (
+    Path(__file__).parent / f"v{VERSION}",
+    Path(__file__).parents[2] / "docs" / "results" / "leaderboard" / f"v{VERSION}",
+)
+ARCHIVE = ".tar.gz"  # ending of the archive beside a study
+
+
+class SeedsRule(Section):
+    """How many seeds there are at least."""
+
+    tune: PositiveInt = Field(description="Seeds with which each combination is tuned.")
+    report: PositiveInt = Field(description="Seeds of the runs that are compared.")
+
+
+class TaskRule(Section):
+    """What is known of a task beside its study."""
+
+    data: str = Field("", description="Digest of its examples, as every journal has it; empty: not known yet.")
+
+
+class Rules(Section):
+    """The rules of a version."""
+
+    version: Literal[1] = Field(description="Version of the leaderboard.")
+    seeds: SeedsRule = Field(description="How many seeds there are at least.")
+    controls: list[Name] = Field(description="Arms that are no methods; every study of a task has the task's.")
+    may_change: Annotated[list[str], Field(min_length=1)] = Field(
+        description="Keys of a recipe, and all below them, that make a method."
+    )
+    tasks: dict[Name, TaskRule] = Field(description="Task to what is known of it.")
+
+
+@dataclass(frozen=True)
+class Board:
+    """The rules and the folder of the tasks' studies."""
+
+    folder: Path
+    rules: Rules
+
+    def find_task(self, name: str) -> Path:
+        """Return the file of a task's study. Raise UsageError if there is no such task."""
+        known = [*self.rules.tasks]
+        if name not in known:
+            raise UsageError(f"no task {name!r}; there are {', '.join(known)}{did_you_mean(name, known)}")
+        return self.folder / f"{name}.yaml"
+
+
+def load_board(place: Path | None = None) -> Board:
+    """Read the rules, of another folder than the own one if ``place`` names it. Raise UsageError if they are not there,
+    or are none."""
+    folder = place or next((one for one in PLACES if one.is_dir()), PLACES[0])
+    file = folder / "rules.yaml"
+    try:
+        return Board(folder, Rules.model_validate(yaml.safe_load(file.read_text(encoding="utf-8"))))
+    except (OSError, ValidationError, yaml.YAMLError) as error:
+        raise UsageError(f"{file} has no rules of the leaderboard: {' '.join(str(error).split())}") from None
