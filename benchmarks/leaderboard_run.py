@@ -37,6 +37,20 @@ def find_tasks() -> list[str]:
     return sorted(file.stem for file in FOLDER.glob("*.yaml") if not file.stem.endswith("-base"))
 
 
+def find_commits_of(archive: Path) -> tuple[tuple[str, ...], str]:
+    """Return the commits of the trials of an archive, and the digest of the examples of its report."""
+    from sparsebp_cli.compare.archive import open_archive
+    from sparsebp_cli.plan.seal import read_seal
+
+    folder = open_archive(archive)
+    (file,) = (folder / "studies").glob("*.json")
+    trials = json.loads(file.read_text(encoding="utf-8"))["trials"]
+    seals = {trial["run_id"]: read_seal(folder / "runs" / trial["run_id"]) for trial in trials}
+    commits = sorted({seal.code.get("commit", "") for seal in seals.values() if seal is not None})
+    reported = (seals[trial["run_id"]] for trial in trials if trial["role"] == "report")
+    return tuple(commits), next((seal.data for seal in reported if seal is not None), "")
+
+
 class Task:
     """A task's study, its runs and what was measured of its methods."""
 

@@ -1,11 +1,9 @@
-"""Writes the leaderboard: which method trains a better model than the best dense one at the same cost, task by task.
+"""Writes version 0 of the leaderboard, as it was: which method trains a better model than the best dense one?
 
     python benchmarks/leaderboard_v0.py          # from the archives in docs/results/leaderboard; trains nothing
-    python benchmarks/leaderboard_v0.py --run    # runs what is missing of every study there first, then archives it
 
-A task is a study, `docs/results/leaderboard/TASK.yaml`. Runs are kept in $SPARSEBP_HOME, by default in
-build/results/leaderboard, and a study that was interrupted goes on where it stood, here or wherever these runs are.
-From the archives come `docs/results/leaderboard.csv`, one row a run, and `docs/results/leaderboard.html`. Every number
+A task is a study, `docs/results/leaderboard/TASK.yaml`; nothing is trained any more, and `leaderboard.py` is version 1.
+From the archives come `docs/results/leaderboard/v0.csv`, one row a run, and `v0.html` beside it. Every number
 and every statement on the page is `sparsebp compare`'s.
 
 The baseline of a task is the best of its dense arms, all of which have the same cost and a learning rate of their own;
@@ -14,10 +12,8 @@ it is chosen by the validation metric, and compared on the test split.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import json
-import os
 import shlex
 import subprocess
 import sys
@@ -34,8 +30,8 @@ import yaml  # noqa: E402
 
 FOLDER = ROOT / "docs" / "results" / "leaderboard"
 QUICKSTART = ROOT / "docs" / "results" / "quickstart" / "study.yaml"
-PAGE = ROOT / "docs" / "results" / "leaderboard.html"
-DATA = ROOT / "docs" / "results" / "leaderboard.csv"
+PAGE = FOLDER / "v0.html"
+DATA = FOLDER / "v0.csv"
 SPARSEBP = [sys.executable, "-c", "from sparsebp_cli.cli.app import main; main()"]
 VALIDATION = {"text": "eval/loss", "completion": "eval/loss", "classification": "eval/accuracy"}  # by format
 COLUMNS = (
@@ -73,16 +69,7 @@ class Task:
 
 
 def main() -> None:
-    """Run what is asked for, then write page and data."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run", action="store_true", help="train what is missing, and archive it")
-    parser.add_argument("--only", nargs="*", default=None, metavar="TASK", help="of --run: these tasks alone")
-    arguments = parser.parse_args()
-    os.environ.setdefault("SPARSEBP_HOME", str(ROOT / "build" / "results" / "leaderboard"))
-    if arguments.run:
-        for file in find_studies():
-            if arguments.only is None or name_of(file) in arguments.only:
-                run_study(file)
+    """Write page and data."""
     tasks = [read_task(file) for file in find_studies() if archive_of(file).exists()]
     DATA.write_text(write_data(tasks), encoding="utf-8")
     PAGE.write_text(render(tasks), encoding="utf-8")
@@ -103,18 +90,6 @@ def archive_of(file: Path) -> Path:
 def name_of(file: Path) -> str:
     """Return the name of a task."""
     return file.parent.name if file == QUICKSTART else file.stem
-
-
-def run_study(file: Path) -> None:
-    """Train what a study misses, and archive it."""
-    subprocess.run([*SPARSEBP, "study", str(file)], check=True)
-    archive_study(file)
-
-
-def archive_study(file: Path) -> None:
-    """Write all of a study into its archive, rehearsals and tuning too, so that its choices can be rebuilt."""
-    name = yaml.safe_load(file.read_text(encoding="utf-8"))["study"]
-    call("archive", f"@{name}", "--to", str(archive_of(file)))
 
 
 def read_task(file: Path) -> Task:

@@ -4,11 +4,12 @@ worker trains nothing, and its numbers follow from the recipe."""
 from __future__ import annotations
 
 import gzip
+import hashlib
 import io
 import json
 import subprocess
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -64,7 +65,7 @@ def _leave_nothing_running(no_process_left: None) -> None:
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Iterator[Path]:
+def place(tmp_path: Path) -> Path:
     """The rules in ``board``, and in ``mine`` a submission that keeps them; both in a repository without changes."""
     board, mine = tmp_path / "board", tmp_path / "mine"
     for folder in (board, mine):
@@ -84,7 +85,7 @@ def place(tmp_path: Path) -> Iterator[Path]:
         assert run("archive", "@mine", "--to", "mine.tar.gz").returncode == 0
         KEPT.append((tmp_path / "mine.tar.gz").read_bytes())
     (mine / "study.tar.gz").write_bytes(KEPT[0])
-    yield tmp_path
+    return tmp_path
 
 
 def check(place: Path) -> list[Finding]:
@@ -135,10 +136,7 @@ def test_a_submission_that_keeps_every_rule_is_accepted(place: Path) -> None:
         "price",
     ):
         assert rules.count(rule) == 1, rule
-    assert (
-        next(one.text for one in found if one.what == "method") == "mine: policy.0.name, policy.0.keep_warmup_steps"
-        or True
-    )
+    assert next(one.text for one in found if one.what == "method").startswith("mine: policy.0.name")
 
 
 @pytest.mark.parametrize(
@@ -224,14 +222,12 @@ def test_cells_are_drawn_by_the_archive_and_trained_again(place: Path) -> None:
 
     def edit(members: dict[str, bytes]) -> None:
         """Every number is as good as can be, and so is the list of digests: only training tells."""
-        import hashlib
-
         record = json.loads(members["studies/mine.json"])
         for trial in record["trials"]:
             name = f"runs/{trial['run_id']}/journal.jsonl"
             members[name] = (
                 members[name]
-                .replace(b'"test/loss": 9.', b'"test/loss": 4.')
+                .replace(b'"test/loss": ', b'"test/loss": 1')
                 .replace(b'"eval/loss": 3.', b'"eval/loss": 2.')
             )
             record["digests"][trial["run_id"]] = hashlib.sha256(members[name]).hexdigest()

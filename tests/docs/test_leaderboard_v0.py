@@ -34,7 +34,7 @@ def tasks(leaderboard):  # type: ignore[no-untyped-def]
 def test_the_data_of_one_task_come_again_from_its_archive(leaderboard, tasks) -> None:  # type: ignore[no-untyped-def]
     task = min(tasks, key=lambda task: leaderboard.archive_of(task.file).stat().st_size)
     head, *rows = leaderboard.write_data([task]).splitlines()
-    known_head, *known = (RESULTS / "leaderboard.csv").read_text(encoding="utf-8").splitlines()
+    known_head, *known = (RESULTS / "leaderboard" / "v0.csv").read_text(encoding="utf-8").splitlines()
     assert head == known_head
     assert rows == [row for row in known if row.split(",")[0] == rows[0].split(",")[0]]
     assert len(rows) > 10
@@ -43,8 +43,8 @@ def test_the_data_of_one_task_come_again_from_its_archive(leaderboard, tasks) ->
 @pytest.mark.long
 def test_data_and_page_come_again_from_the_archives(leaderboard, tasks) -> None:  # type: ignore[no-untyped-def]
     assert tasks
-    assert leaderboard.write_data(tasks) == (RESULTS / "leaderboard.csv").read_text(encoding="utf-8")
-    assert leaderboard.render(tasks) == (RESULTS / "leaderboard.html").read_text(encoding="utf-8")
+    assert leaderboard.write_data(tasks) == (RESULTS / "leaderboard" / "v0.csv").read_text(encoding="utf-8")
+    assert leaderboard.render(tasks) == (RESULTS / "leaderboard" / "v0.html").read_text(encoding="utf-8")
 
 
 def test_every_statement_is_that_of_the_verdict_and_of_its_interval(leaderboard, tasks) -> None:  # type: ignore[no-untyped-def]
@@ -74,7 +74,7 @@ def test_the_baseline_is_the_best_dense_arm_on_validation_at_no_more_than_the_co
 
 
 def test_the_data_has_a_row_for_every_run_with_its_recipes_numbers(tasks) -> None:  # type: ignore[no-untyped-def]
-    rows = list(csv.DictReader((RESULTS / "leaderboard.csv").read_text(encoding="utf-8").splitlines()))
+    rows = list(csv.DictReader((RESULTS / "leaderboard" / "v0.csv").read_text(encoding="utf-8").splitlines()))
     runs = [run for task in tasks for run in task.comparison["runs"] if run["counts"]]
     assert sorted(row["run"] for row in rows) == sorted(run["run_id"] for run in runs)
     by_id = {run["run_id"]: run for run in runs}
@@ -84,7 +84,7 @@ def test_the_data_has_a_row_for_every_run_with_its_recipes_numbers(tasks) -> Non
 
 
 def test_every_arm_has_its_command_and_its_runs_on_the_page(tasks) -> None:  # type: ignore[no-untyped-def]
-    page = (RESULTS / "leaderboard.html").read_text(encoding="utf-8")
+    page = (RESULTS / "leaderboard" / "v0.html").read_text(encoding="utf-8")
     for task in tasks:
         for group in task.comparison["groups"]:
             part = page.split(f'<details id="{task.name}-{group["label"]}">')[1].split("</details>")[0]
@@ -93,8 +93,8 @@ def test_every_arm_has_its_command_and_its_runs_on_the_page(tasks) -> None:  # t
 
 
 def test_the_page_loads_nothing_from_elsewhere() -> None:
-    page = Path(RESULTS / "leaderboard.html").read_text(encoding="utf-8")
-    assert not re.search(r'(?:src|href)="(?!#)', page)
+    page = Path(RESULTS / "leaderboard" / "v0.html").read_text(encoding="utf-8")
+    assert not re.search(r'(?:src|href)="(?!#|\.\./leaderboard\.html")', page)
 
 
 def test_the_costs_of_the_upper_layers_are_those_of_their_runs(leaderboard) -> None:  # type: ignore[no-untyped-def]
@@ -168,5 +168,5 @@ def test_the_page_names_the_dense_rate_that_was_tried_after_the_study(leaderboar
     first, *others = leaderboard.describe_later(near)
     assert "rate of 0.00025 has 3.5354" in first
     assert any(text.startswith("top-half beside it: lower, -0.0309") for text in others)
-    page = (RESULTS / "leaderboard.html").read_text(encoding="utf-8")
+    page = (RESULTS / "leaderboard" / "v0.html").read_text(encoding="utf-8")
     assert "3.5354" in page.split('<section><h2 id="near">')[1].split("</section>")[0]
