@@ -1,8 +1,7 @@
 """Cells that are trained again: drawn at random by the archive itself, and compared with what it says.
 
-Same code, same kind of machine: the same bits. Elsewhere rounding differs, and a training carries that on: two threads
-in place of one moved the loss after a task's budget by a hundredth of a standard deviation over seeds (see decision
-143). A quarter of that standard deviation is allowed: more than rounding does, and less than any statement rests on.
+Same code, same kind of machine: the same bits. Elsewhere rounding differs, and a training carries that on. A quarter of
+the standard deviation over seeds is allowed: less than any statement rests on. See decision 143.
 """
 
 from __future__ import annotations

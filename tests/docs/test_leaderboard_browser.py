@@ -13,7 +13,7 @@ import pytest
 from tests.auditor.test_page import FLAGS
 from tests.docs.block import ROOT
 
-PAGE = ROOT / "docs" / "results" / "leaderboard.html"
+PAGE = ROOT / "docs" / "results" / "leaderboard" / "v0.html"
 PROBE = """<script>addEventListener("load", () => {
   const read = (table, column) => [...table.tBodies[0].rows].map((row) => {
     const cell = row.cells[column];

@@ -1,0 +1,128 @@
+"""The leaderboard, version 1: page and data come again from what is archived, and its studies keep its rules."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from sparsebp_cli.leaderboard.check import check_study
+from sparsebp_cli.leaderboard.rules import load_board
+from sparsebp_cli.leaderboard.submission import own_task
+from sparsebp_cli.study.loader import load_study
+from tests.docs.block import ROOT
+
+RESULTS = ROOT / "docs" / "results"
+FOLDER = RESULTS / "leaderboard" / "v1"
+LLAMA = ("spelling", "far", "near")  # tasks whose model and data are in the package
+
+pytestmark = pytest.mark.xdist_group("leaderboard-1")
+
+
+@pytest.fixture(scope="module")
+def board() -> Iterator[SimpleNamespace]:
+    """The modules that make the page."""
+    patch = pytest.MonkeyPatch()
+    patch.syspath_prepend(str(ROOT / "benchmarks"))
+    import leaderboard_page
+    import leaderboard_result
+    import leaderboard_run
+
+    yield SimpleNamespace(page=leaderboard_page, result=leaderboard_result, run=leaderboard_run)
+    patch.undo()
+
+
+@pytest.fixture(scope="module")
+def one(board: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> list[ModuleType]:
+    """The tasks, of which one is trained: a small study that is archived elsewhere, and someone else's beside it."""
+    folder = tmp_path_factory.mktemp("board")
+    for file in FOLDER.glob("*.yaml"):
+        shutil.copy(file, folder)
+    shutil.copy(RESULTS / "priced" / "study.yaml", folder / "spelling.yaml")
+    shutil.copy(RESULTS / "priced.tar.gz", folder / "spelling.tar.gz")
+    base = (ROOT / "recipes" / "start" / "quickstart-dense.yaml").read_text(encoding="utf-8")
+    (folder / "quickstart-dense.yaml").write_text(base, encoding="utf-8")
+    text = (RESULTS / "priced" / "base.yaml").read_text(encoding="utf-8")
+    (folder / "base.yaml").write_text(text.replace("../../../recipes/start/", ""), encoding="utf-8")
+    worth = {"lossless": {key: {"value": 0.25} for key in ("noise", "bias", "product")}}
+    worth["lossless"] |= {"product_curved": None, "verdict": "could"}  # type: ignore[dict-item]
+    (folder / "spelling-worth.json").write_text(json.dumps(worth), encoding="utf-8")
+    found: list[ModuleType] = board.result.read_results(folder)
+    return found
+
+
+def test_page_and_data_come_again_from_what_is_archived(board: SimpleNamespace) -> None:
+    results = board.result.read_results()
+    assert board.page.write_data(results) == (RESULTS / "leaderboard.csv").read_text(encoding="utf-8")
+    assert board.page.render(results) == (RESULTS / "leaderboard.html").read_text(encoding="utf-8")
+
+
+def test_the_page_says_what_is_not_trained(board: SimpleNamespace) -> None:
+    page = (RESULTS / "leaderboard.html").read_text(encoding="utf-8")
+    for task in load_board().rules.tasks:
+        part = page.split(f'<section><h2 id="{task}">')[1].split("</section>")[0]
+        assert ("Not trained yet" in part) is not (FOLDER / f"{task}.tar.gz").exists()
+    if not [*FOLDER.glob("*.tar.gz")]:
+        assert "No task of version 1 has been trained yet" in page
+    assert not re.search(r'(?:src|href)="(?!#|leaderboard/v0\.html")', page)
+    assert {*re.findall(r'href="#([^"]+)"', page)} <= {*re.findall(r'id="([^"]+)"', page)}
+
+
+@pytest.mark.slow
+def test_a_page_of_one_task_says_what_its_comparison_says(board: SimpleNamespace, one: list[SimpleNamespace]) -> None:
+    spelling, *others = one
+    assert spelling.is_trained
+    assert not any(task.is_trained for task in others)
+    (method,) = (row for row in spelling.rows if not row.is_control)
+    (best,) = (row for row in spelling.rows if row.is_best)
+    found = board.result.compare(RESULTS / "priced.tar.gz", {"study": "priced"}, "--baseline", "dense")
+    group = next(group for group in found["groups"] if group["label"] == "lossless")
+    assert (best.arm, method.arm, method.outcome) == ("dense", "lossless", group["statements"][0]["outcome"])
+    assert (method.difference, method.low) == tuple(
+        group["quality"]["difference"][key] for key in ("mean", "family_low")
+    )
+    page = board.page.render(one)
+    matrix, _, rest = page.partition("</table>")
+    assert f'<a href="#spelling-lossless">{method.outcome}</a><br>{method.difference:+.3f}' in matrix
+    assert "<svg" in rest
+    assert f"spelling, beside dense: lower: {'lossless' if method.outcome == 'lower' else 'none'}" in page
+    assert "Trained so far: spelling; not yet: far, near, movies, genres" in page
+    assert {*re.findall(r'href="#([^"]+)"', page)} <= {*re.findall(r'id="([^"]+)"', page)}
+    rows = [*csv.DictReader(board.page.write_data(one).splitlines())]
+    assert sorted(row["run"] for row in rows) == sorted(run for row in spelling.rows for run in row.runs)
+    assert {row["control"] for row in rows if row["arm"] == "dense"} == {"yes"}
+
+
+@pytest.mark.parametrize("task", LLAMA)
+def test_the_studies_of_our_own_keep_the_rules(task: str) -> None:
+    rules = load_board(FOLDER)
+    own = own_task(rules, task)
+    loaded = load_study(own.study)
+    found = [*check_study(loaded, loaded, own, rules)]
+    assert {one.level for one in found} == {"ok"}, found
+    assert len(loaded.study.seeds.tune) == rules.rules.seeds.tune
+    assert len(loaded.study.seeds.report) == rules.rules.seeds.report
+    assert "training.per_device_train_batch_size" in loaded.study.vary
+
+
+def test_every_task_is_a_study_with_the_same_terms(board: SimpleNamespace) -> None:
+    rules = load_board(FOLDER).rules
+    assert sorted(rules.tasks) == board.run.find_tasks()
+    assert set(board.run.CONTROLS) == set(rules.controls)
+    studies = [board.run.Task(name).study for name in rules.tasks]
+    for key in ("search", "budget", "seeds"):
+        assert all(study[key] == studies[0][key] for study in studies), key
+    for study in studies:
+        assert study["shares"] == {"dense-fused": "dense"}
+        assert [*study["vary"]] == ["training.learning_rate", "training.per_device_train_batch_size"]
+
+
+def test_the_log_has_what_was_wrong_with_version_0() -> None:
+    log = Path(ROOT / "docs" / "log.md").read_text(encoding="utf-8")
+    assert "what was wrong with version 0 of the leaderboard" in log
