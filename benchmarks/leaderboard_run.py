@@ -33,8 +33,8 @@ CONTROLS = ("dense", "dense-by-length", "dense-fused")
 
 
 def find_tasks() -> list[str]:
-    """Return the names of all tasks."""
-    return sorted(file.stem for file in FOLDER.glob("*.yaml") if not file.stem.endswith("-base"))
+    """Return the names of all tasks, sorted."""
+    return sorted(yaml.safe_load((FOLDER / "rules.yaml").read_text(encoding="utf-8"))["tasks"])
 
 
 def find_commits_of(archive: Path) -> tuple[tuple[str, ...], str]:

@@ -68,8 +68,8 @@ AUDIT = dict.fromkeys(
     ),
     1,
 ) | {"findings": [], "notes": ["nothing"], "modules": []}
-# Each verb with a kind that it answers with. `forecast`, `margins` and `rebuilt` need more, which is there in
-# test_forecast.py, test_until.py and study/test_rebuild.py.
+# Each verb with a kind that it answers with. `forecast`, `margins`, `rebuilt` and `submission` need more, which is there
+# in test_forecast.py, test_until.py, study/test_rebuild.py and leaderboard/test_submission.py.
 CASES: list[tuple[str, str]] = [
     ("quickstart --set tracking.uri=sqlite:////dev/null/m.db --set training.max_steps=3", "outcomes"),
     ("init folder --task completion", "files"),
@@ -89,6 +89,7 @@ CASES: list[tuple[str, str]] = [
     ("prune --dry-run", "freed"),
     ("compare one two", "comparison"),
     ("judge topk --set policy.0.keep=0.25 --against base.yaml --budget 1e15 --gain 0", "judgement"),
+    ("leaderboard", "rules"),
     ("evaluate two --lm-eval colours", "evaluation"),
     ("model two", "model"),
     ("diff one two", "differences"),
@@ -190,7 +191,14 @@ def serve_until_opened(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
 def test_no_verb_and_no_kind_is_left_out() -> None:
     assert {words.split()[0] for words, _ in CASES} == set(NAMES)
     told = {(words.split()[0], kind) for words, kind in CASES if kind != "error"}
-    told |= {("validate", "forecast"), ("run", "margins"), ("study", "rebuilt"), ("show", "files"), ("run", "outcomes")}
+    told |= {
+        ("validate", "forecast"),
+        ("run", "margins"),
+        ("study", "rebuilt"),
+        ("leaderboard", "submission"),
+        ("show", "files"),
+        ("run", "outcomes"),
+    }
     assert told == {(verb, kind.name) for kind in KINDS for verb in kind.verbs}
 
 
