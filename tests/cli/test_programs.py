@@ -68,8 +68,8 @@ AUDIT = dict.fromkeys(
     ),
     1,
 ) | {"findings": [], "notes": ["nothing"], "modules": []}
-# Each verb with a kind that it answers with. `forecast`, `margins`, `rebuilt` and `submission` need more, which is there
-# in test_forecast.py, test_until.py, study/test_rebuild.py and leaderboard/test_submission.py.
+# Each verb with a kind that it answers with. `forecast`, `margins`, `rebuilt` and `submission` need more, which is
+# there in test_forecast.py, test_until.py, study/test_rebuild.py and leaderboard/test_submission.py.
 CASES: list[tuple[str, str]] = [
     ("quickstart --set tracking.uri=sqlite:////dev/null/m.db --set training.max_steps=3", "outcomes"),
     ("init folder --task completion", "files"),
