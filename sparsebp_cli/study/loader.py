@@ -184,6 +184,9 @@ def _find_misplaced(study: Study) -> Iterator[FieldError]:
     if study.budget is not None and (arm := study.budget.as_arm) not in {None, *study.arms}:
         text = f"must be one of the arms ({', '.join(study.arms)}), got {arm!r}{did_you_mean(str(arm), study.arms)}"
         yield FieldError(("budget", "as"), text)
+    for arm in () if study.budget is None else sorted(study.budget.part.keys() - study.arms.keys()):
+        text = f"must be one of the arms ({', '.join(study.arms)}), got {arm!r}{did_you_mean(arm, study.arms)}"
+        yield FieldError(("budget", "part", arm), text)
     yield from find_wrong_scale(study)
     yield from _find_wrong_sharing(study)
     yield from _find_seeds_of_both(study)
