@@ -20,6 +20,7 @@ from tests.docs.block import ROOT
 RESULTS = ROOT / "docs" / "results"
 FOLDER = RESULTS / "wins"
 PAGE = (RESULTS / "wins.md").read_text(encoding="utf-8")
+TASKS = ("pronounce", "genre")
 ARCHIVED = sorted(file.name.partition(".")[0] for file in FOLDER.glob("*.tar.gz"))
 SEEDS = list(range(100, 110))
 
@@ -41,22 +42,34 @@ def read(task: str) -> dict[str, Any]:
     return json.loads((RESULTS / f"wins-{task}.json").read_text(encoding="utf-8"))
 
 
+def is_trained(task: str) -> bool:
+    """Whether the task has an archive. Without one nothing may be reported."""
+    trained = task in ARCHIVED
+    assert trained == (RESULTS / f"wins-{task}.json").exists() == (RESULTS / f"wins-{task}.txt").exists()
+    return trained
+
+
 def test_the_page_says_which_tasks_were_not_trained(wins: ModuleType) -> None:
-    row, under = re.findall(r"^\| \*(\w+)\*", PAGE, re.MULTILINE), re.search(r"not trained yet: (.*)\.$", PAGE, re.MULTILINE)
+    row, under = (
+        re.findall(r"^\| \*(\w+)\*", PAGE, re.MULTILINE),
+        re.search(r"not trained yet: (.*)\.$", PAGE, re.MULTILINE),
+    )
     missing = re.findall(r"\*(\w+)\*", under[1]) if under else []
     assert sorted(row) == ARCHIVED
     assert sorted([*row, *missing]) == sorted(wins.TASKS)
     assert {file.name for file in FOLDER.glob("*-study.yaml")} == {f"{task}-study.yaml" for task in wins.TASKS}
 
 
-@pytest.mark.parametrize("task", ARCHIVED)
+@pytest.mark.parametrize("task", TASKS)
 def test_the_reports_come_again_from_the_archive(wins: ModuleType, task: str) -> None:
-    for name, text in wins.report(task).items():
+    for name, text in (wins.report(task) if is_trained(task) else {}).items():
         assert text == (RESULTS / name).read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("task", ARCHIVED)
+@pytest.mark.parametrize("task", TASKS)
 def test_the_choices_come_again_from_the_archive(task: str, tmp_path: Path) -> None:
+    if not is_trained(task):
+        return
     words = ["study", str(FOLDER / f"{task}-study.yaml"), "--from", str(FOLDER / f"{task}.tar.gz")]
     done = subprocess.run(
         [sys.executable, "-c", "from sparsebp_cli.cli.app import main; main()", *words],
@@ -69,16 +82,19 @@ def test_the_choices_come_again_from_the_archive(task: str, tmp_path: Path) -> N
     assert "as chosen" in done.stdout
 
 
-@pytest.mark.parametrize("task", ARCHIVED)
+@pytest.mark.parametrize("task", TASKS)
 def test_what_was_registered_is_what_is_reported(wins: ModuleType, task: str) -> None:
     """All seeds of all arms, half of the FLOPs for `lossless` in each run, and the margin of the protocol."""
     study = yaml.safe_load((FOLDER / f"{task}-study.yaml").read_text(encoding="utf-8"))
     assert study["budget"]["part"] == {"lossless": 0.5}
+    assert study["seeds"]["report"] == "100-109"
+    assert f"**{wins.MARGIN}**" in (FOLDER / "PROTOCOL.md").read_text(encoding="utf-8")
+    if not is_trained(task):
+        return
     found = read(task)
     runs = {(run["label"], run["seed"]) for run in found["runs"] if run["state"] == "finished"}
     assert runs == {(arm, seed) for arm in study["arms"] for seed in SEEDS}
-    assert found["margin"] == wins.MARGIN == 0.02
-    assert f"**{wins.MARGIN}**" in (FOLDER / "PROTOCOL.md").read_text(encoding="utf-8")
+    assert found["margin"] == wins.MARGIN
     groups = {group["label"]: group for group in found["groups"]}
     assert groups[wins.find_best_dense(found)]["baseline"]
     assert groups["lossless"]["speed"]["spent_ratio"]["mean"] <= 0.51, "a step is whole, and so is the last one"
