@@ -41,6 +41,8 @@ from exchange_page import render  # noqa: E402
 from exchange_result import (  # noqa: E402
     BATCH,
     METRIC,
+    MORE_SURFACE_SEEDS,
+    SMALL_BATCHES,
     STEPS,
     SURFACE_SEEDS,
     dense_name,
@@ -218,10 +220,12 @@ def list_cells(task: str, rate: float) -> Iterator[Cell]:
     methods = read_methods(task)
     changed = {arm: (change, f"training.learning_rate={rate}") for arm, change in methods.items()}
     yield make_dense(BATCH, rate, FIRST_SEEDS)
+    for batch in SMALL_BATCHES:
+        yield make_dense(batch, rate, MORE_SURFACE_SEEDS)
     for arm, changes in changed.items():
         yield Cell(arm, changes, FIRST_SEEDS)
     for other in RATES:
-        for batch in BATCHES[1:-1]:
+        for batch in SMALL_BATCHES:
             yield make_dense(batch, other, SURFACE_SEEDS)
     for seed in MORE_SEEDS:
         yield make_dense(BATCH, rate, [seed])

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
 import yaml
@@ -18,7 +18,10 @@ from scipy.stats import t as student
 
 METRIC, STEPS, BATCH = "eval/loss", 120, 16
 SURFACE_SEEDS, FIRST_METHOD_SEED = (0, 1, 2), 100
+# Dense with small batches scatters most, and predictions are read there.
+MORE_SURFACE_SEEDS, SMALL_BATCHES = tuple(range(3, 10)), (1, 2, 4, 8)
 LEVEL = 0.95
+DENSE_NAME = "dense-b"  # what the names of all cells of dense's surface begin with
 FEW_ARMS = {"far-14m"}  # a run of this model takes four times as long
 FOUND_ON = "spelling"  # the task on which H5 and H6 were found; see the protocol
 CLEAR_BIAS = 0.05  # of the variance between batches: above it a method counts as biased
@@ -178,8 +181,9 @@ def predict_with_interval(losses: Losses, rate: float, noise: Mapping[str, float
     centre = predict(losses, rate, noise["value"], STEPS)
     if centre is None:
         return None
-    sd, freedom = pooled_deviation(losses)
-    half = float(student.ppf(0.5 + LEVEL / 2, freedom)) * sd * math.sqrt(1 / len(SURFACE_SEEDS) + 1 / seeds)
+    sd, freedom = pooled_deviation({arm: runs for arm, runs in losses.items() if not arm.startswith(DENSE_NAME)})
+    error = math.hypot(_surface_error(losses, rate, noise["value"]), sd / math.sqrt(seeds))
+    half = float(student.ppf(0.5 + LEVEL / 2, freedom)) * error
     ends = [predict(losses, rate, noise[end], STEPS) for end in ("low", "high")]
     below, above = (abs((end if end is not None else centre) - centre) for end in ends)
     return Prediction(centre, centre - math.hypot(below, half), centre + math.hypot(above, half))
@@ -187,7 +191,7 @@ def predict_with_interval(losses: Losses, rate: float, noise: Mapping[str, float
 
 def dense_name(batch: int, rate: float) -> str:
     """Return the name of a cell of dense's surface."""
-    return f"dense-b{batch}-r{rate:g}"
+    return f"{DENSE_NAME}{batch}-r{rate:g}"
 
 
 def batches(losses: Losses, rate: float) -> list[int]:
@@ -199,17 +203,37 @@ def batches(losses: Losses, rate: float) -> list[int]:
 def predict(losses: Losses, rate: float, noise: float, step: int) -> float | None:
     """Return dense's loss at the batch that has as much noise, linear in the logarithm of the batch between the two
     nearest; None below a batch of one."""
+    return _read_between(
+        {b: loss for b in batches(losses, rate) if (loss := _surface(losses, b, rate, step)) is not None}, noise
+    )
+
+
+def _read_between(surface: Mapping[int, float], noise: float) -> float | None:
     wanted = math.log2(BATCH / (1.0 + max(0.0, noise)))
-    there = [(math.log2(b), loss) for b in batches(losses, rate) if (loss := _surface(losses, b, rate, step))]
-    for (left, first), (right, second) in pairwise(there):
+    for (left, first), (right, second) in pairwise((math.log2(b), value) for b, value in sorted(surface.items())):
         if left <= wanted <= right:
             return first + (second - first) * (wanted - left) / (right - left)
     return None
 
 
+def _surface_error(losses: Losses, rate: float, noise: float) -> float:
+    """Return the standard error of a loss that is read from the surface: that of the two nearest batches, each by its
+    own spread over seeds, since small batches scatter several times as much as large ones."""
+    errors = {}
+    for b in batches(losses, rate):
+        values = [run[STEPS] for run in _surface_runs(losses, b, rate).values() if STEPS in run]
+        if len(values) > 1:
+            errors[b] = stdev(values) / math.sqrt(len(values))
+    return _read_between(errors, noise) or 0.0
+
+
 def _surface(losses: Losses, batch: int, rate: float, step: int) -> float | None:
+    return _mean(_surface_runs(losses, batch, rate), step)
+
+
+def _surface_runs(losses: Losses, batch: int, rate: float) -> dict[int, Mapping[int, float]]:
     runs = losses.get(dense_name(batch, rate), {})
-    return _mean({seed: runs[seed] for seed in SURFACE_SEEDS if seed in runs}, step)
+    return {seed: run for seed, run in runs.items() if seed < FIRST_METHOD_SEED}
 
 
 def _mean(runs: Mapping[int, Mapping[int, float]], step: int) -> float | None:

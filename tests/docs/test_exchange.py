@@ -95,6 +95,19 @@ def test_what_needs_a_batch_below_one_has_no_prediction_and_is_last_in_the_order
     assert found["scores"]["unbiased"] == 2
 
 
+def test_a_prediction_is_as_sure_as_the_batches_that_it_is_read_from(result: ModuleType) -> None:
+    """Dense with batches of 2 scatters; with as many more seeds its mean is surer."""
+    worth = {"large": make_worth(0.0), "small": make_worth(7.0)}
+    arms = make_losses({"large": 16.0, "small": 2.0})
+    widths = {}
+    for seeds in (2, 8):
+        scatter = {seed: {120: 2.6 + 0.3 * (-1) ** seed} for seed in range(seeds)}
+        found = result.judge(arms | {"dense-b2-r0.001": scatter}, worth, dict.fromkeys(worth, FAIR), RATE)
+        widths[seeds] = [row["high"] - row["low"] for row in found["rows"]]
+    assert widths[2][0] == widths[8][0] < 0.1 * widths[8][1]
+    assert widths[8][1] < 0.5 * widths[2][1]
+
+
 def test_a_part_of_a_step_is_not_looked_at(result: ModuleType) -> None:
     losses = make_losses({"a": 2.0, "b": 8.0})
     methods = {"a": FAIR, "b": FAIR, "c": FAIR, "d": {"unbiased": False}}
