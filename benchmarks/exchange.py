@@ -132,36 +132,26 @@ class Task:
         return self._ended
 
     def measure(self, rate: float) -> None:
-        """Measure noise, bias and price of every arm that has none yet. Of one that was measured before there was a
-        noise by curvature, that is added, and what was registered stays."""
+        """Measure noise, bias and price of every arm that has none yet. What was measured before there was a noise by
+        curvature, or a share of the rate, stays, and what an unbiased arm lacks is added."""
         known: dict[str, Any] = json.loads(self.worth.read_text(encoding="utf-8")) if self.worth.exists() else {}
+        arms = read_arms(FOLDER, self.name)
         for arm, change in read_methods(self.name).items():
-            before = known.get(arm)
-            if before is not None and ("refused" in before or "noise_curved" in before):
+            before = known.get(arm, {})
+            is_whole = "noise_curved" in before and ("rate" in before or not arms[arm]["unbiased"])
+            if "refused" in before or is_whole:
                 continue
-            words = [
-                "worth",
-                str(self.recipe),
-                "--set",
-                change,
-                "--set",
-                f"training.learning_rate={rate}",
-                "-o",
-                "json",
-            ]
-            done = subprocess.run(
-                [*SPARSEBP, *words], env=self._environment(), capture_output=True, text=True, check=False
-            )
+            changes = ["--set", change, "--set", f"training.learning_rate={rate}"]
+            words = [*SPARSEBP, "worth", str(self.recipe), *changes, "-o", "json"]
+            done = subprocess.run(words, env=self._environment(), capture_output=True, text=True, check=False)
             if done.returncode:
                 known[arm] = {"refused": done.stderr.strip().splitlines()[-1]}
             else:
-                [found] = [
-                    {key: value for key, value in policy.items() if key != "by_part"}
-                    for policy in json.loads(done.stdout)["policies"]
-                    if policy["name"] != "dense"
-                ]
-                known[arm] = found if before is None else before | {"noise_curved": found["noise_curved"]}
+                policies = json.loads(done.stdout)["policies"]
+                [found] = [policy for policy in policies if policy["name"] != "dense"]
+                known[arm] = {key: value for key, value in found.items() if key != "by_part"} | before
             self.worth.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+            print(f"{self.name}: measured {arm}", flush=True)
 
     def read_archive(self) -> None:
         """Put the runs of the task's archive beside those that are here, so that they go on on another machine."""
