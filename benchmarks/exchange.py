@@ -47,6 +47,8 @@ from exchange_result import (  # noqa: E402
     SURFACE_SEEDS,
     dense_name,
     find_rate,
+    find_rated,
+    rated_name,
     read_arms,
     read_losses,
     read_task,
@@ -209,18 +211,29 @@ def choose_rate(task: Task) -> float:
             return best
 
 
-def list_cells(task: str, rate: float) -> Iterator[Cell]:
-    """Yield the cells of steps 4 to 6 of the protocol."""
-    methods = read_methods(task)
+def list_cells(task: Task, rate: float) -> Iterator[Cell]:
+    """Yield the cells of steps 4 to 6 of the protocol; what decides the hypotheses on unbiased arms comes first."""
+    arms, methods = read_arms(FOLDER, task.name), read_methods(task.name)
     changed = {arm: (change, f"training.learning_rate={rate}") for arm, change in methods.items()}
+    unbiased = [arm for arm in methods if arms[arm]["unbiased"]]
     yield make_dense(BATCH, rate, FIRST_SEEDS)
     for batch in SMALL_BATCHES:
         yield make_dense(batch, rate, MORE_SURFACE_SEEDS)
-    for arm, changes in changed.items():
-        yield Cell(arm, changes, FIRST_SEEDS)
-    for other in RATES:
-        for batch in SMALL_BATCHES:
+    for arm in unbiased:
+        yield Cell(arm, changed[arm], FIRST_SEEDS)
+    below = [other for other in RATES if other < rate]
+    for other in reversed(below):
+        for batch in SMALL_BATCHES[::-1]:
             yield make_dense(batch, other, SURFACE_SEEDS)
+    worth = json.loads(task.worth.read_text(encoding="utf-8"))
+    for arm, own in find_rated(worth, unbiased, rate).items():
+        yield Cell(rated_name(arm), (methods[arm], f"training.learning_rate={own}"), FIRST_SEEDS)
+    for arm in [arm for arm in methods if arm not in unbiased]:
+        yield Cell(arm, changed[arm], FIRST_SEEDS)
+    for other in RATES:
+        if other > rate:
+            for batch in SMALL_BATCHES[::-1]:
+                yield make_dense(batch, other, SURFACE_SEEDS)
     for seed in MORE_SEEDS:
         yield make_dense(BATCH, rate, [seed])
         for arm, changes in changed.items():
@@ -238,7 +251,7 @@ def run(task: Task, minutes: float) -> None:
         for batch in BATCHES[1:]:
             task.train(make_dense(batch, rate, SURFACE_SEEDS))
         task.measure(rate)
-        for cell in list_cells(task.name, rate):
+        for cell in list_cells(task, rate):
             if time.monotonic() > end:
                 break
             task.train(cell)
