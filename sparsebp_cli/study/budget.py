@@ -62,9 +62,14 @@ def make_rehearsals(loaded: LoadedStudy, maker: TrialMaker, store: TrialStore) -
         paid = 0.0 if price is None else num_paid * price.amount
     for position, variant in enumerate(loaded.variants):
         if position != payer:
-            own = paid * budget.part_of(variant.arm)
-            found[position] = [*_rehearse(variant, loaded, maker, store, lambda price, own=own: own / price.amount)]
+            own = _count_steps(paid * budget.part_of(variant.arm))
+            found[position] = [*_rehearse(variant, loaded, maker, store, own)]
     return dict(sorted(found.items()))
+
+
+def _count_steps(amount: float) -> Callable[[StepPrice], float]:
+    """Return how many steps an amount pays for, by the price of a step."""
+    return lambda price: amount / price.amount
 
 
 def _rehearse(

@@ -210,8 +210,9 @@ def _find_unknown_payers(study: Study) -> Iterator[FieldError]:
     """Yield what the budget says of arms that do not exist."""
     if study.budget is None:
         return
-    parts = {("budget", "part", arm): arm for arm in study.budget.part}
-    for place, arm in {("budget", "as"): study.budget.as_arm, **parts}.items():
+    named: list[tuple[tuple[str, ...], str | None]] = [(("budget", "as"), study.budget.as_arm)]
+    named += [(("budget", "part", arm), arm) for arm in study.budget.part]
+    for place, arm in named:
         if arm not in {None, *study.arms}:
             text = f"must be one of the arms ({', '.join(study.arms)}), got {arm!r}{did_you_mean(str(arm), study.arms)}"
             yield FieldError(place, text)
