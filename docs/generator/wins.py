@@ -33,7 +33,7 @@ def page(root: Path) -> str:
     files = {task: root / "docs" / "results" / f"wins-{task}.json" for task in TASKS}
     rows = [show(task, json.loads(file.read_text(encoding="utf-8"))) for task, file in files.items() if file.exists()]
     missing = [f"*{task}*" for task, file in files.items() if not file.exists()]
-    under = f"\nRegistered and not trained yet: {', '.join(missing)}.\n" if missing else ""
+    under = f"\nRegistered, without a report yet: {', '.join(missing)}.\n" if missing else ""
     filled = (table(COLUMNS, rows) if rows else "") + under
     return PLACE.sub(lambda match: f"{match[1]}{filled}{match[2]}", text)
 
