@@ -53,7 +53,7 @@ class Interval:
         if len(pairs) < 2:
             return cls.exactly(ratio)
         spread = stdev(above - ratio * below for above, below in pairs) * math.sqrt(len(pairs)) / total
-        half = _quantile(len(pairs) - 1) * spread
+        half = quantile(len(pairs) - 1) * spread
         return cls(ratio, ratio - half, ratio + half)
 
 
@@ -92,7 +92,7 @@ def estimate_share(points: Sequence[Sequence[BatchPair]], of: Callable[[BatchPai
         variance += (number - 1) / number * sum((one - mean) ** 2 for one in left)
         freedom += number - 1
     mean = fmean(values)
-    half = _quantile(freedom) * math.sqrt(variance) / len(values)
+    half = quantile(freedom) * math.sqrt(variance) / len(values)
     return Interval(mean, mean - half, mean + half)
 
 
@@ -129,5 +129,6 @@ def give_verdict(product: Interval, noise: Interval, bias: Interval, *, exact: b
     return "could" if product.high < 1.0 and has_none else "decide by training"
 
 
-def _quantile(freedom: int) -> float:
+def quantile(freedom: int) -> float:
+    """Return that of Student's t for a 95 % interval."""
     return float(student.ppf(0.5 + LEVEL / 2, freedom))

@@ -22,6 +22,7 @@ from sparsebp_cli.worker.worth.candidate import Candidate
 from sparsebp_cli.worker.worth.curvature import Curvature
 from sparsebp_cli.worker.worth.dense_run import DenseRun
 from sparsebp_cli.worker.worth.squares import Gradients, Metric, Squares, minus, square_between, square_errors
+from sparsebp_cli.worker.worth.step_length import StepLength, add_up, square_halves
 
 WHOLE = 2  # whole batches at a point on which exact policies are counted
 COUNTED = 2  # small batches at a point on which other policies are counted: counting takes as long as three passes
@@ -39,6 +40,7 @@ class BatchError:
     noise: Squares
     bias: Squares
     curved: float  # the noise with the loss's curvature between, on the first batch of a pair; else 0
+    entries: Mapping[str, Tensor]  # squares of the noise, by parameter; where the optimizer has moments
 
 
 class Point:
@@ -66,6 +68,13 @@ class Point:
             self._curved = [self._square_curved(engine, *pair) for pair in self._pairs(self._dense)]
             engine.detach()
         run.has_moments = self._metric.exists
+        self._length: StepLength | None = None
+        if run.has_moments:
+            recipe = training.plan.recipe.training
+            batch = recipe.per_device_train_batch_size * recipe.gradient_accumulation_steps
+            length = StepLength(self._dense, self._metric, EXAMPLES / batch)
+            self._length = length if length.is_known else None
+        self.shares = [] if self._length is None else self._length.shares_of_dense()
         self._between = [square_between(*pair, self._metric, run.part_of) for pair in self._pairs(self._dense)]
         least = ROUNDING * min(map(_square, self._dense))
         if min(_total(between, "plain") for between in self._between) <= least:
@@ -92,6 +101,9 @@ class Point:
         for name in metrics:
             pairs = [self._pair(name, number, *pair) for number, pair in enumerate(self._pairs(errors))]
             candidate.pairs[name].append(pairs)
+        if self._length is not None:
+            noise = [add_up(one.entries, other.entries, 0.5) for one, other in self._pairs(errors)]
+            candidate.lengths.append((self._length.share_with(noise), self.shares))
         self._add_parts(candidate, errors)
 
     def _measure_batch(self, candidate: Candidate, engine: Engine, index: int) -> BatchError:
@@ -113,7 +125,8 @@ class Point:
         is_noisy = _total(noise, "plain") > ROUNDING * _square(dense)
         # On the first batch of each pair alone, since it takes as long as several draws.
         curved = self._square_curved(engine, draws[0], draws[1]) if is_noisy and index % 2 == 0 else 0.0
-        return BatchError(noise, bias, curved)
+        entries = square_halves(draws[0], draws[1]) if is_noisy and self._length is not None else {}
+        return BatchError(noise, bias, curved, entries)
 
     def _square_curved(self, engine: Engine, one: Gradients, other: Gradients) -> float:
         """Return half of the square of a difference with the curvature between, as the other squares are taken."""
