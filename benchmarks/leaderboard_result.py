@@ -82,7 +82,7 @@ def read_result(folder: Path, name: str) -> Result:
     """Return what is known of a task of a folder."""
     file = folder / f"{name}.yaml"
     text = file.read_text(encoding="utf-8")
-    title = text.split("\n", 1)[0].removeprefix("# ").removeprefix("Leaderboard, version 1: ").rstrip(".")
+    title = text.split("\n", 1)[0].removeprefix("# ").rstrip(".")
     study = yaml.safe_load(text)
     archive, worth = folder / f"{name}.tar.gz", folder / f"{name}-worth.json"
     if not archive.exists():
