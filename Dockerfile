@@ -29,6 +29,7 @@ RUN python3 -m venv /venv \
 COPY pyproject.toml README.md LICENSE NOTICE ./
 COPY sparsebp_cli sparsebp_cli
 COPY recipes recipes
+COPY docs/results/leaderboard/v1 docs/results/leaderboard/v1
 COPY plugins/sparsebp-shelf shelf
 RUN /venv/bin/pip wheel --no-cache-dir --no-deps ${PIP_OPTIONS} --wheel-dir dist . ./shelf \
  && /venv/bin/pip install --no-cache-dir --no-deps dist/*.whl
