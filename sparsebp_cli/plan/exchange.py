@@ -25,8 +25,6 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Literal
 
-from scipy.stats import t as student
-
 Verdict = Literal["dense", "cannot beat a smaller batch", "could", "decide by training"]
 LEVEL = 0.95
 NEGLIGIBLE_BIAS = 0.05  # of the variance between batches: below it bias is lost in the noise that every step has
@@ -62,8 +60,8 @@ class BatchPair:
     """Squares of two batches of the same size at the same weights, in one metric."""
 
     between: float  # variance of the dense gradient over batches: |g1 - g2|^2 / 2
-    noise: float  # variance of the policy's draws on a batch, mean of the two
-    bias: float  # squared mean error of the policy's draws on a batch, mean of the two; an estimate, which may be < 0
+    noise: float  # variance of the policy's draws on a batch: the first one, or the mean of both
+    bias: float  # squared mean error of the policy's draws on a batch; an estimate, which may be < 0
 
 
 @dataclass(frozen=True)
@@ -130,4 +128,6 @@ def give_verdict(product: Interval, noise: Interval, bias: Interval, *, exact: b
 
 
 def _quantile(freedom: int) -> float:
-    return float(student.ppf(0.5 + LEVEL / 2, freedom))
+    from scipy import special  # scipy.stats takes a second to import
+
+    return float(special.stdtrit(freedom, 0.5 + LEVEL / 2))
