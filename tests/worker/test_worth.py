@@ -318,3 +318,26 @@ def test_weights_of_16_bits_have_no_curvature_and_are_measured(found: Callable[.
     one = found({"name": "crs", "keep": 0.5}, pairs=2, training={"mixed_precision": "bf16"})["crs"]
     assert one["noise_curved"] is one["product_curved"] is one["dense_batch_curved"] is None
     assert one["verdict"] in ("cannot beat a smaller batch", "could", "decide by training")
+
+
+@pytest.mark.parametrize("first_try", ["adapters", "small batches", "classes", "few examples"])
+def test_recipes_of_all_shapes_are_measured(
+    first_try: str, tiny_recipe: MakeRecipe, build: Callable[[Recipe], Training], tmp_path: Path
+) -> None:
+    rows = [{"text": "the fox " * (1 + number % 5), "label": number % 2} for number in range(60)]
+    (tmp_path / "classes.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    lines = [{"prompt": f"Line {number}: the", "completion": " fox" * (1 + number % 3)} for number in range(9)]
+    (tmp_path / "few.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
+    sections: dict[str, dict[str, Any]] = {
+        "adapters": {"model": {"lora": {"r": 2}}},
+        "small batches": {"training": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}},
+        "classes": {"dataset": {"name": str(tmp_path / "classes.jsonl"), "format": "classification"}},
+        "few examples": {"dataset": {"name": str(tmp_path / "few.jsonl"), "format": "completion"}},
+    }
+    recipe = tiny_recipe(policy=[{"name": "crs", "keep": 0.5}], measure=QUIET, **sections[first_try])
+    answer = measure(build(recipe), all_policies=False, report=lambda *_: None, pairs=2)
+    (one,) = answer["policies"]  # type: ignore[misc]
+    assert answer["examples"] == (2 if first_try == "small batches" else 4)
+    assert answer["batch"] == 4
+    assert one["noise"]["value"] > 0.0
+    assert one["price"]["value"] < 1.0

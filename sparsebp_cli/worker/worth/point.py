@@ -19,7 +19,16 @@ from sparsebp_cli.worker.trial_step import Mode, TrialStep
 from sparsebp_cli.worker.worth.candidate import Candidate
 from sparsebp_cli.worker.worth.curvature import Curvature
 from sparsebp_cli.worker.worth.dense_run import DenseRun
-from sparsebp_cli.worker.worth.squares import Gradients, Metric, Squares, inner, minus, square_between, square_errors
+from sparsebp_cli.worker.worth.squares import (
+    Gradients,
+    Metric,
+    Squares,
+    inner,
+    minus,
+    square_between,
+    square_errors,
+    square_gradient,
+)
 
 WHOLE = 2  # whole batches at a point on which exact policies are counted
 COUNTED = 2  # small batches at a point on which other policies are counted
@@ -77,7 +86,8 @@ class Point:
             self._curved = [self._square_curved(engine, *pair) for pair in self._pairs(self._dense)]
         run.has_moments = self._metric.exists
         self._between = [square_between(*pair, self._metric, run.part_of) for pair in self._pairs(self._dense)]
-        least = ROUNDING * min(map(_square, self._dense))
+        self._norms = [square_gradient(each, self._metric, run.part_of) for each in self._dense]
+        least = ROUNDING * min(_total(norm, "plain") for norm in self._norms)
         if min(_total(between, "plain") for between in self._between) <= least:
             raise DataError(
                 "two batches have the same gradient, so there is no noise between batches to measure by: the training "
@@ -88,9 +98,9 @@ class Point:
         """Add what a policy's gradients are at this point. Raises ``SparseBPError`` where it does not go with the
         model."""
         with self._run.attached(candidate.policies) as engine:
-            if engine.extensions or engine.decisions.has_selectors:
+            if engine.extensions or not candidate.is_exact:
                 errors, fixed = self._measure_engine(candidate, engine)
-            else:  # nothing acts on a backward: it is that of dense
+            else:  # what decides at sites alone and is exact keeps all: it is dense
                 errors = [BatchError(Squares(), Squares(), 0.0) for _ in self._measured]
                 fixed = self._price_update(self._dense[0])
                 candidate.passes += zip(self.whole_flops, self.whole_flops, strict=True)
@@ -220,9 +230,10 @@ class Point:
             return BatchPair(self._curved[number], error.curved, 0.0)
         noise, bias = _total(error.noise, metric), _total(error.bias, metric)
         size = _total(error.noise, "plain") + abs(_total(error.bias, "plain"))
-        if size < ROUNDING * _square(self._dense[2 * number]):
+        if size < ROUNDING * _total(self._norms[2 * number], "plain"):
             noise = bias = 0.0
-        return BatchPair(_total(self._between[number], metric), noise, bias)
+        first, second = (_total(norm, metric) for norm in self._norms[2 * number : 2 * number + 2])
+        return BatchPair(_total(self._between[number], metric), noise, bias, first, (first + second) / 2)
 
     def _add_parts(self, candidate: Candidate, errors: Sequence[BatchError]) -> None:
         metric = "adam" if self._run.has_moments else "plain"

@@ -79,6 +79,16 @@ def square_between(first: Gradients, second: Gradients, metric: Metric, part_of:
     return found.halved()
 
 
+def square_gradient(gradients: Gradients, metric: Metric, part_of: Callable[[str], str]) -> Squares:
+    """Return |g|^2 of the dense gradient of a batch."""
+    found = Squares()
+    for name, gradient in gradients.items():
+        if gradient is not None:
+            entries = gradient.float()
+            found.add(part_of(name), entries, entries, metric.scale_of(name))
+    return found
+
+
 def square_errors(
     dense: Gradients, draws: tuple[Gradients, Gradients], metric: Metric, part_of: Callable[[str], str]
 ) -> tuple[Squares, Squares]:
