@@ -4,6 +4,7 @@
     python benchmarks/exchange.py --run spelling       # trains what the task misses, in the protocol's order
     python benchmarks/exchange.py --run spelling --minutes 90
     python benchmarks/exchange.py --measure spelling   # what its methods' measurements miss
+    python benchmarks/exchange.py --retrain 3          # cells drawn at random, trained again beside what is archived
 
 `docs/results/exchange/PROTOCOL.md` says what is run and what is compared. Runs are kept below $SPARSEBP_HOME, by
 default in build/results/exchange, one folder a task; a task that was interrupted goes on where it stood.
@@ -12,11 +13,15 @@ default in build/results/exchange, one folder a task; a task that was interrupte
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
+import random
+import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -31,16 +36,20 @@ use_checkout()
 import yaml  # noqa: E402
 
 FOLDER = ROOT / "docs" / "results" / "exchange"
-METHODS = FOLDER / "methods.yaml"
 SPARSEBP = [sys.executable, "-c", "from sparsebp_cli.cli.app import main; main()"]
 from exchange_page import render  # noqa: E402
 from exchange_result import (  # noqa: E402
     BATCH,
     METRIC,
+    MORE_SURFACE_SEEDS,
+    SMALL_BATCHES,
     STEPS,
     SURFACE_SEEDS,
     dense_name,
     find_rate,
+    find_rated,
+    rated_name,
+    read_arms,
     read_losses,
     read_task,
 )
@@ -63,12 +72,33 @@ class Cell:
 class Task:
     """A task's recipe, its runs and what was measured of its methods."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, home: Path | None = None) -> None:
         self.name = name
         self.recipe = FOLDER / f"{name}.yaml"
         self.archive = FOLDER / f"{name}.tar.gz"
         self.worth = FOLDER / f"{name}-worth.json"
-        self.home = Path(os.environ.get("SPARSEBP_HOME", ROOT / "build" / "results" / "exchange")) / name
+        self._seen: set[str] = set()
+        self._ended: dict[tuple[str, int], dict[int, float]] = {}
+        self.home = home or Path(os.environ.get("SPARSEBP_HOME", ROOT / "build" / "results" / "exchange")) / name
+
+    def prepare(self) -> None:
+        """Get what the recipe names and is not here: data and models to fetch, and the model that a recipe beside it
+        pretrains (`llama-1m.yaml` is that of `build/results/exchange/llama-1m`)."""
+        recipe = yaml.safe_load(self.recipe.read_text(encoding="utf-8"))
+        model, data = recipe["model"]["name"], recipe["dataset"]["name"]
+        self._fetch(model, data)
+        pretraining = FOLDER / f"{Path(model).name}.yaml"
+        if pretraining.exists() and not (self.recipe.parent / model).exists():
+            self._fetch(yaml.safe_load(pretraining.read_text(encoding="utf-8"))["dataset"]["name"])
+            subprocess.run([*SPARSEBP, "run", str(pretraining)], env=self._environment(), check=True)
+            words = [*SPARSEBP, "model", pretraining.stem, "--to", str(self.recipe.parent / model)]
+            subprocess.run(words, env=self._environment(), check=True)
+
+    def _fetch(self, *names: str) -> None:
+        from sparsebp_cli.asset.fetched import FETCHED
+
+        if wanted := [name for name in names if name in FETCHED]:
+            subprocess.run([*SPARSEBP, "fetch", *wanted], env=self._environment(), check=True)
 
     def train(self, cell: Cell) -> None:
         """Train the seeds of a cell that are not there."""
@@ -94,44 +124,36 @@ class Task:
         from sparsebp_cli.compare.load import load_folder
         from sparsebp_cli.run import RunFolder
 
-        found: dict[tuple[str, int], dict[int, float]] = {}
         for plan in (self.home / "runs").glob("*/plan.json"):
+            if plan.parent.name in self._seen:
+                continue
             run = load_folder(RunFolder(plan.parent))
             if run.seed is not None and (run.finished or run.broke_down):
-                found[run.group, run.seed] = dict(run.series(METRIC)) if run.finished else {}
-        return found
+                self._seen.add(plan.parent.name)  # what ended stays as it is, and takes a tenth of a second to read
+                self._ended[run.group, run.seed] = dict(run.series(METRIC)) if run.finished else {}
+        return self._ended
 
     def measure(self, rate: float) -> None:
-        """Measure noise, bias and price of every arm that has none yet. Of one that was measured before there was a
-        noise by curvature, that is added, and what was registered stays."""
+        """Measure noise, bias and price of every arm that has none yet. What was measured before there was a noise by
+        curvature, or a share of the rate, stays, and what an unbiased arm lacks is added."""
         known: dict[str, Any] = json.loads(self.worth.read_text(encoding="utf-8")) if self.worth.exists() else {}
-        for arm, change in read_methods().items():
-            before = known.get(arm)
-            if before is not None and ("refused" in before or "noise_curved" in before):
+        arms = read_arms(FOLDER, self.name)
+        for arm, change in read_methods(self.name).items():
+            before = known.get(arm, {})
+            is_whole = "noise_curved" in before and ("rate" in before or not arms[arm]["unbiased"])
+            if "refused" in before or is_whole:
                 continue
-            words = [
-                "worth",
-                str(self.recipe),
-                "--set",
-                change,
-                "--set",
-                f"training.learning_rate={rate}",
-                "-o",
-                "json",
-            ]
-            done = subprocess.run(
-                [*SPARSEBP, *words], env=self._environment(), capture_output=True, text=True, check=False
-            )
+            changes = ["--set", change, "--set", f"training.learning_rate={rate}"]
+            words = [*SPARSEBP, "worth", str(self.recipe), *changes, "-o", "json"]
+            done = subprocess.run(words, env=self._environment(), capture_output=True, text=True, check=False)
             if done.returncode:
                 known[arm] = {"refused": done.stderr.strip().splitlines()[-1]}
             else:
-                [found] = [
-                    {key: value for key, value in policy.items() if key != "by_part"}
-                    for policy in json.loads(done.stdout)["policies"]
-                    if policy["name"] != "dense"
-                ]
-                known[arm] = found if before is None else before | {"noise_curved": found["noise_curved"]}
+                policies = json.loads(done.stdout)["policies"]
+                [found] = [policy for policy in policies if policy["name"] != "dense"]
+                known[arm] = {key: value for key, value in found.items() if key != "by_part"} | before
             self.worth.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+            print(f"{self.name}: measured {arm}", flush=True)
 
     def read_archive(self) -> None:
         """Put the runs of the task's archive beside those that are here, so that they go on on another machine."""
@@ -155,16 +177,11 @@ class Task:
         return os.environ | {"SPARSEBP_HOME": str(self.home), "OMP_NUM_THREADS": "1"}
 
 
-def read_unbiased() -> set[str]:
-    """Return the arms whose policy claims an unbiased gradient."""
-    arms = yaml.safe_load(METHODS.read_text(encoding="utf-8"))
-    return {arm for arm, about in arms.items() if about["unbiased"]}
-
-
-def read_methods() -> dict[str, str]:
-    """Return what each arm changes in a recipe."""
-    arms = yaml.safe_load(METHODS.read_text(encoding="utf-8"))
-    return {arm: f"policy={json.dumps(about['policy'])}" for arm, about in arms.items()}
+def read_methods(task: str) -> dict[str, str]:
+    """Return what each arm of a task changes in its recipe, unbiased arms first."""
+    arms = read_arms(FOLDER, task)
+    ordered = sorted(arms, key=lambda arm: not arms[arm]["unbiased"])  # otherwise in the order of the file
+    return {arm: f"policy={json.dumps(arms[arm]['policy'])}" for arm in ordered}
 
 
 def make_dense(batch: int, rate: float, seeds: Sequence[int]) -> Cell:
@@ -194,17 +211,29 @@ def choose_rate(task: Task) -> float:
             return best
 
 
-def list_cells(rate: float) -> Iterator[Cell]:
-    """Yield the cells of steps 4 to 6 of the protocol."""
-    methods = read_methods()
+def list_cells(task: Task, rate: float) -> Iterator[Cell]:
+    """Yield the cells of steps 4 to 6 of the protocol; what decides the hypotheses on unbiased arms comes first."""
+    arms, methods = read_arms(FOLDER, task.name), read_methods(task.name)
     changed = {arm: (change, f"training.learning_rate={rate}") for arm, change in methods.items()}
+    unbiased = [arm for arm in methods if arms[arm]["unbiased"]]
     yield make_dense(BATCH, rate, FIRST_SEEDS)
-    unbiased = read_unbiased()
-    for arm in sorted(changed, key=lambda arm: arm not in unbiased):  # otherwise in the order of the file
+    for batch in SMALL_BATCHES:
+        yield make_dense(batch, rate, MORE_SURFACE_SEEDS)
+    for arm in unbiased:
+        yield Cell(arm, changed[arm], FIRST_SEEDS)
+    below = [other for other in RATES if other < rate]
+    for other in reversed(below):
+        for batch in SMALL_BATCHES[::-1]:
+            yield make_dense(batch, other, SURFACE_SEEDS)
+    worth = json.loads(task.worth.read_text(encoding="utf-8"))
+    for arm, own in find_rated(worth, unbiased, rate).items():
+        yield Cell(rated_name(arm), (methods[arm], f"training.learning_rate={own}"), FIRST_SEEDS)
+    for arm in [arm for arm in methods if arm not in unbiased]:
         yield Cell(arm, changed[arm], FIRST_SEEDS)
     for other in RATES:
-        for batch in BATCHES[1:-1]:
-            yield make_dense(batch, other, SURFACE_SEEDS)
+        if other > rate:
+            for batch in SMALL_BATCHES[::-1]:
+                yield make_dense(batch, other, SURFACE_SEEDS)
     for seed in MORE_SEEDS:
         yield make_dense(BATCH, rate, [seed])
         for arm, changes in changed.items():
@@ -215,13 +244,14 @@ def run(task: Task, minutes: float) -> None:
     """Train what a task misses, in the order of the protocol, and archive it."""
     end = time.monotonic() + 60 * minutes
     task.read_archive()
+    task.prepare()
     try:
         rate = choose_rate(task)
         print(f"{task.name}: rate {rate:g}", flush=True)
         for batch in BATCHES[1:]:
             task.train(make_dense(batch, rate, SURFACE_SEEDS))
         task.measure(rate)
-        for cell in list_cells(rate):
+        for cell in list_cells(task, rate):
             if time.monotonic() > end:
                 break
             task.train(cell)
@@ -230,11 +260,36 @@ def run(task: Task, minutes: float) -> None:
         task.write_archive()
 
 
+def retrain(count: int) -> None:
+    """Train archived cells again, drawn at random over all tasks by what the archives hold, and print both losses."""
+    archives = sorted(FOLDER.glob("*.tar.gz"))
+    draw = random.Random(b"".join(hashlib.sha256(archive.read_bytes()).digest() for archive in archives))
+    known = {archive.name.removesuffix(".tar.gz"): read_losses(archive) for archive in archives}
+    cells = sorted((task, arm, seed) for task, losses in known.items() for arm in losses for seed in losses[arm])
+    for name, arm, seed in draw.sample(cells, count):
+        with tempfile.TemporaryDirectory() as home:
+            task = Task(name, Path(home))
+            task.prepare()
+            if match := re.fullmatch(r"dense-b(\d+)-r(.+)", arm):
+                cell = make_dense(int(match[1]), float(match[2]), [seed])
+            else:
+                rate = f"training.learning_rate={find_rate(known[name])}"
+                cell = Cell(arm, (read_methods(name)[arm], rate), (seed,))
+            task.train(cell)
+            again, before = task.losses(cell).get(seed, {}), known[name][arm][seed]
+        differences = [abs(again[step] - before[step]) for step in before.keys() & again.keys()]
+        text = f"{max(differences):.1e}" if before.keys() == again.keys() and differences else "not the same steps"
+        print(f"{name}, {arm}, seed {seed}: largest difference of {len(before)} losses: {text}", flush=True)
+
+
 def main() -> None:
     """Run what is asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", metavar="TASK", help="train what this task misses, and archive it")
     parser.add_argument("--measure", metavar="TASK", help="measure what this task's methods miss, and train nothing")
+    parser.add_argument(
+        "--retrain", type=int, default=0, metavar="CELLS", help="train so many archived cells again, and compare"
+    )
     parser.add_argument(
         "--minutes", type=float, default=float("inf"), help="of --run: begin nothing more after so long"
     )
@@ -242,6 +297,8 @@ def main() -> None:
     if arguments.measure:
         task = Task(arguments.measure)
         task.measure(find_rate(read_losses(task.archive)))
+    if arguments.retrain:
+        retrain(arguments.retrain)
     if arguments.run:
         run(Task(arguments.run), arguments.minutes)
     # A task whose methods were not measured yet has a part of its surface alone, and no predictions.

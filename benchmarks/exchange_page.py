@@ -64,6 +64,19 @@ def describe(task: Mapping[str, Any]) -> list[str]:
             f"{scores['both']} arms with both predictions that is {scores['ratio_curved']:.2f} of the difference by "
             "the noise in all directions (claimed: at most 0.5)"
         )
+    found["H7"] = "not measured"
+    if scores["r2_rated"] is not None:
+        found["H7"] = (
+            f"with the share of the rate that AdamW leaves, R² over {scores['rated']} unbiased arms is "
+            f"{scores['r2_rated']:.2f} (claimed: at least 0.9), the difference "
+            f"{scores['root_mean_square_rated']:.3f} nats"
+        )
+    found["H8"] = "not trained"
+    if back := scores["way_back"]:
+        found["H8"] = (
+            f"at the rate over its share {', '.join(back['arms'])} lose {back['share']:.0%} of their distance to dense "
+            f"({back['before']:.3f} nats before, {back['after']:+.3f} after; claimed: at least half)"
+        )
     lines = [f"{name} {ANSWERS[outcome[name]]}: {text}." for name, text in found.items()]
     if regret := scores["regret"]:
         lines.append(
@@ -71,7 +84,7 @@ def describe(task: Mapping[str, Any]) -> list[str]:
             f"{regret['best']}: {regret['nats']:.3f} nats are lost by not training them all."
         )
     if task["found_here"]:
-        lines.append("H5 and H6 were found on this task, so for it they are no test.")
+        lines.append("H5 to H8 were found on this task, so for it they are no test.")
     if task["unpredicted"]:
         lines.append(f"No prediction, because dense would need a batch below 1: {', '.join(task['unpredicted'])}.")
     return lines
@@ -80,13 +93,14 @@ def describe(task: Mapping[str, Any]) -> list[str]:
 def draw(task: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the picture of each kind of prediction."""
     pictures = [place(task, "predicted loss", task["rows"])]
-    by_curvature = [
-        row | row["curved"] | {"predicted": row["curved"]["value"], "surprise": row["surprise_curved"]}
-        for row in task["rows"]
-        if row["unbiased"] and row["curved"] is not None
-    ]
-    if by_curvature:
-        pictures.append(place(task, "predicted loss, noise by curvature, unbiased arms", by_curvature))
+    for kind, axis in (("curved", "noise by curvature"), ("rated", "noise by curvature and the rate that is left")):
+        rows = [
+            row | row[kind] | {"predicted": row[kind]["value"], "surprise": row[f"surprise_{kind}"]}
+            for row in task["rows"]
+            if row["unbiased"] and row[kind] is not None
+        ]
+        if rows:
+            pictures.append(place(task, f"predicted loss, {axis}, unbiased arms", rows))
     return pictures
 
 

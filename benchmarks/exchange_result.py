@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
 import yaml
@@ -18,13 +18,18 @@ from scipy.stats import t as student
 
 METRIC, STEPS, BATCH = "eval/loss", 120, 16
 SURFACE_SEEDS, FIRST_METHOD_SEED = (0, 1, 2), 100
+# Dense with small batches scatters most, and predictions are read there.
+MORE_SURFACE_SEEDS, SMALL_BATCHES = tuple(range(3, 10)), (1, 2, 4, 8)
 LEVEL = 0.95
+DENSE_NAME = "dense-b"  # what the names of all cells of dense's surface begin with
+FEW_ARMS = {"far-14m"}  # a run of this model takes four times as long
 FOUND_ON = "spelling"  # the task on which H5 and H6 were found; see the protocol
 CLEAR_BIAS = 0.05  # of the variance between batches: above it a method counts as biased
+FLAT, SHORTENED = 0.1, 0.85  # H8: of the noise by curvature at most, and of the share of the rate
 BUDGET = 60.0  # dense steps of which the regret is taken
 
 _ONE, _NONE = ({"value": value, "low": value, "high": value} for value in (1.0, 0.0))
-DENSE = {"price": _ONE, "noise": _NONE, "noise_curved": _NONE, "bias": _NONE, "product": _ONE}
+DENSE = {"price": _ONE, "rate": _ONE, "noise": _NONE, "noise_curved": _NONE, "bias": _NONE, "product": _ONE}
 
 Losses = Mapping[str, Mapping[int, Mapping[int, float]]]  # of each arm, by seed and step; no steps: it diverged
 
@@ -58,6 +63,9 @@ class Row:
     seeds: int
     noise_curved: float | None = None  # with the curvature of the loss between; None: not measured
     curved: Prediction | None = None  # by it
+    rate: float | None = None  # share of the rate that is left
+    rated: Prediction | None = None  # by noise with curvature and the share of the rate
+    rated_loss: float | None = None  # after a training at the rate over its share
 
     @property
     def surprise(self) -> float | None:
@@ -68,6 +76,11 @@ class Row:
     def surprise_curved(self) -> float | None:
         """Observed minus what the noise by curvature predicts."""
         return None if self.curved is None or self.observed is None else self.observed - self.curved.value
+
+    @property
+    def surprise_rated(self) -> float | None:
+        """Observed minus what the noise by curvature and the share of the rate predict."""
+        return None if self.rated is None or self.observed is None else self.observed - self.rated.value
 
     @property
     def is_bracketed(self) -> bool | None:
@@ -108,10 +121,15 @@ def judge(losses: Losses, worth: Mapping[str, Any], methods: Mapping[str, Any], 
     bracketed = [row for row in both if row.is_bracketed]
     r2, r2_curved = explained(fair), explained(curved, "surprise_curved")
     ratio = root_mean_square(both, "surprise_curved") / max(root_mean_square(both), 1e-9) if both else None
+    rated = [row for row in rows if row.unbiased and row.surprise_rated is not None]
+    r2_rated, way_back = explained(rated, "surprise_rated"), find_way_back(rows)
     order = rank_correlation(rows)
     above = [row.arm for row in biased if (row.surprise or 0.0) > 0.0]
     return {
-        "rows": [asdict(row) | {"surprise": row.surprise, "surprise_curved": row.surprise_curved} for row in rows],
+        "rows": [
+            asdict(row) | {name: getattr(row, name) for name in ("surprise", "surprise_curved", "surprise_rated")}
+            for row in rows
+        ],
         "refused": {arm: about["refused"] for arm, about in worth.items() if "refused" in about},
         "missing": [arm for arm in methods if arm not in worth or arm not in losses],
         "unpredicted": [row.arm for row in rows if row.predicted is None],
@@ -132,6 +150,10 @@ def judge(losses: Losses, worth: Mapping[str, Any], methods: Mapping[str, Any], 
             "ratio_curved": ratio,
             "both": len(both),
             "bracketed": len(bracketed),
+            "r2_rated": r2_rated,
+            "root_mean_square_rated": root_mean_square(rated, "surprise_rated") if rated else None,
+            "rated": len(rated),
+            "way_back": way_back,
         },
         "hypotheses": {
             "H1": None if r2 is None else r2 >= 0.9,
@@ -140,6 +162,11 @@ def judge(losses: Losses, worth: Mapping[str, Any], methods: Mapping[str, Any], 
             "H4": not beaten if rows else None,
             "H5": None if r2_curved is None or ratio is None else r2_curved >= 0.75 and ratio <= 0.5,
             "H6": None if not both else len(bracketed) >= 0.9 * len(both),
+            "H7": None
+            if r2_rated is None
+            else r2_rated >= 0.9
+            and root_mean_square(rated, "surprise_rated") < root_mean_square(rated, "surprise_curved"),
+            "H8": None if way_back is None else way_back["share"] >= 0.5,
         },
     }
 
@@ -151,7 +178,7 @@ def make_row(arm: str, unbiased: bool, worth: Mapping[str, Any], losses: Losses,
     noise = worth["noise"]
     runs = losses[arm]
     main = predict_with_interval(losses, rate, noise, len(runs))
-    curved = worth.get("noise_curved")
+    curved, share = worth.get("noise_curved"), worth.get("rate")
     return Row(
         arm,
         unbiased,
@@ -169,46 +196,111 @@ def make_row(arm: str, unbiased: bool, worth: Mapping[str, Any], losses: Losses,
         len(runs),
         curved and curved["value"],
         curved and predict_with_interval(losses, rate, curved, len(runs)),
+        share and share["value"],
+        curved and share and predict_with_interval(losses, rate, curved, len(runs), share),
+        _mean(losses.get(rated_name(arm), {}), STEPS),
     )
 
 
-def predict_with_interval(losses: Losses, rate: float, noise: Mapping[str, float], seeds: int) -> Prediction | None:
-    """Return :func:`predict` with the errors of the noise, the surface and the mean over so many seeds."""
-    centre = predict(losses, rate, noise["value"], STEPS)
+def predict_with_interval(
+    losses: Losses, rate: float, noise: Mapping[str, float], seeds: int, share: Mapping[str, float] | None = None
+) -> Prediction | None:
+    """Return :func:`predict` with the errors of noise and rate, the surface, and the mean over so many seeds."""
+    # Noise does not lengthen a step, and the surface at higher rates comes late.
+    share = {end: min(1.0, value) for end, value in (share or _ONE).items()}
+    centre = predict(losses, rate * share["value"], noise["value"], STEPS)
     if centre is None:
         return None
-    sd, freedom = pooled_deviation(losses)
-    half = float(student.ppf(0.5 + LEVEL / 2, freedom)) * sd * math.sqrt(1 / len(SURFACE_SEEDS) + 1 / seeds)
-    ends = [predict(losses, rate, noise[end], STEPS) for end in ("low", "high")]
-    below, above = (abs((end if end is not None else centre) - centre) for end in ends)
-    return Prediction(centre, centre - math.hypot(below, half), centre + math.hypot(above, half))
+    sd, freedom = pooled_deviation({arm: runs for arm, runs in losses.items() if not arm.startswith(DENSE_NAME)})
+    error = math.hypot(_surface_error(losses, rate, noise["value"]), sd / math.sqrt(seeds))
+    half = float(student.ppf(0.5 + LEVEL / 2, freedom)) * error
+    below, above = half, half
+    for ends in (
+        [(noise[end], share["value"]) for end in ("low", "high")],
+        [(noise["value"], share[end]) for end in ("high", "low")],
+    ):
+        moved = [predict(losses, rate * rate_end, noise_end, STEPS) for noise_end, rate_end in ends]
+        low, high = (0.0 if end is None else end - centre for end in moved)
+        below, above = math.hypot(below, min(low, high, 0.0)), math.hypot(above, max(low, high, 0.0))
+    return Prediction(centre, centre - below, centre + above)
 
 
 def dense_name(batch: int, rate: float) -> str:
     """Return the name of a cell of dense's surface."""
-    return f"dense-b{batch}-r{rate:g}"
+    return f"{DENSE_NAME}{batch}-r{rate:g}"
+
+
+def surface_cells(losses: Losses) -> set[tuple[int, float]]:
+    """Return batch and rate of each cell of the surface."""
+    found = (re.fullmatch(r"dense-b(\d+)-r(.+)", arm) for arm in losses)
+    return {(int(match[1]), float(match[2])) for match in found if match}
 
 
 def batches(losses: Losses, rate: float) -> list[int]:
     """Return the batches of the surface at a rate, smallest first."""
-    found = (re.fullmatch(r"dense-b(\d+)-r(.+)", arm) for arm in losses)
-    return sorted(int(match[1]) for match in found if match and match[2] == f"{rate:g}")
+    return sorted(b for b, own in surface_cells(losses) if own == rate)
+
+
+def find_rated(worth: Mapping[str, Any], unbiased: Sequence[str], rate: float) -> dict[str, float]:
+    """Return the rates at which the arms of H8 are trained again: those whose noise only shortens their steps."""
+    found = {}
+    for arm in unbiased:
+        about = worth.get(arm, {})
+        curved, share = about.get("noise_curved"), about.get("rate")
+        if curved and share and curved["value"] < FLAT and share["value"] < SHORTENED:
+            found[arm] = float(f"{rate / share['value']:.2g}")
+    return found
+
+
+def rated_name(arm: str) -> str:
+    """Return the name of an arm that is trained at the rate over its share."""
+    return f"{arm}-at-its-rate"
 
 
 def predict(losses: Losses, rate: float, noise: float, step: int) -> float | None:
-    """Return dense's loss at the batch that has as much noise, linear in the logarithm of the batch between the two
-    nearest; None below a batch of one."""
-    wanted = math.log2(BATCH / (1.0 + max(0.0, noise)))
-    there = [(math.log2(b), loss) for b in batches(losses, rate) if (loss := _surface(losses, b, rate, step))]
-    for (left, first), (right, second) in pairwise(there):
+    """Return dense's loss at a rate and the batch that has as much noise, linear in the logarithms of batch and rate
+    between the nearest; None outside of them."""
+    surface = {b: _surface_at(losses, b, rate, step) for b in sorted({b for b, _ in surface_cells(losses)})}
+    return _read_between({b: loss for b, loss in surface.items() if loss is not None}, BATCH / (1.0 + max(0.0, noise)))
+
+
+def _surface_at(losses: Losses, batch: int, rate: float, step: int) -> float | None:
+    """Return the loss of a batch of the surface at a rate."""
+    there = {own: _surface(losses, batch, own, step) for b, own in surface_cells(losses) if b == batch}
+    if there.get(rate) is not None:
+        return there[rate]
+    return _read_between({own: loss for own, loss in there.items() if loss is not None}, rate)
+
+
+def _read_between(points: Mapping[float, float], at: float) -> float | None:
+    """Return the value between the two nearest points, linear in the logarithm of the place."""
+    wanted = math.log2(at)
+    for (left, first), (right, second) in pairwise(
+        (math.log2(place), value) for place, value in sorted(points.items())
+    ):
         if left <= wanted <= right:
             return first + (second - first) * (wanted - left) / (right - left)
     return None
 
 
+def _surface_error(losses: Losses, rate: float, noise: float) -> float:
+    """Return the standard error of a loss that is read from the surface: that of the two nearest batches, each by its
+    own spread over seeds, since small batches scatter several times as much as large ones."""
+    errors = {}
+    for b in batches(losses, rate):
+        values = [run[STEPS] for run in _surface_runs(losses, b, rate).values() if STEPS in run]
+        if len(values) > 1:
+            errors[b] = stdev(values) / math.sqrt(len(values))
+    return _read_between(errors, BATCH / (1.0 + max(0.0, noise))) or 0.0
+
+
 def _surface(losses: Losses, batch: int, rate: float, step: int) -> float | None:
+    return _mean(_surface_runs(losses, batch, rate), step)
+
+
+def _surface_runs(losses: Losses, batch: int, rate: float) -> dict[int, Mapping[int, float]]:
     runs = losses.get(dense_name(batch, rate), {})
-    return _mean({seed: runs[seed] for seed in SURFACE_SEEDS if seed in runs}, step)
+    return {seed: run for seed, run in runs.items() if seed < FIRST_METHOD_SEED}
 
 
 def _mean(runs: Mapping[int, Mapping[int, float]], step: int) -> float | None:
@@ -280,6 +372,17 @@ def find_regret(rows: Sequence[Row], losses: Losses) -> dict[str, Any] | None:
     return {"chosen": chosen, "best": best, "nats": there[chosen] - there[best]}
 
 
+def find_way_back(rows: Sequence[Row]) -> dict[str, Any] | None:
+    """Return how much of their distance to dense the arms of H8 lose at the rate over their share."""
+    dense = next((row.observed for row in rows if row.arm == "dense"), None)
+    arms = [row for row in rows if row.rated_loss is not None and row.observed is not None]
+    before = fmean((row.observed or 0.0) - (dense or 0.0) for row in arms) if arms else 0.0
+    if dense is None or before <= 0.0:
+        return None
+    after = fmean((row.rated_loss or 0.0) - dense for row in arms)
+    return {"arms": [row.arm for row in arms], "before": before, "after": after, "share": 1.0 - after / before}
+
+
 def beats_dense(row: Row, losses: Losses, rate: float) -> bool:
     """Return whether an arm is lower than every batch of dense at the price of the budget, beyond the error."""
     if row.observed is None:
@@ -295,10 +398,16 @@ def beats_dense(row: Row, losses: Losses, rate: float) -> bool:
     return mine - dense + half < 0.0
 
 
+def read_arms(folder: Path, task: str) -> dict[str, Any]:
+    """Return the arms of a task: those of `methods.yaml`, of which a large model has a few."""
+    arms: dict[str, Any] = yaml.safe_load((folder / "methods.yaml").read_text(encoding="utf-8"))
+    return {arm: about for arm, about in arms.items() if task not in FEW_ARMS or about.get("few")}
+
+
 def read_task(folder: Path, name: str) -> dict[str, Any]:
     """Return what a task's archive and measurements say."""
     worth = json.loads((folder / f"{name}-worth.json").read_text(encoding="utf-8"))
-    methods = yaml.safe_load((folder / "methods.yaml").read_text(encoding="utf-8"))
+    methods = read_arms(folder, name)
     losses = read_losses(folder / f"{name}.tar.gz")
     rate = find_rate(losses)
     losses = hide_part(losses, methods)

@@ -51,7 +51,7 @@ class Interval:
         if len(pairs) < 2:
             return cls.exactly(ratio)
         spread = stdev(above - ratio * below for above, below in pairs) * math.sqrt(len(pairs)) / total
-        half = _quantile(len(pairs) - 1) * spread
+        half = quantile(len(pairs) - 1) * spread
         return cls(ratio, ratio - half, ratio + half)
 
 
@@ -93,7 +93,7 @@ def estimate_share(points: Sequence[Sequence[BatchPair]], of: Callable[[BatchPai
         variance += (number - 1) / number * sum((one - mean) ** 2 for one in left)
         freedom += number - 1
     mean = fmean(values)
-    half = _quantile(freedom) * math.sqrt(variance) / len(values)
+    half = quantile(freedom) * math.sqrt(variance) / len(values)
     return Interval(mean, mean - half, mean + half)
 
 
@@ -136,7 +136,8 @@ def give_verdict(product: Interval, noise: Interval, bias: Interval, *, exact: b
     return "could" if product.high < 1.0 and has_none else "decide by training"
 
 
-def _quantile(freedom: int) -> float:
+def quantile(freedom: int) -> float:
+    """Return that of Student's t for a 95 % interval."""
     from scipy import special  # scipy.stats takes a second to import
 
     return float(special.stdtrit(freedom, 0.5 + LEVEL / 2))

@@ -65,14 +65,14 @@ class SelectionGain:
         if self.share is None and abs(self.cost_ratio - 1.0) < 0.005:
             return ""
         text = (
-            f"cost: a step executes {self.cost_ratio:.0%} of a dense step's FLOPs, forward and backward, in "
-            f"{self.seconds_ratio:.0%} of its time (taken in turn, at the first step)"
+            f"cost: {self.cost_ratio:.2f} dense steps in FLOPs of forward and backward, {self.seconds_ratio:.2f} in "
+            "time (taken in turn, at the first step)"
         )
         if self.share is None or self.unit is None or self.share >= 1.0:
             return text
         return (
-            f"{text}; it keeps {self.share:.0%} of the {self.unit}: each must be worth {self.unit_worth:.2f} dense "
-            f"ones, since dense with {self.cost_ratio:.0%} of the batch costs the same"
+            f"{text}; it keeps {self.share:.0%} of the {self.unit}. Whether that can beat a smaller batch: `sparsebp "
+            "worth RECIPE`"
         )
 
     def describe_choice(self) -> str:

@@ -442,6 +442,9 @@ ELSEWHERE = {
     ("cli/bench_table.py", "sparsebp validate --probe RECIPE"): (
         "cli/test_app.py::test_validate_with_probe_prints_what_a_step_costs_and_what_choosing_may_gain"
     ),
+    ("plan/selection_gain.py", "sparsebp worth RECIPE"): (
+        "worker/test_worth.py::test_uniform_examples_are_worth_exactly_their_price"
+    ),
     ("cli/checkup.py", "sparsebp sync --all"): (
         "cli/test_machine.py::test_sync_sends_what_was_not_sent_and_twice_sends_nothing"
     ),

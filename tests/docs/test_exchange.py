@@ -14,6 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 RATE = 1e-3
 FAIR = {"unbiased": True}
+LATER = {"H7": None, "H8": None}  # without a share of the rate
 
 
 @pytest.fixture
@@ -36,6 +37,10 @@ def make_losses(arms: dict[str, float]) -> dict[str, dict[int, dict[int, float]]
 def make_worth(noise: float, price: float = 1.0, bias: float = 0.0, curved: float = 0.0) -> dict[str, Any]:
     product = (1 + noise) * price
     numbers = {"price": price, "noise": noise, "noise_curved": curved, "bias": bias, "product": product}
+    return interval_of(**numbers)
+
+
+def interval_of(**numbers: float) -> dict[str, Any]:
     return {name: {"value": value, "low": value - 0.01, "high": value + 0.01} for name, value in numbers.items()}
 
 
@@ -47,7 +52,7 @@ def test_methods_that_obey_the_law_are_found_to(result: ModuleType) -> None:
     assert found["scores"]["r2"] == pytest.approx(1.0, abs=1e-4)
     assert found["scores"]["spearman"] == pytest.approx(1.0)
     assert found["scores"]["within"] == 4
-    assert found["hypotheses"] == {"H1": True, "H2": None, "H3": True, "H4": True, "H5": False, "H6": True}
+    assert found["hypotheses"] == {"H1": True, "H2": None, "H3": True, "H4": True, "H5": False, "H6": True} | LATER
     assert [row["batch"] for row in found["rows"]] == [16.0, 8.0, 16 / 3.5, 2.0]
 
 
@@ -63,6 +68,32 @@ def test_methods_whose_noise_costs_by_curvature_alone_refuse_h1_and_hold_h5(resu
     assert scores["ratio_curved"] < 0.01
     assert (found["hypotheses"]["H1"], found["hypotheses"]["H5"], found["hypotheses"]["H6"]) == (False, True, True)
     assert found["unpredicted"] == ["d"]
+
+
+def test_methods_whose_steps_are_shorter_refuse_h5_and_hold_h7_and_h8(result: ModuleType) -> None:
+    """Half of the rate costs 0.1, half of the batch 0.2."""
+    shares = {"a": (0.0, 1.0), "b": (0.05, 0.5), "c": (1.0, 0.7), "d": (3.0, 0.6), "e": (0.01, 0.4)}
+
+    def run(batch: float, share: float, seed: int) -> dict[int, float]:
+        return {step: loss - 0.1 * math.log2(share) for step, loss in make_run(batch, seed).items()}
+
+    losses = {
+        f"dense-b{batch}-r{rate:g}": {seed: run(batch, rate / RATE, seed) for seed in (0, 1, 2)}
+        for batch in (1, 2, 4, 8, 16, 32)
+        for rate in (0.2 * RATE, 0.5 * RATE, RATE)
+    }
+    trained = {"dense": (16.0, 1.0), "b-at-its-rate": (16 / 1.05, 1.0), "e-at-its-rate": (16 / 1.01, 0.9)}
+    trained |= {arm: (16 / (1 + nu), share) for arm, (nu, share) in shares.items()}
+    losses |= {arm: {seed: run(*about, seed) for seed in (100, 101, 102)} for arm, about in trained.items()}
+    worth = {arm: make_worth(20 * nu, curved=nu) | interval_of(rate=share) for arm, (nu, share) in shares.items()}
+    arms = {"dense": FAIR, **dict.fromkeys(shares, FAIR)}
+    found = result.judge(losses, {"dense": result.DENSE} | worth, arms, RATE)
+    assert found["scores"]["r2_rated"] > 0.999
+    assert found["scores"]["root_mean_square_rated"] < 0.2 * found["scores"]["root_mean_square_curved"]
+    assert (found["hypotheses"]["H5"], found["hypotheses"]["H7"], found["hypotheses"]["H8"]) == (False, True, True)
+    assert result.find_rated(worth, list(shares), RATE) == {"b": 0.002, "e": 0.0025}
+    assert found["scores"]["way_back"]["arms"] == ["b", "e"]
+    assert 0.8 < found["scores"]["way_back"]["share"] < 1.0
 
 
 def test_one_that_is_worse_than_all_its_noise_says_is_outside_of_the_bracket(result: ModuleType) -> None:
@@ -93,6 +124,19 @@ def test_what_needs_a_batch_below_one_has_no_prediction_and_is_last_in_the_order
     assert found["unpredicted"] == ["c"]
     assert found["scores"]["spearman"] == pytest.approx(1.0)
     assert found["scores"]["unbiased"] == 2
+
+
+def test_a_prediction_is_as_sure_as_the_batches_that_it_is_read_from(result: ModuleType) -> None:
+    """Dense with batches of 2 scatters; with as many more seeds its mean is surer."""
+    worth = {"large": make_worth(0.0), "small": make_worth(7.0)}
+    arms = make_losses({"large": 16.0, "small": 2.0})
+    widths = {}
+    for seeds in (2, 8):
+        scatter = {seed: {120: 2.6 + 0.3 * (-1) ** seed} for seed in range(seeds)}
+        found = result.judge(arms | {"dense-b2-r0.001": scatter}, worth, dict.fromkeys(worth, FAIR), RATE)
+        widths[seeds] = [row["high"] - row["low"] for row in found["rows"]]
+    assert widths[2][0] == widths[8][0] < 0.1 * widths[8][1]
+    assert widths[8][1] < 0.5 * widths[2][1]
 
 
 def test_a_part_of_a_step_is_not_looked_at(result: ModuleType) -> None:

@@ -89,7 +89,8 @@ def test_what_a_kept_token_must_be_worth_and_where_choosing_can_pay(keep: float,
         assert found.unit_worth == pytest.approx(worth)
         assert found.can_pay is (effective < highest)
         cost, choice = found.lines()
-        assert f"each must be worth {worth:.2f} dense ones" in cost
+        assert f"cost: {ratio:.2f} dense steps in FLOPs" in cost
+        assert "`sparsebp worth RECIPE`" in cost
         assert f"has to be below {highest:.2f}, so it {'can' if found.can_pay else 'cannot'} pay" in choice
         assert "an upper bound, as if the sizes were known and free" in choice
     assert (
@@ -107,7 +108,8 @@ def test_nothing_is_said_of_a_choice_that_is_not_made() -> None:
     entries = SelectionGain(0.6, 0.7, 0.25, "entries", {"targets": 0.87, "rows": 0.5})
     assert entries.can_pay is None
     (line,) = entries.lines()
-    assert "keeps 25% of the entries: each must be worth 2.40 dense ones" in line
+    assert entries.unit_worth == pytest.approx(2.4)
+    assert "keeps 25% of the entries. Whether that can beat a smaller batch" in line
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from sparsebp_cli.worker.worth.curvature import Curvature
 from sparsebp_cli.worker.worth.dense_run import DenseRun
 from sparsebp_cli.worker.worth.measure import measure
 from sparsebp_cli.worker.worth.squares import Metric, square_between, square_errors
+from sparsebp_cli.worker.worth.step_length import StepLength, share_of_batch
 
 MakeRecipe = Callable[..., Recipe]
 Prepare = Callable[[Recipe], RunFolder]
@@ -312,6 +313,9 @@ def test_noise_where_the_loss_is_flat_costs_nothing(
     assert rounded["dense_batch"] < 4
     assert rounded["dense_batch_curved"] > 14
     assert 0.3 < fewer["noise_curved"]["value"] < 3.0
+    # Adam's step is shorter by rounding, and a smaller batch trains at its own rate.
+    assert rounded["rate"]["high"] < 0.95
+    assert fewer["rate"]["low"] < 1.0 < fewer["rate"]["high"]
 
 
 def test_weights_of_16_bits_have_no_curvature_and_are_measured(found: Callable[..., dict[str, Any]]) -> None:
@@ -341,3 +345,40 @@ def test_recipes_of_all_shapes_are_measured(
     assert answer["batch"] == 4
     assert one["noise"]["value"] > 0.0
     assert one["price"]["value"] < 1.0
+
+
+def _adam_goes(signal: Tensor, scatter: Tensor, noise: Tensor, steps: int) -> float:
+    """How far Adam goes downhill in so many steps on a loss that is a plane, whose gradients scatter."""
+    weight = torch.zeros_like(signal, requires_grad=True)
+    optimizer = torch.optim.Adam([weight], lr=1e-3, betas=(0.9, 0.999))
+    draw = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        batch, own = (torch.randn(signal.shape, generator=draw) for _ in range(2))
+        weight.grad = signal + scatter * batch + noise * own
+        optimizer.step()
+    return -float((weight.detach() * signal).sum())
+
+
+def test_the_step_that_is_left_beside_noise_is_the_one_that_adam_goes() -> None:
+    """Against torch's Adam, with noise that differs by entry; and a smaller batch has the noise of batches."""
+    torch.manual_seed(0)
+    signal, scatter = torch.randn(2000), 0.5 + torch.rand(2000)
+    noise = 3 * torch.rand(2000) ** 2
+    weight = torch.zeros(2000, requires_grad=True)
+    optimizer = torch.optim.Adam([weight], lr=0.0, betas=(0.9, 0.999))
+    for _ in range(400):
+        weight.grad = signal + scatter * torch.randn(2000)
+        optimizer.step()
+    metric = Metric(optimizer, {"weight": weight})
+    dense = [{"weight": signal + 2 * scatter * torch.randn(2000)} for _ in range(40)]  # a fourth of a step's examples
+    length = StepLength(dense, metric, 0.25)
+    for own, tolerance in ((noise, 0.02), (scatter, 0.02)):
+        pairs = [{"weight": (2 * own * torch.randn(2000)).square()} for _ in range(20)]
+        share = length.share_with(pairs)
+        expected = _adam_goes(signal, scatter, own, 400) / _adam_goes(signal, scatter, 0 * own, 400)
+        assert share.value == pytest.approx(expected, rel=tolerance)
+        assert share.variance < 1e-4
+    half = share_of_batch(length.shares_of_dense(), 1.0)
+    assert half.value == pytest.approx(share.value, rel=0.02)  # batches of half the size have twice the variance
+    assert share_of_batch(length.shares_of_dense(), 0.0).value == pytest.approx(1.0, abs=1e-3)
+    assert length.share_with([{}, {}]).value == pytest.approx(1.0)

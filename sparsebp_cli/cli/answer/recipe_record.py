@@ -113,6 +113,9 @@ class PolicyWorth(Answer):
     noise_curved: Interval | None
     """The same with the curvature of the loss between: what an error costs in its step; null where weights or passes
     have 16 bits, or the loss is not curved upwards between batches."""
+    rate: Interval | None
+    """Share of the learning rate that is left beside the noise, over that of dense with ``dense_batch_curved``
+    examples: Adam's steps are shorter by noise in any direction. Null without second moments or ``noise_curved``."""
     bias: Interval
     """Squared bias, all directions alike."""
     product: Interval

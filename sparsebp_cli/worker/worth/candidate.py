@@ -16,6 +16,7 @@ from sparsebp_cli.recipe.composition import refuse_unsupported
 from sparsebp_cli.recipe.description import describe_policy
 from sparsebp_cli.recipe.schema import PolicyEntry, Recipe
 from sparsebp_cli.worker.policy_phase import compares, make_phases
+from sparsebp_cli.worker.worth.step_length import Share
 
 SHARE = 0.5  # of a policy that must be told what to keep, where all are measured
 
@@ -29,6 +30,8 @@ class Candidate:
     pairs: dict[str, list[list[BatchPair]]] = field(default_factory=lambda: {"plain": [], "adam": [], "curved": []})
     by_part: dict[str, list[float]] = field(default_factory=dict)  # squares of noise and bias, and between batches
     passes: list[tuple[float, float]] = field(default_factory=list)  # FLOPs of it and of dense, for each counted batch
+    # At each point what is left of the length of a step, and of batches of dense: see step_length.
+    lengths: list[tuple[Share, list[Share]]] = field(default_factory=list)
     fixed: list[float] = field(default_factory=list)  # FLOPs of update and trial passes, a value for each point
     step: int | None = None  # at which it was measured instead, since it leaves nothing out at the points
     failure: str = ""

@@ -4,20 +4,22 @@ Weights, optimizer and batches are those of the recipe; every policy is measured
 weights, and none of its gradients is trained on. Each point has some pairs of small batches, each policy two draws on
 the first of each pair, and what its pass costs is counted there; that of an exact policy, which may leave out padding
 or what examples share, on whole batches of the recipe. Gradients of a point are held at once: it takes the memory of
-2 * PAIRS + 6 of them.
+7 * PAIRS + 6 of them.
 """
 
 from __future__ import annotations
 
+import math
 from statistics import fmean
 
 from sparsebp_cli.errors import SparseBPError, UsageError
-from sparsebp_cli.plan.exchange import Interval, StepCost, combine, estimate_share, give_verdict
+from sparsebp_cli.plan.exchange import Interval, StepCost, combine, estimate_share, give_verdict, quantile
 from sparsebp_cli.policy import Stateful
 from sparsebp_cli.worker.training import Training
 from sparsebp_cli.worker.worth.candidate import Candidate, find_candidates
 from sparsebp_cli.worker.worth.dense_run import DenseRun, Report
 from sparsebp_cli.worker.worth.point import EXAMPLES, Point
+from sparsebp_cli.worker.worth.step_length import Share, share_of_batch
 
 POINTS = (1 / 6, 1 / 2, 1.0)  # of the steps of the dense training
 MOST_STEPS = 30
@@ -83,6 +85,7 @@ def _sum_up(
     product = combine(noise, price, policy, dense)
     unbiased = all(policy.exact or policy.unbiased for policy in candidate.policies)
     curved = _find_curved(candidate)
+    freedom = sum(len(pairs) - 1 for pairs in candidate.pairs["plain"])
     product_curved = product if curved is None else combine(curved, price, policy, dense)
     verdict = give_verdict(product_curved, noise, bias, exact=candidate.is_exact, unbiased=unbiased)
     remembers = any(isinstance(policy, Stateful) and not policy.exact for policy in candidate.policies)
@@ -92,6 +95,7 @@ def _sum_up(
         "noise": vars(noise),
         "noise_curved": None if curved is None else vars(curved),
         "noise_plain": vars(plain),
+        "rate": None if curved is None else _find_rate(candidate, curved, freedom),
         "bias": vars(bias),
         "product": vars(product),
         "product_curved": None if curved is None else vars(product_curved),
@@ -106,6 +110,22 @@ def _sum_up(
             if between > 0
         },
     }
+
+
+def _find_rate(candidate: Candidate, curved: Interval, freedom: int) -> dict[str, float] | None:
+    """Return the share of dense's learning rate that a policy trains with, beside dense with the batch that has as much
+    noise by curvature; None without second moments."""
+    if not candidate.lengths:
+        return None
+    policy = Share.of_mean([share for share, _ in candidate.lengths])
+    ends = {}
+    for name, noise in vars(curved).items():
+        dense = Share.of_mean([share_of_batch(shares, noise) for _, shares in candidate.lengths])
+        ends[name] = policy.value / dense.value
+    value = ends["value"]
+    error = quantile(freedom) * math.sqrt(policy.variance) / policy.value * value
+    low, high = (math.hypot(error, ends[end] - value) for end in ("low", "high"))  # more noise, a shorter step of dense
+    return {"value": value, "low": value - low, "high": value + high}
 
 
 def _find_curved(candidate: Candidate) -> Interval | None:

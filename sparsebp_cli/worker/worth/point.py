@@ -29,6 +29,7 @@ from sparsebp_cli.worker.worth.squares import (
     square_errors,
     square_gradient,
 )
+from sparsebp_cli.worker.worth.step_length import StepLength, square_halves
 
 WHOLE = 2  # whole batches at a point on which exact policies are counted
 COUNTED = 2  # small batches at a point on which other policies are counted
@@ -46,6 +47,7 @@ class BatchError:
     noise: Squares
     bias: Squares
     curved: float  # the noise with the loss's curvature between
+    entries: Mapping[str, Tensor]  # squares of the noise, by parameter; where the optimizer has moments
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,13 @@ class Point:
                 self._curvature = Curvature(run.names, self._metric, self._gradients(engine))
             self._curved = [self._square_curved(engine, *pair) for pair in self._pairs(self._dense)]
         run.has_moments = self._metric.exists
+        self._length: StepLength | None = None
+        if run.has_moments:
+            recipe = training.plan.recipe.training
+            batch = recipe.per_device_train_batch_size * recipe.gradient_accumulation_steps
+            length = StepLength(self._dense, self._metric, min(EXAMPLES, recipe.per_device_train_batch_size) / batch)
+            self._length = length if length.is_known else None
+        self.shares = [] if self._length is None else self._length.shares_of_dense()
         self._between = [square_between(*pair, self._metric, run.part_of) for pair in self._pairs(self._dense)]
         self._norms = [square_gradient(each, self._metric, run.part_of) for each in self._dense]
         least = ROUNDING * min(_total(norm, "plain") for norm in self._norms)
@@ -101,7 +110,7 @@ class Point:
             if engine.extensions or not candidate.is_exact:
                 errors, fixed = self._measure_engine(candidate, engine)
             else:  # what decides at sites alone and is exact keeps all: it is dense
-                errors = [BatchError(Squares(), Squares(), 0.0) for _ in self._measured]
+                errors = [BatchError(Squares(), Squares(), 0.0, {}) for _ in self._measured]
                 fixed = self._price_update(self._dense[0])
                 candidate.passes += zip(self.whole_flops, self.whole_flops, strict=True)
         candidate.fixed.append(fixed)
@@ -109,6 +118,11 @@ class Point:
         for name in metrics:
             pairs = [self._pair(name, number, error) for number, error in enumerate(errors)]
             candidate.pairs[name].append(pairs)
+        if self._length is not None:
+            plain = candidate.pairs["plain"][-1]
+            over_both = sum(pair.mean for pair in plain) / sum(pair.first for pair in plain)  # as in estimate_share
+            share = self._length.share_with([error.entries for error in errors], over_both)
+            candidate.lengths.append((share, self.shares))
         self._add_parts(candidate, errors)
 
     def _measure_engine(self, candidate: Candidate, engine: Engine) -> tuple[list[BatchError], float]:
@@ -140,7 +154,8 @@ class Point:
         noise, bias = square_errors(dense, draws, self._metric, self._run.part_of)
         is_noisy = _total(noise, "plain") > ROUNDING * _square(dense)
         curved = self._square_curved(engine, *draws) if is_noisy else 0.0
-        return BatchError(noise, bias, curved)
+        entries = square_halves(*draws) if is_noisy and self._length is not None else {}
+        return BatchError(noise, bias, curved, entries)
 
     def _square_curved(self, engine: Engine, one: Gradients, other: Gradients) -> float:
         """Return half of the square of a difference with the curvature between, as the other squares are taken."""

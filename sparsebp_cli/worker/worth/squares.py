@@ -68,6 +68,11 @@ class Metric:
         scale = self._scales.get(name)
         return None if scale is None else entries * scale
 
+    def moment(self, name: str) -> Tensor | None:
+        """Return the second moments that :meth:`scale` divides by the root of; None if there are none."""
+        scale = self._scales.get(name)
+        return None if scale is None else scale.square().reciprocal()
+
 
 def square_between(first: Gradients, second: Gradients, metric: Metric, part_of: Callable[[str], str]) -> Squares:
     """Return |g1 - g2|^2 / 2 of the dense gradients of two batches."""
