@@ -324,6 +324,7 @@ def test_weights_of_16_bits_have_no_curvature_and_are_measured(found: Callable[.
     assert one["verdict"] in ("cannot beat a smaller batch", "could", "decide by training")
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
 @pytest.mark.parametrize("first_try", ["adapters", "small batches", "classes", "few examples"])
 def test_recipes_of_all_shapes_are_measured(
     first_try: str, tiny_recipe: MakeRecipe, build: Callable[[Recipe], Training], tmp_path: Path
