@@ -31,6 +31,7 @@ from generator import (
     shipped,
     study,
     timing,
+    wins,
 )
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -61,6 +62,7 @@ PAGES: dict[str, Callable[[Path], str]] = {
     "docs/results/papers.md": papers.page,
     "docs/results/peers.md": peers.page,
     "docs/results/studies.md": study.page,
+    "docs/results/wins.md": wins.page,
     "README.md": readme.page,
     "docs/guide/quickstart.md": readme.quickstart,
 }

@@ -12,6 +12,7 @@ PLACES = (Path(__file__).parent / "recipes", Path(__file__).parents[2] / "recipe
 # Folders whose recipes are named without the folder, too, as when all lay side by side; a stem is there only once.
 SHORT = ("start", "exact", "methods", "training")
 BASE = re.compile(r"^base: *(\S+)", re.MULTILINE)
+TEMPLATE = re.compile(r"^ +chat_template: *([\w-]+\.jinja)\b", re.MULTILINE)  # beside the recipe
 
 
 @dataclass(frozen=True)
@@ -80,14 +81,25 @@ def _by_name() -> dict[str, ShippedRecipe]:
 
 
 def collect_files(recipe: ShippedRecipe) -> dict[str, str]:
-    """Return the texts of a recipe and of the recipe that it extends, by file name; as copies they lie side by side."""
-    text = recipe.file.read_text(encoding="utf-8")
+    """Return the texts of a recipe, of the recipe that it extends and of their chat templates, by file name; as copies
+    they lie side by side."""
+    files = _with_template(recipe.file)
+    text = files[recipe.file.name]
     found = BASE.search(text)
     if found is None:
-        return {recipe.file.name: text}
+        return files
     base = recipe.file.parent / found[1]
-    text = text.replace(found[0], f"base: {base.name}", 1)
-    return {recipe.file.name: text, base.name: base.read_text(encoding="utf-8")}
+    files[recipe.file.name] = text.replace(found[0], f"base: {base.name}", 1)
+    return files | _with_template(base)
+
+
+def _with_template(file: Path) -> dict[str, str]:
+    text = file.read_text(encoding="utf-8")
+    found = TEMPLATE.search(text)
+    if found is None:
+        return {file.name: text}
+    template = file.parent / found[1]
+    return {file.name: text, template.name: template.read_text(encoding="utf-8")}
 
 
 def _folder() -> Path:

@@ -62,8 +62,14 @@ def make_rehearsals(loaded: LoadedStudy, maker: TrialMaker, store: TrialStore) -
         paid = 0.0 if price is None else num_paid * price.amount
     for position, variant in enumerate(loaded.variants):
         if position != payer:
-            found[position] = [*_rehearse(variant, loaded, maker, store, lambda price: paid / price.amount)]
+            own = _count_steps(paid * budget.part_of(variant.arm))
+            found[position] = [*_rehearse(variant, loaded, maker, store, own)]
     return dict(sorted(found.items()))
+
+
+def _count_steps(amount: float) -> Callable[[StepPrice], float]:
+    """Return how many steps an amount pays for, by the price of a step."""
+    return lambda price: amount / price.amount
 
 
 def _rehearse(
@@ -118,7 +124,7 @@ def find_prices(loaded: LoadedStudy, rehearsals: Rehearsals, store: TrialStore) 
 
 
 def find_flops(loaded: LoadedStudy, rehearsals: Rehearsals, store: TrialStore) -> float | None:
-    """Return the FLOPs that each arm may spend; None where the budget is another one, or not known yet."""
+    """Return the FLOPs of the whole budget; None where the budget is another one, or not known yet."""
     if loaded.study.budget is None or loaded.study.budget.same != "cost":
         return None
     payer, steps = _find_payer(loaded, find_prices(loaded, rehearsals, store))
@@ -141,9 +147,11 @@ def share_budget(
     steps: int, payer: StepPrice | None, price: StepPrice, variant: ArmVariant, budget: BudgetSection
 ) -> int:
     """Return how many steps at a price the payer's steps pay for, or the budget's seconds or tokens without a payer;
-    rounded down, so that an arm never gets more. Raise UsageError if these are fewer than ten."""
-    amount = budget.amount if payer is None else steps * payer.amount
-    assert amount is not None
+    an arm may have a part of them. Rounded down, so that an arm never gets more. Raise UsageError if these are fewer
+    than ten."""
+    whole, part = budget.amount if payer is None else steps * payer.amount, budget.part_of(variant.arm)
+    assert whole is not None
+    amount = part * whole
     # A quotient that is a whole number may come out a last bit below it.
     found = math.floor(amount / price.amount + 1e-9)
     if found >= FEWEST_STEPS:
@@ -152,6 +160,7 @@ def share_budget(
         pays, each = f"{amount:g} {price.noun}", f"{price.amount:.3g} {price.noun}"
     else:
         pays, each = f"{steps} steps of {budget.as_arm}", f"{price.amount / payer.amount:.2f}"
+        pays = pays if part == 1.0 else f"{part:g} of {pays}"
     key = "budget.steps" if payer is not None else "budget.seconds" if budget.tokens is None else "budget.tokens"
     raise UsageError(
         f"arm {variant.arm}: {pays} pay for {found} of its steps, which cost {each} each; a budget under "

@@ -77,7 +77,7 @@ def plan_course(loaded: LoadedStudy, maker: TrialMaker, store: TrialStore) -> Co
     report: list[StudyTrial] = []
     for position, variant in enumerate(loaded.variants):
         if position in steps and best.get(variant.arm) is variant:
-            recipe = lengthen(variant, steps[position], flops)
+            recipe = lengthen(variant, steps[position], _own(loaded, variant, flops))
             report += maker.make_all("report", variant, recipe, study.seeds.report)
     unique = {trial.run_id: trial for some in rehearsals.values() for trial in some}
     return Course(tuple(unique.values()), tuple(tuning), tuple(tuned), best, tuple(report))
@@ -87,6 +87,12 @@ def lengthen(variant: ArmVariant, steps: int, flops: float | None) -> Recipe:
     """Return a variant's recipe over its steps, within its budget; a warm-up that is varied stays as it is."""
     fixed = any(key == WARMUP_KEY for key, _ in variant.combination)
     return with_budget(with_steps(variant.recipe, steps, fixed_warmup=fixed), flops)
+
+
+def _own(loaded: LoadedStudy, variant: ArmVariant, flops: float | None) -> float | None:
+    """Return what a variant may spend of the FLOPs of the budget."""
+    budget = loaded.study.budget
+    return None if flops is None or budget is None else flops * budget.part_of(variant.arm)
 
 
 def choose_best(tuned: Sequence[Tuned]) -> dict[str, ArmVariant]:
@@ -151,7 +157,7 @@ def _tune(
         if position not in steps:
             tuned.append(Tuned(variant, None))
             continue
-        recipe = _set_test_aside(lengthen(variant, steps[position], flops))
+        recipe = _set_test_aside(lengthen(variant, steps[position], _own(loaded, variant, flops)))
         some = maker.make_all("tune", variant, recipe, loaded.study.seeds.tune)
         trials += some
         tuned.append(_read_tuned(variant, [store.load(trial) for trial in some]))
@@ -170,7 +176,7 @@ def _tune_by_halving(
             tuned += [Tuned(loaded.variants[place], None) for place in places]
             continue
         chosen = [(loaded.variants[place], steps[place]) for place in places]
-        pairs = [(one, _set_test_aside(lengthen(one, count, flops))) for one, count in chosen]
+        pairs = [(one, _set_test_aside(lengthen(one, count, _own(loaded, one, flops)))) for one, count in chosen]
         seeds = loaded.study.seeds.tune
         made = [_HalvedVariant(one, maker.make_all("tune", one, recipe, seeds), store) for one, recipe in pairs]
         reduction = loaded.study.search.reduction

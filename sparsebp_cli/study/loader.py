@@ -181,9 +181,7 @@ def _add_controls(tree: Node, base: Node, study: Study) -> Node:
 
 def _find_misplaced(study: Study) -> Iterator[FieldError]:
     """Yield the keys that the study itself decides, and an arm that does not exist."""
-    if study.budget is not None and (arm := study.budget.as_arm) not in {None, *study.arms}:
-        text = f"must be one of the arms ({', '.join(study.arms)}), got {arm!r}{did_you_mean(str(arm), study.arms)}"
-        yield FieldError(("budget", "as"), text)
+    yield from _find_unknown_payers(study)
     yield from find_wrong_scale(study)
     yield from _find_wrong_sharing(study)
     yield from _find_seeds_of_both(study)
@@ -206,6 +204,18 @@ def _find_misplaced(study: Study) -> Iterator[FieldError]:
             yield FieldError(location, "cannot be varied: it does not change what is trained, or the study decides it")
         if key == STEPS_KEY and study.budget is not None:
             yield FieldError(location, "the budget decides the steps of every arm")
+
+
+def _find_unknown_payers(study: Study) -> Iterator[FieldError]:
+    """Yield what the budget says of arms that do not exist."""
+    if study.budget is None:
+        return
+    named: list[tuple[tuple[str, ...], str | None]] = [(("budget", "as"), study.budget.as_arm)]
+    named += [(("budget", "part", arm), arm) for arm in study.budget.part]
+    for place, arm in named:
+        if arm not in {None, *study.arms}:
+            text = f"must be one of the arms ({', '.join(study.arms)}), got {arm!r}{did_you_mean(str(arm), study.arms)}"
+            yield FieldError(place, text)
 
 
 def _find_seeds_of_both(study: Study) -> Iterator[FieldError]:

@@ -43,6 +43,11 @@ class BudgetSection(BaseModel):
     tokens: PositiveInt | None = Field(
         None, description="For same: tokens, instead of `as`: input tokens that each arm has."
     )
+    part: dict[Name, Annotated[float, Field(gt=0.0, le=1.0)]] = Field(
+        default_factory=dict,
+        description="For cost, time and tokens: arm to the part of the budget that it has, such as {lossless: 0.5}, to "
+        "ask whether it is as good for less. The others have the whole.",
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -65,12 +70,18 @@ class BudgetSection(BaseModel):
             )
         if self.amount is not None and self.steps is not None:
             raise ValueError("steps are those of the arm under `as`; seconds and tokens already say how much")
+        if self.part and self.same == "steps":
+            raise ValueError("part goes with same: cost, time or tokens; with same: steps every arm has as many")
         return self
 
     @property
     def amount(self) -> float | None:
         """The seconds or tokens of each arm; None where an arm's steps say how much, or steps are counted."""
         return self.tokens if self.seconds is None else self.seconds
+
+    def part_of(self, arm: str) -> float:
+        """Return an arm's part of the budget, in (0, 1]."""
+        return self.part.get(arm, 1.0)
 
 
 def _read_seeds(value: object) -> object:

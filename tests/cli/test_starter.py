@@ -49,7 +49,7 @@ def test_every_recipe_of_the_checkout_ships_and_says_in_one_line_what_it_shows(c
 @pytest.mark.parametrize("name", [recipe.name for recipe in list_shipped()])
 def test_a_copied_recipe_brings_its_base_and_is_valid(call: Cli, tmp_path: Path, name: str) -> None:
     assert call("recipes", "copy", name, "here").returncode == 0
-    for file in (tmp_path / "here").iterdir():
+    for file in (tmp_path / "here").glob("*.yaml"):
         done = call("validate", file)
         fetched = "sparsebp fetch" in file.read_text(encoding="utf-8")
         assert "get it: `sparsebp fetch" in done.stderr if fetched else done.returncode == 0, file
@@ -113,6 +113,21 @@ def test_recipes_of_the_wheel_come_before_those_of_a_checkout(tmp_path: Path, mo
     monkeypatch.setattr(shipped, "PLACES", (tmp_path, ROOT / "recipes"))
     first = list_shipped()[0]
     assert (first.summary, list(collect_files(first))) == ("One.", ["first.yaml", "second.yaml"])
+
+
+def test_a_copied_recipe_brings_its_chat_template_and_that_of_its_base(tmp_path: Path) -> None:
+    (tmp_path / "first.yaml").write_text("base: more/second.yaml\ndataset:\n  chat_template: own.jinja  # a remark\n")
+    (tmp_path / "own.jinja").write_text("own")
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "second.yaml").write_text("dataset:\n  chat_template: other.jinja\n")
+    (tmp_path / "more" / "other.jinja").write_text("other")
+    files = collect_files(shipped.ShippedRecipe("first", tmp_path / "first.yaml"))
+    assert files["first.yaml"].startswith("base: second.yaml\n")
+    assert (set(files), files["own.jinja"], files["other.jinja"]) == (
+        {"first.yaml", "own.jinja", "second.yaml", "other.jinja"},
+        "own",
+        "other",
+    )
 
 
 @pytest.mark.parametrize("task", TASKS)

@@ -43,8 +43,6 @@ UNSHOWN = {
     },
     "dataset.subset": "of data on a hub",
     "dataset.revision": "of data on a hub",
-    "dataset.columns": "of conversations, which no package brings",
-    "dataset.chat_template": "of conversations, which no package brings: guide, chat",
     "dataset.train_on": "of conversations",
     "dataset.weight_column": "of weighted rows, which no package brings: guide, own-data",
     "dataset.label_column": "of labelled rows, which only fetched packages bring",

@@ -116,6 +116,17 @@ def test_equal_cost_gives_a_cheap_arm_more_steps_and_a_longer_warm_up(cli: Cli, 
     assert "tiny: 6 trials, 6 done, 0 to do" in dry
 
 
+def test_an_arm_with_half_of_the_budget_has_half_of_the_steps_and_of_the_flops(cli: Cli, write_study: Write) -> None:
+    budget = "budget: {same: cost, as: dense, steps: 40, part: {topk: 0.5}}\n"
+    assert cli("study", write_study(ONE_RATE + budget)).returncode == 0
+    recipes = [Plan.load(run.plan_file).recipe for run in list_runs()]
+    found = {(r.name, r.training.max_steps): r.training.max_flops for r in recipes if r.training.max_steps > 10}
+    assert set(found) == {("dense", 40), ("topk", 40)}
+    whole, half = found["dense", 40], found["topk", 40]
+    assert whole is not None
+    assert half == pytest.approx(whole / 2)
+
+
 @pytest.mark.parametrize("budget", ["{seconds: 0.2}", "{same: time, as: dense, steps: 20}"])
 def test_equal_time_gives_a_fast_arm_more_steps(cli: Cli, write_study: Write, budget: str) -> None:
     assert cli("study", write_study(f"{ONE_RATE}budget: {budget}\n")).returncode == 0

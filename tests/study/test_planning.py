@@ -148,6 +148,15 @@ def test_an_arm_gets_the_steps_that_the_budget_pays_for(write_study: Write, rati
     assert share_budget(20, StepPrice(8.0), StepPrice(8.0 * ratio), variant, COST) == steps
 
 
+def test_an_arm_with_a_part_of_the_budget_gets_the_steps_that_the_part_pays_for(write_study: Write) -> None:
+    dense, *_, topk = load_study(write_study()).variants
+    half = BudgetSection.model_validate({"same": "cost", "as": "dense", "steps": 40, "part": {"topk": 0.5}})
+    assert share_budget(40, StepPrice(8.0), StepPrice(8.0), dense, half) == 40
+    assert share_budget(40, StepPrice(8.0), StepPrice(4.0), topk, half) == 40
+    with pytest.raises(UsageError, match=r"arm topk: 0\.5 of 40 steps of dense pay for 9 of its steps"):
+        share_budget(40, StepPrice(8.0), StepPrice(16.8), topk, half)
+
+
 def test_an_arm_that_gets_too_few_steps_is_refused_by_name(write_study: Write) -> None:
     variant = load_study(write_study()).variants[2]
     with pytest.raises(UsageError, match=r"arm topk: 20 steps of dense pay for 9 of its steps, which cost 2\.10 each"):

@@ -1,0 +1,68 @@
+"""The table of the test at half of dense's price, from the comparisons that benchmarks/wins.py wrote."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from generator.markdown import table
+
+PAGE = "docs/results/wins.md"
+PLACE = re.compile(r"(<!-- wins -->\n).*?(<!-- end of wins -->)", re.DOTALL)
+TASKS = ("pronounce", "genre")
+ARM = "lossless"
+COLUMNS = (
+    "task",
+    "best dense",
+    "its test loss",
+    "`lossless`, steps",
+    "its test loss",
+    "difference",
+    "FLOPs over dense's",
+    "CPU seconds over dense's",
+    "a step over dense's of the same batch",
+    "not worse by 0.02",
+)
+
+
+def page(root: Path) -> str:
+    """Return the page with a row for each task whose comparison is there."""
+    text = (root / PAGE).read_text(encoding="utf-8")
+    files = {task: root / "docs" / "results" / f"wins-{task}.json" for task in TASKS}
+    rows = [show(task, json.loads(file.read_text(encoding="utf-8"))) for task, file in files.items() if file.exists()]
+    missing = [f"*{task}*" for task, file in files.items() if not file.exists()]
+    under = f"\nRegistered, without a report yet: {', '.join(missing)}.\n" if missing else ""
+    filled = (table(COLUMNS, rows) if rows else "") + under
+    return PLACE.sub(lambda match: f"{match[1]}{filled}{match[2]}", text)
+
+
+def show(task: str, comparison: dict[str, Any]) -> list[str]:
+    """Return the row of a task."""
+    groups = {group["label"]: group for group in comparison["groups"]}
+    best = next(group for group in groups.values() if group["baseline"])
+    own, training = groups[ARM], best["recipe"]["training"]
+    steps, batch, rate = (training[key] for key in ("max_steps", "per_device_train_batch_size", "learning_rate"))
+    dense = f"{steps} steps of {batch}, rate {rate:g}" + (", by length" if training["group_by"] == "length" else "")
+    gap, quality = own["quality"]["difference"], own["quality"]
+    return [
+        f"*{task}*",
+        dense,
+        _mean(best["quality"]["final"]),
+        f"{own['recipe']['training']['max_steps']}",
+        _mean(quality["final"]),
+        f"{gap['mean']:+.3f} ({gap['family_low']:+.3f} to {gap['family_high']:+.3f})",
+        _ratio(own["speed"]["spent_ratio"]),
+        _ratio(own["speed"]["seconds_ratio"]),
+        f"{own['speed']['step_price']:.2f}",
+        quality["not_worse"]["answer"],
+    ]
+
+
+def _mean(final: dict[str, float]) -> str:
+    return f"{final['mean']:.3f} ± {final['sd']:.3f}"
+
+
+def _ratio(ratio: dict[str, float] | None) -> str:
+    return "-" if ratio is None else f"{ratio['mean']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})"
