@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 NUMBERS = ("price", "noise", "by curvature", "bias", "(1 + noise) x price", "like dense with")
+DECISIVE = ("price", "bias", "(1 + noise) x price")  # where a terminal has no room for all
+WIDE = 98  # characters: below it numbers would be folded
 SHORT = {"cannot beat a smaller batch": "cannot", "decide by training": "train"}  # verdicts, as wide as a column may be
 LESSON = {
     "dense": "dense itself",
@@ -63,7 +65,11 @@ def print_worth(found: WorthAnswer) -> None:
     metric = "in AdamW's metric" if found.metric == "adam" else "of plain gradients"
     screen = console()
     if found.policies:
-        screen.print(worth_table(found.policies))
+        is_narrow = screen.width < WIDE
+        screen.print(worth_table(found.policies, DECISIVE if is_narrow else NUMBERS))
+        if is_narrow:
+            left_out = ", ".join(name for name in NUMBERS if name not in DECISIVE)
+            screen.print(f"No room for {left_out}: widen the terminal to {WIDE} characters, or give -o json.")
         for verdict in dict.fromkeys(policy.verdict for policy in found.policies):
             short = f"{SHORT[verdict]}: {verdict}: " if verdict in SHORT else f"{verdict}: "
             screen.print(short + LESSON[verdict])
@@ -83,20 +89,15 @@ def print_worth(found: WorthAnswer) -> None:
         screen.print(f"not measured: {other.name}: {other.why}")
 
 
-def worth_table(policies: Sequence[PolicyWorth]) -> Table:
-    """Return a row for each policy, the best first."""
-    table = make_table("policy", *NUMBERS, "verdict", numbers=NUMBERS)
+def worth_table(policies: Sequence[PolicyWorth], numbers: Sequence[str] = NUMBERS) -> Table:
+    """Return a row for each policy, the best first, with the columns of these numbers."""
+    table = make_table("policy", *numbers, "verdict", numbers=numbers)
     for one in sorted(policies, key=lambda policy: (policy.product_curved or policy.product).value):
-        table.add_row(
-            one.name + " *" * one.remembers,
-            _show(one.price),
-            _show(one.noise),
-            "-" if one.noise_curved is None else _show(one.noise_curved),
-            _show(one.bias),
-            _show(one.product_curved or one.product),
-            _show_batches(one),
-            SHORT.get(one.verdict, one.verdict),
-        )
+        curved = "-" if one.noise_curved is None else _show(one.noise_curved)
+        product = _show(one.product_curved or one.product)
+        every = (_show(one.price), _show(one.noise), curved, _show(one.bias), product, _show_batches(one))
+        shown = [cell for name, cell in zip(NUMBERS, every, strict=True) if name in numbers]
+        table.add_row(one.name + " *" * one.remembers, *shown, SHORT.get(one.verdict, one.verdict))
     return table
 
 

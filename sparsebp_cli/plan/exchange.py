@@ -25,8 +25,6 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Literal
 
-from scipy.stats import t as student
-
 Verdict = Literal["dense", "cannot beat a smaller batch", "could", "decide by training"]
 LEVEL = 0.95
 NEGLIGIBLE_BIAS = 0.05  # of the variance between batches: below it bias is lost in the noise that every step has
@@ -62,8 +60,11 @@ class BatchPair:
     """Squares of two batches of the same size at the same weights, in one metric."""
 
     between: float  # variance of the dense gradient over batches: |g1 - g2|^2 / 2
-    noise: float  # variance of the policy's draws on a batch, mean of the two
-    bias: float  # squared mean error of the policy's draws on a batch, mean of the two; an estimate, which may be < 0
+    noise: float  # variance of the policy's draws on the first batch
+    bias: float  # squared mean error of the policy's draws there; an estimate, which may be < 0
+    # Squares of dense's gradients, of the first batch and the mean of both: errors grow with the gradient they are of.
+    first: float = 1.0
+    mean: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -81,19 +82,25 @@ class StepCost:
 
 def estimate_share(points: Sequence[Sequence[BatchPair]], of: Callable[[BatchPair], float]) -> Interval:
     """Return a square over the variance between batches, mean over the points of a training, each with at least two
-    pairs. The error is that of a jackknife over the pairs of each point."""
+    pairs. A policy is measured on the first batches alone, so the sum of its squares there is a ratio estimate of that
+    over all: it is multiplied by what the gradients of all batches are over those of the first ones. The error is that
+    of a jackknife over the pairs of each point."""
     values, variance, freedom = list[float](), 0.0, 0
     for pairs in points:
-        between = sum(pair.between for pair in pairs)
-        total = sum(map(of, pairs))
-        values.append(total / between)
-        left = [(total - of(pair)) / (between - pair.between) for pair in pairs]
+        values.append(_estimate(pairs, of))
+        left = [_estimate([*pairs[:place], *pairs[place + 1 :]], of) for place in range(len(pairs))]
         mean, number = fmean(left), len(pairs)
         variance += (number - 1) / number * sum((one - mean) ** 2 for one in left)
         freedom += number - 1
     mean = fmean(values)
     half = quantile(freedom) * math.sqrt(variance) / len(values)
     return Interval(mean, mean - half, mean + half)
+
+
+def _estimate(pairs: Sequence[BatchPair], of: Callable[[BatchPair], float]) -> float:
+    share = sum(map(of, pairs)) / sum(pair.between for pair in pairs)
+    first = sum(pair.first for pair in pairs)  # 0: without a gradient there is no error either
+    return share * sum(pair.mean for pair in pairs) / first if first else share
 
 
 def price_against_batch(noise: float, policy: StepCost, dense: StepCost) -> float:
@@ -131,4 +138,6 @@ def give_verdict(product: Interval, noise: Interval, bias: Interval, *, exact: b
 
 def quantile(freedom: int) -> float:
     """Return that of Student's t for a 95 % interval."""
-    return float(student.ppf(0.5 + LEVEL / 2, freedom))
+    from scipy import special  # scipy.stats takes a second to import
+
+    return float(special.stdtrit(freedom, 0.5 + LEVEL / 2))

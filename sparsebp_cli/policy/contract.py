@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Protocol, Self, TypeAlias
 
@@ -97,6 +97,8 @@ class Step:
         state: State of the policy that is asked, before this step, if it is :class:`Stateful`. It must not be changed.
         loss_scale: Factor of the loss of this backward, a number or 0-d, and so of the gradient that a decision sees,
             but not of what a state was computed from; None: 1.
+        on_draw: Called whenever a random generator is asked for, by which a measurement knows that another draw would
+            be the same; None: nobody asks.
     """
 
     index: int
@@ -108,6 +110,7 @@ class Step:
     num_steps: int | None = None
     state: State = field(default_factory=dict, compare=False, repr=False)
     loss_scale: torch.Tensor | float | None = field(default=None, compare=False, repr=False)
+    on_draw: Callable[[], None] | None = field(default=None, compare=False, repr=False)
 
     def generator(self, site: Named, device: torch.device | str = "cpu") -> torch.Generator:
         """Return a fresh random generator that depends only on seed, step, draw, rank and site.
@@ -121,6 +124,8 @@ class Step:
         """
         import torch
 
+        if self.on_draw is not None:
+            self.on_draw()
         # A draw of -1 repeats that of training.
         draw = max(0, self.draw)
         key = f"{self.seed}/{self.index}/{self.micro_batch}/{self.call}/{draw}/{site.name}"

@@ -66,11 +66,6 @@ def count_cost(trial: TrialStep) -> float:
     return cost_ratio(_count(trial, "dense").cost, _count(trial, "policy").cost)
 
 
-def count_pass(trial: TrialStep, mode: Mode, draw: int = 1) -> float:
-    """Return the FLOPs of forward and backward of a pass."""
-    return _total(_count(trial, mode, draw).cost)
-
-
 def price_pass(proof: Proof, shape: Shape) -> CountedPass:
     """Return what the two counted passes over a micro-batch cost."""
     dense = proof.dense.flops.by_operator

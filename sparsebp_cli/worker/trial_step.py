@@ -105,9 +105,9 @@ class TrialStep:
         if not self._estimates:
             self.engine.backward(loss, self._backward)
 
-    def run(self, mode: Mode, draw: int = 1) -> PassResult:
+    def run(self, mode: Mode, draw: int = 1, *, feedback: bool = True) -> PassResult:
         """Run one pass and return its gradients and report."""
-        with self.on(mode, draw) as backward:
+        with self.on(mode, draw, feedback=feedback) as backward:
             self.run_batches(backward)
             return self.result()
 

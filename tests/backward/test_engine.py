@@ -52,6 +52,15 @@ def _forget() -> None:
     SEEN.clear()
 
 
+def test_an_engine_counts_the_random_generators_that_policies_ask_for() -> None:
+    for policy, draws in ((ROWS, True), (sbp.make_policy("topk", keep=0.5), False)):
+        model = _network()
+        engine = sbp.attach(model, policy)
+        with engine.probing():
+            engine.backward(_loss(model))
+        assert (engine.num_draws > 0) is draws
+
+
 class OwnLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
         return super().forward(input) * 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -30,27 +32,37 @@ def test_without_an_update_it_is_the_product_of_the_law() -> None:
     assert price_against_batch(1.5, StepCost(0.6, 0.0), StepCost(1.0, 0.0)) == pytest.approx(2.5 * 0.6)
 
 
-def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
-    """Errors of a known size on gradients of a known variance: 3 points of 3 pairs, as a measurement has them."""
+@pytest.mark.parametrize("spread", [0.0, 0.5])
+def test_intervals_hold_the_truth_as_often_as_they_say(spread: float) -> None:
+    """Errors of a known size on gradients of a known variance: 3 points of 3 pairs, two draws on the first batch of
+    each, as a measurement has them. With a spread batches have gradients of different size, and errors with them: then
+    intervals are narrower for knowing how large the gradient of the other batch is."""
     random, held, rounds = np.random.default_rng(0), 0, 400
+    widths: dict[bool, list[float]] = {True: [], False: []}
     for _ in range(rounds):
         points = []
         for scale in (3.0, 1.0, 0.5):  # the variance between batches changes over a training, the share does not
-            gradient = random.normal(size=(3, 2, 8)) * scale
-            error = random.normal(size=(3, 2, 2, 8)) * scale * np.sqrt(0.7) + 0.4 * scale
-            points.append(
-                [
-                    BatchPair(
-                        between=float(((g[0] - g[1]) ** 2).sum() / 2),
-                        noise=float(((e[:, 0] - e[:, 1]) ** 2).sum() / 4),
-                        bias=float((e[:, 0] * e[:, 1]).sum() / 2),
-                    )
-                    for g, e in zip(gradient, error, strict=True)
-                ]
-            )
+            size = np.exp(spread * random.normal(size=(3, 2, 1))) * scale
+            gradient = random.normal(size=(3, 2, 64)) * size
+            error = (random.normal(size=(3, 2, 64)) * np.sqrt(0.7) + 0.4) * size[:, :1]
+            points.append([_make_pair(g, e) for g, e in zip(gradient, error, strict=True)])
         noise = estimate_share(points, lambda pair: pair.noise)
+        alone = estimate_share([[replace(p, first=1.0, mean=1.0) for p in each] for each in points], lambda p: p.noise)
         held += noise.low <= 0.7 <= noise.high
+        for key, interval in ((True, noise), (False, alone)):
+            widths[key].append(interval.high - interval.low)
     assert 0.90 <= held / rounds <= 0.99
+    assert np.median(widths[True]) < np.median(widths[False]) * (0.7 if spread else 1.2)
+
+
+def _make_pair(g: np.ndarray, e: np.ndarray) -> BatchPair:
+    return BatchPair(
+        between=float(((g[0] - g[1]) ** 2).sum() / 2),
+        noise=float(((e[0] - e[1]) ** 2).sum() / 2),
+        bias=float((e[0] * e[1]).sum()),
+        first=float((g[0] ** 2).sum()),
+        mean=float((g**2).sum() / 2),
+    )
 
 
 def test_the_price_is_a_ratio_of_sums_with_the_error_of_its_residuals() -> None:

@@ -15,13 +15,16 @@ from torch import Tensor, nn
 
 from sparsebp_cli.errors import DataError, UsageError
 from sparsebp_cli.plan import Plan
+from sparsebp_cli.policy import make_policy
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run import JournalWriter, RunFolder
 from sparsebp_cli.worker.ending import StopRequest
 from sparsebp_cli.worker.training import Training
+from sparsebp_cli.worker.trial_step import TrialStep
 from sparsebp_cli.worker.worth import measure as module
 from sparsebp_cli.worker.worth.candidate import find_candidates
 from sparsebp_cli.worker.worth.curvature import Curvature
+from sparsebp_cli.worker.worth.dense_run import DenseRun
 from sparsebp_cli.worker.worth.measure import measure
 from sparsebp_cli.worker.worth.squares import Metric, square_between, square_errors
 from sparsebp_cli.worker.worth.step_length import StepLength, share_of_batch
@@ -97,6 +100,44 @@ def test_a_policy_with_a_schedule_is_measured_where_it_acts(found: Callable[...,
     assert one["noise"]["value"] > 0.0
 
 
+def test_what_asks_for_no_random_numbers_is_drawn_once_on_a_batch(
+    found: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At each of three points two draws on the first batch of each of two pairs, or one."""
+    drawn: list[int] = []
+    run = TrialStep.run
+
+    def watch(self: TrialStep, mode: Any, draw: int = 1, **options: Any) -> Any:
+        drawn.extend([draw] * (mode == "policy"))
+        return run(self, mode, draw, **options)
+
+    monkeypatch.setattr(TrialStep, "run", watch)
+    found({"name": "topk", "keep": 0.25}, pairs=2)
+    assert drawn == [1, 5] * 3
+    drawn.clear()
+    found({"name": "crs", "keep": 0.5}, pairs=2)
+    assert drawn == [1, 2, 5, 6] * 3
+
+
+def test_positions_that_are_padding_in_all_examples_change_no_dense_gradient(
+    tiny_recipe: MakeRecipe, build: Callable[[Recipe], Training], tmp_path: Path
+) -> None:
+    rows = [{"prompt": "Line 1: the" + " fox" * (number % 16), "completion": " jumps"} for number in range(64)]
+    (tmp_path / "lines.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"name": str(tmp_path / "lines.jsonl"), "format": "completion", "max_seq_length": 64}
+    training = build(tiny_recipe(dataset=data, measure=QUIET, training={"per_device_train_batch_size": 16}))
+    run, lengths, gradients = DenseRun(training, lambda *_: None, 0), [], []
+    training.bare.register_forward_pre_hook(
+        lambda _, args, given: lengths.append(given["input_ids"].shape[1]), with_kwargs=True
+    )
+    with run.paused(), run.attached([make_policy("dense")]) as engine:
+        for trims in (False, True):
+            with run.trial(engine, 0, 2, trims=trims) as trial:
+                gradients.append(trial.run("dense").gradients)
+    assert lengths[1] < lengths[0]
+    assert all(torch.allclose(gradients[1][name], g, atol=1e-6) for name, g in gradients[0].items() if g is not None)
+
+
 def test_trial_passes_are_in_the_price(found: Callable[..., dict[str, Any]]) -> None:
     one = found({"name": "vcas"})["vcas"]
     assert one["remembers"]
@@ -136,6 +177,18 @@ def test_every_installed_policy_is_measured_or_named_with_a_reason(tiny_recipe: 
     assert reasons["infobatch"] == "chooses whole epochs: there is nothing to measure on a batch"
     assert reasons["grades"] == "needs threshold: name it in the recipe's policy"
     assert "compares with a reference" in reasons["rho"]
+
+
+def test_what_micro_batches_share_is_named_as_not_measured(
+    tiny_recipe: MakeRecipe,
+) -> None:
+    policy = [{"name": "lossless", "prefixes": "update"}]
+    for steps, number in ((1, 1), (2, 0)):
+        recipe = tiny_recipe(policy=policy, training={"gradient_accumulation_steps": steps})
+        candidates, left_out = find_candidates(recipe, all_policies=False)
+        assert len(candidates) == number
+        assert all("micro-batches of a step share" in one["why"] for one in left_out)
+        assert len(left_out) == 1 - number
 
 
 def test_equal_batches_and_eager_updates_are_refused_in_one_line(
@@ -269,6 +322,30 @@ def test_weights_of_16_bits_have_no_curvature_and_are_measured(found: Callable[.
     one = found({"name": "crs", "keep": 0.5}, pairs=2, training={"mixed_precision": "bf16"})["crs"]
     assert one["noise_curved"] is one["product_curved"] is one["dense_batch_curved"] is None
     assert one["verdict"] in ("cannot beat a smaller batch", "could", "decide by training")
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
+@pytest.mark.parametrize("first_try", ["adapters", "small batches", "classes", "few examples"])
+def test_recipes_of_all_shapes_are_measured(
+    first_try: str, tiny_recipe: MakeRecipe, build: Callable[[Recipe], Training], tmp_path: Path
+) -> None:
+    rows = [{"text": "the fox " * (1 + number % 5), "label": number % 2} for number in range(60)]
+    (tmp_path / "classes.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    lines = [{"prompt": f"Line {number}: the", "completion": " fox" * (1 + number % 3)} for number in range(9)]
+    (tmp_path / "few.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
+    sections: dict[str, dict[str, Any]] = {
+        "adapters": {"model": {"lora": {"r": 2}}},
+        "small batches": {"training": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}},
+        "classes": {"dataset": {"name": str(tmp_path / "classes.jsonl"), "format": "classification"}},
+        "few examples": {"dataset": {"name": str(tmp_path / "few.jsonl"), "format": "completion"}},
+    }
+    recipe = tiny_recipe(policy=[{"name": "crs", "keep": 0.5}], measure=QUIET, **sections[first_try])
+    answer = measure(build(recipe), all_policies=False, report=lambda *_: None, pairs=2)
+    (one,) = answer["policies"]  # type: ignore[misc]
+    assert answer["examples"] == (2 if first_try == "small batches" else 4)
+    assert answer["batch"] == 4
+    assert one["noise"]["value"] > 0.0
+    assert one["price"]["value"] < 1.0
 
 
 def _adam_goes(signal: Tensor, scatter: Tensor, noise: Tensor, steps: int) -> float:

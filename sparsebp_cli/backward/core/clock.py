@@ -18,12 +18,13 @@ class Clock:
 
     Without an optimizer every backward advances the step. ``num_steps`` is the length of the training, if known;
     ``on_end`` is called at the end of each step, ``on_advance`` at the start of the next, before anything of it is
-    computed.
+    computed. ``num_draws`` counts the random generators that decisions have asked for.
     """
 
     index: int
     micro_batch: int
     draw: int
+    num_draws: int
 
     def __init__(
         self,
@@ -33,7 +34,7 @@ class Clock:
         on_advance: Callable[[Step], None],
         on_end: Callable[[Step], None],
     ) -> None:
-        self.index = self.micro_batch = self.draw = 0
+        self.index = self.micro_batch = self.draw = self.num_draws = 0
         self._seed, self._num_steps, self._on_advance, self._on_end = seed, num_steps, on_advance, on_end
         self._hook = None if optimizer is None else _register_step_hook(optimizer, self._advance)
 
@@ -51,6 +52,7 @@ class Clock:
             draw=self.draw,
             rank=_current_rank(),
             num_steps=self._num_steps,
+            on_draw=self._count_draw,
         )
 
     def count_backward(self) -> None:
@@ -78,6 +80,9 @@ class Clock:
         """Remove the hook on the optimizer."""
         if self._hook is not None:
             self._hook.remove()
+
+    def _count_draw(self) -> None:
+        self.num_draws += 1
 
     def _advance(self, *_: object) -> None:
         self._on_end(self.now())

@@ -398,6 +398,11 @@ class Engine:
             self._count(before)
 
     @property
+    def num_draws(self) -> int:
+        """How many random generators policies have asked for: a pass that asks for none is the same at each draw."""
+        return self._clock.num_draws
+
+    @property
     def is_probing(self) -> bool:
         """Whether the pass under way is a measurement, which trains nothing."""
         return self._clock.draw != 0

@@ -128,7 +128,7 @@ class Router(Visitor):
             return results
         edges = [self._edge(child, results[i]) for i, child in found.items()]
         before = self._step
-        step = Step(before.index, before.micro_batch, place.number, before.seed, before.draw)
+        step = Step(before.index, before.micro_batch, place.number, before.seed, before.draw, on_draw=before.on_draw)
         chosen = self._check(self._router.at(before).route(edges, step), len(edges))
         numbers = list(found)
         going_on = {numbers[i] for i in chosen}

@@ -143,11 +143,12 @@ class _Counting(TorchDispatchMode):
         formula = find_formula(func)
         if formula is None:
             # The same exception as in torch.utils.flop_counter.
-            if func is not torch.ops.prim.device.default:
+            if func is not torch.ops.prim.device.default and func not in _WHOLE:
                 with self:  # under inference mode composite operators arrive undecomposed
                     result = func.decompose(*args, **kwargs)
                 if result is not NotImplemented:
                     return result
+                _WHOLE.add(func)
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
         self.count.add(str(func.overloadpacket), int(formula(*args, **kwargs, out_val=result)), self.modules)
@@ -229,6 +230,8 @@ def _is_sparse(tensor: torch.Tensor) -> bool:
     return tensor.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_coo)
 
 
+# Operators that turned out not to be made of others: to ask each time takes as long as many of them do.
+_WHOLE: set[object] = set()
 # By name: these operators exist once their library is imported.
 _FOREIGN: dict[str, Callable[..., int]] = {"bitsandbytes.gemm_4bit": _quantized}
 _ATEN = torch.ops.aten

@@ -11,6 +11,7 @@ from sparsebp_cli.errors import SparseBPError
 from sparsebp_cli.plan.exchange import BatchPair
 from sparsebp_cli.policy import EpochSelector, Policy, TokenSelector, find_policies, make_policy
 from sparsebp_cli.policy.discovery import FoundPolicy
+from sparsebp_cli.policy.known_kind import find_facts
 from sparsebp_cli.recipe.composition import refuse_unsupported
 from sparsebp_cli.recipe.description import describe_policy
 from sparsebp_cli.recipe.schema import PolicyEntry, Recipe
@@ -46,7 +47,7 @@ def find_candidates(recipe: Recipe, *, all_policies: bool) -> tuple[list[Candida
     found, left_out = list[Candidate](), list[dict[str, str]]()
     for phase, made in zip(recipe.phases, make_phases(recipe), strict=True):
         name = ", ".join(describe_policy(entry.model_dump()) for entry in phase.policies) or "dense"
-        why = next(filter(None, map(_find_reason, made.policies)), "")
+        why = next(filter(None, (_find_reason(policy, recipe) for policy in made.policies)), "")
         if why:
             left_out.append({"name": name, "why": why})
         else:
@@ -77,7 +78,7 @@ def _try_candidate(recipe: Recipe, name: str, installed: FoundPolicy) -> Candida
         policy = make_policy(name, **options)
     except SparseBPError as error:
         return str(error)
-    return _find_reason(policy) or (
+    return _find_reason(policy, recipe) or (
         "needs a reference model, which the recipe's own policies do not have"
         if compares(policy)
         else "needs validation examples, which are set aside for the recipe's own policies alone"
@@ -88,5 +89,10 @@ def _try_candidate(recipe: Recipe, name: str, installed: FoundPolicy) -> Candida
     )
 
 
-def _find_reason(policy: Policy) -> str:
-    return "chooses whole epochs: there is nothing to measure on a batch" if isinstance(policy, EpochSelector) else ""
+def _find_reason(policy: Policy, recipe: Recipe) -> str:
+    if isinstance(policy, EpochSelector):
+        return "chooses whole epochs: there is nothing to measure on a batch"
+    # It also sorts the examples of a step, so that the batches would be other ones than dense's.
+    if find_facts(policy).get("shares_updates") and recipe.training.gradient_accumulation_steps > 1:
+        return "computes once what the micro-batches of a step share, and passes are measured one by one"
+    return ""

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from sparsebp_cli.worker.worth.squares import Gradients, Metric, minus
+from sparsebp_cli.worker.worth.squares import Gradients, Metric, inner, minus
 
 # Of the length of all weights: large enough for float32, and so small that a difference to one side is within 2 % of
 # autograd's product (tests/worker/test_worth.py). One to both sides would be closer, and takes twice the passes.
@@ -49,7 +49,7 @@ class Curvature:
         for name, along in direction.items():
             change = minus(there[name], self._gradients[name])
             if change is not None:
-                total += float((along * change).sum(dtype=torch.float64))
+                total += inner(along, change)
         return total / step
 
     def _scale(self, name: str, error: Tensor) -> Tensor:
@@ -74,4 +74,4 @@ class Curvature:
 
 
 def _length(tensors: Mapping[str, Tensor]) -> float:
-    return math.sqrt(sum(float(t.detach().square().sum(dtype=torch.float64)) for t in tensors.values()))
+    return math.sqrt(sum(inner(t.detach(), t.detach()) for t in tensors.values()))

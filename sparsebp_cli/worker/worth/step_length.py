@@ -19,7 +19,7 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
-from sparsebp_cli.worker.worth.squares import Gradients, Metric, minus
+from sparsebp_cli.worker.worth.squares import Gradients, Metric, inner, minus
 
 # Noise of a smaller batch of dense, over that of the batch, for which the share is taken; between them it is linear in
 # the logarithm of the batch.
@@ -70,54 +70,49 @@ class StepLength:
         self._moment = {name: moment * factor for name, moment in self._moment.items()}
         self.is_known = factor > 0.0 and self._downhill({}) > 0.0
 
-    def share_with(self, noise: Sequence[Mapping[str, Tensor]]) -> Share:
-        """Return the share that is left beside the noise of each pair of batches: squares of a draw's error on small
-        batches, by parameter; one that is missing has none."""
-        names = {name for of_pair in noise for name in of_pair}
-        by_name = {name: [one.get(name) for one in noise] for name in names & self._moment.keys()}
-        return self._jackknife(
-            {
-                name: [torch.zeros_like(self._moment[name]) if e is None else e.float() * self._size for e in each]
-                for name, each in by_name.items()
-            },
-            len(noise),
-            1.0,
-        )
+    def share_with(self, noise: Sequence[Mapping[str, Tensor]], times: float = 1.0) -> Share:
+        """Return the share that is left beside so many times the noise of each pair of batches: squares of a draw's
+        error on small batches, by parameter; one that is missing has none."""
+        names = self._moment.keys() & {name for of_pair in noise for name in of_pair}
+        if not names:
+            return Share(1.0, 0.0)
+        by_name = {name: [_or_zero(one.get(name), self._moment[name]) for one in noise] for name in names}
+        return self._jackknife(_leave_out(by_name, len(noise)), times * self._size)
 
     def shares_of_dense(self) -> list[Share]:
         """Return the share of batches of dense with so many :data:`TIMES` as much noise on top."""
-        pairs = len(next(iter(self._between.values())))
-        return [self._jackknife(self._between, pairs, times) for times in TIMES]
+        means = _leave_out(self._between, len(next(iter(self._between.values()))))
+        return [self._jackknife(means, times) for times in TIMES]
 
-    def _jackknife(self, noise: Mapping[str, Sequence[Tensor]], pairs: int, times: float) -> Share:
+    def _jackknife(self, means: Sequence[Mapping[str, Tensor]], times: float) -> Share:
         whole = self._downhill({}) or 1.0
-        shares = []
-        for left_out in (None, *range(pairs)):
-            mean = {
-                name: times * torch.stack([e for number, e in enumerate(each) if number != left_out]).mean(0)
-                for name, each in noise.items()
-            }
-            shares.append(self._downhill(mean) / whole)
+        shares = [self._downhill(mean, times) / whole for mean in means]
         return Share.of_jackknife(shares[0], shares[1:])
 
-    def _downhill(self, noise: Mapping[str, Tensor]) -> float:
-        """Return how fast a step goes downhill beside some noise, in units of the rate."""
-        return sum(
-            _sum(signal * (self._moment[name] + noise.get(name, 0.0)).rsqrt()) for name, signal in self._signal.items()
-        )
+    def _downhill(self, noise: Mapping[str, Tensor], times: float = 1.0) -> float:
+        """Return how fast a step goes downhill beside so many times some noise, in units of the rate."""
+        total = 0.0
+        for name, signal in self._signal.items():
+            moment, own = self._moment[name], noise.get(name)
+            total += inner(signal, (moment if own is None else moment.add(own, alpha=times)).rsqrt())
+        return total
+
+
+def _leave_out(each: Mapping[str, Sequence[Tensor]], pairs: int) -> list[dict[str, Tensor]]:
+    """Return the mean over all pairs, and those without each of them."""
+    # Not as a difference from the total, which may be less than nothing where one pair is far above the others.
+    return [
+        {
+            name: torch.stack([e for number, e in enumerate(of_pairs) if number != left_out]).mean(0)
+            for name, of_pairs in each.items()
+        }
+        for left_out in (None, *range(pairs))
+    ]
 
 
 def square_halves(one: Gradients, other: Gradients) -> dict[str, Tensor]:
     """Return half of the square of each entry's difference; a parameter without a gradient in both is missing."""
     return {name: d.square() / 2 for name in one if (d := minus(one[name], other[name])) is not None}
-
-
-def add_up(one: Mapping[str, Tensor], other: Mapping[str, Tensor], times: float) -> dict[str, Tensor]:
-    """Return so many times the sum; what is missing in one is zero."""
-    found = {name: entries * times for name, entries in one.items()}
-    for name, entries in other.items():
-        found[name] = found[name].add_(entries, alpha=times) if name in found else entries * times
-    return found
 
 
 def share_of_batch(dense: Sequence[Share], noise: float) -> Share:
@@ -137,4 +132,4 @@ def _or_zero(gradient: Tensor | None, like: Tensor) -> Tensor:
 
 
 def _sum(tensor: Tensor) -> float:
-    return float(tensor.sum(dtype=torch.float64))
+    return float(tensor.sum())  # in float32 torch adds up in a tree

@@ -1,0 +1,31 @@
+"""The table of ``sparsebp worth``, at the widths that terminals have."""
+
+from __future__ import annotations
+
+import pytest
+
+from sparsebp_cli.cli.answer.recipe_record import WorthAnswer
+from sparsebp_cli.cli.worth import print_worth
+
+from .test_programs import POLICY, WORTH
+
+
+def interval(value: float) -> dict[str, float]:
+    return {"value": value, "low": value - 0.06, "high": value + 0.06}
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 120])
+def test_no_number_is_folded_in_a_narrow_terminal(
+    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    numbers = {"price": 0.52, "noise": 12.61, "noise_curved": 0.32, "bias": 0.42, "product_curved": 0.82}
+    name = {"name": "selective-backprop keep=0.5", "verdict": "cannot beat a smaller batch"}
+    policy = POLICY | {key: interval(value) for key, value in numbers.items()} | name
+    print_worth(WorthAnswer(**{key: value for key, value in WORTH.items() if key != "format"} | {"policies": [policy]}))
+    printed = capsys.readouterr().out
+    assert all(len(line) <= width for line in printed.splitlines())
+    for number in ("0.52", "0.46-0.58", "0.42", "0.36-0.48", "0.82", "0.76-0.88"):
+        assert number in printed.split()
+    assert ("12.5-12.7" in printed.split()) is (width >= 98)
+    assert ("No room for noise, by curvature" in printed) is (width < 98)
