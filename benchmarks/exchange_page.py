@@ -46,7 +46,9 @@ def describe(task: Mapping[str, Any]) -> list[str]:
             "within their predicted interval"
         )
     order = (
-        unsaid if scores["spearman"] is None else f"rank correlation over all {number} arms {scores['spearman']:.2f}"
+        "not all arms are trained"
+        if scores["spearman"] is None
+        else f"rank correlation over all {number} arms {scores['spearman']:.2f}"
     )
     found = {
         "H1": fit,

@@ -123,7 +123,10 @@ def judge(losses: Losses, worth: Mapping[str, Any], methods: Mapping[str, Any], 
     ratio = root_mean_square(both, "surprise_curved") / max(root_mean_square(both), 1e-9) if both else None
     rated = [row for row in rows if row.unbiased and row.surprise_rated is not None]
     r2_rated, way_back = explained(rated, "surprise_rated"), find_way_back(rows)
-    order = rank_correlation(rows)
+    missing = [
+        arm for arm in methods if "refused" not in worth.get(arm, {}) and not {arm} <= worth.keys() & losses.keys()
+    ]
+    order = None if missing else rank_correlation(rows)  # of a part of the arms it says nothing
     above = [row.arm for row in biased if (row.surprise or 0.0) > 0.0]
     return {
         "rows": [
@@ -131,7 +134,7 @@ def judge(losses: Losses, worth: Mapping[str, Any], methods: Mapping[str, Any], 
             for row in rows
         ],
         "refused": {arm: about["refused"] for arm, about in worth.items() if "refused" in about},
-        "missing": [arm for arm in methods if arm not in worth or arm not in losses],
+        "missing": missing,
         "unpredicted": [row.arm for row in rows if row.predicted is None],
         "surface": {str(b): _mean(losses.get(dense_name(b, rate), {}), STEPS) for b in batches(losses, rate)},
         "scores": {
@@ -142,7 +145,7 @@ def judge(losses: Losses, worth: Mapping[str, Any], methods: Mapping[str, Any], 
             "spearman": order,
             "biased": len(biased),
             "biased_above": len(above),
-            "regret": find_regret(rows, losses),
+            "regret": None if missing else find_regret(rows, losses),
             "beat_their_verdict": beaten,
             "r2_curved": r2_curved,
             "root_mean_square_curved": root_mean_square(curved, "surprise_curved") if curved else None,
@@ -159,7 +162,7 @@ def judge(losses: Losses, worth: Mapping[str, Any], methods: Mapping[str, Any], 
             "H1": None if r2 is None else r2 >= 0.9,
             "H2": None if not biased else len(above) >= 0.8 * len(biased),
             "H3": None if order is None else order >= 0.8,
-            "H4": not beaten if rows else None,
+            "H4": False if beaten else None if missing or not rows else True,
             "H5": None if r2_curved is None or ratio is None else r2_curved >= 0.75 and ratio <= 0.5,
             "H6": None if not both else len(bracketed) >= 0.9 * len(both),
             "H7": None
