@@ -80,6 +80,11 @@ def print_worth(found: WorthAnswer) -> None:
             f"stands its 95 % interval, over {found.batches} batches at steps {steps} of one dense training. "
             "docs/guide/worth.md says when this holds."
         )
+        if any(map(_is_slower, found.policies)):
+            screen.print(
+                "rate: the noise shortens Adam's steps to that share. Divide the recipe's learning rate by it before a "
+                "policy is judged by training."
+            )
     if any(policy.remembers for policy in found.policies):
         screen.print("*: chooses by what it remembers of earlier steps; measured as at its first step.")
     for one in found.policies:
@@ -102,11 +107,17 @@ def worth_table(policies: Sequence[PolicyWorth], numbers: Sequence[str] = NUMBER
 
 
 def _show_batches(one: PolicyWorth) -> str:
-    """Return the examples of dense's batch by both noises, which bracket it: ``3.4-9.1``."""
+    """Return the examples of dense's batch by both noises, which bracket it, and below what is left of the rate:
+    ``3.4-9.1``, ``rate 0.78``."""
     ends = sorted(
         {f"{batch:.3g}" for batch in (one.dense_batch, one.dense_batch_curved) if batch is not None}, key=float
     )
-    return "-".join(ends)
+    rate = f"\nrate {one.rate.value:.2f}" if _is_slower(one) and one.rate is not None else ""
+    return "-".join(ends) + rate
+
+
+def _is_slower(one: PolicyWorth) -> bool:
+    return one.rate is not None and one.rate.high < 1.0
 
 
 def _show(interval: Interval) -> str:

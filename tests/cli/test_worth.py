@@ -19,7 +19,7 @@ def test_no_number_is_folded_in_a_narrow_terminal(
     width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
-    numbers = {"price": 0.52, "noise": 12.61, "noise_curved": 0.32, "bias": 0.42, "product_curved": 0.82}
+    numbers = {"price": 0.52, "noise": 12.61, "noise_curved": 0.32, "bias": 0.42, "product_curved": 0.82, "rate": 0.78}
     name = {"name": "selective-backprop keep=0.5", "verdict": "cannot beat a smaller batch"}
     policy = POLICY | {key: interval(value) for key, value in numbers.items()} | name
     print_worth(WorthAnswer(**{key: value for key, value in WORTH.items() if key != "format"} | {"policies": [policy]}))
@@ -28,4 +28,6 @@ def test_no_number_is_folded_in_a_narrow_terminal(
     for number in ("0.52", "0.46-0.58", "0.42", "0.36-0.48", "0.82", "0.76-0.88"):
         assert number in printed.split()
     assert ("12.5-12.7" in printed.split()) is (width >= 98)
+    assert ("rate 0.78" in printed) is (width >= 98)
+    assert "Divide the recipe's learning rate by it" in " ".join(printed.split())
     assert ("No room for noise, by curvature" in printed) is (width < 98)
