@@ -101,7 +101,7 @@ def draw(task: Mapping[str, Any]) -> list[dict[str, Any]]:
             for row in task["rows"]
             if row["unbiased"] and row[kind] is not None
         ]
-        if rows:
+        if len(rows) > 2:
             pictures.append(place(task, f"predicted loss, {axis}, unbiased arms", rows))
     return pictures
 
