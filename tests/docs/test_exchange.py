@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import json
 import math
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -187,3 +189,21 @@ def test_the_page_names_every_arm_and_what_became_of_each_hypothesis(
     assert text.count("<circle") == 3 + 4  # by curvature d has a prediction, too
     assert "H5 does not hold: with the noise by curvature R² over 4 unbiased arms" in text
     sys.modules.pop("exchange_page")
+
+
+OUTCOMES = {True: "holds", False: "refused", None: "open"}
+PAGES = ("guide/worth.md", "guide/answers.md")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_what_a_page_says_of_the_exchange_rate_is_what_the_archives_say(page: str) -> None:
+    """A remark names what a sentence rests on: ``<!-- exchange: far H5 holds, far r2_curved 0.79 -->``."""
+    tasks = {task["task"]: task for task in json.loads((ROOT / "docs/results/exchange.json").read_text("utf-8"))}
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    claims = [claim.split() for each in re.findall(r"<!-- exchange: (.*?) -->", text) for claim in each.split(",")]
+    assert len(claims) > 4
+    for task, what, said in claims:
+        known = tasks[task]["hypotheses"] | tasks[task]["scores"]
+        found = known[what] if what in known else known["way_back"][what]
+        digits = len(said.partition(".")[2])
+        assert said == (OUTCOMES[found] if what[0] == "H" else f"{found:.{digits}f}"), (task, what)
