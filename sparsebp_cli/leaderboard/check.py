@@ -223,5 +223,5 @@ def _name(one: ArchivedRun) -> str:
 def _show(value: object) -> str:
     plain = value.model_dump(mode="json", exclude_none=True) if hasattr(value, "model_dump") else value
     if isinstance(plain, Mapping):
-        return "{" + ", ".join(f"{key}: {_show(one)}" for key, one in plain.items()) + "}"
+        return "{" + ", ".join(f"{key}: {_show(one)}" for key, one in plain.items() if one != {}) + "}"
     return str(plain)
