@@ -262,10 +262,16 @@ def run(task: Task, minutes: float) -> None:
 
 def retrain(count: int) -> None:
     """Train archived cells again, drawn at random over all tasks by what the archives hold, and print both losses."""
-    archives = sorted(FOLDER.glob("*.tar.gz"))
+    names = [file.name.removesuffix("-worth.json") for file in sorted(FOLDER.glob("*-worth.json"))]
+    archives = [FOLDER / f"{name}.tar.gz" for name in names]
     draw = random.Random(b"".join(hashlib.sha256(archive.read_bytes()).digest() for archive in archives))
     known = {archive.name.removesuffix(".tar.gz"): read_losses(archive) for archive in archives}
-    cells = sorted((task, arm, seed) for task, losses in known.items() for arm in losses for seed in losses[arm])
+    cells = sorted(
+        (task, arm, seed)
+        for task, losses in known.items()
+        for arm in losses.keys() - {rated_name(arm) for arm in losses}
+        for seed in losses[arm]
+    )
     for name, arm, seed in draw.sample(cells, count):
         with tempfile.TemporaryDirectory() as home:
             task = Task(name, Path(home))

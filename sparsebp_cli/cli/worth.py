@@ -82,8 +82,8 @@ def print_worth(found: WorthAnswer) -> None:
         )
         if any(map(_is_slower, found.policies)):
             screen.print(
-                "rate: the noise shortens Adam's steps to that share. Divide the recipe's learning rate by it before a "
-                "policy is judged by training."
+                "rate: the noise shortens Adam's steps to that share. A higher learning rate gives a part of it back: "
+                "tune it before a policy is judged by training."
             )
     if any(policy.remembers for policy in found.policies):
         screen.print("*: chooses by what it remembers of earlier steps; measured as at its first step.")

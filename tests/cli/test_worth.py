@@ -29,5 +29,5 @@ def test_no_number_is_folded_in_a_narrow_terminal(
         assert number in printed.split()
     assert ("12.5-12.7" in printed.split()) is (width >= 98)
     assert ("rate 0.78" in printed) is (width >= 98)
-    assert "Divide the recipe's learning rate by it" in " ".join(printed.split())
+    assert "tune it before a policy is judged" in " ".join(printed.split())
     assert ("No room for noise, by curvature" in printed) is (width < 98)
