@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from sparsebp_cli.errors import DataError, UsageError
 from sparsebp_cli.plan import Plan
+from sparsebp_cli.plan.exchange import Interval
 from sparsebp_cli.policy import make_policy
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run import JournalWriter, RunFolder
@@ -22,12 +23,12 @@ from sparsebp_cli.worker.ending import StopRequest
 from sparsebp_cli.worker.training import Training
 from sparsebp_cli.worker.trial_step import TrialStep
 from sparsebp_cli.worker.worth import measure as module
-from sparsebp_cli.worker.worth.candidate import find_candidates
+from sparsebp_cli.worker.worth.candidate import Candidate, find_candidates
 from sparsebp_cli.worker.worth.curvature import Curvature
 from sparsebp_cli.worker.worth.dense_run import DenseRun
 from sparsebp_cli.worker.worth.measure import measure
 from sparsebp_cli.worker.worth.squares import Metric, square_between, square_errors
-from sparsebp_cli.worker.worth.step_length import StepLength, share_of_batch
+from sparsebp_cli.worker.worth.step_length import TIMES, Share, StepLength, share_of_batch
 
 MakeRecipe = Callable[..., Recipe]
 Prepare = Callable[[Recipe], RunFolder]
@@ -383,3 +384,12 @@ def test_the_step_that_is_left_beside_noise_is_the_one_that_adam_goes() -> None:
     assert half.value == pytest.approx(share.value, rel=0.02)  # batches of half the size have twice the variance
     assert share_of_batch(length.shares_of_dense(), 0.0).value == pytest.approx(1.0, abs=1e-3)
     assert length.share_with([{}, {}]).value == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("value", [0.0, -0.2])
+def test_no_rate_is_told_where_batches_do_not_tell_which_way_is_downhill(value: float) -> None:
+    dense = [Share(1.0, 0.0), *(Share(value, 0.1) for _ in TIMES[1:])]
+    candidate = Candidate("noisy", [], lengths=[(Share(0.5, 0.01), dense)])
+    assert module._find_rate(candidate, Interval(1.0, 0.9, 1.1), 6) is None
+    known = Candidate("known", [], lengths=[(Share(0.5, 0.0), [Share(1.0, 0.0) for _ in TIMES])])
+    assert module._find_rate(known, Interval(1.0, 0.9, 1.1), 6) == {"value": 0.5, "low": 0.5, "high": 0.5}

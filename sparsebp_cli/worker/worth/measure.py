@@ -114,17 +114,20 @@ def _sum_up(
 
 def _find_rate(candidate: Candidate, curved: Interval, freedom: int) -> dict[str, float] | None:
     """Return the share of dense's learning rate that a policy trains with, beside dense with the batch that has as much
-    noise by curvature; None without second moments."""
+    noise by curvature; None without second moments, or where too few batches tell which way is downhill."""
     if not candidate.lengths:
         return None
     policy = Share.of_mean([share for share, _ in candidate.lengths])
-    ends = {}
-    for name, noise in vars(curved).items():
-        dense = Share.of_mean([share_of_batch(shares, noise) for _, shares in candidate.lengths])
-        ends[name] = policy.value / dense.value
-    value = ends["value"]
-    error = quantile(freedom) * math.sqrt(policy.variance) / policy.value * value
-    low, high = (math.hypot(error, ends[end] - value) for end in ("low", "high"))  # more noise, a shorter step of dense
+    dense = {
+        end: Share.of_mean([share_of_batch(shares, noise) for _, shares in candidate.lengths]).value
+        for end, noise in vars(curved).items()
+    }
+    if min(policy.value, *dense.values()) <= 0.0:
+        return None
+    value = policy.value / dense["value"]
+    error = quantile(freedom) * math.sqrt(policy.variance) / dense["value"]
+    # More noise by curvature is a shorter step of dense, and so a larger share beside it.
+    low, high = (math.hypot(error, policy.value / dense[end] - value) for end in ("low", "high"))
     return {"value": value, "low": value - low, "high": value + high}
 
 
