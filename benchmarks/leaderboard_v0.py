@@ -12,6 +12,7 @@ it is chosen by the validation metric, and compared on the test split.
 
 from __future__ import annotations
 
+import argparse
 import csv
 import json
 import shlex
@@ -70,6 +71,7 @@ class Task:
 
 def main() -> None:
     """Write page and data."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     tasks = [read_task(file) for file in find_studies() if archive_of(file).exists()]
     DATA.write_text(write_data(tasks), encoding="utf-8")
     PAGE.write_text(render(tasks), encoding="utf-8")
