@@ -24,8 +24,10 @@ LEVEL = 0.95
 DENSE_NAME = "dense-b"  # what the names of all cells of dense's surface begin with
 FEW_ARMS = {"far-14m"}  # a run of this model takes four times as long
 FOUND_ON = "spelling"  # the task on which H5 and H6 were found; see the protocol
+CHOSEN_ON = {"spelling", "far"}  # those that were known when H9 was written
 CLEAR_BIAS = 0.05  # of the variance between batches: above it a method counts as biased
 FLAT, SHORTENED = 0.1, 0.85  # H8: of the noise by curvature at most, and of the share of the rate
+CLOSE = 0.05  # nats, H9: what a choice before training may cost
 BUDGET = 60.0  # dense steps of which the regret is taken
 
 _ONE, _NONE = ({"value": value, "low": value, "high": value} for value in (1.0, 0.0))
@@ -127,6 +129,7 @@ def judge(losses: Losses, worth: Mapping[str, Any], methods: Mapping[str, Any], 
         arm for arm in methods if "refused" not in worth.get(arm, {}) and not {arm} <= worth.keys() & losses.keys()
     ]
     order = None if missing else rank_correlation(rows)  # of a part of the arms it says nothing
+    fair_regret = None if missing else find_regret(rows, losses, by_curvature=True)
     above = [row.arm for row in biased if (row.surprise or 0.0) > 0.0]
     return {
         "rows": [
@@ -146,6 +149,7 @@ def judge(losses: Losses, worth: Mapping[str, Any], methods: Mapping[str, Any], 
             "biased": len(biased),
             "biased_above": len(above),
             "regret": None if missing else find_regret(rows, losses),
+            "fair_regret": fair_regret,
             "beat_their_verdict": beaten,
             "r2_curved": r2_curved,
             "root_mean_square_curved": root_mean_square(curved, "surprise_curved") if curved else None,
@@ -170,6 +174,7 @@ def judge(losses: Losses, worth: Mapping[str, Any], methods: Mapping[str, Any], 
             else r2_rated >= 0.9
             and root_mean_square(rated, "surprise_rated") < root_mean_square(rated, "surprise_curved"),
             "H8": None if way_back is None else way_back["share"] >= 0.5,
+            "H9": None if fair_regret is None else fair_regret["nats"] <= CLOSE,
         },
     }
 
@@ -361,8 +366,9 @@ def loss_at(losses: Mapping[int, float], steps: float) -> float:
     return points[-1][1]
 
 
-def find_regret(rows: Sequence[Row], losses: Losses) -> dict[str, Any] | None:
-    """Return what choosing by the smallest product costs beside choosing by training, at the price of the budget."""
+def find_regret(rows: Sequence[Row], losses: Losses, *, by_curvature: bool = False) -> dict[str, Any] | None:
+    """Return what choosing by the smallest product costs beside choosing by training, at the price of the budget;
+    by curvature among those that are not clearly biased."""
     there = {
         row.arm: fmean(loss_at(run, min(BUDGET / row.price, STEPS)) for run in losses[row.arm].values())
         for row in rows
@@ -370,7 +376,14 @@ def find_regret(rows: Sequence[Row], losses: Losses) -> dict[str, Any] | None:
     }
     if not there:
         return None
-    chosen = min((row for row in rows if row.arm in there), key=lambda row: row.product).arm
+    trained = [row for row in rows if row.arm in there]
+    if by_curvature:
+        fair = [row for row in trained if row.bias_low <= CLEAR_BIAS and row.noise_curved is not None]
+        if not fair:
+            return None
+        chosen = min(fair, key=lambda row: (1.0 + max(0.0, row.noise_curved or 0.0)) * row.price).arm
+    else:
+        chosen = min(trained, key=lambda row: row.product).arm
     best = min(there, key=lambda arm: there[arm])
     return {"chosen": chosen, "best": best, "nats": there[chosen] - there[best]}
 
@@ -416,7 +429,7 @@ def read_task(folder: Path, name: str) -> dict[str, Any]:
     losses = hide_part(losses, methods)
     # Dense as an arm whose noise is 0: the fresh seeds of the cell that the surface has with others.
     fresh = {seed: run for seed, run in losses[dense_name(BATCH, rate)].items() if seed >= FIRST_METHOD_SEED}
-    return {"task": name, "rate": rate, "found_here": name == FOUND_ON} | judge(
+    return {"task": name, "rate": rate, "found_here": name == FOUND_ON, "chosen_here": name in CHOSEN_ON} | judge(
         {**losses, "dense": fresh} if fresh else losses,
         {"dense": DENSE} | worth,
         {"dense": {"unbiased": True}} | methods,

@@ -54,7 +54,9 @@ def test_methods_that_obey_the_law_are_found_to(result: ModuleType) -> None:
     assert found["scores"]["r2"] == pytest.approx(1.0, abs=1e-4)
     assert found["scores"]["spearman"] == pytest.approx(1.0)
     assert found["scores"]["within"] == 4
-    assert found["hypotheses"] == {"H1": True, "H2": None, "H3": True, "H4": True, "H5": False, "H6": True} | LATER
+    assert found["hypotheses"] == {"H1": True, "H2": None, "H3": True, "H4": True, "H5": False, "H6": True} | LATER | {
+        "H9": True
+    }
     assert [row["batch"] for row in found["rows"]] == [16.0, 8.0, 16 / 3.5, 2.0]
 
 
@@ -160,6 +162,9 @@ def test_one_that_wins_against_its_verdict_is_named(result: ModuleType) -> None:
     # After 120 steps it is at 1.80; dense with a batch of 8 has as many steps for that price and is at 2.20.
     assert found["scores"]["beat_their_verdict"] == ["a"]
     assert found["hypotheses"]["H4"] is False
+    # By curvature it is without noise: nothing is lost by choosing it.
+    assert found["scores"]["fair_regret"] == {"chosen": "a", "best": "a", "nats": 0.0}
+    assert found["hypotheses"]["H9"] is True
     assert found["scores"]["regret"] == {"chosen": "b", "best": "a", "nats": pytest.approx(1.0, abs=1e-2)}
 
 
@@ -181,7 +186,7 @@ def test_the_page_names_every_arm_and_what_became_of_each_hypothesis(
     losses["e"][101] = {}  # diverged
     noise = {"a": 0.0, "b": 3.0, "c": 7.0, "d": 500.0, "e": 1.0}
     found = result.judge(losses, {arm: make_worth(nu) for arm, nu in noise.items()}, dict.fromkeys(noise, FAIR), RATE)
-    text = page.render([{"task": "known", "rate": RATE, "found_here": False} | found])
+    text = page.render([{"task": "known", "rate": RATE, "found_here": False, "chosen_here": False} | found])
     assert all(f"<th scope=row>{arm}" in text for arm in noise)
     assert text.count(">none<") == text.count(">diverged<") == 1
     assert "H1 holds: over 3 unbiased arms" in text
