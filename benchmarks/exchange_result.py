@@ -164,7 +164,7 @@ def judge(losses: Losses, worth: Mapping[str, Any], methods: Mapping[str, Any], 
         },
         "hypotheses": {
             "H1": None if r2 is None else r2 >= 0.9,
-            "H2": None if not biased else len(above) >= 0.8 * len(biased),
+            "H2": None if missing or not biased else len(above) >= 0.8 * len(biased),
             "H3": None if order is None else order >= 0.8,
             "H4": False if beaten else None if missing or not rows else True,
             "H5": None if r2_curved is None or ratio is None else r2_curved >= 0.75 and ratio <= 0.5,
@@ -426,7 +426,7 @@ def read_task(folder: Path, name: str) -> dict[str, Any]:
     methods = read_arms(folder, name)
     losses = read_losses(folder / f"{name}.tar.gz")
     rate = find_rate(losses)
-    losses = hide_part(losses, methods)
+    losses = hide_part(losses, {arm: methods[arm] for arm in methods if "refused" not in worth.get(arm, {})})
     # Dense as an arm whose noise is 0: the fresh seeds of the cell that the surface has with others.
     fresh = {seed: run for seed, run in losses[dense_name(BATCH, rate)].items() if seed >= FIRST_METHOD_SEED}
     return {"task": name, "rate": rate, "found_here": name == FOUND_ON, "chosen_here": name in CHOSEN_ON} | judge(
@@ -438,14 +438,26 @@ def read_task(folder: Path, name: str) -> dict[str, Any]:
 
 
 def hide_part(losses: Losses, methods: Mapping[str, Any]) -> Losses:
-    """Return only dense's runs until every unbiased arm has its first seeds: nobody looks at a part of a step."""
-    unbiased = (arm for arm, about in methods.items() if about["unbiased"])
-    if all(len(losses.get(arm, {})) >= len(SURFACE_SEEDS) for arm in unbiased):
-        return losses
+    """Return only dense's runs until every unbiased arm has its first seeds, no biased arm until all of them have, and
+    of each arm as many seeds as all have: nobody looks at a part of a step."""
+    seeds = {arm: sorted(losses.get(arm, {})) for arm in methods}
+    whole = {
+        kind: all(len(seeds[arm]) >= len(SURFACE_SEEDS) for arm, about in methods.items() if about["unbiased"] == kind)
+        for kind in (True, False)
+    }
+    if not whole[True]:
+        return {
+            name: {seed: run for seed, run in runs.items() if seed < FIRST_METHOD_SEED}
+            for name, runs in losses.items()
+            if name not in methods
+        }
+    looked_at = [arm for arm, about in methods.items() if whole[about["unbiased"]]]
+    common = set.intersection(*(set(seeds[arm]) for arm in looked_at))
+    fresh = {seed for seed in common if seed >= FIRST_METHOD_SEED}
     return {
-        name: {seed: run for seed, run in runs.items() if seed < FIRST_METHOD_SEED}
+        name: {seed: run for seed, run in runs.items() if seed < FIRST_METHOD_SEED or seed in fresh}
         for name, runs in losses.items()
-        if name not in methods
+        if name not in methods or name in looked_at
     }
 
 

@@ -151,7 +151,14 @@ def test_a_part_of_a_step_is_not_looked_at(result: ModuleType) -> None:
     assert set(shown) == {f"dense-b{batch}-r0.001" for batch in (1, 2, 4, 8, 16, 32)}
     assert set(shown["dense-b16-r0.001"]) == {0, 1, 2}
     losses |= make_losses({"c": 4.0})
-    assert result.hide_part(losses, methods) is losses
+    assert result.hide_part(losses, methods).keys() == losses.keys()  # no biased arm
+    methods["e"] = {"unbiased": False}
+    losses |= make_losses({"d": 4.0})
+    assert "d" not in result.hide_part(losses, methods)  # e is missing
+    losses |= make_losses({"e": 4.0})
+    losses["a"][103] = make_run(2, 103)
+    shown = result.hide_part(losses, methods)
+    assert set(shown["a"]) == set(shown["e"]) == {100, 101, 102}  # as many seeds as all have
 
 
 def test_one_that_wins_against_its_verdict_is_named(result: ModuleType) -> None:
