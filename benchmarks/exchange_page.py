@@ -83,7 +83,7 @@ def describe(task: Mapping[str, Any]) -> list[str]:
     if choice := scores["fair_regret"]:
         found["H9"] = (
             f"among the arms that are not clearly biased the smallest product by curvature chooses {choice['chosen']}; "
-            f"at the price of 60 dense steps the best of all arms, {choice['best']}, is {choice['nats']:.3f} nats lower "
+            f"at the price of 60 dense steps the best of all, {choice['best']}, is {choice['nats']:.3f} nats below "
             "(claimed: at most 0.05)"
         )
     lines = [f"{name} {ANSWERS[outcome[name]]}: {text}." for name, text in found.items()]
