@@ -39,19 +39,21 @@ FOLDER = ROOT / "docs" / "results" / "exchange"
 SPARSEBP = [sys.executable, "-c", "from sparsebp_cli.cli.app import main; main()"]
 from exchange_page import render  # noqa: E402
 from exchange_result import (  # noqa: E402
-    BATCH,
-    METRIC,
     MORE_SURFACE_SEEDS,
     SMALL_BATCHES,
+    find_rated,
+    rated_name,
+    read_arms,
+    read_task,
+)
+from exchange_surface import (  # noqa: E402
+    BATCH,
+    METRIC,
     STEPS,
     SURFACE_SEEDS,
     dense_name,
     find_rate,
-    find_rated,
-    rated_name,
-    read_arms,
     read_losses,
-    read_task,
 )
 
 PAGE, DATA = ROOT / "docs" / "results" / "exchange.html", ROOT / "docs" / "results" / "exchange.json"
@@ -221,7 +223,8 @@ def list_cells(task: Task, rate: float) -> Iterator[Cell]:
         yield make_dense(batch, rate, MORE_SURFACE_SEEDS)
     for arm in unbiased:
         yield Cell(arm, changed[arm], FIRST_SEEDS)
-    below = [other for other in RATES if other < rate]
+    # H7 reads its predictions there, also of a task whose rate is the lowest of the grid.
+    below = [other for other in RATES if other < rate] or [rate / 4, rate / 2]
     for other in reversed(below):
         for batch in SMALL_BATCHES[::-1]:
             yield make_dense(batch, other, SURFACE_SEEDS)

@@ -66,36 +66,37 @@ def describe(task: Mapping[str, Any]) -> list[str]:
             f"{scores['both']} arms with both predictions that is {scores['ratio_curved']:.2f} of the difference by "
             "the noise in all directions (claimed: at most 0.5)"
         )
-    found["H7"] = "not measured"
+    found["H7"] = "dense's surface says too few of its predictions, since rates below this one are missing"
     if scores["r2_rated"] is not None:
         found["H7"] = (
             f"with the share of the rate that AdamW leaves, R² over {scores['rated']} unbiased arms is "
             f"{scores['r2_rated']:.2f} (claimed: at least 0.9), the difference "
-            f"{scores['root_mean_square_rated']:.3f} nats"
+            f"{scores['root_mean_square_rated']:.4f} nats (claimed: below the {scores['root_mean_square_curved']:.4f} "
+            "without it)"
         )
     found["H8"] = "not trained"
     if back := scores["way_back"]:
         found["H8"] = (
-            f"at the rate over its share {', '.join(back['arms'])} lose {back['share']:.0%} of their distance to dense "
-            f"({back['before']:.3f} nats before, {back['after']:+.3f} after; claimed: at least half)"
+            f"at the rate over its share the mean distance of {', '.join(back['arms'])} to dense goes from "
+            f"{back['before']:.3f} to {back['after']:.3f} nats (claimed: to half of it or less)"
         )
     found["H9"] = "not all arms are trained"
     if choice := scores["fair_regret"]:
         found["H9"] = (
             f"among the arms that are not clearly biased the smallest product by curvature chooses {choice['chosen']}; "
-            f"at the price of 60 dense steps the best of all, {choice['best']}, is {choice['nats']:.3f} nats below "
+            f"at the price of 60 dense steps {choice['best']} is best of all, {choice['nats']:.3f} nats are lost "
             "(claimed: at most 0.05)"
         )
+        if choice["dense_nats"] is not None:
+            found["H9"] += f"; always choosing dense costs {choice['dense_nats']:.3f}"
     lines = [f"{name} {ANSWERS[outcome[name]]}: {text}." for name, text in found.items()]
     if regret := scores["regret"]:
         lines.append(
             f"At the price of 60 dense steps the smallest product chooses {regret['chosen']}, training chooses "
             f"{regret['best']}: {regret['nats']:.3f} nats are lost by not training them all."
         )
-    if task["found_here"]:
-        lines.append("H5 to H9 were found on this task, so for it they are no test.")
-    elif task["chosen_here"]:
-        lines.append("H9 was written when this task was known, so for it it is no test.")
+    if task["no_test"]:
+        lines.append(f"Written when this task was known, so no test here: {', '.join(task['no_test'])}.")
     if task["unpredicted"]:
         lines.append(f"No prediction, because dense would need a batch below 1: {', '.join(task['unpredicted'])}.")
     return lines

@@ -4,27 +4,39 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 import yaml
+from exchange_surface import (
+    BATCH,
+    FIRST_METHOD_SEED,
+    LEVEL,
+    STEPS,
+    SURFACE_SEEDS,
+    Losses,
+    Prediction,
+    batches,
+    dense_name,
+    find_rate,
+    mean_after,
+    pooled_deviation,
+    predict_with_interval,
+    read_losses,
+    surface_mean,
+)
 from scipy.stats import rankdata, spearmanr
 from scipy.stats import t as student
 
-METRIC, STEPS, BATCH = "eval/loss", 120, 16
-SURFACE_SEEDS, FIRST_METHOD_SEED = (0, 1, 2), 100
 # Dense with small batches scatters most, and predictions are read there.
 MORE_SURFACE_SEEDS, SMALL_BATCHES = tuple(range(3, 10)), (1, 2, 4, 8)
-LEVEL = 0.95
-DENSE_NAME = "dense-b"  # what the names of all cells of dense's surface begin with
 FEW_ARMS = {"far-14m"}  # a run of this model takes four times as long
-FOUND_ON = "spelling"  # the task on which H5 and H6 were found; see the protocol
-CHOSEN_ON = {"spelling", "far"}  # those that were known when H9 was written
+# Hypotheses that were written when a task was known, which is no test of them; see the protocol.
+NO_TEST = {"spelling": ("H5", "H6", "H7", "H8", "H9"), "far": ("H9",)}
 CLEAR_BIAS = 0.05  # of the variance between batches: above it a method counts as biased
 FLAT, SHORTENED = 0.1, 0.85  # H8: of the noise by curvature at most, and of the share of the rate
 CLOSE = 0.05  # nats, H9: what a choice before training may cost
@@ -32,17 +44,6 @@ BUDGET = 60.0  # dense steps of which the regret is taken
 
 _ONE, _NONE = ({"value": value, "low": value, "high": value} for value in (1.0, 0.0))
 DENSE = {"price": _ONE, "rate": _ONE, "noise": _NONE, "noise_curved": _NONE, "bias": _NONE, "product": _ONE}
-
-Losses = Mapping[str, Mapping[int, Mapping[int, float]]]  # of each arm, by seed and step; no steps: it diverged
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """A loss read from dense's surface, with its interval."""
-
-    value: float
-    low: float
-    high: float
 
 
 @dataclass(frozen=True)
@@ -85,25 +86,18 @@ class Row:
         return None if self.rated is None or self.observed is None else self.observed - self.rated.value
 
     @property
+    def fair_product(self) -> float | None:
+        """(1 + noise by curvature) x price; None of an arm that is clearly biased, or was not measured."""
+        if self.noise_curved is None or self.bias_low > CLEAR_BIAS:
+            return None
+        return (1.0 + max(0.0, self.noise_curved)) * self.price
+
+    @property
     def is_bracketed(self) -> bool | None:
         """Whether it came out between the two predictions and their intervals; None where one is missing."""
         if self.curved is None or self.high is None or self.observed is None:
             return None
         return self.curved.low <= self.observed <= self.high
-
-
-def read_losses(archive: Path) -> Losses:
-    """Return the losses of an archive's runs by arm."""
-    from sparsebp_cli.compare.archive import open_archive
-    from sparsebp_cli.compare.load import load_folder
-    from sparsebp_cli.run import RunFolder
-
-    found: dict[str, dict[int, dict[int, float]]] = {}
-    for plan in sorted((open_archive(archive) / "runs").glob("*/plan.json")):
-        run = load_folder(RunFolder(plan.parent))
-        if run.seed is not None and (run.finished or run.broke_down):
-            found.setdefault(run.name, {})[run.seed] = dict(run.series(METRIC)) if run.finished else {}
-    return found
 
 
 def judge(losses: Losses, worth: Mapping[str, Any], methods: Mapping[str, Any], rate: float) -> dict[str, Any]:
@@ -124,12 +118,12 @@ def judge(losses: Losses, worth: Mapping[str, Any], methods: Mapping[str, Any], 
     r2, r2_curved = explained(fair), explained(curved, "surprise_curved")
     ratio = root_mean_square(both, "surprise_curved") / max(root_mean_square(both), 1e-9) if both else None
     rated = [row for row in rows if row.unbiased and row.surprise_rated is not None]
-    r2_rated, way_back = explained(rated, "surprise_rated"), find_way_back(rows)
+    r2_rated, way_back = explained(rated, "surprise_rated"), find_way_back(rows, losses)
     missing = [
         arm for arm in methods if "refused" not in worth.get(arm, {}) and not {arm} <= worth.keys() & losses.keys()
     ]
     order = None if missing else rank_correlation(rows)  # of a part of the arms it says nothing
-    fair_regret = None if missing else find_regret(rows, losses, by_curvature=True)
+    fair_regret = None if missing else find_regret(rows, losses, "fair_product")
     above = [row.arm for row in biased if (row.surprise or 0.0) > 0.0]
     return {
         "rows": [
@@ -139,7 +133,7 @@ def judge(losses: Losses, worth: Mapping[str, Any], methods: Mapping[str, Any], 
         "refused": {arm: about["refused"] for arm, about in worth.items() if "refused" in about},
         "missing": missing,
         "unpredicted": [row.arm for row in rows if row.predicted is None],
-        "surface": {str(b): _mean(losses.get(dense_name(b, rate), {}), STEPS) for b in batches(losses, rate)},
+        "surface": {str(b): mean_after(losses.get(dense_name(b, rate), {}), STEPS) for b in batches(losses, rate)},
         "scores": {
             "r2": r2,
             "root_mean_square": root_mean_square(fair) if fair else None,
@@ -200,53 +194,14 @@ def make_row(arm: str, unbiased: bool, worth: Mapping[str, Any], losses: Losses,
         main and main.value,
         main and main.low,
         main and main.high,
-        _mean(runs, STEPS),
+        mean_after(runs, STEPS),
         len(runs),
         curved and curved["value"],
         curved and predict_with_interval(losses, rate, curved, len(runs)),
         share and share["value"],
         curved and share and predict_with_interval(losses, rate, curved, len(runs), share),
-        _mean(losses.get(rated_name(arm), {}), STEPS),
+        mean_after(losses.get(rated_name(arm), {}), STEPS),
     )
-
-
-def predict_with_interval(
-    losses: Losses, rate: float, noise: Mapping[str, float], seeds: int, share: Mapping[str, float] | None = None
-) -> Prediction | None:
-    """Return :func:`predict` with the errors of noise and rate, the surface, and the mean over so many seeds."""
-    # Noise does not lengthen a step, and the surface at higher rates comes late.
-    share = {end: min(1.0, value) for end, value in (share or _ONE).items()}
-    centre = predict(losses, rate * share["value"], noise["value"], STEPS)
-    if centre is None:
-        return None
-    sd, freedom = pooled_deviation({arm: runs for arm, runs in losses.items() if not arm.startswith(DENSE_NAME)})
-    error = math.hypot(_surface_error(losses, rate, noise["value"]), sd / math.sqrt(seeds))
-    half = float(student.ppf(0.5 + LEVEL / 2, freedom)) * error
-    below, above = half, half
-    for ends in (
-        [(noise[end], share["value"]) for end in ("low", "high")],
-        [(noise["value"], share[end]) for end in ("high", "low")],
-    ):
-        moved = [predict(losses, rate * rate_end, noise_end, STEPS) for noise_end, rate_end in ends]
-        low, high = (0.0 if end is None else end - centre for end in moved)
-        below, above = math.hypot(below, min(low, high, 0.0)), math.hypot(above, max(low, high, 0.0))
-    return Prediction(centre, centre - below, centre + above)
-
-
-def dense_name(batch: int, rate: float) -> str:
-    """Return the name of a cell of dense's surface."""
-    return f"{DENSE_NAME}{batch}-r{rate:g}"
-
-
-def surface_cells(losses: Losses) -> set[tuple[int, float]]:
-    """Return batch and rate of each cell of the surface."""
-    found = (re.fullmatch(r"dense-b(\d+)-r(.+)", arm) for arm in losses)
-    return {(int(match[1]), float(match[2])) for match in found if match}
-
-
-def batches(losses: Losses, rate: float) -> list[int]:
-    """Return the batches of the surface at a rate, smallest first."""
-    return sorted(b for b, own in surface_cells(losses) if own == rate)
 
 
 def find_rated(worth: Mapping[str, Any], unbiased: Sequence[str], rate: float) -> dict[str, float]:
@@ -263,70 +218,6 @@ def find_rated(worth: Mapping[str, Any], unbiased: Sequence[str], rate: float) -
 def rated_name(arm: str) -> str:
     """Return the name of an arm that is trained at the rate over its share."""
     return f"{arm}-at-its-rate"
-
-
-def predict(losses: Losses, rate: float, noise: float, step: int) -> float | None:
-    """Return dense's loss at a rate and the batch that has as much noise, linear in the logarithms of batch and rate
-    between the nearest; None outside of them."""
-    surface = {b: _surface_at(losses, b, rate, step) for b in sorted({b for b, _ in surface_cells(losses)})}
-    return _read_between({b: loss for b, loss in surface.items() if loss is not None}, BATCH / (1.0 + max(0.0, noise)))
-
-
-def _surface_at(losses: Losses, batch: int, rate: float, step: int) -> float | None:
-    """Return the loss of a batch of the surface at a rate."""
-    there = {own: _surface(losses, batch, own, step) for b, own in surface_cells(losses) if b == batch}
-    if there.get(rate) is not None:
-        return there[rate]
-    return _read_between({own: loss for own, loss in there.items() if loss is not None}, rate)
-
-
-def _read_between(points: Mapping[float, float], at: float) -> float | None:
-    """Return the value between the two nearest points, linear in the logarithm of the place."""
-    wanted = math.log2(at)
-    for (left, first), (right, second) in pairwise(
-        (math.log2(place), value) for place, value in sorted(points.items())
-    ):
-        if left <= wanted <= right:
-            return first + (second - first) * (wanted - left) / (right - left)
-    return None
-
-
-def _surface_error(losses: Losses, rate: float, noise: float) -> float:
-    """Return the standard error of a loss that is read from the surface: that of the two nearest batches, each by its
-    own spread over seeds, since small batches scatter several times as much as large ones."""
-    errors = {}
-    for b in batches(losses, rate):
-        values = [run[STEPS] for run in _surface_runs(losses, b, rate).values() if STEPS in run]
-        if len(values) > 1:
-            errors[b] = stdev(values) / math.sqrt(len(values))
-    return _read_between(errors, BATCH / (1.0 + max(0.0, noise))) or 0.0
-
-
-def _surface(losses: Losses, batch: int, rate: float, step: int) -> float | None:
-    return _mean(_surface_runs(losses, batch, rate), step)
-
-
-def _surface_runs(losses: Losses, batch: int, rate: float) -> dict[int, Mapping[int, float]]:
-    runs = losses.get(dense_name(batch, rate), {})
-    return {seed: run for seed, run in runs.items() if seed < FIRST_METHOD_SEED}
-
-
-def _mean(runs: Mapping[int, Mapping[int, float]], step: int) -> float | None:
-    """Return the mean loss of some runs; None if one of them diverged."""
-    values = [losses.get(step) for losses in runs.values()]
-    return fmean(values) if values and None not in values else None  # type: ignore[type-var]
-
-
-def pooled_deviation(losses: Losses) -> tuple[float, int]:
-    """Return the standard deviation of a run over seeds, pooled over all cells, and its degrees of freedom."""
-    squares, freedom = 0.0, 0
-    for runs in losses.values():
-        values = [steps[STEPS] for steps in runs.values() if STEPS in steps]
-        if len(values) > 1:
-            mean = fmean(values)
-            squares += sum((value - mean) ** 2 for value in values)
-            freedom += len(values) - 1
-    return math.sqrt(squares / freedom), freedom
 
 
 def explained(rows: Sequence[Row], surprise: str = "surprise") -> float | None:
@@ -366,37 +257,40 @@ def loss_at(losses: Mapping[int, float], steps: float) -> float:
     return points[-1][1]
 
 
-def find_regret(rows: Sequence[Row], losses: Losses, *, by_curvature: bool = False) -> dict[str, Any] | None:
-    """Return what choosing by the smallest product costs beside choosing by training, at the price of the budget;
-    by curvature among those that are not clearly biased."""
+def find_regret(rows: Sequence[Row], losses: Losses, product: str = "product") -> dict[str, Any] | None:
+    """Return what choosing the arm with the smallest product costs beside choosing by training, at the price of the
+    budget, and what always choosing dense costs."""
     there = {
         row.arm: fmean(loss_at(run, min(BUDGET / row.price, STEPS)) for run in losses[row.arm].values())
         for row in rows
         if row.observed is not None
     }
-    if not there:
+    products = {row.arm: getattr(row, product) for row in rows if row.arm in there}
+    offered = {arm: value for arm, value in products.items() if value is not None}
+    if not offered:
         return None
-    trained = [row for row in rows if row.arm in there]
-    if by_curvature:
-        fair = [row for row in trained if row.bias_low <= CLEAR_BIAS and row.noise_curved is not None]
-        if not fair:
-            return None
-        chosen = min(fair, key=lambda row: (1.0 + max(0.0, row.noise_curved or 0.0)) * row.price).arm
-    else:
-        chosen = min(trained, key=lambda row: row.product).arm
-    best = min(there, key=lambda arm: there[arm])
-    return {"chosen": chosen, "best": best, "nats": there[chosen] - there[best]}
+    chosen, best = min(offered, key=lambda arm: offered[arm]), min(there, key=lambda arm: there[arm])
+    dense = there["dense"] - there[best] if "dense" in there else None
+    return {"chosen": chosen, "best": best, "nats": there[chosen] - there[best], "dense_nats": dense}
 
 
-def find_way_back(rows: Sequence[Row]) -> dict[str, Any] | None:
-    """Return how much of their distance to dense the arms of H8 lose at the rate over their share."""
-    dense = next((row.observed for row in rows if row.arm == "dense"), None)
-    arms = [row for row in rows if row.rated_loss is not None and row.observed is not None]
-    before = fmean((row.observed or 0.0) - (dense or 0.0) for row in arms) if arms else 0.0
-    if dense is None or before <= 0.0:
+def find_way_back(rows: Sequence[Row], losses: Losses) -> dict[str, Any] | None:
+    """Return how much of their distance to dense the arms of H8 lose at the rate over their share, by the seeds that
+    were trained at both rates."""
+    distances = {}
+    for row in rows:
+        rated = losses.get(rated_name(row.arm), {})
+        runs = [
+            [seeds[seed].get(STEPS) for seed in rated if seed in seeds]
+            for seeds in (losses.get("dense", {}), losses[row.arm], rated)
+        ]
+        if rated and all(len(own) == len(rated) and None not in own for own in runs):
+            dense, before, after = map(fmean, runs)
+            distances[row.arm] = (before - dense, after - dense)
+    before, after = (fmean(ends) for ends in zip(*distances.values(), strict=True)) if distances else (0.0, 0.0)
+    if before <= 0.0:
         return None
-    after = fmean((row.rated_loss or 0.0) - dense for row in arms)
-    return {"arms": [row.arm for row in arms], "before": before, "after": after, "share": 1.0 - after / before}
+    return {"arms": [*distances], "before": before, "after": after, "share": 1.0 - after / before}
 
 
 def beats_dense(row: Row, losses: Losses, rate: float) -> bool:
@@ -408,7 +302,7 @@ def beats_dense(row: Row, losses: Losses, rate: float) -> bool:
     dense = min(
         fmean(loss_at(run, min(BUDGET * BATCH / b, STEPS)) for run in losses[dense_name(b, rate)].values())
         for b in batches(losses, rate)
-        if _surface(losses, b, rate, STEPS) is not None
+        if surface_mean(losses, b, rate, STEPS) is not None
     )
     half = float(student.ppf(0.5 + LEVEL / 2, freedom)) * sd * math.sqrt(1 / len(SURFACE_SEEDS) + 1 / row.seeds)
     return mine - dense + half < 0.0
@@ -429,7 +323,7 @@ def read_task(folder: Path, name: str) -> dict[str, Any]:
     losses = hide_part(losses, {arm: methods[arm] for arm in methods if "refused" not in worth.get(arm, {})})
     # Dense as an arm whose noise is 0: the fresh seeds of the cell that the surface has with others.
     fresh = {seed: run for seed, run in losses[dense_name(BATCH, rate)].items() if seed >= FIRST_METHOD_SEED}
-    return {"task": name, "rate": rate, "found_here": name == FOUND_ON, "chosen_here": name in CHOSEN_ON} | judge(
+    return {"task": name, "rate": rate, "no_test": NO_TEST.get(name, ())} | judge(
         {**losses, "dense": fresh} if fresh else losses,
         {"dense": DENSE} | worth,
         {"dense": {"unbiased": True}} | methods,
@@ -439,30 +333,18 @@ def read_task(folder: Path, name: str) -> dict[str, Any]:
 
 def hide_part(losses: Losses, methods: Mapping[str, Any]) -> Losses:
     """Return only dense's runs until every unbiased arm has its first seeds, no biased arm until all of them have, and
-    of each arm as many seeds as all have: nobody looks at a part of a step."""
-    seeds = {arm: sorted(losses.get(arm, {})) for arm in methods}
-    whole = {
-        kind: all(len(seeds[arm]) >= len(SURFACE_SEEDS) for arm, about in methods.items() if about["unbiased"] == kind)
-        for kind in (True, False)
-    }
-    if not whole[True]:
-        return {
-            name: {seed: run for seed, run in runs.items() if seed < FIRST_METHOD_SEED}
-            for name, runs in losses.items()
-            if name not in methods
-        }
-    looked_at = [arm for arm, about in methods.items() if whole[about["unbiased"]]]
-    common = set.intersection(*(set(seeds[arm]) for arm in looked_at))
-    fresh = {seed for seed in common if seed >= FIRST_METHOD_SEED}
+    of each arm the seeds that all have: nobody looks at a part of a step."""
+
+    def is_whole(*, unbiased: bool) -> bool:
+        arms = [arm for arm, about in methods.items() if about["unbiased"] == unbiased]
+        return all(len(losses.get(arm, {})) >= len(SURFACE_SEEDS) for arm in arms)
+
+    looked_at: list[str] = []
+    if is_whole(unbiased=True):
+        looked_at = [arm for arm in methods if methods[arm]["unbiased"] or is_whole(unbiased=False)]
+    seeds = set.intersection(*(set(losses[arm]) for arm in looked_at)) if looked_at else set()
     return {
-        name: {seed: run for seed, run in runs.items() if seed < FIRST_METHOD_SEED or seed in fresh}
+        name: {seed: run for seed, run in runs.items() if seed < FIRST_METHOD_SEED or seed in seeds}
         for name, runs in losses.items()
         if name not in methods or name in looked_at
     }
-
-
-def find_rate(losses: Losses) -> float:
-    """Return the rate whose dense runs have the lowest mean loss at the methods' batch, on the seeds of the surface."""
-    found = (re.fullmatch(rf"dense-b{BATCH}-r(.+)", arm) for arm in losses)
-    means = {float(match[1]): _surface(losses, BATCH, float(match[1]), STEPS) for match in found if match}
-    return min((mean, rate) for rate, mean in means.items() if mean is not None)[1]

@@ -97,7 +97,11 @@ def test_methods_whose_steps_are_shorter_refuse_h5_and_hold_h7_and_h8(result: Mo
     assert (found["hypotheses"]["H5"], found["hypotheses"]["H7"], found["hypotheses"]["H8"]) == (False, True, True)
     assert result.find_rated(worth, list(shares), RATE) == {"b": 0.002, "e": 0.0025}
     assert found["scores"]["way_back"]["arms"] == ["b", "e"]
-    assert 0.8 < found["scores"]["way_back"]["share"] < 1.0
+    way_back = found["scores"]["way_back"]
+    assert 0.8 < way_back["share"] < 1.0
+    losses["b"][103] = run(1.0, 0.2, 103)  # a seed that has no run at its own rate
+    again = result.judge(losses, {"dense": result.DENSE} | worth, arms, RATE)
+    assert again["scores"]["way_back"] == way_back
 
 
 def test_one_that_is_worse_than_all_its_noise_says_is_outside_of_the_bracket(result: ModuleType) -> None:
@@ -169,10 +173,28 @@ def test_one_that_wins_against_its_verdict_is_named(result: ModuleType) -> None:
     # After 120 steps it is at 1.80; dense with a batch of 8 has as many steps for that price and is at 2.20.
     assert found["scores"]["beat_their_verdict"] == ["a"]
     assert found["hypotheses"]["H4"] is False
-    # By curvature it is without noise: nothing is lost by choosing it.
-    assert found["scores"]["fair_regret"] == {"chosen": "a", "best": "a", "nats": 0.0}
+    lost = {"nats": pytest.approx(1.0, abs=1e-2), "dense_nats": None}
+    assert found["scores"]["regret"] == {"chosen": "b", "best": "a"} | lost
+
+
+def test_a_choice_before_training_is_offered_no_biased_method(result: ModuleType) -> None:
+    """The cheapest has a clear bias and comes out worst; without it the choice is right, and better than dense."""
+    losses = make_losses({"dense": 16.0, "a": 16.0, "biased": 1.0, "b": 4.0})
+    worth = {
+        "dense": result.DENSE,
+        "a": make_worth(3.0, price=0.5),
+        "biased": make_worth(0.0, price=0.4, bias=0.5),
+        "b": make_worth(1.0, curved=1.0),
+    }
+    found = result.judge(losses, worth, dict.fromkeys(worth, FAIR), RATE)
+    regret, fair = found["scores"]["regret"], found["scores"]["fair_regret"]
+    assert (regret["chosen"], regret["best"]) == ("biased", "a")
+    # 120 steps of a and of the biased one, with batches of 16 and of 1; 60 of dense.
+    assert regret["nats"] == pytest.approx(0.8)
+    assert fair == {"chosen": "a", "best": "a", "nats": 0.0, "dense_nats": pytest.approx(0.6)}
     assert found["hypotheses"]["H9"] is True
-    assert found["scores"]["regret"] == {"chosen": "b", "best": "a", "nats": pytest.approx(1.0, abs=1e-2)}
+    unfair = {arm: about | interval_of(bias=0.0) for arm, about in worth.items()}
+    assert result.judge(losses, unfair, dict.fromkeys(worth, FAIR), RATE)["hypotheses"]["H9"] is False
 
 
 def test_a_run_that_diverged_comes_out_last_and_is_out_of_the_fit(result: ModuleType) -> None:
@@ -193,7 +215,7 @@ def test_the_page_names_every_arm_and_what_became_of_each_hypothesis(
     losses["e"][101] = {}  # diverged
     noise = {"a": 0.0, "b": 3.0, "c": 7.0, "d": 500.0, "e": 1.0}
     found = result.judge(losses, {arm: make_worth(nu) for arm, nu in noise.items()}, dict.fromkeys(noise, FAIR), RATE)
-    text = page.render([{"task": "known", "rate": RATE, "found_here": False, "chosen_here": False} | found])
+    text = page.render([{"task": "known", "rate": RATE, "no_test": ["H9"]} | found])
     assert all(f"<th scope=row>{arm}" in text for arm in noise)
     assert text.count(">none<") == text.count(">diverged<") == 1
     assert "H1 holds: over 3 unbiased arms" in text
