@@ -90,6 +90,12 @@ def describe(task: Mapping[str, Any]) -> list[str]:
         if choice["dense_nats"] is not None:
             found["H9"] += f"; always choosing dense costs {choice['dense_nats']:.3f}"
     lines = [f"{name} {ANSWERS[outcome[name]]}: {text}." for name, text in found.items()]
+    if task["rows"]:
+        below = ", ".join(f"{arm} by {by:.4f} ± {half:.4f}" for arm, (by, half) in scores["below_best_dense"].items())
+        lines.append(
+            f"At the price of 60 dense steps the best batch of dense is {scores['best_dense']['batch']}, at "
+            f"{scores['best_dense']['loss']:.3f}; lower than that: {below or 'nothing'}."
+        )
     if regret := scores["regret"]:
         lines.append(
             f"At the price of 60 dense steps the smallest product chooses {regret['chosen']}, training chooses "

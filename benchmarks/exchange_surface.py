@@ -29,6 +29,20 @@ class Prediction:
     high: float
 
 
+@dataclass(frozen=True)
+class Spread:
+    """How sure the mean over some seeds is."""
+
+    deviation: float  # of one run over seeds
+    freedom: int  # degrees, of the deviation
+    seeds: int
+
+    def half_width(self, other: float) -> float:
+        """Return half of the interval of the mean's difference to something with another standard error."""
+        error = math.hypot(other, self.deviation / math.sqrt(self.seeds))
+        return float(student.ppf(0.5 + LEVEL / 2, self.freedom)) * error
+
+
 def read_losses(archive: Path) -> Losses:
     """Return the losses of an archive's runs by arm."""
     from sparsebp_cli.compare.archive import open_archive
@@ -51,17 +65,19 @@ def find_rate(losses: Losses) -> float:
 
 
 def predict_with_interval(
-    losses: Losses, rate: float, noise: Mapping[str, float], seeds: int, share: Mapping[str, float] | None = None
+    losses: Losses,
+    rate: float,
+    noise: Mapping[str, float],
+    mean: Spread,
+    share: Mapping[str, float] | None = None,
 ) -> Prediction | None:
-    """Return :func:`predict` with the errors of noise and rate, the surface, and the mean over so many seeds."""
+    """Return :func:`predict` with the errors of noise and rate, the surface, and the mean that it is held against."""
     # Noise does not lengthen a step, and the surface at higher rates comes late.
     share = {end: min(1.0, value) for end, value in (share or dict.fromkeys(("value", "low", "high"), 1.0)).items()}
     centre = predict(losses, rate * share["value"], noise["value"], STEPS)
     if centre is None:
         return None
-    sd, freedom = pooled_deviation({arm: runs for arm, runs in losses.items() if not arm.startswith(DENSE_NAME)})
-    error = math.hypot(_surface_error(losses, rate, noise["value"]), sd / math.sqrt(seeds))
-    half = float(student.ppf(0.5 + LEVEL / 2, freedom)) * error
+    half = mean.half_width(_surface_error(losses, rate, noise["value"]))
     below, above = half, half
     for ends in (
         [(noise[end], share["value"]) for end in ("low", "high")],
@@ -142,7 +158,8 @@ def mean_after(runs: Mapping[int, Mapping[int, float]], step: int) -> float | No
 
 
 def pooled_deviation(losses: Losses) -> tuple[float, int]:
-    """Return the standard deviation of a run over seeds, pooled over all cells, and its degrees of freedom."""
+    """Return the standard deviation of a run over seeds, pooled over all cells, and its degrees of freedom, 0 where no
+    cell has two runs."""
     squares, freedom = 0.0, 0
     for runs in losses.values():
         values = [steps[STEPS] for steps in runs.values() if STEPS in steps]
@@ -150,4 +167,4 @@ def pooled_deviation(losses: Losses) -> tuple[float, int]:
             mean = fmean(values)
             squares += sum((value - mean) ** 2 for value in values)
             freedom += len(values) - 1
-    return math.sqrt(squares / freedom), freedom
+    return math.sqrt(squares / max(1, freedom)), freedom

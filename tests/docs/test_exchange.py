@@ -165,6 +165,19 @@ def test_a_part_of_a_step_is_not_looked_at(result: ModuleType) -> None:
     assert set(shown["a"]) == set(shown["e"]) == {100, 101, 102}  # as many seeds as all have
 
 
+def test_a_biased_arm_that_breaks_down_on_some_seeds_widens_no_interval_but_its_own(result: ModuleType) -> None:
+    losses = make_losses({"a": 16.0, "b": 8.0, "c": 16.0})
+    worth = {"a": make_worth(0.0), "b": make_worth(1.0), "c": make_worth(0.0, bias=0.5)}
+    arms = {"a": FAIR, "b": FAIR, "c": {"unbiased": False}}
+    widths = []
+    for scatter in (0.0, 3.0):
+        losses["c"][101] = {step: loss + scatter for step, loss in make_run(16.0, 101).items()}
+        rows = result.judge(losses, worth, arms, RATE)["rows"]
+        widths.append([row["high"] - row["low"] for row in rows])
+    assert widths[0][:2] == widths[1][:2]
+    assert widths[1][2] > 100 * widths[0][2]
+
+
 def test_one_that_wins_against_its_verdict_is_named(result: ModuleType) -> None:
     """At half of dense's price, with dense's gradient, yet with a verdict that it cannot win."""
     losses = make_losses({"a": 32.0, "b": 8.0, "c": 4.0})
