@@ -11,7 +11,21 @@ from markupsafe import Markup
 
 LEFT, RIGHT, TOP, BOTTOM = 62.0, 620.0, 14.0, 420.0  # of the picture, in its own units
 MOST_LABELS = 6
+LETTER, LINE = 6.6, 12.0  # a letter's width and a line's height of a label
 ANSWERS = {True: "holds", False: "does not hold", None: "cannot be said yet"}
+SHORT = {True: "holds", False: "refused", None: "open"}
+# The protocol has the whole of each.
+CLAIMS = {
+    "H1": "the noise of an unbiased method says its loss (R² at least 0.9)",
+    "H2": "biased methods are worse than their noise says (four of five)",
+    "H3": "the noise orders all methods (rank correlation at least 0.8)",
+    "H4": "nothing whose product is above 1 beats the best batch of dense",
+    "H5": "the noise by curvature says the loss (R² at least 0.75, half of H1's difference)",
+    "H6": "the loss lies between the two predictions (nine of ten)",
+    "H7": "noise by curvature and the rate that AdamW leaves say the loss (R² at least 0.9)",
+    "H8": "a larger rate brings back what a shorter step loses (half of it)",
+    "H9": "the smallest product by curvature, without clearly biased methods, is a good choice (0.05 nats)",
+}
 
 
 def render(tasks: Sequence[dict[str, Any]]) -> str:
@@ -24,8 +38,25 @@ def render(tasks: Sequence[dict[str, Any]]) -> str:
     )
     environment.globals["embed"] = lambda name: Markup(loader.get_source(environment, name)[0])
     shown = [{**task, "rows": sort(task["rows"]), "lines": describe(task), "pictures": draw(task)} for task in tasks]
-    shown.sort(key=lambda task: not task["rows"])  # what is under way comes last
-    return environment.get_template("exchange.html").render(tasks=shown) + "\n"
+    # What the hypotheses were found on comes first, what is under way last.
+    shown.sort(key=lambda task: (not task["rows"], -len(task["no_test"])))
+    return environment.get_template("exchange.html").render(tasks=shown, outcomes=list_outcomes(shown)) + "\n"
+
+
+def list_outcomes(tasks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return of each hypothesis its claim and, task by task, what became of it and whether that is a test."""
+    return [
+        {
+            "name": name,
+            "claim": claim,
+            "tasks": [
+                {"text": SHORT[task["hypotheses"][name]], "is_test": name not in task["no_test"]}
+                for task in tasks
+                if task["rows"]
+            ],
+        }
+        for name, claim in CLAIMS.items()
+    ]
 
 
 def sort(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -161,9 +192,23 @@ def place(task: Mapping[str, Any], axis: str, rows: Sequence[dict[str, Any]]) ->
             }
             for row in shown
         ],
-        "labels": [
-            {"x": across(row["predicted"]) + 8, "y": up(row["observed"]) + 4, "text": row["arm"]}
-            for row in far
-            if across(row["predicted"]) < RIGHT - 80
-        ],
+        "labels": name_points([(across(row["predicted"]), up(row["observed"]), row["arm"]) for row in far]),
     }
+
+
+def name_points(points: Sequence[tuple[float, float, str]]) -> list[dict[str, Any]]:
+    """Return a label for each point, right, left, above or below of it; none where all four are taken."""
+    labels: list[dict[str, Any]] = []
+    for x, y, text in points:
+        width = LETTER * len(text)
+        for left, base in ((x + 8, y + 4), (x - 8 - width, y + 4), (x - width / 2, y - 8), (x - width / 2, y + 16)):
+            is_inside = left >= LEFT and left + width <= RIGHT and TOP + LINE <= base <= BOTTOM
+            if is_inside and not any(
+                left < other["x"] + LETTER * len(other["text"])
+                and other["x"] < left + width
+                and abs(base - other["y"]) < LINE
+                for other in labels
+            ):
+                labels.append({"x": round(left, 1), "y": round(base, 1), "text": text})
+                break
+    return labels

@@ -26,6 +26,13 @@ def result(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     sys.modules.pop("exchange_result", None)
 
 
+@pytest.fixture
+def page(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    yield importlib.import_module("exchange_page")
+    sys.modules.pop("exchange_page", None)
+
+
 def make_run(batch: float, seed: int) -> dict[int, float]:
     """A training that obeys the law: its loss goes with the logarithm of its batch and with its steps."""
     return {step: 4.0 - 0.2 * math.log2(batch) - 0.01 * step + 0.001 * (seed % 3) for step in range(20, 121, 20)}
@@ -254,3 +261,28 @@ def test_what_a_page_says_of_the_exchange_rate_is_what_the_archives_say(page: st
         found = known[what] if what in known else known["way_back"][what]
         digits = len(said.partition(".")[2])
         assert said == (OUTCOMES[found] if what[0] == "H" else f"{found:.{digits}f}"), (task, what)
+
+
+def test_labels_lie_on_no_other_and_inside(page: ModuleType) -> None:
+    points = [(300.0, 200.0, "one"), (302.0, 201.0, "another"), (612.0, 203.0, "at-the-edge"), (300.0, 199.0, "third")]
+    labels = page.name_points(points)
+    assert [label["text"] for label in labels] == [text for *_, text in points]
+    boxes = [(one["x"], one["x"] + page.LETTER * len(one["text"]), one["y"]) for one in labels]
+    for number, (left, right, base) in enumerate(boxes):
+        assert left >= page.LEFT
+        assert right <= page.RIGHT
+        for other_left, other_right, other_base in boxes[:number]:
+            assert right <= other_left or other_right <= left or abs(base - other_base) >= page.LINE
+    assert len(page.name_points(points[:1] * 9)) < 9  # where nothing is free, nothing is written
+
+
+def test_the_page_opens_with_what_became_of_each_hypothesis(page: ModuleType) -> None:
+    tasks = json.loads((ROOT / "docs/results/exchange.json").read_text())
+    shown = [task for task in tasks if task["rows"]]
+    for one in page.list_outcomes(shown):
+        for task, found in zip(shown, one["tasks"], strict=True):
+            assert found == {
+                "text": {True: "holds", False: "refused", None: "open"}[task["hypotheses"][one["name"]]],
+                "is_test": one["name"] not in task["no_test"],
+            }
+    assert [one["name"] for one in page.list_outcomes(shown)] == [*shown[0]["hypotheses"]]
