@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
     from sparsebp_cli.study.summary import ArmLine
     from sparsebp_cli.study.trial import StudyTrial, TrialMaker
 
-POLL_SECONDS = 0.2
+POLL_SECONDS, LONGEST_SECONDS = 0.2, 5.0  # between two looks at the trials
+LOOK_SHARE = 0.02  # of the time that looks may take: hundreds of waiting trials are read again at each
 FILE = "The study (YAML), or its name in `sparsebp recipes`."
 SCALED = "Run the small study that its key `scale` describes."
 TARGET = "Run all of it there, whatever its key `where` says: `sparsebp targets` lists them."
@@ -123,6 +125,11 @@ def _open(file: Path, *, again: bool, asks: bool, scaled: bool, target: str | No
     return StudySession(loaded, places, maker, TrialStore(maker), asks)
 
 
+def find_pause(look: float) -> float:
+    """Return how long to wait after a look at the trials that took so many CPU seconds."""
+    return min(max(POLL_SECONDS, look / LOOK_SHARE), LONGEST_SECONDS)
+
+
 @dataclass
 class StudySession:
     """One command on one study."""
@@ -179,12 +186,13 @@ class StudySession:
         """Train stage after stage until nothing is left that can be trained."""
         self.save()
         with make_page(self.loaded, sum(place.slots for place in self.places)) as page:
-            handled = 0
+            handled, begun = 0, time.process_time()
 
             def pause() -> None:
-                nonlocal handled
+                nonlocal handled, begun
                 page.show(self.summarise(), self.entries())
-                interrupts.wait(POLL_SECONDS)
+                interrupts.wait(find_pause(time.process_time() - begun))
+                begun = time.process_time()
                 for _ in interrupts.received[handled:]:
                     page.print_text(STOPPING if handled == 0 else KILLING)
                     self.driver.stop() if handled == 0 else self.driver.kill()

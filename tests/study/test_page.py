@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
+import pytest
 from rich.console import Console, RenderableType
 
+from sparsebp_cli.cli.study import find_pause
 from sparsebp_cli.cli.study_page import make_live_table, make_plan_table
 from sparsebp_cli.study.course import plan_course
 from sparsebp_cli.study.disk import measure_disk
@@ -94,3 +96,10 @@ def test_a_plan_expects_the_disk_of_what_a_finished_run_holds(write_study: Write
     for line in lines:
         line.bytes_left = 6900.0
     assert "7 to do, 13.8 kB of disk" in show(make_plan_table(loaded, lines, find_places(loaded)))
+
+
+def test_looks_at_many_trials_are_rarer() -> None:
+    """190 waiting trials took an eighth of a core from the one that trains."""
+    assert find_pause(0.0) == 0.2
+    assert find_pause(0.03) == pytest.approx(1.5)
+    assert find_pause(10.0) == 5.0
