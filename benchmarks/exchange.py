@@ -37,6 +37,7 @@ import yaml  # noqa: E402
 
 FOLDER = ROOT / "docs" / "results" / "exchange"
 SPARSEBP = [sys.executable, "-c", "from sparsebp_cli.cli.app import main; main()"]
+from archived import put_back  # noqa: E402
 from exchange_page import render  # noqa: E402
 from exchange_result import (  # noqa: E402
     MORE_SURFACE_SEEDS,
@@ -158,13 +159,8 @@ class Task:
             print(f"{self.name}: measured {arm}", flush=True)
 
     def read_archive(self) -> None:
-        """Put the runs of the task's archive beside those that are here, so that they go on on another machine."""
-        from sparsebp_cli.compare.archive import open_archive
-
-        if self.archive.exists():
-            for run in (open_archive(self.archive) / "runs").iterdir():
-                if not (place := self.home / "runs" / run.name).exists():
-                    shutil.copytree(run, place)
+        """Put the runs of the task's archive beside those that are here."""
+        put_back(self.archive, self.home)
 
     def write_archive(self) -> None:
         """Write all runs that ended into the task's archive."""

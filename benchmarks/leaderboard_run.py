@@ -24,6 +24,7 @@ from checkout import ROOT, use_checkout
 use_checkout()
 
 import yaml  # noqa: E402
+from archived import put_back  # noqa: E402
 
 FOLDER = ROOT / "docs" / "results" / "leaderboard" / "v1"
 SPARSEBP = [sys.executable, "-c", "from sparsebp_cli.cli.app import main; main()"]
@@ -75,17 +76,8 @@ class Task:
 
     def read_archive(self) -> None:
         """Put archived runs beside those that are here, so that the task goes on on another machine."""
-        from sparsebp_cli.compare.archive import open_archive
-
-        for archive in filter(Path.exists, (self.archive, self.part)):
-            folder = open_archive(archive)
-            for run in (folder / "runs").iterdir():
-                if not (place := self.home / "runs" / run.name).exists():
-                    shutil.copytree(run, place)
-            (self.home / "studies").mkdir(exist_ok=True)
-            for file in (folder / "studies").iterdir():
-                if not (self.home / "studies" / file.name).exists():
-                    shutil.copyfile(file, self.home / "studies" / file.name)
+        for archive in (self.archive, self.part):
+            put_back(archive, self.home)
 
     def find_commits(self) -> set[str]:
         """Return the commits that its trials were trained from."""

@@ -3,8 +3,9 @@
     python benchmarks/wins.py                    # reports from the archives; trains nothing
     python benchmarks/wins.py --run pronounce    # trains what the study of the task misses, archives and reports
 
-`docs/results/wins/PROTOCOL.md` says what is run and what is decided. Runs are kept below $SPARSEBP_HOME. Then
-`make fix` writes the table of `docs/results/wins.md`.
+`docs/results/wins/PROTOCOL.md` says what is run and what is decided. Runs are kept below $SPARSEBP_HOME. A task
+that is interrupted leaves what it has in `docs/results/wins/parts`, and goes on from there with the same code. When it
+is whole, `make fix` writes the table of `docs/results/wins.md`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from checkout import ROOT, use_checkout
 
 use_checkout()
 
+from archived import put_back  # noqa: E402
+
 RESULTS = ROOT / "docs" / "results"
 FOLDER = RESULTS / "wins"
 TASKS = ("pronounce", "genre")
@@ -31,11 +34,24 @@ SPARSEBP = [sys.executable, "-c", "from sparsebp_cli.cli.app import main; main()
 
 
 def run_task(task: str) -> None:
-    """Train what a task's study misses, and archive all of its trials."""
-    study = [*SPARSEBP, "study", str(FOLDER / f"{task}-study.yaml")]
-    subprocess.run(study, env=_environment(), check=True)
-    archive = [*SPARSEBP, "archive", f"@wins-{task}", "--to", str(FOLDER / f"{task}.tar.gz")]
-    subprocess.run(archive, env=_environment(), check=True)
+    """Train what a task's study misses, and archive its trials: those that are there if it is interrupted."""
+    from sparsebp_cli.run import home
+
+    whole, part = FOLDER / f"{task}.tar.gz", FOLDER / "parts" / f"{task}.tar.gz"
+    for archive in (whole, part):
+        put_back(archive, home())
+    code = 1
+    try:
+        study = [*SPARSEBP, "study", str(FOLDER / f"{task}-study.yaml")]
+        code = subprocess.run(study, env=_environment(), check=False).returncode
+    finally:  # also after Ctrl-C
+        place = whole if code == 0 else part
+        place.parent.mkdir(exist_ok=True)
+        archive_words = [*SPARSEBP, "archive", f"@wins-{task}", "--to", str(place)]
+        subprocess.run(archive_words, env=_environment(), check=True)
+    if code:
+        sys.exit(code)
+    part.unlink(missing_ok=True)
 
 
 def compare(task: str, baseline: str, *form: str) -> str:
