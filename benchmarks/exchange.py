@@ -20,7 +20,6 @@ import random
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -36,8 +35,7 @@ use_checkout()
 import yaml  # noqa: E402
 
 FOLDER = ROOT / "docs" / "results" / "exchange"
-SPARSEBP = [sys.executable, "-c", "from sparsebp_cli.cli.app import main; main()"]
-from archived import put_back  # noqa: E402
+from brought import SPARSEBP, fetch, put_back  # noqa: E402
 from exchange_page import render  # noqa: E402
 from exchange_result import (  # noqa: E402
     MORE_SURFACE_SEEDS,
@@ -87,21 +85,14 @@ class Task:
     def prepare(self) -> None:
         """Get what the recipe names and is not here: data and models to fetch, and the model that a recipe beside it
         pretrains (`llama-1m.yaml` is that of `build/results/exchange/llama-1m`)."""
-        recipe = yaml.safe_load(self.recipe.read_text(encoding="utf-8"))
-        model, data = recipe["model"]["name"], recipe["dataset"]["name"]
-        self._fetch(model, data)
+        fetch(self.recipe, self._environment())
+        model = yaml.safe_load(self.recipe.read_text(encoding="utf-8"))["model"]["name"]
         pretraining = FOLDER / f"{Path(model).name}.yaml"
         if pretraining.exists() and not (self.recipe.parent / model).exists():
-            self._fetch(yaml.safe_load(pretraining.read_text(encoding="utf-8"))["dataset"]["name"])
+            fetch(pretraining, self._environment())
             subprocess.run([*SPARSEBP, "run", str(pretraining)], env=self._environment(), check=True)
             words = [*SPARSEBP, "model", pretraining.stem, "--to", str(self.recipe.parent / model)]
             subprocess.run(words, env=self._environment(), check=True)
-
-    def _fetch(self, *names: str) -> None:
-        from sparsebp_cli.asset.fetched import FETCHED
-
-        if wanted := [name for name in names if name in FETCHED]:
-            subprocess.run([*SPARSEBP, "fetch", *wanted], env=self._environment(), check=True)
 
     def train(self, cell: Cell) -> None:
         """Train the seeds of a cell that are not there."""

@@ -24,10 +24,9 @@ from checkout import ROOT, use_checkout
 use_checkout()
 
 import yaml  # noqa: E402
-from archived import put_back  # noqa: E402
+from brought import SPARSEBP, fetch, put_back  # noqa: E402
 
 FOLDER = ROOT / "docs" / "results" / "leaderboard" / "v1"
-SPARSEBP = [sys.executable, "-c", "from sparsebp_cli.cli.app import main; main()"]
 LOOK_SECONDS = 20.0  # between looks at the clock, the commit and what can be removed
 OLD_SECONDS = 60.0  # of a saved model: its run has ended
 CONTROLS = ("dense", "dense-by-length", "dense-fused")
@@ -88,14 +87,7 @@ class Task:
 
     def fetch(self) -> None:
         """Download model and data of the task that are not here."""
-        base = yaml.safe_load((self.file.parent / self.study["base"]).read_text(encoding="utf-8"))
-        for verb, name in (("models", base["model"]["name"]), ("datasets", base["dataset"]["name"])):
-            listed = subprocess.run(
-                [*SPARSEBP, verb, "-o", "json"], env=self.environment(), check=True, text=True, stdout=subprocess.PIPE
-            )
-            where = {one["name"]: one["where"] for one in json.loads(listed.stdout)["assets"]}
-            if where.get(name) == "to fetch":
-                subprocess.run([*SPARSEBP, "fetch", name], env=self.environment(), check=True)
+        fetch(self.file.parent / self.study["base"], self.environment())
 
     def measure(self, end: float) -> None:
         """Write down what `sparsebp worth` predicts of each method, before it is trained."""

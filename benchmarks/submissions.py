@@ -19,8 +19,9 @@ from checkout import ROOT, use_checkout
 
 use_checkout()
 
+from brought import SPARSEBP  # noqa: E402
+
 FOLDER = ROOT / "docs" / "results" / "leaderboard" / "v1" / "submissions"
-SPARSEBP = [sys.executable, "-c", "from sparsebp_cli.cli.app import main; main()"]
 CELLS = 2
 
 

@@ -23,20 +23,20 @@ from checkout import ROOT, use_checkout
 
 use_checkout()
 
-from archived import put_back  # noqa: E402
+from brought import SPARSEBP, fetch, put_back  # noqa: E402
 
 RESULTS = ROOT / "docs" / "results"
 FOLDER = RESULTS / "wins"
 TASKS = ("pronounce", "genre")
 DENSE = ("dense", "dense-by-length")  # the better of them, by validation, is the best dense
 MARGIN = 0.02  # nats of test loss
-SPARSEBP = [sys.executable, "-c", "from sparsebp_cli.cli.app import main; main()"]
 
 
 def run_task(task: str) -> None:
     """Train what a task's study misses, and archive its trials: those that are there if it is interrupted."""
     from sparsebp_cli.run import home
 
+    fetch(FOLDER / f"{task}.yaml", _environment())
     whole, part = FOLDER / f"{task}.tar.gz", FOLDER / "parts" / f"{task}.tar.gz"
     for archive in (whole, part):
         put_back(archive, home())
@@ -48,7 +48,7 @@ def run_task(task: str) -> None:
         place = whole if code == 0 else part
         place.parent.mkdir(exist_ok=True)
         archive_words = [*SPARSEBP, "archive", f"@wins-{task}", "--to", str(place)]
-        subprocess.run(archive_words, env=_environment(), check=True)
+        subprocess.run(archive_words, env=_environment(), check=code == 0)  # a study that never began has nothing
     if code:
         sys.exit(code)
     part.unlink(missing_ok=True)
