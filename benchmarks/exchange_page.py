@@ -25,6 +25,7 @@ CLAIMS = {
     "H7": "noise by curvature and the rate that AdamW leaves say the loss (R² at least 0.9)",
     "H8": "a larger rate brings back what a shorter step loses (half of it)",
     "H9": "the smallest product by curvature, without clearly biased methods, is a good choice (0.05 nats)",
+    "H10": "of the methods that could win by curvature, the one with the smallest product is better than dense",
 }
 
 
@@ -120,6 +121,13 @@ def describe(task: Mapping[str, Any]) -> list[str]:
         )
         if choice["dense_nats"] is not None:
             found["H9"] += f"; always choosing dense costs {choice['dense_nats']:.3f}"
+    found["H10"] = "sparsebp worth said of no method that it could win, or not all arms are trained"
+    if advice := scores["advice"]:
+        found["H10"] = (
+            f"of {', '.join(advice['named'])}, which could win by curvature, the smallest product is that of "
+            f"{advice['chosen']}; at the price of 60 dense steps it is {advice['gain']:.3f} nats lower than dense "
+            "(claimed: lower)"
+        )
     lines = [f"{name} {ANSWERS[outcome[name]]}: {text}." for name, text in found.items()]
     if task["rows"]:
         below = ", ".join(f"{arm} by {by:.4f} ± {half:.4f}" for arm, (by, half) in scores["below_best_dense"].items())

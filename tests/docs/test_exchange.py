@@ -62,7 +62,8 @@ def test_methods_that_obey_the_law_are_found_to(result: ModuleType) -> None:
     assert found["scores"]["spearman"] == pytest.approx(1.0)
     assert found["scores"]["within"] == 4
     assert found["hypotheses"] == {"H1": True, "H2": None, "H3": True, "H4": True, "H5": False, "H6": True} | LATER | {
-        "H9": True
+        "H9": True,
+        "H10": None,
     }
     assert [row["batch"] for row in found["rows"]] == [16.0, 8.0, 16 / 3.5, 2.0]
 
@@ -286,3 +287,21 @@ def test_the_page_opens_with_what_became_of_each_hypothesis(page: ModuleType) ->
                 "is_test": one["name"] not in task["no_test"],
             }
     assert [one["name"] for one in page.list_outcomes(shown)] == [*shown[0]["hypotheses"]]
+
+
+def test_advice_is_the_smallest_product_of_what_could_win(result: ModuleType) -> None:
+    """The best arm was to be decided by training, and of what could win the one that was expected to wins less."""
+    losses = make_losses({"dense": 16.0, "best": 32.0, "named": 24.0, "also": 28.0})
+    about = {"best": ("decide by training", 0.5, 0.1), "named": ("could", 0.8, 0.2), "also": ("could", 0.9, 0.3)}
+    worth = {arm: make_worth(nu, price) | {"verdict": verdict} for arm, (verdict, price, nu) in about.items()}
+    worth["dense"] = result.DENSE
+    methods = dict.fromkeys(worth, FAIR)
+    found = result.judge(losses, worth, methods, RATE)
+    assert (found["scores"]["advice"]["named"], found["scores"]["advice"]["chosen"]) == (["also", "named"], "named")
+    steps = 0.01 * (60 / 0.8 - 60)
+    assert found["scores"]["advice"]["gain"] == pytest.approx(0.2 * math.log2(24 / 16) + steps, abs=1e-3)
+    assert found["hypotheses"]["H10"] is True
+    losses["named"] = {seed: make_run(2.0, seed) for seed in (100, 101, 102)}
+    assert result.judge(losses, worth, methods, RATE)["hypotheses"]["H10"] is False
+    worth["named"]["verdict"] = worth["also"]["verdict"] = "cannot beat a smaller batch"
+    assert result.judge(losses, worth, methods, RATE)["hypotheses"]["H10"] is None
