@@ -56,9 +56,10 @@ def summarise(
     """Return one line for each arm, and one for the controls where there are any. ``statuses`` holds what is known of
     trials by run id; others wait."""
     lines = {arm: ArmLine(arm) for arm in loaded.study.arms}
-    per_step = {arm: _time_step(arm, course, statuses, store) for arm in lines}
+    paces = {arm: _time_steps(arm, course, statuses, store) for arm in lines}
     disk = {arm: _measure_arm(arm, course, statuses, store) for arm in lines}
     steps: dict[str, set[int]] = {}
+    whole: dict[str, list[float | None]] = {}  # seconds of each arm's trials from their first step to their last
     for trial in (*course.trials, *controls):
         line = lines.setdefault(trial.arm, ArmLine(trial.arm))
         status = statuses.get(trial.run_id, Status.WAITING)
@@ -67,10 +68,17 @@ def summarise(
         line.statuses[status] += 1
         if trial.role != "rehearse":
             steps.setdefault(trial.arm, set()).add(trial.steps)
+            whole.setdefault(trial.arm, []).append(_predict(paces.get(trial.arm), trial.recipe, trial.steps))
         if not status.over:
-            line.seconds_left = _add(line.seconds_left, per_step.get(trial.arm), trial.stop_at or trial.steps)
+            line.seconds_left = _add(
+                line.seconds_left, _predict(paces.get(trial.arm), trial.recipe, trial.stop_at or trial.steps)
+            )
             line.bytes_left = _add_bytes(line.bytes_left, disk.get(trial.arm), trial.recipe, 1)
-    _add_unknown(loaded, course, lines, per_step, disk, steps)
+    for arm in loaded.study.arms:
+        first = loaded.firsts[arm].recipe
+        whole.setdefault(arm, [_predict(paces[arm], first, first.training.max_steps)])
+    typical = {arm: _mean(some) for arm, some in whole.items()}
+    _add_unknown(loaded, course, lines, typical, disk, steps)
     for arm, some in steps.items():
         lines[arm].steps = f"{min(some)}" if len(some) == 1 else f"{min(some)}-{max(some)}"
     for arm, line in lines.items():
@@ -82,7 +90,7 @@ def _add_unknown(
     loaded: LoadedStudy,
     course: Course,
     lines: Mapping[str, ArmLine],
-    per_step: Mapping[str, float | None],
+    typical: Mapping[str, float | None],
     disk: Mapping[str, DiskUse | None],
     steps: Mapping[str, set[int]],
 ) -> None:
@@ -94,12 +102,27 @@ def _add_unknown(
             first = loaded.firsts[arm].recipe
             most = max(steps.get(arm) or {first.training.max_steps})
             if count:
-                lines[arm].seconds_left = _add(lines[arm].seconds_left, per_step[arm], count * most)
+                lines[arm].seconds_left = _add(lines[arm].seconds_left, typical[arm], count)
                 lines[arm].bytes_left = _add_bytes(lines[arm].bytes_left, disk[arm], with_steps(first, most), count)
 
 
-def _add(total: float | None, per_step: float | None, steps: int) -> float | None:
-    return None if total is None or per_step is None else total + per_step * steps
+def _add(total: float | None, seconds: float | None, number: int = 1) -> float | None:
+    return None if total is None or seconds is None else total + number * seconds
+
+
+def _mean(seconds: Sequence[float | None]) -> float | None:
+    known = [one for one in seconds if one is not None]
+    return statistics.fmean(known) if len(known) == len(seconds) else None
+
+
+def _predict(paces: Mapping[int, float] | None, recipe: Recipe, steps: int) -> float | None:
+    """Return the seconds of so many steps of a recipe, by the pace of its arm's batches. A batch that was never timed
+    is taken to be in proportion to the nearest one that was; None where none was."""
+    if not paces:
+        return None
+    batch = recipe.training.per_device_train_batch_size
+    near = min(paces, key=lambda other: max(other / batch, batch / other))
+    return steps * paces[near] * batch / near
 
 
 def _add_bytes(total: float | None, use: DiskUse | None, recipe: Recipe, count: int) -> float | None:
@@ -113,14 +136,20 @@ def _measure_arm(arm: str, course: Course, statuses: Mapping[str, Status], store
     return store.measure(whole[0]) if whole else None
 
 
-def _time_step(arm: str, course: Course, statuses: Mapping[str, Status], store: TrialStore) -> float | None:
-    """Return the seconds of a step of an arm, evaluations included, from runs that finished; None without one."""
+def _time_steps(arm: str, course: Course, statuses: Mapping[str, Status], store: TrialStore) -> Mapping[int, float]:
+    """Return the seconds of a step of an arm by its batch, evaluations included, from runs that finished."""
     done = [t for t in course.trials if t.arm == arm and statuses.get(t.run_id) is Status.FINISHED]
-    whole = [trial for trial in done if trial.role != "rehearse"] or done
-    runs = [store.load(trial) for trial in whole[:RUNS_TIMED]]
-    pace = _pace if whole[:1] and whole[0].role != "rehearse" else _pace_of_steps
-    found = [seconds for run in runs if run is not None and (seconds := pace(run)) is not None]
-    return statistics.median(found) if found else None
+    whole = [trial for trial in done if trial.role != "rehearse"]
+    pace = _pace if whole else _pace_of_steps
+    batches: dict[int, list[StudyTrial]] = {}
+    for trial in whole or done:
+        batches.setdefault(trial.recipe.training.per_device_train_batch_size, []).append(trial)
+    found: dict[int, float] = {}
+    for batch, some in batches.items():
+        runs = [store.load(trial) for trial in some[:RUNS_TIMED]]
+        if known := [seconds for run in runs if run is not None and (seconds := pace(run)) is not None]:
+            found[batch] = statistics.median(known)
+    return found
 
 
 def _pace_of_steps(run: LoadedRun) -> float | None:

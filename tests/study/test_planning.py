@@ -242,11 +242,28 @@ def test_the_time_left_counts_no_probes_of_a_rehearsal_and_no_pause(
     metrics = {"train/loss": {n: (60.0 * n, 4.0) for n in range(4)}}  # by step: when, and the value
     metrics |= {"time/step_seconds": {n: (60.0 * n, 0.5) for n in range(4)}}
     run = SimpleNamespace(history=SimpleNamespace(metrics=metrics, warm=[(0.0, 0)] * attempts))
-    trials = [SimpleNamespace(arm="dense", role=role, run_id=role) for role in roles]
-    found = summary._time_step(
+    recipe = SimpleNamespace(training=SimpleNamespace(per_device_train_batch_size=8))
+    trials = [SimpleNamespace(arm="dense", role=role, run_id=role, recipe=recipe) for role in roles]
+    found = summary._time_steps(
         "dense",
         SimpleNamespace(trials=trials),  # type: ignore[arg-type]
         dict.fromkeys(roles, Status.FINISHED),
         SimpleNamespace(load=lambda trial: run),  # type: ignore[arg-type]
     )
-    assert found == expected
+    assert found == {8: expected}
+
+
+def test_the_time_left_knows_that_small_batches_have_shorter_steps() -> None:
+    """A study of the leaderboard said 50 hours where 4 were left: it took a step of one text for one of 16."""
+    paces = {16: 0.32, 4: 0.1}
+
+    def predict(batch: int, steps: int) -> float | None:
+        training = SimpleNamespace(per_device_train_batch_size=batch)
+        return summary._predict(paces, SimpleNamespace(training=training), steps)  # type: ignore[arg-type]
+
+    assert predict(16, 60) == pytest.approx(19.2)
+    assert predict(4, 240) == pytest.approx(24.0)
+    assert predict(1, 960) == pytest.approx(24.0)
+    assert predict(64, 15) == pytest.approx(19.2)
+    paces.clear()
+    assert predict(16, 60) is None
