@@ -125,8 +125,8 @@ def describe(task: Mapping[str, Any]) -> list[str]:
     if advice := scores["advice"]:
         found["H10"] = (
             f"of {', '.join(advice['named'])}, which could win by curvature, the smallest product is that of "
-            f"{advice['chosen']}; at the price of 60 dense steps it is {advice['gain']:.3f} nats lower than dense "
-            "(claimed: lower)"
+            f"{advice['chosen']}; at the price of 60 dense steps dense's loss less its own is {advice['gain']:.3f} "
+            "nats (claimed: above 0)"
         )
     lines = [f"{name} {ANSWERS[outcome[name]]}: {text}." for name, text in found.items()]
     if task["rows"]:
