@@ -78,12 +78,40 @@ def find_best_dense(comparison: dict[str, Any]) -> str:
 
 
 def report(task: str) -> dict[str, str]:
-    """Return the reports of a task by file name: JSON for the page and the tests, text to read."""
+    """Return the reports of a task by file name: JSON for the page and the tests, text to read, steps by batch."""
     best = find_best_dense(json.loads(compare(task, "dense", "-o", "json")))
     return {
         f"wins-{task}.json": compare(task, best, "-o", "json"),
         f"wins-{task}.txt": compare(task, best),
+        f"wins-{task}-steps.json": json.dumps(find_steps_by_batch(task), indent=1) + "\n",
     }
+
+
+def find_steps_by_batch(task: str) -> list[dict[str, float]]:
+    """Return, for each batch of a task's grid, what its archived rehearsals say: the steps that all of the budget pays
+    of `dense`, those that half of it pays of `lossless`, and dense's lowest validation loss of the tuning."""
+    from sparsebp_cli.compare.archive import open_archive
+    from sparsebp_cli.study.budget import find_steps, make_rehearsals
+    from sparsebp_cli.study.extension import plan_extended
+    from sparsebp_cli.study.loader import load_study
+    from sparsebp_cli.study.store import TrialStore, find_archived
+    from sparsebp_cli.study.trial import TrialMaker
+
+    folder = open_archive(FOLDER / f"{task}.tar.gz")
+    loaded = load_study(FOLDER / f"{task}-study.yaml")
+    maker = TrialMaker(loaded.study.study, loaded.folders, find_archived(loaded.study.study, folder).generation)
+    store = TrialStore(maker, folder)
+    loaded, course, _ = plan_extended(loaded, maker, store)
+    rows: dict[int, dict[str, float]] = {}
+    for position, steps in find_steps(loaded, make_rehearsals(loaded, maker, store), store).items():
+        variant = loaded.variants[position]
+        batch = variant.recipe.training.per_device_train_batch_size
+        rows.setdefault(batch, {"batch": batch})[variant.arm] = steps
+    for one in course.tuned:
+        if one.value is not None:
+            row = rows[one.variant.recipe.training.per_device_train_batch_size]
+            row["validation"] = min(one.value, row.get("validation", one.value))
+    return [rows[batch] for batch in sorted(rows)]
 
 
 def _environment() -> dict[str, str]:

@@ -11,6 +11,7 @@ from generator.markdown import table
 
 PAGE = "docs/results/wins.md"
 PLACE = re.compile(r"(<!-- wins -->\n).*?(<!-- end of wins -->)", re.DOTALL)
+STEPS = re.compile(r"(<!-- steps -->\n).*?(<!-- end of steps -->)", re.DOTALL)
 TASKS = ("pronounce", "genre")
 ARM = "lossless"
 COLUMNS = (
@@ -25,17 +26,39 @@ COLUMNS = (
     "a step over dense's of the same batch",
     "not worse by 0.02",
 )
+STEP_COLUMNS = (
+    "task",
+    "batch",
+    "dense, all of the FLOPs",
+    "dense by length, all",
+    "`lossless`, half of them",
+    "dense's lowest validation loss, tuning",
+)
 
 
 def page(root: Path) -> str:
-    """Return the page with a row for each task whose comparison is there."""
+    """Return the page with a row for each task whose comparison is there, and one for each of its batches."""
     text = (root / PAGE).read_text(encoding="utf-8")
     files = {task: root / "docs" / "results" / f"wins-{task}.json" for task in TASKS}
     rows = [show(task, json.loads(file.read_text(encoding="utf-8"))) for task, file in files.items() if file.exists()]
     missing = [f"*{task}*" for task, file in files.items() if not file.exists()]
     under = f"\nRegistered, without a report yet: {', '.join(missing)}.\n" if missing else ""
     filled = (table(COLUMNS, rows) if rows else "") + under
-    return PLACE.sub(lambda match: f"{match[1]}{filled}{match[2]}", text)
+    text = PLACE.sub(lambda match: f"{match[1]}{filled}{match[2]}", text)
+    batches = [row for task in TASKS for row in show_batches(task, root)]
+    return STEPS.sub(lambda match: f"{match[1]}{table(STEP_COLUMNS, batches)}{match[2]}", text)
+
+
+def show_batches(task: str, root: Path) -> list[list[str]]:
+    """Return a row for each batch of a task's grid; none where the task has no report."""
+    file = root / "docs" / "results" / f"wins-{task}-steps.json"
+    if not file.exists():
+        return []
+    arms = ("dense", "dense-by-length", ARM)
+    return [
+        [f"*{task}*", f"{row['batch']}", *(f"{row[arm]} steps" for arm in arms), f"{row['validation']:.3f}"]
+        for row in json.loads(file.read_text(encoding="utf-8"))
+    ]
 
 
 def show(task: str, comparison: dict[str, Any]) -> list[str]:
