@@ -97,7 +97,7 @@ def _make_report(folders: Sequence[RunFolder], study: StudyRecord | None, comman
         if study is None:
             return render_report(compare_runs(folders, Question(curves=REPORT_CURVES)), command)
         found = select(study)
-        question = Question(curves=REPORT_CURVES, choice=found.choice, is_complete=found.is_complete)
+        question = Question(curves=REPORT_CURVES, **found.terms)
         return render_report(compare_runs(found.runs, question), command)
     except SparseBPError as error:
         warn(f"the archive has no report: {error}")

@@ -159,7 +159,7 @@ def compare(  # noqa: PLR0913, PLR0917 - one parameter an option
             raise UsageError("--study chooses the runs by itself: leave out names and --where")
         found = _find_study(study, place)
         chosen, tuning, left_out = list(found.runs), found.tuning, list(found.warnings)
-        question = replace(question, choice=found.choice, is_complete=found.is_complete, paper=found.paper)
+        question = replace(question, **found.terms, paper=found.paper)
     comparison = compare_runs(chosen, question)
     comparison = replace(comparison, warnings=(*left_out, *comparison.warnings))
     if where is not None and (outcomes := find_outcomes(where)):

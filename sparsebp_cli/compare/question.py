@@ -111,6 +111,7 @@ class Question:
     grouping: Grouping = field(default_factory=Grouping)  # the keys that decide which runs form a group
     # of a study: run name to the standard error of what tuning chose for it, in the metric's unit, by metric
     choice: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    tuned_by: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # run name to the arms that tuned its values
     is_complete: bool = True  # whether all runs that were planned are there; without them nothing is stated on quality
     paper: Paper | None = None  # of a study: the publication whose numbers are shown beside the measured ones
 

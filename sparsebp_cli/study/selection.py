@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -44,8 +44,14 @@ class StudySelection:
     warnings: tuple[str, ...]
     # reported metric to arm to the standard error of what tuning chose
     choice: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    tuned_by: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # arm to the arms that tuned its values
     is_complete: bool = True  # whether every run of the report is over
     paper: Paper | None = None  # whose numbers stand beside the measured ones
+
+    @property
+    def terms(self) -> dict[str, Any]:
+        """What a comparison's question takes from a study."""
+        return {"choice": self.choice, "tuned_by": self.tuned_by, "is_complete": self.is_complete}
 
 
 @dataclass(frozen=True)
@@ -90,7 +96,18 @@ def select(record: StudyRecord, place: Path | None = None) -> StudySelection:
         other = ", ".join(record.paper.scaled)
         warnings.append(f"scaled: nothing follows from these runs for {record.paper.title}; they have {other}")
     choice = _find_choice(combinations, runs_of)
-    return StudySelection(runs, tuple(tuning), tuple(warnings), choice, is_complete, record.paper)
+    tuned_by = find_tuned_by(chosen, {arm for arm, _ in combinations})
+    return StudySelection(runs, tuple(tuning), tuple(warnings), choice, tuned_by, is_complete, record.paper)
+
+
+def find_tuned_by(reported: Set[tuple[str, str]], tuned: Set[str]) -> dict[str, tuple[str, ...]]:
+    """Return which arms tuned the values that each arm is reported with. One without tuning of its own shares those of
+    another, which is among those with the same values: the list of a study does not say which."""
+    found = {}
+    for arm, values in reported:
+        same = sorted(other for other, theirs in reported if theirs == values and other in tuned)
+        found[arm] = (arm,) if arm in tuned or not (values and same) else tuple(same)
+    return found
 
 
 # The validation counterpart of what is reported; the decisive metric is the accuracy where there is one.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -72,6 +73,24 @@ def test_a_control_that_is_there_is_found_and_held_against_the_policy(make_run: 
         "fewer_steps": "short",
     }
     assert not any(c.label in {"dense", "short"} for c in found.controls)
+
+
+def test_what_tuning_chose_is_in_the_interval_of_every_control(make_run: MakeRun) -> None:
+    """That of the arm and that of its control; of values that another arm tuned, that arm's, and once for both."""
+    runs = seeds_of(make_run, "dense", (0.0, 0.0, 0.0), seconds=0.2)
+    runs += seeds_of(make_run, "topk", (0.10, 0.11, 0.12), **TOPK, executed=0.25)
+    runs += seeds_of(make_run, "short", (0.2, 0.22, 0.21), training={"max_steps": 10}, seconds=0.2, steps=10)
+    errors, tuned_by = {"dense": 0.3, "topk": 0.4}, {name: (name,) for name in ("dense", "topk")}
+    question = Question(choice={"eval/loss": errors}, tuned_by=tuned_by | {"short": ("dense",)})
+    found = compare_runs(runs, question)
+    controls = {c.found: c.difference for c in found.controls if c.difference is not None}
+    assert {name: one.choice_error for name, one in controls.items()} == {"dense": 0.5}
+    groups = {group.label: group.quality.difference for group in found.groups}
+    assert groups["short"] is not None
+    assert groups["topk"] is not None
+    assert (groups["short"].choice_error, groups["topk"].choice_error) == (0.3, 0.5)
+    incomplete = compare_runs(runs, replace(question, is_complete=False)).controls
+    assert {c.difference.p for c in incomplete if c.difference is not None} == {None}
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from sparsebp_cli.study.choice import find_choice_errors
 from sparsebp_cli.study.course import Tuned, choose_best
 from sparsebp_cli.study.extension import extend, find_grid
 from sparsebp_cli.study.loader import LoadedStudy, load_study
+from sparsebp_cli.study.selection import find_tuned_by
 
 from .conftest import STUDY, Cli, Write
 from .study_folder import list_trials
@@ -80,6 +81,18 @@ def test_an_arm_of_the_same_gradient_takes_the_values_of_another(write_study: Wr
     for wrong in ("{topk: topk}", "{topk: dens}", "{topq: dense}"):
         with pytest.raises(RecipeError, match=r"shares"):
             load_study(write_study(more=f"shares: {wrong}\n"))
+
+
+def test_an_arm_without_tuning_has_the_values_of_those_with_the_same() -> None:
+    reported = {("dense", "a"), ("fused", "a"), ("topk", "a"), ("lora", "b"), ("plain", ""), ("other", "c")}
+    assert find_tuned_by(reported, {"dense", "topk", "lora"}) == {
+        "dense": ("dense",),
+        "fused": ("dense", "topk"),
+        "topk": ("topk",),
+        "lora": ("lora",),
+        "plain": ("plain",),
+        "other": ("other",),
+    }
 
 
 def test_a_clear_choice_has_no_error_and_a_close_one_that_of_choosing_again() -> None:
