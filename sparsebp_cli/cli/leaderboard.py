@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
 WHAT = "A folder with submission.yaml, or a task of ours."
-AGAIN = "Train so many cells again, drawn at random by the archive, and compare."
+AGAIN = "If every rule is kept, train so many cells again, drawn at random, and compare."
 RULES = "Folder with rules.yaml and the tasks' studies; default: those that ship."
 
 
@@ -115,7 +115,9 @@ def _check(submission: Submission, board: Board, number: int) -> SubmissionRepor
     from sparsebp_cli.leaderboard.check import check_submission
 
     findings = check_submission(submission, board)
-    results: list[tuple[str, CellResult]] = _train_again(submission, number) if number else []
+    # Nothing of a study that is refused is run.
+    kept = all(finding.level != "fail" for finding in findings)
+    results: list[tuple[str, CellResult]] = _train_again(submission, number) if number and kept else []
     findings += [_of_cell(result) for _, result in results]
     levels = {finding.level for finding in findings}
     fresh = f"sparsebp leaderboard check {shlex.quote(str(submission.study.parent))} --rerun 2"
@@ -163,7 +165,7 @@ def _train_again(submission: Submission, number: int) -> list[tuple[str, CellRes
     mine, archive = load_study(submission.study), open_archive(submission.archive)
     record = find_archived(mine.study.study, archive)
     runs = read_runs(record, archive)
-    cells = draw_cells(mine, record, archive, runs, submission.archive, number)
+    cells = draw_cells(mine, record, archive, runs, number)
     folders = _run(cells, submission.study)
     return [
         (folder.run_id, compare_cell(cell, load_folder(folder), runs))

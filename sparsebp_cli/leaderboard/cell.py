@@ -1,4 +1,4 @@
-"""Cells that are trained again: drawn at random by the archive itself, and compared with what it says.
+"""Cells that are trained again: drawn at random by whoever checks, and compared with what the archive says.
 
 Same code, same kind of machine: the same bits. Elsewhere rounding differs, and a training carries that on. A quarter of
 the standard deviation over seeds is allowed: less than any statement rests on. See decision 143.
@@ -6,7 +6,6 @@ the standard deviation over seeds is allowed: less than any statement rests on. 
 
 from __future__ import annotations
 
-import hashlib
 import math
 import random
 import statistics
@@ -70,17 +69,16 @@ class CellResult:
 
 
 def draw_cells(
-    mine: LoadedStudy, record: StudyRecord, archive: Path, runs: Sequence[ArchivedRun], file: Path, number: int
+    mine: LoadedStudy, record: StudyRecord, archive: Path, runs: Sequence[ArchivedRun], number: int
 ) -> list[Cell]:
-    """Return so many finished trials of tuning and report, drawn by the digest of the archive's file: whoever checks it
-    draws the same ones, and whoever made it cannot choose them without making another archive."""
+    """Return so many finished trials of tuning and report, drawn anew by each check: a draw that followed from the
+    archive could be repeated, with another harmless file in it, until it pleases whoever made it."""
     known = {one.trial.run_id: one for one in runs if one.loaded.finished}
     store = TrialStore(TrialMaker(record.study, mine.folders, record.generation), archive)
     course = _plan(mine, record, store)
     pairs = {store.find(trial).run_id: trial for trial in (*course.tuning, *course.report)}
     cells = [Cell(trial, known[run_id]) for run_id, trial in sorted(pairs.items()) if run_id in known]
-    seed = hashlib.sha256(file.read_bytes()).hexdigest()
-    return random.Random(seed).sample(cells, min(number, len(cells)))
+    return random.SystemRandom().sample(cells, min(number, len(cells)))
 
 
 def _plan(mine: LoadedStudy, record: StudyRecord, store: TrialStore) -> Course:

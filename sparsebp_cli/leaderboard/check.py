@@ -6,6 +6,7 @@ of the study ask for is there as it was archived, and its choices follow from th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,10 +24,13 @@ from sparsebp_cli.plan.plan import group_content
 from sparsebp_cli.plan.seal import Seal, read_seal
 from sparsebp_cli.recipe import Recipe
 from sparsebp_cli.run import RunFolder
-from sparsebp_cli.run.metric import STEP_FLOPS
+from sparsebp_cli.run.metric import STEP_FLOPS, TEST_LOSS
 from sparsebp_cli.study.loader import LoadedStudy, load_study
 from sparsebp_cli.study.rebuild import rebuild
 from sparsebp_cli.study.store import Listed, StudyRecord, find_archived, has_plan
+
+NEAR = 0.02  # of a budget: as near as a price is measured. See decision 98.
+ROUNDING = 1e-6  # of a sum of thousands of steps
 
 
 @dataclass(frozen=True)
@@ -72,12 +76,15 @@ def _check_about(submission: Submission) -> Iterator[Finding]:
 def check_study(mine: LoadedStudy, task: LoadedStudy, submission: Submission, board: Board) -> Iterator[Finding]:
     """Yield what was found of the study's file beside the task's own."""
     yield _check_same(mine, task)
-    yield _check_seeds(mine, task, board)
+    yield _check_seeds(mine, task)
     yield _check_controls(mine, task, board)
     methods = [arm for arm in mine.study.arms if arm not in board.rules.controls]
     if unknown := [arm for arm in submission.methods if arm not in methods]:
         text = f"{unknown[0]!r} is no method of the study, whose methods are {', '.join(methods) or 'none'}"
         yield Finding(FAIL, "methods", text)
+    elif submission.methods and (others := [arm for arm in methods if arm not in submission.methods]):
+        # Of many arms the luckiest could be named: all that were tried are rows.
+        yield Finding(FAIL, "methods", f"{join(others)} of the study: not among the methods of submission.yaml")
     yield from (_check_method(arm, mine, task, board) for arm in methods)
 
 
@@ -88,23 +95,23 @@ def _check_same(mine: LoadedStudy, task: LoadedStudy) -> Finding:
         own, asked = (getattr(one.study, key) for one in (mine, task))
         if own != asked:
             wrong.append(f"{key} must be {_show(asked)}, got {_show(own)}")
-    extra = {arm: source for arm, source in mine.study.shares.items() if task.study.shares.get(arm) != source}
-    if extra:
-        arm, source = next(iter(extra.items()))
-        wrong.append(f"{arm} takes the values of {source} (shares), and every method has trials of its own")
+    own, asked = mine.study.shares, task.study.shares
+    for arm, source in own.items():
+        if asked.get(arm) != source:
+            wrong.append(f"{arm} takes the values of {source} (shares), and every method has trials of its own")
+            break
+    wrong += [f"shares must have {arm}: {source}" for arm, source in asked.items() if arm not in own]
     text = "varied keys, their values, search and budget are the task's"
     return decide("equal terms", wrong, text)
 
 
-def _check_seeds(mine: LoadedStudy, task: LoadedStudy, board: Board) -> Finding:
-    least = board.rules.seeds
+def _check_seeds(mine: LoadedStudy, task: LoadedStudy) -> Finding:
+    """The task's seeds and no others: those that suit could be added once their results are seen."""
     wrong = []
-    for name, number in (("tune", least.tune), ("report", least.report)):
-        own, asked = (getattr(one.study.seeds, name) for one in (mine, task))
-        if len(own) < number:
-            wrong.append(f"{name} has {len(own)} seeds, at least {number} are asked for")
-        elif missing := [seed for seed in asked if seed not in own]:
-            wrong.append(f"{name} lacks the task's seeds {', '.join(map(str, missing))}, with which arms are paired")
+    for name in ("tune", "report"):
+        own, asked = (sorted(getattr(one.study.seeds, name)) for one in (mine, task))
+        if own != asked:
+            wrong.append(f"{name} must have the task's seeds {_list(asked)}, got {_list(own)}")
     text = f"{len(mine.study.seeds.tune)} of tuning, {len(mine.study.seeds.report)} of the report"
     return decide("seeds", wrong, text)
 
@@ -129,16 +136,19 @@ def _check_method(arm: str, mine: LoadedStudy, task: LoadedStudy, board: Board) 
     if others:
         text = f"{arm} changes {join(others)}; a method may change {', '.join(allowed)}"
         return Finding(FAIL, "method", text)
-    return Finding(OK, "method", f"{arm}: {join(keys) or 'nothing is changed'}")
+    policy, rest = [[key for key in keys if key.startswith("policy.") is of_it] for of_it in (True, False)]
+    shown = ", ".join([*rest, *([join(policy)] if policy else [])])  # of what is no policy, all: it may be a setting
+    return Finding(OK, "method", f"{arm}: {shown or 'nothing is changed'}")
 
 
 def find_changes(one: Recipe, other: Recipe) -> list[str]:
-    """Return the dotted keys in which two recipes train something else; local paths count by their names."""
+    """Return the dotted keys in which two recipes train something else. Local paths count by their names where both
+    recipes have one; a folder called like a model that ships, or that a hub has, is another model."""
     left, right = (flatten(group_content(recipe)) for recipe in (one, other))
-    for flat in (left, right):
-        for key in ("model.name", "model.tokenizer", "dataset.name"):
-            if isinstance(name := flat.get(key), str) and "/" in name:
-                flat[key] = Path(name).name
+    for key in ("model.name", "model.tokenizer", "dataset.name"):
+        names = [flat.get(key) for flat in (left, right)]
+        if all(isinstance(name, str) and Path(name).exists() and Path(name).is_absolute() for name in names):
+            left[key], right[key] = (Path(str(name)).name for name in names)
     keys = dict.fromkeys([*left, *right])
     return [key for key in keys if left.get(key) != right.get(key)]
 
@@ -153,11 +163,16 @@ def check_archive(
     others = [arm.describe() for arm in rebuilt.arms if arm.rebuilt != arm.reported or arm.reported is None]
     yield decide("choices", others, "every arm is reported with what its trials choose")
     yield from (Finding(WARN, "edges", text) for text in rebuilt.edges)
+    if record.generation:
+        text = f"the study was trained {record.generation + 1} times, and its first results are those that count"
+        yield Finding(FAIL, "first results", text)
     runs = read_runs(record, archive)
     yield _check_finished(mine, runs)
     yield _check_commit(runs)
-    yield _check_code(runs)
-    yield _check_data(runs, board.rules.tasks[submission.task].data)
+    yield _check_code(runs, board.rules.controls)
+    rule = board.rules.tasks[submission.task]
+    yield _check_data(runs, rule.data)
+    yield _check_budget(runs, rule.flops)
     unpriced = [_name(one) for one in runs if one.trial.role == "report" and not one.loaded.series(STEP_FLOPS.name)]
     yield decide("price", unpriced, "every step of the report has its FLOPs, update included", hint="no price of steps")
 
@@ -174,10 +189,34 @@ def read_runs(record: StudyRecord, archive: Path) -> list[ArchivedRun]:
 
 def _check_finished(mine: LoadedStudy, runs: Sequence[ArchivedRun]) -> Finding:
     """Every arm has a finished run with every seed of the report; one that diverged is a result of tuning alone."""
-    done = {(one.trial.arm, one.trial.seed) for one in runs if one.trial.role == "report" and one.loaded.finished}
+    finished = [one for one in runs if one.trial.role == "report" and one.loaded.finished]
+    done = {(one.trial.arm, one.trial.seed) for one in finished}
     asked = [(arm, seed) for arm in mine.study.arms for seed in mine.study.seeds.report]
     missing = [f"{arm} seed {seed} has not finished" for arm, seed in asked if (arm, seed) not in done]
+    missing += [f"{_name(one)} has no loss on the test split" for one in finished if not _has_test_loss(one.loaded)]
     return decide("report", missing, f"{len(done)} runs have finished")
+
+
+def _has_test_loss(run: LoadedRun) -> bool:
+    values = run.evaluations(TEST_LOSS.name)
+    return bool(values) and math.isfinite(values[-1])
+
+
+def _check_budget(runs: Sequence[ArchivedRun], known: float | None) -> Finding:
+    """What each run may spend follows from a rehearsal of dense in the same archive, so it is held against the task's;
+    and no run of the report spends more, beyond the step with which it ends."""
+    wrong = []
+    for one in runs:
+        limit = one.plan.recipe.training.max_flops
+        if one.trial.role not in {"tune", "report"} or limit is None:
+            continue
+        if known is not None and abs(limit / known - 1.0) > NEAR:
+            wrong.append(f"{_name(one)} may spend {limit:.4g} FLOPs, the task's budget is {known:.4g}")
+        spent = [*one.loaded.series(STEP_FLOPS.name).values()]
+        if sum(spent[:-1]) > limit * (1.0 + ROUNDING):
+            wrong.append(f"{_name(one)} spent {sum(spent):.4g} FLOPs of {limit:.4g}")
+    text = "no run spends more than its budget" + ("" if known is None else f", which is the task's {known:.4g} FLOPs")
+    return decide("budget", wrong, text)
 
 
 def _check_commit(runs: Sequence[ArchivedRun]) -> Finding:
@@ -191,7 +230,7 @@ def _check_commit(runs: Sequence[ArchivedRun]) -> Finding:
     return Finding(FAIL, "commit", text, "train all of it from one commit of the folder with the study")
 
 
-def _check_code(runs: Sequence[ArchivedRun]) -> Finding:
+def _check_code(runs: Sequence[ArchivedRun], controls: Sequence[str]) -> Finding:
     seals = [one.seal for one in runs if one.seal is not None]
     # A policy's package is in the code of its own arm alone.
     versions: dict[str, set[str]] = {}
@@ -199,9 +238,12 @@ def _check_code(runs: Sequence[ArchivedRun]) -> Finding:
         for name, version in seal.code.items():
             versions.setdefault(name, set()).add(version)
     mixed = [f"{name} {', '.join(sorted(some))}" for name, some in versions.items() if len(some) > 1]
-    if mixed or len(seals) < len(runs):
+    # What the trials of the controls say, all say; else a checkout and an installed package could be mixed.
+    core = {name for one in runs if one.seal is not None and one.trial.arm in controls for name in one.seal.code}
+    partial = [_name(one) for one in runs if one.seal is not None and not core <= {*one.seal.code}]
+    if mixed or partial or len(seals) < len(runs):
         text = f"more than one version: {join(mixed, '; ')}" if mixed else "a trial does not say what it ran with"
-        return Finding(FAIL, "code", text)
+        return Finding(FAIL, "code", text + (f": {join(partial)}" if partial and not mixed else ""))
     return Finding(OK, "code", ", ".join(f"{name} {next(iter(some))}" for name, some in versions.items()))
 
 
@@ -218,6 +260,10 @@ def _check_data(runs: Sequence[ArchivedRun], known: str) -> Finding:
 
 def _name(one: ArchivedRun) -> str:
     return " ".join(filter(None, (one.trial.role, one.trial.arm, one.trial.combination, f"seed {one.trial.seed}")))
+
+
+def _list(seeds: Sequence[int]) -> str:
+    return ", ".join(map(str, seeds))
 
 
 def _show(value: object) -> str:

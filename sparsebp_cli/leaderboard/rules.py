@@ -22,7 +22,7 @@ ARCHIVE = ".tar.gz"  # ending of the archive beside a study
 
 
 class SeedsRule(Section):
-    """How many seeds there are at least."""
+    """How many seeds there are."""
 
     tune: PositiveInt = Field(description="Seeds with which each combination is tuned.")
     report: PositiveInt = Field(description="Seeds of the runs that are compared.")
@@ -32,13 +32,16 @@ class TaskRule(Section):
     """What is known of a task beside its study."""
 
     data: str = Field("", description="Digest of its examples, as every journal has it; empty: not known yet.")
+    flops: Annotated[float, Field(gt=0.0)] | None = Field(
+        None, description="What each run may spend; null: not known yet."
+    )
 
 
 class Rules(Section):
     """The rules of a version."""
 
     version: Literal[1] = Field(description="Version of the leaderboard.")
-    seeds: SeedsRule = Field(description="How many seeds there are at least.")
+    seeds: SeedsRule = Field(description="How many seeds there are.")
     controls: list[Name] = Field(description="Arms that are no methods; every study of a task has the task's.")
     may_change: Annotated[list[str], Field(min_length=1)] = Field(
         description="Keys of a recipe, and all below them, that make a method."

@@ -81,7 +81,7 @@ def rebuild(loaded: LoadedStudy, archive: Path) -> Rebuilt:
         if one.role == "report" and has_plan(run):
             reported[one.arm] = ArmChoice(one.combination, run.read_plan()["recipe"]["training"]["max_steps"])
     arms = tuple(RebuiltArm(arm, rebuilt.get(arm), reported.get(arm)) for arm in loaded.study.arms)
-    faults = (*_find_changed(record, archive), *_find_others(record, course, store))
+    faults = (*_find_changed(record, archive), *_find_others(loaded, record, course, store))
     return Rebuilt(arms, faults, tuple(edges), len(record.trials))
 
 
@@ -96,16 +96,32 @@ def _find_changed(record: StudyRecord, archive: Path) -> Iterator[str]:
             yield f"{_describe(one)}: run {one.run_id} is not in the archive"
 
 
-def _find_others(record: StudyRecord, course: Course, store: TrialStore) -> Iterator[str]:
-    """Say which trials the rules ask for that are not there, and which are there that they do not ask for."""
+def _find_others(loaded: LoadedStudy, record: StudyRecord, course: Course, store: TrialStore) -> Iterator[str]:
+    """Say which trials the rules ask for that are not there or not in the list, which are there that they do not ask
+    for, and which are listed as something else: a comparison believes the list."""
     needed = [*course.rehearsals, *course.tuning, *course.report]
-    for trial in needed:
+    # Combinations that cost the same share a rehearsal, and an arm may be listed with what another has trained.
+    asked: dict[tuple[str, str, str, str, int], StudyTrial] = {
+        (store.find(trial).run_id, trial.role, trial.arm, trial.combination, trial.seed): trial for trial in needed
+    }
+    listed = [(one.run_id, one.role, one.arm, one.combination, one.seed) for one in record.trials]
+    known = {run_id for run_id, *_ in asked}
+    for key, trial in asked.items():
         if not has_plan(store.find(trial)):
             yield f"{_describe(trial)}: the rules of the study ask for it, and the archive has no such run"
-    found = {store.find(trial).run_id for trial in needed}
-    for one in record.trials:
-        if one.role != "control" and one.run_id not in found:
+        elif key not in listed:
+            yield f"{_describe(trial)}: run {key[0]} is there, and the list of trials does not have it as that"
+    for one, key in zip(record.trials, listed, strict=True):
+        if one.role == "control" and loaded.study.controls != "none":
+            continue  # what a study makes itself follows from its report
+        if key not in asked and (one.run_id not in known or one.role == "control"):
             yield f"{_describe(one)}: run {one.run_id} was made, and the rules of the study do not ask for it"
+        elif key not in asked:
+            yield f"{_describe(one)}: run {one.run_id} is listed as that, and the rules of the study do not ask for it"
+        elif listed.count(key) > 1:
+            yield f"{_describe(one)}: run {one.run_id} is listed {listed.count(key)} times"
+        elif one.pruned != asked[key].is_cut:
+            yield f"{_describe(one)}: run {one.run_id} is listed as {'ended' if one.pruned else 'not ended'} by halving"
 
 
 def _describe(trial: Listed | StudyTrial) -> str:

@@ -142,9 +142,10 @@ def test_a_submission_that_keeps_every_rule_is_accepted(place: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "rule", "text"),
     [
-        ("report: 2-3", "report: 2", "seeds", "report has 1 seeds, at least 2 are asked for"),
-        ("report: 2-3", "report: 7-8", "seeds", "report lacks the task's seeds 2, 3"),
-        ("tune: 0-1", "tune: 0", "seeds", "tune has 1 seeds"),
+        ("report: 2-3", "report: 2", "seeds", "report must have the task's seeds 2, 3, got 2"),
+        ("report: 2-3", "report: 7-8", "seeds", "report must have the task's seeds 2, 3, got 7, 8"),
+        ("report: 2-3", "report: 2-4", "seeds", "report must have the task's seeds 2, 3, got 2, 3, 4"),
+        ("tune: 0-1", "tune: 0", "seeds", "tune must have"),
         ("[5e-4, 1e-3]", "[5e-4, 1e-3, 2e-3]", "equal terms", "vary must be {training.learning_rate: [0.0005, 0.001]}"),
         ("steps: 20", "steps: 40", "equal terms", "budget must be {same: cost, as: dense, steps: 20}"),
         ("vary:", "shares: {mine: dense}\nvary:", "equal terms", "mine takes the values of dense"),
@@ -155,6 +156,8 @@ def test_a_submission_that_keeps_every_rule_is_accepted(place: Path) -> None:
             "dense is not the task's: training.weight_decay",
         ),
         ("keep: 0.25}]}", "keep: 0.25}], training.optim: sgd}", "method", "mine changes training.optim; a method may"),
+        ("keep: 0.25}]}", "keep: 0.25}], model.name: models/none}", "method", "mine changes model.name; a method may"),
+        ("  mine:", "  many: {policy: [{name: random, keep: 0.25}]}\n  mine:", "methods", "many of the study: not among the methods of"),
     ],
 )
 def test_a_rule_of_the_study_that_is_not_kept_is_named(place: Path, old: str, new: str, rule: str, text: str) -> None:
@@ -187,6 +190,71 @@ def test_a_journal_that_was_edited_is_found(place: Path) -> None:
     assert "is not the one that was archived" in failed(place)["trials"]
 
 
+@pytest.mark.parametrize(
+    ("number", "edit", "text"),
+    [
+        (1, {"role": "report"}, "is listed as that, and the rules of the study do not ask for it"),
+        (1, {"seed": 5}, "is listed as that, and the rules of the study do not ask for it"),
+        (1, {"arm": "dense"}, "is listed as that, and the rules of the study do not ask for it"),
+        (1, {"pruned": True}, "is listed as ended by halving"),
+        (1, {"role": "control"}, "was made, and the rules of the study do not ask for it"),
+        (2, {}, "is listed 2 times"),
+        (0, {}, "is there, and the list of trials does not have it as that"),
+    ],
+)
+def test_a_list_of_trials_is_not_believed(place: Path, number: int, edit: dict[str, object], text: str) -> None:
+    def change_list(members: dict[str, bytes]) -> None:
+        record = json.loads(members["studies/mine.json"])
+        first = next(one for one in record["trials"] if (one["role"], one["arm"]) == ("tune", "mine"))
+        at = record["trials"].index(first)
+        record["trials"][at : at + 1] = [first | edit] * number
+        members["studies/mine.json"] = json.dumps(record).encode()
+
+    edit_archive(place, change_list)
+    assert text in failed(place)["trials"]
+
+
+def test_only_the_first_training_of_a_study_counts(place: Path) -> None:
+    def repeat(members: dict[str, bytes]) -> None:
+        members["studies/mine.json"] = members["studies/mine.json"].replace(b'"generation": 0', b'"generation": 2')
+
+    edit_archive(place, repeat)
+    assert "the study was trained 3 times" in failed(place)["first results"]
+
+
+def rewrite(members: dict[str, bytes], run: str, old: bytes, new: bytes) -> None:
+    """Edit a journal, and its digest with it."""
+    name = f"{run}/journal.jsonl"
+    assert old in members[name]
+    members[name] = members[name].replace(old, new)
+    record = json.loads(members["studies/mine.json"])
+    record["digests"][run.removeprefix("runs/")] = hashlib.sha256(members[name]).hexdigest()
+    members["studies/mine.json"] = json.dumps(record).encode()
+
+
+def test_a_run_that_spent_more_than_its_budget_is_refused(place: Path) -> None:
+    def spend(members: dict[str, bytes]) -> None:
+        rewrite(members, find_run(members, "report", "mine"), b'"flops/step": ', b'"flops/step": 9')
+
+    edit_archive(place, spend)
+    assert "spent" in failed(place)["budget"]
+
+
+def test_a_budget_that_is_not_the_tasks_is_refused(place: Path) -> None:
+    change(place, "{data: data}", "{data: data, flops: 1.0e+3}", "board/rules.yaml")
+    assert "the task's budget is 1000" in failed(place)["budget"]
+
+
+def test_a_report_without_the_test_split_is_refused(place: Path) -> None:
+    edit_archive(place, lambda m: rewrite(m, find_run(m, "report", "mine"), b'"test/loss"', b'"text/loss"'))
+    assert "has no loss on the test split" in failed(place)["report"]
+
+
+def test_runs_that_say_nothing_of_their_commit_are_not_mixed_with_others(place: Path) -> None:
+    edit_archive(place, lambda m: rewrite(m, find_run(m, "report", "mine"), b'"torch": ', b'"torsh": '))
+    assert failed(place)["code"].startswith("a trial does not say what it ran with: report mine")
+
+
 def test_runs_of_a_checkout_with_changes_and_of_two_commits_are_refused(place: Path) -> None:
     def edit(members: dict[str, bytes], key: str, value: str) -> None:
         name = f"{find_run(members, 'report', 'mine')}/plan.json"
@@ -211,7 +279,17 @@ def test_what_a_submission_does_not_say_is_one_line_with_its_place(place: Path) 
     assert "archive: " in COMMAND.run("leaderboard", "check", "mine", "--rules", "board", cwd=place).stderr
 
 
-def test_cells_are_drawn_by_the_archive_and_trained_again(place: Path) -> None:
+def test_nothing_of_a_study_that_is_refused_is_trained(place: Path) -> None:
+    change(place, "report: 2-3", "report: 2-4")
+    done = COMMAND.run("leaderboard", "check", "mine", "--rules", "board", "-o", "json", "--rerun", "1", cwd=place)
+    assert (done.returncode, read_document(done.stdout)["cells"]) == (1, [])
+    (place / "mine" / "study.tar.gz").unlink()
+    done = COMMAND.run("leaderboard", "check", "mine", "--rules", "board", "--rerun", "1", cwd=place)
+    assert done.returncode == 1
+    assert "Errno" not in done.stderr
+
+
+def test_cells_are_drawn_at_random_and_trained_again(place: Path) -> None:
     words = ("leaderboard", "check", "mine", "--rules", "board", "-o", "json")
     document = read_document(COMMAND.run(*words, "--rerun", "1", cwd=place).stdout)
     assert (document["kind"], document["is_accepted"]) == ("submission", True), document["checks"]
@@ -241,16 +319,16 @@ def test_cells_are_drawn_by_the_archive_and_trained_again(place: Path) -> None:
     assert not document["cells"][0]["is_equal"]
 
 
-def test_what_is_drawn_follows_from_the_file_and_what_is_allowed_from_its_seeds(place: Path) -> None:
+def test_what_is_drawn_nobody_knows_and_what_is_allowed_follows_from_the_seeds(place: Path) -> None:
     from sparsebp_cli.compare.archive import open_archive
 
     file = place / "mine" / "study.tar.gz"
     mine, archive = load_study(place / "mine" / "study.yaml"), open_archive(file)
     record = find_archived("mine", archive)
     runs = read_runs(record, archive)
-    draws = [[one.archived.trial.run_id for one in draw_cells(mine, record, archive, runs, file, 4)] for _ in range(2)]
-    assert draws[0] == draws[1]
-    assert len({*draws[0]}) == 4
+    draws = [[one.archived.trial.run_id for one in draw_cells(mine, record, archive, runs, 4)] for _ in range(20)]
+    assert all(len({*draw}) == 4 for draw in draws)
+    assert len({*map(tuple, draws)}) > 1  # 20 equal draws of 4 out of 12 cells: less than once in 10 ** 50
     # The worker's losses have 0.01 from seed to seed.
     assert pooled_spread(runs, "eval/loss") == pytest.approx(0.01 / 2**0.5)
     assert 0.0 < ALLOWED < 1.0
