@@ -14,7 +14,7 @@ from markupsafe import Markup
 
 COLUMNS = (
     *("task", "arm", "control", "others", "seed", "quality", "metric"),
-    *("steps", "batch", "learning_rate", "flops", "run"),
+    *("steps", "batch", "learning_rate", "flops_of_best_control", "run"),
 )
 WIDTH, LEFT, ROW, GAP, RIGHT = 1120.0, 130.0, 22.0, 44.0, 24.0  # of the picture, in its own units
 
@@ -43,27 +43,26 @@ def render(results: Sequence[Result]) -> str:
 
 
 def describe(result: Result) -> str:
-    """Say how many methods are lower and higher than the best control, and which."""
-    methods = [row for row in result.rows if not row.is_control]
+    """Say how many methods are lower and higher than the best control, and which; of those of others, beside which."""
+    methods = [row for row in result.rows if not row.is_control and not row.others]
     words = dict.fromkeys([*STATED, *(row.outcome for row in methods)])
     parts = [f"{word}: {', '.join(row.arm for row in methods if row.outcome == word) or 'none'}" for word in words]
-    return f"{result.name}, beside {result.best}: {'; '.join(parts)}."
+    theirs = [f" {row.arm} ({row.others}), beside {row.best}: {row.outcome}." for row in result.rows if row.others]
+    return f"{result.name}, beside {result.best}: {'; '.join(parts)}.{''.join(theirs)}"
 
 
 def draw(results: Sequence[Result]) -> dict[str, Any]:
     """Return the picture's coordinates: a panel a task, a line a method, its difference to the best control."""
-    names = [name for name, others in list_methods(results) if not others]
-    names += [name for name, others in list_methods(results) if others]
-    names = [name for name in dict.fromkeys(names) if any(one.find(name) for one in results)]
+    names = [name for name in list_methods(results) if any(one.find(*name) for one in results)]
     wide = (WIDTH - LEFT - RIGHT - GAP * (len(results) - 1)) / len(results)
     panels = [_panel(one, names, LEFT + number * (wide + GAP), wide) for number, one in enumerate(results)]
     height = 34.0 + ROW * len(names) + 34.0
-    labels = [{"y": 34.0 + ROW * (number + 0.5), "text": name} for number, name in enumerate(names)]
+    labels = [{"y": 34.0 + ROW * (number + 0.5), "text": name} for number, (name, _) in enumerate(names)]
     return {"width": WIDTH, "height": height, "labels": labels, "panels": panels, "bottom": height - 34.0}
 
 
-def _panel(result: Result, names: Sequence[str], left: float, wide: float) -> dict[str, Any]:
-    rows = [row for name in names if (row := result.find(name)) is not None and row.difference is not None]
+def _panel(result: Result, names: Sequence[tuple[str, str]], left: float, wide: float) -> dict[str, Any]:
+    rows = [row for name in names if (row := result.find(*name)) is not None and row.difference is not None]
     ends = [0.0, *(end for row in rows for end in (row.difference, row.low, row.high) if end is not None)]
     low, high = min(ends), max(ends)
     span = (high - low) or 1.0
@@ -82,8 +81,8 @@ def _panel(result: Result, names: Sequence[str], left: float, wide: float) -> di
                 "x": across(row.difference or 0.0),
                 "low": across(row.low if row.low is not None else row.difference or 0.0),
                 "high": across(row.high if row.high is not None else row.difference or 0.0),
-                "y": 34.0 + ROW * (names.index(row.arm) + 0.5),
-                "shown": row.outcome in {"lower", "higher", "better", "worse"},
+                "y": 34.0 + ROW * (names.index((row.arm, row.others)) + 0.5),
+                "shown": row.outcome in {"lower", "higher"},
                 "text": f"{row.arm}, {result.name}: {row.outcome}, {row.difference:+.4f}",
             }
             for row in rows
@@ -97,9 +96,9 @@ def write_data(results: Sequence[Result]) -> str:
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(COLUMNS)
     for result in results:
-        by_run = {run_id: row for row in result.rows for run_id in row.runs if not row.others}
-        for run in sorted(result.runs, key=lambda run: (run["label"], run["seed"], run["run_id"])):
-            writer.writerow(_line(result, by_run[run["run_id"]], run))
+        for row in sorted(result.rows, key=lambda row: (row.others, row.arm)):
+            for run in sorted(row.runs, key=lambda run: (run["seed"], run["run_id"])):
+                writer.writerow(_line(result, row, run))
     return out.getvalue()
 
 

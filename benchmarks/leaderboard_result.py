@@ -1,16 +1,19 @@
 """What the archives of the leaderboard say, as rows: every number and every outcome is `sparsebp compare`'s.
 
-The baseline of a task is the best of its controls, chosen by the validation metric; arms are compared with it on the
-test split. Rows of others come from `v1/submissions/NAME`, each beside the controls of its own archive.
+The baseline of a task is the best of its controls with trials of their own, chosen by the validation metric; arms are
+compared with it on the test split. An archive from which other choices follow is refused. Rows of others come from
+`v1/submissions/NAME`, each beside the controls of its own archive.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import yaml
@@ -18,6 +21,10 @@ from leaderboard_run import CONTROLS, FOLDER, SPARSEBP, find_commits_of
 
 VALIDATION = "eval/loss"
 STATED = ("lower", "higher", "no difference shown")  # outcomes that the page counts, even where there is none
+# Trainings of equal length are better or worse. Here the length follows from the budget, so it says no more than these.
+OUTCOMES = {"better": "lower", "worse": "higher"}
+SAID = ("quality", "common step")  # what is told of a comparison: its controls of equal cost are arms of their own here
+BY_DESIGN = ("the baseline was chosen", " differs from the baseline in more than the policy")  # warnings
 
 
 @dataclass(frozen=True)
@@ -43,13 +50,20 @@ class Row:
     worth: dict[str, Any] = field(default_factory=dict)  # what was predicted before it was trained
     options: str = ""
     verdict: str = ""
-    runs: tuple[str, ...] = ()
+    runs: tuple[dict[str, Any], ...] = ()
     others: str = ""  # who submitted it; empty: ours
+    cites: str = ""  # of one that others submitted
+    best: str = ""  # the control that it is compared with
 
     @property
     def is_good(self) -> bool:
         """Whether it is shown to be lower than the best control: all tasks are compared by their loss."""
-        return self.outcome in {"lower", "better"}
+        return self.outcome == "lower"
+
+    @property
+    def key(self) -> str:
+        """Its name on the page: two may submit arms of one name, and so may we."""
+        return re.sub(r"[^a-z0-9]+", "-", f"{self.arm} {self.others}".lower()).strip("-")
 
 
 @dataclass(frozen=True)
@@ -66,16 +80,16 @@ class Result:
     data: str = ""
     edges: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
-    runs: tuple[dict[str, Any], ...] = ()
+    measured: str = ""  # the batch and rate at which predictions were measured
 
     @property
     def is_trained(self) -> bool:
         """Whether its archive is there."""
         return bool(self.rows)
 
-    def find(self, arm: str) -> Row | None:
-        """Return the row of an arm; None without one."""
-        return next((row for row in self.rows if row.arm == arm), None)
+    def find(self, arm: str, others: str = "") -> Row | None:
+        """Return the row of an arm, ours or the one that others submitted; None without one."""
+        return next((row for row in self.rows if (row.arm, row.others) == (arm, others)), None)
 
 
 def read_result(folder: Path, name: str) -> Result:
@@ -88,9 +102,11 @@ def read_result(folder: Path, name: str) -> Result:
     if not archive.exists():
         return Result(name, title, study)
     known = json.loads(worth.read_text(encoding="utf-8")) if worth.exists() else {}
+    rebuilt = json.loads(call("study", str(file), "--from", str(archive), "-o", "json", check=False))
+    if not rebuilt["is_as_chosen"]:
+        raise SystemExit(f"{archive}: {'; '.join(rebuilt['faults'][:3]) or 'other choices follow from its trials'}")
     comparison = compare_with_best(archive, study)
-    reach = find_reach(archive, study, comparison)
-    rows = [make_row(group, study, comparison, reach, known) for group in comparison["groups"]]
+    rows = [make_row(group, study, comparison, known) for group in comparison["groups"]]
     rows += [row for other in sorted(folder.glob("submissions/*/submission.yaml")) for row in read_others(other, name)]
     commits, data = find_commits_of(archive)
     return Result(
@@ -102,9 +118,9 @@ def read_result(folder: Path, name: str) -> Result:
         comparison["groups"][0]["label"],
         commits,
         data,
-        tuple(json.loads(call("study", str(file), "--from", str(archive), "-o", "json", check=False))["notes"]),
-        tuple(comparison["warnings"]),
-        tuple(run for run in comparison["runs"] if run["counts"]),
+        tuple(rebuilt["notes"]),
+        tuple(text for text in comparison["warnings"] if not any(words in text for words in BY_DESIGN)),
+        find_measured(file.parent / study["base"], study),
     )
 
 
@@ -116,10 +132,17 @@ def read_others(file: Path, task: str) -> Iterator[Row]:
     study = yaml.safe_load((file.parent / about.get("study", "study.yaml")).read_text(encoding="utf-8"))
     archive = file.parent / about.get("archive", "study.tar.gz")
     comparison = compare_with_best(archive, study)
-    reach = find_reach(archive, study, comparison)
     for group in comparison["groups"]:
         if group["label"] in about["methods"]:
-            yield make_row(group, study, comparison, reach, {}, others=", ".join(about["authors"]))
+            row = make_row(group, study, comparison, {})
+            yield replace(row, others=", ".join(about["authors"]), cites=about["cites"])
+
+
+def find_measured(base: Path, study: dict[str, Any]) -> str:
+    """Return the batch and the rate at which `leaderboard_run.py` measures what is predicted: those of the file, since
+    it does so before anything is tuned."""
+    training = yaml.safe_load(base.read_text(encoding="utf-8"))["training"]
+    return f"{training['per_device_train_batch_size']}, {float(study['vary']['training.learning_rate'][0]):g}"
 
 
 def call(*words: str, check: bool = True) -> str:
@@ -133,47 +156,53 @@ def compare(archive: Path, study: dict[str, Any], *more: str) -> Any:
 
 
 def compare_with_best(archive: Path, study: dict[str, Any]) -> Any:
-    """Return the comparison with the best control, by validation."""
-    first = compare(archive, study, "--metric", VALIDATION)
-    controls = [group for group in first["groups"] if group["label"] in CONTROLS]
-    best = min(controls, key=lambda group: float(group["quality"]["final"]["mean"]))
-    return compare(archive, study, "--baseline", best["label"])
+    """Return the comparison with the best control, by validation. One that takes the values of another has no trials of
+    its own, and is that one in another form."""
+    first = compare(archive, study)
+    controls = [arm for arm in study["arms"] if arm in CONTROLS and arm not in study.get("shares", {})]
+    best = min(controls, key=lambda arm: fmean(find_last(first, arm)))
+    return first if first["groups"][0]["label"] == best else compare(archive, study, "--baseline", best)
 
 
-def find_reach(archive: Path, study: dict[str, Any], comparison: dict[str, Any]) -> dict[str, str]:
-    """Return after which share of its budget each arm has the validation loss with which the best control ends; where
-    not every run comes there, how many do."""
+def find_curves(comparison: dict[str, Any], arm: str) -> list[list[tuple[int, float]]]:
+    """Return step and validation loss of all evaluations of each run of an arm."""
+    runs = [run for run in comparison["runs"] if run["label"] == arm and run["counts"]]
+    return [[(int(point[0]), float(point[-1])) for point in run["curves"][VALIDATION]] for run in runs]
+
+
+def find_last(comparison: dict[str, Any], arm: str) -> list[float]:
+    """Return the last validation loss of each run of an arm."""
+    return [curve[-1][1] for curve in find_curves(comparison, arm)]
+
+
+def find_reach(comparison: dict[str, Any], arm: str, steps: int) -> str:
+    """Return after which share of its steps an arm has the validation loss with which the best control ends; where not
+    every run comes there, how many do. A run's own evaluations count, so the share is as fine as they are."""
     best = comparison["groups"][0]["label"]
-    first = compare(archive, study, "--metric", VALIDATION, "--baseline", best)
-    target = first["groups"][0]["quality"]["final"]["mean"]
-    found = compare(archive, study, "--metric", VALIDATION, "--baseline", best, "--reach", repr(target))
-    shares: dict[str, str] = {}
-    for group in found["groups"]:
-        reach, steps = group["quality"]["reach"], group["recipe"]["training"]["max_steps"]
-        if reach is not None and not group["baseline"]:
-            is_whole = reach["reached"] == reach["of"] and reach["steps"] is not None
-            share = f"{reach['steps']['mean'] / steps:.2f}" if is_whole else ""
-            shares[group["label"]] = share or f"{reach['reached']} of {reach['of']} runs"
-    return shares
+    target = fmean(find_last(comparison, best))
+    curves = find_curves(comparison, arm)
+    found = [next((step for step, loss in curve if loss <= target), None) for curve in curves]
+    reached = [step for step in found if step is not None]
+    if len(reached) < len(curves):
+        return f"{len(reached)} of {len(curves)} runs"
+    return f"{fmean(reached) / steps:.2f}" if reached else ""
 
 
 def make_row(
     group: dict[str, Any],
     study: dict[str, Any],
     comparison: dict[str, Any],
-    reach: dict[str, str],
     worth: dict[str, Any],
-    *,
-    others: str = "",
 ) -> Row:
     """Return the row of one group."""
     final, difference = group["quality"]["final"] or {}, group["quality"]["difference"] or {}
     training, speed, label = group["recipe"]["training"], group["speed"], group["label"]
+    outcome = "" if group["baseline"] else group["statements"][0]["outcome"]
     return Row(
         label,
         label in CONTROLS,
         group["baseline"],
-        "best control" if group["baseline"] else group["statements"][0]["outcome"],
+        "best control" if group["baseline"] else OUTCOMES.get(outcome, outcome),
         final.get("mean"),
         final.get("sd"),
         final.get("n", 0),
@@ -185,13 +214,26 @@ def make_row(
         training["max_steps"],
         1.0 if group["baseline"] else (speed["spent_ratio"] or {}).get("mean"),
         1.0 if group["baseline"] else (speed["seconds_ratio"] or {}).get("mean"),
-        reach.get(label, ""),
+        "" if group["baseline"] else find_reach(comparison, label, training["max_steps"]),
         worth.get(label, {}),
         json.dumps(study["arms"].get(label, {})),
-        group["verdict"],
-        tuple(run["run_id"] for run in comparison["runs"] if run["group"] == group["group"] and run["counts"]),
-        others,
+        say(group["statements"]),
+        tuple(run for run in comparison["runs"] if run["group"] == group["group"] and run["counts"]),
+        best=comparison["groups"][0]["label"],
     )
+
+
+def say(statements: Sequence[dict[str, Any]]) -> str:
+    """Say of a comparison's statements what is of the losses, in its own words."""
+    from sparsebp_cli.compare.statement import Number, Statement
+    from sparsebp_cli.compare.words import say_all
+
+    said = [
+        Statement(one["outcome"], one["subject"], tuple(Number(**n) for n in one["numbers"]), tuple(one["reasons"]))
+        for one in statements
+        if one["subject"] in SAID
+    ]
+    return say_all(said) if said else ""
 
 
 def list_methods(results: Sequence[Result]) -> list[tuple[str, str]]:

@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -50,8 +51,8 @@ def one(board: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> lis
     (folder / "quickstart-dense.yaml").write_text(base, encoding="utf-8")
     text = (RESULTS / "priced" / "base.yaml").read_text(encoding="utf-8")
     (folder / "base.yaml").write_text(text.replace("../../../recipes/start/", ""), encoding="utf-8")
-    worth = {"lossless": {key: {"value": 0.25} for key in ("noise", "bias", "product")}}
-    worth["lossless"] |= {"product_curved": None, "verdict": "could"}  # type: ignore[dict-item]
+    worth = {"lossless": {key: {"value": 0.25} for key in ("price", "noise", "bias", "product")}}
+    worth["lossless"] |= {"noise_curved": None, "product_curved": None, "verdict": "could"}  # type: ignore[dict-item]
     (folder / "spelling-worth.json").write_text(json.dumps(worth), encoding="utf-8")
     found: list[ModuleType] = board.result.read_results(folder)
     return found
@@ -95,8 +96,39 @@ def test_a_page_of_one_task_says_what_its_comparison_says(board: SimpleNamespace
     assert "Trained so far: spelling; not yet: far, near, movies, genres" in page
     assert {*re.findall(r'href="#([^"]+)"', page)} <= {*re.findall(r'id="([^"]+)"', page)}
     rows = [*csv.DictReader(board.page.write_data(one).splitlines())]
-    assert sorted(row["run"] for row in rows) == sorted(run for row in spelling.rows for run in row.runs)
+    assert sorted(row["run"] for row in rows) == sorted(
+        run for row in spelling.rows for run in (one["run_id"] for one in row.runs)
+    )
     assert {row["control"] for row in rows if row["arm"] == "dense"} == {"yes"}
+
+
+def test_others_with_a_name_of_ours_have_rows_of_their_own(board: SimpleNamespace, one: list[SimpleNamespace]) -> None:
+    spelling, *rest = one
+    ours = spelling.find("lossless")
+    theirs = replace(
+        ours, others="A. Author", cites="https://example.org", outcome="higher", difference=9.0, best="plain"
+    )
+    results = [replace(spelling, rows=(*spelling.rows, theirs)), *rest]
+    assert (results[0].find("lossless"), results[0].find("lossless", "A. Author")) == (ours, theirs)
+    page = board.page.render(results)
+    ids = re.findall(r'id="([^"]+)"', page)
+    assert len(ids) == len({*ids})
+    assert "lossless (A. Author), beside plain: higher." in page
+    rows = [*csv.DictReader(board.page.write_data(results).splitlines())]
+    assert {row["others"] for row in rows if row["arm"] == "lossless"} == {"", "A. Author"}
+
+
+@pytest.mark.slow
+def test_a_page_is_not_made_of_an_archive_from_which_other_choices_follow(
+    board: SimpleNamespace, one: list[SimpleNamespace], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("other")
+    for file in (tmp_path_factory.getbasetemp() / "board0").iterdir():
+        shutil.copy(file, folder)
+    study = (folder / "spelling.yaml").read_text(encoding="utf-8")
+    (folder / "spelling.yaml").write_text(study.replace("report: 3-5", "report: 3-6"), encoding="utf-8")
+    with pytest.raises(SystemExit, match="the rules of the study ask for it"):
+        board.result.read_result(folder, "spelling")
 
 
 @pytest.mark.parametrize("task", LLAMA)

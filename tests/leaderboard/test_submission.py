@@ -157,7 +157,12 @@ def test_a_submission_that_keeps_every_rule_is_accepted(place: Path) -> None:
         ),
         ("keep: 0.25}]}", "keep: 0.25}], training.optim: sgd}", "method", "mine changes training.optim; a method may"),
         ("keep: 0.25}]}", "keep: 0.25}], model.name: models/none}", "method", "mine changes model.name; a method may"),
-        ("  mine:", "  many: {policy: [{name: random, keep: 0.25}]}\n  mine:", "methods", "many of the study: not among the methods of"),
+        (
+            "  mine:",
+            "  many: {policy: [{name: random, keep: 0.25}]}\n  mine:",
+            "methods",
+            "many of the study: not among the methods of",
+        ),
     ],
 )
 def test_a_rule_of_the_study_that_is_not_kept_is_named(place: Path, old: str, new: str, rule: str, text: str) -> None:
