@@ -103,8 +103,9 @@ def describe(task: Mapping[str, Any]) -> list[str]:
         found["H7"] = (
             f"with the share of the rate that AdamW leaves, R² over {scores['rated']} unbiased arms is "
             f"{scores['r2_rated']:.2f} (claimed: at least 0.9), the difference "
-            f"{scores['root_mean_square_rated']:.4f} nats (claimed: below the {scores['root_mean_square_curved']:.4f} "
-            "without it)"
+            f"{scores['root_mean_square_rated']:.4f} nats (claimed: below the "
+            f"{scores['root_mean_square_unrated']:.4f} of these arms without it, where R² is "
+            f"{scores['r2_unrated']:.2f})"
         )
     found["H8"] = "not trained"
     if back := scores["way_back"]:

@@ -165,6 +165,9 @@ def judge(losses: Losses, worth: Mapping[str, Any], methods: Mapping[str, Any], 
             "r2_rated": r2_rated,
             "root_mean_square_rated": root_mean_square(rated, "surprise_rated") if rated else None,
             "rated": len(rated),
+            # The same arms without the rate: H7 compares these, and some arms have one prediction alone.
+            "r2_unrated": explained(rated, "surprise_curved"),
+            "root_mean_square_unrated": root_mean_square(rated, "surprise_curved") if rated else None,
             "way_back": way_back,
         },
         "hypotheses": {

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from generator.markdown import table
+from sparsebp_cli.compare.statistics import paired_difference
 
 PAGE = "docs/results/wins.md"
 PLACE = re.compile(r"(<!-- wins -->\n).*?(<!-- end of wins -->)", re.DOTALL)
@@ -21,6 +23,7 @@ COLUMNS = (
     "`lossless`, steps",
     "its test loss",
     "difference",
+    "beside dense in the same order",
     "FLOPs over dense's",
     "CPU seconds over dense's",
     "a step over dense's of the same batch",
@@ -76,11 +79,19 @@ def show(task: str, comparison: dict[str, Any]) -> list[str]:
         f"{own['recipe']['training']['max_steps']}",
         _mean(quality["final"]),
         f"{gap['mean']:+.3f} ({gap['family_low']:+.3f} to {gap['family_high']:+.3f})",
+        _same_order(comparison["runs"]),
         _ratio(own["speed"]["spent_ratio"]),
         _ratio(own["speed"]["seconds_ratio"]),
         f"{own['speed']['step_price']:.2f}",
         quality["not_worse"]["answer"],
     ]
+
+
+def _same_order(runs: Sequence[dict[str, Any]]) -> str:
+    """Return the difference to `dense`, whose batches are those of `lossless`, with a 95 % interval of its own."""
+    ours, dense = ({run["seed"]: run["quality"] for run in runs if run["label"] == arm} for arm in (ARM, "dense"))
+    found = paired_difference(ours, dense)
+    return "-" if found is None else f"{found.mean:+.3f} ({found.low:+.3f} to {found.high:+.3f})"
 
 
 def _mean(final: dict[str, float]) -> str:
