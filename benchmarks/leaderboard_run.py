@@ -177,6 +177,9 @@ def run(task: Task, minutes: float) -> int:
         task.measure(end)
         code = task.train(end) if time.monotonic() < end else 1
     finally:  # also when it is interrupted
+        from sparsebp_cli.errors import DivergedError
+
+        code = 0 if code == DivergedError.exit_code else code  # all else is there, and to diverge is a result
         task.write_archive(whole=code == 0)
     return code
 

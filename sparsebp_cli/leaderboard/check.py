@@ -188,13 +188,16 @@ def read_runs(record: StudyRecord, archive: Path) -> list[ArchivedRun]:
 
 
 def _check_finished(mine: LoadedStudy, runs: Sequence[ArchivedRun]) -> Finding:
-    """Every arm has a finished run with every seed of the report; one that diverged is a result of tuning alone."""
-    finished = [one for one in runs if one.trial.role == "report" and one.loaded.finished]
-    done = {(one.trial.arm, one.trial.seed) for one in finished}
+    """Every arm has a run with every seed of the report that finished, or diverged, which counts against its arm."""
+    report = [one for one in runs if one.trial.role == "report"]
+    finished = [one for one in report if one.loaded.finished]
+    diverged = [one for one in report if one.loaded.broke_down]
+    done = {(one.trial.arm, one.trial.seed) for one in (*finished, *diverged)}
     asked = [(arm, seed) for arm in mine.study.arms for seed in mine.study.seeds.report]
     missing = [f"{arm} seed {seed} has not finished" for arm, seed in asked if (arm, seed) not in done]
     missing += [f"{_name(one)} has no loss on the test split" for one in finished if not _has_test_loss(one.loaded)]
-    return decide("report", missing, f"{len(done)} runs have finished")
+    text = f"{len(finished)} runs have finished" + (f", {len(diverged)} diverged" if diverged else "")
+    return decide("report", missing, text)
 
 
 def _has_test_loss(run: LoadedRun) -> bool:

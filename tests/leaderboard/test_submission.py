@@ -250,6 +250,21 @@ def test_a_budget_that_is_not_the_tasks_is_refused(place: Path) -> None:
     assert "the task's budget is 1000" in failed(place)["budget"]
 
 
+def test_a_run_that_diverged_counts_and_one_that_failed_is_missing(place: Path) -> None:
+    def end(members: dict[str, bytes], text: bytes) -> None:
+        run = find_run(members, "report", "mine")
+        rewrite(members, run, b'"status": "finished"', b'"status": "failed", "cause": "' + text + b'"')
+        rewrite(members, run, b'"text": ""}', b'"text": "' + text + b'"}')
+
+    whole = (place / "mine" / "study.tar.gz").read_bytes()
+    edit_archive(place, lambda members: end(members, b"diverged"))
+    found = next(one for one in check(place) if one.what == "report")
+    assert (found.level, found.text) == ("ok", "3 runs have finished, 1 diverged")
+    (place / "mine" / "study.tar.gz").write_bytes(whole)
+    edit_archive(place, lambda members: end(members, b"error"))
+    assert failed(place)["report"] == "mine seed 2 has not finished"
+
+
 def test_a_report_without_the_test_split_is_refused(place: Path) -> None:
     edit_archive(place, lambda m: rewrite(m, find_run(m, "report", "mine"), b'"test/loss"', b'"text/loss"'))
     assert "has no loss on the test split" in failed(place)["report"]
