@@ -150,7 +150,7 @@ class Task:
         clean."""
         if self.record:
             place = self.archive if whole else self.part
-            words = ("archive", f"@{self.study['study']}", "--to", str(place))
+            words = ("archive", f"@{self.study['study']}", "--thin", "--to", str(place))
             subprocess.run([*SPARSEBP, *words], env=self.environment(), check=True)
             if whole:
                 self.part.unlink(missing_ok=True)

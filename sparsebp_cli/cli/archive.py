@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,10 +24,13 @@ if TYPE_CHECKING:
     from sparsebp_cli.compare.archive import Member
     from sparsebp_cli.study.store import StudyRecord
 
+THIN = "Of a study's tuning leave out what single steps took and measured, other than their price: an eighth of it."
+
 
 def archive(
     runs: ManyRuns,
     file: Annotated[Path | None, typer.Option("--to", metavar="FILE", help="The archive: a .tar.gz file.")] = None,
+    thin: Annotated[bool, typer.Option("--thin", help=THIN)] = False,
     output: Annotated[
         str, typer.Option("-o", "--output", metavar="table|json", help="For people, or JSON for programs.")
     ] = Output.TABLE.value,
@@ -60,8 +63,11 @@ def archive(
     command = f"sparsebp compare --from {shlex.quote(file.name)}"
     if study is not None:
         command = f"sparsebp compare --study {study.study} --from {shlex.quote(file.name)}"
-    members = _make_members(folders, study, command)
-    write_archive(file, itertools.chain((record.pack() for record in studies), members))
+    if thin and not studies:
+        raise UsageError("--thin is of the tuning of a study: sparsebp archive @STUDY --thin --to FILE")
+    thinned = frozenset[str]().union(*(record.find_thin() for record in studies)) if thin else frozenset[str]()
+    members = _make_members(folders, study, command, thinned)
+    write_archive(file, itertools.chain((record.pack(thinned) for record in studies), members))
     ids = [folder.run_id for folder in folders]
     tell(ArchiveFile(file=str(file), bytes=file.stat().st_size, runs=ids, next=[command]), output, _print)
 
@@ -71,8 +77,12 @@ def _print(found: ArchiveFile) -> None:
     print_line(f"{found.file}: {count}, {show_count(found.bytes, 'B')}")
 
 
-def _make_members(folders: Sequence[RunFolder], study: StudyRecord | None, command: str) -> Iterator[Member]:
+def _make_members(
+    folders: Sequence[RunFolder], study: StudyRecord | None, command: str, thinned: Collection[str]
+) -> Iterator[Member]:
     from sparsebp_cli.compare.archive import list_members
+    from sparsebp_cli.run.journal import FILE
+    from sparsebp_cli.study.thin import thin_journal
 
     environments: dict[str, list[dict[str, object]]] = {}
     for folder in folders:
@@ -80,7 +90,9 @@ def _make_members(folders: Sequence[RunFolder], study: StudyRecord | None, comma
         environments[folder.run_id] = history.environments
         if problem := history.describe_unreadable():
             warn(f"{folder.run_id}: {problem} by every reader")
-        yield from list_members(folder)
+        for name, content in list_members(folder):
+            is_thin = folder.run_id in thinned and name.endswith(f"/{FILE}")
+            yield name, thin_journal(content) if is_thin else content
     yield "environment.json", (json.dumps(environments, indent=1) + "\n").encode()
     if report := _make_report(folders, study, command):
         yield "report.html", report.encode()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from sparsebp_cli.run.budget import LARGEST_PLAN, read_bounded
 from sparsebp_cli.run.folder import list_folders
 from sparsebp_cli.run.journal import FILE as JOURNAL
 from sparsebp_cli.study.disk import DiskUse, measure_disk
+from sparsebp_cli.study.thin import thin_journal
 from sparsebp_cli.study.trial import StudyTrial, TrialMaker
 
 
@@ -189,20 +190,27 @@ class StudyRecord:
         content = {"study": self.study, "file": self.file, "generation": self.generation, "trials": trials}
         return content if self.paper is None else content | {"paper": self.paper.to_json()}
 
-    def pack(self) -> tuple[str, bytes]:
-        """Return the list as an archive has it, with the name of the member."""
+    def find_thin(self) -> frozenset[str]:
+        """Return the ids of runs of which a thin archive leaves out single steps: those of tuning alone."""
+        kept = {trial.run_id for trial in self.trials if trial.role != "tune"}
+        return frozenset(trial.run_id for trial in self.trials) - kept
+
+    def pack(self, thin: Collection[str] = ()) -> tuple[str, bytes]:
+        """Return the list as an archive has it, with the name of the member. Of the runs in ``thin`` the archive has
+        thin journals."""
         begun = [RunFolder(home() / "runs" / trial.run_id) for trial in self.trials]
         # They show that the archive is the one of its list, and are no signature. See decision 94.
         # One that was stopped before its worker began has a plan alone.
         begun = [run for run in begun if run.plan_file.is_file() and (run.path / JOURNAL).is_file()]
-        digests = {run.run_id: digest_journal(run) for run in begun}
+        digests = {run.run_id: digest_journal(run, is_thin=run.run_id in thin) for run in begun}
         content = self._content | {"file": Path(self.file).name, "digests": digests}
         return f"studies/{self.study}.json", (json.dumps(content, indent=1) + "\n").encode()
 
 
-def digest_journal(run: RunFolder) -> str:
-    """Return the digest of a run's journal, which holds all its results."""
-    return hashlib.sha256((run.path / JOURNAL).read_bytes()).hexdigest()
+def digest_journal(run: RunFolder, *, is_thin: bool = False) -> str:
+    """Return the digest of a run's journal, which holds all its results, or of its thin form."""
+    journal = (run.path / JOURNAL).read_bytes()
+    return hashlib.sha256(thin_journal(journal) if is_thin else journal).hexdigest()
 
 
 def find_archived(name: str, archive: Path) -> StudyRecord:

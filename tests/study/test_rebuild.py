@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from sparsebp_cli.run import home, list_runs
+from sparsebp_cli.study.thin import thin_journal
 from tests.cli.document import read_document
 from tests.study.conftest import STUDY, Cli, Write
 from tests.study.study_folder import list_trials
@@ -39,9 +40,13 @@ def archived(cli: Cli, write_study: Write, tmp_path: Path) -> Path:
     return archive
 
 
-def change(archive: Path, edit: Change) -> None:
+def read_members(archive: Path) -> dict[str, bytes]:
     with tarfile.open(archive) as file:
-        members = {one.name: file.extractfile(one).read() for one in file}  # type: ignore[union-attr]
+        return {one.name: file.extractfile(one).read() for one in file}  # type: ignore[union-attr]
+
+
+def change(archive: Path, edit: Change) -> None:
+    members = read_members(archive)
     edit(members)
     with gzip.open(archive, "wb") as packed, tarfile.open(fileobj=packed, mode="w|") as file:
         for name, content in members.items():
@@ -54,6 +59,39 @@ def find(members: dict[str, bytes], role: str, arm: str, combination: str = "") 
     listed = json.loads(members["studies/tiny.json"])["trials"]
     (found,) = [t for t in listed if (t["role"], t["arm"], t["combination"]) == (role, arm, combination)]
     return f"runs/{found['run_id']}/journal.jsonl"
+
+
+def test_a_thin_archive_says_of_choices_and_report_what_a_whole_one_says(
+    cli: Cli, write_study: Write, tmp_path: Path
+) -> None:
+    """Of its tuning single steps are left out, other than their price; all else has the same bytes."""
+    write_study(EXTENDED)
+    assert cli("study", "study.yaml").returncode == 0
+    assert cli("archive", "@tiny", "--to", "whole.tar.gz").returncode == 0
+    assert cli("archive", "@tiny", "--thin", "--to", "thin.tar.gz").returncode == 0
+    refused = cli("archive", list_runs()[0].run_id, "--thin", "--to", "one.tar.gz")
+    assert (refused.returncode, refused.stderr.partition(":")[0]) == (2, "error")
+    shutil.rmtree(home())
+    whole, thin = (read_members(tmp_path / f"{name}.tar.gz") for name in ("whole", "thin"))
+    listed = json.loads(thin["studies/tiny.json"])["trials"]
+    tuned = {f"runs/{trial['run_id']}/journal.jsonl" for trial in listed if trial["role"] == "tune"}
+    assert {name for name in whole if whole[name].replace(b"whole.tar", b"thin.tar") != thin[name]} == tuned | {
+        "studies/tiny.json"
+    }
+    assert all(b"train/loss" not in thin[name] and b"eval/loss" in thin[name] for name in tuned)
+    assert all(thin[name].count(b'"flops/step"') == whole[name].count(b'"flops/step"') for name in tuned)
+    answers = []
+    for name in ("whole", "thin"):
+        rebuilt = cli("study", "study.yaml", "--from", f"{name}.tar.gz")
+        compared = cli("compare", "--study", "tiny", "--from", f"{name}.tar.gz")
+        assert (rebuilt.returncode, compared.returncode) == (0, 0)
+        answers.append((rebuilt.stdout.replace(name, ""), compared.stdout))
+    assert answers[0] == answers[1]
+
+
+def test_a_line_that_cannot_be_read_stays_in_a_thin_journal() -> None:
+    broken = b'{"kind": "metrics", "step": 3, "val\n'
+    assert thin_journal(b'{"kind": "layers"}\n' + broken + b"[1]\n") == broken + b"[1]\n"
 
 
 def test_choices_follow_from_the_archive_in_an_empty_home(cli: Cli, archived: Path) -> None:

@@ -1,0 +1,38 @@
+"""Thin journals of tuning: what choices and budgets follow from, an eighth of the bytes.
+
+A study has ten times as many tuning runs as runs of its report, and most of a journal is what single steps took. Of
+these runs nobody asks for it: their evaluations decide, and the price of their steps is held against the budget.
+"""
+
+from __future__ import annotations
+
+import json
+
+from sparsebp_cli.run.metric import DENSE_STEP_FLOPS, DENSE_UPDATE_FLOPS, STEP_FLOPS, UPDATE_FLOPS
+
+PRICES = {metric.name for metric in (STEP_FLOPS, DENSE_STEP_FLOPS, UPDATE_FLOPS, DENSE_UPDATE_FLOPS)}
+SPLITS = ("eval/", "test/")
+OF_STEPS = {"layers", "proof", "memory", "examples", "samples"}  # kinds of records that measure single steps
+DIGITS = 3  # of the seconds at which something was written
+
+
+def thin_journal(journal: bytes) -> bytes:
+    """Return a journal without what single steps took and measured, other than their price. Lines that cannot be read
+    stay as they are."""
+    return b"".join(filter(None, map(_thin_line, journal.splitlines(keepends=True))))
+
+
+def _thin_line(line: bytes) -> bytes:
+    try:
+        record = json.loads(line)
+        kind = record["kind"]
+        if kind in OF_STEPS:
+            return b""
+        if kind != "metrics":
+            return line
+        kept = {name: value for name, value in record["values"].items() if name in PRICES or name.startswith(SPLITS)}
+        if not kept:
+            return b""
+        return json.dumps(record | {"time": round(record["time"], DIGITS), "values": kept}).encode() + b"\n"
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return line
