@@ -156,9 +156,8 @@ def test_approximations_had_one_batch_size_and_the_pages_say_so(leaderboard, tas
         dense = leaderboard.find_dense(task.comparison["groups"])
         assert len({g["recipe"]["training"]["per_device_train_batch_size"] for g in dense}) in {2, 3, 4}
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    sentences = [
-        part for text in (ANSWERS, GUIDE, readme) for part in re.findall(r"[Nn]o (?:other )?approximation.{160}", text, re.DOTALL)
-    ]
+    pattern = r"[Nn]o (?:other )?approximation.{160}"
+    sentences = [part for text in (ANSWERS, GUIDE, readme) for part in re.findall(pattern, text, re.DOTALL)]
     assert len(sentences) == 3
     assert all("one batch size" in sentence for sentence in sentences)
 
