@@ -11,7 +11,8 @@ import json
 from sparsebp_cli.run.metric import DENSE_STEP_FLOPS, DENSE_UPDATE_FLOPS, STEP_FLOPS, UPDATE_FLOPS
 
 PRICES = {metric.name for metric in (STEP_FLOPS, DENSE_STEP_FLOPS, UPDATE_FLOPS, DENSE_UPDATE_FLOPS)}
-SPLITS = ("eval/", "test/")
+# Prefixes of what is measured at single steps. Any other name stays: a metric of a package may be the one that decides.
+STEPS = {"train", "time", "throughput", "host", "memory", "policy", "flops", "proof", "probe", "speed", "fidelity"}
 OF_STEPS = {"layers", "proof", "memory", "examples", "samples"}  # kinds of records that measure single steps
 DIGITS = 3  # of the seconds at which something was written
 
@@ -30,7 +31,8 @@ def _thin_line(line: bytes) -> bytes:
             return b""
         if kind != "metrics":
             return line
-        kept = {name: value for name, value in record["values"].items() if name in PRICES or name.startswith(SPLITS)}
+        values = record["values"].items()
+        kept = {name: value for name, value in values if name in PRICES or name.partition("/")[0] not in STEPS}
         if not kept:
             return b""
         return json.dumps(record | {"time": round(record["time"], DIGITS), "values": kept}).encode() + b"\n"

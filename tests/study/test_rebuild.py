@@ -94,6 +94,11 @@ def test_a_line_that_cannot_be_read_stays_in_a_thin_journal() -> None:
     assert thin_journal(b'{"kind": "layers"}\n' + broken + b"[1]\n") == broken + b"[1]\n"
 
 
+def test_a_metric_of_a_package_stays_in_a_thin_journal() -> None:
+    line = b'{"kind": "metrics", "time": 1.0, "values": {"train/loss": 2.0, "rouge/l": 0.5, "flops/step": 3.0}}\n'
+    assert json.loads(thin_journal(line))["values"] == {"rouge/l": 0.5, "flops/step": 3.0}
+
+
 def test_choices_follow_from_the_archive_in_an_empty_home(cli: Cli, archived: Path) -> None:
     document = read_document(cli("study", "study.yaml", "--from", archived, "-o", "json").stdout)
     assert (document["kind"], document["is_as_chosen"], document["faults"]) == ("rebuilt", True, [])
