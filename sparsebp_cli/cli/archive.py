@@ -13,7 +13,7 @@ import typer
 
 from sparsebp_cli.cli.answer import tell, warn
 from sparsebp_cli.cli.answer.run_record import ArchiveFile
-from sparsebp_cli.cli.option import ManyRuns
+from sparsebp_cli.cli.option import Format, ManyRuns
 from sparsebp_cli.cli.quantity import show_count
 from sparsebp_cli.cli.screen import Output, print_line
 from sparsebp_cli.cli.stored_run import find_all, find_study
@@ -29,11 +29,9 @@ THIN = "Of a study's tuning runs keep evaluations and the price of each step alo
 
 def archive(
     runs: ManyRuns,
-    file: Annotated[Path | None, typer.Option("--to", metavar="FILE", help="The archive: a .tar.gz file.")] = None,
+    file: Annotated[Path, typer.Option("--to", metavar="FILE", help="The archive: a .tar.gz file.")],
     thin: Annotated[bool, typer.Option("--thin", help=THIN)] = False,
-    output: Annotated[
-        str, typer.Option("-o", "--output", metavar="table|json", help="For people, or JSON for programs.")
-    ] = Output.TABLE.value,
+    output: Format = Output.TABLE,
 ) -> None:
     """Write runs into one file: plans, journals, labels, environments and their report, without models.
 
@@ -43,13 +41,6 @@ def archive(
     """
     from sparsebp_cli.compare.archive import check_archive_path, write_archive
 
-    if output not in set(Output):  # until 0.4 the option had the file
-        if file is not None:
-            raise UsageError(f"-o must be {' or '.join(Output)}, got {output!r}")
-        print_line("-o FILE is deprecated, and goes with version 0.6: give --to FILE", stderr=True)
-        file, output = Path(output), Output.TABLE.value
-    if file is None:
-        raise UsageError("archive needs --to FILE")
     check_archive_path(file)
     folders = find_all(runs)
     for folder in folders:

@@ -11,8 +11,11 @@ import json
 from sparsebp_cli.run.metric import DENSE_STEP_FLOPS, DENSE_UPDATE_FLOPS, STEP_FLOPS, UPDATE_FLOPS
 
 PRICES = {metric.name for metric in (STEP_FLOPS, DENSE_STEP_FLOPS, UPDATE_FLOPS, DENSE_UPDATE_FLOPS)}
-# Prefixes of what is measured at single steps. Any other name stays: a metric of a package may be the one that decides.
-STEPS = {"train", "time", "throughput", "host", "memory", "policy", "flops", "proof", "probe", "speed", "fidelity"}
+# How names of what single steps measure begin. Any other name stays: a metric of a package may be the one that decides.
+STEPS = (
+    *("train/", "time/", "throughput/", "host/", "memory/", "policy/"),
+    *("flops/", "proof/", "probe/", "speed/", "fidelity/"),
+)
 OF_STEPS = {"layers", "proof", "memory", "examples", "samples"}  # kinds of records that measure single steps
 DIGITS = 3  # of the seconds at which something was written
 
@@ -32,7 +35,7 @@ def _thin_line(line: bytes) -> bytes:
         if kind != "metrics":
             return line
         values = record["values"].items()
-        kept = {name: value for name, value in values if name in PRICES or name.partition("/")[0] not in STEPS}
+        kept = {name: value for name, value in values if name in PRICES or not name.startswith(STEPS)}
         if not kept:
             return b""
         return json.dumps(record | {"time": round(record["time"], DIGITS), "values": kept}).encode() + b"\n"

@@ -442,11 +442,14 @@ ELSEWHERE = {
     ("cli/bench_table.py", "sparsebp validate --probe RECIPE"): (
         "cli/test_app.py::test_validate_with_probe_prints_what_a_step_costs_and_what_choosing_may_gain"
     ),
+    ("cli/archive.py", "sparsebp archive @STUDY --thin --to FILE"): (
+        "study/test_rebuild.py::test_a_thin_archive_says_of_choices_and_report_what_a_whole_one_says"
+    ),
     ("cli/leaderboard.py", "sparsebp leaderboard check FOLDER"): (
         "leaderboard/test_submission.py::test_a_submission_that_keeps_every_rule_is_accepted"
     ),
     ("cli/leaderboard.py", "sparsebp leaderboard check {} --rerun 2"): (
-        "leaderboard/test_submission.py::test_cells_are_drawn_by_the_archive_and_trained_again"
+        "leaderboard/test_submission.py::test_cells_are_drawn_at_random_and_trained_again"
     ),
     ("leaderboard/check.py", "sparsebp archive @{} --to {}"): (
         "study/test_rebuild.py::test_an_archive_of_runs_alone_says_how_to_make_one"
