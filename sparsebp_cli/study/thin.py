@@ -17,12 +17,13 @@ STEPS = (
     *("flops/", "proof/", "probe/", "speed/", "fidelity/"),
 )
 OF_STEPS = {"layers", "proof", "memory", "examples", "samples"}  # kinds of records that measure single steps
+NOTE = "what single steps took and measured was left out of this archive (--thin), other than their price"
 DIGITS = 3  # of the seconds at which something was written
 
 
 def thin_journal(journal: bytes) -> bytes:
-    """Return a journal without what single steps took and measured, other than their price. Lines that cannot be read
-    stay as they are."""
+    """Return a journal without what single steps took and measured, other than their price, and with a note that says
+    so. Lines that cannot be read stay as they are, and a thin journal is returned as it is."""
     return b"".join(filter(None, map(_thin_line, journal.splitlines(keepends=True))))
 
 
@@ -30,8 +31,11 @@ def _thin_line(line: bytes) -> bytes:
     try:
         record = json.loads(line)
         kind = record["kind"]
-        if kind in OF_STEPS:
+        if kind in OF_STEPS or (kind == "note" and record["text"] == NOTE):
             return b""
+        if kind == "attempt" and record["attempt"] == 1:
+            common = {"attempt": 1, "time": record["time"]}
+            return line + json.dumps({"kind": "note"} | common | {"level": "info", "text": NOTE}).encode() + b"\n"
         if kind != "metrics":
             return line
         values = record["values"].items()

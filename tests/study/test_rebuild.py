@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from sparsebp_cli.run import home, list_runs
-from sparsebp_cli.study.thin import thin_journal
+from sparsebp_cli.study.thin import NOTE, thin_journal
 from tests.cli.document import read_document
 from tests.study.conftest import STUDY, Cli, Write
 from tests.study.study_folder import list_trials
@@ -80,6 +80,9 @@ def test_a_thin_archive_says_of_choices_and_report_what_a_whole_one_says(
     }
     assert all(b"train/loss" not in thin[name] and b"eval/loss" in thin[name] for name in tuned)
     assert all(thin[name].count(b'"flops/step"') == whole[name].count(b'"flops/step"') for name in tuned)
+    assert all(thin[name].count(NOTE.encode()) == 1 and thin_journal(thin[name]) == thin[name] for name in tuned)
+    run_id = next(iter(tuned)).split("/")[1]
+    assert NOTE in " ".join(cli("show", run_id, "--from", "thin.tar.gz").stdout.split())
     answers = []
     for name in ("whole", "thin"):
         rebuilt = cli("study", "study.yaml", "--from", f"{name}.tar.gz")
