@@ -16,6 +16,7 @@ from sparsebp_cli.cli.answer import tell
 from sparsebp_cli.cli.completion import complete_metric, complete_run, complete_study
 from sparsebp_cli.cli.exit_code import CHECK_FAILED
 from sparsebp_cli.cli.screen import console, make_table, print_line
+from sparsebp_cli.cli.stored_run import find_study
 from sparsebp_cli.errors import RunFailedError, UsageError
 from sparsebp_cli.run import RunFolder, State
 
@@ -150,7 +151,7 @@ def compare(  # noqa: PLR0913, PLR0917 - one parameter an option
         grouping=Grouping.parse(group_by, ignore, seed_param),
     )
     tuning: Sequence[TunedLine] = ()
-    if study is None and runs and len(runs) == 1 and runs[0].removeprefix("@") in _list_studies(runs[0]):
+    if study is None and runs and len(runs) == 1 and _names_study(runs[0], place):
         study, runs = runs[0].removeprefix("@"), None
     if study is None:
         chosen, left_out = find_runs(runs or [], where, place)
@@ -245,11 +246,11 @@ def find_one_in(place: str, word: str) -> RunFolder:
     return folder
 
 
-def _list_studies(word: str) -> Sequence[str]:
-    """Return the studies that a word such as ``@NAME`` may name."""
-    from sparsebp_cli.study.store import list_studies
-
-    return list_studies() if word.startswith("@") else ()
+def _names_study(word: str, place: str | None) -> bool:
+    """Whether ``@WORD`` is a study of this machine, or of the archive that ``--from`` names."""
+    if not word.startswith("@") or (place is not None and "://" in place):
+        return False
+    return find_study(word, None if place is None else find_folder(place)) is not None
 
 
 def _find_study(name: str, place: str | None) -> StudySelection:

@@ -27,7 +27,7 @@ def schema(
     skill: Annotated[
         bool, typer.Option("--skill", help="Instead: the SKILL.md that tells an agent how to use this command.")
     ] = False,
-    output: Format = Output.TABLE,  # noqa: ARG001 - it is JSON in any case; programs may say so
+    output: Format = Output.TABLE,  # schemas are JSON in any case; programs may say so
 ) -> None:
     """Print the JSON schema of recipes, with the options of every installed policy, or another one, or all."""
     from sparsebp_cli.recipe import recipe_schema
@@ -35,6 +35,8 @@ def schema(
 
     if study + every + skill > 1:
         raise UsageError("choose one of --study, --all, --skill")
+    if skill and output is Output.JSON:
+        raise UsageError("--skill prints Markdown: leave out -o json")
     if skill:
         text = files("sparsebp_cli").joinpath(*SKILL).read_text(encoding="utf-8")
         print_line(text.rstrip("\n"))

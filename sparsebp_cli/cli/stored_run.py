@@ -27,17 +27,17 @@ def find_all(words: list[str]) -> list[RunFolder]:
     return list({run.run_id: run for word in words for run in _find_trials(word) or find_run(word)}.values())
 
 
-def find_study(word: str) -> StudyRecord | None:
-    """Return the study that ``@STUDY`` names; None if the word names none, or the newest runs. Raise UsageError for a
-    word that is a tag as well."""
+def find_study(word: str, place: Path | None = None) -> StudyRecord | None:
+    """Return the study of this machine, or of the folder of an archive, that ``@STUDY`` names; None if the word names
+    none, or the newest runs. Raise UsageError for a word that is a tag of this machine's runs as well."""
     name = word.removeprefix("@")
     if not word.startswith("@") or name == "last" or name.isdecimal() or name != Path(name).name:
         return None
     from sparsebp_cli.study.store import StudyRecord
 
-    if (record := StudyRecord.load(name)) is None:
+    if (record := StudyRecord.load(name, place)) is None:
         return None
-    if any(name in Labels.load(run.path).tags for run in list_runs()):
+    if place is None and any(name in Labels.load(run.path).tags for run in list_runs()):
         raise UsageError(f"{word} is a study and a tag of runs: name the runs, or remove the tag")
     return record
 

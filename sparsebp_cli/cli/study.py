@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -62,7 +61,7 @@ def study(
         raise typer.Exit(_rebuild(file, archive, output, scaled=scaled))
     session = _open(file, again=again, asks=not dry_run, scaled=scaled, target=target)
     if dry_run:
-        state = session.describe(f"sparsebp study {shlex.quote(str(file))}")
+        state = session.describe(f"sparsebp study {session.loaded.words}")
         tell(state, output, lambda found: console().print(make_plan_table(session.loaded, found.arms, session.places)))
         return
     with Interrupts() as interrupts:
@@ -254,7 +253,8 @@ class StudySession:
             for t in (*self.course.rehearsals, *self.course.tuning, *self.course.report, *self.controls)
         ]
         name, file = self.loaded.study.study, str(self.loaded.file.resolve())
-        StudyRecord(name, file, self.maker.generation, tuple(listed), paper=self.loaded.paper).save()
+        paper, options = self.loaded.paper, self.loaded.options
+        StudyRecord(name, file, self.maker.generation, tuple(listed), paper=paper, options=options).save()
 
 
 def _report(session: StudySession, interrupts: Interrupts, output: Output) -> int:
@@ -275,12 +275,11 @@ def _report(session: StudySession, interrupts: Interrupts, output: Output) -> in
             print_line(f"error: {what} (run {entry.run.run_id}) {entry.status}{problem}", stderr=True)
     done = len(session.entries()) - len(left)
     unknown = sum(sum(of.values()) for of in session.course.missing_of(session.loaded).values())
-    name, file = session.loaded.study.study, shlex.quote(str(session.loaded.file))
-    file += " --scaled" if session.loaded.scaled else ""
+    name = session.loaded.study.study
     for line in session.edges:
         print_line(f"note: {line}")
     print_line(f"{name}: {done} of {len(session.entries()) + unknown} trials have finished")
-    again, compare = f"sparsebp study {file}", f"sparsebp compare --study {name}"
+    again, compare = f"sparsebp study {session.loaded.words}", f"sparsebp compare --study {name}"
     command = again if interrupts.received or left or unknown else compare
     is_retry = command is again and not interrupts.received
     print_line(f"next: `{again}` tries again what failed, and goes on" if is_retry else f"next: {command}")

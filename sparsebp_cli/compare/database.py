@@ -21,7 +21,7 @@ from urllib.parse import unquote, urlsplit
 from sparsebp_cli.compare.stored import MetricRow, Point, StoredRun
 from sparsebp_cli.errors import RunNotFoundError
 from sparsebp_cli.run.budget import LARGEST_ARTIFACT, LARGEST_PLAN, limit_files, read_bounded
-from sparsebp_cli.tracking.store import open_client
+from sparsebp_cli.tracking.store import open_client, restore_infinity
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -132,7 +132,7 @@ def _row(step: object, time_ms: object, value: object, is_nan: object) -> Metric
 
 
 def _value(value: object, is_nan: object) -> float:
-    return float(value) if isinstance(value, int | float) and not is_nan else NAN
+    return restore_infinity(float(value)) if isinstance(value, int | float) and not is_nan else NAN
 
 
 def _whole(value: object) -> int:
@@ -179,7 +179,7 @@ class ClientSource:
 
         def query(run_id: str) -> list[Point]:
             found = self._client.get_metric_history(run_id, name)
-            return [(int(point.step), int(point.timestamp), float(point.value)) for point in found]
+            return [(int(one.step), int(one.timestamp), restore_infinity(float(one.value))) for one in found]
 
         if not run_ids:
             return {}
@@ -231,9 +231,9 @@ def _describe(run: Run, experiment: str) -> StoredRun:
     # `_metric_objs` (MLflow 3.17): the public `metrics` lacks the step of a value, which tells how far a run came.
     points = getattr(run.data, "_metric_objs", None)
     if points is None:
-        latest = {name: MetricRow(0, 0, float(value)) for name, value in run.data.metrics.items()}
+        latest = {name: MetricRow(0, 0, restore_infinity(float(value))) for name, value in run.data.metrics.items()}
     else:
-        latest = {p.key: MetricRow(int(p.step), int(p.timestamp), float(p.value)) for p in points}
+        latest = {p.key: MetricRow(int(p.step), int(p.timestamp), restore_infinity(float(p.value))) for p in points}
     return StoredRun(
         run.info.run_id,
         str(run.info.run_name or ""),

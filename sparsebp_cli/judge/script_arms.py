@@ -159,8 +159,9 @@ class ScriptArms:
             ended = "was stopped" if self._is_stopping else f"ended with {code}"
             self._problems[trial.run_id] = f"{ended}: see {trial.folder / 'output.log'}"
             return
-        # All of them: another question may be decided by another metric of the same run.
-        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        # All of them: another question may be decided by another metric of the same run. A value whose square is no
+        # number has no spread either.
+        finite = {name: value if math.isfinite(value * value) else None for name, value in metrics.items()}
         result = ScriptResult(finite, seconds, run.run_id)
         durable.write_file(trial.folder / "result.json", json.dumps(vars(result)))
         shutil.rmtree(checkout, ignore_errors=True)

@@ -49,7 +49,9 @@ def complete(event: Event) -> Event | None:
     history, plan = History.load(run.path), run.read_plan()
     state = run.ended()
     name = EVENTS.get(state) if state is not None else None
-    if name is None or (state is State.INTERRUPTED and event.facts["is_asked"]):
+    # At `checkpoint.stop_at`, as a study asks for that halves its candidates.
+    is_paused = bool(history.ends) and history.ends[-1].get("cause") == "paused"
+    if name is None or (state is State.INTERRUPTED and (event.facts["is_asked"] or is_paused)):
         return None
     if state is State.FAILED and event.facts["exit_code"] == DIVERGED:
         name = "diverged"

@@ -167,8 +167,8 @@ def _make_one(policy: PolicyLike) -> Policy:
     name = options.pop("name", None)
     if not isinstance(name, str) and options.keys() & _OF_PHASES:
         raise PolicyError(
-            "phases (schedule, until, policy) are for recipes: a loop of your own calls engine.detach() where a phase "
-            "ends and attaches the next policies; a Trainer has the same policies throughout"
+            "phases (schedule, until, policy) are no policy: give them to attach_phases(model, schedule, ...), or to "
+            "schedule= of PolicyTrainer and PolicyCallback"
         )
     if not isinstance(name, str):
         raise PolicyError(f"a policy's mapping needs its name, got {dict(policy)!r}")

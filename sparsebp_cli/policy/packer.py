@@ -146,11 +146,10 @@ BATCH_PACKER = Kind(
             "what micro-batches share is not compiled", what="{policy} with prefixes: update", facts=_OF_UPDATES
         ),
         Rule(
-            "{other} and {policy} with prefixes: update in one forward is not built: give one of them, or prefixes: "
-            "share",
+            "{other} and {policy} in one forward is not built with prefixes: update: give one of them",
             why="What several micro-batches share is computed before it is known what other policies choose in each.",
             policy=_OF_UPDATES,
-            other={"kind": AllBut(("EpochSelector", "ParameterSelector"))},
+            other={"kind": AllBut(("ParameterSelector",))},
         ),
         at_linears("Branches and nodes are known by the examples and positions of the plain forward."),
         not_with("segments", GIVEN, "it changes the batch inside of the forward"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -67,6 +68,12 @@ class LoadedStudy:
     tree: Node  # what the file says, with places
     base: Node  # the recipe under every arm, with places
     scaled: tuple[str, ...] = ()  # what the small study has in place of the file's own, as key=value
+    options: tuple[str, ...] = ()  # of `sparsebp study`, that made it of the file
+
+    @property
+    def words(self) -> str:
+        """The words after `sparsebp study` that go on with it."""
+        return shlex.join([str(self.file), *self.options])
 
     @property
     def paper(self) -> Paper | None:
@@ -129,7 +136,7 @@ def load_study(file: Path, *, scaled: bool = False) -> LoadedStudy:
     # Reversed, so that the first variant of each arm is the one that stays in the dict.
     found = _make_firsts(tree.content, base) if study.search.is_sampled else reversed(variants)
     firsts = {variant.arm: variant for variant in found}
-    return LoadedStudy(file, study, base_file, variants, firsts, tree, base, other)
+    return LoadedStudy(file, study, base_file, variants, firsts, tree, base, other, ("--scaled",) if scaled else ())
 
 
 def is_study(file: Path) -> bool:

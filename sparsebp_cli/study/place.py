@@ -58,7 +58,7 @@ def move(loaded: LoadedStudy, target: str) -> LoadedStudy:
     place = _make_place(PlaceSection(target=target), base)
     for arm in moved.arms:
         check_place(place, loaded.firsts[arm].recipe)
-    return replace(loaded, study=moved)
+    return replace(loaded, study=moved, options=(*loaded.options, "--target", target))
 
 
 def check_place(place: TrialPlace, recipe: Recipe) -> None:

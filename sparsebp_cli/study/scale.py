@@ -99,7 +99,7 @@ def _is_at(node: Node, error: RecipeError) -> bool:
 def describe_scale(scale: ScaleSection) -> tuple[str, ...]:
     """Return what a scaled study trains in place of the paper's setting, each as ``key=value``."""
     parts = {"": scale.base} | {f"{arm} ": changes for arm, changes in scale.arms.items()}
-    found = [(before, key, value) for before, part in parts.items() for key, value in flatten(part).items()]
+    found = [(before, key, value) for before, part in parts.items() if part for key, value in flatten(part).items()]
     shown = [one for one in found if one[1].split(".")[0] not in SAME_RESULT]
     return tuple(f"{before}{key}={'null' if value is None else value}" for before, key, value in shown)
 

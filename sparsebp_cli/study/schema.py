@@ -27,8 +27,8 @@ class BudgetSection(BaseModel):
     )
 
     same: Literal["steps", "cost", "time", "tokens"] = Field(
-        description="What every arm has as much of: steps; cost, by probes that take arm and dense in turn; time of "
-        "steps, as its rehearsal took; input tokens, padding included, as its rehearsal counted."
+        description="What every arm has as much of: steps; cost, the FLOPs of steps with the update, counted "
+        "in its rehearsal; time of steps, as its rehearsal took; input tokens, padding included, as it counted."
     )
     as_arm: str | None = Field(
         None, alias="as", description="For cost, time and tokens: the arm whose steps are the budget of all."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import statistics
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
@@ -74,9 +73,8 @@ def select(record: StudyRecord, place: Path | None = None) -> StudySelection:
     compared = [trial for trial in record.trials if trial.role in {"report", "control"}]
     found = [(trial, run) for trial in compared if (run := runs_of.load(trial)) is not None]
     if not found:
-        raise RunNotFoundError(
-            f"study {record.study} has no report yet; `sparsebp study {shlex.quote(record.file)}` goes on with it"
-        )
+        next_command = f"`sparsebp study {record.words}` goes on with it"
+        raise RunNotFoundError(f"study {record.study} has no report yet; {next_command}")
     absent = len(compared) - len(found)
     warnings = [f"{absent} trials of the report have no run yet"] if absent else []
     chosen = {(trial.arm, trial.combination) for trial in compared}

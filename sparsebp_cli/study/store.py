@@ -1,7 +1,8 @@
 """What a store already has of a study: the runs of its trials, and ``studies/NAME.json``, which lists them.
 
     {"study": "NAME", "file": "/the/study.yaml", "generation": 0, "trials": [{"run_id": ..., "role": ..., "arm": ...,
-     "combination": ..., "seed": ...}], "paper": {"title": ..., "link": ..., "claims": [...], "scaled": [...]}}
+     "combination": ..., "seed": ...}], "paper": {"title": ..., "link": ..., "claims": [...], "scaled": [...]},
+     "options": [...]}
 
 The list is written again by each command; the runs alone say what is done.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -165,6 +167,12 @@ class StudyRecord:
     trials: tuple[Listed, ...] = ()
     digests: Mapping[str, str] = field(default_factory=dict)  # in an archive: run id to the digest of its journal
     paper: Paper | None = None  # whose setting it is, with its numbers
+    options: tuple[str, ...] = ()  # of the command that made it
+
+    @property
+    def words(self) -> str:
+        """The words after `sparsebp study` that go on with it."""
+        return shlex.join([self.file, *self.options])
 
     @classmethod
     def load(cls, name: str, place: Path | None = None) -> StudyRecord | None:
@@ -174,7 +182,8 @@ class StudyRecord:
             trials = tuple(Listed(**entry) for entry in content["trials"])
             digests = {str(run): str(digest) for run, digest in content.get("digests", {}).items()}
             paper = None if content.get("paper") is None else Paper.from_json(content["paper"])
-            return cls(str(content["study"]), str(content["file"]), int(content["generation"]), trials, digests, paper)
+            study, file, options = str(content["study"]), str(content["file"]), content.get("options", ())
+            return cls(study, file, int(content["generation"]), trials, digests, paper, tuple(map(str, options)))
         except (OSError, ValueError, LookupError, TypeError):
             return None
 
@@ -188,7 +197,8 @@ class StudyRecord:
     def _content(self) -> dict[str, object]:
         trials = [vars(trial) for trial in self.trials]
         content = {"study": self.study, "file": self.file, "generation": self.generation, "trials": trials}
-        return content if self.paper is None else content | {"paper": self.paper.to_json()}
+        content |= {} if self.paper is None else {"paper": self.paper.to_json()}
+        return content | ({"options": list(self.options)} if self.options else {})
 
     def find_thin(self) -> frozenset[str]:
         """Return the ids of runs of which a thin archive leaves out single steps: those of tuning alone."""

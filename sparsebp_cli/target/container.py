@@ -132,6 +132,11 @@ def create_command(options: DockerOptions, run_id: str, image: str, labels: dict
     return [*words, "--entrypoint", options.python, *worker]
 
 
+def list_mounts(options: DockerOptions) -> list[str]:
+    """Return every folder of the engine's host that a container gets, as ``mounts`` has them."""
+    return [*options.mounts, *([f"{options.hub_cache}:{DATA}/hub:rw"] if options.hub_cache else [])]
+
+
 def confinement_options(options: DockerOptions) -> list[str]:
     """Return the options of every container: no root, no capabilities, an init, and only the mounts and limits
     requested."""
@@ -144,8 +149,7 @@ def confinement_options(options: DockerOptions) -> list[str]:
         ("--shm-size", options.shm_size),
     ):
         words += [name, value] if value else []
-    mounts = [*options.mounts, *([f"{options.hub_cache}:{DATA}/hub:rw"] if options.hub_cache else [])]
-    for text in mounts:
+    for text in list_mounts(options):
         try:  # checked again: an earlier run may have replaced a folder by a link
             mount = read_mount(text)
         except ValueError as error:

@@ -30,6 +30,7 @@ from sparsebp_cli.target.container import (
     container_name,
     create_command,
     engine_command,
+    list_mounts,
     mounted_folders,
     run_folder,
 )
@@ -191,7 +192,7 @@ class DockerEngine(TargetEngine):
 
     def _check_remote_mounts(self) -> None:
         """Check how the mounts resolve on the engine's host, where it can be reached over SSH."""
-        host, mounts = self._options.host, [*self._options.mounts]
+        host, mounts = self._options.host, list_mounts(self._options)
         if not mounts or not host or not host.startswith("ssh://"):
             return  # on this machine the options were checked already
         answer = Shell(host, "").run(mount_query(mounts))

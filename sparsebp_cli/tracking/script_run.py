@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from sparsebp_cli.errors import TrackingError
 from sparsebp_cli.run.visible import mask
-from sparsebp_cli.tracking.store import experiment_id, one_line, open_client, resolve_uri
+from sparsebp_cli.tracking.store import experiment_id, one_line, open_client, resolve_uri, restore_infinity
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -51,7 +51,7 @@ class ScriptRun:
             found = client.get_run(self.run_id)
             if found.info.status == "RUNNING" or failed:
                 client.set_terminated(self.run_id, "FAILED" if failed else "FINISHED")
-            return {name: float(value) for name, value in found.data.metrics.items()}
+            return {name: restore_infinity(float(value)) for name, value in found.data.metrics.items()}
 
         return _ask(self.uri, close)
 

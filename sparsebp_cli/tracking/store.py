@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import shlex
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -112,6 +114,11 @@ def open_client(uri: str) -> MlflowClient:
     with sqlite_lock(uri):
         _create_database(uri)
         return MlflowClient(uri)
+
+
+def restore_infinity(value: float) -> float:
+    """Return a value as it was logged: MLflow's databases hold infinity as the largest float."""
+    return math.copysign(math.inf, value) if abs(value) == sys.float_info.max else value
 
 
 @contextmanager

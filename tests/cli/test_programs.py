@@ -384,6 +384,7 @@ def follow(document: Any, path: str) -> Any:
 def test_the_skill_has_the_front_matter_that_agents_read(call: Cli) -> None:
     import yaml
 
+    assert call("schema", "--skill", "-o", "json").returncode == 2
     shown = call("schema", "--skill").stdout
     assert shown == (ROOT / PAGES[1]).read_text(encoding="utf-8")
     _, front, body = shown.split("---\n", 2)

@@ -10,6 +10,7 @@ import pytest
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.run import History, RunFolder, State, create_run, home
 from sparsebp_cli.run.label import Labels
+from sparsebp_cli.study.store import StudyRecord
 from sparsebp_cli.target.archive import merge_into_run
 from sparsebp_cli.tracking.content import read_labels, tags
 
@@ -114,6 +115,19 @@ def test_a_tag_names_its_runs_in_every_command(call: Cli, three: list[RunFolder]
     done = call("show", "@bets")
     assert (done.returncode, done.stderr.count("\n")) == (102, 1)
     assert second not in list_ids(call, "--where", "tag~b*")
+
+
+def test_a_word_that_is_a_study_too_means_the_same_in_every_command(call: Cli, three: list[RunFolder]) -> None:
+    StudyRecord("first", "study.yaml", 0).save()
+    assert "study first has no report" in call("compare", "@first").stderr
+    assert call("tag", three[0].run_id, "best").returncode == 0
+    for name in ("last", "best"):
+        StudyRecord(name, "study.yaml", 0).save()
+    for words in (["compare", "@best"], ["archive", "@best", "--to", "best.tar.gz"]):
+        done = call(*words)
+        assert (done.returncode, done.stderr.count("@best is a study and a tag of runs")) == (2, 1)
+    last = json.loads(call("compare", "@last", "-o", "json").stdout)
+    assert [run["run_id"] for run in last["runs"]] == [three[2].run_id]
 
 
 @pytest.mark.parametrize("name", ["last", "2", "a=b", "a b", "-x", "", "x" * 41])

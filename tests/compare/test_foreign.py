@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import time
 from pathlib import Path
@@ -82,6 +83,19 @@ def test_our_last_value_is_the_one_that_mlflow_lists(store: ForeignStore) -> Non
     assert (
         {name: loaded.history.last(name) for name in loaded.history.metrics} == listed == {"eval_loss": 1.0, "f1": 0.4}
     )
+
+
+def test_an_infinite_loss_is_no_large_number(store: ForeignStore) -> None:
+    for seed in range(3):
+        store.add("base", {"lr": 1, "seed": seed}, {"eval_loss": curve(6, 3.0)})
+        store.add("new", {"lr": 2, "seed": seed}, {"eval_loss": [*curve(6, 3.0), (9, 9000, float("inf"))]})
+    runs = [one for one in store_candidates(store.uri) if one.loaded.name == "new"]
+    assert [one.loaded.history.last("eval_loss") for one in runs] == [math.inf] * 3
+    ids = [one.loaded.run_id for one in runs]
+    read = ClientSource(store.uri).find_series("eval_loss", ids)  # as from a server
+    assert [max(points)[2] for points in read.values()] == [math.inf] * 3
+    difference = compare(store).groups[1].quality.difference
+    assert difference is None or not math.isfinite(difference.mean)
 
 
 def test_a_parameter_that_ends_in_state_is_a_treatment(store: ForeignStore) -> None:

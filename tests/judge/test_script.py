@@ -104,9 +104,10 @@ def test_another_metric_or_direction_is_another_question_of_the_same_runs(reposi
     assert len(read_log(tmp_path)) == 1
 
 
-def test_a_metric_that_is_not_finite_is_a_run_that_diverged(repository: Path) -> None:
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "1e200"])  # the last one's square is infinite
+def test_a_metric_that_is_not_finite_is_a_run_that_diverged(repository: Path, value: str) -> None:
     git(repository, "checkout", "--quiet", "-b", "nan", "base")
-    (repository / "what.json").write_text('{"gain": 0, "value": "nan"}')
+    (repository / "what.json").write_text(json.dumps({"gain": 0, "value": value}))
     git(repository, "commit", "--quiet", "-am", "nan")
     arms = make_arms("nan")
     trial = arms.make_trial("candidate", 1)

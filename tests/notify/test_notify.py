@@ -200,10 +200,10 @@ def test_a_command_gets_the_event_and_its_failures_are_logged(settings: Path, tm
     assert "sleep took more than 0.2 s, and was ended" in log()
 
 
-def end(run: RunFolder, status: str, text: str = "") -> RunFolder:
+def end(run: RunFolder, status: str, text: str = "", **more: object) -> RunFolder:
     with JournalWriter(run.path) as journal:
         journal.attempt = 1
-        journal.write("end", status=status, step=3, text=text)
+        journal.write("end", status=status, step=3, text=text, **more)
     return run
 
 
@@ -231,6 +231,11 @@ def test_the_end_of_a_run_is_named_from_its_journal(
     assert (found and found.event) == name
     if found is not None:
         assert (found.facts["run_id"], found.facts["state"], found.facts["text"]) == (run.run_id, status, "a reason")
+
+
+def test_a_run_that_pauses_as_its_recipe_says_tells_nobody(write_recipe: Write) -> None:  # noqa: F811 - the fixture
+    run = end(write_run(write_recipe()), "interrupted", "paused", cause="paused")
+    assert complete(Event("", {"folder": str(run.path), "exit_code": 0, "is_asked": False})) is None
 
 
 def test_nothing_is_started_where_nobody_asked(settings: Path, monkeypatch: pytest.MonkeyPatch) -> None:

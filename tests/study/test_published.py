@@ -118,6 +118,23 @@ def test_a_scaled_study_is_the_file_with_scale_laid_over_it_under_a_name_of_its_
     assert small.paper.scaled == expected
 
 
+def test_a_scale_of_other_seeds_alone_changes_no_key_of_a_recipe(file: Path) -> None:
+    file.write_text(STUDY[: STUDY.index("scale:")] + "scale: {seeds: {report: 1-2}}\n")
+    small = load_study(file, scaled=True)
+    assert small.paper is not None
+    assert small.paper.scaled == ()
+    assert small.words == f"{file} --scaled"
+
+
+def test_the_command_that_goes_on_has_the_options_that_made_the_study(file: Path, cli: Cli) -> None:
+    text = STUDY.replace("{name: few}", "{name: cmudict, format: completion, eval_split: test}")
+    file.write_text(
+        text.replace("{name: small}", "{name: austen-llama}").replace('"sqlite:////dev/null/mlflow.db"', "null")
+    )
+    done = cli("study", str(file), "--scaled", "--target", "local", "--dry-run", "-o", "json")
+    assert json.loads(done.stdout)["next"] == [f"sparsebp study {file} --scaled --target local"]
+
+
 def test_a_section_that_a_dotted_key_of_the_arm_would_hide_is_refused(file: Path) -> None:
     text = STUDY.replace("dense: {}", "dense: {training.max_steps: 5}")
     file.write_text(text.replace("    topk: {policy.0.keep: 0.5}", "    dense: {training: {max_steps: 6}}"))

@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import BaseModel, ValidationError
@@ -209,14 +210,15 @@ def test_a_host_that_resolves_a_path_elsewhere_refuses_it() -> None:
         check_remote_mounts(mounts, "/srv/data\n/srv/more\n==\n" + table)
 
 
+@pytest.mark.parametrize("options", [{"mounts": ["/srv/data:/x"]}, {"hub_cache": "/srv/data"}])
 def test_the_host_over_ssh_is_asked_before_anything_is_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home_folder: Path
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home_folder: Path, options: dict[str, Any]
 ) -> None:
     (tmp_path / "docker").write_text(f"#!/bin/sh\necho ran >> {tmp_path}/docker-ran\n")
     (tmp_path / "docker").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(Shell, "run", lambda *_, **__: CommandResult(0, b"/etc\n==\n", ""))
-    engine = DockerEngine(DockerOptions(host="ssh://host", mounts=["/srv/data:/x"]))
+    engine = DockerEngine(DockerOptions(host="ssh://host", **options))
     with pytest.raises(UsageError, match=r"target.mounts on ssh://host: /srv/data \(/etc\) is not mounted"):
         engine.start([RunFolder(home_folder / "runs" / "0123456789ab")], 1)
     assert not (tmp_path / "docker-ran").exists()

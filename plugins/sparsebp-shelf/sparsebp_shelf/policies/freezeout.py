@@ -44,10 +44,10 @@ class FreezeOut(ParameterSelector):
     takes_schedules = False
 
     start: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(
-        0.8, description="Share of the training at which the lowest layer is frozen, in (0, 1); the last one's is 1."
+        0.8, description="Share of the training after which what is below the layers is frozen, in (0, 1)."
     )
     curve: Literal["linear", "cubic"] = Field(
-        "linear", description="How the ends of the layers lie between: evenly, or at the cubes of those shares."
+        "linear", description="Where the ends lie: evenly from start to 1, or at the cubes of these shares, start too."
     )
     scaled: bool = Field(
         False, description="Whether a layer's first rate is divided by its share, so that all have moved about as far."
