@@ -116,10 +116,13 @@ def sum_flops(run: LoadedRun) -> float | None:
 
 
 def count_work(runs: Sequence[LoadedRun], others: Sequence[LoadedRun]) -> tuple[float, float, float] | None:
-    """Return the cost of a step of each group in one unit, and of a dense step of the first; None if no unit fits
-    both."""
+    """Return the cost of a step of each group in one unit, and of a dense step of the first: FLOPs with the update, of
+    older runs the ratio on the same batch. None if no unit fits both."""
     if not runs or not others:
         return None
+    prices = find_price(runs), find_price(others)
+    if prices[0] is not None and prices[1] is not None:
+        return prices[0].flops, prices[1].flops, prices[0].dense_flops
     models = [
         {key: value for key, value in some[-1].flat.items() if key.startswith("model.")} for some in (runs, others)
     ]

@@ -172,8 +172,8 @@ class Speed:
         step_cost: Cost of a whole step in dense steps of the same batch: median and quartiles over probes, else over
             counts of FLOPs.
         cost_by: Source of the cost: ``probe``, ``flops``, or ``dense`` (the same work was counted); empty: unknown.
-        relative_cost: Cost of a whole step in dense steps of the baseline's batch; None where either cost is unknown or
-            their models differ.
+        relative_cost: FLOPs of a whole step, update included, over those of a dense step of the baseline; of older runs
+            the ratio of ``step_cost``, where their models are the same. None where either cost is unknown.
         step_price: FLOPs of a whole step, update included, over those of a dense step of the same batches; controls at
             equal cost are chosen by FLOPs. None for older runs, where ``step_cost`` chooses them.
         spent_flops: FLOPs of all steps of a run, on average; None for older runs.

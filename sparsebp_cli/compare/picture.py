@@ -45,7 +45,7 @@ PHASES = (("forward", "#56B4E9", ""), ("backward", "#D55E00", "//"), ("optimizer
 AXES: dict[Along, str] = {
     "step": "optimizer steps",
     "tokens": "tokens seen",
-    "cost": "cost in dense steps, by probes",
+    "cost": "cost in dense steps",
     "wall_time": "seconds of training, evaluation left out",
 }
 FEW = 40  # points of a curve that get a marker each
@@ -153,7 +153,7 @@ def draw_layers(figure: Figure, comparison: Comparison) -> None:
 
 
 COSTS = {
-    "dense_steps": ("cost of a step, in dense steps by probes", "quality and cost", 1.0),
+    "dense_steps": ("cost of a step, in dense steps of the baseline", "quality and cost", 1.0),
     "step_seconds": ("milliseconds a step (median)", "quality and time", 1000.0),
     "held_bytes": ("memory that a step holds (MB)", "quality and memory", 1e-6),
 }
@@ -304,14 +304,14 @@ def _cut_the_start(steps: Axes, costs: Axes, comparison: Comparison) -> None:
 
 
 def _draw_costs(axes: Axes, comparison: Comparison) -> None:
-    """Draw what a step costs by probes, and write the change of whole steps beside it where it is not withheld."""
+    """Draw what a step costs, and write the change of whole steps beside it where it is not withheld."""
     groups = [group for group in comparison.groups if group.speed.relative_cost is not None]
     for row, group in enumerate(groups):
         cost = group.speed.relative_cost or 0.0
         axes.barh([row], [cost], color=COLOURS[comparison.groups.index(group) % len(COLOURS)], height=0.55)
         axes.text(cost, row, f" {cost:.2f}{_describe_time(comparison, group)}", va="center", fontsize=8)
     _name_rows(axes, groups)
-    axes.set(xlabel="dense steps of the baseline's batch, by probes", title="what a step costs")
+    axes.set(xlabel="dense steps of the baseline's batch", title="what a step costs")
 
 
 def _draw_phases(axes: Axes, comparison: Comparison) -> None:

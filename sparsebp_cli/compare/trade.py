@@ -14,7 +14,7 @@ from statistics import fmean
 
 from sparsebp_cli.compare.comparison import Comparison, Group
 
-# Of a step: in dense steps of the baseline's batch, by probes; median seconds; the most that it holds.
+# Of a step: in dense steps of the baseline's batch; median seconds; the most that it holds.
 COSTS = ("dense_steps", "step_seconds", "held_bytes")
 
 

@@ -69,7 +69,8 @@ def _pareto(comparison: Comparison) -> Grid:
         "Beaten by: nowhere worse and somewhere better in these numbers over the shared seeds, whether by chance or "
         "not. A group stands at the baseline's mean plus its paired difference, and at the baseline's time and memory "
         "times their paired ratio; ± is the standard deviation over its own seeds. Cost of a step: in dense steps of "
-        "the baseline's batch, by probes. A dash: not measured, or withheld because the machine was busy."
+        "the baseline's batch, FLOPs with the update (of older runs time by probes). A dash: not measured, or "
+        "withheld because the machine was busy."
     )
     columns = ("group", comparison.metric, *(SHOW_COST[cost][0] for cost in costs), "beaten by")
     return Grid("Quality and cost", columns, tuple(rows), note, words_last=True)

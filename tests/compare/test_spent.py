@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from sparsebp_cli.compare import compare_runs
@@ -48,3 +50,21 @@ def test_flops_and_seconds_that_differ_by_more_than_a_tenth_are_named(
     assert low < seconds / 1.01 < high
     (spent,) = [grid for grid in grids(comparison) if grid.title == "Spent"]
     assert [(row[0], row[4]) for row in spent.rows] == [("dense", ""), ("topk", word)]
+
+
+@pytest.mark.parametrize("model", [{}, {"model": {"name": "other"}}])
+@pytest.mark.parametrize(("flops", "after"), [(1e9, 20.0), (0.5e9, 10.0)])
+def test_equal_cost_is_that_in_flops_whatever_probes_say(
+    make_run: MakeRun, model: dict[str, Any], flops: float, after: float
+) -> None:
+    """In its probes topk takes half of dense's time."""
+    runs = []
+    for seed in range(3):
+        runs.append(spend(make_run("dense", seed), 1e9, 0.1))
+        topk = make_run("topk", seed, policy=[{"name": "topk", "keep": 0.1}], exact=False, **model)
+        runs.append(spend(topk, flops, 0.1))
+    group = compare_runs(runs).groups[1]
+    (entry,) = group.quality.at_equal
+    assert group.speed.relative_cost == pytest.approx(flops / 1e9)
+    assert (entry.by, entry.amount) == ("cost", pytest.approx(after))
+    assert entry.quality == group.quality.final

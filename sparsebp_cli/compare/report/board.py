@@ -122,8 +122,8 @@ def make_board(comparison: Comparison) -> Board:
     rows = zip(own, *(cells for _, cells in columns), strict=True)
     note = (
         f"Differences to {base.label}, paired by seed [95% interval, from three seeds up]; the dashed line is no "
-        "difference. Cost of a step: in dense steps of the baseline's batch, by probes that take dense and policy in "
-        "turn. At equal cost: at the evaluation nearest to the cost, or else the time, of the cheaper of the two."
+        "difference. Cost of a step: in dense steps of the baseline's batch, FLOPs with the update (of older runs "
+        "time by probes). At equal cost: at the evaluation nearest to the cost, or else the time, of the cheaper one."
     )
     return Board(titles, tuple(BoardRow(n, groups[n].label, cells) for n, cells in enumerate(rows)), note)
 
