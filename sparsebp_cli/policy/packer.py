@@ -146,7 +146,8 @@ BATCH_PACKER = Kind(
             "what micro-batches share is not compiled", what="{policy} with prefixes: update", facts=_OF_UPDATES
         ),
         Rule(
-            "{other} and {policy} in one forward is not built with prefixes: update: give one of them",
+            "{other} and {policy} in one forward is not built with prefixes: update: give one of them, or try "
+            "prefixes: share",
             why="What several micro-batches share is computed before it is known what other policies choose in each.",
             policy=_OF_UPDATES,
             other={"kind": AllBut(("ParameterSelector",))},

@@ -337,14 +337,6 @@ def test_every_schema_describes_every_field() -> None:
             assert [name for name, field in fields if name != "kind" and not field.get("description")] == [], kind.name
 
 
-def test_an_old_archive_command_still_works(call: Cli, two_runs: None, tmp_path: Path) -> None:
-    done = call("archive", "dense", "-o", "old.tar.gz")
-    assert (done.returncode, (tmp_path / "old.tar.gz").is_file()) == (0, True)
-    assert "give --to FILE" in done.stderr
-    assert call("archive", "dense", "--to", "new.tar.gz", "-o", "xml").returncode == 2
-    assert read_document(call("archive", "dense", "-o", "json").stdout)["error"]["text"] == "archive needs --to FILE"
-
-
 # A client that knows a page, and nothing else.
 
 ROW = re.compile(r"^\| `(sparsebp .*)` \| `([\w-]+)` \| (\d+) \| (?:`(\w+)`)? ?\| (?:`(.+)`)? ?\|$", re.MULTILINE)
