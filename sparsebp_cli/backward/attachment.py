@@ -138,7 +138,7 @@ def attach(  # noqa: PLR0913 - what a training loop may give
     given = replace(given, states=states)
     extensions = _make_extensions(policies, model, given)
     savings = [extension for _, extension in extensions if isinstance(extension, InputSaving)]
-    # An optimizer with moments of projections has to draw those of the saver. See decision 59.
+    # An optimizer with moments of projections has to draw those of the saver. See decision 18.
     connect(savings, optimizer)
     for saving in savings:
         assert isinstance(adapter, LinearAdapter), "refused at other sites"
@@ -153,7 +153,7 @@ def attach(  # noqa: PLR0913 - what a training loop may give
         seed=seed,
         num_steps=num_steps,
         states=states,
-        # By their numbers and not by their place, since an override wraps the forward that it finds. See decision 100.
+        # By their numbers and not by their place, since an override wraps the forward that it finds. See decision 29.
         extensions=[
             *(extension for number, extension in extensions if number < Kind.EAGER_UPDATE),
             *choose_update(wrapped, optimizer, options.update, clipping),
@@ -183,7 +183,7 @@ def _make_adapter(
         model,
         options.exclude,
         may_be_empty=not any(kind.needs_linears for kind in kinds),
-        # Where nothing is asked, counting at every linear would only cost time. See decision 38. Beside a packer no
+        # Where nothing is asked, counting at every linear would only cost time. See decision 13. Beside a packer no
         # policy is asked at a linear.
         installs=not kinds or (any(kind.at_sites for kind in kinds) and not _packs(policies)),
         forms=forms,

@@ -168,7 +168,7 @@ class PhasedEngine:
         if phase is not self._phase:
             before, state = self.engine, self.engine.state_dict()
             self._replace(phase)
-            # What policies remember begins with their phase; the step's number and the like go on. See decision 46.
+            # What policies remember begins with their phase; the step's number and the like go on. See decision 103.
             self.engine.follow(before, state, step)
 
     def _replace(self, phase: PolicyPhase[Policy]) -> None:

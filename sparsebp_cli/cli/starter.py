@@ -117,7 +117,7 @@ def _check_recipes(files: dict[str, str]) -> None:
     from sparsebp_cli.starter import write_files
 
     recipes = {name: text for name, text in files.items() if name.endswith(".yaml") and name != "targets.yaml"}
-    # See decision 43.
+    # In a temporary folder first: a recipe that fails its check leaves nothing behind.
     with tempfile.TemporaryDirectory(prefix="sparsebp-") as folder:
         write_files(Path(folder), {name: text for name, text in files.items() if "/" not in name})
         for name in recipes:

@@ -94,7 +94,7 @@ def open_archive(path: Path) -> Path:
             with open_tar(packed) as archive:
                 for member in read_members(archive):
                     if _is_expected(member) and (content := archive.extractfile(member)):
-                        # By the size in the header, before a byte of it is unpacked. See decision 90.
+                        # By the size in the header, before a byte of it is unpacked. See decision 7.
                         _check_size(member)
                         _unpack(content, folder / member.name)
             while packed.read(CHUNK):  # to the end, where the checksum is

@@ -173,7 +173,7 @@ class _Builder:
             return Exclusion("diverged", f"diverged: {self.metric} is {value} {where}")
         if not run.repeats:
             return None
-        # The newest run of a seed could be chosen by its result. See decision 24.
+        # The newest run of a seed could be chosen by its result. See decision 10.
         return Exclusion("repeats", f"repeats seed {run.seed}, of which the first run counts: {run.repeats}")
 
     def _difference(self, group: str, other: str) -> Difference | None:

@@ -175,7 +175,7 @@ def find_outcomes(where: str) -> list[str]:
 def _named(candidates: Sequence[RunCandidate], word: str, place: str) -> list[RunCandidate]:
     if word.startswith("@"):
         count = "1" if word == "@last" else word[1:]
-        # A tag may not look like `last`, a number or an id, so it hides none of these. See decision 42.
+        # A tag may not look like `last`, a number or an id, so it hides none of these. See decision 118.
         if not count.isdecimal() and (tagged := [c for c in candidates if count in c.labels.tags]):
             return tagged[::-1]
         if not count.isdecimal() or not 0 < int(count) <= len(candidates):

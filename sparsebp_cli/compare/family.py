@@ -78,7 +78,7 @@ def _share_spread(differences: Sequence[Difference | None], *, ratio: bool) -> l
         return list(differences)
     own = [(d.n - 1) for d in tested]
     pooled = math.sqrt(sum(df * (d.sd or 0.0) ** 2 for df, d in zip(own, tested, strict=True)) / sum(own))
-    # Never more degrees of freedom than equal noise would give. See decision 24.
+    # Never more degrees of freedom than equal noise would give. See decision 10.
     df = min(sum(own) / (1 + (len(own) - 1) * EQUAL_NOISE), _estimate_df(tested, ratio=ratio))
     return [
         replace(d, error=max(d.sd or 0.0, pooled) / math.sqrt(d.n), df=df) if d in tested and df > d.n - 1 else d

@@ -14,7 +14,7 @@ from sparsebp_cli.compare.loaded import LoadedRun
 from sparsebp_cli.errors import UsageError, did_you_mean
 from sparsebp_cli.plan import content_hash
 
-# See decision 23.
+# See decision 2.
 SEEDS = ("seed", "random_seed")  # of other programs
 PER_RUN = ("output_dir", "run_name", "logging_dir")  # transformers' callback logs them
 OUR_SEED = "training.seed"

@@ -16,7 +16,7 @@ from sparsebp_cli.compare.statement import LEVEL, Number, Outcome, Statement, Su
 from sparsebp_cli.compare.statistics import FEWEST_PAIRS, Difference, Quartiles
 from sparsebp_cli.run import metric as names
 
-# See decision 85.
+# See decision 10.
 ROUNDING = 0.005  # of the metric's value: the mean over seeds of what training makes of an exact policy's rounding
 # The same in one seed: 1.7 % was seen after 220 steps, of a gradient that was off by 4e-7 (docs/results/fast.json).
 ROUNDING_OF_A_SEED = 0.025

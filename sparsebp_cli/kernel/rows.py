@@ -30,7 +30,7 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-# Fixed tiles: an autotuner picks by the clock, and with the tile the order of a sum. See decision 61.
+# Fixed tiles: an autotuner picks by the clock, and with the tile the order of a sum. See decision 60.
 WIDE = Tile(128, 256, 64, 8, 3)  # on Hopper alone: older tensor cores need more registers than there are
 LARGE = Tile(128, 128, 64, 8, 3)
 SMALL = Tile(64, 64, 64, 4, 4)

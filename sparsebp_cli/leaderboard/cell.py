@@ -1,7 +1,7 @@
 """Cells that are trained again: drawn at random by whoever checks, and compared with what the archive says.
 
 Same code, same kind of machine: the same bits. Elsewhere rounding differs, and a training carries that on. A quarter of
-the standard deviation over seeds is allowed: less than any statement rests on. See decision 143.
+the standard deviation over seeds is allowed: less than any statement rests on. See decision 39.
 """
 
 from __future__ import annotations

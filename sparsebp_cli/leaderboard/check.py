@@ -29,7 +29,7 @@ from sparsebp_cli.study.loader import LoadedStudy, load_study
 from sparsebp_cli.study.rebuild import rebuild
 from sparsebp_cli.study.store import Listed, StudyRecord, find_archived, has_plan
 
-NEAR = 0.02  # of a budget: as near as a price is measured. See decision 98.
+NEAR = 0.02  # of a budget: as near as a price is measured. See decision 22.
 ROUNDING = 1e-6  # of a sum of thousands of steps
 
 

@@ -11,7 +11,7 @@ have nu = 1 / p - 1 and r = p: exactly 1, as they must.
 What it assumes, and so where it fails: an error whose mean is not zero does not average out over steps (*bias*, a
 number of its own; the law bounds such a method from one side at most); the trace weighs all directions alike (so the
 error is measured in the metric of the optimizer: AdamW divides each entry by the root of its second moment; and once
-more with the loss's curvature between, since where the loss is flat an error costs nothing in its step: decision 141);
+more with the loss's curvature between, since where the loss is flat an error costs nothing in its step: decision 108);
 early in training gradients are signal more than noise; clipping and Adam bound what heavy tails the trace counts.
 
 This module holds the arithmetic and the verdict. It is a null hypothesis for a method, not a promise.

@@ -87,7 +87,7 @@ def shorten(value: str) -> str:
 
 def is_free(change: FieldChange) -> bool:
     """Return whether no number depends on a field."""
-    # Numbers depend on how many processes share a step, on other fields of the target not. See decision 28.
+    # Numbers depend on how many processes share a step, on other fields of the target not. See decision 7.
     return change.is_under(FREE) and not change.is_under(["target.processes"])
 
 

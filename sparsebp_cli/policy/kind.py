@@ -53,7 +53,7 @@ class Kind:
     """
 
     # Extensions of packages change a model behind all that are built in; the eager update, which frees gradients, comes
-    # behind every extension that sees them. See decision 101.
+    # behind every extension that sees them. See decision 29.
     OF_PACKAGES: ClassVar[int] = 1_500
     EAGER_UPDATE: ClassVar[int] = 2_000
 

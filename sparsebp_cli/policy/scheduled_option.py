@@ -25,7 +25,7 @@ def is_schedulable(policy_class: type[Policy], option: str) -> bool:
     field = policy_class.model_fields.get(option)
     if field is None or not policy_class.takes_schedules or option in policy_class.constants:
         return False
-    # Not counts: a period that changed would shift the turns that follow. See decision 40.
+    # Not counts: a period that changed would shift the turns that follow. See decision 103.
     return float in _kinds(field.annotation)
 
 

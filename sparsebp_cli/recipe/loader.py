@@ -18,7 +18,7 @@ from sparsebp_cli.recipe.schema import NAME_PATTERN, Recipe
 
 LARGEST_BYTES = 64 * 1024
 PACKAGE = Path(__file__).resolve().parents[1]  # holds the recipes that ship, in folders
-# Only whether they exist is looked at; nothing of them is read. See decision 89.
+# Only whether they exist is looked at; nothing of them is read. See decision 27.
 MARKS = (".git", "pyproject.toml")  # of the top of a checkout, or of a source distribution
 
 

@@ -46,7 +46,7 @@ from sparsebp_cli.run.record import State
 from sparsebp_cli.run.visible import mask
 
 SHORTEST_PREFIX = 3
-# Beside the runs: one rename needs no other file system, no new folder and no inode. See decision 88.
+# Beside the runs: one rename needs no other file system, no new folder and no inode. See decision 7.
 DELETED = ".deleted-"  # begins the name of a run that is being deleted
 CACHE = "cache"  # folder of what policies of this run keep and can compute again; removed at its end, sent nowhere
 LOCK_PATIENCE_SECONDS = 0.5  # a process that reads the state holds a shared lock for a moment
@@ -148,7 +148,7 @@ class RunFolder:
 
     def state(self) -> State:
         """Return the run's state, derived from locks and journal, so it is right even if processes died silently."""
-        # See decision 3.
+        # See decision 2.
         state = self._recorded_state()
         if state in {State.QUEUED, State.INTERRUPTED} and self.cancel_file.exists():
             return State.CANCELLED

@@ -22,7 +22,7 @@ def find_source(name: str, group: str, folders: Sequence[Path] = ()) -> str | Pa
     """Return the loaded entry point of an installed name, the path of ``package:PACKAGE/PATH`` or of a local path
     (relative to the folders in order, by default the working folder), or else the hub id unchanged. Raise DataError if
     a path or package does not exist, or the entry point is broken."""
-    # Installed names first. See decision 6.
+    # Installed names first. See decision 27.
     for entry in entry_points(group=group):
         if entry.name == name:
             try:

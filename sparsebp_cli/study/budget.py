@@ -22,7 +22,7 @@ from sparsebp_cli.study.schema import FEWEST_STEPS, BudgetSection
 from sparsebp_cli.study.store import TrialStore
 from sparsebp_cli.study.trial import REHEARSED_STEPS, StudyTrial, TrialMaker, rehearse
 
-# See decision 83.
+# See decision 22.
 WITHIN = 0.02  # half of the 95% interval of a price, over it
 MOST_REHEARSED = 320  # steps: a price that is not known then is the best there is
 Steps = Mapping[int, int]  # position of a variant in the study to its optimizer steps; without those not known yet
@@ -84,12 +84,12 @@ def _rehearse(
     first, steps, budget = loaded.firsts[variant.arm], REHEARSED_STEPS, loaded.study.budget
     assert budget is not None
     while True:
-        # One seed for all arms, whose prices so are ratios over the same batches. See decision 98.
+        # One seed for all arms, whose prices so are ratios over the same batches. See decision 22.
         (trial,) = maker.make("rehearse", variant.arm, "", rehearse(variant.recipe, first.recipe, steps), [0])
         yield trial
         run = store.load(trial)
         price = None if run is None or not run.finished else read_price(run, budget)[0]
-        # See decision 98.
+        # See decision 22.
         if price is None or price.half_width <= WITHIN or 2 * steps > min(MOST_REHEARSED, count_own(price)):
             return
         steps *= 2

@@ -209,7 +209,7 @@ class StudyRecord:
         """Return the list as an archive has it, with the name of the member. Of the runs in ``thin`` the archive has
         thin journals."""
         begun = [RunFolder(home() / "runs" / trial.run_id) for trial in self.trials]
-        # They show that the archive is the one of its list, and are no signature. See decision 94.
+        # They show that the archive is the one of its list, and are no signature. See decision 39.
         # One that was stopped before its worker began has a plan alone.
         begun = [run for run in begun if run.plan_file.is_file() and (run.path / JOURNAL).is_file()]
         digests = {run.run_id: digest_journal(run, is_thin=run.run_id in thin) for run in begun}

@@ -193,7 +193,7 @@ def _append_journal(mine: Path, theirs: Path) -> None:
     (here, here_unreadable), (there, there_unreadable) = _count_lines(mine.parent), _count_lines(theirs.parent)
     if there_unreadable < here_unreadable and there >= here:
         durable.move(theirs, mine)
-        # The tracking store is sent everything again, and stores each point once. See decision 91.
+        # The tracking store is sent everything again, and stores each point once. See decision 9.
         send_again(mine.parent)
     else:
         durable.move(theirs, mine.with_name(f"there-{JOURNAL}"))

@@ -63,7 +63,7 @@ class RemoteRun:
     def adopt_worker(self) -> bool:
         """Follow the run's worker if the engine already has one, and return whether it has."""
         known = self._launch.handle
-        # A text that can be no handle is never followed: the engine is asked for the run. See decision 91.
+        # A text that can be no handle is never followed: the engine is asked for the run. See decision 9.
         handle = known if self._engine.is_handle(known) else self._engine.find(self.run)
         if handle is None:
             return False

@@ -48,7 +48,7 @@ def add_adapters(model: PreTrainedModel, section: ModelSection, architecture: Ar
             kind in READERS[section.quantization.type] or content.get("init_lora_weights") in CHANGES_BASE
         ):
             raise DataError(f"{section.adapter}: this kind of adapter needs a base without model.quantization")
-        # A file of a newer peft may have keys that this one does not know. See decision 113.
+        # A file of a newer peft may have keys that this one does not know. See decision 112.
         known = {"base_model_name_or_path", "task_type", "peft_type", *find_adapter_options(kind)}
         config = PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(str(content["peft_type"]))](
             **{key: value for key, value in content.items() if key in known and key != "peft_type"}

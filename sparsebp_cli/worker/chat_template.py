@@ -87,7 +87,7 @@ def main(source: TextIO, target: TextIO) -> None:
         def now(cls, tz: object = None) -> datetime:  # type: ignore[override]  # noqa: ARG003 - there is one day
             return TODAY
 
-    # The name that its strftime_now reads: no argument gives it a clock. See decision 79.
+    # The name that its strftime_now reads: no argument gives it a clock. See decision 76.
     vars(chat_template_utils)["datetime"] = FixedClock
     request = json.load(source)
     # RLIMIT_AS bounds the whole address space, so what the process has by now is added.

@@ -139,7 +139,7 @@ class ChosenEpochs:
         if visits is not None:
             weight_N[:] = 0.0
             weight_N[visits.index_K.numpy()] = visits.weight_K.numpy()
-        # A dense epoch's order without the others: keeping all is dense to the last bit. See decision 51.
+        # A dense epoch's order without the others: keeping all is dense to the last bit. See decision 45.
         order_K = self._shuffle.draw(number, None if visits is None else weight_N > 0.0)
         if not len(order_K):
             raise UsageError(f"{type(self._policy).__name__} visits no example in epoch {number}")

@@ -21,7 +21,7 @@ from sparsebp_cli.recipe.schema import DatasetSection
 from sparsebp_cli.source.column import Rows
 from sparsebp_cli.worker.encoding import IGNORED, Encoded, Example, encode_text
 
-# BERT's. See decision 81.
+# BERT's. See decision 76.
 PREDICTED, MASKED, RANDOM = 0.15, 0.8, 0.1  # of the tokens; of the predicted ones
 
 
@@ -62,7 +62,7 @@ class Gaps:
 
     def draw(self, example: Example, *key: object) -> Example:
         """Return an example with gaps that follow from the key: at least one, if it has a token that may be one."""
-        # A function of its key alone, such as seed and place: a resumed run needs no state. See decision 81.
+        # A function of its key alone, such as seed and place: a resumed run needs no state. See decision 76.
         digest = hashlib.sha256(" ".join(map(str, key)).encode()).digest()
         # By name: default_rng may be another generator in a later NumPy.
         generator = np.random.Generator(np.random.PCG64(int.from_bytes(digest[:16], "little")))

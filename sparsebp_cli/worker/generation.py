@@ -74,7 +74,7 @@ class Generator:
         ends = {end for prompt in prompts for end in prompt.ends}
         for given in (getattr(own, "eos_token_id", None), self.tokenizer.eos_token_id):
             ends |= set(given) if isinstance(given, list) else set() if given is None else {given}
-        # See decision 110.
+        # See decision 10.
         return GenerationConfig(
             do_sample=False,
             num_beams=1,

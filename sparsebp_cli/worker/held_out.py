@@ -51,7 +51,7 @@ def draw_rows(keys: Sequence[str], number: int, section: DatasetSection) -> list
         )
     if len(groups) < 3 and not by_document and min(map(len, groups.values())) > number:
         groups = {f"{key}\0{n}": [row] for key, rows in groups.items() for n, row in enumerate(rows)}
-    # See decision 77.
+    # See decision 25.
     order = sorted(groups, key=hash_text)
     taken: list[str] = []
     free = number

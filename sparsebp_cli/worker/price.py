@@ -22,7 +22,7 @@ from sparsebp_cli.run import metric
 from sparsebp_cli.worker.step_kind import CountedSteps, StepKind
 
 Shape = tuple[float, float]  # examples and padded length of a micro-batch
-# See decisions 82, 95 and 135.
+# See decision 22.
 FIRST, MOST = 8, 32  # each phase begins with so many counted steps; with a limit of work one of MOST at least follows
 SELDOM = 16  # without a limit, one of so many steps is counted at most after the first ones
 NEW = 4  # more for each kind of step that none of the counted ones was

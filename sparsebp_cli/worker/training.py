@@ -205,7 +205,7 @@ class Training:
             self._tell_graphs()
             self.step += 1
             self._log(values | self.measurement.after(self.step))
-            # Before the checkpoint of this step, whose engine state is that of the next phase. See decision 46.
+            # Before the checkpoint of this step, whose engine state is that of the next phase. See decision 103.
             if self.phase is not self.phases.at(self.step - 1):
                 self._attach(self.phase)
                 self.journal.write("note", level="info", text=self.phases.describe(self.phase))

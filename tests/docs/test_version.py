@@ -11,7 +11,7 @@ import yaml
 
 from tests.docs.block import ROOT
 
-KINDS = ["Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"]
+KINDS = ["Breaking", "New", "Fixed"]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 

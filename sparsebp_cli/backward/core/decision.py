@@ -165,7 +165,7 @@ class _Rule:
         if step.index < length:
             keep: float = selector.model_dump(include={"keep"})["keep"]  # the contract checks that it has one
             policy = selector.model_copy(update={"keep": keep ** (step.index / length)})
-        # A policy computes its properties at each reading, so what cannot change is read once. See decision 34.
+        # A policy computes its properties at each reading, so what cannot change is read once. See decision 1.
         is_fixed = type(policy).budget_at is GradientSelector.budget_at
         budget = Budget.of(policy.budget) if is_fixed else None
         last_change = math.inf if selector.schedules else length
@@ -275,7 +275,7 @@ class SiteDecisions:
         if rule is not None:
             budget = rule.budget or Budget.of(rule.policy.budget_at(site, step))
             if grad_NO.numel() > 0:
-                # A decision sees the gradient as it is, a measure sees it without the loss scale. See decision 70.
+                # A decision sees the gradient as it is, a measure sees it without the loss scale. See decision 18.
                 if rule.has_state and self.states.watches(rule.selector, SiteGradient):
                     whole = replace(seen, grad_NO=self.states.unscale(grad_NO))
                     self.states.see(rule.selector, SiteGradient(site.name, whole), step)

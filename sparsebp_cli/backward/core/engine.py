@@ -314,7 +314,7 @@ class Engine:
         before the forward, since that work is not in the graph.
         """
         number = self._counter.num_backwards + 1
-        # See decision 26.
+        # See decision 4.
         if not self.enabled or self._clock.draw or number & (number - 1):  # 0 for powers of two alone
             return False
         unknown = self._counter.products.unknown

@@ -50,7 +50,7 @@ class LossWeights:
 
     def _before(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         kwargs = dict(kwargs)
-        # Evaluations do not weigh. See decision 80.
+        # Evaluations do not weigh. See decision 5.
         weight_BT = kwargs.pop(LOSS_WEIGHT, self.given if torch.is_grad_enabled() else None)
         if weight_BT is not None:
             self._loss.weight_BT, self._loss.was_called = weight_BT, False

@@ -67,7 +67,7 @@ class Trials:
             for part in self._trying:
                 found = []
                 for decision in self._states.wanted(part.policy, step):
-                    # All passes start from the same random numbers, so that only the decision differs. See decision 38.
+                    # All passes start from the same random numbers, so that only the decision differs. See decision 13.
                     rewind.start()
                     trial = _as_pass(decision)
                     with self._states.trying(part.policy, step, trial.state):

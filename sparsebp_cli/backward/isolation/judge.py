@@ -38,7 +38,7 @@ from sparsebp_cli.backward.patch.rng import capture_generators
 # gradient between passes whose factors are powers of two.
 OUTPUT_LIMITS = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 LEAK_LIMITS = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-3}
-# Exact in every dtype: a clean batch gives equal bits, and the limit need not allow for rounding. See decision 73.
+# Exact in every dtype: a clean batch gives equal bits, and the limit need not allow for rounding. See decision 20.
 FACTORS = tuple(sign * 2.0**power for power in range(-4, 4) for sign in (1, -1))
 CLEAR = 30  # times the limit: above it no rounding of the model needs to be measured
 MOST_COST = 9  # thirds of a plain step: pairs are found as far as this allows, one backward for each reading example

@@ -101,7 +101,7 @@ class _LayerOverride(ForwardOverride):
         if hidden.dim() < EXAMPLES_BY_ROWS:
             return result  # rows of no known example: linears count them as one
         extension.check_shape(hidden)
-        # Inside of the layer's forward, so that checkpointing decides once. See decision 48.
+        # Inside of the layer's forward, so that checkpointing decides once. See decision 103.
         sampled = _Sampled.apply(hidden, extension, self._output)  # type: ignore[no-untyped-call]
         return (sampled, *result[1:]) if isinstance(result, tuple) else sampled
 

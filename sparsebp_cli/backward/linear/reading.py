@@ -29,7 +29,7 @@ class SharedNorm:
     def of(self, x: Tensor) -> Tensor:
         """Return the norm of each row of an input, (N,)."""
         last = None if self._input is None else self._input()
-        # See decision 36.
+        # See decision 103.
         if last is not x or self._version != version_of(x):
             self._norm_N = row_norm(x)
             self._input, self._version = weakref.ref(x, self._drop), version_of(x)

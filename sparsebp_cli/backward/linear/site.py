@@ -162,7 +162,7 @@ class LinearAdapter(SiteAdapter):
 def _is_plain(module: nn.Module) -> bool:
     """Whether a layer's weight is an ordinary real tensor: not parametrized or sharded. One without data, of
     FakeTensorMode, stands for such a tensor."""
-    # Reading such a weight computes it: spectral_norm's would move its estimate, and so the training. See decision 21.
+    # Reading such a weight computes it: spectral_norm's would move its estimate, and so the training. See decision 13.
     if is_parametrized(module):
         return False
     weight = weight_of(module)

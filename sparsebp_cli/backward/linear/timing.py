@@ -40,7 +40,7 @@ from sparsebp_cli.policy import (
 from sparsebp_cli.run.break_even import FormTime
 
 ROUNDS = 5  # in each, every share is timed once in both ways
-# See decision 65.
+# See decision 60.
 MOST_SECONDS = 10.0
 REPEATS_ON_CUDA = 4  # passes between two waits for the device, which training does not wait for either
 BLOCK = (32, 32)  # of policies that cannot be asked

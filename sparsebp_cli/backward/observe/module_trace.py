@@ -114,7 +114,7 @@ class ModuleTrace:
         if not is_in_backward():
             return
         state = self._thread
-        # The nodes that a forward makes have the numbers between its entry and its exit. See decision 11.
+        # The nodes that a forward makes have the numbers between its entry and its exit. See decision 4.
         state.starts.append(next_sequence_number())
         state.names.append(state.running[-1] if state.running else None)
 

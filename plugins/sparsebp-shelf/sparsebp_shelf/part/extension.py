@@ -213,7 +213,7 @@ class PartExtension:
     def _write(self) -> None:
         for each in self._overrides.values():
             # Copied, even if contiguous: through a view the optimizer would change a saved weight, and autograd would
-            # not notice. See decision 49.
+            # not notice. See decision 16.
             each.part.write(each.form.by_output(weight_of(each.module)), each.leaf)
 
     def _describe(self) -> str:

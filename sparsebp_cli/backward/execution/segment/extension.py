@@ -137,7 +137,7 @@ class Segments:
         if places and any(t.requires_grad for t in (*given, *recorded.parameters)):
             work = SegmentWork(recorded, tuple(places), len(given), self._checked)
             # Parameters are inputs of the node: autograd adds up their gradients, and hooks on them need not know of
-            # segments. See decision 17.
+            # segments. See decision 18.
             results = SegmentFunction.apply(work, [leaves[n] for n in places], *given, *recorded.parameters)  # type: ignore[no-untyped-call]
             for place, result in zip(places, results, strict=True):
                 leaves[place] = result

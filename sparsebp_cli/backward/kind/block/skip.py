@@ -24,7 +24,7 @@ def skip(part: BlockPart, args: Sequence[object], kwargs: Mapping[str, object]) 
         raise UnsupportedError(f"{part.name!r} gets no tensor, so it is not known what it adds to the residual stream")
     if part.role == "before":
         return hidden_BTD
-    # See decision 55.
+    # See decision 13.
     zeros_BTD = hidden_BTD.new_zeros(hidden_BTD.shape if part.is_written else ()).expand(hidden_BTD.shape)
     return (zeros_BTD, *[None] * (part.num_outputs - 1)) if part.num_outputs else zeros_BTD
 

@@ -165,7 +165,7 @@ class ExamplesOverride(ForwardOverride):
         training = self._model.training and torch.is_grad_enabled()
         if args and args[0] is self._model:  # accelerate's wrapper calls a forward it has wrapped as a method
             args = args[1:]
-        # The model's own forward knows no such argument. See decision 63.
+        # The model's own forward knows no such argument. See decision 45.
         row_B = kwargs.pop(EXAMPLE_ROW, None) if self._policy.reads_rows else None
         reference_BT = kwargs.pop(REFERENCE_COLUMN, None) if self._extension.compares else None
         if self.is_removed or not (training and self._engine.enabled):
@@ -250,7 +250,7 @@ class ExamplesOverride(ForwardOverride):
         """Run the chosen examples; their losses, times their weights, are divided by ``num_items``, or by the share of
         it that the weighted targets have of the batch's ``targets``."""
         labels, return_dict = _tensor(chosen, "labels"), chosen.pop("return_dict", None)
-        # The first forward alone pays for the model's own loss, which is compared. See decision 44.
+        # The first forward alone pays for the model's own loss, which is compared. See decision 5.
         given = chosen if not self._is_compared else {name: chosen[name] for name in chosen if name not in _OF_LOSS}
         output = cast("ModelOutput", self._inner(**given, return_dict=True))
         logits, target_K = check_logits(output.logits, labels), count_targets(labels)
@@ -314,7 +314,7 @@ class ExamplesOverride(ForwardOverride):
         assert extension.validation is not None
         assert extension.optimizer is not None
         self._check_labels(labels)
-        # By the step's generator, so that a resumed run draws the same. See decision 64.
+        # By the step's generator, so that a resumed run draws the same. See decision 25.
         generator = step.generator(_VALIDATION)
         index_V = torch.randperm(len(_tensor(extension.validation, "labels")), generator=generator)
         drawn = take_examples(extension.validation, index_V[: self._policy.at(step).num_validation])
@@ -325,7 +325,7 @@ class ExamplesOverride(ForwardOverride):
             _fill(found.loss_B.float(), count_targets(labels) > 0),
             product_B=found.product_B,
             product_BB=found.product_BB,
-            # The paper's step has the rate of the optimizer, not one of its own. See decision 64.
+            # The paper's step has the rate of the optimizer, not one of its own. See decision 25.
             learning_rate=float(extension.optimizer.param_groups[0]["lr"]),
         )
 

@@ -155,7 +155,7 @@ class GradientProducts:
                 f"{self._what} needs to know the example of each row, and at {name!r} {rows.unknown}; exclude it"
             )
         x_BTD = x.detach().reshape(group.number, -1, x.shape[-1])
-        # The edge, since the output may be changed in place later. See decision 64.
+        # The edge, since the output may be changed in place later. See decision 25.
         group.calls.setdefault(name, []).append((x_BTD, get_gradient_edge(output)))
 
     def _find_losses(self, given: Arguments, forward: Forward) -> Tensor:

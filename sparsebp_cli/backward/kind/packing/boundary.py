@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from sparsebp_cli.errors import UnsupportedError
 
 # Not 0, where the gradient of a square or of an absolute value is 0 and would not show that the loss reads it. See
-# decision 66.
+# decision 33.
 FILLER = 1.0
 
 

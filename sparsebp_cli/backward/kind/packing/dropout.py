@@ -92,7 +92,7 @@ class _RowDropout(ForwardOverride):
         layout = None if self.is_removed or not module.training else self._owner.find_layout(x)
         if layout is None:
             return self.run_covered(module, x)
-        # The whole batch's mask, so that the generator stands where the plain step would leave it. See decision 71.
+        # The whole batch's mask, so that the generator stands where the plain step would leave it. See decision 33.
         whole_BTD = torch.ones((*layout.shape, x.shape[-1]), dtype=x.dtype, device=x.device)
         mask_BTD = dropout(whole_BTD, module.p)  # drawn as it is of a plain batch of this shape, type and device
         return x * mask_BTD.flatten(0, 1).index_select(0, layout.source_N)

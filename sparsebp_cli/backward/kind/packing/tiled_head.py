@@ -23,7 +23,7 @@ from sparsebp_cli.backward.core.loss_weight import WeightedLoss
 from sparsebp_cli.backward.kind.packing.tiles import DTYPES, Tail, TiledLoss, TileJob
 from sparsebp_cli.backward.patch.forward import call_module, replace_forwards
 
-# Rows of a tile at least: products of fewer are slow. Chosen; a CPU is as fast with 32 as with 128 (decision 131).
+# Rows of a tile at least: products of fewer are slow. Chosen; a CPU is as fast with 32 as with 128 (decision 128).
 MIN_ROWS = {"cpu": 64}
 MIN_ROWS_ELSEWHERE = 256
 # Chosen: what the logits of a small model take is not worth the calls.

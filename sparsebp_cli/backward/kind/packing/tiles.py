@@ -6,7 +6,7 @@ row (U, D), and by the head's weight (V, D). The products are those of the plain
 
 Tiles of rows with gradients in the forward are those of Liger-Kernel's fused linear cross entropy (Hsu et al., 2024,
 https://arxiv.org/abs/2410.10989) and of PyTorch's ``linear_cross_entropy``. We differ: rows that several targets share
-run once, targets have weights, and logits may be scaled or capped. Decision 131 has what was measured of the others.
+run once, targets have weights, and logits may be scaled or capped. Decision 128 has what was measured of the others.
 
 Shape letters: U rows of the head, I targets, each of a row, K rows of a tile, D width, V vocabulary.
 """

@@ -91,7 +91,7 @@ class LearningRates:
             for number, group in enumerate(groups)
             for shown in _split(group, self._held[str(number)], factors)
         ]
-        # For this step alone: schedules, the log and the optimizer's state_dict see the user's own. See decision 52.
+        # For this step alone: schedules, the log and the optimizer's state_dict see the user's own. See decision 16.
         self._optimizer.param_groups = [shown for shown, _ in self._shown]
 
     def _restore(self) -> None:

@@ -1,7 +1,7 @@
 """Frozen lower layers that run once for each example: at its other visits the last one returns what it returned then.
 
 All frozen layers but the last pass their input on and note what they were given; the last one finds what is known of
-the batch, runs all of them for the rest, and returns both. See decision 122.
+the batch, runs all of them for the rest, and returns both. See decision 16.
 """
 
 from __future__ import annotations
