@@ -123,6 +123,19 @@ def test_a_command_that_takes_too_long_is_ended_with_its_children() -> None:
     assert [process for process in new if "303" in (process.info["cmdline"] or ())] == []
 
 
+@pytest.mark.parametrize("size", [3, 1 << 20])
+@pytest.mark.parametrize("delay", ["0", "2.5"])
+def test_a_command_that_reads_its_input_late_gets_all_of_it(delay: str, size: int) -> None:
+    tool = Tool("here", always, timeout_seconds=60.0)
+    assert tool.run(["sh", "-c", f"sleep {delay}; wc -c"], given=b"x" * size).text == str(size)
+
+
+def test_a_command_that_never_reads_its_input_is_ended_at_its_limit() -> None:
+    tool = Tool("here", always, timeout_seconds=0.5)
+    with pytest.raises(UnreachableError, match=r"took longer than 0\.5 s"):
+        tool.run(["sleep", "305"], given=b"x" * (1 << 20))
+
+
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
 def test_a_file_system_without_locks_is_told_by_doctor_and_before_a_run(
     call: Cli, write_recipe: Write, home_folder: Path, monkeypatch: pytest.MonkeyPatch, number: int
