@@ -69,7 +69,7 @@ class Tool:
         """Run a command to its end, with ``given`` as standard input; the code is not 0 when the target refused. Raises
         ``UnreachableError`` when it did not get through or took too long, ``UsageError`` when there is no such program
         here."""
-        # Files, not pipes: a connection that ssh keeps would hold a pipe open, and a slow command can read its input late.
+        # Files, not pipes: a connection that ssh keeps would hold a pipe open, and a slow command reads its input late.
         with TemporaryFile() as asked, TemporaryFile() as out, TemporaryFile() as errors:
             asked.write(given)
             asked.seek(0)
