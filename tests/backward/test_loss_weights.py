@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import sparsebp_cli as sbp
 from sparsebp_cli.errors import UnsupportedError, UsageError
@@ -112,3 +114,64 @@ def test_what_the_weights_would_not_reach_is_refused() -> None:
     linear = nn.Sequential(nn.Linear(2, 2))
     with sbp.attach(linear, []) as engine, pytest.raises(UnsupportedError, match="which Sequential does not compute"):
         engine.columns(loss_weight=torch.ones(1, 2))
+
+
+MIXING: dict[str, dict[str, Any]] = {
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6, "num_key_value_heads": 2},
+}
+
+
+def _mixing(family: str) -> nn.Module:
+    """A decoder whose plain step mixes the texts of a row, since its mask does not follow position numbers."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    places = {"num_attention_heads": 4, "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": 0}
+    config = AutoConfig.for_model(family, **sizes, **places, **MIXING[family])
+    model: nn.Module = AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", experts_implementation="eager"
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape), alpha=0.1)
+    return model.train()
+
+
+@pytest.mark.parametrize("family", list(MIXING))
+@pytest.mark.parametrize("verify", ["first", "always"])
+def test_weights_outlast_a_comparison_with_each_example_alone(family: str, verify: str) -> None:
+    """Where the plain step mixes the texts of a row, examples run alone inside of the model's own forward."""
+    model, generator = _mixing(family), torch.Generator().manual_seed(3)
+    calls: list[int] = []
+    hook = model.register_forward_hook(lambda *_: calls.append(0))
+    with sbp.attach(model, sbp.make_policy("lossless", verify=verify)) as engine:
+        for number in range(2):
+            ids = torch.randint(3, 40, (1, 18), generator=generator)
+            places = torch.cat([torch.arange(7), torch.arange(11)])[None]
+            labels = ids.masked_fill(places == 0, IGNORED)
+            weight_BT = torch.randint(0, 3, ids.shape, generator=generator).float()
+            wanted = _each_alone(engine, model, ids, labels, weight_BT, places)
+            model.zero_grad(set_to_none=True)
+            calls.clear()
+            engine.columns(loss_weight=weight_BT)
+            engine.backward(model(input_ids=ids, position_ids=places, labels=labels, use_cache=False).loss)
+            got = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+            assert distance(got, wanted) < 2e-5, number
+            assert len(calls) == 1, "hooks of a script see the forwards that it makes, and no other"
+    hook.remove()
+
+
+def _each_alone(
+    engine: sbp.Engine, model: nn.Module, ids: Tensor, labels: Tensor, weight_BT: Tensor, places: Tensor
+) -> list[Tensor]:
+    """Autograd on the weighted sum over texts, each in a plain forward of its own."""
+    model.zero_grad(set_to_none=True)
+    starts = [*(places[0] == 0).nonzero()[:, 0].tolist(), ids.shape[1]]
+    loss, count = torch.zeros(()), 0
+    with engine.disabled():
+        for start, end in pairwise(starts):
+            logits = model(input_ids=ids[:, start:end], use_cache=False).logits[0, :-1]
+            nll = nn.functional.cross_entropy(logits, labels[0, start + 1 : end], reduction="none")
+            loss, count = loss + (nll * weight_BT[0, start + 1 : end]).sum(), count + end - start - 1
+        (loss / count).backward()
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]

@@ -38,7 +38,10 @@ class LossWeights:
         self.given: Tensor | None = None  # of the next forwards with gradients, until it is changed
         # Whether a loss of the script's own may have them: where a policy leaves out rows of weight 0.
         self.may_be_own = False
-        before = model.register_forward_pre_hook(self._before, with_kwargs=True)
+        # What each running forward found: a model may call itself, and what it does inside has weights of its own.
+        self._outer: list[tuple[Tensor | None, bool, bool]] = []
+        # First, so that it has run wherever the other one runs.
+        before = model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
         # always_call: a forward that fails must not leave its weights to the next one.
         after = model.register_forward_hook(self._after, with_kwargs=True, always_call=True)
         self._handles = (before, after)
@@ -51,21 +54,30 @@ class LossWeights:
     def _before(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         kwargs = dict(kwargs)
         # Evaluations do not weigh. See decision 5.
-        weight_BT = kwargs.pop(LOSS_WEIGHT, self.given if torch.is_grad_enabled() else None)
-        if weight_BT is not None:
-            self._loss.weight_BT, self._loss.was_called = weight_BT, False
-            self._causal.loss_function = self._loss
+        given = self.given if torch.is_grad_enabled() and not self._outer else None
+        weight_BT = kwargs.pop(LOSS_WEIGHT, given)
+        is_installed = self._causal.__dict__.get("_loss_function") is self._loss
+        self._outer.append((self._loss.weight_BT, self._loss.was_called, is_installed))
+        self._install(weight_BT, was_called=False, is_installed=weight_BT is not None)
         return args, kwargs
 
+    def _install(self, weight_BT: Tensor | None, *, was_called: bool, is_installed: bool) -> None:
+        self._loss.weight_BT, self._loss.was_called = weight_BT, was_called
+        if is_installed:
+            self._causal.loss_function = self._loss
+        elif self._causal.__dict__.get("_loss_function") is self._loss:
+            self._causal.__dict__.pop("_loss_function")  # transformers' own follows from the model's class again
+
     def _after(self, _: nn.Module, __: Any, kwargs: dict[str, Any], output: object) -> None:
-        if self._loss.weight_BT is None:
+        weight_BT, was_called = self._loss.weight_BT, self._loss.was_called
+        outer_BT, outer_called, is_installed = self._outer.pop()
+        self._install(outer_BT, was_called=outer_called, is_installed=is_installed)
+        if weight_BT is None:
             return
-        self._loss.weight_BT = None
-        self._causal.__dict__.pop("_loss_function")  # transformers' own follows from the model's class again
         labels = kwargs.get("labels")
         if self.may_be_own and labels is None:
             return  # the script weighs its own loss
-        if output is None or self._loss.was_called or (labels is not None and not bool((labels != IGNORED).any())):
+        if output is None or was_called or (labels is not None and not bool((labels != IGNORED).any())):
             return  # it failed, or there was nothing to weigh
         raise UsageError(
             "loss_weight weighs the model's own loss, and this forward computed none: pass it the labels, or weigh "

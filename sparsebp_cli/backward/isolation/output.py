@@ -6,7 +6,7 @@ Shape letters: B rows, T positions.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,8 +23,9 @@ Place = tuple[Any, ...]
 class Outputs:
     """Runs a model for a batch and for examples alone, and chooses the values that are compared."""
 
-    def __init__(self, model: nn.Module, examples: Examples) -> None:
+    def __init__(self, model: nn.Module, examples: Examples, call: Callable[..., object] | None = None) -> None:
         self._model, self._examples = model, examples
+        self._call = call or model  # with the hooks of the model, unless the caller passes what lies below them
         self._name: str | None = None  # of the values that are compared; None: not chosen yet
         self._is_flat = False  # whether rows and positions share an axis
         self._has_positions = False
@@ -103,7 +104,7 @@ class Outputs:
     def run(self, inputs: dict[str, Any]) -> dict[str, Tensor]:
         """Run the model, and return the tensors of its output, with the hidden states below its head."""
         with self._stack_watched() as seen:
-            output = self._model(**inputs)
+            output = self._call(**inputs)
         return named_tensors(output) | seen
 
     @contextmanager

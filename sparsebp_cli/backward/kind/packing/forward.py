@@ -261,10 +261,14 @@ class PackedForward(ForwardOverride):
         batch = extension.plan(inputs, None, whole=True)
         if batch is None:
             return check
-        passes = (partial(self.run_covered, self._model, **inputs), partial(self.compute, batch, inputs))
+        # Below the hooks of the model, as both passes are: its outer forward has not ended, and hooks hold its state.
+        plain_forward = partial(self.run_covered, self._model)
+        passes = (partial(plain_forward, **inputs), partial(self.compute, batch, inputs))
         try:
             with extension.scoring.paused():
-                plain, packed = compare_with_alone(self._model, extension.find_examples(inputs), passes)
+                plain, packed = compare_with_alone(
+                    self._model, extension.find_examples(inputs), passes, plain_forward
+                )
         except Exception:  # whatever a model raises for an example alone
             return check
         return check.decide(plain, packed)
