@@ -42,6 +42,7 @@ from sparsebp_cli.backward.observe.dense_graph import CallNote, CallShape, count
 from sparsebp_cli.backward.observe.example_rows import BatchNote
 from sparsebp_cli.backward.observe.loss_graph import UNSEEN, Products, has_site
 from sparsebp_cli.backward.patch.forward import ModulePlaces
+from sparsebp_cli.backward.patch.twin import settle
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.policy import GradientSelector, Site, Step, TrialPass
 
@@ -159,6 +160,7 @@ class Engine:
             raise UsageError("this engine is detached: attach the model again")
         if self.decisions.step is not None:
             raise UsageError("engine.backward was called inside engine.backward")
+        loss = settle(loss)
         if self.enabled:
             self._places.check()
             self._check_site_in_graph(loss)

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparsebp_cli.backward.kind.packing.boundary import fill
 from sparsebp_cli.backward.kind.packing.groups import Bools
 from sparsebp_cli.backward.kind.packing.layout import PackedLayout
+from sparsebp_cli.backward.patch.boundary import fill
 from sparsebp_cli.errors import UnsupportedError
 
 OPTION = "output_router_logits"  # of a configuration, and an argument of the forward

@@ -32,7 +32,6 @@ from sparsebp_cli.backward.kind.packing.batch import (
     PackedBatch,
     find_predicting,
 )
-from sparsebp_cli.backward.kind.packing.boundary import ReadsUncomputedError
 from sparsebp_cli.backward.kind.packing.fused import run_fused
 from sparsebp_cli.backward.kind.packing.groups import Bools
 from sparsebp_cli.backward.kind.packing.head import kept_columns, read_rows, run_head, spread_logits
@@ -52,6 +51,7 @@ from sparsebp_cli.backward.kind.packing.update import Collected, KeptRows
 from sparsebp_cli.backward.kind.packing.verify import Check, compare_passes, limit_of
 from sparsebp_cli.backward.kind.packing.weight import find_weightless
 from sparsebp_cli.backward.observe.internals import find_hook
+from sparsebp_cli.backward.patch.boundary import ReadsUncomputedError, checked
 from sparsebp_cli.backward.patch.deferred import defer_logits
 from sparsebp_cli.backward.patch.forward import (
     ForwardOverride,
@@ -69,6 +69,7 @@ class PackedForward(ForwardOverride):
     def __init__(self, extension: PackingPlanner) -> None:
         self.extension = extension
         self._is_comparing = False
+        self._plain: dict[str, Tensor] = {}  # what the plain step of the batch that is compared has for the script
         self._model = extension.model
         self._names = argument_names(self._model)
         # Not compiled, since the number of rows differs from step to step. Compiled layers stay compiled.
@@ -132,15 +133,20 @@ class PackedForward(ForwardOverride):
         if batch is None:
             return self._run_whole(given, plain)
         try:
-            if extension.must_verify(batch) and not self._verify(batch, given):
+            is_compared = extension.must_verify(batch)
+            if is_compared and not self._verify(batch, given):
                 return plain()
-            output = self.compute(batch, given)
+            leaves = extension.head is not None or extension.stack is self._model  # to the script, not to the model
+            with checked(self._plain) if is_compared and leaves and extension.pair is None else nullcontext():
+                output = self.compute(batch, given)
         except LooksAheadError:
             if extension.is_causal is False:
                 raise
             extension.is_causal = False  # found out by its first mask
             extension.drop_update()
             return self._pack_part(arguments)
+        finally:
+            self._plain = {}
         extension.is_causal = batch.layout.is_causal
         extension.add_run(batch)
         extension.count(batch, counts)
@@ -250,9 +256,18 @@ class PackedForward(ForwardOverride):
             self._model,
             leaves,
             rows,
-            lambda: run(lambda inputs: self.run_covered(self._model, **inputs)),
+            lambda: run(self._run_kept),
             lambda: run(partial(self.compute, batch)),
         )
+
+    def _run_kept(self, inputs: dict[str, Any]) -> Any:
+        """Run the plain forward, and keep what a script would read of it."""
+        output = self.run_covered(self._model, **inputs)
+        if self.extension.head is not None and "labels" not in inputs and isinstance(output.logits, Tensor):
+            self._plain = {"logits": output.logits.detach()}
+        elif self.extension.stack is self._model:
+            self._plain = {"hidden states": output.last_hidden_state.detach()}
+        return output
 
     def decide(self, check: Check, given: dict[str, Any]) -> Check:
         """Ask which of two passes that differ computes each example as if it were alone, as both claim."""
@@ -266,9 +281,7 @@ class PackedForward(ForwardOverride):
         passes = (partial(plain_forward, **inputs), partial(self.compute, batch, inputs))
         try:
             with extension.scoring.paused():
-                plain, packed = compare_with_alone(
-                    self._model, extension.find_examples(inputs), passes, plain_forward
-                )
+                plain, packed = compare_with_alone(self._model, extension.find_examples(inputs), passes, plain_forward)
         except Exception:  # whatever a model raises for an example alone
             return check
         return check.decide(plain, packed)

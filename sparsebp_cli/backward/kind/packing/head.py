@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsebp_cli.backward.kind.packing.batch import PackedBatch
-from sparsebp_cli.backward.kind.packing.boundary import fill
+from sparsebp_cli.backward.patch.boundary import fill
 from sparsebp_cli.backward.patch.forward import call_module
 
 

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparsebp_cli.backward.kind.packing.boundary import fill
 from sparsebp_cli.backward.kind.packing.groups import Bools, Ints, SegmentGroup, arrange, make_group, to_tensor
+from sparsebp_cli.backward.patch.boundary import fill
 
 # A branch costs one more attention call per layer; below this many shared positions it costs more than it saves.
 MIN_SHARED = 16

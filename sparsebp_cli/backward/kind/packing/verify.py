@@ -84,7 +84,7 @@ def compare_passes(
     The scalar is the loss, or a random sum of what is read.
 
     A loss that reads other rows is refused in the backward
-    (:func:`~sparsebp_cli.backward.kind.packing.boundary.fill`), and what it does with these is linear in their
+    (:func:`~sparsebp_cli.backward.patch.boundary.fill`), and what it does with these is linear in their
     gradient, so this holds for any loss. ``rows`` (B, T) are those that are read, ``leaves`` what has a gradient.
     """
     generator = torch.Generator().manual_seed(0)

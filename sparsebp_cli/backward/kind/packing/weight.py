@@ -19,8 +19,8 @@ from torch.autograd.function import once_differentiable
 
 from sparsebp_cli.backward.core.loss_weight import forward_weights
 from sparsebp_cli.backward.kind.packing.batch import BATCH
-from sparsebp_cli.backward.kind.packing.boundary import ReadsUncomputedError
 from sparsebp_cli.backward.kind.packing.groups import Bools
+from sparsebp_cli.backward.patch.boundary import ReadsUncomputedError
 from sparsebp_cli.errors import UnsupportedError, UsageError
 
 BY_EXAMPLE = {*BATCH, "attention_mask", "labels"}  # arguments with a row for each example

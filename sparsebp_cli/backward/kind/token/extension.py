@@ -33,6 +33,7 @@ from sparsebp_cli.backward.kind.token.loss import (
     NumItems,
     check_loss,
     check_own_loss,
+    guard_unlabelled,
     masked_labels,
     row_loss,
     scale,
@@ -294,7 +295,7 @@ class DecoderOverride(ForwardOverride):
         given: bool,
     ) -> ModelOutput:
         """Compute the rows that the chosen labels need, or all of them where nothing can be left out."""
-        plan = None if marks.is_whole else self._plan(marks, labels)
+        policy, plan = self.extension.policy, None if marks.is_whole else self._plan(marks, labels)
         self.extension.remember(plan, labels.shape[1])
         is_weighted = choice.weight_BT is not None
         changes: dict[str, Tensor | None] = {}
@@ -311,6 +312,8 @@ class DecoderOverride(ForwardOverride):
                 changes = {"loss": weighted_loss(loss_N, choice, num_items, marks), "logits": None}
             else:
                 changes = self._finish(output.logits, plan, num_items, marks, with_loss=given)
+                if policy.mode == "exact" and (logits := changes.get("logits")) is not None:
+                    changes["logits"] = guard_unlabelled(logits, labels, marks)
         # The cache may lack positions, so it must not be used after this forward.
         return with_changes(output, **dict.fromkeys(CACHE_NAMES), **changes)
 
@@ -390,7 +393,8 @@ class DecoderOverride(ForwardOverride):
             loss_N = weigh(_losses_of_all(output.logits, labels, marks), self._model, marks)
             return with_changes(output, loss=weighted_loss(loss_N, choice, num_items, marks), logits=None)
         trained_BT = marks.trained.to(output.logits.device)
-        return with_changes(output, logits=output.logits.masked_fill(~trained_BT[..., None], 0.0))
+        logits = output.logits.masked_fill(~trained_BT[..., None], 0.0)
+        return with_changes(output, logits=guard_unlabelled(logits, labels, marks))
 
     def _run_cut(self, own: dict[str, object], marks: PositionMask) -> ModelOutput:
         """Compute all positions, and detach what carries no gradient."""

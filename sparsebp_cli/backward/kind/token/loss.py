@@ -16,6 +16,7 @@ from sparsebp_cli.backward.core.loss_weight import weights_at
 from sparsebp_cli.backward.kind.token.layers import no_graph
 from sparsebp_cli.backward.kind.token.row_plan import IGNORED, PositionMask, RowPlan
 from sparsebp_cli.backward.kind.transfer import upload
+from sparsebp_cli.backward.patch.boundary import fill
 from sparsebp_cli.backward.patch.forward import call_module, replace_forwards
 from sparsebp_cli.backward.patch.rng import capture_generators, generators_at
 from sparsebp_cli.errors import UnsupportedError
@@ -138,6 +139,14 @@ def masked_labels(labels_BT: Tensor, marks: PositionMask) -> Tensor:
     trains_BT = torch.zeros_like(marks.trained)
     trains_BT[:, 1:] = marks.trained[:, :-1]
     return labels_BT.masked_fill(~upload(labels_BT.device, trains_BT)[0], IGNORED)
+
+
+def guard_unlabelled(logits_BTV: Tensor, labels_BT: Tensor, marks: PositionMask) -> Tensor:
+    """Return logits whose backward refuses a gradient at a position that has no label. A loss of a script may read
+    labels that were not chosen, which get no gradient, and nothing else that was not computed."""
+    has_label_BT = nn.functional.pad(labels_BT[:, 1:] != IGNORED, (0, 1))
+    may_read_BT = has_label_BT.to(logits_BTV.device) | marks.trained.to(logits_BTV.device)
+    return fill(logits_BTV, may_read_BT, "logits")
 
 
 def spread_logits(logits_NV: Tensor, marks: PositionMask) -> Tensor:
