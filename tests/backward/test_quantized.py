@@ -191,7 +191,6 @@ def test_what_needs_trained_or_whole_weights_is_refused_by_name(folder: Path) ->
             {},
             r"Subnet with quantised linears \(at '.*q_proj.base_layer'\)",
         ),
-        (sbp.make_policy("topk", keep=0.5, along="rows"), {"time_forms": True}, "time_forms=True with quantised"),
     ):
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad])
         with pytest.raises(UnsupportedError, match=says):

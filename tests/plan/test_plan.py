@@ -113,7 +113,10 @@ def test_a_plan_of_an_earlier_version_is_read_with_the_keys_of_this_one(tmp_path
     plan = Plan(recipe=recipe(backward={"execution": "reference"}))
     file = plan.save(tmp_path)
     assert '"execution":"reference"' in file.read_text().replace(" ", "")
-    file.write_text(file.read_text().replace('"execution"', '"engine"'))
-    assert Plan.load(file) == plan
-    stored = json.loads(file.read_text())["recipe"]
-    assert load_stored(stored, "plan.json").recipe.backward == plan.recipe.backward
+    of_two = file.read_text().replace('"execution"', '"engine"')
+    of_five = file.read_text().replace('"execution"', '"time_forms":false,"execution"')
+    for text in (of_two, of_five):
+        file.write_text(text)
+        assert Plan.load(file) == plan
+        stored = json.loads(file.read_text())["recipe"]
+        assert load_stored(stored, "plan.json").recipe.backward == plan.recipe.backward
