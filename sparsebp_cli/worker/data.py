@@ -20,6 +20,7 @@ from sparsebp_cli.worker.encoding import IGNORED, Encoded, Example
 from sparsebp_cli.worker.format import encode
 from sparsebp_cli.worker.gap import Gaps
 from sparsebp_cli.worker.held_out import draw_rows, draw_test, find_keys
+from sparsebp_cli.worker.prompt_parity import compare_prompts
 
 __all__ = ["IGNORED", "Data", "Example", "build_data"]
 
@@ -108,6 +109,9 @@ def build_data(
     parts = {"train": (sides.train, counted), "validation": (sides.held_out, held_out)}
     parts |= {"test": (sides.test, test)} if has_test else {}
     census = count_data(parts, section, label_names, num_made - len(train.examples))
+    for name, (rows, found) in parts.items():
+        if (parity := compare_prompts(rows, found.examples, section, tokenizer)) is not None:
+            census["splits"][name]["parity"] = parity
     return Data(
         train.examples,
         held_out.examples,

@@ -48,13 +48,36 @@ def make_prompts(
     """Return the prompts of the rows that examples were made of, in their order. Raise DataError for a row without a
     prompt or an answer."""
     chosen = [rows[example.document] for example in examples]
+    conversations = read_asked(chosen, section)
+    if conversations is None:
+        return _of_texts(chosen, examples, section, tokenizer)
+    for one in conversations:
+        if find_answer(one) is None:
+            raise DataError(f"{one.place}: measure.generate needs a text of the assistant behind another message")
+    return _of_conversations(conversations, chosen, examples, section, tokenizer)
+
+
+def read_asked(rows: Rows, section: DatasetSection) -> Sequence[Conversation] | None:
+    """Return the conversations of rows; None where prompts are texts."""
+    if section.format == "chat":
+        return read_conversations(rows, section.columns)
+    if rows and holds_messages(rows, section.prompt_column):
+        return read_prompts(rows, section.prompt_column, section.completion_column)
+    return None
+
+
+def find_answer(one: Conversation) -> int | None:
+    """Return the number of the message that a model would be asked for; None where there is no such text."""
+    last = one.num_given or one.last_of_assistant
+    is_asked = 0 < last < len(one.messages) and isinstance(one.messages[last].get("content"), str)
+    return last if is_asked else None
+
+
+def _of_texts(
+    chosen: Rows, examples: Sequence[Example], section: DatasetSection, tokenizer: PreTrainedTokenizerBase
+) -> list[Prompt]:
     if not chosen:
         return []
-    if section.format == "chat":
-        return _of_conversations(read_conversations(chosen, section.columns), chosen, examples, section, tokenizer)
-    if holds_messages(chosen, section.prompt_column):
-        found = read_prompts(chosen, section.prompt_column, section.completion_column)
-        return _of_conversations(found, chosen, examples, section, tokenizer)
     texts = read_texts(chosen, section.prompt_column, may_be_empty=True)
     references = read_texts(chosen, section.completion_column)
     around = Surrounding.of(tokenizer)
@@ -77,14 +100,10 @@ def _of_conversations(
 ) -> list[Prompt]:
     requests, references = [], []
     for one in conversations:
-        last = one.num_given or one.last_of_assistant
-        if not 0 < last < len(one.messages):
-            raise DataError(f"{one.place}: measure.generate needs a message of the assistant behind another one")
-        content = one.messages[last].get("content")
-        if not isinstance(content, str):
-            raise DataError(f"{one.place}: measure.generate needs text as the assistant's last message")
+        last = find_answer(one)
+        assert last is not None
         requests.append(ChatRequest(one.messages[:last], one.tools, generation_prompt=True))
-        references.append(content)
+        references.append(str(one.messages[last]["content"]))
     tokens = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
     rendered = render_chats(find_template(section, tokenizer), tokens, requests)
     for one, made in zip(conversations, rendered, strict=True):

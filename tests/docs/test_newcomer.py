@@ -74,7 +74,7 @@ def test_data_of_ones_own_are_trained_on_and_compared(shell: Shell, tmp_path: Pa
 def test_a_chat_file_becomes_recipes_that_are_valid_and_is_shown(shell: Shell, tmp_path: Path) -> None:
     printed = [shell(*words) for words in write_data(shell, FOLLOWED[1]) if words[1] not in TRAINS]
     assert len((tmp_path / "chat.jsonl").read_text().splitlines()) == 80
-    assert "assistant: [[ " in printed[-1]
+    assert "assistant:\n[[" in printed[-1]
 
 
 @pytest.mark.long
