@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,7 +25,7 @@ EXEMPT = {
     "release/folder.py": "fills a part that durable.filling syncs",
     "compare/store.py": "a temporary copy of a database",
     "compare/archive.py": "unpacks into a temporary folder",
-    "plan/provenance.py": "a temporary index of git",
+    "plan/repository.py": "a temporary git folder, and that of a checkout",
     "target/relay.py": "worker.log, the output of a process",
     "judge/script_arms.py": "output.log, the output of a process",
     "worker/node.py": "an empty file by which nodes find out whether they share a disk",
@@ -75,6 +76,12 @@ def test_a_bare_write_is_found() -> None:
 def test_child_interpreters_start_through_one_module() -> None:
     named = {name for name, source in list_modules() if "sys.executable" in source}
     assert named == {"interpreter.py", "worker/audit/site/sitecustomize.py"}  # the second only names it in an error
+
+
+def test_git_is_called_through_one_module() -> None:
+    """A second way to call it once ran what a repository configures."""
+    git = re.compile(r"""["'](/[^"' ]*/)?git["']""")
+    assert [name for name, source in list_modules() if git.search(source)] == ["plan/repository.py"]
 
 
 @pytest.mark.parametrize("entries", ["", ".", ":/srv/x", "/srv/x::relative", "../up"])
