@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -160,23 +161,33 @@ TALKS = pa.ListArray.from_arrays(pa.array(range(0, 1001, 10)), TURNS)
 BLOCKS = pa.DictionaryArray.from_arrays(pa.array([0] * 1000), pa.array([b"x" * 100_000], pa.binary(100_000)))
 
 
-def packed(content: Callable[[], bytes], packer: Callable[[bytes], bytes] = gzip.compress) -> Write:
-    return lambda file: file.write_bytes(packer(content()))
+def compressed(begin: str, again: str, times: int, end: str = "", kind: str = "gzip") -> Write:
+    """A compressed text of which a part occurs many times."""
+    return lambda file: file.write_bytes(
+        pa.compress((begin + again * times + end).encode(), kind, asbytes=True)
+        if kind == "zstd"
+        else gzip.compress((begin + again * times + end).encode())
+    )
 
 
+def write_long_list(file: Path) -> None:
+    parquet(pa.ListArray.from_arrays([0, 70_000_000], pa.array(np.zeros(70_000_000, np.int8))))(file)
+
+
+LONG_ROW = json.dumps({"text": "a" * 1_000_000}) + "\n"
 BOMBS: dict[str, tuple[str, Write]] = {
     "Parquet": ("a.parquet", parquet(REPEATED)),
     "Parquet, a list of structs": ("a.parquet", parquet(TALKS)),
     "Parquet, blocks of one size": ("a.parquet", parquet(BLOCKS)),
-    "Parquet, empty rows": ("a.parquet", parquet(pa.nulls(1_000_000, pa.string()))),
-    "Parquet, one long list": ("a.parquet", parquet(pa.array([[0] * 100_000_000], pa.list_(pa.int8())))),
-    "gz, many rows": ("a.jsonl.gz", packed(lambda: (ROW * 150 + '{"text": "%s"}\n' % ("a" * 10**6) * 80).encode())),
-    "gz, many short rows": ("a.jsonl.gz", packed(lambda: (ROW * 150 + "{}\n" * 500_000).encode())),
-    "gz, one line": ("a.jsonl.gz", packed(lambda: b'{"text": "' + bytes(80_000_000))),
-    "gz, one text": ("a.txt.gz", packed(lambda: b"a\n" * 1_000_000)),
-    "gz, one array": ("a.json.gz", packed(lambda: b"[" + b"{}," * 500_000 + b"{}]")),
-    "gz, a table": ("a.csv.gz", packed(lambda: b"text\n" + b"a\n" * 1_000_000)),
-    "zst": ("a.jsonl.zst", packed(lambda: ROW.encode() * 200_000, lambda text: pa.compress(text, "zstd", asbytes=True))),
+    "Parquet, empty rows": ("a.parquet", parquet(pa.nulls(400_000, pa.string()))),
+    "Parquet, one long list": ("a.parquet", write_long_list),
+    "gz, many rows": ("a.jsonl.gz", compressed(ROW * 150, LONG_ROW, 80)),
+    "gz, many short rows": ("a.jsonl.gz", compressed(ROW * 150, "{}\n", 400_000)),
+    "gz, one line": ("a.jsonl.gz", compressed('{"text": "', "a", 70_000_000)),
+    "gz, one text": ("a.txt.gz", compressed("", "a\n", 400_000)),
+    "gz, one array": ("a.json.gz", compressed("[", "{},", 400_000, "{}]")),
+    "gz, a table": ("a.csv.gz", compressed("text\n", "a\n", 400_000)),
+    "zst": ("a.jsonl.zst", compressed("", ROW, 120_000, kind="zstd")),
     "a folder, together": ("data", lambda place: [place.mkdir(), *(
         parquet(REPEATED.slice(0, 400))(place / f"train-{number}.parquet") for number in range(3)
     )]),
@@ -262,7 +273,7 @@ def test_data_that_unpack_to_too_much_are_refused_by_size(name: str, place: Path
 
 
 def test_fewer_rows_of_data_that_repeat_themselves_are_read(place: Path, tiny_folder: Path) -> None:
-    packed(lambda: ROW.encode() * 200_000)(place / "a.jsonl.gz")
+    compressed("", ROW, 120_000)(place / "a.jsonl.gz")
     tokenizer = AutoTokenizer.from_pretrained(tiny_folder / "tokenizer")
     section = DatasetSection(name=str(place / "a.jsonl.gz"), max_seq_length=16, max_examples=50)
     assert len(build_data(section, tokenizer).train) > 100
@@ -274,9 +285,7 @@ def test_texts_that_a_file_stores_as_numbers_are_read_as_they_are(place: Path) -
     ]
     kinds = {"text": pa.string(), "turns": pa.list_(pa.struct({"c": pa.large_string(), "n": pa.int32()}))}
     schema = pa.schema(kinds | {"more": pa.map_(pa.string(), pa.binary())})
-    pq.write_table(
-        pa.Table.from_pylist([{**row, "more": [*row["more"].items()]} for row in rows], schema), place / "a.parquet"
-    )
+    pq.write_table(pa.Table.from_pylist(rows, schema), place / "a.parquet")
     expected = pq.read_table(place / "a.parquet").to_pylist()
     assert [dict(row) for row in iter_rows(place / "a.parquet")] == expected
 
