@@ -12,8 +12,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import glob
-import hashlib
-import json
 import os
 import shutil
 import threading
@@ -22,7 +20,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-MANIFEST = "manifest.json"
 PART = ".part-"  # begins the name of whatever is not complete yet
 
 
@@ -206,32 +203,3 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def write_manifest(folder: Path) -> None:
-    """List the sha256 of every file of a folder in its manifest; :func:`find_damage` compares."""
-    files = sorted(file for file in folder.rglob("*") if file.is_file() and file != folder / MANIFEST)
-    listed = {str(file.relative_to(folder)): digest(file) for file in files}
-    # No wait for the disk here: `put_folder` waits for the whole folder.
-    (folder / MANIFEST).write_text(json.dumps({"format": 1, "sha256": listed}, indent=1), encoding="utf-8")
-
-
-def find_damage(folder: Path) -> str:
-    """Return what is wrong with a folder by its manifest, in one line; empty if every file that it lists is whole. A
-    folder without a manifest cannot be verified, and so counts as damaged."""
-    try:
-        listed: dict[str, str] = json.loads((folder / MANIFEST).read_bytes())["sha256"]
-        for name, expected in listed.items():
-            if Path(name).is_absolute() or ".." in Path(name).parts:
-                return f"{name!r} leads out of it"
-            if digest(folder / name) != expected:
-                return f"{name} does not match its checksum"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return (str(error).splitlines() or [type(error).__name__])[0]
-    return "" if listed else "the manifest is empty"
-
-
-def digest(file: Path) -> str:
-    """Return the sha256 of a file."""
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,7 @@ PACKAGE = Path(sparsebp_cli.__file__).parent
 EXEMPT = {
     "durable.py": "is the one that writes",
     "run/journal.py": "appends, fsyncs at checkpoints and at the end; and the outline, a cache",
+    "run/manifest.py": "lists the files of a folder, which durable.put_folder syncs",
     "worker/reference.py": "scores of a reference model: a cache, scored again",
     "worker/checkpoint.py": "fills a part that durable.put_folder syncs",
     "backward/kind/parameter/kept_output/store.py": "a cache, each file with its checksum",
@@ -24,7 +26,7 @@ EXEMPT = {
     "release/folder.py": "fills a part that durable.filling syncs",
     "compare/store.py": "a temporary copy of a database",
     "compare/archive.py": "unpacks into a temporary folder",
-    "plan/provenance.py": "a temporary index of git",
+    "plan/repository.py": "a temporary git folder, and that of a checkout",
     "target/relay.py": "worker.log, the output of a process",
     "judge/script_arms.py": "output.log, the output of a process",
     "worker/node.py": "an empty file by which nodes find out whether they share a disk",
@@ -72,9 +74,43 @@ def test_a_bare_write_is_found() -> None:
     assert [*find_bare_writes(source)] == [1, 2, 3, 4]
 
 
+# Rooms that open files of somebody else's runs, and what in them opens others by itself.
+READERS = ("cli", "compare", "judge", "leaderboard", "release", "run", "study", "target", "tracker", "tracking")
+OWN_FILES = {
+    "cli/audit_process.py": "what the audited command wrote into a temporary folder of ours",
+    "cli/schema.py": "a page in the package",
+    "cli/script_line.py": "the user's own script, which may be a link",
+    "judge/ledger.py": "the ledger of this home, whatever its size",
+    "judge/script_arms.py": "results of this home",
+    "target/confinement.py": "a file of /proc",
+}
+
+
+def find_bare_reads(source: str) -> Iterator[int]:
+    """Yield the lines of a module that open files to read by themselves."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            texts = {a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str)}
+            if node.func.attr in {"read_bytes", "read_text"} or (node.func.attr == "open" and texts & {"rb", "r"}):
+                yield node.lineno
+
+
+def test_files_of_runs_are_opened_through_one_module() -> None:
+    found = {name: [*find_bare_reads(source)] for name, source in list_modules() if name.startswith(READERS)}
+    assert {name: lines for name, lines in found.items() if lines and name not in OWN_FILES} == {}
+    assert [name for name in OWN_FILES if not found.get(name)] == []
+    assert [*find_bare_reads("p.read_bytes()\np.open('rb')\nopen_regular(p)\np.open('wb')\n")] == [1, 2]
+
+
 def test_child_interpreters_start_through_one_module() -> None:
     named = {name for name, source in list_modules() if "sys.executable" in source}
     assert named == {"interpreter.py", "worker/audit/site/sitecustomize.py"}  # the second only names it in an error
+
+
+def test_git_is_called_through_one_module() -> None:
+    """A second way to call it once ran what a repository configures."""
+    git = re.compile(r"""["'](/[^"' ]*/)?git["']""")
+    assert [name for name, source in list_modules() if git.search(source)] == ["plan/repository.py"]
 
 
 @pytest.mark.parametrize("entries", ["", ".", ":/srv/x", "/srv/x::relative", "../up"])
@@ -141,26 +177,3 @@ def test_a_link_stays_a_link_and_a_device_a_device(tmp_path: Path) -> None:
     assert link.is_symlink()
     assert real.read_text() == "x"
     assert Path("/dev/null").is_char_device()
-
-
-@pytest.mark.parametrize("damage", ["removed", "emptied", "one bit", "no manifest", "manifest leads out"])
-def test_a_manifest_tells_what_is_not_whole(tmp_path: Path, damage: str) -> None:
-    folder = tmp_path / "model"
-    (folder / "below").mkdir(parents=True)
-    (folder / "weights").write_bytes(b"abc")
-    (folder / "below" / "x").write_bytes(b"def")
-    durable.write_manifest(folder)
-    durable.write_manifest(folder)  # again: it does not list itself
-    assert durable.find_damage(folder) == ""
-    match damage:
-        case "removed":
-            (folder / "below" / "x").unlink()
-        case "emptied":
-            (folder / "weights").write_bytes(b"")
-        case "one bit":
-            (folder / "weights").write_bytes(b"abb")
-        case "no manifest":
-            (folder / durable.MANIFEST).unlink()
-        case _:
-            (folder / durable.MANIFEST).write_text('{"sha256": {"../weights": "0"}}')
-    assert durable.find_damage(folder)

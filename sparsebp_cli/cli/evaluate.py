@@ -29,11 +29,8 @@ def evaluate(
         ),
     ],
     lm_eval: Annotated[
-        str, typer.Option("--lm-eval", metavar="TASK,...", help="Tasks of lm-evaluation-harness, by name.")
+        str, typer.Option("--lm-eval", metavar="TASK,...", help="Tasks that lm-evaluation-harness ships, by name.")
     ],
-    include: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="A folder with tasks of your own, as the harness's YAML files.")
-    ] = None,
     limit: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Only the first N examples of each task, to try it.")
     ] = None,
@@ -50,10 +47,7 @@ def evaluate(
     names = [name.strip() for name in lm_eval.split(",") if name.strip()]
     if not names:
         raise UsageError(f"--lm-eval needs the name of a task, got {lm_eval!r}")
-    if include is not None and not include.is_dir():
-        raise UsageError(f"--include must be a folder, got {include}")
-    place = str(include.absolute()) if include is not None else None
-    request = {"folder": str(folder), "tasks": names, "include": place, "limit": limit}
+    request = {"folder": str(folder), "tasks": names, "limit": limit}
     found = measure_apart("harness", json.dumps(request | {"batch_size": batch_size, "device": device}))
     kept, lost = _keep(run, found) if run is not None and limit is None else ([], None)
     tasks = {task: {k: part for k, part in one.items() if k != "scores"} for task, one in found["tasks"].items()}

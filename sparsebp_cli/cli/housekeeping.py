@@ -22,7 +22,7 @@ from sparsebp_cli.cli.quantity import show_count
 from sparsebp_cli.cli.screen import Output, print_line
 from sparsebp_cli.cli.stored_run import ask_target, find_all
 from sparsebp_cli.errors import RunBusyError, UsageError
-from sparsebp_cli.run import RunFolder, State, home, list_runs
+from sparsebp_cli.run import RunFolder, State, home, list_runs, manifest
 from sparsebp_cli.run.folder import DELETED
 
 MOST_NAMED = 10  # runs that the question names
@@ -78,10 +78,16 @@ def prune(
         size = sum(map(_size, places))
         if not size:
             continue
-        if not dry_run:
-            with _held(folder):
-                for place in places:
-                    durable.remove(place)
+        try:
+            if not dry_run:
+                with _held(folder):
+                    for place in places:
+                        durable.remove(place)
+        except (RunBusyError, OSError) as error:
+            if runs:
+                raise
+            warn(f"{folder.run_id}: its checkpoints stay: {getattr(error, 'strerror', None) or error}")
+            continue
         freed.append(FreedRun(run_id=folder.run_id, name=folder.brief()[0], bytes=size))
     tell(FreedRuns(runs=freed, bytes=sum(one.bytes for one in freed), is_dry=dry_run), output, _print_pruned)
 
@@ -98,10 +104,10 @@ def _find_superfluous(folder: RunFolder) -> list[Path]:
     places = sorted((folder.path / "checkpoints").glob("step-*"))
     if not places:
         return []
-    damage = durable.find_damage(folder.path / "model")
+    damage = manifest.find_damage(folder.path / "model")
     if not damage:
         return places
-    needed = next((place for place in reversed(places) if not durable.find_damage(place)), None)
+    needed = next((place for place in reversed(places) if not manifest.find_damage(place)), None)
     if (folder.path / "model").is_dir() and damage:
         kept = f"{needed.name} stays" if needed else "its checkpoints stay"
         warn(f"{folder.run_id}: its model cannot be verified ({damage}): {kept}")

@@ -29,7 +29,16 @@ from typing import IO
 from sparsebp_cli import durable
 from sparsebp_cli.errors import SparseBPError, UsageError
 from sparsebp_cli.run import RunFolder
-from sparsebp_cli.run.budget import LARGEST_PLAN, LARGEST_SMALL, BudgetError, open_regular, open_tar, read_members
+from sparsebp_cli.run.budget import (
+    LARGEST_JOURNAL,
+    LARGEST_PLAN,
+    LARGEST_SMALL,
+    BudgetError,
+    open_regular,
+    open_tar,
+    read_bounded,
+    read_members,
+)
 from sparsebp_cli.run.journal import FILE as JOURNAL
 from sparsebp_cli.run.label import FILE as LABELS
 from sparsebp_cli.run.visible import mask
@@ -38,7 +47,7 @@ ENDINGS = (".tar.gz", ".tgz")
 PLAN = "plan.json"
 FILES = (PLAN, JOURNAL, LABELS, "trial.json", "cancelled")
 RUN_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
-LARGEST_BYTES = 2 * 2**30  # unpacked; a small file could unpack to any size
+LARGEST_BYTES = LARGEST_JOURNAL  # unpacked; a small file could unpack to any size
 CHUNK = 1 << 20
 PREFIX = "sparsebp-archive-"
 
@@ -57,8 +66,7 @@ def list_members(run: RunFolder) -> Iterator[Member]:
     """Yield the files of a run that is over, as an archive has them."""
     for name in FILES:
         try:
-            with open_regular(run.path / name) as file:
-                content = file.read()
+            content = read_bounded(run.path / name, LARGEST_BYTES)
         except FileNotFoundError:
             continue
         yield f"runs/{run.run_id}/{name}", _hide_password(content) if name == PLAN else content
@@ -90,7 +98,7 @@ def open_archive(path: Path) -> Path:
     folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     try:
-        with path.open("rb") as file, _Limited(fileobj=file, mode="rb") as packed:
+        with open_regular(path) as file, _Limited(fileobj=file, mode="rb") as packed:
             with open_tar(packed) as archive:
                 for member in read_members(archive):
                     if _is_expected(member) and (content := archive.extractfile(member)):

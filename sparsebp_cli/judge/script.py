@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shlex
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,6 +11,7 @@ from pathlib import Path
 from sparsebp_cli.errors import UsageError, did_you_mean
 from sparsebp_cli.judge.question import Equal, Proposal
 from sparsebp_cli.plan.plan import content_hash
+from sparsebp_cli.plan.repository import Repository, find_git
 from sparsebp_cli.run.metric import Metric
 
 SEED, REPOSITORY = "{seed}", "{repository}"  # what a command may name
@@ -22,56 +21,48 @@ SEED, REPOSITORY = "{seed}", "{repository}"  # what a command may name
 class ScriptRepository:
     """The git repository that a command was typed in."""
 
-    root: Path
+    repository: Repository
     prefix: str  # the folder in it where the command runs, empty for its root
 
     @classmethod
     def find(cls, folder: Path) -> ScriptRepository:
         """Find the repository of a folder. Raises UsageError outside of one, or without git."""
-        found = ask_git(folder, "rev-parse", "--show-toplevel", "--show-prefix")
+        if find_git() is None:
+            raise UsageError("--script needs git, which is not installed here")
+        found = Repository.find(folder.resolve())
         if found is None:
             raise UsageError(f"--script judges commits of a git repository, and {folder} is in none")
-        root, prefix = (*found.split("\n"), "")[:2]
-        return cls(Path(root), prefix)
+        prefix = folder.resolve().relative_to(found.folder).as_posix()
+        return cls(found, "" if prefix == "." else f"{prefix}/")
+
+    @property
+    def root(self) -> Path:
+        """Its top folder."""
+        return self.repository.folder
 
     def find_commit(self, ref: str) -> str:
         """Return the commit that a branch, tag or commit names. Raises UsageError for another word."""
-        found = ask_git(self.root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{ref}^{{commit}}")
-        if found is None:
-            known = ask_git(self.root, "for-each-ref", "--format=%(refname:short)") or ""
-            raise UsageError(f"{self.root} has no commit {ref!r}{did_you_mean(ref, known.split())}")
-        return found
+        if commit := self.repository.find_commit(ref):
+            return commit
+        raise UsageError(f"{self.root} has no commit {ref!r}{did_you_mean(ref, self.repository.list_references())}")
 
     def find_tree(self, commit: str) -> str:
-        """Return the digest of all files of a commit. Raises UsageError where some are in submodules."""
-        if "\x00160000 " in "\x00" + (ask_git(self.root, "ls-tree", "-r", "-z", commit) or ""):
-            raise UsageError(f"commit {commit[:12]} has submodules, which a judge does not check out")
-        tree = ask_git(self.root, "rev-parse", f"{commit}^{{tree}}")
-        assert tree is not None
-        return tree
+        """Return the digest of all files of a commit. Raises UsageError where some would not be checked out."""
+        if missing := self.repository.find_missing(commit):
+            raise UsageError(f"commit {commit[:12]} has {missing}, which a judge does not check out")
+        if tree := self.repository.find_tree(commit):
+            return tree
+        raise UsageError(f"git could not read commit {commit[:12]} of {self.root}")
 
     @property
     def has_changes(self) -> bool:
         """Whether tracked files have changes that no commit has."""
-        return bool(ask_git(self.root, "status", "--porcelain", "--untracked-files=no"))
+        return self.repository.diff(self.repository.head()) != b""
 
     def check_out(self, commit: str, folder: Path) -> None:
         """Write the files of a commit into a folder of their own; the repository stays as it is."""
-        words = ("clone", "--quiet", "--shared", "--no-checkout", "--", str(self.root), str(folder))
-        if ask_git(self.root, *words) is None or ask_git(folder, "checkout", "--quiet", "--detach", commit) is None:
+        if not self.repository.check_out(commit, folder):
             raise UsageError(f"git could not check out commit {commit[:12]} of {self.root}")
-
-
-def ask_git(folder: Path, *words: str) -> str | None:
-    """Return what git prints, without the last newline; None if it fails. Raises UsageError without git."""
-    # Whoever calls from a hook has git's own variables, which would name another repository.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    command = ["git", "-C", str(folder), "-c", "core.hooksPath=/dev/null", *words]
-    try:
-        done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, check=False)
-    except FileNotFoundError:
-        raise UsageError("--script needs git, which is not installed here") from None
-    return done.stdout.decode(errors="replace").removesuffix("\n") if done.returncode == 0 else None
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import yaml
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from sparsebp_cli.errors import UsageError, did_you_mean
 from sparsebp_cli.recipe.schema import Name, PositiveInt, Section
+from sparsebp_cli.run.budget import LARGEST_SMALL, read_bounded
 
 VERSION = 1
 PLACES = (
@@ -70,6 +71,6 @@ def load_board(place: Path | None = None) -> Board:
     folder = place or next((one for one in PLACES if one.is_dir()), PLACES[0])
     file = folder / "rules.yaml"
     try:
-        return Board(folder, Rules.model_validate(yaml.safe_load(file.read_text(encoding="utf-8"))))
-    except (OSError, ValidationError, yaml.YAMLError) as error:
+        return Board(folder, Rules.model_validate(yaml.safe_load(read_bounded(file, LARGEST_SMALL))))
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise UsageError(f"{file} has no rules of the leaderboard: {' '.join(str(error).split())}") from None

@@ -9,6 +9,7 @@ from pathlib import Path
 from sparsebp_cli.entry_point import find_version
 from sparsebp_cli.metrics import find_text_metric_sources
 from sparsebp_cli.plan.plan import content_hash, find_sources
+from sparsebp_cli.plan.repository import Repository
 from sparsebp_cli.policy import find_policies
 from sparsebp_cli.policy.shelf import SHELF
 from sparsebp_cli.recipe.schema import Recipe
@@ -52,27 +53,9 @@ def find_code(recipe: Recipe) -> dict[str, str]:
     for source in [] if generate is None else find_text_metric_sources(generate.metrics):
         package, _, number = source.partition(" ")
         code.setdefault(package, number)
-    commit = _find_commit(Path(__file__).parents[2] / ".git")
+    repository = Repository.at(Path(__file__).parents[2])
+    commit = "" if repository is None else repository.head()
     return code | ({"commit": commit} if commit else {})
-
-
-def _find_commit(git: Path) -> str:
-    """Return the checked-out commit, read from files alone: a hostile repository could make git run any command."""
-    try:
-        if git.is_file():  # a worktree's .git names the real folder
-            git = git.parent / git.read_text(encoding="utf-8").partition("gitdir: ")[2].strip()
-        head = (git / "HEAD").read_text(encoding="utf-8").strip()
-        if not head.startswith("ref: "):
-            return head
-        name = head.removeprefix("ref: ")
-        common = git / "commondir"
-        top = git / common.read_text(encoding="utf-8").strip() if common.exists() else git
-        if (top / name).exists():
-            return (top / name).read_text(encoding="utf-8").strip()
-        packed = (top / "packed-refs").read_text(encoding="utf-8").splitlines()
-        return next((line.partition(" ")[0] for line in packed if line.endswith(f" {name}")), "")
-    except (OSError, ValueError):
-        return ""
 
 
 def _digest(path: Path) -> str:

@@ -22,7 +22,7 @@ from sparsebp_cli.release.figure import Beside, compare_here, list_figures
 from sparsebp_cli.release.gguf import convert
 from sparsebp_cli.release.origin import Origin
 from sparsebp_cli.release.weights import Weights
-from sparsebp_cli.run import History, RunFolder, State
+from sparsebp_cli.run import History, RunFolder, State, manifest
 
 WEIGHTS = (".safetensors", ".safetensors.index.json")
 BESIDE = (".json", ".jinja", ".txt", ".model")
@@ -81,7 +81,7 @@ def write_model(model: ReleasedModel, rebuild: Callable[[Path], None]) -> list[s
 
 def _list_files(folder: Path) -> list[Path]:
     """Return the files of a saved model that leave with it."""
-    names = {durable.MANIFEST, CARD}
+    names = {manifest.MANIFEST, CARD}
     files = [file for file in sorted(folder.iterdir()) if file.is_file() and file.name not in names]
     return [file for file in files if file.name.endswith((*WEIGHTS, *BESIDE))]
 

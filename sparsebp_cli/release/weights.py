@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from sparsebp_cli import durable
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.recipe.evaluation import list_measured
-from sparsebp_cli.run import History, RunFolder, State, metric
+from sparsebp_cli.run import History, RunFolder, State, manifest, metric
 from sparsebp_cli.source.adapter import CONFIG as ADAPTER_CONFIG
 
 LAST, BEST = "last", "best"
@@ -69,7 +68,7 @@ def _find_last(run: RunFolder, step: int, steps: list[int]) -> Weights:
     folder = run.path / "model"
     if (folder / ADAPTER_CONFIG).is_file():
         raise UsageError(f"{folder} has the adapter alone, as an older version wrote it: name it as model.adapter")
-    if damage := durable.find_damage(folder):
+    if damage := manifest.find_damage(folder):
         have = f"it has checkpoints of step {', '.join(map(str, steps))}" if steps else "it has no checkpoint"
         raise UsageError(f"run {run.run_id}: its model cannot be verified ({damage}); {have}")
     return Weights(step, "last", folder)
@@ -82,7 +81,7 @@ def _find_best(run: RunFolder, plan: Plan, history: History, *, is_finished: boo
     if not is_finished:
         raise UsageError(f"run {run.run_id} is {run.state()}: its best weights are known when it has finished")
     folder = run.path / "best"
-    if damage := durable.find_damage(folder):
+    if damage := manifest.find_damage(folder):
         raise UsageError(f"run {run.run_id}: its best weights cannot be verified ({damage})")
     better = list_measured(plan.recipe)[name].better
     values = {step: value for step, value in history.series(name).items() if step > 0 and math.isfinite(value)}
@@ -97,6 +96,6 @@ def _find_checkpoint(run: RunFolder, word: str, steps: list[int]) -> Weights:
     if step not in steps:
         what = "no checkpoint" if word == LAST else f"no checkpoint of step {step}"
         raise UsageError(f"run {run.run_id} has {what}: {have}")
-    if damage := durable.find_damage(run.path / "checkpoints" / f"step-{step:08d}"):
+    if damage := manifest.find_damage(run.path / "checkpoints" / f"step-{step:08d}"):
         raise UsageError(f"run {run.run_id}: the checkpoint of step {step} is damaged ({damage}); {have}")
     return Weights(step, "checkpoint")

@@ -1,6 +1,8 @@
-"""How large the files of a run may be when they come from somebody else: an archive, another machine, a folder.
+"""How files are opened that come from somebody else (a run's folder, an archive, another machine), and how large
+they may be.
 
-A few kilobytes can unpack to gigabytes, so every limit holds before the content is in memory.
+A few kilobytes can unpack to gigabytes, so every limit holds before the content is in memory. A pipe waits for ever,
+and a device has no end: so files of a run are opened by this module, to which a test holds the packages that do.
 """
 
 from __future__ import annotations
@@ -13,15 +15,16 @@ import tarfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from io import FileIO, UnsupportedOperation
+from io import BufferedReader, FileIO, UnsupportedOperation
 from pathlib import Path
-from typing import IO, BinaryIO, ClassVar, NoReturn, Protocol, Self
+from typing import IO, ClassVar, NoReturn, Protocol, Self
 
 from sparsebp_cli.errors import UsageError
 
 MIB = 1 << 20
 LARGEST_PLAN = 4 * MIB  # ours have some kilobytes, and up to 200,000 characters of uncommitted changes
 LARGEST_SMALL = MIB  # of labels and the like
+LARGEST_JOURNAL = 2 << 30
 LARGEST_ARTIFACT = 64 * MIB  # of a run in a store: its journal without the metrics of steps
 LONGEST_LINE = 16 * MIB  # of a journal: the losses of half a million validation examples
 LARGEST_HEADER = 64 * 1024  # of a member of an archive with a long name: a path has 4,096 bytes
@@ -40,7 +43,7 @@ class BudgetError(UsageError):
     """Something is larger than it can be in a run of SparseBP."""
 
 
-def open_regular(file: Path) -> BinaryIO:
+def open_regular(file: Path) -> BufferedReader:
     """Open a file to read. Raises ``OSError`` if it cannot be read, and ``UnsupportedOperation``, which is an
     ``OSError`` and a ``ValueError``, for what is no regular file: a pipe waits for ever, a device has no end."""
     # O_NONBLOCK: opening a pipe would wait for its writer.

@@ -14,6 +14,7 @@ from typing import Literal
 
 from sparsebp_cli.errors import DataError
 from sparsebp_cli.policy.error_text import shorten, show_with_type
+from sparsebp_cli.run.budget import LARGEST_SMALL, read_bounded
 from sparsebp_cli.source.column import SHAREGPT, Rows, read_column
 from sparsebp_cli.source.reader import Row
 
@@ -215,8 +216,8 @@ def read_template(template: str, folders: Sequence[Path] = ()) -> str:
     if file is None:
         raise DataError(f"no file {template}; looked in {', '.join(str(place.parent) for place in places)}")
     try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_bounded(file, LARGEST_SMALL).decode()
+    except (OSError, ValueError) as error:
         raise DataError(f"{file}: cannot be read: {error}") from None
     if "{" not in text:
         raise DataError(f"{file}: is no Jinja template: it has no {{{{ ... }}}} or {{% ... %}}")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from sparsebp_cli.errors import DataError
 from sparsebp_cli.policy.error_text import shorten
+from sparsebp_cli.run.budget import read_bounded
 from sparsebp_cli.source.reader import FORMATS, find_suffix
 
 READ = tuple(suffix for suffix in FORMATS if suffix not in {".md", ".text"})  # in a folder, these two are not data
@@ -48,9 +49,7 @@ def _check_settings(file: Path) -> None:
     import yaml
 
     try:
-        if not file.is_file() or file.stat().st_size > LARGEST_SETTINGS:
-            raise DataError(f"{file}: must be a regular file of at most {LARGEST_SETTINGS} bytes")
-        text = file.read_text(encoding="utf-8")
+        text = read_bounded(file, LARGEST_SETTINGS).decode()
         if file.suffix == ".md":
             head, _, rest = text.partition("\n")
             text = rest.partition("\n---")[0] if head.strip() == "---" else ""

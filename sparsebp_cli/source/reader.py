@@ -2,7 +2,8 @@
 
 It reads values as they stand: ``NA`` in a table is the text NA, and ``01`` is not 1. A table has texts alone, JSON and
 Parquet their own types. Each row knows its file and line (of a Parquet file or a JSON array: its row, counted from 1).
-Files may be compressed, with a further suffix ``.gz`` or ``.zst``.
+Files may be compressed, with a further suffix ``.gz`` or ``.zst``. What they unpack to has a limit, because ten
+kilobytes of Parquet can be 400 GB of text.
 """
 
 from __future__ import annotations
@@ -12,18 +13,50 @@ import gzip
 import io
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, TYPE_CHECKING, cast
 
 from sparsebp_cli.errors import DataError
 from sparsebp_cli.policy.error_text import describe_kind, shorten
 
+if TYPE_CHECKING:
+    from pyarrow import Array
+    from pyarrow.parquet import FileMetaData
+
 FORMATS = {".txt": "text", ".text": "text", ".md": "text", ".jsonl": "json", ".json": "json", ".csv": "csv"}
 FORMATS |= {".tsv": "csv", ".parquet": "parquet"}
 COMPRESSED = (".gz", ".zst")
+BATCH_ROWS = 1000  # of a Parquet file
 LONGEST_LINE = 256 * 1024 * 1024  # bytes; a compressed file of one endless line would fill the memory
+
+UNPACKED_BYTES = 64 * 1024 * 1024  # of any dataset
+MOST_TIMES = 100  # of its size: texts that repeat themselves pack to a twentieth
+ROW_BYTES = 200  # that a row takes in memory beside its values
+
+
+class UnpackBudget:
+    """How much the files of a split may unpack to, together."""
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        """Take the files, of which some may be missing."""
+        sizes = (file.stat().st_size for file in files if file.is_file())
+        self.largest = max(UNPACKED_BYTES, MOST_TIMES * sum(sizes))
+        self._taken = 0
+
+    def take(self, file: Path, size: int) -> None:
+        """Count bytes that were unpacked, or will be next. Raise DataError if they are too many."""
+        self._taken += size
+        self.check(file, self._taken)
+
+    def check(self, file: Path, size: int) -> None:
+        """Raise DataError if so many bytes would be too many."""
+        if size > self.largest:
+            raise DataError(
+                f"{file}: unpacks to more than {self.largest >> 20} MiB, over {MOST_TIMES} times its size; if that is "
+                "meant, write it without compression, or use fewer rows with dataset.max_examples"
+            )
 
 
 class Row(dict[str, object]):
@@ -48,24 +81,22 @@ def find_suffix(file: Path) -> str:
     return Path(file.stem).suffix if file.suffix in COMPRESSED else file.suffix
 
 
-def iter_rows(file: Path) -> Iterator[Row]:
-    """Yield the rows of a data file, one after the other. Raise DataError with the line, or the row, if one cannot be
-    read, and if the file is empty or of no known format."""
+def iter_rows(file: Path, budget: UnpackBudget | None = None) -> Iterator[Row]:
+    """Yield the rows of a data file, one after the other. ``budget`` is that of all files which are read with it. Raise
+    DataError with the line, or the row, if one cannot be read, and if the file is empty, of no known format, or unpacks
+    to too much."""
     kind = FORMATS.get(find_suffix(file))
     if kind is None or (kind == "parquet" and file.suffix in COMPRESSED):
         allowed = f"{', '.join(FORMATS)}, and with a further .gz or .zst all but .parquet"
         raise DataError(f"{file}: cannot read {''.join(file.suffixes[-2:]) or 'no suffix'}; allowed: {allowed}")
     if not file.is_file():
         raise DataError(f"{file}: is not a regular file")
+    budget = budget or UnpackBudget([file])
     try:
         if not file.stat().st_size:
             raise DataError(f"{file}: is empty")
-        if kind == "parquet":
-            yield from _iter_parquet(file)
-            return
-        with _open(file) as stream:
-            read = {"json": _iter_json, "csv": _iter_table, "text": _iter_document}[kind]
-            yield from read(file, stream)
+        read = {"json": _iter_json, "csv": _iter_table, "text": _iter_document, "parquet": _iter_parquet}[kind]
+        yield from read(file, budget)
     except OSError as error:
         raise DataError(f"{file}: cannot be read: {error.strerror or error}") from None
 
@@ -89,48 +120,45 @@ def _open(file: Path) -> Iterator[IO[bytes]]:
         raise DataError(f"{file}: is damaged or cut: {error}") from None
 
 
-def _iter_lines(file: Path, stream: IO[bytes]) -> Iterator[str]:
+def _iter_lines(file: Path, budget: UnpackBudget) -> Iterator[str]:
     """Yield the lines with their ends, decoded; the mark at the start of some UTF-8 files is left out."""
-    number = 0
-    while line := stream.readline(LONGEST_LINE + 1):
-        number += 1
-        if len(line) > LONGEST_LINE:
-            raise DataError(f"{file}, line {number}: must have at most {LONGEST_LINE} bytes")
-        try:
-            yield line.decode("utf-8-sig" if number == 1 else "utf-8")
-        except UnicodeDecodeError as error:
-            raise DataError(
-                f"{file}, line {number}: not UTF-8 text: got byte 0x{error.object[error.start]:02x}"
-            ) from None
+    number, longest = 0, min(LONGEST_LINE, budget.largest)
+    with _open(file) as stream:
+        while line := stream.readline(longest + 1):
+            number += 1
+            if len(line) > LONGEST_LINE:
+                raise DataError(f"{file}, line {number}: must have at most {LONGEST_LINE} bytes")
+            budget.take(file, len(line) + ROW_BYTES)
+            try:
+                yield line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                byte = error.object[error.start]
+                raise DataError(f"{file}, line {number}: not UTF-8 text: got byte 0x{byte:02x}") from None
 
 
-def _iter_document(file: Path, stream: IO[bytes]) -> Iterator[Row]:
-    text = "".join(_iter_lines(file, stream))
+def _iter_document(file: Path, budget: UnpackBudget) -> Iterator[Row]:
+    text = "".join(_iter_lines(file, budget))
     if not text.strip():
         raise DataError(f"{file}: is empty")
     yield Row({"text": text.replace("\r\n", "\n")}, str(file))
 
 
-def _iter_json(file: Path, stream: IO[bytes]) -> Iterator[Row]:
-    lines = _iter_lines(file, stream)
+def _iter_json(file: Path, budget: UnpackBudget) -> Iterator[Row]:
+    lines = _iter_lines(file, UnpackBudget([file]))  # a look at the beginning, or at a whole that may be no JSON text
     first = next((line for line in lines if line.strip()), "")
     if find_suffix(file) == ".json" or first.lstrip().startswith("["):
         text = "".join([first, *lines])
         whole = _parse_whole(file, text)
         if whole is not None:
+            budget.take(file, len(text) + ROW_BYTES * len(whole))
             yield from (Row(row, f"{file}, row", number) for number, row in enumerate(whole, start=1))
             return
-    # From the start again: the look at the beginning has consumed the stream.
-    with _open(file) as again:
-        num_rows = 0
-        for number, line in enumerate(_iter_lines(file, again), start=1):
-            if line.strip():
-                num_rows += 1
-                yield Row(
-                    _as_object(_parse(line, f"{file}, line {number}"), f"{file}, line {number}"),
-                    f"{file}, line",
-                    number,
-                )
+    num_rows = 0
+    for number, line in enumerate(_iter_lines(file, budget), start=1):
+        if line.strip():
+            num_rows += 1
+            row = _as_object(_parse(line, f"{file}, line {number}"), f"{file}, line {number}")
+            yield Row(row, f"{file}, line", number)
     if not num_rows:
         raise DataError(f"{file}: is empty")
 
@@ -196,11 +224,11 @@ def _refuse_twice(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return found
 
 
-def _iter_table(file: Path, stream: IO[bytes]) -> Iterator[Row]:
+def _iter_table(file: Path, budget: UnpackBudget) -> Iterator[Row]:
     csv.field_size_limit(LONGEST_LINE)  # of the whole process; its default is shorter than many texts
     delimiter = "\t" if find_suffix(file) == ".tsv" else ","
     # strict: an open quote would take the rest of the file for one value
-    reader = csv.reader(_iter_lines(file, stream), delimiter=delimiter, strict=True)
+    reader = csv.reader(_iter_lines(file, budget), delimiter=delimiter, strict=True)
     try:
         header = next(reader, [])
         for name in header:
@@ -223,13 +251,18 @@ def _iter_table(file: Path, stream: IO[bytes]) -> Iterator[Row]:
         raise DataError(f"{file}: has a header and no rows" if header else f"{file}: is empty")
 
 
-def _iter_parquet(file: Path) -> Iterator[Row]:
+def _iter_parquet(file: Path, budget: UnpackBudget) -> Iterator[Row]:
     import pyarrow.parquet
 
     number = 0
     try:
-        with pyarrow.parquet.ParquetFile(file) as table:
-            for batch in table.iter_batches(1000):
+        with pyarrow.parquet.ParquetFile(file) as plain:
+            texts = _check_footer(file, plain.metadata, budget)
+        # Texts as numbers into a list of different ones, as a file may store them: so their size is known before they
+        # are unpacked.
+        with pyarrow.parquet.ParquetFile(file, read_dictionary=texts) as table:
+            for batch in table.iter_batches(BATCH_ROWS):
+                budget.take(file, sum(map(_find_size, batch.columns)) + ROW_BYTES * batch.num_rows)
                 for values in batch.to_pylist():
                     number += 1
                     yield Row(values, f"{file}, row", number)
@@ -238,3 +271,32 @@ def _iter_parquet(file: Path) -> Iterator[Row]:
         raise DataError(f"{file}: not a Parquet file: {reason}") from None
     if not number:
         raise DataError(f"{file}: has no rows")
+
+
+def _check_footer(file: Path, footer: FileMetaData, budget: UnpackBudget) -> list[str]:
+    """Return the columns of texts. Raise DataError if a part of a Parquet file would unpack to too much by its own
+    account: a part may be unpacked at once."""
+    columns = [footer.schema.column(number) for number in range(footer.num_columns)]
+    for group in map(footer.row_group, range(footer.num_row_groups)):
+        for number, column in enumerate(columns):
+            part = group.column(number)
+            budget.check(file, max(part.total_uncompressed_size, part.num_values * max(column.length, 1)))
+    return [column.path for column in columns if column.physical_type == "BYTE_ARRAY"]
+
+
+def _find_size(values: Array) -> int:
+    """Return the bytes of values, each text counted as often as it occurs."""
+    import pyarrow.compute
+    import pyarrow.types
+
+    kind = values.type
+    if pyarrow.types.is_dictionary(kind):
+        lengths = pyarrow.compute.binary_length(values.dictionary)
+        return int(pyarrow.compute.sum(lengths.take(values.indices)).as_py() or 0)
+    if pyarrow.types.is_struct(kind):
+        return sum(map(_find_size, values.flatten()))
+    if pyarrow.types.is_map(kind):
+        return _find_size(values.keys) + _find_size(values.items)
+    if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind) or pyarrow.types.is_fixed_size_list(kind):
+        return _find_size(values.flatten())
+    return int(values.nbytes)

@@ -14,7 +14,7 @@ from sparsebp_cli.run import home
 from sparsebp_cli.source.column import as_rows, missing_split
 from sparsebp_cli.source.folder import check_folder
 from sparsebp_cli.source.name import DATASETS, find_source
-from sparsebp_cli.source.reader import FORMATS, Row, find_suffix, iter_rows
+from sparsebp_cli.source.reader import FORMATS, Row, UnpackBudget, find_suffix, iter_rows
 
 Splits = Mapping[str, Callable[[], Iterator[Row]]]
 PLAIN = {"Value", "ClassLabel", "Json"}  # features of datasets; reading another one may open files that a row names
@@ -43,7 +43,11 @@ def take_rows(splits: Splits, name: str, most: int | None) -> list[Row]:
 
 
 def _reader(files: Sequence[Path]) -> Callable[[], Iterator[Row]]:
-    return lambda: itertools.chain.from_iterable(iter_rows(file) for file in files)
+    def read() -> Iterator[Row]:
+        budget = UnpackBudget(files)
+        return itertools.chain.from_iterable(iter_rows(file, budget) for file in files)
+
+    return read
 
 
 def _of_tables(tables: Mapping[str, Any], name: str) -> Splits:

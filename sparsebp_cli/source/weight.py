@@ -14,6 +14,7 @@ from pathlib import Path
 
 from sparsebp_cli.errors import DataError
 from sparsebp_cli.policy.error_text import shorten
+from sparsebp_cli.run.budget import LARGEST_ARTIFACT, open_regular, read_bounded
 
 LARGEST_JSON = 256 * 1024 * 1024
 LARGEST_HEADER = 100_000_000  # bytes, of safetensors; the library refuses larger ones itself
@@ -109,7 +110,7 @@ def _name_files(folder: Path) -> list[str]:
 
 def _read_object(file: Path) -> dict[str, object]:
     try:
-        content = json.loads(file.read_bytes())
+        content = json.loads(read_bounded(file, LARGEST_ARTIFACT))
     except (OSError, ValueError, RecursionError):
         content = None
     if not isinstance(content, dict):
@@ -121,7 +122,7 @@ def _read_shapes(file: Path) -> Iterator[list[int]]:
     """Yield the shapes in a header; none if it is damaged, which safetensors reports itself. Raise DataError for a
     header that is longer than its file or than any header."""
     try:
-        with file.open("rb") as stream:
+        with open_regular(file) as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
             largest = min(LARGEST_HEADER, file.stat().st_size - 8)
             if length > largest:

@@ -27,7 +27,7 @@ from sparsebp_cli.plan.plan import find_sources, group_content
 from sparsebp_cli.plan.seal import Seal
 from sparsebp_cli.recipe import Recipe
 from sparsebp_cli.run import RunFolder, State, home, read
-from sparsebp_cli.run.budget import LARGEST_PLAN, read_bounded
+from sparsebp_cli.run.budget import LARGEST_ARTIFACT, LARGEST_JOURNAL, LARGEST_PLAN, read_bounded
 from sparsebp_cli.run.folder import list_folders
 from sparsebp_cli.run.journal import FILE as JOURNAL
 from sparsebp_cli.study.disk import DiskUse, measure_disk
@@ -178,12 +178,22 @@ class StudyRecord:
     def load(cls, name: str, place: Path | None = None) -> StudyRecord | None:
         """Read the list of a study on this machine, or in the folder of an archive; None if there is none."""
         try:
-            content: dict[str, Any] = json.loads(((place or home()) / "studies" / f"{name}.json").read_bytes())
+            content: dict[str, Any] = json.loads(
+                read_bounded((place or home()) / "studies" / f"{name}.json", LARGEST_ARTIFACT)
+            )
             trials = tuple(Listed(**entry) for entry in content["trials"])
             digests = {str(run): str(digest) for run, digest in content.get("digests", {}).items()}
             paper = None if content.get("paper") is None else Paper.from_json(content["paper"])
-            study, file, options = str(content["study"]), str(content["file"]), content.get("options", ())
-            return cls(study, file, int(content["generation"]), trials, digests, paper, tuple(map(str, options)))
+            study, options = str(content["study"]), content.get("options", ())
+            return cls(
+                study,
+                str(content["file"]),
+                int(content["generation"]),
+                trials,
+                digests,
+                paper,
+                tuple(map(str, options)),
+            )
         except (OSError, ValueError, LookupError, TypeError):
             return None
 
@@ -219,7 +229,7 @@ class StudyRecord:
 
 def digest_journal(run: RunFolder, *, is_thin: bool = False) -> str:
     """Return the digest of a run's journal, which holds all its results, or of its thin form."""
-    journal = (run.path / JOURNAL).read_bytes()
+    journal = read_bounded(run.path / JOURNAL, LARGEST_JOURNAL)
     return hashlib.sha256(thin_journal(journal) if is_thin else journal).hexdigest()
 
 

@@ -13,8 +13,8 @@ from typing import IO
 from sparsebp_cli import durable
 from sparsebp_cli.errors import RunFailedError, UnreachableError
 from sparsebp_cli.policy.error_text import shorten
-from sparsebp_cli.run import RunFolder
-from sparsebp_cli.run.budget import LARGEST_PLAN, LONGEST_LINE, BudgetError, open_tar, read_members
+from sparsebp_cli.run import RunFolder, manifest
+from sparsebp_cli.run.budget import LARGEST_PLAN, LONGEST_LINE, BudgetError, open_regular, open_tar, read_members
 from sparsebp_cli.run.folder import CACHE, is_shared
 from sparsebp_cli.run.journal import FILE as JOURNAL
 from sparsebp_cli.run.journal import scan
@@ -104,7 +104,7 @@ def merge_into_run(part: Path, top: str, run: RunFolder) -> None:
             raise _refuse(f"{shorten(path.name)} must be a {'folder' if is_folder else 'file'}")
     for model in (part / top / "model", part / top / "best"):
         # Images with an earlier version write no manifest; what came is then only as whole as the transfer.
-        if (model / durable.MANIFEST).exists() and (damage := durable.find_damage(model)):
+        if (model / manifest.MANIFEST).exists() and (damage := manifest.find_damage(model)):
             raise RunFailedError(f"the model that the run left is damaged and was not taken: {damage}")
     _merge(part / top, run)
     shutil.rmtree(part, ignore_errors=True)
@@ -170,11 +170,11 @@ def _merge_checkpoints(folder: Path, place: Path) -> None:
     for name in sorted(there):
         if not (place / name).exists():
             durable.move(folder / name, place / name)
-        elif durable.find_damage(place / name) and not durable.find_damage(folder / name):
+        elif manifest.find_damage(place / name) and not manifest.find_damage(folder / name):
             durable.put_folder(folder / name, place / name)  # whole ones never change
     # Numbers of more than eight digits are longer, and so the newer ones.
     newest = max(filter(CHECKPOINT.fullmatch, there), key=lambda name: (len(name), name), default=None)
-    if newest is not None and not durable.find_damage(place / newest):
+    if newest is not None and not manifest.find_damage(place / newest):
         for path in place.iterdir():
             if path.name not in there and CHECKPOINT.fullmatch(path.name):
                 shutil.rmtree(path, ignore_errors=True)
@@ -185,7 +185,7 @@ def _append_journal(mine: Path, theirs: Path) -> None:
     if they differ, what came here in pieces may have been damaged on its way, and one with fewer unreadable lines and
     no fewer records replaces it; another is kept beside it, because the copy there is deleted next."""
     known = size_of(mine)
-    with theirs.open("rb") as stream:
+    with open_regular(theirs) as stream:
         if _begins_with(stream, mine):
             stream.seek(known)
             _append_whole_lines(mine, stream)
@@ -211,7 +211,7 @@ def _append_whole_lines(file: Path, stream: IO[bytes]) -> None:
 def _begins_with(stream: IO[bytes], file: Path) -> bool:
     if not file.exists():
         return True
-    with file.open("rb") as known:
+    with open_regular(file) as known:
         while chunk := known.read(CHUNK):
             if stream.read(len(chunk)) != chunk:
                 return False

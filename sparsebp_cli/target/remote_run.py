@@ -14,6 +14,7 @@ from filelock import FileLock
 from sparsebp_cli.errors import RunBusyError, RunFailedError, SparseBPError, UnreachableError
 from sparsebp_cli.notify import tell, tell_end
 from sparsebp_cli.run import RunFolder, read
+from sparsebp_cli.run.budget import LARGEST_SMALL, read_bounded
 from sparsebp_cli.target.end_record import write_end_record
 from sparsebp_cli.target.engine import Phase, TargetEngine, WorkerStatus
 from sparsebp_cli.target.launch import Launch
@@ -181,13 +182,13 @@ class RemoteRun:
         if self.run.cancel_file.exists():
             return "cancel"
         try:
-            return self.run.request_file.read_text(encoding="utf-8").strip()
-        except OSError:
+            return read_bounded(self.run.request_file, LARGEST_SMALL).decode().strip()
+        except (OSError, ValueError):
             return ""
 
     def _grace(self) -> float:
         try:
-            return float(self.run.cancel_file.read_text(encoding="utf-8"))
+            return float(read_bounded(self.run.cancel_file, LARGEST_SMALL))
         except (OSError, ValueError):
             return DEFAULT_GRACE_SECONDS
 

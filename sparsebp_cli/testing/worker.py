@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from sparsebp_cli import durable
-from sparsebp_cli.run import JournalWriter, RunFolder, State
+from sparsebp_cli.run import JournalWriter, RunFolder, State, manifest
 
 STEP_SECONDS = 0.05  # of the slow ones
 
@@ -71,7 +71,7 @@ def _save(run: RunFolder, parent: str, name: str, step: int) -> None:
     part = folder.with_name(f"{durable.PART}{name}")
     durable.make_folder(part, exist_ok=True)
     durable.write_file(part / "state.json", str(step))
-    durable.write_manifest(part)
+    manifest.write_manifest(part)
     durable.put_folder(part, folder)
 
 

@@ -275,7 +275,7 @@ class Flusher:
         from mlflow.entities import Param, RunTag
 
         run_id, state = mlflow_run.info.run_id, find_state(self.run, self._history)
-        trial = self.run.trial_file.read_text(encoding="utf-8") if self.run.trial_file.exists() else ""
+        trial = read_bounded(self.run.trial_file, LARGEST_SMALL).decode() if self.run.trial_file.exists() else ""
         wanted = tags(self.plan, self._history, state, trial, Labels.load(self.run.path))
         with sqlite_lock(self.uri):
             params = {k: v for k, v in parameters(self.plan).items() if k not in mlflow_run.data.params}

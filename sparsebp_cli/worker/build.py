@@ -33,7 +33,7 @@ from sparsebp_cli.policy.known_kind import find_columns, find_facts, list_kinds
 from sparsebp_cli.recipe import refuse_unsupported
 from sparsebp_cli.recipe.evaluation import declare_generated, to_facts
 from sparsebp_cli.recipe.schema import ModelSection, Recipe
-from sparsebp_cli.run import History, JournalWriter, RunFolder
+from sparsebp_cli.run import History, JournalWriter, RunFolder, manifest
 from sparsebp_cli.run.census import find_warnings
 from sparsebp_cli.run.folder import CACHE
 from sparsebp_cli.source import refuse_mismatch, refuse_too_long
@@ -250,7 +250,7 @@ def save_model(
     else:
         _save_plain(model, part, weights)
     tokenizer.save_pretrained(part)
-    durable.write_manifest(part)  # `prune` and the clients of targets compare before they delete another copy
+    manifest.write_manifest(part)  # `prune` and the clients of targets compare before they delete another copy
     durable.put_folder(part, place)
 
 

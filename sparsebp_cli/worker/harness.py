@@ -1,8 +1,9 @@
 """A folder's model judged by the tasks of EleutherAI's lm-evaluation-harness, for ``sparsebp evaluate``.
 
-The request is JSON: ``folder``, ``tasks``, ``include`` (a folder with tasks of one's own, or null), ``limit`` (examples
-of each task, or null), ``batch_size`` and ``device``. The harness does everything, with its own defaults; seeds are its
-own. The result has ``version``, and for each task its ``version``, ``hash``, ``examples`` and ``values``, each with its
+The request is JSON: ``folder``, ``tasks``, ``limit`` (examples of each task, or null), ``batch_size`` and ``device``.
+The harness does everything, with its own defaults; seeds are its own. Tasks are those of the installed package alone:
+a task's file runs code by its functions, templates, metrics and data, so a folder with tasks would be a program. The
+result has ``version``, and for each task its ``version``, ``hash``, ``examples`` and ``values``, each with its
 direction, and the ``scores`` of each example for those values that are their mean.
 """
 
@@ -39,7 +40,7 @@ def judge(request: str, tell: Callable[[str, int, int], None]) -> Mapping[str, o
     if not any(folder.glob("*.safetensors")):  # the harness would load a pickle, too
         raise DataError(f"{folder} has no weights in safetensors")
     check_weights(folder, read_config(folder))
-    manager = TaskManager(include_path=asked["include"])
+    manager = TaskManager()
     for name in asked["tasks"]:
         if name not in manager.all_tasks:
             raise UsageError(f"the harness knows no task {name!r}{did_you_mean(name, manager.all_tasks)}")

@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 
-from sparsebp_cli import durable
-from sparsebp_cli.run import History, RunFolder, State
+from sparsebp_cli.run import History, RunFolder, State, manifest
 from tests.chaos.kill import difference, outcome
 from tests.worker.conftest import start, work
 
@@ -68,7 +67,7 @@ def try_disk(run: RunFolder, call: str, error: str, chance: random.Random) -> bo
     said = run.log_file.read_text(errors="replace")
     assert "Traceback" not in said
     for checkpoint in (run.path / "checkpoints").glob("step-*"):
-        assert durable.find_damage(checkpoint) == ""
+        assert manifest.find_damage(checkpoint) == ""
     if code == 0:
         assert run.state() is State.FINISHED
         return False

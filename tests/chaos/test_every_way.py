@@ -14,9 +14,8 @@ from typing import Any
 
 import pytest
 
-from sparsebp_cli import durable
 from sparsebp_cli.recipe.schema import Recipe
-from sparsebp_cli.run import History, RunFolder, State
+from sparsebp_cli.run import History, RunFolder, State, manifest
 from tests.chaos.kill import difference, outcome
 from tests.chaos.test_faults import copy_of, damage
 from tests.chaos.test_kills import reference, sections
@@ -77,7 +76,7 @@ def differing(expected: Outcome, found: Outcome) -> list[str]:
 def check_end(run: RunFolder, expected: Outcome, what: str) -> Iterator[str]:
     """Resume a run, and yield in what it differs from one that was left alone."""
     for checkpoint in (run.path / "checkpoints").glob("step-*"):
-        if found := durable.find_damage(checkpoint):
+        if found := manifest.find_damage(checkpoint):
             yield f"{what}: {checkpoint.name}: {found}"
     if work(run) != 0 or run.state() is not State.FINISHED:
         yield f"{what}: {run.state()}"

@@ -21,8 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from sparsebp_cli import durable
-from sparsebp_cli.run import RunFolder, State
+from sparsebp_cli.run import RunFolder, State, manifest
 from sparsebp_cli.run.journal import OUTLINE, scan
 from sparsebp_cli.testing import FakeTarget
 from tests.cli.test_real_worker import RECIPE
@@ -117,10 +116,10 @@ def look(found: RunFolder, told: str) -> Iterator[str]:
     if told in {"finished", "pruned", "released"} and state is not State.FINISHED:
         yield f"was {told}, and is {state}"
     is_trial = b'"study"' in found.plan_file.read_bytes()  # whose workers of a moment save no model
-    if (model.exists() or (state is State.FINISHED and not is_trial)) and (damage := durable.find_damage(model)):
+    if (model.exists() or (state is State.FINISHED and not is_trial)) and (damage := manifest.find_damage(model)):
         yield f"is {state}, and its model is not whole: {damage}"
     for checkpoint in (found.path / "checkpoints").glob("step-*"):
-        if told != "pruned" and state is not State.FINISHED and (damage := durable.find_damage(checkpoint)):
+        if told != "pruned" and state is not State.FINISHED and (damage := manifest.find_damage(checkpoint)):
             yield f"has a checkpoint that is not whole: {checkpoint.name}: {damage}"
     if unreadable := sum(record is None for record, _ in scan(found.path)):
         yield f"has {unreadable} lines in its journal that cannot be read"

@@ -45,6 +45,19 @@ metadata: {{version: 1.0}}
 """
 
 
+# The command line as if the harness shipped the tasks of a folder: those that it ships have their data on the hub.
+WITH_TASKS = """\
+import functools, sys
+import lm_eval.tasks
+lm_eval.tasks.TaskManager = functools.partial(lm_eval.tasks.TaskManager, include_path=sys.argv.pop(1))
+import sparsebp_cli.cli.worker_process
+from sparsebp_cli.cli.app import main
+from sparsebp_cli.worker.harness import judge
+sparsebp_cli.cli.worker_process.measure_apart = lambda _, request: judge(request, lambda *_: None)
+main()
+"""
+
+
 def make_run(seed: int = 0) -> RunFolder:
     values = {"version": 1, "name": "made", "model": {"name": "austen-llama"}, "dataset": {"name": "austen"}}
     plan = Plan(recipe=Recipe.model_validate(values | {"training": {"max_steps": 2, "seed": seed}}))
@@ -72,16 +85,16 @@ def test_the_results_are_those_of_the_harness_itself(tmp_path: Path, home_folder
     run = make_run()
     (run.path / "model").symlink_to(austen_llama())
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "HF_HOME": str(tmp_path / "hf")}
-    words = ["evaluate", run.run_id, "--lm-eval", "colours", "--include", str(tmp_path), "-o", "json"]
+    words = ["evaluate", run.run_id, "--lm-eval", "colours", "-o", "json"]
     ours = subprocess.run(
-        [str(Path(sys.executable).with_name("sparsebp")), *words],
+        [sys.executable, "-c", WITH_TASKS, str(tmp_path), *words],
         capture_output=True,
         text=True,
         check=False,
         env=environment,
     )
     assert ours.returncode == 0, ours.stderr
-    found = json.loads(ours.stdout)
+    found = json.loads(ours.stdout[ours.stdout.index("{\n") :])
     options = ["--model", "hf", "--model_args", f"pretrained={austen_llama()},dtype=auto", "--device", "cpu"]
     options += ["--tasks", "colours", "--include_path", str(tmp_path), "--batch_size", "8", "--log_samples"]
     theirs = subprocess.run(
@@ -168,7 +181,7 @@ def test_weights_that_could_run_code_are_refused_before_the_harness_reads_them(t
     folder.mkdir()
     shutil.copy(austen_llama() / "config.json", folder)
     (folder / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch canary'\ntR.")
-    request = {"folder": str(folder), "tasks": ["colours"], "include": None, "limit": None}
+    request = {"folder": str(folder), "tasks": ["colours"], "limit": None}
     with pytest.raises(SparseBPError, match="safetensors"):
         judge(json.dumps(request | {"batch_size": 1, "device": "cpu"}), lambda *_: None)
 

@@ -15,10 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from sparsebp_cli import durable
 from sparsebp_cli.cli.app import Crash
 from sparsebp_cli.cli.housekeeping import rm
-from sparsebp_cli.run import RunFolder, home, list_runs
+from sparsebp_cli.run import RunFolder, home, list_runs, manifest
 from sparsebp_cli.run.folder import DELETED
 
 from .conftest import Cli, Write, write_run
@@ -29,11 +28,11 @@ def add_checkpoints(run: RunFolder, *, with_model: bool = True) -> None:
         folder = run.path / "checkpoints" / f"step-{step:08}"
         folder.mkdir(parents=True)
         (folder / "state.bin").write_bytes(bytes(1000))
-        durable.write_manifest(folder)
+        manifest.write_manifest(folder)
     if with_model:
         (run.path / "model").mkdir()
         (run.path / "model" / "weights.bin").write_bytes(bytes(500))
-        durable.write_manifest(run.path / "model")
+        manifest.write_manifest(run.path / "model")
 
 
 def write_interrupted(recipe: Path) -> RunFolder:

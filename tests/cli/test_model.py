@@ -24,7 +24,7 @@ import pytest
 from sparsebp_cli import durable
 from sparsebp_cli.asset.bundled import austen_llama
 from sparsebp_cli.cli.summary import summarise
-from sparsebp_cli.run import History, JournalWriter, RunFolder
+from sparsebp_cli.run import History, JournalWriter, RunFolder, manifest
 
 from .conftest import REAL, Cli, Start, Write, environment, write_run
 
@@ -41,7 +41,7 @@ def run(write_recipe: Write) -> RunFolder:
         if file.is_file():
             (model / file.name).write_bytes(file.read_bytes())
     (model / "pytorch_model.bin").write_bytes(b"a pickle of a stranger")
-    durable.write_manifest(model)
+    manifest.write_manifest(model)
     return found
 
 
@@ -67,7 +67,7 @@ def test_of_two_that_write_one_folder_at_once_one_does(cli: Cli, run: RunFolder,
     both = [start("model", run.run_id, "--to", "one", command=REAL) for _ in range(2)]
     ends = [(process.communicate()[1], process.returncode) for process in both]
     assert sorted(code for _, code in ends) in ([0, 2], [2, 0])
-    assert durable.digest(tmp_path / "one" / "model.safetensors") == durable.digest(
+    assert manifest.digest(tmp_path / "one" / "model.safetensors") == manifest.digest(
         run.path / "model" / "model.safetensors"
     )
     assert not [*tmp_path.glob(f"{durable.PART}*")]

@@ -16,7 +16,6 @@ import sparsebp_cli.cli.worker_answer
 import sparsebp_cli.cli.worker_process
 import sparsebp_cli.target
 import sparsebp_cli.tracking
-from sparsebp_cli import durable
 from sparsebp_cli.asset.bundled import austen_llama
 from sparsebp_cli.audit_report import AuditReport
 from sparsebp_cli.bench import Benchmark
@@ -26,7 +25,7 @@ from sparsebp_cli.cli.answer.kind import KINDS
 from sparsebp_cli.cli.app import VERBS
 from sparsebp_cli.cli.exit_code import EXIT_CODES
 from sparsebp_cli.errors import SparseBPError, did_you_mean, find_nearest
-from sparsebp_cli.run import RunFolder
+from sparsebp_cli.run import RunFolder, manifest
 from tests.judge.here import HereDriver
 from tests.judge.here import write_recipe as write_judged
 
@@ -167,7 +166,7 @@ def test_every_verb_answers_with_one_document_that_keeps_its_schema(
         monkeypatch.setattr("sparsebp_cli.judge.recipe_arms.Driver", HereDriver)
     elif words.startswith("model"):
         shutil.copytree(austen_llama(), machine[1].path / "model", dirs_exist_ok=True)
-        durable.write_manifest(machine[1].path / "model")
+        manifest.write_manifest(machine[1].path / "model")
     done = call(*words.split(), "-o", "json")
     document = read_document(done.stdout)
     assert document["kind"] == kind, done.stderr

@@ -13,10 +13,12 @@ import psutil
 import pytest
 
 from sparsebp_cli.cli.app import main
+from sparsebp_cli.errors import UsageError
 from sparsebp_cli.judge.ledger import Ledger
 from sparsebp_cli.judge.script import Script, ScriptProposal, ScriptRepository, parse_metric
 from sparsebp_cli.judge.script_arms import ScriptArms
 
+from ..plan.test_provenance import ways_in
 from .conftest import Cli, Start
 from .script_material import COMMAND, METRIC, FileRun, git, make_repository, read_log
 
@@ -158,6 +160,91 @@ def test_what_makes_no_sense_is_refused_in_one_line(
 ) -> None:
     assert call(monkeypatch, *words) == 2
     assert said in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.promise("R20")
+@pytest.mark.parametrize(
+    "way", [way for way in ways_in(Path("/x"), Path("/y")) if way not in {"submodule", "lazy fetch"}]
+)
+def test_nothing_that_a_repository_configures_is_run(
+    way: str, repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (repository / "settings.ini").write_text("a = 1")
+    git(repository, "add", ".")
+    git(repository, "commit", "--quiet", "-m", "settings")
+    ways_in(repository, tmp_path / "canary")[way]()
+    (repository / "settings.ini").write_text("changed")
+    monkeypatch.setenv("PATH", f"{os.environ['PATH']}::.")
+    assert call(monkeypatch, "better", *WORDS[:6]) == 2
+    assert "--budget" in capsys.readouterr().err
+    script = Script(COMMAND, ScriptRepository.find(Path.cwd()))
+    side = script.at("better")
+    script.repository.check_out(side.commit, tmp_path / "out")
+    assert (tmp_path / "out" / "train.py").exists()
+    assert script.repository.has_changes
+    assert not (tmp_path / "canary").exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["GIT_DIR", "GIT_WORK_TREE", "GIT_OBJECT_DIRECTORY", "GIT_INDEX_FILE", "GIT_NAMESPACE"]
+)
+def test_no_variable_of_git_leads_to_another_repository(
+    name: str, repository: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    other = make_repository(tmp_path / "other", base={"gain": 7}, better={"gain": 8})
+    sides = [make_arms(side).proposal.candidate for side in ("better", "null")]
+    value = "x" if name == "GIT_NAMESPACE" else str(other / ".git")
+    monkeypatch.setenv(name, value)
+    assert [make_arms(side).proposal.candidate for side in ("better", "null")] == sides
+    script = Script(COMMAND, ScriptRepository.find(Path.cwd()))
+    script.repository.check_out(sides[0].commit, tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "what.json").read_text())["gain"] == 0.3
+
+
+def test_a_script_cannot_move_the_references_that_its_checkout_copied(repository: Path, tmp_path: Path) -> None:
+    git(repository, "tag", "v1", "base")
+    before = git(repository, "for-each-ref")
+    script = Script(COMMAND, ScriptRepository.find(Path.cwd()))
+    script.repository.check_out(script.at("better").commit, tmp_path / "out")
+    assert git(tmp_path / "out", "rev-parse", "v1") == git(repository, "rev-parse", "base")
+    git(tmp_path / "out", "tag", "--delete", "v1")
+    git(tmp_path / "out", "branch", "--force", "base", "better")
+    git(tmp_path / "out", "commit", "--quiet", "--allow-empty", "-m", "more")
+    assert git(repository, "for-each-ref") == before
+
+
+def test_words_of_a_user_are_no_options_of_git(
+    repository: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """No option of git 2.39 does harm in this place; those of another version are not known."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "git").write_text(f'#!/bin/sh\nprintf "%s " "$@" >> {tmp_path}/asked\nexit 1\n')
+    (tmp_path / "bin" / "git").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    assert call(monkeypatch, *WORDS, "--", "--output=x") == 2
+    words = (tmp_path / "asked").read_text().split()
+    assert "--end-of-options" in words[: words.index("--output=x^{commit}")]
+
+
+def test_the_folder_in_which_a_command_runs_is_part_of_the_question(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = make_arms("better").proposal.digest
+    (repository / "below").mkdir()
+    monkeypatch.chdir(repository / "below")
+    assert make_arms("better").proposal.digest != first
+
+
+def test_files_that_only_a_filter_would_fetch_are_refused(repository: Path) -> None:
+    (repository / ".gitattributes").write_text("*.bin filter=lfs\n")
+    git(repository, "add", ".")
+    git(repository, "commit", "--quiet", "-m", "none yet")
+    assert make_arms("HEAD").proposal.candidate.commit
+    (repository / "w.bin").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    git(repository, "-c", "filter.lfs.clean=cat", "add", ".")
+    git(repository, "commit", "--quiet", "-m", "weights")
+    with pytest.raises(UsageError, match="has files in git-lfs, which a judge does not check out"):
+        make_arms("HEAD")
 
 
 def test_a_folder_without_a_repository_and_submodules_are_refused(

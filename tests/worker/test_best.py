@@ -11,12 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from sparsebp_cli import durable
 from sparsebp_cli.errors import RecipeError
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.recipe.loader import load_recipe
 from sparsebp_cli.recipe.schema import Recipe
-from sparsebp_cli.run import History, RunFolder
+from sparsebp_cli.run import History, RunFolder, manifest
 from sparsebp_cli.run.metric import METRICS
 from sparsebp_cli.worker.best import BestEvaluation
 from tests.worker.conftest import start, work
@@ -48,7 +47,7 @@ def test_the_weights_of_the_best_evaluation_are_saved(tiny_recipe, prepared: Pre
     saved, last = (load_file(run.path / name / "model.safetensors") for name in ("best", "model"))
     assert all(torch.equal(saved[name], expected[name]) for name in saved)
     assert not all(torch.equal(saved[name], last[name]) for name in saved)
-    assert durable.find_damage(run.path / "best") == ""
+    assert manifest.find_damage(run.path / "best") == ""
     assert any(f"best/ has the weights of step {best}" in text for _, _, text in History.load(run.path).notes)
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from sparsebp_cli.durable import MANIFEST, digest
 from sparsebp_cli.errors import CheckpointError
 from sparsebp_cli.run import History
+from sparsebp_cli.run.manifest import MANIFEST, digest
 from sparsebp_cli.worker.checkpoint import CheckpointFolder
 from tests.worker.conftest import work
 from tests.worker.test_checkpoint_folder import snapshot

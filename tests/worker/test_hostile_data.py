@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import pickle
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -19,6 +21,7 @@ from transformers import AutoTokenizer
 from sparsebp_cli.errors import DataError
 from sparsebp_cli.recipe.schema import DatasetSection, Recipe
 from sparsebp_cli.source import inspect_sources
+from sparsebp_cli.source.reader import iter_rows
 from sparsebp_cli.worker.data import build_data
 from tests.worker.test_hostile_model import MODULES, Trap
 
@@ -146,11 +149,51 @@ REFUSED: dict[str, tuple[str, Write, str, bool]] = {
     "deep card": ("data", folder(README__md="---\na: " + "[" * 100_000 + "\n---\n"), "settings cannot be read", True),
     "card of aliases": ("data", folder(README__md=card("&a [&b [*a, *b], *a, ../x]")), "must stay in its", True),
     "settings": ("data", folder(__huggingface__yaml=card("/etc/passwd").replace("---\n", "")), "must stay", True),
-    "long card": ("data", folder(README__md="---\n" + "#" * 2_000_000), "at most 1048576 bytes", True),
+    "long card": ("data", folder(README__md="---\n" + "#" * 2_000_000), "more than 1048576 bytes", True),
     "infos": ("data", folder(dataset_infos__json='{"default": {"features": {"text": {"_type": "os.system"}}}}'),
               "os.system", True),
     "saved folder": ("data", folder(data__arrow=b"", state__json="{}"), HOLDS, True),
 }  # fmt: skip
+# One text of 100,000 letters, 1,000 times: less than 10 kB of Parquet.
+REPEATED = pa.DictionaryArray.from_arrays(pa.array([0] * 1000, pa.int32()), pa.array(["x" * 100_000]))
+TURNS = pa.StructArray.from_arrays([REPEATED], names=["content"])
+TALKS = pa.ListArray.from_arrays(pa.array(range(0, 1001, 10)), TURNS)
+BLOCKS = pa.DictionaryArray.from_arrays(pa.array([0] * 1000), pa.array([b"x" * 100_000], pa.binary(100_000)))
+
+
+def compressed(begin: str, again: str, times: int, end: str = "", kind: str = "gzip") -> Write:
+    """A compressed text of which a part occurs many times."""
+    return lambda file: file.write_bytes(
+        pa.compress((begin + again * times + end).encode(), kind, asbytes=True)
+        if kind == "zstd"
+        else gzip.compress((begin + again * times + end).encode())
+    )
+
+
+def write_long_list(file: Path) -> None:
+    parquet(pa.ListArray.from_arrays([0, 70_000_000], pa.array(np.zeros(70_000_000, np.int8))))(file)
+
+
+LONG_ROW = json.dumps({"text": "a" * 1_000_000}) + "\n"
+BOMBS: dict[str, tuple[str, Write]] = {
+    "Parquet": ("a.parquet", parquet(REPEATED)),
+    "Parquet, a list of structs": ("a.parquet", parquet(TALKS)),
+    "Parquet, blocks of one size": ("a.parquet", parquet(BLOCKS)),
+    "Parquet, empty rows": ("a.parquet", parquet(pa.nulls(400_000, pa.string()))),
+    "Parquet, one long list": ("a.parquet", write_long_list),
+    "gz, many rows": ("a.jsonl.gz", compressed(ROW * 150, LONG_ROW, 80)),
+    "gz, many short rows": ("a.jsonl.gz", compressed(ROW * 150, "{}\n", 400_000)),
+    "gz, one line": ("a.jsonl.gz", compressed('{"text": "', "a", 70_000_000)),
+    "gz, one text": ("a.txt.gz", compressed("", "a\n", 400_000)),
+    "gz, one array": ("a.json.gz", compressed("[", "{},", 400_000, "{}]")),
+    "gz, a table": ("a.csv.gz", compressed("text\n", "a\n", 400_000)),
+    "zst": ("a.jsonl.zst", compressed("", ROW, 120_000, kind="zstd")),
+    "a folder, together": ("data", lambda place: [place.mkdir(), *(
+        parquet(REPEATED.slice(0, 400))(place / f"train-{number}.parquet") for number in range(3)
+    )]),
+}  # fmt: skip
+
+
 HARMLESS: dict[str, tuple[str, Write]] = {
     "type of Python in Arrow": (
         "a.parquet",
@@ -218,6 +261,33 @@ def test_odd_data_runs_nothing(name: str, place: Path, tiny_folder: Path) -> Non
     assert look_at(place / file) == []
     assert build(place / file, tiny_folder) > 0
     assert not (place / "canary").exists()
+
+
+@pytest.mark.promise("R32")
+@pytest.mark.parametrize("name", BOMBS)
+def test_data_that_unpack_to_too_much_are_refused_by_size(name: str, place: Path, tiny_folder: Path) -> None:
+    file, write = BOMBS[name]
+    write(place / file)
+    with pytest.raises(DataError, match=r"unpacks to more than 64 MiB, over 100 times its size.*dataset.max_examples"):
+        build(place / file, tiny_folder)
+
+
+def test_fewer_rows_of_data_that_repeat_themselves_are_read(place: Path, tiny_folder: Path) -> None:
+    compressed("", ROW, 120_000)(place / "a.jsonl.gz")
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder / "tokenizer")
+    section = DatasetSection(name=str(place / "a.jsonl.gz"), max_seq_length=16, max_examples=50)
+    assert len(build_data(section, tokenizer).train) > 100
+
+
+def test_texts_that_a_file_stores_as_numbers_are_read_as_they_are(place: Path) -> None:
+    rows = [
+        {"text": text, "turns": [{"c": text, "n": 1}], "more": {text or "": b"z"}} for text in ("a", None, "b", "a")
+    ]
+    kinds = {"text": pa.string(), "turns": pa.list_(pa.struct({"c": pa.large_string(), "n": pa.int32()}))}
+    schema = pa.schema(kinds | {"more": pa.map_(pa.string(), pa.binary())})
+    pq.write_table(pa.Table.from_pylist(rows, schema), place / "a.parquet")
+    expected = pq.read_table(place / "a.parquet").to_pylist()
+    assert [dict(row) for row in iter_rows(place / "a.parquet")] == expected
 
 
 LONG = "x" * 200_000

@@ -1,0 +1,58 @@
+"""The manifest of a saved model or a checkpoint: the sha256 of each of its files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+from pathlib import Path
+
+from sparsebp_cli.run.budget import LARGEST_PLAN, open_regular, read_bounded
+
+MANIFEST = "manifest.json"
+MOST_HOLES = 64 << 30  # bytes of a file that are on no disk; reading them takes time all the same
+
+
+def write_manifest(folder: Path) -> None:
+    """List the sha256 of every file of a folder in its manifest; :func:`find_damage` compares."""
+    files = sorted(file for file in folder.rglob("*") if file.is_file() and file != folder / MANIFEST)
+    listed = {str(file.relative_to(folder)): digest(file) for file in files}
+    # No wait for the disk here: `durable.put_folder` waits for the whole folder.
+    (folder / MANIFEST).write_text(json.dumps({"format": 1, "sha256": listed}, indent=1), encoding="utf-8")
+
+
+def find_damage(folder: Path) -> str:
+    """Return what is wrong with a folder by its manifest, in one line; empty if every file that it lists is whole. A
+    folder without a manifest cannot be verified, and so counts as damaged. So does one with a link, a pipe or a device,
+    which no run writes: whatever reads the folder next may follow it, or wait for ever."""
+    try:
+        listed: dict[str, str] = json.loads(read_bounded(folder / MANIFEST, LARGEST_PLAN))["sha256"]
+        if odd := _find_odd(folder):
+            return f"{odd} is neither a regular file nor a folder"
+        for name, expected in listed.items():
+            if Path(name).is_absolute() or ".." in Path(name).parts:
+                return f"{name!r} leads out of it"
+            if digest(folder / name) != expected:
+                return f"{name} does not match its checksum"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return (str(error).splitlines() or [type(error).__name__])[0]
+    return "" if listed else "the manifest is empty"
+
+
+def digest(file: Path) -> str:
+    """Return the sha256 of a file. Raises ``OSError``, also for a file that consists of holes."""
+    with open_regular(file) as opened:
+        found = os.fstat(opened.fileno())
+        if found.st_size - found.st_blocks * 512 > MOST_HOLES:
+            raise OSError(f"{file} is larger than what the disk has of it")
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _find_odd(folder: Path) -> str:
+    for place, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            mode = Path(place, name).lstat().st_mode
+            if not stat.S_ISDIR(mode) and not stat.S_ISREG(mode):
+                return str(Path(place, name).relative_to(folder))
+    return ""
