@@ -24,7 +24,9 @@ def ask_worker(module: str, plan: Plan, what: str) -> dict[str, Any]:
         command = interpreter.command("-m", f"sparsebp_cli.worker.{module}", str(plan.save(Path(folder))))
         done = subprocess.run(
             command,
-            env=interpreter.environment({"SPARSEBP_HOME": str(home())}),  # a relative one is relative to this process
+            env=interpreter.worker_environment(
+                {"SPARSEBP_HOME": str(home())}
+            ),  # a relative one is relative to this process
             cwd=folder,
             capture_output=True,
             text=True,

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, set_seed
+from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin, set_seed
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
@@ -349,6 +349,9 @@ def _build_accelerator(recipe: Recipe, ranks: Ranks, policies: Sequence[Policy])
     # DDP waits for a gradient of each parameter, unless it looks for those that get none.
     accelerator = Accelerator(
         mixed_precision=recipe.training.mixed_precision,
+        # As a plug-in: a variable overrides the argument gradient_accumulation_steps, and divides every loss.
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
+        dynamo_backend="no",
         # Several ranks without CUDA: only a CPU that is asked for makes accelerate join ranks there. See ranks.on_cuda.
         cpu=recipe.target.device == "cpu" or (ranks.count > 1 and not ranks.on_cuda),
         kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)] if drops else [],
