@@ -17,7 +17,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
@@ -208,12 +208,15 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_manifest(folder: Path) -> None:
-    """List the sha256 of every file of a folder in its manifest; :func:`find_damage` compares."""
+def write_manifest(folder: Path, more: Mapping[str, object] | None = None) -> None:
+    """List the sha256 of every file of a folder in its manifest; :func:`find_damage` compares. ``more`` is written
+    beside the list."""
     files = sorted(file for file in folder.rglob("*") if file.is_file() and file != folder / MANIFEST)
     listed = {str(file.relative_to(folder)): digest(file) for file in files}
     # No wait for the disk here: `put_folder` waits for the whole folder.
-    (folder / MANIFEST).write_text(json.dumps({"format": 1, "sha256": listed}, indent=1), encoding="utf-8")
+    (folder / MANIFEST).write_text(
+        json.dumps({"format": 1, "sha256": listed, **(more or {})}, indent=1), encoding="utf-8"
+    )
 
 
 def find_damage(folder: Path) -> str:

@@ -54,6 +54,7 @@ from sparsebp_cli.worker.policy_phase import PhaseSequence, make_phases
 from sparsebp_cli.worker.process import Ranks
 from sparsebp_cli.worker.prompt import HeldOutPrompts, make_prompts
 from sparsebp_cli.worker.reference import Reference, build_reference
+from sparsebp_cli.worker.reload import KEY, Outputs, make_batch
 from sparsebp_cli.worker.resume_check import ResumeCheck, find_journal_gaps
 from sparsebp_cli.worker.sharding import shard, sum_gradients
 from sparsebp_cli.worker.snapshot import SEED_STEP
@@ -240,11 +241,14 @@ def save_model(
     name: str = "model",
     *,
     keeps: bool = False,
-) -> None:
+    outputs: Outputs | None = None,
+    device: torch.device | None = None,
+) -> str:
     """Write the trained model and tokenizer to a folder of the run as transformers does, as a whole and durably. Its
     adapters are merged, and in the folder ``adapter`` on their own.
     ``weights`` is the complete state_dict of a sharded model without adapters; ``keeps`` is that of
-    :func:`~sparsebp_cli.worker.adapter.merge_beside`."""
+    :func:`~sparsebp_cli.worker.adapter.merge_beside`; ``outputs`` are those of the trained model, which the files have
+    to give before they take the place of others. Return why they were not compared; empty if they were."""
     place, part = run.path / name, run.path / f"{durable.PART}{name}"
     shutil.rmtree(part, ignore_errors=True)
     if is_adapted(model):
@@ -252,12 +256,18 @@ def save_model(
     else:
         _save_plain(model, part, weights)
     tokenizer.save_pretrained(part)
-    durable.write_manifest(part)  # `prune` and the clients of targets compare before they delete another copy
+    record = {} if outputs is None else outputs.check(part, device or torch.device("cpu"))
+    durable.write_manifest(
+        part, {KEY: record} if record else None
+    )  # `prune` and the clients of targets compare before they delete another copy
     durable.put_folder(part, place)
+    return str(record.get("reason", ""))
 
 
 def write_whole(model: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write a model and its tokenizer into a folder, with its adapters merged, which are not kept. It is spent."""
+    """Write a model and its tokenizer into a folder, with its adapters merged, which are not kept. It is spent.
+    Raise RunFailedError if the files give other outputs."""
+    outputs = Outputs.of(model, make_batch(len(tokenizer)))
     if is_adapted(model):
         with TemporaryDirectory(dir=folder, prefix=durable.PART) as place:
             model = merge_beside(model, Path(place), keeps=False)
@@ -265,6 +275,7 @@ def write_whole(model: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: Pa
     else:
         _save_plain(model, folder, None)
     tokenizer.save_pretrained(folder)
+    outputs.check(folder, torch.device("cpu"))
 
 
 def rebuild(
@@ -372,7 +383,8 @@ def _check_attention(section: ModelSection, device: torch.device) -> None:
 
 
 def _check_fit(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, recipe: Recipe) -> None:
-    refuse_mismatch(len(tokenizer), model.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
+    embeddings: Any = model.get_input_embeddings()  # an adapter's layer has the weight alone
+    refuse_mismatch(len(tokenizer), embeddings.weight.shape[0])
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     try:
         refuse_too_long({"max_position_embeddings": longest}, recipe.dataset.max_seq_length)
