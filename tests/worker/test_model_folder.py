@@ -323,3 +323,14 @@ def test_a_run_that_stopped_leaves_from_its_checkpoint_alone(tiny_recipe: Any, p
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(UsageError, match="the checkpoint of step 6 is damaged"):
         release(run, tmp_path / "other", "last")
+
+
+def test_the_number_of_answers_in_the_settings_of_generation_stops_no_run(
+    base: Path, tiny_recipe: Any, prepared: Any
+) -> None:
+    (base / "generation_config.json").write_text('{"num_return_sequences": 3, "eos_token_id": 1}')
+    values = tiny_recipe(training={"max_steps": 2}).model_dump()
+    run = train(Recipe.model_validate(values | {"model": {"name": str(base)}}), prepared)
+    (told,) = (text for text in _notes(run) if "num_return_sequences" in text)
+    assert told.startswith("num_return_sequences of generation_config.json is taken as 1: Greedy methods")
+    assert AutoModelForCausalLM.from_pretrained(run.path / "model").generation_config.eos_token_id == 1
