@@ -34,6 +34,7 @@ from sparsebp_cli.source.rounded import find_rounded
 from sparsebp_cli.worker.checkpoint import CheckpointFolder
 from sparsebp_cli.worker.checkpoint_model import rebuild
 from sparsebp_cli.worker.model import build_model, build_tokenizer
+from sparsebp_cli.worker.reload import check_again
 from tests.worker.conftest import LLAMA, work
 from tests.worker.ranks import make_run, train_on_two
 
@@ -71,7 +72,7 @@ def release(run: RunFolder, place: Path, word: str | None = None, *, title: str 
 
     released = ReleasedModel(run, plan, history, weights, place, title)
     released.check()
-    assert write_model(released, write) == []
+    assert write_model(released, write, check_again) == []
     return place
 
 

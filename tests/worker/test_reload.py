@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from sparsebp_cli import durable, interpreter
+from sparsebp_cli import durable
+from sparsebp_cli.cli.worker_process import measure_apart
 from sparsebp_cli.errors import RunFailedError
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run import RunFolder
@@ -71,9 +71,7 @@ def test_every_kind_of_adapter_of_a_tied_model_is_saved_as_it_was_trained(
         record = read_record(folder)
         assert record["checked"]
         assert record["difference"] <= 1e-5, folder
-    command = interpreter.command("-m", "sparsebp_cli.worker.reload", *map(str, folders))
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=interpreter.worker_environment())
-    answer = json.loads(done.stdout.splitlines()[-1])
+    answer = measure_apart("reload", json.dumps({str(folder): str(folder) for folder in folders}))
     assert answer.keys() == set(map(str, folders))
     assert all(each["checked"] and each["difference"] <= 1e-5 for each in answer.values()), answer
 
@@ -112,7 +110,7 @@ def test_a_model_without_room_for_a_second_copy_is_saved_and_the_manifest_says_s
     monkeypatch.setattr(reload, "ROOM", 1e12)
     assert "needs more memory than is free" in save_model(model, tokenizer, run, outputs=outputs)
     assert not read_record(run.path / "model")["checked"]
-    assert check_again(run.path / "model") == {"checked": False}
+    assert check_again(run.path / "model", run.path / "model") == {"checked": False}
 
 
 def test_a_change_of_saved_weights_is_seen_by_the_check_of_a_fresh_process(
@@ -122,9 +120,9 @@ def test_a_change_of_saved_weights_is_seen_by_the_check_of_a_fresh_process(
     folder, tokenizer = make_tied(tmp_path / "tied", tiny_folder)
     model = LlamaForCausalLM.from_pretrained(folder)
     save_model(model, tokenizer, run, outputs=Outputs.of(model, make_batch(len(tokenizer))))
-    assert check_again(run.path / "model")["checked"]
+    assert check_again(run.path / "model", run.path / "model")["checked"]
     with torch.no_grad():
         model.lm_head.weight.mul_(1.1)
     model.save_pretrained(run.path / "model")
     with pytest.raises(RunFailedError, match="loaded in a fresh process, its outputs differ by 0"):
-        check_again(run.path / "model")
+        measure_apart("reload", json.dumps({str(run.path / "model"): str(run.path / "model")}))
