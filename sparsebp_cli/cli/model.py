@@ -109,9 +109,9 @@ def _plan(word: str, folder: Path | None, checkpoint: str | None, *, gguf: bool,
 
 def _verify(part: Path, recorded: Path) -> None:
     """Compare what a folder gives, loaded in a fresh process, with the outputs that the run recorded."""
-    from sparsebp_cli.cli.worker_process import measure_apart
+    from sparsebp_cli.cli.worker_answer import ask
 
-    measure_apart("reload", json.dumps({str(part): str(recorded)}))
+    ask("reload", [part, recorded], "compares the saved model")
 
 
 def _rebuild(planned: ReleasedModel, part: Path) -> None:

@@ -25,6 +25,7 @@ from sparsebp_cli.release.weights import Weights
 from sparsebp_cli.run import History, RunFolder, State
 
 WEIGHTS = (".safetensors", ".safetensors.index.json")
+OUTPUTS = "outputs"  # key of the manifest: what the trained model gives for a batch
 BESIDE = (".json", ".jinja", ".txt", ".model")
 CARD = "README.md"
 ROOM = 8 << 20  # bytes beside the weights
@@ -70,7 +71,9 @@ def write_model(
                 for file in _list_files(model.weights.folder):
                     shutil.copyfile(file, part / file.name)
             config, notes = _restore(part, model)
-            if model.weights.folder is not None:
+            if model.weights.folder is not None and OUTPUTS in source.read_json(
+                model.weights.folder / durable.MANIFEST
+            ):
                 verify(part, model.weights.folder)
             (part / CARD).write_text(_make_card(model, config).render(model.title), encoding="utf-8")
             if model.converter:

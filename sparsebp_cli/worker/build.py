@@ -33,6 +33,7 @@ from sparsebp_cli.policy.known_kind import find_columns, find_facts, list_kinds
 from sparsebp_cli.recipe import refuse_unsupported
 from sparsebp_cli.recipe.evaluation import declare_generated, to_facts
 from sparsebp_cli.recipe.schema import ModelSection, Recipe
+from sparsebp_cli.release.folder import OUTPUTS
 from sparsebp_cli.run import History, JournalWriter, RunFolder
 from sparsebp_cli.run.census import find_warnings
 from sparsebp_cli.run.folder import CACHE
@@ -54,7 +55,7 @@ from sparsebp_cli.worker.policy_phase import PhaseSequence, make_phases
 from sparsebp_cli.worker.process import Ranks
 from sparsebp_cli.worker.prompt import HeldOutPrompts, make_prompts
 from sparsebp_cli.worker.reference import Reference, build_reference
-from sparsebp_cli.worker.reload import KEY, Outputs, make_batch
+from sparsebp_cli.worker.reload import Outputs, make_batch
 from sparsebp_cli.worker.resume_check import ResumeCheck, find_journal_gaps
 from sparsebp_cli.worker.sharding import shard, sum_gradients
 from sparsebp_cli.worker.snapshot import SEED_STEP
@@ -258,7 +259,7 @@ def save_model(
     tokenizer.save_pretrained(part)
     record = {} if outputs is None else outputs.check(part, device or torch.device("cpu"))
     durable.write_manifest(
-        part, {KEY: record} if record else None
+        part, {OUTPUTS: record} if record else None
     )  # `prune` and the clients of targets compare before they delete another copy
     durable.put_folder(part, place)
     return str(record.get("reason", ""))

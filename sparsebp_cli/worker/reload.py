@@ -4,7 +4,7 @@ What is saved differs from what was evaluated where saving changes weights: adap
 numbers, shards are gathered, tied weights are written once. The check costs two forward passes of one batch and one
 load. It runs in the process that saved, which has torch loaded already: a fresh one would add seconds to each run, and
 `from_pretrained` reads nothing but the folder. `sparsebp model` repeats it for the folder that leaves, in a fresh
-process (:func:`check_folders`), by what the manifest of the run's folder holds.
+process (`python -m sparsebp_cli.worker.reload FOLDER RECORDED`), by what the manifest of the run's folder holds.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -21,14 +21,15 @@ import psutil
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers.utils.logging import disable_progress_bar
 
 from sparsebp_cli import durable
 from sparsebp_cli.backward.linear.quantized import find_quantized
 from sparsebp_cli.errors import RunFailedError
+from sparsebp_cli.release.folder import OUTPUTS
 from sparsebp_cli.worker.adapter import is_adapted
-from sparsebp_cli.worker.answer import converse
+from sparsebp_cli.worker.answer import answer
 
-KEY = "outputs"  # of the manifest
 MOST_ROWS = 64  # of logits that are compared
 STORED = 64  # values of them in the manifest, for a fresh process
 ROOM = 1.5  # of the size of the files: what loading needs of memory
@@ -94,16 +95,9 @@ def measure_difference(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).norm() / expected.norm().clamp(min=1e-30))
 
 
-def check_folders(request: str, tell: Callable[[str, int, int], None]) -> Mapping[str, object]:
-    """Check several folders. The request is JSON: for each folder the one whose manifest has its outputs."""
-    folders: dict[str, str] = json.loads(request)
-    tell("loads what was saved", 0, len(folders))
-    return {folder: check_again(Path(folder), Path(recorded)) for folder, recorded in folders.items()}
-
-
 def check_again(folder: Path, recorded: Path) -> dict[str, object]:
     """Repeat a check from what a manifest holds. Raise RunFailedError if the outputs differ."""
-    record: dict[str, Any] = json.loads((recorded / durable.MANIFEST).read_bytes()).get(KEY, {})
+    record: dict[str, Any] = json.loads((recorded / durable.MANIFEST).read_bytes())[OUTPUTS]
     if not record.get("checked"):
         return {"checked": False}
     inputs = {name: torch.tensor(values) for name, values in record["inputs"].items()}
@@ -152,4 +146,5 @@ def _find_place(device: torch.device, size: float) -> torch.device | None:
 
 
 if __name__ == "__main__":
-    sys.exit(converse(check_folders))
+    disable_progress_bar()
+    sys.exit(answer(lambda: check_again(Path(sys.argv[1]), Path(sys.argv[2]))))

@@ -123,3 +123,20 @@ def test_a_run_records_which_variables_it_had(tiny_recipe: Any, prepared: Any, m
     (environment,) = (record["environment"] for record, _ in read(run.path) if record["kind"] == "attempt")
     assert environment["variables"]["OMP_NUM_THREADS"] == "1"
     assert "PATH" in environment["other_variables"]
+
+
+def test_a_local_worker_gets_what_its_recipe_gives_and_nothing_else(
+    tiny_recipe: Any, prepared: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_process_left: None
+) -> None:
+    worker = "import json, os, pathlib, sys\nplace = pathlib.Path(sys.argv[1]).with_name('env')\n"
+    (tmp_path / "names_variables.py").write_text(f"{worker}place.write_text(json.dumps({{**os.environ}}))\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:relative")
+    for name in ("RANK", "MASTER_ADDR", "ACCELERATE_USE_DEEPSPEED", "GIVEN", "MLFLOW_TRACKING_TOKEN"):
+        monkeypatch.setenv(name, "from the shell")
+    run: RunFolder = prepared(tiny_recipe(target={"env": {"GIVEN": "by the recipe"}}))
+    (job,) = LocalTarget(TargetOptions(worker="names_variables")).submit_all([run])
+    job.wait(60)
+    found = json.loads((run.path / "env").read_text())
+    assert (found["GIVEN"], found["PYTHONPATH"], found["PYTHONUNBUFFERED"]) == ("by the recipe", str(tmp_path), "1")
+    undeclared = {name for name in found if not interpreter.is_declared(name)}
+    assert undeclared <= {"GIVEN"} | {name for name in found if name.startswith("__")}
