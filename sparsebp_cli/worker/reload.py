@@ -30,6 +30,7 @@ from sparsebp_cli.release.folder import OUTPUTS
 from sparsebp_cli.worker.adapter import is_adapted
 from sparsebp_cli.worker.answer import answer
 
+MOST_POSITIONS = 256  # of each example: the logits of a large vocabulary are large, too
 MOST_ROWS = 64  # of logits that are compared
 STORED = 64  # values of them in the manifest, for a fresh process
 ROOM = 1.5  # of the size of the files: what loading needs of memory
@@ -55,7 +56,7 @@ class Outputs:
         known = inspect.signature(type(inner).forward).parameters
         needed = {"labels"} if inner.config.is_encoder_decoder else set[str]()
         inputs = {name: tensor for name, tensor in batch.items() if name in known and name != "labels"}
-        inputs |= {name: batch[name] for name in needed}
+        inputs = _shorten(inputs | {name: batch[name] for name in needed})
         was_training = model.training
         logits_NO = _run(model, inputs)
         model.train(was_training)
@@ -68,7 +69,10 @@ class Outputs:
         place = _find_place(device, ROOM * size)
         if place is None:
             return {"checked": False, "reason": f"loading {size / 1e9:.1f} GB again needs more memory than is free"}
-        difference = measure_difference(_run(_load(folder, place), self.inputs), self.logits_NO)
+        try:
+            difference = measure_difference(_run(_load(folder, place), self.inputs), self.logits_NO)
+        except torch.OutOfMemoryError:  # another process took what was free
+            return {"checked": False, "reason": f"loading {size / 1e9:.1f} GB again needs more memory than is free"}
         if not difference <= self.tolerance:
             raise RunFailedError(
                 f"what was saved is not what was trained: loaded again, its outputs differ by {difference:.2g} of "
@@ -116,6 +120,14 @@ def _load(folder: Path, device: torch.device) -> nn.Module:
     kind = getattr(transformers, config.architectures[0])
     model: nn.Module = kind.from_pretrained(folder, config=config, use_safetensors=True).to(device)
     return model
+
+
+def _shorten(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the first positions of each example, or the last ones where padding is in front."""
+    mask = inputs.get("attention_mask")
+    pads_left = mask is not None and not bool(mask[:, 0].all())
+    part = slice(-MOST_POSITIONS, None) if pads_left else slice(MOST_POSITIONS)
+    return {name: tensor[:, part] if tensor.ndim == 2 else tensor for name, tensor in inputs.items()}
 
 
 @torch.no_grad()
