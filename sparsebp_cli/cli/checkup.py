@@ -61,7 +61,11 @@ def check_packages() -> CheckResult:
 def check_torch() -> list[CheckResult]:
     """Whether torch can be imported, and its devices."""
     done = subprocess.run(
-        interpreter.command("-c", TORCH), env=interpreter.environment(), capture_output=True, text=True, check=False
+        interpreter.command("-c", TORCH),
+        env=interpreter.worker_environment(),
+        capture_output=True,
+        text=True,
+        check=False,
     )
     try:
         torch: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

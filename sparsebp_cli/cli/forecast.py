@@ -151,16 +151,19 @@ def _main_table(found: Forecast) -> Table:
 
     for part, label in ROWS:
         add(label, lambda step, part=part: show_count(getattr(step.peak, part), "B"))  # type: ignore[misc]
-    add("peak of a step", lambda step: f"{show_count(step.peak.total, 'B')}, {step.peak_phase}")
+    add("tensors of a step, at their peak", lambda step: f"{show_count(step.peak.total, 'B')}, {step.peak_phase}")
     if found.policy.comparison is not None:
         add("in steps that compare themselves", lambda step: _show_total(step.comparison))
     if found.policy.trial is not None:
         add("in trial passes before a step", lambda step: _show_total(step.trial))
     if found.has_probes:
-        add("peak of a probe", lambda step: f"{show_count(step.probe_bytes, 'B')}, estimated")
+        add("tensors of a probe", lambda step: f"{show_count(step.probe_bytes, 'B')}, estimated")
     if found.process_bytes:
-        add("Python and libraries", lambda _: show_count(found.process_bytes, "B"))
-    add("needed", lambda step: f"{show_count(found.need(step), 'B')}: {found.fit(found.need(step))}")
+        add("the process before its first tensor", lambda _: show_count(found.process_bytes, "B"))
+    add(
+        "needed at least" if found.process_bytes else "needed",
+        lambda step: f"{show_count(found.need(step), 'B')}: {found.fit(found.need(step))}",
+    )
     add("parameters trained", lambda step: f"{show_count(step.num_trained)} of {show_count(step.num_parameters)}")
     add("work of a step", lambda step: show_count(found.step_flops(step), "FLOP"))
     if found.flops_per_second is not None:

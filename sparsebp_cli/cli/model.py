@@ -65,7 +65,7 @@ def model(
     if push is not None:
         check_hub(push)
     with ending_on_sigterm():
-        notes = write_model(planned, lambda part: _rebuild(planned, part))
+        notes = write_model(planned, lambda part: _rebuild(planned, part), _verify)
     for note in notes:
         print_line(f"note: {note}", stderr=True)
     files = sorted(file for file in planned.place.iterdir() if file.is_file())
@@ -105,6 +105,13 @@ def _plan(word: str, folder: Path | None, checkpoint: str | None, *, gguf: bool,
     place = folder or Path(f"{plan.recipe.name}-{run.run_id}")
     title = name or place.absolute().name
     return ReleasedModel(run, plan, history, weights, place, title, find_converter() if gguf else [])
+
+
+def _verify(part: Path, recorded: Path) -> None:
+    """Compare what a folder gives, loaded in a fresh process, with the outputs that the run recorded."""
+    from sparsebp_cli.cli.worker_answer import ask
+
+    ask("reload", [part, recorded], "compares the saved model")
 
 
 def _rebuild(planned: ReleasedModel, part: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,10 +22,18 @@ def ask_worker(module: str, plan: Plan, what: str) -> dict[str, Any]:
     whatever its target. ``what`` says in an error what the process does. Raises ``UsageError`` if model or data cannot
     be loaded as the recipe says, ``RunFailedError`` if the process failed."""
     with tempfile.TemporaryDirectory(prefix="sparsebp-") as folder:
-        command = interpreter.command("-m", f"sparsebp_cli.worker.{module}", str(plan.save(Path(folder))))
+        return ask(module, [plan.save(Path(folder))], what)
+
+
+def ask(module: str, files: Sequence[Path], what: str) -> dict[str, Any]:
+    """Do the same for a module that is given files or folders by absolute paths."""
+    with tempfile.TemporaryDirectory(prefix="sparsebp-") as folder:
+        command = interpreter.command("-m", f"sparsebp_cli.worker.{module}", *map(str, files))
         done = subprocess.run(
             command,
-            env=interpreter.environment({"SPARSEBP_HOME": str(home())}),  # a relative one is relative to this process
+            env=interpreter.worker_environment(
+                {"SPARSEBP_HOME": str(home())}
+            ),  # a relative one is relative to this process
             cwd=folder,
             capture_output=True,
             text=True,

@@ -37,7 +37,7 @@ def measure_apart(module: str, request: str) -> dict[str, Any]:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,
-            env=interpreter.environment({"SPARSEBP_HOME": str(home())}),  # a relative one is relative to here
+            env=interpreter.worker_environment({"SPARSEBP_HOME": str(home())}),  # a relative one is relative to here
             text=True,
             start_new_session=True,  # Ctrl-C reaches this process only
         )

@@ -42,6 +42,12 @@ def _packages(environment: Mapping[str, object]) -> Mapping[str, object]:
     return packages if isinstance(packages, Mapping) else {}
 
 
+def _variables(environment: Mapping[str, object]) -> str:
+    found = environment.get("variables")
+    named = [f"{name}={value}" for name, value in found.items()] if isinstance(found, Mapping) else []
+    return " ".join(named) or ("none" if found is not None else "")
+
+
 def _joined(values: Iterable[object]) -> str | None:
     """Join the values of a run that was resumed elsewhere and has more than one."""
     return ", then ".join(dict.fromkeys(str(value) for value in values if value not in (None, ""))) or None
@@ -63,6 +69,7 @@ SOURCES: dict[str, Callable[[LoadedRun], object]] = {
     "CPU": _machine("cpu"),
     "cores": _machine("cores"),
     "threads": _fact("threads"),
+    "variables": lambda run: _joined(map(_variables, run.history.environments)),
     COMPILATION: _is_compiled,
     "tokens a step": _fact("tokens_per_step"),
     "dataset digest": _fact("dataset_digest"),

@@ -22,7 +22,7 @@ from pydantic_core import InitErrorDetails
 
 from sparsebp_cli.composition import ADAPTER_TYPES, BackwardOptions, find_adapter_options
 from sparsebp_cli.errors import did_you_mean
-from sparsebp_cli.policy.error_text import show
+from sparsebp_cli.policy.error_text import shorten, show
 from sparsebp_cli.run.policy_phase import PolicyPhase, find_wrong_end, lay_out
 
 PositiveInt = Annotated[int, Field(ge=1)]
@@ -41,6 +41,8 @@ ATTENTIONS = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_a
 # A revision and a function may follow. Only of this owner, whom transformers trusts by itself: a kernel is compiled
 # code, and recipes may come from strangers.
 HUB_KERNEL = r"kernels-community/[\w.-]+(@[\w.-]+)?(:\w+)?"
+SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY|ACCESS_?KEY", re.IGNORECASE)
+VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 CHANGES_BASE = ("olora", "pissa")  # first values of adapters that are taken out of the base
 
 
@@ -610,8 +612,25 @@ class TargetOptions(Section):
         description="Minutes that a process waits for the others, as while one of them downloads or writes a "
         "checkpoint; then the run ends.",
     )
+    env: dict[str, str] = Field(
+        default_factory=dict,
+        description="Variables of the worker, which gets no others but those of a fixed list. No secrets: everybody "
+        "there can read them.",
+    )
     # Whether the class's kind of target can start a run on several machines.
     spans_nodes: ClassVar[bool] = False
+
+    @field_validator("env")
+    @classmethod
+    def _public_words(cls, env: dict[str, str]) -> dict[str, str]:
+        for name, value in env.items():
+            if not VARIABLE_NAME.fullmatch(name):
+                raise ValueError(f"names are letters, digits and _, and begin with no digit; got {shorten(repr(name))}")
+            if "\0" in value:
+                raise ValueError(f"{name} holds a NUL character, which no environment can")
+            if SECRET.search(name):
+                raise ValueError(f"{name} looks like a secret, and a container's environment is public: mount a file")
+        return env
 
     @model_validator(mode="after")
     def _even_nodes(self) -> Self:

@@ -25,6 +25,7 @@ from sparsebp_cli.release.weights import Weights
 from sparsebp_cli.run import History, RunFolder, State, manifest
 
 WEIGHTS = (".safetensors", ".safetensors.index.json")
+OUTPUTS = "outputs"  # key of the manifest: what the trained model gives for a batch
 BESIDE = (".json", ".jinja", ".txt", ".model")
 CARD = "README.md"
 ROOM = 8 << 20  # bytes beside the weights
@@ -56,10 +57,12 @@ class ReleasedModel:
             raise SparseBPError(f"{place} needs {needed / 1e6:,.0f} MB, and the disk has {free / 1e6:,.0f} MB free")
 
 
-def write_model(model: ReleasedModel, rebuild: Callable[[Path], None]) -> list[str]:
+def write_model(
+    model: ReleasedModel, rebuild: Callable[[Path], None], verify: Callable[[Path, Path], object]
+) -> list[str]:
     """Write a model's folder, and return lines on what could not be restored. ``rebuild`` writes the model of a
-    checkpoint into a folder. Raises ``UsageError`` if somebody else has written the folder meanwhile,
-    ``SparseBPError`` if it cannot be written."""
+    checkpoint into a folder; ``verify`` compares the new folder with that of the run. Raises ``UsageError`` if somebody
+    else has written the folder meanwhile, ``SparseBPError`` if it cannot be written or gives other outputs."""
     try:
         with durable.filling(model.place.absolute()) as part:
             if model.weights.folder is None:
@@ -68,6 +71,10 @@ def write_model(model: ReleasedModel, rebuild: Callable[[Path], None]) -> list[s
                 for file in _list_files(model.weights.folder):
                     shutil.copyfile(file, part / file.name)
             config, notes = _restore(part, model)
+            if model.weights.folder is not None and OUTPUTS in source.read_json(
+                model.weights.folder / durable.MANIFEST
+            ):
+                verify(part, model.weights.folder)
             (part / CARD).write_text(_make_card(model, config).render(model.title), encoding="utf-8")
             if model.converter:
                 name = model.place.name

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 
 from sparsebp_cli.run.budget import LARGEST_PLAN, open_regular, read_bounded
@@ -14,12 +15,15 @@ MANIFEST = "manifest.json"
 MOST_HOLES = 64 << 30  # bytes of a file that are on no disk; reading them takes time all the same
 
 
-def write_manifest(folder: Path) -> None:
-    """List the sha256 of every file of a folder in its manifest; :func:`find_damage` compares."""
+def write_manifest(folder: Path, more: Mapping[str, object] | None = None) -> None:
+    """List the sha256 of every file of a folder in its manifest; :func:`find_damage` compares. ``more`` is written
+    beside the list."""
     files = sorted(file for file in folder.rglob("*") if file.is_file() and file != folder / MANIFEST)
     listed = {str(file.relative_to(folder)): digest(file) for file in files}
     # No wait for the disk here: `durable.put_folder` waits for the whole folder.
-    (folder / MANIFEST).write_text(json.dumps({"format": 1, "sha256": listed}, indent=1), encoding="utf-8")
+    (folder / MANIFEST).write_text(
+        json.dumps({"format": 1, "sha256": listed, **(more or {})}, indent=1), encoding="utf-8"
+    )
 
 
 def find_damage(folder: Path) -> str:

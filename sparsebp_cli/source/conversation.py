@@ -31,7 +31,7 @@ class Conversation:
     """Messages of one row, checked, with the weight of each."""
 
     place: str  # of the row, for errors
-    messages: Sequence[Mapping[str, object]]
+    messages: Sequence[Mapping[str, object]]  # empty: columns that hold no text
     weights: Sequence[float]  # one for each message
     tools: Sequence[object] | None = None
     num_given: int = 0  # messages at the beginning that are a prompt, and never trained
@@ -150,8 +150,8 @@ def _advise_role(role: str) -> str:
 
 
 def _join(row: Row, columns: Mapping[str, str | Sequence[str]]) -> list[dict[str, object]]:
-    """Return the messages of a row that has one in each of some columns; empty ones are left out, but not the user's
-    and the assistant's."""
+    """Return the messages of a row that has one in each of some columns; an empty one of the system is left out. Return
+    none if the user or the assistant has no text: such a row gives no example."""
     messages: list[dict[str, object]] = []
     for role in ("system", "user", "assistant"):
         given = columns.get(role, ())
@@ -168,7 +168,7 @@ def _join(row: Row, columns: Mapping[str, str | Sequence[str]]) -> list[dict[str
         if content:
             messages.append({"role": role, "content": content})
         elif names and role != "system":
-            raise DataError(f"{row.place}: columns {', '.join(map(repr, names))} have no text for the {role}")
+            return []
     return messages
 
 

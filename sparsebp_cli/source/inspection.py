@@ -227,10 +227,8 @@ def _inspect_rows(section: DatasetSection, rows: Rows, spans: Collection[str]) -
         at: Location = ("dataset", "prompt_column")
         yield from _problems_of(at, read_prompts, rows, section.prompt_column, section.completion_column)
     elif section.format == "completion":
-        yield from _problems_of(
-            ("dataset", "prompt_column"), read_texts, rows, section.prompt_column, may_be_empty=True
-        )
-        yield from _problems_of(("dataset", "completion_column"), read_texts, rows, section.completion_column)
+        for key, name in (("prompt_column", section.prompt_column), ("completion_column", section.completion_column)):
+            yield from _problems_of(("dataset", key), read_texts, rows, name, may_be_empty=True)
     else:
         may_be_empty = section.format == "text"
         column: Location = ("dataset", "text_column")

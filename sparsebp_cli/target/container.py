@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import PurePosixPath
 from typing import Annotated, Literal
 
@@ -11,13 +10,10 @@ from pydantic import AfterValidator, Field, WithJsonSchema, field_validator, mod
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.plan.plan import find_sources
-from sparsebp_cli.policy.error_text import shorten
 from sparsebp_cli.recipe.schema import PositiveInt, TargetOptions
 from sparsebp_cli.target.confinement import NOBODY, check_user, read_mount
 
 DATA = "/data"
-SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY|ACCESS_?KEY", re.IGNORECASE)
-VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def _check_mount(text: str) -> str:
@@ -47,21 +43,6 @@ class ContainerOptions(TargetOptions):
         "sparsebp:latest", description="Image with SparseBP in it; best with its digest, NAME@sha256:..."
     )
     python: Annotated[str, Field(min_length=1)] = Field("python", description="Python inside the image.")
-    env: dict[str, str] = Field(
-        default_factory=dict, description="Environment of the worker. No secrets: everybody there can read them."
-    )
-
-    @field_validator("env")
-    @classmethod
-    def _public_words(cls, env: dict[str, str]) -> dict[str, str]:
-        for name, value in env.items():
-            if not VARIABLE_NAME.fullmatch(name):
-                raise ValueError(f"names are letters, digits and _, and begin with no digit; got {shorten(repr(name))}")
-            if "\0" in value:
-                raise ValueError(f"{name} holds a NUL character, which no environment can")
-            if SECRET.search(name):
-                raise ValueError(f"{name} looks like a secret, and a container's environment is public: mount a file")
-        return env
 
 
 class DockerOptions(ContainerOptions):

@@ -28,6 +28,7 @@ from filelock import FileLock
 from sparsebp_cli import interpreter
 from sparsebp_cli.errors import RunBusyError, SparseBPError
 from sparsebp_cli.notify import tell_end
+from sparsebp_cli.plan import Plan
 from sparsebp_cli.recipe.schema import TargetOptions
 from sparsebp_cli.run import RunFolder, keep_private, read
 from sparsebp_cli.run.budget import open_to_append
@@ -68,13 +69,19 @@ class LocalRun:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 # Unbuffered, since its log is followed while it runs.
-                env=interpreter.environment({"PYTHONUNBUFFERED": "1", **environment}),
+                env=interpreter.worker_environment({"PYTHONUNBUFFERED": "1", **self._named(), **environment}),
             )
         self._save(worker_pid=self._process.pid)
         # Copied, since the handler adds to them; what it has forwarded itself meanwhile is not sent twice.
         for number in [*signals]:
             if number not in self._signals:
                 self.signal(number)
+
+    def _named(self) -> dict[str, str]:
+        """Return the variables that the recipe gives. The worker says what is wrong with a plan that cannot be read."""
+        with suppress(SparseBPError):
+            return dict(Plan.load(self.run.plan_file).recipe.target.options.get("env", {}))
+        return {}
 
     def signal(self, number: int) -> None:
         """Forward a signal to the worker."""

@@ -15,6 +15,7 @@ import traceback
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
+from sparsebp_cli import interpreter
 from sparsebp_cli.errors import ChangedError, DivergedError, RunBusyError, SparseBPError
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.recipe import refuse_unsupported
@@ -46,6 +47,9 @@ def _work(plan_file: Path, run: RunFolder, stop: StopRequest) -> int:
             plan = _load_plan(plan_file, place)
             is_first = place is None or place.node == 0 or process_options(plan.recipe).nodes == 1
             rank = find_rank(plan)
+            if rank is None:  # a rank has the environment of its launcher, and torchrun's variables
+                options = plan.recipe.target.options
+                interpreter.keep_declared(*(options.get(key) or {} for key in ("env", "secrets", "setup")))
             if rank is None and is_first:
                 stack.enter_context(run.lock("worker"))
             elif rank == 0:

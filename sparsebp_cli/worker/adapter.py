@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -94,5 +95,26 @@ def merge_beside(model: nn.Module, folder: Path, *, keeps: bool) -> nn.Module:
         base = adapted.unload()
         dequantize(base)
         adapted = PeftModel.from_pretrained(base, str(folder))
+    return merge(adapted)
+
+
+def merge(model: nn.Module) -> nn.Module:
+    """Return a model of peft with its adapters merged into its weights. The given model is spent.
+
+    An adapter changes what its own module computes. Where the module shares its weight with another one, as the head of
+    a model with tied embeddings does, the merged weight becomes the module's own."""
+    from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    adapted: Any = model
+    owners = Counter(id(weight) for part in adapted.modules() for weight in part.parameters(recurse=False))
+    # Trainable tokens are rows of both: peft ties their adapters, too.
+    layers = [part for part in adapted.modules() if isinstance(part, BaseTunerLayer)]
+    for base in [part.get_base_layer() for part in layers if not isinstance(part, TrainableTokensLayer)]:
+        if owners[id(weight := base.weight)] > 1:
+            owners[id(weight)] -= 1
+            base.weight = nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
+            config = adapted.get_base_model().config
+            config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
     merged: nn.Module = adapted.merge_and_unload()
     return merged

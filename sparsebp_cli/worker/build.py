@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, set_seed
+from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin, set_seed
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
@@ -33,6 +33,7 @@ from sparsebp_cli.policy.known_kind import find_columns, find_facts, list_kinds
 from sparsebp_cli.recipe import refuse_unsupported
 from sparsebp_cli.recipe.evaluation import declare_generated, to_facts
 from sparsebp_cli.recipe.schema import ModelSection, Recipe
+from sparsebp_cli.release.folder import OUTPUTS
 from sparsebp_cli.run import History, JournalWriter, RunFolder, manifest
 from sparsebp_cli.run.census import find_warnings
 from sparsebp_cli.run.folder import CACHE
@@ -53,6 +54,7 @@ from sparsebp_cli.worker.policy_phase import PhaseSequence, make_phases
 from sparsebp_cli.worker.process import Ranks
 from sparsebp_cli.worker.prompt import HeldOutPrompts, make_prompts
 from sparsebp_cli.worker.reference import Reference, build_reference
+from sparsebp_cli.worker.reload import Outputs, make_batch
 from sparsebp_cli.worker.resume_check import ResumeCheck, find_journal_gaps
 from sparsebp_cli.worker.sharding import shard, sum_gradients
 from sparsebp_cli.worker.snapshot import SEED_STEP
@@ -238,11 +240,14 @@ def save_model(
     name: str = "model",
     *,
     keeps: bool = False,
-) -> None:
+    outputs: Outputs | None = None,
+    device: torch.device | None = None,
+) -> str:
     """Write the trained model and tokenizer to a folder of the run as transformers does, as a whole and durably. Its
     adapters are merged, and in the folder ``adapter`` on their own.
     ``weights`` is the complete state_dict of a sharded model without adapters; ``keeps`` is that of
-    :func:`~sparsebp_cli.worker.adapter.merge_beside`."""
+    :func:`~sparsebp_cli.worker.adapter.merge_beside`; ``outputs`` are those of the trained model, which the files have
+    to give before they take the place of others. Return why they were not compared; empty if they were."""
     place, part = run.path / name, run.path / f"{durable.PART}{name}"
     shutil.rmtree(part, ignore_errors=True)
     if is_adapted(model):
@@ -250,12 +255,18 @@ def save_model(
     else:
         _save_plain(model, part, weights)
     tokenizer.save_pretrained(part)
-    manifest.write_manifest(part)  # `prune` and the clients of targets compare before they delete another copy
+    record = {} if outputs is None else outputs.check(part, device or torch.device("cpu"))
+    manifest.write_manifest(
+        part, {OUTPUTS: record} if record else None
+    )  # `prune` and the clients of targets compare before they delete another copy
     durable.put_folder(part, place)
+    return str(record.get("reason", ""))
 
 
 def write_whole(model: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write a model and its tokenizer into a folder, with its adapters merged, which are not kept. It is spent."""
+    """Write a model and its tokenizer into a folder, with its adapters merged, which are not kept. It is spent.
+    Raise RunFailedError if the files give other outputs."""
+    outputs = Outputs.of(model, make_batch(len(tokenizer)))
     if is_adapted(model):
         with TemporaryDirectory(dir=folder, prefix=durable.PART) as place:
             model = merge_beside(model, Path(place), keeps=False)
@@ -263,6 +274,7 @@ def write_whole(model: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: Pa
     else:
         _save_plain(model, folder, None)
     tokenizer.save_pretrained(folder)
+    outputs.check(folder, torch.device("cpu"))
 
 
 def rebuild(
@@ -347,6 +359,9 @@ def _build_accelerator(recipe: Recipe, ranks: Ranks, policies: Sequence[Policy])
     # DDP waits for a gradient of each parameter, unless it looks for those that get none.
     accelerator = Accelerator(
         mixed_precision=recipe.training.mixed_precision,
+        # As a plug-in: a variable overrides the argument gradient_accumulation_steps, and divides every loss.
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
+        dynamo_backend="no",
         # Several ranks without CUDA: only a CPU that is asked for makes accelerate join ranks there. See ranks.on_cuda.
         cpu=recipe.target.device == "cpu" or (ranks.count > 1 and not ranks.on_cuda),
         kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)] if drops else [],
@@ -367,7 +382,8 @@ def _check_attention(section: ModelSection, device: torch.device) -> None:
 
 
 def _check_fit(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, recipe: Recipe) -> None:
-    refuse_mismatch(len(tokenizer), model.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
+    embeddings: Any = model.get_input_embeddings()  # an adapter's layer has the weight alone
+    refuse_mismatch(len(tokenizer), embeddings.weight.shape[0])
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     try:
         refuse_too_long({"max_position_embeddings": longest}, recipe.dataset.max_seq_length)

@@ -17,6 +17,7 @@ from sparsebp_cli.worker.chat import ChatText, mark_tokens, write_chats
 from sparsebp_cli.worker.encoding import IGNORED, Encoded, Example, call_tokenizer
 from sparsebp_cli.worker.token_weight import check_number
 
+NO_TURN = "the user or the assistant has no text"
 NOTHING_TRAINED = "no message is trained"
 TRAINED_CUT_OFF = "no trained message begins within max_seq_length"
 CHAT_CUT = "the conversation loses its end"
@@ -59,7 +60,10 @@ def _encode(
 ) -> Encoded:
     if not tokenizer.is_fast:
         raise DataError(f"format {section.format} of messages needs a fast tokenizer, got {type(tokenizer).__name__}")
-    found = Encoded()
+    found, numbers = Encoded(), [number for number, one in enumerate(conversations) if one.messages]
+    if empty := len(conversations) - len(numbers):
+        found.dropped[NO_TURN] = empty
+    conversations, rows = [conversations[number] for number in numbers], [rows[number] for number in numbers]
     weights = section.weight_column
     if weights is not None:
         values = zip(conversations, read_column(rows, weights), strict=True)
@@ -69,8 +73,8 @@ def _encode(
     # The template writes every special token itself.
     options = {"add_special_tokens": False, "return_offsets_mapping": True}
     encoded = call_tokenizer(tokenizer, [text.text for text in texts], **options) if texts else {}
-    for number, text in enumerate(texts):
-        _add(found, number, text, (encoded["input_ids"][number], encoded["offset_mapping"][number]), section)
+    for place, (number, text) in enumerate(zip(numbers, texts, strict=True)):
+        _add(found, number, text, (encoded["input_ids"][place], encoded["offset_mapping"][place]), section)
     return found
 
 

@@ -28,6 +28,7 @@ IGNORED = -100  # the label that transformers' losses ignore
 
 # Why a row gives no example, or loses a part. The census counts rows by these words.
 NO_TEXT = "the text is empty"
+NO_COMPLETION = "the completion is empty"
 PROMPT_TOO_LONG = "the prompt fills max_seq_length"
 NO_TOKEN = "the text has no token"
 COMPLETION_CUT = "the completion loses its end"
@@ -125,13 +126,16 @@ def encode_completion(
     alone begins with. What exceeds ``max_seq_length`` is cut from the end, the end of sequence first."""
     found, around = Encoded(), Surrounding.of(tokenizer)
     prompts = read_texts(rows, section.prompt_column, may_be_empty=True)
-    completions = read_texts(rows, section.completion_column)
+    completions = read_texts(rows, section.completion_column, may_be_empty=True)
     texts = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
     prompt_ids = _tokenize(tokenizer, prompts)["input_ids"]
     tokens = _tokenize(tokenizer, texts, with_offsets=bool(columns or section.weight_column))
     whole = [_with_end(ids, around.end) for ids in tokens["input_ids"]]
     marked = _mark(rows, texts, whole, tokens, around, columns, section.weight_column)
     for number, (prompt, all_ids) in enumerate(zip(prompt_ids, whole, strict=True)):
+        if not completions[number]:
+            found.dropped[NO_COMPLETION] += 1
+            continue
         ids = np.array(all_ids[: section.max_seq_length], dtype=np.int64)
         labels = ids.copy()
         labels[: _common_length(prompt, all_ids)] = IGNORED

@@ -1,4 +1,4 @@
-"""Description of packages, plugins and hardware. It never contains a host name, a user or an environment variable."""
+"""Description of packages, plugins, hardware and environment. It never contains a host name or a user."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from sparsebp_cli import interpreter
 from sparsebp_cli.entry_point import entry_points, find_source, find_version
 
 PACKAGES = ("sparsebp", "torch", "transformers", "accelerate", "peft", "datasets", "numpy", "safetensors", "tokenizers")
@@ -32,6 +33,7 @@ def describe_environment() -> dict[str, object]:
             for name, _, number in (find_source(entry).partition(" ") for entry in entry_points(group=group))
             if number and name != "sparsebp"
         },
+        **interpreter.describe_variables(),
     }
 
 

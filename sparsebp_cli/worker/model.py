@@ -90,6 +90,7 @@ def build_model(
             if isinstance(source, Path):
                 check_weights(source, read_config(source))
             options |= load_options(section, _read_config(source, section.revision).to_dict())
+            options |= _mend_generation(source, section.revision, tell)
             if section.dropout is not None:
                 options["config"] = AutoConfig.from_pretrained(source, revision=section.revision, **labels)
                 _set_dropouts(options["config"], section.dropout)
@@ -115,6 +116,23 @@ def build_model(
         model.config.pad_token_id = tokenizer.pad_token_id
     _set_decoder_start(model.config, getattr(model, "generation_config", None))
     return _prepare(model, section, "classifier" if num_labels is not None else architecture)
+
+
+def _mend_generation(
+    source: Path | str, revision: str | None, tell: Callable[[str], None] | None
+) -> dict[str, GenerationConfig]:
+    """Return the settings of generation for files whose own transformers refuses; nothing where it takes them. How many
+    answers a generation gives does not concern training."""
+    try:
+        GenerationConfig.from_pretrained(source, revision=revision or "main")
+    except OSError:
+        return {}
+    except ValueError as error:
+        mended = GenerationConfig.from_pretrained(source, revision=revision or "main", num_return_sequences=1)
+        if tell is not None:
+            tell(f"num_return_sequences of generation_config.json is taken as 1: {_first_line(error)}")
+        return {"generation_config": mended}
+    return {}
 
 
 def _tell_rounded(section: ModelSection, source: Path | str, tell: Callable[[str], None] | None) -> None:

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from sparsebp_cli.errors import DataError
 from sparsebp_cli.recipe.schema import DatasetSection
 from sparsebp_cli.source.column import Rows, read_texts
-from sparsebp_cli.worker.encoding import COMPLETION_CUT, Encoded, Example, call_tokenizer
+from sparsebp_cli.worker.encoding import COMPLETION_CUT, NO_COMPLETION, Encoded, Example, call_tokenizer
 
 PROMPT_CUT = "the prompt loses its end"
 
@@ -30,13 +30,16 @@ def encode_pairs(
     if not section.completion_only_loss:
         raise DataError("completion_only_loss: false trains on prompts, which an encoder-decoder does not predict")
     prompts = read_texts(rows, section.prompt_column, may_be_empty=True)
-    completions = read_texts(rows, section.completion_column)
+    completions = read_texts(rows, section.completion_column, may_be_empty=True)
     length, found = section.max_seq_length, Encoded()
     if not prompts:
         return found
     sources = call_tokenizer(tokenizer, prompts)["input_ids"]
     targets = call_tokenizer(tokenizer, text_target=completions)["input_ids"]
     for number, (source, target) in enumerate(zip(sources, targets, strict=True)):
+        if not completions[number]:
+            found.dropped[NO_COMPLETION] += 1
+            continue
         if len(source) > length:
             found.cut[PROMPT_CUT] += 1
             source = call_tokenizer(tokenizer, prompts[number], truncation=True, max_length=length)["input_ids"]  # noqa: PLW2901

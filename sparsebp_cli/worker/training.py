@@ -34,7 +34,7 @@ from sparsebp_cli.recipe.schema import GenerateSection
 from sparsebp_cli.run import JournalWriter, RunFolder, metric
 from sparsebp_cli.run.folder import CACHE
 from sparsebp_cli.run.policy_phase import PolicyPhase
-from sparsebp_cli.worker.adapter import is_adapted
+from sparsebp_cli.worker.adapter import is_adapted, merge
 from sparsebp_cli.worker.allowance import Allowance
 from sparsebp_cli.worker.batch import BatchOrder, micro_batch_loss, to_device
 from sparsebp_cli.worker.best import BestEvaluation
@@ -61,6 +61,7 @@ from sparsebp_cli.worker.prefetch import BatchPrefetch
 from sparsebp_cli.worker.price import Shape, StepPrice, find_updated, join_shapes, shape_of
 from sparsebp_cli.worker.process import Ranks
 from sparsebp_cli.worker.prompt import HeldOutPrompts
+from sparsebp_cli.worker.reload import Outputs
 from sparsebp_cli.worker.sharding import copy_full, full_tensor, gather, no_gradient_sync, unwrap
 from sparsebp_cli.worker.snapshot import restore, take_snapshot
 from sparsebp_cli.worker.step_kind import StepKind, describe_pass
@@ -549,9 +550,10 @@ class Training:
         trains_frozen = self._trains_frozen()
         self.engine.detach()
         model = self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
-        if trains_frozen and hasattr(model, "merge_and_unload"):
-            model = model.merge_and_unload()  # adapters alone would lack what was trained of the weights under them
-        self._write_model(model, "model", keeps=self.best.step is not None)
+        outputs = self._find_outputs(model)
+        if trains_frozen and is_adapted(model):
+            model = merge(model)  # adapters alone would lack what was trained of the weights under them
+        self._write_model(model, "model", outputs, keeps=self.best.step is not None)
         if self.best.step is not None:
             self._save_best(model, self.best.step)
 
@@ -568,12 +570,17 @@ class Training:
         own = self.bare.state_dict(keep_vars=True)
         for name, tensor in self.checkpoints.load(step).weights.items():
             copy_full(own[name], tensor)
-        self._write_model(model, "best", keeps=False)
+        self._write_model(model, "best", self._find_outputs(model), keeps=False)
         text = f"best/ has the weights of step {step}, with the best {self.plan.recipe.checkpoint.keep_best}: "
         text += f"{self.best.value:.6g}"
         self.journal.write("note", level="info", text=text)
 
-    def _write_model(self, model: nn.Module, name: str, *, keeps: bool) -> None:
+    def _find_outputs(self, model: nn.Module) -> Outputs:
+        """Return what the model gives for the first held-out examples."""
+        batch = next(evaluation_batches(self.plan.recipe, self.held_out[:2], self.order.pad_token_id))
+        return Outputs.of(model, batch)
+
+    def _write_model(self, model: nn.Module, name: str, outputs: Outputs, *, keeps: bool) -> None:
         """Save the model as it is to a folder of the run. A collective operation where it is sharded."""
         from sparsebp_cli.worker.build import rebuild, save_model
 
@@ -582,4 +589,9 @@ class Training:
             return
         if weights is not None and is_adapted(model):  # peft merges whole tensors alone
             model, weights = rebuild(model, self.plan.recipe, self.tokenizer, weights), None
-        save_model(model, self.tokenizer, self.run, weights, name, keeps=keeps)
+        device = self.accelerator.device
+        reason = save_model(model, self.tokenizer, self.run, weights, name, keeps=keeps, outputs=outputs, device=device)
+        if reason:
+            self.journal.write(
+                "note", level="warning", text=f"{name}/ was not compared with the trained model: {reason}"
+            )

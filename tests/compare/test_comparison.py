@@ -274,6 +274,14 @@ def test_other_machines_packages_data_and_code_are_confounds(make_run: MakeRun) 
     assert compare_runs(runs[:1]).confounds == ()
 
 
+def test_another_value_of_a_variable_that_may_change_numbers_is_a_confound(make_run: MakeRun) -> None:
+    shells: list[dict[str, Any]] = [{}, {"variables": {}}, {"variables": {"NCCL_ALGO": "Ring", "OMP_NUM_THREADS": "2"}}]
+    runs = [make_run(f"run{n}", environment=shell, policy=[{"name": f"p{n}"}]) for n, shell in enumerate(shells)]
+    (confound,) = (c for c in compare_runs(runs).confounds if c.name == "variables")
+    # The first run is of an older version, which recorded none.
+    assert confound.values == (("none", ("run1",)), ("NCCL_ALGO=Ring OMP_NUM_THREADS=2", ("run2",)))
+
+
 def test_a_compiled_run_beside_an_uncompiled_one_is_a_confound(make_run: MakeRun) -> None:
     plain, compiled = make_run(), make_run("topk-rows", **TOPK, training={"compile": True})
     found = compare_runs([plain, compiled])

@@ -176,6 +176,22 @@ def test_the_output_of_a_run_with_adapters_is_a_model_for_the_next_recipe(
     saved_like(second, recipe(name=base))
 
 
+EMBEDDING: dict[str, Any] = {"embedding": {"r": 4, "target_modules": ["embed_tokens", "q_proj"]}}
+
+
+@pytest.mark.slow
+@pytest.mark.always("trainable_tokens", "tokens", "embedding", "vera", "dora", "ia3", "biases")
+@pytest.mark.parametrize("name", [*ADAPTER_TYPES, *LORAS, *EMBEDDING])
+def test_a_run_trains_and_saves_every_kind_of_adapter(base: str, tiny_recipe: Any, prepared: Any, name: str) -> None:
+    loras = LORAS | EMBEDDING
+    adapters = {"lora": loras[name]} if name in loras else {"peft": {"type": name} | OPTIONS[name]}
+    values = tiny_recipe(training={"max_steps": 2}, checkpoint={"every": 2}).model_dump()
+    run = train(Recipe.model_validate(values | {"model": {"name": base, **adapters}}), prepared)
+    record = json.loads((run.path / "model" / "manifest.json").read_text())["outputs"]
+    assert record["checked"]
+    assert record["difference"] <= 1e-4
+
+
 def test_an_adapter_that_is_merged_already_is_not_added_again(base: str, tiny_recipe: Any, prepared: Any) -> None:
     run = train(tiny_recipe(model={"config": LLAMA, "lora": {"r": 2}}, training={"max_steps": 1}), prepared)
     folder = str(run.path / "model")

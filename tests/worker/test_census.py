@@ -60,6 +60,11 @@ def zipped(content: bytes) -> bytes:
 
 LABELS = {"format": "classification", "max_seq_length": 8}
 PAIRS = {"format": "completion", "max_seq_length": 8}
+CHAT = {
+    "format": "chat",
+    "columns": {"user": ["instruction", "input"], "assistant": "output"},
+    "chat_template": "{% for m in messages %}{% generation %}{{ m.content }} {% endgeneration %}{% endfor %}",
+}
 TEXT = {"format": "text", "max_seq_length": 8}
 MISSING = ["NA", "None", "null", "n/a", "SA", "EU"]
 # Name, content, keys of the dataset, and the sums over training and validation, counted by hand.
@@ -138,6 +143,18 @@ COUNTED: dict[str, tuple[str, bytes, dict[str, Any], dict[str, Any]]] = {
         TEXT,
         {"dropped": {"the text is empty": 20}, "examples": 15, "tokens": 120, "targets": 105},
     ),
+    "empty completions": (
+        "a.csv",
+        b"prompt,completion\n" + b"".join(b"n%d, good\nn%d,\n" % (n, n) for n in range(20)),
+        PAIRS,
+        {"rows": 40, "dropped": {"the completion is empty": 20}, "examples": 20, "targets": 40},
+    ),
+    "empty turns": (
+        "a.jsonl",
+        lines({"instruction": f"n{n}", "input": "", "output": ["good", "", None, "film"][n % 4]} for n in range(40)),
+        CHAT,
+        {"rows": 40, "dropped": {"the user or the assistant has no text": 20}, "examples": 20},
+    ),
     "left over": ("a.jsonl", lines([{"text": "the film is"}] * 21), TEXT, {"examples": 13, "left_over_tokens": 1}),
     "duplicates": ("a.jsonl", lines(labelled("a" * 10) * 3), LABELS, {"rows": 30, "duplicates": 20}),
     "texts of numbers": (
@@ -156,12 +173,6 @@ REFUSED: dict[str, tuple[str, bytes, dict[str, Any], str]] = {
     ),
     "empty label": ("a.csv", table(["a", "b", ""]), LABELS, "a.csv, line 4: column 'label' has no label"),
     "no text": ("a.jsonl", lines([{"text": "the"}] * 30 + [{"other": 1}]), TEXT, "line 31: column 'text' has no text"),
-    "no completion": (
-        "a.csv",
-        b"prompt,completion\nthe,film\nthe,\n",
-        PAIRS,
-        "line 3: column 'completion' has no text",
-    ),
     "NaN": ("a.json", b'[{"text": "the"}, {"text": NaN}]', TEXT, "a.json, row 2: column 'text' has no text"),
     "late byte": (
         "a.jsonl",

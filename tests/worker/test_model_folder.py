@@ -34,6 +34,7 @@ from sparsebp_cli.source.rounded import find_rounded
 from sparsebp_cli.worker.checkpoint import CheckpointFolder
 from sparsebp_cli.worker.checkpoint_model import rebuild
 from sparsebp_cli.worker.model import build_model, build_tokenizer
+from sparsebp_cli.worker.reload import check_again
 from tests.worker.conftest import LLAMA, work
 from tests.worker.ranks import make_run, train_on_two
 
@@ -71,7 +72,7 @@ def release(run: RunFolder, place: Path, word: str | None = None, *, title: str 
 
     released = ReleasedModel(run, plan, history, weights, place, title)
     released.check()
-    assert write_model(released, write) == []
+    assert write_model(released, write, check_again) == []
     return place
 
 
@@ -323,3 +324,14 @@ def test_a_run_that_stopped_leaves_from_its_checkpoint_alone(tiny_recipe: Any, p
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(UsageError, match="the checkpoint of step 6 is damaged"):
         release(run, tmp_path / "other", "last")
+
+
+def test_the_number_of_answers_in_the_settings_of_generation_stops_no_run(
+    base: Path, tiny_recipe: Any, prepared: Any
+) -> None:
+    (base / "generation_config.json").write_text('{"num_return_sequences": 3, "eos_token_id": 1}')
+    values = tiny_recipe(training={"max_steps": 2}).model_dump()
+    run = train(Recipe.model_validate(values | {"model": {"name": str(base)}}), prepared)
+    (told,) = (text for text in _notes(run) if "num_return_sequences" in text)
+    assert told.startswith("num_return_sequences of generation_config.json is taken as 1: Greedy methods")
+    assert AutoModelForCausalLM.from_pretrained(run.path / "model").generation_config.eos_token_id == 1

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from sparsebp_cli.target import TargetOptions
 
-SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY|ACCESS_?KEY", re.IGNORECASE)
 Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 Url = Annotated[str, Field(pattern=r"^[a-z0-9]+://[^\s]+$")]
 # SkyPilot reads $NAME in file_mounts as a variable.
@@ -54,7 +52,6 @@ class SkyOptions(TargetOptions):
     mounts: dict[Place, Url] = Field(
         default_factory=dict, description="Data that a recipe reads: the path there, and a bucket or a folder of one."
     )
-    env: dict[Variable, str] = Field(default_factory=dict, description="Environment of the worker. No secrets.")
     secrets: list[Variable] = Field(
         default_factory=list, description="Names of variables of this machine that the worker gets as secrets."
     )
@@ -64,14 +61,6 @@ class SkyOptions(TargetOptions):
     poll_seconds: Annotated[float, Field(gt=0, le=600)] = Field(
         20.0, description="The longest pause between two questions to SkyPilot and the bucket."
     )
-
-    @field_validator("env")
-    @classmethod
-    def _public_words(cls, env: dict[str, str]) -> dict[str, str]:
-        for name in env:
-            if SECRET.search(name):
-                raise ValueError(f"{name} looks like a secret, and a task's text is public: name it under secrets")
-        return env
 
     @field_validator("setup")
     @classmethod

@@ -10,7 +10,7 @@ import psutil
 import torch
 
 from sparsebp_cli.errors import SparseBPError, UnsupportedError, UsageError, first_line
-from sparsebp_cli.plan.forecast import Forecast, ForecastRequest, Remedy, StepForecast
+from sparsebp_cli.plan.forecast import HELD_ON_CPU, Forecast, ForecastRequest, Remedy, StepForecast
 from sparsebp_cli.policy import Policy
 from sparsebp_cli.policy.known_kind import list_kinds
 from sparsebp_cli.recipe.composition import has_own_worker, refuse_unsupported
@@ -145,7 +145,10 @@ def _find_rate(request: ForecastRequest, recipe: Recipe) -> tuple[float | None, 
 def _assume(request: ForecastRequest, recipe: Recipe, policies: list[Policy], own: StepForecast) -> list[str]:
     found = ["operators' own temporaries and what an allocator rounds up or cannot reuse are not counted"]
     if not request.gpu:
-        found.append("a process on a CPU holds more: libraries' buffers, and freed memory that the C library keeps")
+        found.append(
+            f"counted are tensors and the process before them; a process on a CPU held up to {HELD_ON_CPU:g} times as "
+            "much: libraries' buffers, freed memory that the C library keeps, and copies of the weights to save them"
+        )
     else:
         found += [
             "attention by a fused kernel that stores no scores (flash, or memory-efficient with a mask)",

@@ -18,6 +18,7 @@ from typing import Literal
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import GradientAccumulationPlugin
 from torch import Tensor, nn
 
 from sparsebp_cli.asset.checkpointing import checkpoint_activations
@@ -92,7 +93,12 @@ class Rehearsal:
         )
         if recipe.backward.checkpointing == "full":
             checkpoint_activations(model)
-        accelerator = Accelerator(mixed_precision=recipe.training.mixed_precision, cpu=True)
+        accelerator = Accelerator(
+            mixed_precision=recipe.training.mixed_precision,
+            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
+            dynamo_backend="no",
+            cpu=True,
+        )
         optimizer = build_optimizer(recipe.training, model)
         num_parameters = count_parameters(model)
         num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)

@@ -130,7 +130,7 @@ def score_reference(scorer: Scorer, arguments: Mapping[str, object], next_BT: Te
 
 def check_vocabulary(model: nn.Module, reference: Scorer) -> None:
     """Raise :class:`UnsupportedError` unless a reference has the model's number of tokens."""
-    own = cast("Any", model).get_input_embeddings().num_embeddings
+    own = cast("Any", model).get_input_embeddings().weight.shape[0]
     if reference.num_tokens != own:
         raise UnsupportedError(
             f"the reference must have the model's vocabulary of {own} tokens, got {reference.num_tokens}"
