@@ -84,12 +84,13 @@ class Tool:
     def _wait(self, process: subprocess.Popen[bytes], given: bytes, num_bytes: Callable[[], int]) -> str:
         """Let a command come to its end, and return why it may not, else nothing. A login shell may print for ever."""
         deadline = time.monotonic() + self.timeout_seconds
-        ended = False
+        ended, rest = False, given or None
         while not ended:
             try:
-                process.communicate(given, timeout=min(LOOK_SECONDS, self.timeout_seconds))
+                process.communicate(rest, timeout=min(LOOK_SECONDS, self.timeout_seconds))
                 ended = True
             except subprocess.TimeoutExpired:
+                rest = None  # the first call keeps it, and a later one refuses to be given any
                 if time.monotonic() > deadline:
                     return f"took longer than {self.timeout_seconds:g} s to answer"
             if num_bytes() > MOST_ANSWERED:

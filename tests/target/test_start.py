@@ -123,6 +123,18 @@ def test_a_command_that_takes_too_long_is_ended_with_its_children() -> None:
     assert [process for process in new if "303" in (process.info["cmdline"] or ())] == []
 
 
+@pytest.mark.parametrize("size", [0, 3, 200_000])
+@pytest.mark.parametrize("line", ["sleep 0.3; cat", "cat; sleep 0.3", "exec 2>&-; sleep 0.3; head -c 3; exit 3"])
+def test_a_command_with_input_may_answer_after_many_looks(
+    monkeypatch: pytest.MonkeyPatch, line: str, size: int
+) -> None:
+    monkeypatch.setattr("sparsebp_cli.target.tool.LOOK_SECONDS", 0.01)
+    given = b"a" * size
+    answer = Tool("here", always).run(["sh", "-c", line], given=given)
+    assert answer.out == (given[:3] if "head" in line else given)
+    assert answer.code == (3 if "head" in line else 0)
+
+
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
 def test_a_file_system_without_locks_is_told_by_doctor_and_before_a_run(
     call: Cli, write_recipe: Write, home_folder: Path, monkeypatch: pytest.MonkeyPatch, number: int
