@@ -69,28 +69,30 @@ class Tool:
         """Run a command to its end, with ``given`` as standard input; the code is not 0 when the target refused. Raises
         ``UnreachableError`` when it did not get through or took too long, ``UsageError`` when there is no such program
         here."""
-        # Into files: what it leaves running, such as a connection that ssh keeps, would hold a pipe open.
-        with TemporaryFile() as out, TemporaryFile() as errors:
-            process = self._start(command, errors, out)
-            problem = self._wait(process, given, lambda: _size(out) + _size(errors))
+        # Files: what it leaves running, such as a connection that ssh keeps, would hold a pipe open, and a pipe that is
+        # full has to be written again while the command is waited for.
+        with TemporaryFile() as source, TemporaryFile() as out, TemporaryFile() as errors:
+            source.write(given)
+            source.seek(0)
+            process = self._start(command, errors, out, source)
+            problem = self._wait(process, lambda: _size(out) + _size(errors))
             if problem:
                 _end(process)
-                process.communicate()
+                process.wait()
                 raise UnreachableError(f"{self.place} {problem}")
             out.seek(0)
             answer = CommandResult(process.returncode, out.read(), _content(errors))
         return self._check_refusal(answer)
 
-    def _wait(self, process: subprocess.Popen[bytes], given: bytes, num_bytes: Callable[[], int]) -> str:
+    def _wait(self, process: subprocess.Popen[bytes], num_bytes: Callable[[], int]) -> str:
         """Let a command come to its end, and return why it may not, else nothing. A login shell may print for ever."""
         deadline = time.monotonic() + self.timeout_seconds
-        ended, rest = False, given or None
+        ended = False
         while not ended:
             try:
-                process.communicate(rest, timeout=min(LOOK_SECONDS, self.timeout_seconds))
+                process.wait(min(LOOK_SECONDS, self.timeout_seconds))
                 ended = True
             except subprocess.TimeoutExpired:
-                rest = None  # the first call keeps it, and a later one refuses to be given any
                 if time.monotonic() > deadline:
                     return f"took longer than {self.timeout_seconds:g} s to answer"
             if num_bytes() > MOST_ANSWERED:
@@ -131,12 +133,16 @@ class Tool:
         return self._check_refusal(answer)
 
     def _start(
-        self, command: Sequence[str], errors: IO[bytes], out: IO[bytes] | int = subprocess.PIPE
+        self,
+        command: Sequence[str],
+        errors: IO[bytes],
+        out: IO[bytes] | int = subprocess.PIPE,
+        source: IO[bytes] | int = subprocess.PIPE,
     ) -> subprocess.Popen[bytes]:
         try:
             return subprocess.Popen(
                 list(command),
-                stdin=subprocess.PIPE,
+                stdin=source,
                 stdout=out,
                 stderr=errors,
                 env={**os.environ, **QUIET, **dict(self.environment)},
