@@ -186,7 +186,7 @@ def start_process(module: str, options: Sequence[str], runs: Sequence[RunFolder]
     if problem:
         known = getattr(errors, kind, None)
         in_doubt = [run.run_id for run in runs if run.state() is State.UNREACHABLE]
-        for run in runs:
+        for run in runs if known is not RunBusyError else ():  # else another process takes care of it
             _record_failed_start(run, problem)
         if isinstance(known, type) and issubclass(known, SparseBPError) and known is not SparseBPError:
             raise known(problem)

@@ -58,6 +58,7 @@ IDLE = (
 # Exit codes of the shell lines: another dispatcher has the run; sbatch may still be asking; its answer has no number.
 BUSY, ASKING, ODD = 76, 77, 78
 IGNORED = ("SBATCH_", "SQUEUE_", "SCANCEL_")  # variables that change commands; what a run asks for is in its plan
+ASKING_MINUTES = 10  # until an sbatch that has not answered has ended for sure
 DOUBT_SECONDS = 5.0  # a job that is being requeued looks ended for a moment
 
 
@@ -287,7 +288,7 @@ class SlurmEngine(TargetEngine):
             f"if ! mkdir slurm-submit 2>/dev/null && [ ! -e slurm-submit/{self._token} ]; then\n"
             f'  [ -n "$(find slurm-submit -maxdepth 0 -mmin +10)" ] || exit {BUSY}\n'
             "fi\n"
-            "asked=$(find slurm-submit/asked -mmin -10 2>/dev/null)\n"
+            f"asked=$(find slurm-submit/asked -mmin -{ASKING_MINUTES} 2>/dev/null)\n"
             f'[ -z "$asked" ] || [ -e slurm-submit/answered ] || exit {ASKING}\n'
             # What an earlier job left; from here on these files are of the job that is submitted now.
             "rm -rf slurm-owner slurm-exit slurm-submit/asked slurm-submit/answered\n"
@@ -296,7 +297,7 @@ class SlurmEngine(TargetEngine):
         if answer.code == ASKING:
             raise UnreachableError(
                 f"{self._place}: an earlier sbatch for run {run.run_id} has not answered; its job is looked for, and "
-                "the run is submitted again after ten minutes without one"
+                f"the run is submitted again after {ASKING_MINUTES} minutes without one"
             )
         if answer.code == BUSY:
             raise RunBusyError(f"run {run.run_id} is on {self._place} already, submitted by another dispatcher")

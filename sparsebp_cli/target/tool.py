@@ -6,6 +6,7 @@ key, a tool that hangs) raises :class:`UnreachableError`, also in doubt: a run n
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -16,9 +17,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from tempfile import TemporaryFile
-from typing import IO, cast
+from typing import IO, Any, cast
 
 from sparsebp_cli.errors import UnreachableError, UsageError
+from sparsebp_cli.policy.error_text import shorten
 from sparsebp_cli.target.engine_word import explain
 
 TIMEOUT_SECONDS = 60.0
@@ -83,6 +85,15 @@ class Tool:
             out.seek(0)
             answer = CommandResult(process.returncode, out.read(), _content(errors))
         return self._check_refusal(answer)
+
+    def read_json(self, answer: CommandResult) -> Any:
+        """Return the JSON that a command printed. Raises ``UnreachableError`` where it is none: it was cut, or mixed
+        with the words of something else, and so tells nothing of the run."""
+        try:
+            return json.loads(answer.text)
+        except ValueError:
+            shown = shorten(answer.text[-200:])
+            raise UnreachableError(f"{self.place} does not answer as it should, got {shown!r}") from None
 
     def _wait(self, process: subprocess.Popen[bytes], num_bytes: Callable[[], int]) -> str:
         """Let a command come to its end, and return why it may not, else nothing. A login shell may print for ever."""

@@ -24,7 +24,7 @@ from sparsebp_cli.target.launch import start_process
 from sparsebp_cli.target.tool import Tool, always
 
 from ..cli.conftest import Cli, Write, call, write_recipe
-from .conftest import make_run, until
+from .conftest import last_end, make_run, until
 
 __all__ = ["call", "write_recipe"]  # fixtures of the command line's tests
 
@@ -63,6 +63,9 @@ def test_a_child_that_holds_the_output_open_keeps_no_client(module: Path, end: s
         else:
             with pytest.raises(kind, match=text):
                 start_process("starting", [], [run])
+            assert run.state() is (State.QUEUED if kind is RunBusyError else State.FAILED)
+            if kind is not RunBusyError:
+                assert text in str(last_end(run)["text"])
         holder = psutil.Process(int((run.path / "holder").read_text()))
         assert holder.is_running()  # so the output has not ended
     finally:
@@ -193,4 +196,5 @@ def test_what_is_no_file_in_the_place_of_one_keeps_no_client(
     else:
         with pytest.raises(RunFailedError, match=f"{name} is not a regular file$"):
             start_process("sparsebp_cli.target.watcher", words, [run])
-        assert run.state() is State.QUEUED
+        # The reason is in the journal, unless that is what cannot be written.
+        assert run.state() is (State.QUEUED if name == "journal.jsonl" else State.FAILED)
