@@ -23,6 +23,7 @@ from sparsebp_cli.release.gguf import convert
 from sparsebp_cli.release.origin import Origin
 from sparsebp_cli.release.weights import Weights
 from sparsebp_cli.run import History, RunFolder, State, manifest
+from sparsebp_cli.run.manifest import MANIFEST
 
 WEIGHTS = (".safetensors", ".safetensors.index.json")
 OUTPUTS = "outputs"  # key of the manifest: what the trained model gives for a batch
@@ -71,9 +72,7 @@ def write_model(
                 for file in _list_files(model.weights.folder):
                     shutil.copyfile(file, part / file.name)
             config, notes = _restore(part, model)
-            if model.weights.folder is not None and OUTPUTS in source.read_json(
-                model.weights.folder / durable.MANIFEST
-            ):
+            if model.weights.folder is not None and OUTPUTS in source.read_json(model.weights.folder / MANIFEST):
                 verify(part, model.weights.folder)
             (part / CARD).write_text(_make_card(model, config).render(model.title), encoding="utf-8")
             if model.converter:

@@ -11,11 +11,12 @@ from __future__ import annotations
 import argparse
 import os
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from sparsebp_cli import durable
-from sparsebp_cli.errors import RunFailedError, SparseBPError, UnreachableError, UsageError
+from sparsebp_cli.errors import RunBusyError, RunFailedError, SparseBPError, UnreachableError, UsageError
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.run import RunFolder, State, keep_private
 from sparsebp_cli.target.engine import TargetEngine
@@ -62,9 +63,10 @@ class Dispatcher:
                 if remote.adopt_worker():
                     self._adopt(remote)
         except UnreachableError as error:
-            # Nothing is known of any of them, so their folders stay as they were.
+            # No start was tried. What earlier starts left stays as it was; a run without one has failed to start.
             if not self._adopt_only:
-                self._abandon_waiting(forget=True)
+                while self._waiting:
+                    self._waiting.pop().withdraw(describe(error))
                 raise
             for remote in self._waiting:
                 remote.mark_unreachable(str(error))
@@ -73,7 +75,7 @@ class Dispatcher:
             self._abandon_waiting()
             return
         try:
-            self._start_next()
+            self._start_or_adopt()
         except UnreachableError as error:
             # The worker may have been started all the same: each poll looks for it.
             self._waiting[0].mark_unreachable(str(error))
@@ -117,13 +119,32 @@ class Dispatcher:
                 self._waiting.remove(first)
                 first.abandon()
             else:
-                self._start_next()
+                self._start_or_adopt()
         except UnreachableError as error:
             self._start_again = time.monotonic() + _pause_after(first.failures + 1)
             first.mark_unreachable(str(error))
         except SparseBPError as error:
             self._waiting.remove(first)
             first.abandon(describe(error))
+
+    def _start_or_adopt(self) -> None:
+        """Start the next runs. If that fails, ask the engine once more before the error is believed: a request may have
+        been carried out although its answer was an error, was lost, or could not be read."""
+        first = self._waiting[0]
+        try:
+            self._start_next()
+        except (UnreachableError, RunBusyError):
+            raise
+        except Exception as error:
+            if first not in self._waiting:  # it was started, and the next one was not
+                first = self._waiting[0]
+            if first.adopt_worker():
+                self._follow(first)
+            elif isinstance(error, SparseBPError):
+                raise
+            else:
+                traceback.print_exc()
+                raise RunFailedError(f"{type(error).__name__}: {error}") from error
 
     def _start_next(self) -> None:
         while self._waiting and (self._engine.has_queue or len(self._followed) < self._max_parallel):
@@ -151,10 +172,10 @@ class Dispatcher:
         self._waiting.remove(remote)
         self._followed.append(remote)
 
-    def _abandon_waiting(self, *, forget: bool = False) -> None:
+    def _abandon_waiting(self) -> None:
         """Release every run that was not started."""
         while self._waiting:
-            self._waiting.pop().abandon(forget=forget)
+            self._waiting.pop().abandon()
 
     def _is_stop(self, remote: RemoteRun) -> bool:
         return remote.run.request_file.exists() and not remote.run.cancel_file.exists()

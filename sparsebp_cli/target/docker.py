@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Self, final
 from sparsebp_cli import durable
 from sparsebp_cli.errors import RunBusyError, RunFailedError, UnreachableError, UsageError
 from sparsebp_cli.plan import Plan
+from sparsebp_cli.policy.error_text import shorten
 from sparsebp_cli.recipe.schema import TargetOptions
 from sparsebp_cli.run import RunFolder
 from sparsebp_cli.run.budget import LARGEST_SMALL, open_to_append, read_bounded
@@ -44,6 +45,8 @@ from sparsebp_cli.target.tool import CommandResult, Tool, always, matching
 
 PULL_SECONDS = 3600.0
 HALF_MADE_SECONDS = 600.0  # a container created so long ago and never started was left by a dead dispatcher
+ENGINE_ID = re.compile(r"[\w:-]+")
+HANDLE = re.compile(rf"sparsebp-\S+( ({ENGINE_ID.pattern})?)?")
 GONE = re.compile(r"no such (container|object)|no container with name", re.IGNORECASE)
 # Messages of the engine itself. Any other error is one of the connection and tells nothing of the run.
 REFUSALS = re.compile(
@@ -79,7 +82,7 @@ class DockerEngine(TargetEngine):
         if answer.code != 0:
             self._require_absent(answer)
             return None
-        found = json.loads(answer.text)
+        found = self._tool.read_json(answer)
         if found["State"]["Status"] in {"created", "configured", "initialized"}:
             if found["Config"]["Labels"].get("sparsebp.start") != self._token and _age(found) < HALF_MADE_SECONDS:
                 raise RunBusyError(f"run {run.run_id}: another dispatcher is starting it on {self._place}")
@@ -87,6 +90,9 @@ class DockerEngine(TargetEngine):
             return None
         # With the engine's id: a container is gone only on the engine that had it. See decision 9.
         return f"{name} {self._engine_id()}"
+
+    def is_handle(self, text: str) -> bool:
+        return HANDLE.fullmatch(text) is not None
 
     def start(self, runs: Sequence[RunFolder], max_parallel: int) -> list[str]:
         (run,) = runs
@@ -123,7 +129,7 @@ class DockerEngine(TargetEngine):
             if engine_id and self._engine_id() != engine_id:
                 raise UnreachableError(f"{self._place} is another engine than the one that run {run.run_id} is on")
             return WorkerStatus(Phase.OVER, text=f"its container is gone from {self._place}", gone=True)
-        return _read_state(json.loads(answer.text))
+        return _read_state(self._tool.read_json(answer))
 
     def pull(self, run: RunFolder, handle: str) -> None:
         name = handle.partition(" ")[0]
@@ -215,7 +221,10 @@ class DockerEngine(TargetEngine):
     def _engine_id(self) -> str:
         if self._options.command == "podman":
             return ""
-        return self._run("info", "--format", "{{.ID}}").text
+        answer = self._run("info", "--format", "{{.ID}}")
+        if not ENGINE_ID.fullmatch(answer.text):
+            raise UnreachableError(f"{self._place} does not answer as it should, got {shorten(answer.text)!r}")
+        return answer.text
 
     def _resolve_image(self) -> tuple[str, str]:
         """Return the image's id there and its registry digest, empty if it has none; pull the image where allowed."""

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal, final
 
 from sparsebp_cli.errors import RunBusyError, RunFailedError, UnreachableError
 from sparsebp_cli.plan import Plan
+from sparsebp_cli.policy.error_text import shorten
 from sparsebp_cli.recipe.schema import TargetOptions
 from sparsebp_cli.run import RunFolder
 from sparsebp_cli.run.journal import FILE as JOURNAL
@@ -40,6 +41,7 @@ REFUSALS = re.compile(
     re.IGNORECASE | re.MULTILINE,
 )
 NOT_FOUND = re.compile(r"\(NotFound\)")
+HANDLE = re.compile(r"(jobset/)?sparsebp-\S+ [\w-]{32,36}")  # with its uid; see _make_handle
 SIGNALS = {9: "KILL", 15: "TERM"}
 READER_SECONDS = 120.0
 JOB, JOB_SET = "job", "jobsets.jobset.x-k8s.io"  # as kubectl calls them
@@ -102,7 +104,13 @@ class KubernetesEngine(TargetEngine):
             raise RunBusyError(f"run {run.run_id} is on {self._place} already, started by another dispatcher")
         if answer.code != 0:
             raise RunFailedError(f"{self._place} refused the run: {answer.problem}")
-        return [_make_handle(kind, container_name(run.run_id), answer.text)]
+        handle = _make_handle(kind, container_name(run.run_id), answer.text)
+        if not self.is_handle(handle):
+            raise UnreachableError(f"{self._place} answered no uid of the job, got {shorten(answer.text)!r}")
+        return [handle]
+
+    def is_handle(self, text: str) -> bool:
+        return HANDLE.fullmatch(text) is not None
 
     def status(self, run: RunFolder, handle: str) -> WorkerStatus:
         kind, name, uid = _read_handle(handle)
@@ -227,7 +235,7 @@ class KubernetesEngine(TargetEngine):
     def _get(self, kind: str, name: str) -> dict[str, Any] | None:
         answer = self._run("get", kind, name, "--output", "json")
         if answer.code == 0:
-            found: dict[str, Any] = json.loads(answer.text)
+            found: dict[str, Any] = self._tool.read_json(answer)
             return found
         if NOT_FOUND.search(answer.err):
             return None
@@ -239,7 +247,7 @@ class KubernetesEngine(TargetEngine):
         answer = self._run("get", "pods", "--selector", f"sparsebp.run={run.run_id}{first}", "--output", "json")
         if answer.code != 0:
             raise UnreachableError(f"{self._place} does not answer as it should: {answer.problem}")
-        pods = json.loads(answer.text)["items"]
+        pods = self._tool.read_json(answer)["items"]
         return max(pods, key=lambda pod: pod["metadata"]["creationTimestamp"]) if pods else None
 
     def _running_pod(self, run: RunFolder) -> str | None:

@@ -22,11 +22,12 @@ from typing import Self
 import psutil
 
 from sparsebp_cli import durable, errors, interpreter
-from sparsebp_cli.errors import RunFailedError, SparseBPError, UnreachableError
+from sparsebp_cli.errors import RunBusyError, RunFailedError, SparseBPError, UnreachableError
 from sparsebp_cli.run import RunFolder, State
 from sparsebp_cli.run.budget import LARGEST_SMALL, LONGEST_LINE, open_regular, open_to_append, read_bounded
 from sparsebp_cli.run.journal import FILE as JOURNAL
 from sparsebp_cli.target.contract import Job
+from sparsebp_cli.target.end_record import write_end_record
 
 POLL_SECONDS = 0.1
 REPORT_SECONDS = 1.0  # between two looks whether a starting process lives
@@ -184,9 +185,27 @@ def start_process(module: str, options: Sequence[str], runs: Sequence[RunFolder]
     kind, problem = _read_report(process)
     if problem:
         known = getattr(errors, kind, None)
+        in_doubt = [run.run_id for run in runs if run.state() is State.UNREACHABLE]
+        for run in runs if known is not RunBusyError else ():  # else another process takes care of it
+            _record_failed_start(run, problem)
         if isinstance(known, type) and issubclass(known, SparseBPError) and known is not SparseBPError:
             raise known(problem)
+        if in_doubt:  # it ended between its request to the target and the answer
+            raise UnreachableError(
+                f"the process that starts the run ended: {problem}; the run may have been started: `sparsebp resume "
+                f"{' '.join(in_doubt)}` asks the target and adopts its worker"
+            )
         raise RunFailedError(f"the run could not be started: {problem}")
+
+
+def _record_failed_start(run: RunFolder, problem: str) -> None:
+    """End a run that nothing has started and that no process will start, with the reason: without an end it would be
+    queued for ever. A run of which more is known stays as it is."""
+    if run.state() is not State.QUEUED:
+        return
+    with suppress(RunBusyError, OSError), run.lock("target"):
+        write_end_record(run, None, after_attempt=0, text=f"it could not be started: {problem}", failed=True)
+        Launch(0, 0, sight="over" if run.is_elsewhere() else "").save(run)
 
 
 def _read_report(process: subprocess.Popen[bytes]) -> tuple[str, str]:

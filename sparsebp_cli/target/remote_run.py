@@ -87,18 +87,24 @@ class RemoteRun:
         """Record in the run's folder that the run waits for its turn."""
         self._save(sight=str(Phase.WAITING))
 
-    def abandon(self, text: str = "", *, forget: bool = False) -> None:
-        """Release a run that was never started. A text is the reason why it failed; with ``forget`` the run's folder
-        stays as it was before this process locked it."""
-        if text or self.run.cancel_file.exists():
-            write_end_record(self.run, None, after_attempt=self._launch.after_attempt, text=text, failed=True)
-        if forget and self._before is None:
-            self.run.target_file.unlink(missing_ok=True)
-        elif forget and self._before is not None:
+    def withdraw(self, text: str) -> None:
+        """Release a run whose start was not tried, because the engine did not answer. Its folder stays as it was before
+        this process locked it; if that tells of no start, the run has failed for this reason."""
+        if self._before is not None:
             self._before.save(self.run)  # an earlier worker may live on: a target's silence does not mean it is over
+        elif self._launch.after_attempt:
+            self.run.target_file.unlink(missing_ok=True)
         else:
+            write_end_record(self.run, None, after_attempt=0, text=text, failed=True)
             self._save(sight=OVER)
         self._launch = replace(self._launch, sight=OVER)
+        self._lock.release()
+
+    def abandon(self, text: str = "") -> None:
+        """Release a run that was never started. A text is the reason why it failed."""
+        if text or self.run.cancel_file.exists():
+            write_end_record(self.run, None, after_attempt=self._launch.after_attempt, text=text, failed=True)
+        self._save(sight=OVER)
         self._lock.release()
         if text:
             tell_end(self.run, None, is_asked=False)

@@ -27,7 +27,7 @@ BROKEN = 255  # ssh's own exit code
 CHUNK = 1 << 16
 MIXED = "its login shell sends errors to standard output, and no answer can be read: look for 2>&1 in its profile"
 TERMINAL = "its login shell changes the ends of lines, and no answer can be read: look for a terminal in its profile"
-RESET = "set +eufx; trap - EXIT HUP INT TERM USR1"  # what lines of setup may have set
+RESET = "set +eufx +o pipefail; trap - EXIT HUP INT TERM USR1"  # what lines of setup may have set
 
 
 class SetupError(UnreachableError):
@@ -35,7 +35,7 @@ class SetupError(UnreachableError):
 
 
 class Shell:
-    """Runs POSIX shell lines after those of ``setup``, each of which has to succeed.
+    """Runs POSIX shell lines after those of ``setup``, which bash runs as it does in a job; each has to succeed.
 
     The lines of setup run in a shell of their own with the command: what they export holds for it, what they print goes
     to standard error, and options of the shell that they set are reset.
@@ -43,9 +43,12 @@ class Shell:
 
     greeting: str
 
-    def __init__(self, host: str | None, name: str, setup: Sequence[str] = ()) -> None:
-        """Reach ``ssh://[USER@]HOST[:PORT]``; None is this machine, which error lines call ``name``."""
+    def __init__(self, host: str | None, name: str, setup: Sequence[str] = (), *, ignored: Sequence[str] = ()) -> None:
+        """Reach ``ssh://[USER@]HOST[:PORT]``; None is this machine, which error lines call ``name``. Variables whose
+        names begin with one of ``ignored`` are unset there before the lines of setup."""
         self._host, self._place, self._setup = host, host or name, setup
+        names = "\\|".join(f"{prefix}[A-Za-z0-9_]*" for prefix in ignored)
+        self._unset = f"unset -v $(env | sed -n 's/^\\({names}\\)=.*/\\1/p') _\n" if ignored else ""
         self._tool = Tool(self._place, _is_refusal if host else always)
         self.greeting = ""  # what was last printed before an answer; empty for nothing
 
@@ -83,12 +86,14 @@ class Shell:
             f"printf '\\n%s setup %d\\n' {mark} {number} >&2\neval {shlex.quote(line)} </dev/null >&2 9>&- || exit\n"
             for number, line in enumerate(self._setup)
         )
+        reset = f"{RESET}\n" if setup else ""
         script = (
-            f"(\n{setup}{RESET}\nprintf '\\n%s errors begin\\n' {mark} >&2; printf '\\n%s begin\\n' {mark} >&9\n"
+            f"(\n{self._unset}{setup}{reset}printf '\\n%s errors begin\\n' {mark} >&2\n"
+            f"printf '\\n%s begin\\n' {mark} >&9\n"
             f"{{ {lines}\n}} >&9 9>&-\n) 9>&1 >&2\ncode=$?\n"
             f"printf '\\n%s errors end\\n' {mark} >&2; printf '\\n%s end %03d\\n' {mark} $code\nexit $code"
         )
-        return shell_command(self._host, script)
+        return shell_command(self._host, script, "bash" if setup else "sh")
 
     def _unframe(self, answer: CommandResult, mark: str) -> CommandResult:
         begin, end = f"\n{mark} begin\n".encode(), re.compile(rf"\n{mark} end (\d{{3}})\n".encode())
@@ -173,12 +178,12 @@ def _is_mixed(out: bytes, mark: str) -> bool:
     return f"\n{mark} errors begin\n".encode() in out
 
 
-def shell_command(host: str | None, lines: str) -> list[str]:
-    """Return the command that runs POSIX shell lines on ``ssh://[USER@]HOST[:PORT]``; None is this machine. ``exec sh``
+def shell_command(host: str | None, lines: str, program: str = "sh") -> list[str]:
+    """Return the command that runs lines of a shell on ``ssh://[USER@]HOST[:PORT]``; None is this machine. ``exec``
     makes the lines independent of the user's login shell there."""
     if host is None:
-        return ["sh", "-c", lines]
-    return [*ssh_command(host), f"exec sh -c {shlex.quote(lines)}"]
+        return [program, "-c", lines]
+    return [*ssh_command(host), f"exec {program} -c {shlex.quote(lines)}"]
 
 
 def ssh_command(host: str) -> list[str]:

@@ -1,7 +1,8 @@
 """The target ``slurm``: a batch job for each run, through ``sbatch``, ``squeue``, ``scancel``; ``sacct`` is not needed.
 
 Besides a run's own files, its folder on the cluster holds ``slurm-job`` (the job's id), ``slurm-owner`` (the job that
-works on it now), ``slurm-exit`` (that job's exit code) and ``slurm-stop`` (do not requeue).
+works on it now), ``slurm-exit`` (that job's exit code), ``slurm-stop`` (do not requeue) and, while the run is
+submitted, ``slurm-submit`` (by which dispatcher, with which script).
 """
 
 from __future__ import annotations
@@ -54,8 +55,28 @@ IDLE = (
     f"Slurm warned it {MOST_RESTARTS + 1} times in a row before it had made a new checkpoint, so it was not put back: "
     "its time limit (target.timeout_min, or the partition's) has to leave more time than target.warning_seconds"
 )
-BUSY = 76  # exit code of the shell lines that find a run claimed
+# Exit codes of the shell lines: another dispatcher has the run; sbatch may still be asking; its answer has no number.
+BUSY, ASKING, ODD = 76, 77, 78
+IGNORED = ("SBATCH_", "SQUEUE_", "SCANCEL_")  # variables that change commands; what a run asks for is in its plan
+ASKING_MINUTES = 10  # until an sbatch that has not answered has ended for sure
 DOUBT_SECONDS = 5.0  # a job that is being requeued looks ended for a moment
+
+
+# Prints the number of the run's job, or nothing. Where an answer of sbatch was lost, the job is the one that was
+# submitted with the script of `slurm-submit/asked`, or that has begun or ended since then.
+FINDING = """[ ! -s slurm-job ] || { cat slurm-job; exit; }
+[ -e slurm-submit/asked ] || exit 0
+read -r number where < slurm-submit/asked
+queue=$(squeue --noheader --array --user="$(id -un)" --format='%i %o') || exit 1
+job=$(printf '%s\\n' "$queue" | while read -r id command; do
+  [ "$command" = "$where" ] || continue
+  case $number/$id in -/*_*) ;; -/*) echo "$id" ;; *_"$number") echo "$id" ;; esac
+done | tail -n 1)
+[ -n "$job" ] || job=$(cat slurm-owner 2> /dev/null)
+[ -n "$job" ] || { [ ! -e slurm-exit ] || read -r job rest < slurm-exit; }
+[ -n "$job" ] || exit 0
+echo "$job" > slurm-job.part && mv slurm-job.part slurm-job && rm -rf slurm-submit && echo "$job"
+"""
 
 
 @final
@@ -69,7 +90,7 @@ class SlurmEngine(TargetEngine):
     def __init__(self, options: SlurmOptions) -> None:
         self._options = options
         self._place = options.host or "Slurm"
-        self._shell = Shell(options.host, "Slurm", options.setup)
+        self._shell = Shell(options.host, "Slurm", options.setup, ignored=IGNORED)
         self._token = secrets.token_hex(6)
         self._ended: dict[str, float] = {}
 
@@ -81,7 +102,10 @@ class SlurmEngine(TargetEngine):
         return {f"{self._folder(run)}/job.sh": render_script(self._options, [self._folder(run)])}
 
     def find(self, run: RunFolder) -> str | None:
-        handle = self._run_shell(f"cat {self._quoted_folder(run)}/slurm-job 2>/dev/null || true").text
+        answer = self._run_shell(f"cd {self._quoted_folder(run)} 2>/dev/null || exit 0\n{FINDING}")
+        if answer.code != 0:
+            raise UnreachableError(f"{self._place} does not tell whether it has the run: {answer.problem}")
+        handle = answer.text
         if handle and not self.is_handle(handle):
             raise UnreachableError(
                 f"{self._place}: {self._folder(run)}/slurm-job is not a job's number, got {shorten(handle)!r}"
@@ -106,20 +130,28 @@ class SlurmEngine(TargetEngine):
         # A slurm-stop left by an earlier job would stop the new one, and its count of warnings would end it too early.
         names = ("slurm-stop", "slurm-idle")
         stale = " ".join(f"{self._quoted_folder(run)}/{name}" for run in runs for name in names)
-        # --parsable puts the cluster's name behind a semicolon.
-        lines = [f"rm -rf {stale}; cat > {where} && job=$(sbatch --parsable {where}) || exit 1", "job=${job%%;*}"]
+        claims = [f"{self._quoted_folder(run)}/slurm-submit" for run in runs]
+        lines = [f"rm -rf {stale}; cat > {where} || exit 1"]
+        # Before sbatch is asked: if its answer is lost, `find` looks for the job of this script.
+        numbers = [str(number) for number in range(len(runs))] if len(runs) > 1 else ["-"]
+        lines += [f"echo {n} {where} > {claim}/asked || exit 1" for n, claim in zip(numbers, claims, strict=True)]
+        lines += [f"said=$(sbatch --parsable {where})", "code=$?"]
+        lines += [f"touch {' '.join(f'{claim}/answered' for claim in claims)}", '[ "$code" = 0 ] || exit 1']
+        # --parsable puts the cluster's name behind a semicolon; a wrapper of the site may print more.
+        lines.append("job=$(printf '%s\\n' \"$said\" | sed -n 's/^\\([0-9][0-9]*\\)\\(;.*\\)*$/\\1/p' | tail -n 1)")
+        lines.append(f'[ -n "$job" ] || {{ printf \'%s\\n\' "$said"; exit {ODD}; }}')
         for number, run in enumerate(runs):
             key = f'"${{job}}_{number}"' if len(runs) > 1 else '"$job"'
             place = self._quoted_folder(run)
             # Whole or not at all: by this number the job is found again.
             lines.append(f"echo {key} > {place}/slurm-job.part && mv {place}/slurm-job.part {place}/slurm-job")
-            lines.append(f"rm -rf {place}/slurm-submit {place}/slurm-exit")
+            lines.append(f"rm -rf {place}/slurm-submit")
         answer = self._run_shell("\n".join([*lines, 'echo "$job"']), given=script.encode())
-        if answer.code != 0 or not answer.text:
+        if answer.code not in {0, ODD}:
             self._release_claims(runs)
             raise RunFailedError(f"{self._place} refused the run: {answer.problem}")
-        job = answer.text.splitlines()[-1]
-        if not self.is_handle(job):
+        job = (answer.text.splitlines() or [""])[-1]
+        if answer.code == ODD or not self.is_handle(job):
             raise UnreachableError(f"{self._place}: sbatch answered no job's number, got {shorten(job)!r}")
         return [f"{job}_{number}" if len(runs) > 1 else job for number in range(len(runs))]
 
@@ -186,13 +218,16 @@ class SlurmEngine(TargetEngine):
         options = self._options
         try:
             version = self._run_shell("sinfo --version")
+            if version.code != 0:
+                yield CheckResult("fail", "reachable", f"{self._place} has no working Slurm: {version.problem}")
+                return
             nodes = self._run_shell(f"sinfo --noheader --format='%P %a %D %G'{_partition_option(options.partition)}")
             yield CheckResult("ok", "reachable", f"{version.text} on {self._place}")
             yield from self._shell.check()
             partitions = ", ".join(" ".join(line.split()) for line in nodes.text.splitlines())
-            yield CheckResult(
-                "ok" if partitions else "fail", "partitions", partitions or f"there is no {options.partition}"
-            )
+            missing = f"there is no {options.partition}" if options.partition else "there are none"
+            missing = missing if nodes.code == 0 else nodes.problem
+            yield CheckResult("ok" if partitions else "fail", "partitions", partitions or missing)
             accounting = self._run_shell("sacct --noheader --starttime=now")
             yield CheckResult("ok", "accounting", "sacct works" if accounting.code == 0 else "none; it is not needed")
             if options.container == "none":
@@ -243,7 +278,8 @@ class SlurmEngine(TargetEngine):
             raise UsageError(f"target.mounts on {self._place}: {error}") from None
 
     def _claim(self, run: RunFolder) -> None:
-        """Keep other dispatchers from submitting the same run; a dead one left any claim older than ten minutes."""
+        """Keep other dispatchers from submitting the same run; a dead one left any claim older than ten minutes. An
+        ``sbatch`` that was left at work may submit it yet, and ends within ten minutes too."""
         place = self._quoted_folder(run)
         # mkdir succeeds for one of several, on shared disks as well.
         answer = self._run_shell(
@@ -252,8 +288,17 @@ class SlurmEngine(TargetEngine):
             f"if ! mkdir slurm-submit 2>/dev/null && [ ! -e slurm-submit/{self._token} ]; then\n"
             f'  [ -n "$(find slurm-submit -maxdepth 0 -mmin +10)" ] || exit {BUSY}\n'
             "fi\n"
-            f"rm -f slurm-owner; touch slurm-submit/{self._token}"
+            f"asked=$(find slurm-submit/asked -mmin -{ASKING_MINUTES} 2>/dev/null)\n"
+            f'[ -z "$asked" ] || [ -e slurm-submit/answered ] || exit {ASKING}\n'
+            # What an earlier job left; from here on these files are of the job that is submitted now.
+            "rm -rf slurm-owner slurm-exit slurm-submit/asked slurm-submit/answered\n"
+            f"touch slurm-submit/{self._token}"
         )
+        if answer.code == ASKING:
+            raise UnreachableError(
+                f"{self._place}: an earlier sbatch for run {run.run_id} has not answered; its job is looked for, and "
+                f"the run is submitted again after {ASKING_MINUTES} minutes without one"
+            )
         if answer.code == BUSY:
             raise RunBusyError(f"run {run.run_id} is on {self._place} already, submitted by another dispatcher")
         if answer.code != 0:

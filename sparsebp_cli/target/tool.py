@@ -6,6 +6,7 @@ key, a tool that hangs) raises :class:`UnreachableError`, also in doubt: a run n
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -16,9 +17,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from tempfile import TemporaryFile
-from typing import IO, cast
+from typing import IO, Any, cast
 
 from sparsebp_cli.errors import UnreachableError, UsageError
+from sparsebp_cli.policy.error_text import shorten
 from sparsebp_cli.target.engine_word import explain
 
 TIMEOUT_SECONDS = 60.0
@@ -69,11 +71,12 @@ class Tool:
         """Run a command to its end, with ``given`` as standard input; the code is not 0 when the target refused. Raises
         ``UnreachableError`` when it did not get through or took too long, ``UsageError`` when there is no such program
         here."""
-        # Files, not pipes: a connection that ssh keeps would hold a pipe open, and a slow command reads its input late.
-        with TemporaryFile() as asked, TemporaryFile() as out, TemporaryFile() as errors:
-            asked.write(given)
-            asked.seek(0)
-            process = self._start(command, errors, out, asked)
+        # Files: what it leaves running, such as a connection that ssh keeps, would hold a pipe open, and a pipe that is
+        # full has to be written again while the command is waited for.
+        with TemporaryFile() as source, TemporaryFile() as out, TemporaryFile() as errors:
+            source.write(given)
+            source.seek(0)
+            process = self._start(command, errors, out, source)
             problem = self._wait(process, lambda: _size(out) + _size(errors))
             if problem:
                 _end(process)
@@ -83,13 +86,22 @@ class Tool:
             answer = CommandResult(process.returncode, out.read(), _content(errors))
         return self._check_refusal(answer)
 
+    def read_json(self, answer: CommandResult) -> Any:
+        """Return the JSON that a command printed. Raises ``UnreachableError`` where it is none: it was cut, or mixed
+        with the words of something else, and so tells nothing of the run."""
+        try:
+            return json.loads(answer.text)
+        except ValueError:
+            shown = shorten(answer.text[-200:])
+            raise UnreachableError(f"{self.place} does not answer as it should, got {shown!r}") from None
+
     def _wait(self, process: subprocess.Popen[bytes], num_bytes: Callable[[], int]) -> str:
         """Let a command come to its end, and return why it may not, else nothing. A login shell may print for ever."""
         deadline = time.monotonic() + self.timeout_seconds
         ended = False
         while not ended:
             try:
-                process.wait(timeout=min(LOOK_SECONDS, self.timeout_seconds))
+                process.wait(min(LOOK_SECONDS, self.timeout_seconds))
                 ended = True
             except subprocess.TimeoutExpired:
                 if time.monotonic() > deadline:
@@ -136,12 +148,12 @@ class Tool:
         command: Sequence[str],
         errors: IO[bytes],
         out: IO[bytes] | int = subprocess.PIPE,
-        given: IO[bytes] | int = subprocess.PIPE,
+        source: IO[bytes] | int = subprocess.PIPE,
     ) -> subprocess.Popen[bytes]:
         try:
             return subprocess.Popen(
                 list(command),
-                stdin=given,
+                stdin=source,
                 stdout=out,
                 stderr=errors,
                 env={**os.environ, **QUIET, **dict(self.environment)},

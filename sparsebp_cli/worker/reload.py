@@ -23,10 +23,10 @@ import transformers
 from torch import Tensor, nn
 from transformers.utils.logging import disable_progress_bar
 
-from sparsebp_cli import durable
 from sparsebp_cli.backward.linear.quantized import find_quantized
 from sparsebp_cli.errors import RunFailedError
 from sparsebp_cli.release.folder import OUTPUTS
+from sparsebp_cli.run.manifest import MANIFEST
 from sparsebp_cli.worker.adapter import is_adapted
 from sparsebp_cli.worker.answer import answer
 
@@ -101,7 +101,7 @@ def measure_difference(found: Tensor, expected: Tensor) -> float:
 
 def check_again(folder: Path, recorded: Path) -> dict[str, object]:
     """Repeat a check from what a manifest holds. Raise RunFailedError if the outputs differ."""
-    record: dict[str, Any] = json.loads((recorded / durable.MANIFEST).read_bytes())[OUTPUTS]
+    record: dict[str, Any] = json.loads((recorded / MANIFEST).read_bytes())[OUTPUTS]
     if not record.get("checked"):
         return {"checked": False}
     inputs = {name: torch.tensor(values) for name, values in record["inputs"].items()}

@@ -99,7 +99,8 @@ def test_nothing_is_started_at_a_place_that_does_not_answer(fake: FakeTarget) ->
     fake.engine.cut()
     with pytest.raises(UnreachableError):
         fake.submit(run)
-    assert run.state() is State.QUEUED
+    assert run.state() is State.FAILED  # no process will start it
+    assert last_end(run)["text"] == "it could not be started: the fake cannot be reached: its line is cut"
     assert not run.is_locked("target")
     fake.engine.mend()
     assert fake.submit(run).wait(60) is State.FINISHED
@@ -129,6 +130,33 @@ def test_a_start_of_which_nothing_was_heard_is_looked_for_and_not_repeated(
     wait_for_step(run)
     assert len(starts) == 1
     assert job.cancel() is State.CANCELLED
+
+
+def test_a_start_that_an_unforeseen_error_follows_is_looked_for_before_it_is_called_failed(
+    fake: FakeTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = fake.engine.start
+
+    def start_and_break(*arguments: object) -> list[str]:
+        start(*arguments)  # type: ignore[arg-type]
+        raise ValueError("an answer that nobody can read")
+
+    monkeypatch.setattr(fake.engine, "start", start_and_break)
+    assert fake.submit(make_run()).wait(60) is State.FINISHED
+
+
+def test_an_unforeseen_error_without_a_worker_fails_the_run_with_its_reason(
+    fake: FakeTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def break_off(*_: object) -> list[str]:
+        raise ValueError("an answer that nobody can read")
+
+    monkeypatch.setattr(fake.engine, "start", break_off)
+    run = make_run()
+    with pytest.raises(RunFailedError, match="ValueError: an answer"):
+        fake.submit(run)
+    assert run.state() is State.FAILED
+    assert last_end(run)["text"] == "ValueError: an answer that nobody can read"
 
 
 def test_two_dispatchers_never_have_one_run(fake: FakeTarget) -> None:

@@ -1,0 +1,140 @@
+"""Small engines behind their command lines, and a proxy before each that makes them slow, late, cut, doubled or wrong.
+
+The proxy stands first on the PATH under the names ssh, sbatch, squeue, docker and kubectl. A file says what happens
+to which of the next commands.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from . import fake_kubectl
+
+# The proxy reads its weather from a file named after the tool: KIND NUMBER FAIR, for NUMBER commands after FAIR others.
+PROXY = r"""#!/bin/bash
+tool=${0##*/}
+kind= number=0 fair=0
+[ ! -e "$WEATHER/$tool" ] || read -r kind number fair < "$WEATHER/$tool"
+if [ "$fair" -gt 0 ]; then
+  echo "$kind $number $((fair - 1))" > "$WEATHER/$tool"; kind=
+elif [ "$number" -gt 0 ]; then
+  echo "$kind $((number - 1)) 0" > "$WEATHER/$tool"
+else
+  kind=
+fi
+echo "$tool $kind $*" | head -n 1 >> "$WEATHER/calls"
+case $kind in
+  delay-*) sleep "${kind#delay-}" ;;
+  never) exec sleep 600 ;;
+  lost) echo 'ssh: connect to host x port 22: Connection timed out' >&2; exit 255 ;;
+esac
+[ "$kind" = late ] && { "$WEATHER/real/$tool" "$@" > /dev/null 2>&1; exec sleep 600; }
+[ -n "$kind" ] && [[ $kind != delay-* ]] || exec "$WEATHER/real/$tool" "$@"
+out=$(mktemp)
+"$WEATHER/real/$tool" "$@" > "$out"
+code=$?
+size=$(stat -c %s "$out")
+case $kind in
+  cut) head -c $((size / 2)) "$out" ;;
+  empty) ;;
+  repeated) cat "$out" "$out" ;;
+  chatty) echo 'Welcome. Quota at 95 %'; cat "$out" ;;
+  garbled) head -c $((size / 3)) "$out"; printf '\xff{]\n\r~'; tail -c $((size / 3)) "$out" ;;
+  failed) cat "$out"; echo 'slurm: Socket timed out on send/recv operation: unexpected EOF' >&2; code=1 ;;
+esac
+rm -f "$out"
+exit $code
+"""
+# Jobs are folders; a job ends when its script does.
+SBATCH = r"""#!/bin/bash
+script=${!#}
+[ -z "$SBATCH_PARTITION" ] || { echo 'sbatch: error: invalid partition specified' >&2; exit 1; }
+mkdir -p "$SLURM/jobs"
+id=100; until mkdir "$SLURM/jobs/$id" 2> /dev/null; do id=$((id + 1)); done
+echo "$script" > "$SLURM/jobs/$id/script"; id -un > "$SLURM/jobs/$id/user"
+echo RUNNING > "$SLURM/jobs/$id/state"
+(exec > /dev/null 2>&1 < /dev/null 9>&-
+ trap '' HUP; SLURM_JOB_ID=$id setsid bash "$script" & echo $! > "$SLURM/jobs/$id/pid"; wait $!
+ [ $? = 0 ] && echo COMPLETED > "$SLURM/jobs/$id/state" || echo FAILED > "$SLURM/jobs/$id/state") &
+echo "$id"
+"""
+SQUEUE = r"""#!/bin/bash
+case "$*" in
+  *--jobs=*) id=${*##*--jobs=}; id=${id%% *}; cat "$SLURM/jobs/$id/state" 2> /dev/null ;;
+  *) for job in "$SLURM"/jobs/*; do
+       [ "$(cat "$job/state" 2> /dev/null)" != RUNNING ] || echo "${job##*/} $(cat "$job/script")"
+     done ;;
+esac
+"""
+SSH = '#!/bin/sh\nfor word; do :; done\nexec sh -c "$word"\n'
+# A container is a folder; /data in it stands for /data.
+DOCKER = r"""#!/bin/bash
+[ "$1" != --host ] || shift 2
+verb=$1; shift
+none() { echo "Error: No such container: $1" >&2; exit 1; }
+case $verb in
+  version) echo '20.10 linux/amd64' ;;
+  info) echo ENGINE-1 ;;
+  image) echo 'sha256:1 []' ;;
+  create)
+    name=; while [ $# -gt 0 ]; do
+      case $1 in --name) name=$2; shift ;; --label) label="$label,\"${2%%=*}\":\"${2#*=}\""; shift ;; esac
+      shift
+    done
+    mkdir -p "$DOCKERS"
+    mkdir "$DOCKERS/$name" 2> /dev/null || { echo 'Error response from daemon: name is already in use' >&2; exit 1; }
+    echo "{${label#,}}" > "$DOCKERS/$name/labels"; echo created > "$DOCKERS/$name/state"; echo 1 ;;
+  cp)
+    case $1 in
+      -) cd "$DOCKERS/${2%%:*}" && tar -xf - --no-same-owner ;;
+      *) name=${1%%:*}; place=${1#*:}; [ -d "$DOCKERS/$name" ] || none "$name"
+         tar -C "$DOCKERS/$name${place%/*}" -cf - "${place##*/}" ;;
+    esac ;;
+  start)
+    echo running > "$DOCKERS/$1/state"; echo start >> "$DOCKERS/starts"
+    (exec > /dev/null 2>&1 < /dev/null
+     cd "$DOCKERS/$1/data/runs/"*; setsid "$PYTHON" -P -m sparsebp_cli.testing.worker "$PWD/plan.json" &
+     echo $! > "$DOCKERS/$1/pid"; wait $!; echo $? > "$DOCKERS/$1/code"; echo exited > "$DOCKERS/$1/state") &
+    echo "$1" ;;
+  container)
+    name=${!#}; [ -d "$DOCKERS/$name" ] || none "$name"
+    state="{\"Status\": \"$(cat "$DOCKERS/$name/state")\", \"ExitCode\": $(cat "$DOCKERS/$name/code" || echo 0)}"
+    case "$*" in
+      *State*) echo "$state" ;;
+      *) echo "{\"State\": $state, \"Created\": \"$(date -u +%FT%TZ)\", \
+\"Config\": {\"Labels\": $(cat "$DOCKERS/$name/labels")}}" ;;
+    esac ;;
+  exec) name=$1; shift; args=("${@/#\/data/$DOCKERS/$name/data}"); exec "${args[@]}" ;;
+  logs) ;;
+  kill) kill -"$2" "$(cat "$DOCKERS/$3/pid")" ;;
+  rm) name=${!#}; [ -d "$DOCKERS/$name" ] || none "$name"; rm -rf "${DOCKERS:?}/$name" ;;
+esac 2> >(grep -v 'cat: ' >&2)
+"""
+TOOLS = {"sbatch": SBATCH, "squeue": SQUEUE, "ssh": SSH, "docker": DOCKER}
+TOOLS |= {"scancel": "#!/bin/sh\n", "sacct": "#!/bin/sh\nexit 1\n"}
+PROXIED = ("ssh", "sbatch", "squeue", "docker", "kubectl")
+
+
+def install(folder: Path) -> dict[str, str]:
+    """Write proxies and engines into a folder; return the environment in which they are found."""
+    real, first = folder / "weather" / "real", folder / "proxy"
+    for place in (real, first, folder / "cluster" / "data", folder / "cluster" / "pod"):
+        place.mkdir(parents=True)
+    (folder / "cluster" / "apis").write_text("")
+    kubectl = f'#!/bin/sh\nexec {sys.executable} {fake_kubectl.__file__} "$@"\n'
+    for name, text in {**TOOLS, "kubectl": kubectl}.items():
+        (real / name).write_text(text)
+        (real / name).chmod(0o755)
+    for name in PROXIED:
+        (first / name).write_text(PROXY)
+        (first / name).chmod(0o755)
+    return {
+        "WEATHER": str(folder / "weather"),
+        "SLURM": str(folder / "slurm"),
+        "DOCKERS": str(folder / "dockers"),
+        "CLUSTER": str(folder / "cluster"),
+        "PYTHON": sys.executable,
+        "PATH": f"{first}:{real}:{os.environ['PATH']}",
+    }
