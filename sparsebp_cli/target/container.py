@@ -210,7 +210,7 @@ def check_paths(plan: Plan, reached: list[str]) -> None:
         if not any(PurePosixPath(path).is_relative_to(folder) for folder in reached):
             parent = PurePosixPath(path).parent
             raise UsageError(
-                f"{key}: {path} is not seen inside the container; add '{parent}:{parent}' to those that target.mounts has"
+                f"{key}: {path} is not seen inside the container; add '{parent}:{parent}' to target.mounts"
             )
 
 
