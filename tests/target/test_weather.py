@@ -1,4 +1,4 @@
-"""Every command of every target may be slow, late, cut, doubled or wrong: one worker all the same, and a right end."""
+"""Every command of Slurm and Kubernetes may be slow, late, cut, doubled or wrong: one worker all the same, and a right end."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ import pytest
 from sparsebp_cli.errors import SparseBPError
 from sparsebp_cli.run import History, RunFolder, State
 from sparsebp_cli.target.batch import SlurmOptions
-from sparsebp_cli.target.container import DockerOptions
 from sparsebp_cli.target.dispatcher import Dispatcher
-from sparsebp_cli.target.docker import DockerEngine
 from sparsebp_cli.target.engine import TargetEngine
 from sparsebp_cli.target.kubernetes import KubernetesEngine
 from sparsebp_cli.target.manifest import KubernetesOptions
@@ -53,16 +51,12 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def make_engine(kind: str, place: Path) -> TargetEngine:
     engine: TargetEngine
-    if kind == "docker":
-        engine = DockerEngine(DockerOptions(worker=WORKER, python=sys.executable, host="unix:///x"))
-        engine._tool = limited(engine._tool)
-    elif kind == "kubernetes":
+    if kind == "kubernetes":
         engine = KubernetesEngine(KubernetesOptions(worker=WORKER, python=sys.executable))
         engine._tool = limited(engine._tool)
     else:
-        far = {"host": "ssh://login", "folder": str(place / "there")} if kind == "slurm-ssh" else {}
         setup = [f"export PATH={place}/proxy:{place}/weather/real:$PATH"]
-        engine = SlurmEngine(SlurmOptions(worker=WORKER, python=sys.executable, setup=setup, **far))  # type: ignore[arg-type]
+        engine = SlurmEngine(SlurmOptions(worker=WORKER, python=sys.executable, setup=setup))
         engine._shell._tool = limited(engine._shell._tool)
     type(engine).fastest_seconds = type(engine).slowest_seconds = 0.05
     return engine
