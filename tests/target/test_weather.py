@@ -1,4 +1,4 @@
-"""Every command of Slurm and Kubernetes may be slow, late, cut, doubled or wrong: one worker all the same, and a right end."""
+"""Every command of Slurm and Kubernetes may be slow, late, cut or wrong: one worker all the same, and a right end."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ TARGETS = {
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, value in install(tmp_path).items():
         monkeypatch.setenv(name, value)
-    for name, value in {
+    for name, number in {
         "tool.LOOK_SECONDS": 0.02,
         "dispatcher.LONGEST_PAUSE": 0.05,
         "slurm.DOUBT_SECONDS": 3.0,
         "slurm.ASKING_MINUTES": 0,
     }.items():
-        monkeypatch.setattr(f"sparsebp_cli.target.{name}", value)
+        monkeypatch.setattr(f"sparsebp_cli.target.{name}", number)
     return tmp_path
 
 
