@@ -190,7 +190,9 @@ def check_paths(plan: Plan, reached: list[str]) -> None:
             continue
         if not any(PurePosixPath(path).is_relative_to(folder) for folder in reached):
             parent = PurePosixPath(path).parent
-            raise UsageError(f"{key}: {path} is not seen inside the container; target.mounts: ['{parent}:{parent}']")
+            raise UsageError(
+                f"{key}: {path} is not seen inside the container; add '{parent}:{parent}' to target.mounts"
+            )
 
 
 def mounted_folders(options: DockerOptions) -> list[str]:

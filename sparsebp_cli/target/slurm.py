@@ -148,6 +148,12 @@ class SlurmEngine(TargetEngine):
             lines.append(f"rm -rf {place}/slurm-submit")
         answer = self._run_shell("\n".join([*lines, 'echo "$job"']), given=script.encode())
         if answer.code not in {0, ODD}:
+            # Before the claims go, by which it is found: an sbatch that failed may have submitted the job.
+            found = [self.find(run) for run in runs]
+            if handles := [handle for handle in found if handle is not None]:
+                if len(handles) == len(runs):
+                    return handles
+                raise UnreachableError(f"{self._place} has some of the runs and not others: {answer.problem}")
             self._release_claims(runs)
             raise RunFailedError(f"{self._place} refused the run: {answer.problem}")
         job = (answer.text.splitlines() or [""])[-1]

@@ -132,7 +132,7 @@ def test_a_start_of_which_nothing_was_heard_is_looked_for_and_not_repeated(
     assert job.cancel() is State.CANCELLED
 
 
-def test_a_start_that_an_unforeseen_error_follows_is_looked_for_before_it_is_called_failed(
+def test_a_start_with_an_unforeseen_error_is_looked_for_before_it_has_failed(
     fake: FakeTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start = fake.engine.start

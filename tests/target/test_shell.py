@@ -111,6 +111,31 @@ def test_what_setup_exports_holds_for_the_lines(chatty: Path) -> None:
     assert Shell(HOST, "", ["export A=1", "B=2"]).run("echo $A$B").text == "12"
 
 
+@pytest.mark.parametrize("host", [None, HOST])
+@pytest.mark.parametrize(
+    "line", ["source activate", "set -euo pipefail", "[[ -d /tmp ]] && true", "shopt -s extglob; declare -A names"]
+)
+def test_lines_of_setup_are_run_by_bash_as_in_the_job(
+    chatty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str | None, line: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "activate").write_text("export A=1\n")
+    assert Shell(host, "here", [line, "export B=2"]).run("false | true; echo $B").text == "2"
+
+
+@pytest.mark.parametrize("setup", [[], ["export SBATCH_ACCOUNT=mine"]])
+def test_variables_of_the_users_shell_do_not_change_a_submission(
+    chatty: Path, monkeypatch: pytest.MonkeyPatch, setup: list[str]
+) -> None:
+    for name in ("SBATCH_TIMELIMIT", "SBATCH_ARRAY_INX", "SQUEUE_STATES", "SCANCEL_PARTITION"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("SLURM_CONF", "kept")
+    for host in (None, HOST):
+        engine = SlurmEngine(SlurmOptions(host=host, folder="/tmp/x", setup=setup))
+        found = engine._shell.run("env | grep -E '^(SBATCH|SQUEUE|SCANCEL|SLURM)_' | sort").text.splitlines()
+        assert found == [*(["SBATCH_ACCOUNT=mine"] if setup else []), "SLURM_CONF=kept"]
+
+
 @pytest.mark.promise("R29")
 @pytest.mark.parametrize(
     ("line", "said"),

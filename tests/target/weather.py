@@ -1,6 +1,6 @@
 """Small engines behind their command lines, and a proxy before each that makes them slow, late, cut, doubled or wrong.
 
-The proxy stands first on the PATH under the names ssh, sbatch, squeue, docker and kubectl. A file says what happens
+The proxy stands first on the PATH under the names sbatch, squeue and kubectl. A file says what happens
 to which of the next commands.
 """
 
@@ -68,53 +68,9 @@ case "$*" in
      done ;;
 esac
 """
-SSH = '#!/bin/sh\nfor word; do :; done\nexec sh -c "$word"\n'
-# A container is a folder; /data in it stands for /data.
-DOCKER = r"""#!/bin/bash
-[ "$1" != --host ] || shift 2
-verb=$1; shift
-none() { echo "Error: No such container: $1" >&2; exit 1; }
-case $verb in
-  version) echo '20.10 linux/amd64' ;;
-  info) echo ENGINE-1 ;;
-  image) echo 'sha256:1 []' ;;
-  create)
-    name=; while [ $# -gt 0 ]; do
-      case $1 in --name) name=$2; shift ;; --label) label="$label,\"${2%%=*}\":\"${2#*=}\""; shift ;; esac
-      shift
-    done
-    mkdir -p "$DOCKERS"
-    mkdir "$DOCKERS/$name" 2> /dev/null || { echo 'Error response from daemon: name is already in use' >&2; exit 1; }
-    echo "{${label#,}}" > "$DOCKERS/$name/labels"; echo created > "$DOCKERS/$name/state"; echo 1 ;;
-  cp)
-    case $1 in
-      -) cd "$DOCKERS/${2%%:*}" && tar -xf - --no-same-owner ;;
-      *) name=${1%%:*}; place=${1#*:}; [ -d "$DOCKERS/$name" ] || none "$name"
-         tar -C "$DOCKERS/$name${place%/*}" -cf - "${place##*/}" ;;
-    esac ;;
-  start)
-    echo running > "$DOCKERS/$1/state"; echo start >> "$DOCKERS/starts"
-    (exec > /dev/null 2>&1 < /dev/null
-     cd "$DOCKERS/$1/data/runs/"*; setsid "$PYTHON" -P -m sparsebp_cli.testing.worker "$PWD/plan.json" &
-     echo $! > "$DOCKERS/$1/pid"; wait $!; echo $? > "$DOCKERS/$1/code"; echo exited > "$DOCKERS/$1/state") &
-    echo "$1" ;;
-  container)
-    name=${!#}; [ -d "$DOCKERS/$name" ] || none "$name"
-    state="{\"Status\": \"$(cat "$DOCKERS/$name/state")\", \"ExitCode\": $(cat "$DOCKERS/$name/code" || echo 0)}"
-    case "$*" in
-      *State*) echo "$state" ;;
-      *) echo "{\"State\": $state, \"Created\": \"$(date -u +%FT%TZ)\", \
-\"Config\": {\"Labels\": $(cat "$DOCKERS/$name/labels")}}" ;;
-    esac ;;
-  exec) name=$1; shift; args=("${@/#\/data/$DOCKERS/$name/data}"); exec "${args[@]}" ;;
-  logs) ;;
-  kill) kill -"$2" "$(cat "$DOCKERS/$3/pid")" ;;
-  rm) name=${!#}; [ -d "$DOCKERS/$name" ] || none "$name"; rm -rf "${DOCKERS:?}/$name" ;;
-esac 2> >(grep -v 'cat: ' >&2)
-"""
-TOOLS = {"sbatch": SBATCH, "squeue": SQUEUE, "ssh": SSH, "docker": DOCKER}
+TOOLS = {"sbatch": SBATCH, "squeue": SQUEUE}
 TOOLS |= {"scancel": "#!/bin/sh\n", "sacct": "#!/bin/sh\nexit 1\n"}
-PROXIED = ("ssh", "sbatch", "squeue", "docker", "kubectl")
+PROXIED = ("sbatch", "squeue", "kubectl")
 
 
 def install(folder: Path) -> dict[str, str]:
@@ -133,8 +89,6 @@ def install(folder: Path) -> dict[str, str]:
     return {
         "WEATHER": str(folder / "weather"),
         "SLURM": str(folder / "slurm"),
-        "DOCKERS": str(folder / "dockers"),
         "CLUSTER": str(folder / "cluster"),
-        "PYTHON": sys.executable,
         "PATH": f"{first}:{real}:{os.environ['PATH']}",
     }
