@@ -10,6 +10,7 @@ Shape letters: N rows (= B*T), O output width, D input width.
 from __future__ import annotations
 
 import hashlib
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -180,10 +181,23 @@ class Policy(BaseModel, ABC):
     model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
     # Options that came later, left out of plans while they have their defaults: ids of runs and trials hold.
     later_options: ClassVar[frozenset[str]] = frozenset()
+    # Options that are gone, with the value that plans of earlier versions hold: the only one that is still carried out.
+    former_options: ClassVar[tuple[tuple[str, object], ...]] = ()
     takes_schedules: ClassVar[bool] = True
     constants: ClassVar[tuple[str, ...]] = ()
     card: ClassVar[MethodCard | None] = None
     _schedules: tuple[tuple[str, Schedule], ...] = PrivateAttr(())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_former(cls, options: object) -> object:
+        if not isinstance(options, Mapping):
+            return options
+        kept: dict[object, object] = dict(options)
+        for name, value in cls.former_options:
+            if kept.pop(name, value) != value:
+                raise ValueError(f"{name} is no option any more: it is always {json.dumps(value)}")
+        return kept
 
     @property
     @abstractmethod

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Self, final
+from typing import ClassVar, Literal, final
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from sparsebp_cli.policy.contract import Policy
 from sparsebp_cli.policy.kind import Kind
@@ -47,17 +47,18 @@ class PackedSize:
 
 class BatchPacker(Policy):
     """Leaves out rows of a batch. That changes no gradient except by rounding, so its only decision is whether it is
-    worth it. All packers have the five options below; the engine implements them."""
+    worth it. All packers have the four options below; the engine implements them."""
 
     takes_schedules: ClassVar[bool] = False
     later_options: ClassVar[frozenset[str]] = frozenset({"logits"})
+    # Rows of padding that are computed are attended to by others, so False was wrong with padding on the left.
+    former_options: ClassVar[tuple[tuple[str, object], ...]] = (("padding", True),)
 
     labels: bool = Field(
         True,
         description="Leave out what follows the last label of an example. The head of a language model runs for "
         "positions with a label only, whatever this says.",
     )
-    padding: bool = Field(True, description="Leave out padding, forward and backward.")
     prefixes: Literal["share", "update", "separate"] = Field(
         "share",
         description="share: the tokens that several examples of a batch begin with are computed once. update: once for "
@@ -96,12 +97,6 @@ class BatchPacker(Policy):
         Returns:
             Whether to pack it.
         """
-
-    @model_validator(mode="after")
-    def _packs_something(self) -> Self:
-        if not self.labels and not self.padding and self.prefixes == "separate":
-            raise ValueError("labels, padding and prefixes leave nothing out: set one of them")
-        return self
 
 
 _OF_UPDATES: Conditions = {"shares_updates": (True,)}

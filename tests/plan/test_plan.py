@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from sparsebp_cli.errors import RunNotFoundError
+from sparsebp_cli.errors import RecipeError, RunNotFoundError
 from sparsebp_cli.plan import Plan, ceiling, make_plan, realised_share
 from sparsebp_cli.plan.identity import find_data
 from sparsebp_cli.plan.plan import find_sources
+from sparsebp_cli.policy import make_policy
 from sparsebp_cli.recipe import load_stored
 from sparsebp_cli.recipe.schema import Recipe
 
@@ -107,6 +108,15 @@ def test_a_plan_of_a_later_version_is_refused_with_the_key_and_both_versions(tmp
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     with pytest.raises(RunNotFoundError, match=r"recipe\.measure\.of_tomorrow: .*; sparsebp 99\.0 made it, this is "):
         Plan.load(tmp_path / "plan.json")
+
+
+def test_an_option_that_is_gone_is_read_where_it_has_the_value_that_is_left() -> None:
+    stored = json.loads(Plan(recipe=recipe(policy=[{"name": "lossless", "padding": True}])).model_dump_json())["recipe"]
+    (entry,) = load_stored(stored, "plan.json").recipe.policy
+    assert entry.model_dump() == make_policy("lossless").model_dump(mode="json") | {"name": "lossless"}
+    stored["policy"][0]["padding"] = False
+    with pytest.raises(RecipeError, match="padding is no option any more: it is always true"):
+        load_stored(stored, "plan.json")
 
 
 def test_a_plan_of_an_earlier_version_is_read_with_the_keys_of_this_one(tmp_path) -> None:

@@ -205,5 +205,3 @@ def test_an_encoder_decoder_without_a_language_model_is_refused_by_name() -> Non
 
     with pytest.raises(UnsupportedError, match="BartModel is an encoder and a decoder without the head"):
         sbp.attach(BartModel(bart().config).train(), "lossless")
-    with pytest.raises(UnsupportedError, match="padding=False is not built"):
-        sbp.attach(bart(), sbp.make_policy("lossless", padding=False))

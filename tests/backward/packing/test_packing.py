@@ -407,7 +407,25 @@ def test_a_gradient_that_differs_ends_packing_and_says_so(monkeypatch: pytest.Mo
         for _ in range(2):
             _, got = gradients(model, engine, batch)
             assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
-        assert "the plain step is used from here on" in packing(engine)
+        assert "nothing to leave out in 2 batches; 2 batches were run plainly: outputs of packed examples differ" in packing(
+            engine
+        )
+
+
+def test_a_failed_comparison_is_that_of_one_kind_of_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = llama()
+    odd, good = make_batch("left", "completion", "groups"), make_batch("right", "completion", "groups")
+    wanted = [gradients(model, None, batch)[1] for batch in (odd, good)]
+    spread = forward_module.run_head
+    with sbp.attach(model, "lossless") as engine:
+        monkeypatch.setattr(forward_module, "run_head", lambda *args: spread(*args) * 1.001)
+        gradients(model, engine, odd)
+        monkeypatch.setattr(forward_module, "run_head", spread)
+        for batch, expected in zip((odd, good, good), (wanted[0], wanted[1], wanted[1]), strict=True):
+            _, got = gradients(model, engine, batch)
+            assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(expected, got, strict=True))
+        assert "in 2 of 4 batches" in packing(engine)
+        assert "; 2 batches were run plainly: outputs of packed examples differ" in packing(engine)
 
 
 @pytest.mark.parametrize(

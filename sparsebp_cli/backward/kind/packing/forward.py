@@ -133,9 +133,12 @@ class PackedForward(ForwardOverride):
         if batch is None:
             return self._run_whole(given, plain)
         try:
-            is_compared = extension.must_verify(batch)
-            if is_compared and not self._verify(batch, given):
-                return plain()
+            is_compared = batch.signature not in extension.failed and extension.must_verify(batch)
+            if is_compared:
+                self._verify(batch, given)
+            if (reason := extension.failed.get(batch.signature)) is not None:
+                counts.refuse(reason)
+                return self._run_whole(given, plain)
             leaves = extension.head is not None or extension.stack is self._model  # to the script, not to the model
             with checked(self._plain) if is_compared and leaves and extension.pair is None else nullcontext():
                 output = self.compute(batch, given)
@@ -209,8 +212,8 @@ class PackedForward(ForwardOverride):
         columns[slice(-kept, None) if isinstance(kept, int) else kept.cpu().numpy()] = True
         return real & columns
 
-    def _verify(self, batch: PackedBatch, given: dict[str, Any]) -> bool:
-        """Return whether the packed step of this batch can be used, after a comparison with the plain one."""
+    def _verify(self, batch: PackedBatch, given: dict[str, Any]) -> None:
+        """Compare the packed step of this batch with the plain one, and note if it cannot be used."""
         extension = self.extension
         whole, inputs = given, _copy_computed(given)
         tokens = None if extension.prompt is None else extension.prompt.find_tokens(given)
@@ -222,7 +225,7 @@ class PackedForward(ForwardOverride):
             given = given | {"inputs_embeds": partial(table_UD.__getitem__, number_BT)}  # a graph for each pass
         leaves = [*(p for p in self._model.parameters() if p.requires_grad), *inputs.values()]
         if not leaves:
-            return True  # there is no gradient that could differ
+            return  # there is no gradient that could differ
         enabled = extension.engine.enabled
         extension.engine.enabled, self._is_comparing = False, True
         try:
@@ -231,13 +234,12 @@ class PackedForward(ForwardOverride):
             if not check.passed and extension.pair is None:
                 check = self.decide(check, whole)
         except ReadsUncomputedError:
-            extension.failure = "the model's own loss reads positions of padding: the plain step is used from here on"
+            extension.refuse(batch, "the model's own loss reads positions of padding")
             extension.note()
-            return False
+            return
         finally:
             extension.engine.enabled, self._is_comparing = enabled, False
-        extension.note(check)
-        return check.passed
+        extension.note(check, batch)
 
     def _compare(self, batch: PackedBatch, given: dict[str, Any], leaves: list[Tensor]) -> Check:
         rows = batch.layout.computed_BT
@@ -265,8 +267,8 @@ class PackedForward(ForwardOverride):
         output = self.run_covered(self._model, **inputs)
         if self.extension.head is not None and "labels" not in inputs and isinstance(output.logits, Tensor):
             self._plain = {"logits": output.logits.detach()}
-        elif self.extension.stack is self._model:
-            self._plain = {"hidden states": output.last_hidden_state.detach()}
+        elif isinstance(hidden := getattr(output, "last_hidden_state", None), Tensor):
+            self._plain = {"hidden states": hidden.detach()}
         return output
 
     def decide(self, check: Check, given: dict[str, Any]) -> Check:

@@ -89,8 +89,6 @@ class PairPacking:
         parts: tuple[Any, ...] = (self.encoder, self.decoder, model.get_output_embeddings())
         if any(not isinstance(part, nn.Module) for part in parts) or self.encoder is model or self.decoder is model:
             raise UnsupportedError(f"{name} is an encoder and a decoder without the head of a language model")
-        if not policy.padding:
-            raise UnsupportedError(f"{name} is an encoder and a decoder: padding=False is not built for these")
         self._layers: list[nn.Module] = []
         for stack, num_attentions in ((self.encoder, 1), (self.decoder, 2)):
             check_free("the encoder or the decoder", stack)

@@ -120,6 +120,7 @@ class PackingPlanner:
             raise UnsupportedError(f"{type(self.model).__name__} has no attention layers that packing knows")
         self.is_causal: bool | None = None  # of the attention; None before the first forward
         self.counts, self.failure = Counts(), ""
+        self.failed: dict[tuple[bool, ...], str] = {}  # kinds of batches that run plainly, by what a comparison found
         self._seen: dict[tuple[bool, ...], tuple[int, int]] = {}
         self.last: PackedBatch | None = None
         self._shares = find_shares(self._text, self.head)
@@ -193,7 +194,7 @@ class PackingPlanner:
         return None if self.last_layer is None or self.shortens is False else self.last_layer.most_read
 
     def _to_batch(self, rows: BatchRows, layout: PackedLayout) -> PackedBatch:
-        padding = int((~(rows.real_BT | rows.alone_BT)).sum()) if self.policy.padding else 0
+        padding = int((~(rows.real_BT | rows.alone_BT)).sum())
         unread = int((rows.real_BT & ~rows.needed_BT).sum())
         place = to_place(rows.read_BT, layout.source_N.device)
         count = count_positions(layout, rows.real_BT) if rows.balances else None
@@ -336,7 +337,7 @@ class PackingPlanner:
         self, real_BT: Bools, read_BT: Bools, alone_BT: Bools, begins_BT: Bools | None, *, causal: bool
     ) -> Bools:
         """Return the positions that are computed, at least one an example."""
-        needed = real_BT.copy() if self.policy.padding else np.ones(real_BT.shape, bool)
+        needed = real_BT.copy()
         if causal and self.policy.labels:
             needed &= find_needed(read_BT, begins_BT)
         empty = ~(needed | alone_BT).any(1)
@@ -365,16 +366,16 @@ class PackingPlanner:
         # A generator of its own: the global one belongs to the training.
         return random.Random(self.counts.packed).random() < AGAIN
 
-    def note(self, check: Check | None = None) -> None:
-        """Write the counts, and the result of a comparison, into the report."""
+    def note(self, check: Check | None = None, batch: PackedBatch | None = None) -> None:
+        """Write the counts, and the result of a comparison of a batch, into the report."""
         if check is not None:
             self.counts.checks += 1
             if check.guilty == "plain":
                 self.counts.judge(check.describe())
             else:
                 self.counts.error = max(self.counts.error, check.error)
-            if not check.passed:
-                self.failure = f"{check.describe()}: the plain step is used from here on"
+            if not check.passed and batch is not None:
+                self.refuse(batch, check.describe())
         if not self.trains:
             return
         nothing = (_NOTHING_SEEN if self.model.training else _EVAL_MODE).format(type(self.model).__name__)
@@ -382,6 +383,12 @@ class PackingPlanner:
         self.engine.notes["packing"] = self.failure or seen
         if self.policy.prefixes == "update" and not self.failure:
             self.engine.notes["packing of updates"] = self._held.describe()
+
+    def refuse(self, batch: PackedBatch, reason: str) -> None:
+        """Run batches of this kind plainly. Micro-batches of one update share rows, so with these it is all of them."""
+        if self.policy.prefixes == "update":
+            self.failure = f"{reason}: the plain step is used from here on"
+        self.failed[batch.signature] = reason
 
     def fail(self, text: str) -> None:
         """Use the plain forward from here on, for the reason that is given."""
