@@ -67,7 +67,6 @@ __all__ = [
     "make_policy",
     "memory_trace",
     "segmented_backward",
-    "time_forms",
 ]
 
 # A type checker sees the names themselves and no __getattr__, which would make every typo an Any.
@@ -81,7 +80,6 @@ if TYPE_CHECKING:
         attach,
         attach_phases,
         segmented_backward,
-        time_forms,
     )
     from sparsebp_cli.composition import BackwardOptions
     from sparsebp_cli.memory import memory_trace
@@ -103,7 +101,6 @@ else:
         "make_policy": "sparsebp_cli.policy",
         "memory_trace": "sparsebp_cli.memory",
         "segmented_backward": "sparsebp_cli.backward",
-        "time_forms": "sparsebp_cli.backward",
     }
 
     def __getattr__(name):

@@ -11,7 +11,6 @@ from sparsebp_cli.backward.execution.grad_store import GradStore
 from sparsebp_cli.backward.execution.segment.chain import segmented_backward
 from sparsebp_cli.backward.kind.required_grads import claim_needed
 from sparsebp_cli.backward.kind.token.layer_positions import LayerPositions
-from sparsebp_cli.backward.linear.form_choice import time_forms
 from sparsebp_cli.backward.observe.flops import DensePass, FlopCount, PassEstimate, count_flops
 from sparsebp_cli.backward.observe.internals import find_attentions
 from sparsebp_cli.backward.observe.module_trace import ModuleTrace
@@ -63,6 +62,5 @@ __all__ = [
     "saved_bytes",
     "segmented_backward",
     "tensor_bytes",
-    "time_forms",
     "uncompiled",
 ]

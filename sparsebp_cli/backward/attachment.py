@@ -26,7 +26,6 @@ from sparsebp_cli.backward.execution.eager.update import choose_update
 from sparsebp_cli.backward.execution.segment.extension import Segments
 from sparsebp_cli.backward.kind.fused_head import has_fused_head
 from sparsebp_cli.backward.linear.float8 import find_float8
-from sparsebp_cli.backward.linear.form_choice import FormChoice
 from sparsebp_cli.backward.linear.quantized import find_quantized
 from sparsebp_cli.backward.linear.saving import InputSaving, connect
 from sparsebp_cli.backward.linear.site import LinearAdapter
@@ -90,7 +89,7 @@ def attach(  # noqa: PLR0913 - what a training loop may give
             next process, need not compute again. All of that may be deleted between two trainings.
         **choices: How the backward pass is executed: the fields of :class:`sparsebp_cli.BackwardOptions`, which a
             recipe has as its section ``backward``: ``execution``, ``sites``, ``exclude``, ``update``, ``eager_clip``,
-            ``checkpointing``, ``segments`` and ``time_forms``.
+            ``checkpointing``, ``segments``.
 
     Returns:
         The engine; as a context manager it detaches at the end.
@@ -111,13 +110,10 @@ def attach(  # noqa: PLR0913 - what a training loop may give
     wrapped, model = model, inner
     layers = LayerNumbers(model)
     decisions = SiteDecisions(selectors, len(layers.layers))
-    forms = FormChoice() if options.time_forms else None
-    adapter = _make_adapter(model, policies, options, forms)
+    adapter = _make_adapter(model, policies, options)
     if selectors and adapter.names:  # at nodes they are known after the first backward only
         savers = [(policy, Scope(policy, len(layers.layers))) for policy in policies if isinstance(policy, InputSaver)]
         decisions.check_disjoint(adapter.names, layers.number_of, savers)
-    if forms is not None and isinstance(adapter, LinearAdapter):
-        forms.cover(adapter, selectors, len(layers.layers))
     given = Given(
         optimizer=optimizer,
         first=Step(0, seed=seed, num_steps=num_steps),
@@ -159,7 +155,6 @@ def attach(  # noqa: PLR0913 - what a training loop may give
             *choose_update(wrapped, optimizer, options.update, clipping),
             *(extension for number, extension in extensions if number >= Kind.EAGER_UPDATE),
             *([] if options.segments is None else [Segments(model, options.segments)]),
-            *([] if forms is None else [forms]),
         ],
     )
     if any(find_facts(policy).get("names_layers") for policy in policies):
@@ -167,9 +162,7 @@ def attach(  # noqa: PLR0913 - what a training loop may give
     return attached
 
 
-def _make_adapter(
-    model: nn.Module, policies: Sequence[Policy], options: BackwardOptions, forms: FormChoice | None
-) -> SiteAdapter:
+def _make_adapter(model: nn.Module, policies: Sequence[Policy], options: BackwardOptions) -> SiteAdapter:
     """Return what installs the engine at the sites that the policies and options ask for."""
     kinds = list_kinds(policies)
     for policy, kind in zip(policies, kinds, strict=True):
@@ -186,7 +179,6 @@ def _make_adapter(
         # Where nothing is asked, counting at every linear would only cost time. See decision 38. Beside a packer no
         # policy is asked at a linear.
         installs=not kinds or (any(kind.at_sites for kind in kinds) and not _packs(policies)),
-        forms=forms,
     )
 
 

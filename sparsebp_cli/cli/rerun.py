@@ -21,7 +21,6 @@ from sparsebp_cli.cli.screen import Output, print_line
 from sparsebp_cli.cli.stored_run import check_plans, find_one, submit_all
 from sparsebp_cli.errors import ChangedError, RunBusyError, UsageError
 from sparsebp_cli.run import History, JournalWriter, RunFolder, create_run
-from sparsebp_cli.run.break_even import FACT
 from sparsebp_cli.run.metric import EVAL_LOSS, TEST_LOSS, TRAIN_LOSS
 
 if TYPE_CHECKING:
@@ -54,7 +53,7 @@ def rerun(
         raise ChangedError(old.run_id, "", changes, text=text)
     check_plans([plan])
     with Interrupts() as interrupts:
-        jobs = submit_all([prepare(plan, seal, anyway=anyway, forms=History.load(old.path).facts.get(FACT))])
+        jobs = submit_all([prepare(plan, seal, anyway=anyway)])
         new = jobs[0].run
         if detach:
             outcome = make_outcome(new).model_copy(update={"repeats": old.run_id})
@@ -101,7 +100,7 @@ def find_changes(plan: Plan, seal: Seal) -> list[FieldChange]:
     return seal.changes(now)
 
 
-def prepare(plan: Plan, seal: Seal, *, anyway: bool, forms: object = None) -> RunFolder:
+def prepare(plan: Plan, seal: Seal, *, anyway: bool) -> RunFolder:
     """Write the folder of a run that repeats the one of a plan. ``forms`` is what that one timed of its products, which
     decides the bits of the new one, too; None if nothing."""
     from sparsebp_cli.plan import Plan
@@ -109,7 +108,7 @@ def prepare(plan: Plan, seal: Seal, *, anyway: bool, forms: object = None) -> Ru
     again = Plan(recipe=plan.recipe, provenance=plan.provenance)
     folder = create_run(again.run_id)
     with JournalWriter(folder.path) as journal:
-        journal.write("facts", values={"repeats": plan.run_id} | ({} if forms is None else {FACT: forms}))
+        journal.write("facts", values={"repeats": plan.run_id})
         journal.write("seal", values=seal.to_json())
         if anyway:
             journal.write("allow", fields=list(ALLOWED))

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from sparsebp_cli.cli.quantity import show_clock, show_count, show_seconds, show_share
 from sparsebp_cli.recipe.description import describe_policies
 from sparsebp_cli.run import History, RunFolder, metric
-from sparsebp_cli.run.break_even import read_use
 from sparsebp_cli.run.metric import Metric
 from sparsebp_cli.run.policy_phase import Phases, read_phases, weigh_series
 
@@ -111,7 +110,7 @@ def summary_rows(history: History, phases: Phases[dict[str, Any]]) -> Iterator[t
     if trials := history.series(metric.PROBING_FLOPS.name):
         when = ", ".join(map(str, trials))
         yield "trials", f"{show_count(sum(trials.values()), 'FLOP')} of trial passes, before step {when}"
-    last = (("forms", read_use(history.facts)[0]), ("proof", _proof(history, phases)), ("fidelity", _fidelity(history)))
+    last = (("proof", _proof(history, phases)), ("fidelity", _fidelity(history)))
     yield from ((label, text) for label, text in last if text)
 
 

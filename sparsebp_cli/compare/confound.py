@@ -14,11 +14,9 @@ from sparsebp_cli.compare.whole import whole_median
 from sparsebp_cli.recipe.description import describe_policies
 from sparsebp_cli.recipe.loader import rename_keys
 from sparsebp_cli.run import metric
-from sparsebp_cli.run.break_even import read_use
 from sparsebp_cli.run.census import summarise_census
 
 MOST_NOTES = 5
-FORMS = "forms of products"  # that were timed: which are used
 TOLERANCE = 1.05  # executed over claimed FLOPs: counts are exact, claims omit small layers
 
 
@@ -71,7 +69,6 @@ SOURCES: dict[str, Callable[[LoadedRun], object]] = {
     "data census": _census,
     "training examples": _fact("train_examples"),
     "evaluation examples": _fact("eval_examples"),
-    FORMS: lambda run: "; ".join(read_use(run.history.facts)[1]) or None,
     "model class": _fact("model_class"),
     "parameters": _fact("num_parameters"),
     "Python": _machine("python"),

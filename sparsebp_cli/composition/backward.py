@@ -57,12 +57,6 @@ class BackwardOptions(BaseModel):
         description="In how many parts of the layers forward and backward are run, or the names of the first module of "
         "each: their inputs are kept, and all but the last part are computed again. null: in one.",
     )
-    time_forms: bool = Field(
-        False,
-        description="Whether the forms of selected products at linears are timed once, at set-up, in at most 10 "
-        "seconds. One that is not faster than masking the gradient and multiplying densely is then not used. What was "
-        "timed is stored with the run; the same recipe may compute in other forms on another machine.",
-    )
 
     @classmethod
     def of(cls, choices: BackwardOptions | BackwardChoices | None) -> BackwardOptions:
@@ -90,4 +84,3 @@ class BackwardChoices(TypedDict, total=False):
     eager_clip: EagerClip | None
     checkpointing: Checkpointing
     segments: int | Sequence[str] | None
-    time_forms: bool

@@ -81,12 +81,6 @@ def make_trainer_rules(shortens: Conditions, chooses: Conditions) -> tuple[Rule,
     """Return the rules of a Trainer. ``chooses`` are the kinds that choose what the loss is computed of."""
     return (
         Rule(
-            "{time_forms} in a transformers.Trainer is not built: it does not say before the first step how long its "
-            "batches are; run a recipe, or your own loop",
-            options={"time_forms": (True,), "loop": ("trainer",)},
-            blame="time_forms",
-        ),
-        Rule(
             "{update} in a transformers.Trainer is not built: the trainer steps the optimizer itself; built: "
             "{update:deferred}",
             options={"update": ("eager",), "loop": ("trainer",)},

@@ -89,16 +89,6 @@ OPTIONS = (
         blame="segments",
     ),
     Rule(
-        "{time_forms} needs {sites:linears}, got {sites:=}",
-        options={"time_forms": (True,), "sites": ("branches", "nodes")},
-        blame="time_forms",
-    ),
-    Rule(
-        "{time_forms} with {float8} is not built",
-        options={"time_forms": (True,), "float8": GIVEN},
-        blame="time_forms",
-    ),
-    Rule(
         "{float8} with {sites} is not built; use {sites:linears}",
         why="Rows would be recomputed on their own, with another float8 scale than in the forward, where it is that of "
         "all rows.",
@@ -123,11 +113,6 @@ OPTIONS = (
         "{quantization} with {float8} is not built: give one of them",
         options={"quantization": GIVEN, "float8": GIVEN},
         blame="quantization",
-    ),
-    Rule(
-        "{time_forms} with {quantization} is not built: products would be timed without restoring the weights",
-        options={"time_forms": (True,), "quantization": GIVEN},
-        blame="time_forms",
     ),
     Rule(
         "{quantization} is not built with torch.compile",

@@ -24,7 +24,6 @@ PLACES: dict[str, Location] = {
     "eager_clip": ("backward", "eager_clip"),
     "checkpointing": ("backward", "checkpointing"),
     "segments": ("backward", "segments"),
-    "time_forms": ("backward", "time_forms"),
     "max_grad_norm": ("training", "max_grad_norm"),
     "optim": ("training", "optim"),
     "mixed_precision": ("training", "mixed_precision"),

@@ -193,17 +193,18 @@ def _wrap_text(node: Node, key: str) -> Node:
 
 
 def rename_keys(recipe: Mapping[str, object]) -> dict[str, object]:
-    """Return a stored recipe with the keys of this version: up to 0.2, ``backward.execution`` was ``engine``."""
+    """Return a stored recipe with the keys of this version: up to 0.2, ``backward.execution`` was ``engine``; up to
+    0.5 there was ``backward.time_forms``."""
     backward = recipe.get("backward")
-    if not isinstance(backward, dict) or "engine" not in backward:
+    if not isinstance(backward, dict):
         return dict(recipe)
-    renamed = {"execution" if key == "engine" else key: value for key, value in backward.items()}
+    renamed = {"execution" if key == "engine" else key: value for key, value in backward.items() if key != "time_forms"}
     return {**recipe, "backward": renamed}
 
 
 def rename_in_plan(content: bytes) -> bytes:
     """Do the same in the JSON of a plan; what is no plan stays as it is, for whoever reads it to refuse."""
-    if b'"engine"' not in content:  # nearly always: parsing twice would double the time to list many runs
+    if b'"engine"' not in content and b'"time_forms"' not in content:  # a plan of this version is parsed once
         return content
     try:
         plan = json.loads(content)

@@ -46,7 +46,7 @@ class AttachOptions:
         if schedule is not None and made:
             raise UsageError("give policies or schedule, got both")
         backward = BackwardOptions.of(backward)
-        names = ("update", "checkpointing", "time_forms")
+        names = ("update", "checkpointing")
         refuse(Setup((), {name: getattr(backward, name) for name in names} | {"loop": "trainer"}))
         given = AttachArguments()
         if seed is not None:

@@ -46,7 +46,6 @@ from sparsebp_cli.worker.compiled import compile_model
 from sparsebp_cli.worker.data import Data, Example, build_data
 from sparsebp_cli.worker.ending import StopRequest
 from sparsebp_cli.worker.environment import describe_environment
-from sparsebp_cli.worker.form_times import choose_forms
 from sparsebp_cli.worker.grouping import describe_prefix_gain
 from sparsebp_cli.worker.model import build_model, build_tokenizer, read_architecture
 from sparsebp_cli.worker.optimizer import build_optimizer, build_schedule
@@ -95,7 +94,6 @@ def build_training(
         phases, recipe, model, optimizer, reference, _collate_set_aside(data, tokenizer), run.path / CACHE
     )
     engine = sequence.attach(phase := sequence.at(snapshot.step if snapshot else 0))
-    choose_forms(engine, recipe, phases, accelerator, run, journal, snapshot, ranks)
     schedule = build_schedule(recipe.training, optimizer)
     with engine.disabled():  # a policy may have frozen parameters for the first step; report and shard all of them
         facts = _facts(plan, model, reference, accelerator)  # before sharding, which leaves only this rank's parameters

@@ -12,7 +12,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from sparsebp_cli.backward import Engine
 from sparsebp_cli.backward.core.rewind import capture_rng, restore_rng
-from sparsebp_cli.backward.linear.form_choice import STATE, find_choice
 from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.plan.seal import Seal
@@ -102,10 +101,7 @@ def restore(training: Restorable, snapshot: Snapshot) -> None:
         device = training.accelerator.device
         tensors = {name: tensor.to(device) for name, tensor in own.policy.items() if not name.startswith(_EPOCH)}
         kept = {name.removeprefix(_POLICY): tensors.pop(name) for name in list(tensors) if name.startswith(_POLICY)}
-        # Where the user allowed backward.time_forms to change, the checkpoint has no times, or nobody asks for them.
-        state = {STATE: None} | snapshot.rest["engine"] | {"cut": tensors}
-        if find_choice(training.engine) is None:
-            del state[STATE]
+        state = snapshot.rest["engine"] | {"cut": tensors}
         if "policy_state" in state:
             state["policy_state"] = state["policy_state"] | kept
         training.engine.load_state_dict(state)

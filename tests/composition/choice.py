@@ -94,7 +94,6 @@ CHOICES = (
     Choice("eager_clip: exact", "update", _backward(**_EXACT)),
     Choice("segments: 2", "segments", _backward(segments=2)),
     Choice("checkpointing: full", "checkpointing", _backward(checkpointing="full")),
-    Choice("time_forms: true", "forms", _backward(time_forms=True)),
     Choice(
         "optim: lora-fa",
         "optim",

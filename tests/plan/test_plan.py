@@ -11,6 +11,7 @@ from sparsebp_cli.errors import RunNotFoundError
 from sparsebp_cli.plan import Plan, ceiling, make_plan, realised_share
 from sparsebp_cli.plan.identity import find_data
 from sparsebp_cli.plan.plan import find_sources
+from sparsebp_cli.plan.seal import Seal
 from sparsebp_cli.recipe import load_stored
 from sparsebp_cli.recipe.schema import Recipe
 
@@ -117,3 +118,19 @@ def test_a_plan_of_an_earlier_version_is_read_with_the_keys_of_this_one(tmp_path
     assert Plan.load(file) == plan
     stored = json.loads(file.read_text())["recipe"]
     assert load_stored(stored, "plan.json").recipe.backward == plan.recipe.backward
+
+
+@pytest.mark.parametrize("timed", [False, True])
+def test_a_plan_with_a_removed_key_is_read_and_its_seal_is_unchanged(tmp_path, timed: bool) -> None:
+    plan = Plan(recipe=recipe(backward={"execution": "reference"}))
+    content = json.loads(plan.model_dump_json())
+    content["recipe"]["backward"]["time_forms"] = timed
+    (tmp_path / "plan.json").write_text(json.dumps(content))
+    assert Plan.load(tmp_path / "plan.json") == plan
+    assert load_stored(content["recipe"], "plan.json").recipe.backward == plan.recipe.backward
+    now = Seal(json.loads(plan.model_dump_json())["recipe"], {})
+    assert Seal(content["recipe"], {}).changes(now) == []
+
+
+def test_the_group_of_a_plan_is_that_of_earlier_versions() -> None:
+    assert Plan(recipe=recipe()).group == "78ffe9d3a123"

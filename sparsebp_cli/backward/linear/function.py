@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, final
@@ -124,7 +124,6 @@ class LinearCost:
     saved_share: float = 1.0  # of wgrad's multiplications, with what was saved of the input
     masked: frozenset[type[Selection]] = frozenset()  # kinds that this device multiplies densely
     # shares from which on a kind is masked, because that was faster when it was timed
-    limits: Mapping[type[Selection], float] = field(default_factory=dict, compare=False)
     known: dict[Share, FlopEstimate] = field(default_factory=dict, compare=False, repr=False)  # claims made before
     pads: ClassVar[bool] = False
 
@@ -145,7 +144,7 @@ class LinearCost:
         return FlopEstimate(self.product_flops * len(parts), self.product_flops * left)
 
     def _share(self, selection: type[Selection] | None, budget: float) -> float:
-        if selection is None or selection in self.masked or budget >= self.limits.get(selection, 2.0):
+        if selection is None or selection in self.masked:
             return 1.0
         return self.form.share(selection, budget)
 

@@ -26,7 +26,6 @@ from sparsebp_cli.backward.linear import cuda
 from sparsebp_cli.backward.linear.attention import AttentionOverride, find_attentions
 from sparsebp_cli.backward.linear.compiled import LAYOUTS, READABLE, register, run_in_graph
 from sparsebp_cli.backward.linear.float8 import Float8Layout, SharedCast, float8_class
-from sparsebp_cli.backward.linear.form_choice import FormChoice, Limits, mask_slower
 from sparsebp_cli.backward.linear.function import (
     LinearCost,
     Needs,
@@ -89,7 +88,7 @@ class LinearAdapter(SiteAdapter):
 
     ``exclude`` has globs over module names; with ``may_be_empty`` a model without linears is accepted, for policies
     that do not decide here. Without ``installs`` no linear is a site and none is changed: counting alone costs up to a
-    twentieth of a step. ``forms`` decides how selected products are computed.
+    twentieth of a step.
     Raises :class:`UsageError` if a pattern matches nothing or there is no linear, and :class:`UnsupportedError` if the
     model is attached or offloaded.
     """
@@ -101,7 +100,6 @@ class LinearAdapter(SiteAdapter):
         *,
         may_be_empty: bool = False,
         installs: bool = True,
-        forms: FormChoice | None = None,
     ) -> None:
         self._found, layers = find_linears(model, exclude), LayerNumbers(model)
         if not installs:
@@ -109,7 +107,7 @@ class LinearAdapter(SiteAdapter):
         self.names: tuple[str, ...] = tuple(name for name, _, _ in self._found.covered)
         self._model, self._time_first = model, find_time_first(model)
         self.not_covered, self.excluded = self._found.not_covered, self._found.excluded
-        self._patches, self._forms = ForwardPatches(), forms
+        self._patches = ForwardPatches()
         self._saving: InputSaving | None = None
         self._layers = {name: layers.number_of(name) for name in self.names}
         for name, module, _ in self._found.covered:
@@ -131,7 +129,6 @@ class LinearAdapter(SiteAdapter):
             if saving is not None and not saving.scope.contains(name, layer):
                 saving = None
             override = LinearOverride(name, module, form, engine, layer, norms, saving, time_first=first)
-            override.forms = self._forms
             self._patches.install(module, override)
         if engine.decisions.has_selectors:
             for core, name in find_attentions(self._model, self.names):
@@ -172,7 +169,6 @@ def _is_plain(module: nn.Module) -> bool:
 
 _NO_KINDS = frozenset[type[Selection]]()
 _NO_READINGS: Mapping[Reading, Tensor] = MappingProxyType({})
-_NO_LIMITS: Limits = MappingProxyType({})
 # A gradient's shape and so on, the site and its work there.
 _NOTHING_YET = (None, Site("", 0, ()), LinearCost(0.0, Needs(False, False, False), LAYOUTS[0]))
 
@@ -191,7 +187,6 @@ class LinearOverride(ForwardOverride):
     time_first: bool
     reference: bool
     reads_input: bool
-    forms: FormChoice | None = None  # None: every form is used
 
     def __init__(
         self,
@@ -309,17 +304,15 @@ class LinearOverride(ForwardOverride):
         own. ``saved_share`` is the share of wgrad's multiplications with what was saved of the input.
         """
         masked = cuda.find_masked(grad_NO) if grad_NO.is_cuda else _NO_KINDS
-        times = None if self.forms is None or not self.engine.enabled else self.forms.check()
-        key = (grad_NO.shape, rows, num_inputs, needs, saved_share, masked, times)
+        key = (grad_NO.shape, rows, num_inputs, needs, saved_share, masked)
         if key != self._last[0]:  # most gradients of a site are of one shape
             site = Site(self.name, grad_NO.shape[1], rows.shape, self.layer, rows.unknown)
             flops = 2.0 * grad_NO.numel() * num_inputs
-            limits = _NO_LIMITS if self.forms is None else self.forms.limits_at(grad_NO.shape[1], num_inputs)
-            self._last = key, site, LinearCost(flops, needs, self.form, saved_share, masked, limits)
+            self._last = key, site, LinearCost(flops, needs, self.form, saved_share, masked)
         _, site, work = self._last
         seen = Seen(grad_NO, needs.dgrad, needs.wgrad, readings=readings or _NO_READINGS)
-        grad_NO, selection, budget = self.engine.decisions.decide_linear(site, seen, work, dense_rows)
-        return grad_NO, mask_slower(selection, work.limits, budget) if work.limits else selection
+        grad_NO, selection, _ = self.engine.decisions.decide_linear(site, seen, work, dense_rows)
+        return grad_NO, selection
 
 
 @final

@@ -11,12 +11,9 @@ from accelerate.utils import set_seed
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
-from sparsebp_cli.backward import attach
-from sparsebp_cli.backward.linear.form_choice import find_choice
 from sparsebp_cli.backward.linear.quantized import count_parameters
-from sparsebp_cli.bench import Benchmark, BreakEven, Request, find_break_even
+from sparsebp_cli.bench import Benchmark, Request
 from sparsebp_cli.errors import DataError
-from sparsebp_cli.policy import GradientSelector
 from sparsebp_cli.worker.bench.row import BenchCase, break_evens, make_row, run_interleaved
 from sparsebp_cli.worker.bench.subject import Count, Subject
 from sparsebp_cli.worker.bench.variant import CSR_ALWAYS, CSR_NEVER, Variant
@@ -69,33 +66,8 @@ def measure(request: Request, report: Callable[[str, int, int], None]) -> Benchm
         model=_describe(subject, request),
         machine=describe_environment() | {"threads": torch.get_num_threads(), "load_average": load} | _describe_cpu(),
         rows=rows,
-        break_evens=[*break_evens(request.forms, rows), *time_linears(request, subject)],
+        break_evens=break_evens(request.forms, rows),
     )
-
-
-def time_linears(request: Request, subject: Subject) -> list[BreakEven]:
-    """Return the share below which each form is faster than masking and multiplying densely, for each shape of a
-    linear, timed as by a run with ``backward.time_forms``."""
-    found: list[BreakEven] = []
-    num_rows, dtype = request.batch * request.length, subject.autocast or torch.bfloat16
-    if request.model.float8 is not None or request.model.quantization is not None:
-        return found
-    for form in request.forms:
-        keeps = [keep for keep in form.keeps if keep is not None]
-        if form.site != "linears" or form.execution != "fast" or not keeps:
-            continue
-        policies = [form.make(request.policy, keep) for keep in keeps]
-        with attach(subject.model, policies[:1], exclude=request.exclude, time_forms=True) as engine:
-            choice = find_choice(engine)
-            assert choice is not None
-            with torch.autocast(subject.device.type, dtype=dtype, enabled=subject.autocast is not None):
-                timed = choice.measure(
-                    num_rows, policies=[policy for policy in policies if isinstance(policy, GradientSelector)]
-                ).timed
-        for one in timed:
-            label = f"{form.label}, {one.num_inputs} to {one.num_outputs}"
-            found.append(find_break_even("linears", label, "masking", one.points))
-    return found
 
 
 def build_subject(request: Request) -> Subject:
