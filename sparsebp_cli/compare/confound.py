@@ -29,6 +29,12 @@ def _census(run: LoadedRun) -> str | None:
     return summarise_census(census) if census else None
 
 
+def _forms(run: LoadedRun) -> str | None:
+    """Return which forms a run of 0.5 computed selected products in, if it timed them; None in any other run."""
+    fact = run.history.facts.get("forms")
+    return ("; ".join(map(str, fact.get("used", []))) or None) if isinstance(fact, dict) else None
+
+
 def _machine(name: str) -> Callable[[LoadedRun], object]:
     return lambda run: _joined(environment.get(name) for environment in run.history.environments)
 
@@ -69,6 +75,7 @@ SOURCES: dict[str, Callable[[LoadedRun], object]] = {
     "data census": _census,
     "training examples": _fact("train_examples"),
     "evaluation examples": _fact("eval_examples"),
+    "forms of products": _forms,
     "model class": _fact("model_class"),
     "parameters": _fact("num_parameters"),
     "Python": _machine("python"),
