@@ -42,6 +42,12 @@ def _packages(environment: Mapping[str, object]) -> Mapping[str, object]:
     return packages if isinstance(packages, Mapping) else {}
 
 
+def _forms(run: LoadedRun) -> str | None:
+    """Return which forms a run of 0.5 computed selected products in, if it timed them; None in any other run."""
+    fact = run.history.facts.get("forms")
+    return ("; ".join(map(str, fact.get("used", []))) or None) if isinstance(fact, dict) else None
+
+
 def _variables(environment: Mapping[str, object]) -> str:
     found = environment.get("variables")
     named = [f"{name}={value}" for name, value in found.items()] if isinstance(found, Mapping) else []
@@ -76,6 +82,7 @@ SOURCES: dict[str, Callable[[LoadedRun], object]] = {
     "data census": _census,
     "training examples": _fact("train_examples"),
     "evaluation examples": _fact("eval_examples"),
+    "forms of products": _forms,
     "model class": _fact("model_class"),
     "parameters": _fact("num_parameters"),
     "Python": _machine("python"),

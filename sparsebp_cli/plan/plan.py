@@ -84,6 +84,7 @@ def _tell_version(file: Path) -> str:
 def group_content(recipe: Recipe) -> dict[str, object]:
     """Return the part of a recipe that affects the result, except the seed, as JSON content."""
     content: dict[str, Any] = recipe.model_dump(mode="json", exclude=OUTSIDE_GROUP)  # type: ignore[arg-type]
+    content["backward"]["time_forms"] = False  # a key of 0.5, whose default keeps the ids of groups as they were
     later_keys = {"dataset": LATER_DATASET_KEYS, "model": LATER_MODEL_KEYS, "measure": LATER_MEASURE_KEYS}
     for section, later in later_keys.items():
         content[section] = {k: v for k, v in content[section].items() if v is not None or k not in later}

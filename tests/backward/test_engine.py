@@ -253,7 +253,7 @@ def test_a_failed_backward_does_not_count_as_one() -> None:
 def test_the_state_goes_on_and_nonsense_is_refused() -> None:
     model = _network()
     with sbp.attach(model, [Watcher()]) as engine:
-        engine.load_state_dict({"index": 7, "micro_batch": 1, "cut": {}})
+        engine.load_state_dict({"index": 7, "micro_batch": 1, "cut": {}, "form_times": None})  # as 0.5 stored it
         engine.backward(_loss(model))
         good = {"index": 1, "micro_batch": 0, "cut": {}}
         for wrong in ({}, {"index": 1}, good | {"index": -1}, good | {"index": 1.0}, good | {"cut": {"0": 1}}):

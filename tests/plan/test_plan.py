@@ -11,6 +11,7 @@ from sparsebp_cli.errors import RecipeError, RunNotFoundError
 from sparsebp_cli.plan import Plan, ceiling, make_plan, realised_share
 from sparsebp_cli.plan.identity import find_data
 from sparsebp_cli.plan.plan import find_sources
+from sparsebp_cli.plan.seal import Seal
 from sparsebp_cli.policy import make_policy
 from sparsebp_cli.recipe import load_stored
 from sparsebp_cli.recipe.schema import Recipe
@@ -108,6 +109,21 @@ def test_a_plan_of_a_later_version_is_refused_with_the_key_and_both_versions(tmp
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     with pytest.raises(RunNotFoundError, match=r"recipe\.measure\.of_tomorrow: .*; sparsebp 99\.0 made it, this is "):
         Plan.load(tmp_path / "plan.json")
+
+
+def test_the_group_of_a_plan_is_that_of_earlier_versions() -> None:
+    assert Plan(recipe=recipe()).group == "78ffe9d3a123"
+
+
+@pytest.mark.parametrize("timed", [False, True])
+def test_a_plan_with_a_removed_key_is_read_and_its_seal_is_unchanged(tmp_path, timed: bool) -> None:
+    plan = Plan(recipe=recipe(backward={"execution": "reference"}))
+    content = json.loads(plan.model_dump_json())
+    content["recipe"]["backward"]["time_forms"] = timed
+    (tmp_path / "plan.json").write_text(json.dumps(content))
+    assert Plan.load(tmp_path / "plan.json") == plan
+    now = Seal(json.loads(plan.model_dump_json())["recipe"], {})
+    assert Seal(content["recipe"], {}).changes(now) == []
 
 
 def test_an_option_that_is_gone_is_read_where_it_has_the_value_that_is_left() -> None:

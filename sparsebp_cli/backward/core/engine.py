@@ -570,6 +570,7 @@ class Engine:
         Raises:
             UsageError: It is no such state.
         """
+        state = {key: value for key, value in state.items() if key != "form_times"}  # up to 0.5 with time_forms
         counts, cut = (state.get("index"), state.get("micro_batch")), state.get("cut")
         good = state.keys() == self.state_dict().keys() and all(type(count) is int and count >= 0 for count in counts)
         if not good or not isinstance(cut, dict) or not all(isinstance(value, Tensor) for value in cut.values()):
