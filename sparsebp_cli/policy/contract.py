@@ -10,7 +10,6 @@ Shape letters: N rows (= B*T), O output width, D input width.
 from __future__ import annotations
 
 import hashlib
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -187,17 +186,6 @@ class Policy(BaseModel, ABC):
     constants: ClassVar[tuple[str, ...]] = ()
     card: ClassVar[MethodCard | None] = None
     _schedules: tuple[tuple[str, Schedule], ...] = PrivateAttr(())
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_former(cls, options: object) -> object:
-        if not isinstance(options, Mapping):
-            return options
-        kept: dict[object, object] = dict(options)
-        for name, value in cls.former_options:
-            if kept.pop(name, value) != value:
-                raise ValueError(f"{name} is no option any more: it is always {json.dumps(value)}")
-        return kept
 
     @property
     @abstractmethod
