@@ -87,12 +87,13 @@ app: typer.Typer = typer.Typer(
 )
 crash: Crash = Crash()
 
+# The first panel is what a user needs on the first day; each of its verbs works without reading about the others.
 VERBS: dict[str, tuple[Callable[..., None], ...]] = {
-    "Begin": (quickstart, init, new, recipes),
-    "Runs": (run, study, resume, rerun, cancel, logs, tag, note, archive, prune, rm),
-    "Results": (compare, judge, leaderboard, evaluate, model, diff, runs, top, show, sync, ui),
-    "Recipes": (validate, worth, data, export, schema, policies, models, datasets, fetch),
-    "This machine and others": (doctor, audit, bench, targets),
+    "Everyday": (quickstart, init, validate, data, run, compare, show, audit),
+    "More: write and check recipes": (new, recipes, policies, models, datasets, fetch, schema, export, worth),
+    "More: runs": (study, runs, top, logs, resume, rerun, cancel, tag, note, archive, prune, rm, sync, ui),
+    "More: results": (judge, leaderboard, evaluate, model, diff),
+    "More: this machine and others": (doctor, bench, targets),
 }
 # Verbs that write runs or the store; keep_private() applies to them. Other verbs write only files that the user names.
 WRITING = {
