@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import OPTConfig, OPTForCausalLM
 
 import sparsebp_cli as sbp
 from sparsebp_cli.errors import UnsupportedError, UsageError
@@ -112,3 +113,42 @@ def test_what_the_weights_would_not_reach_is_refused() -> None:
     linear = nn.Sequential(nn.Linear(2, 2))
     with sbp.attach(linear, []) as engine, pytest.raises(UnsupportedError, match="which Sequential does not compute"):
         engine.columns(loss_weight=torch.ones(1, 2))
+
+
+@pytest.mark.parametrize("verify", ["first", "always"])
+def test_a_comparison_inside_of_a_forward_leaves_its_weights_and_is_hidden_from_hooks(verify: str) -> None:
+    torch.manual_seed(0)
+    model = OPTForCausalLM(
+        OPTConfig(
+            vocab_size=60,
+            hidden_size=16,
+            word_embed_proj_dim=16,
+            ffn_dim=24,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            dropout=0.0,
+        )
+    ).train()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    ids = torch.randint(3, 60, (1, 30))
+    labels = ids.clone()
+    labels[0, [0, 13, 28, 29]] = IGNORED
+    weight_BT = torch.randint(0, 3, ids.shape).float()
+    total = torch.zeros(())
+    for columns in (slice(0, 13), slice(13, 30)):  # each text alone
+        logits, target = model(input_ids=ids[:, columns], use_cache=False).logits[0, :-1], labels[0, columns][1:]
+        loss_N = nn.functional.cross_entropy(logits, target, ignore_index=IGNORED, reduction="none")
+        total = total + (loss_N * weight_BT[0, columns][1:]).sum()
+    (total / (labels[:, 1:] != IGNORED).sum()).backward()
+    wanted = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad(set_to_none=True)
+    calls: list[int] = []
+    model.register_forward_pre_hook(lambda *_: calls.append(1))
+    positions = torch.cat([torch.arange(13), torch.arange(17)])[None]
+    with sbp.attach(model, sbp.make_policy("lossless", verify=verify)) as engine:
+        engine.columns(loss_weight=weight_BT)
+        engine.backward(model(input_ids=ids, position_ids=positions, labels=labels, use_cache=False).loss)
+        assert "the plain step is wrong" in engine.notes["packing"]  # single examples were asked
+    assert distance([p.grad for p in model.parameters() if p.grad is not None], wanted) < 2e-6
+    assert len(calls) == 1

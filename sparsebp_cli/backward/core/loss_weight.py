@@ -5,7 +5,8 @@ weight of 1 changes nothing and a weight of 0 takes the gradient of a token away
 divided by that number.
 
 While a forward runs that has weights, the model's ``loss_function`` is :class:`WeightedLoss`. Whatever computes the
-loss of the rows that it has kept calls the same function and says which positions these are.
+loss of the rows that it has kept calls the same function and says which positions these are. A forward may call the
+model again before it ends, so each call has its own weights, and the innermost call's are in effect.
 
 Shape letters: B examples, T positions, N targets, V vocabulary.
 """
@@ -34,7 +35,8 @@ class LossWeights:
 
     def __init__(self, model: nn.Module) -> None:
         self._causal = _find_causal(model)
-        self._loss = WeightedLoss(self._causal.loss_function)
+        self._plain = self._causal.loss_function
+        self._calls: list[WeightedLoss | None] = []  # the forwards that run, the innermost last; None: without weights
         self.given: Tensor | None = None  # of the next forwards with gradients, until it is changed
         # Whether a loss of the script's own may have them: where a policy leaves out rows of weight 0.
         self.may_be_own = False
@@ -52,20 +54,26 @@ class LossWeights:
         kwargs = dict(kwargs)
         # Evaluations do not weigh. See decision 80.
         weight_BT = kwargs.pop(LOSS_WEIGHT, self.given if torch.is_grad_enabled() else None)
-        if weight_BT is not None:
-            self._loss.weight_BT, self._loss.was_called = weight_BT, False
-            self._causal.loss_function = self._loss
+        self._calls.append(None if weight_BT is None else WeightedLoss(self._plain, weight_BT))
+        self._apply()
         return args, kwargs
 
+    def _apply(self) -> None:
+        """Give the model the loss of the innermost call."""
+        if self._calls and self._calls[-1] is not None:
+            self._causal.loss_function = self._calls[-1]
+        else:
+            self._causal.__dict__.pop("_loss_function", None)  # transformers' own follows from the model's class again
+
     def _after(self, _: nn.Module, __: Any, kwargs: dict[str, Any], output: object) -> None:
-        if self._loss.weight_BT is None:
+        call = self._calls.pop() if self._calls else None  # empty: a hook before this one's has raised
+        self._apply()
+        if call is None:
             return
-        self._loss.weight_BT = None
-        self._causal.__dict__.pop("_loss_function")  # transformers' own follows from the model's class again
         labels = kwargs.get("labels")
         if self.may_be_own and labels is None:
             return  # the script weighs its own loss
-        if output is None or self._loss.was_called or (labels is not None and not bool((labels != IGNORED).any())):
+        if output is None or call.was_called or (labels is not None and not bool((labels != IGNORED).any())):
             return  # it failed, or there was nothing to weigh
         raise UsageError(
             "loss_weight weighs the model's own loss, and this forward computed none: pass it the labels, or weigh "
@@ -74,13 +82,12 @@ class LossWeights:
 
 
 class WeightedLoss:
-    """transformers' ``ForCausalLMLoss`` with a weight for each target."""
+    """transformers' ``ForCausalLMLoss`` with a weight for each target, in one forward."""
 
     was_called: bool
 
-    def __init__(self, plain: Callable[..., Tensor]) -> None:
-        self.plain = plain
-        self.weight_BT: Tensor | None = None  # None: not in a forward that has weights
+    def __init__(self, plain: Callable[..., Tensor], weight_BT: Tensor) -> None:
+        self.plain, self.weight_BT = plain, weight_BT
         self.was_called = False
 
     def __call__(
@@ -98,7 +105,6 @@ class WeightedLoss:
         their weights, from :func:`weights_at`."""
         self.was_called = True
         if shift_weights is None:
-            assert self.weight_BT is not None
             if shift_labels is not None or self.weight_BT.shape != labels.shape:
                 got = "labels of rows" if shift_labels is not None else f"labels {tuple(labels.shape)}"
                 raise UnsupportedError(
@@ -122,7 +128,7 @@ def weights_at(model: nn.Module, index_N: Tensor) -> Tensor | None:
     """Return the weights, (N,), of the targets that positions predict; None in a forward that has none. ``index_N``
     numbers the B * T positions."""
     function: object = getattr(model, "loss_function", None)
-    if not isinstance(function, WeightedLoss) or function.weight_BT is None:
+    if not isinstance(function, WeightedLoss):
         return None
     function.was_called = True
     weight_BT = nn.functional.pad(function.weight_BT, (0, 1))[..., 1:]

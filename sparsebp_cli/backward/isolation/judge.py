@@ -77,12 +77,18 @@ def judge_batch(model: nn.Module, inputs: dict[str, Any]) -> BatchJudgement:
         return BatchJudgement(kind, "unjudged", reason=f"{type(error).__name__}: {line}"[:200])
 
 
-def compare_with_alone(model: nn.Module, examples: Examples, passes: Sequence[Callable[[], object]]) -> list[float]:
+def compare_with_alone(
+    model: nn.Module,
+    examples: Examples,
+    forward: Callable[..., object],
+    passes: Sequence[Callable[[], object]],
+) -> list[float]:
     """Return how far each of several ways to run a batch is from running its examples alone.
 
     Args:
         model: Any model that is called with its batch by name, as for :func:`judge_batch`.
         examples: The batch's examples, by :func:`find_examples` or :func:`examples_at`.
+        forward: Runs the model below its hooks, which belong to the call that this comparison is part of.
         passes: Each runs the whole batch and returns an output in the shapes of the model's own.
 
     Returns:
@@ -92,7 +98,7 @@ def compare_with_alone(model: nn.Module, examples: Examples, passes: Sequence[Ca
         NotAlone: The examples cannot be run alone.
     """
     with undisturbed(model), torch.no_grad():
-        outputs = Outputs(model, examples)
+        outputs = Outputs(model, examples, forward)
         found = [named_tensors(run()) for run in passes]
         outputs.choose(found[0])
         alone = [outputs.of_one(number) for number in range(len(examples.found))]

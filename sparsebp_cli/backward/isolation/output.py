@@ -6,7 +6,7 @@ Shape letters: B rows, T positions.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,10 +21,13 @@ Place = tuple[Any, ...]
 
 
 class Outputs:
-    """Runs a model for a batch and for examples alone, and chooses the values that are compared."""
+    """Runs a model for a batch and for examples alone, and chooses the values that are compared.
 
-    def __init__(self, model: nn.Module, examples: Examples) -> None:
-        self._model, self._examples = model, examples
+    ``forward`` runs the model where the caller is inside of its forward: hooks of the model see that call already.
+    """
+
+    def __init__(self, model: nn.Module, examples: Examples, forward: Callable[..., object] | None = None) -> None:
+        self._model, self._examples, self._forward = model, examples, forward or model
         self._name: str | None = None  # of the values that are compared; None: not chosen yet
         self._is_flat = False  # whether rows and positions share an axis
         self._has_positions = False
@@ -103,7 +106,7 @@ class Outputs:
     def run(self, inputs: dict[str, Any]) -> dict[str, Tensor]:
         """Run the model, and return the tensors of its output, with the hidden states below its head."""
         with self._stack_watched() as seen:
-            output = self._model(**inputs)
+            output = self._forward(**inputs)
         return named_tensors(output) | seen
 
     @contextmanager

@@ -264,7 +264,7 @@ class PackedForward(ForwardOverride):
         passes = (partial(self.run_covered, self._model, **inputs), partial(self.compute, batch, inputs))
         try:
             with extension.scoring.paused():
-                plain, packed = compare_with_alone(self._model, extension.find_examples(inputs), passes)
+                plain, packed = compare_with_alone(self._model, extension.find_examples(inputs), self.run_plain, passes)
         except Exception:  # whatever a model raises for an example alone
             return check
         return check.decide(plain, packed)
