@@ -40,7 +40,8 @@ from tests.exactness.shrink import shrink, write_script
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "exactness.json"
 CLASSES = ("right", "plain", "refused", "wrong")
-Judged = tuple[Case, int, list[Outcome], str, str]  # the last two: what is wrong with the smallest failure, its script
+# A run with its seed and outcomes; of a new failure the smallest case, what is wrong with it, and its script.
+Judged = tuple[Case, int, list[Outcome], Case | None, str, str]
 
 
 @dataclass
@@ -128,16 +129,17 @@ def run(tally: Tally, draw: Draw, asked: argparse.Namespace) -> None:
         for number in count():
             if time.monotonic() > end:
                 break
-            waiting.add(pool.submit(judge_case, draw.next(), 1_000_000 * asked.seed + number))
+            known = [one["case"] for one in tally.wrong]
+            waiting.add(pool.submit(judge_case, draw.next(), 1_000_000 * asked.seed + number, known))
             while len(waiting) > asked.processes:
                 done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
                 for one in done:
-                    take(tally, *one.result())
+                    take(tally, one.result())
             if number % 50 == 49:
                 print(f"{number + 1} runs: {dict(tally.total)}", flush=True)
                 write(tally, asked)
         for one in waiting:
-            take(tally, *one.result())
+            take(tally, one.result())
         write(tally, asked)
 
 
@@ -151,22 +153,25 @@ def prepare() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
 
 
-def judge_case(case: Case, seed: int) -> Judged:
-    """Judge a run, and make a script of what is wrong."""
+def judge_case(case: Case, seed: int, known: list[Case]) -> Judged:
+    """Judge a run, and make a script of what is wrong, unless it has the values of a known failure."""
     with contextlib.redirect_stderr(io.StringIO()):  # bars of progress
         subject = Subject(case, seed)
         outcomes = judge(subject)
         if all(one.verdict != "wrong" for one in outcomes):
-            return case, seed, outcomes, "", ""
+            return case, seed, outcomes, None, "", ""
+        if any(one.items() <= case.items() for one in known):
+            return case, seed, outcomes, None, "", ""
         smallest, text = shrink(subject)
-        return smallest.case, seed, outcomes, text, write_script(smallest, text)
+        return case, seed, outcomes, smallest.case, text, write_script(smallest, text)
 
 
-def take(tally: Tally, case: Case, seed: int, outcomes: list[Outcome], text: str, script: str) -> None:
+def take(tally: Tally, judged: Judged) -> None:
     """Count a run, and print what is wrong."""
+    case, seed, outcomes, smallest, text, script = judged
     tally.add(case, outcomes)
-    if text:
-        found = {axis: value for axis, value in case.items() if value != AXES[axis][0]}
+    if smallest is not None:
+        found = {axis: value for axis, value in smallest.items() if value != AXES[axis][0]}
         tally.wrong.append({"case": found, "seed": seed, "text": text})
         print(f"WRONG {found}: {text}\n\n{script}", flush=True)
 
@@ -182,12 +187,12 @@ def show(tally: Tally) -> None:
     print(f"{tally.judged} comparisons: {dict(tally.total)}")
     for axis, values in tally.axes.items():
         print(axis)
-        for value, found in values.items():
-            print(f"  {value:28}", *(f"{name} {found[name]:6}" for name in CLASSES))
+        for value, verdicts in values.items():
+            print(f"  {value:28}", *(f"{name} {verdicts[name]:6}" for name in CLASSES))
     for both, (possible, seen, least) in tally.record(0)["pairs"].items():
         print(f"{both:30} {seen} of {possible} pairs of values, each compared {least} times or more")
-    for reason, count in tally.reasons.most_common(15):
-        print(f"{count:6} {reason}")
+    for reason, times in tally.reasons.most_common(15):
+        print(f"{times:6} {reason}")
 
 
 if __name__ == "__main__":

@@ -41,12 +41,15 @@ def judge_recipe(subject: Subject) -> list[Outcome]:
             is_plain, text = isinstance(moved[0], str), next(one for one in moved if isinstance(one, str))
             is_refused = "lossless" in text
             return [Outcome("unjudged" if is_plain else "refused" if is_refused else "wrong", text)]
-        error = moved[0].error(moved[1])
-        return [Outcome("right") if error <= WRONG else Outcome("wrong", f"the weights moved otherwise by {error:.1e}")]
+        (plain, _), (own, journal) = moved
+        if (error := plain.error(own)) > WRONG:
+            return [Outcome("wrong", f"the weights moved otherwise by {error:.1e}")]
+        is_packed = "positions not computed" in journal and "the plain step is used" not in journal
+        return [Outcome("right") if is_packed else Outcome("plain", "its event log has no packed batch")]
 
 
-def _train(subject: Subject, folder: Path, policy: Any) -> Step | str:
-    """Return what the weights moved by, or the error of the run."""
+def _train(subject: Subject, folder: Path, policy: Any) -> tuple[Step, str] | str:
+    """Return what the weights moved by and the event log, or the error of the run."""
     dataset = {"name": str(folder / "rows.jsonl"), "format": "completion", "max_seq_length": 32}
     training = {"max_steps": NUM_UPDATES, "learning_rate": 0.01, "per_device_train_batch_size": 3, "optim": "sgd"}
     values: dict[str, Any] = {
@@ -67,4 +70,5 @@ def _train(subject: Subject, folder: Path, policy: Any) -> Step | str:
     if work(run):
         return (run.path / "worker.log").read_text(encoding="utf-8").strip()[-300:]
     before, after = (load_file(place / "model.safetensors") for place in (folder / "base", run.path / "model"))
-    return Step(0.0, tuple(after[name].float() - before[name].float() for name in sorted(before) if name in after))
+    moved = tuple(after[name].float() - before[name].float() for name in sorted(before) if name in after)
+    return Step(0.0, moved), (run.path / "journal.jsonl").read_text(encoding="utf-8")

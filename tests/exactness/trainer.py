@@ -59,7 +59,7 @@ def judge_trainer(subject: Subject) -> list[Outcome]:
     case = subject.case
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         try:
-            expected = _train(subject, [], Path(folder) / "plain")[0]
+            expected = _train(subject, policies_beside(case), Path(folder) / "plain")[0]
         except Exception as error:  # a model that this trainer does not train
             return [Outcome("unjudged", f"{type(error).__name__}: {error}"[:120])] * NUM_UPDATES
         try:
@@ -85,6 +85,7 @@ def judge_trainer(subject: Subject) -> list[Outcome]:
 
 
 def _train(subject: Subject, policies: list[sbp.Policy], folder: Path) -> tuple[list[Step], Any]:
+    """Return the gradients of each update, and the engine, if any."""
     case, gradients = subject.case, Gradients()
     torch.manual_seed(subject.seed)
     trainer = _make(subject, folder, policies if case["entry"] == "PolicyTrainer" else None)
