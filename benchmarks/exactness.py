@@ -1,24 +1,30 @@
-"""Counts what lossless makes of random batches, beside the plain step and beside each sequence alone.
+"""Compares trainings with and without lossless, drawn pairwise over everything in which trainings differ.
 
-    python benchmarks/exactness.py --dtype float32    # a quarter of an hour of one idle core
-    python benchmarks/exactness.py --dtype bfloat16
-    python benchmarks/exactness.py --only Llama --batches 30 --out FILE
+    python benchmarks/exactness.py --minutes 60 --processes 2 --write    # benchmarks/results/exactness.json
+    python benchmarks/exactness.py --minutes 5
+    python benchmarks/exactness.py --minutes 5 --only entry=GRPO --only adapter=lora
 
-The batches are those of tests/backward/packing/generated.py: every fact of a batch that packing reads is drawn, and
-two facts or so change from a batch to the next, which the comparison of the first (``verify: first``) may not see. Each
-dtype has its own part of benchmarks/results/exactness.json. Nothing is measured by the clock. Memory that nothing has
-written holds no numbers, in the plain step and in ours, so that a result which depends on it is found each time.
+tests/exactness/axis.py lists the axes: options, losses, labels, batches, architectures, adapters, wrappers, entry
+paths, accumulation, policies beside it, and the order of batches. The draw prefers pairs of values that met least.
+Each gradient is compared with that of a copy that the engine never sees. A failure is shrunk and printed as a script.
+The exit code is 1 if anything was wrong. Nothing is measured by the clock.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
+import multiprocessing
 import sys
+import time
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass, field
 from importlib.metadata import version
+from itertools import combinations, count
 from pathlib import Path
 from typing import Any
 
@@ -27,62 +33,166 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import transformers
 
-from tests.backward.packing.generated import Judge, every_family
+from tests.exactness.axis import AXES, Case, Draw, pairs_of
+from tests.exactness.judge import Outcome, Subject, judge
+from tests.exactness.shrink import shrink, write_script
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "exactness.json"
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-BATCHES = {"float32": 14_000, "bfloat16": 6_000}
-LENGTH = 3  # batches of one run
-VERDICTS = ("packed", "plain", "refused", "noticed", "wrong", "alone", "unjudged")
+CLASSES = ("right", "plain", "refused", "wrong")
+# A run with its seed and outcomes; of a new failure the smallest case, what is wrong with it, and its script.
+Judged = tuple[Case, int, list[Outcome], Case | None, str, str]
+
+
+@dataclass
+class Tally:
+    """Counts of comparisons."""
+
+    total: Counter[str] = field(default_factory=Counter)
+    axes: dict[str, dict[str, Counter[str]]] = field(
+        default_factory=lambda: {axis: {value: Counter() for value in values} for axis, values in AXES.items()}
+    )
+    reasons: Counter[str] = field(default_factory=Counter)
+    pairs: Counter[tuple[str, str, str, str]] = field(default_factory=Counter)
+    wrong: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, case: Case, outcomes: list[Outcome]) -> None:
+        """Add the updates of a run."""
+        for outcome in outcomes:
+            self.total[outcome.verdict] += 1
+            self.total["alone"] += outcome.alone
+            for axis, value in case.items():
+                self.axes[axis][value][outcome.verdict] += 1
+            if outcome.verdict in ("plain", "refused"):
+                self.reasons[f"{outcome.verdict}: {outcome.text[:150]}"] += 1
+        judged = sum(outcome.verdict in CLASSES for outcome in outcomes)
+        self.pairs.update(dict.fromkeys(pairs_of(case), judged) if judged else {})
+
+    @property
+    def judged(self) -> int:
+        """Comparisons with a verdict."""
+        return sum(self.total[name] for name in CLASSES)
+
+    def record(self, seed: int) -> dict[str, Any]:
+        """Return the counts for a file."""
+        return {
+            "about": {name: version(name) for name in ("torch", "transformers", "peft", "trl")} | {"seed": seed},
+            "comparisons": self.judged,
+            "total": {name: self.total[name] for name in (*CLASSES, "alone", "unjudged")},
+            "pairs": self._count_pairs(),
+            "axes": {
+                axis: {value: [count[name] for name in CLASSES] for value, count in found.items()}
+                for axis, found in self.axes.items()
+            },
+            "reasons": dict(self.reasons.most_common(60)),
+            "wrong": self.wrong,
+        }
+
+    def _count_pairs(self) -> dict[str, list[int]]:
+        """Return, for every two axes, how many pairs of values can be, how many were compared, and how often the rarest
+        of these was."""
+        possible = {(a, b): len(AXES[a]) * len(AXES[b]) for a, b in combinations(AXES, 2)}
+        found: dict[tuple[str, str], list[int]] = {both: [] for both in possible}
+        for (a, _, b, _), compared in self.pairs.items():
+            found[a, b].append(compared)
+        return {f"{a} x {b}": [possible[a, b], len(n), min(n, default=0)] for (a, b), n in found.items()}
 
 
 def main() -> None:
-    """Judge all families in one dtype, and write the result."""
+    """Draw and judge until the time is over."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dtype", choices=DTYPES, default="float32")
-    parser.add_argument("--batches", type=int, help="of all families together")
-    parser.add_argument("--only", default="", help="families whose name contains this")
+    parser.add_argument("--minutes", type=float, default=5)
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", action="append", default=[], help="a value of an axis, as axis=value")
     parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument("--write", action="store_true", help="write the counts to the file --out")
     asked = parser.parse_args()
+    unknown = [one for one in asked.only if one.partition("=")[2] not in AXES.get(one.partition("=")[0], ())]
+    if unknown:
+        parser.error(f"no such value: {', '.join(unknown)}")
+    only: dict[str, tuple[str, ...]] = {}
+    for one in asked.only:
+        axis, _, value = one.partition("=")
+        only[axis] = (*only.get(axis, ()), value)
+    tally = Tally()
+    run(tally, Draw(asked.seed, only), asked)
+    show(tally)
+    sys.exit(bool(tally.wrong))
+
+
+def run(tally: Tally, draw: Draw, asked: argparse.Namespace) -> None:
+    """Judge cases for some minutes."""
+    end, waiting = time.monotonic() + 60 * asked.minutes, set[Future[Judged]]()
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(asked.processes, context, initializer=prepare) as pool:
+        for number in count():
+            if time.monotonic() > end:
+                break
+            known = [one["case"] for one in tally.wrong]
+            waiting.add(pool.submit(judge_case, draw.next(), 1_000_000 * asked.seed + number, known))
+            while len(waiting) > asked.processes:
+                done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+                for one in done:
+                    take(tally, one.result())
+            if number % 50 == 49:
+                print(f"{number + 1} runs: {dict(tally.total)}", flush=True)
+                write(tally, asked)
+        for one in waiting:
+            take(tally, one.result())
+        write(tally, asked)
+
+
+def prepare() -> None:
+    """Prepare a process that judges."""
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
-    torch.use_deterministic_algorithms(True, warn_only=True)  # without it, the next line has no effect
+    torch.set_num_threads(1)
+    # Memory that nothing has written holds no numbers, so that a result which depends on it is found each time.
+    torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
-    judges = {n: Judge(model, DTYPES[asked.dtype]) for n, model in every_family() if asked.only in n}
-    print(f"{len(judges)} families", flush=True)
-    told, number, found = 0, 0, dict[str, Any]()
-    while not found or found["batches"] < (asked.batches or BATCHES[asked.dtype]):
-        for judge in judges.values():
-            judge.judge(number, LENGTH)
-            number += 1
-        found = summarize(judges)
-        write(asked.out, asked.dtype, found)
-        print(found["batches"], found["total"], *found["wrong"][told:], sep="\n  ", flush=True)
-        told = len(found["wrong"])
 
 
-def summarize(judges: Mapping[str, Judge]) -> dict[str, Any]:
-    """Return the counts of all families."""
-    families = {n: {verdict: getattr(j.count, verdict) for verdict in VERDICTS} for n, j in judges.items()}
-    reasons = sum((judge.count.reasons for judge in judges.values()), Counter[str]())
-    return {
-        "families": len(families),
-        "batches": sum(judge.count.judged for judge in judges.values()),
-        "total": {verdict: sum(one[verdict] for one in families.values()) for verdict in VERDICTS},
-        "reasons": dict(reasons.most_common()),
-        "wrong": [case for judge in judges.values() for case in judge.count.cases],
-        "noticed": [case for judge in judges.values() for case in judge.count.seen],
-        "by_family": families,
-    }
+def judge_case(case: Case, seed: int, known: list[Case]) -> Judged:
+    """Judge a run, and make a script of what is wrong, unless it has the values of a known failure."""
+    with contextlib.redirect_stderr(io.StringIO()):  # bars of progress
+        subject = Subject(case, seed)
+        outcomes = judge(subject)
+        if all(one.verdict != "wrong" for one in outcomes):
+            return case, seed, outcomes, None, "", ""
+        if any(one.items() <= case.items() for one in known):
+            return case, seed, outcomes, None, "", ""
+        smallest, text = shrink(subject)
+        return case, seed, outcomes, smallest.case, text, write_script(smallest, text)
 
 
-def write(path: Path, dtype: str, found: dict[str, Any]) -> None:
-    """Write the part of one dtype, and leave that of the other."""
-    record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    record["about"] = {name: version(name) for name in ("torch", "transformers")} | {"batches_of_a_run": LENGTH}
-    record[dtype] = found
-    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+def take(tally: Tally, judged: Judged) -> None:
+    """Count a run, and print what is wrong."""
+    case, seed, outcomes, smallest, text, script = judged
+    tally.add(case, outcomes)
+    if smallest is not None:
+        found = {axis: value for axis, value in smallest.items() if value != AXES[axis][0]}
+        tally.wrong.append({"case": found, "seed": seed, "text": text})
+        print(f"WRONG {found}: {text}\n\n{script}", flush=True)
+
+
+def write(tally: Tally, asked: argparse.Namespace) -> None:
+    """Write the counts, if asked."""
+    if asked.write:
+        asked.out.write_text(json.dumps(tally.record(asked.seed), indent=1) + "\n", encoding="utf-8")
+
+
+def show(tally: Tally) -> None:
+    """Print the counts by axis and by pair."""
+    print(f"{tally.judged} comparisons: {dict(tally.total)}")
+    for axis, values in tally.axes.items():
+        print(axis)
+        for value, verdicts in values.items():
+            print(f"  {value:28}", *(f"{name} {verdicts[name]:6}" for name in CLASSES))
+    for both, (possible, seen, least) in tally.record(0)["pairs"].items():
+        print(f"{both:30} {seen} of {possible} pairs of values, each compared {least} times or more")
+    for reason, times in tally.reasons.most_common(15):
+        print(f"{times:6} {reason}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,86 @@
+"""Two processes under DistributedDataParallel: the mean of both ranks' gradients, beside one process that knows both.
+
+Each rank has batches of its own. The ranks are started once, and judge one case after the other.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import warnings
+from concurrent.futures import ProcessPoolExecutor
+from copy import deepcopy
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from sparsebp_cli.errors import SparseBPError
+from tests.exactness.axis import Case
+from tests.exactness.judge import NUM_UPDATES, WRONG, Loop, Outcome, Subject, policy_of
+from tests.exactness.step import Step
+from tests.exactness.subject import make_model
+
+NUM_RANKS = 2
+OTHER = 500_000  # between the seeds of ranks
+
+
+def judge_ranks(subject: Subject) -> list[Outcome]:
+    """Judge a loop in two processes."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    waiting = [pool.submit(_run, subject.case, subject.seed, rank, port) for rank, pool in enumerate(_pools())]
+    found = [one.result() for one in waiting]
+    return found[0] if all(o.verdict != "wrong" for o in found[1]) else found[1]
+
+
+@cache
+def _pools() -> list[ProcessPoolExecutor]:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.exactness.rank"])
+    return [ProcessPoolExecutor(1, mp_context=context) for _ in range(NUM_RANKS)]
+
+
+def _run(case: Case, seed: int, rank: int, port: int) -> list[Outcome]:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
+    subjects = [Subject(case, seed + OTHER * number) for number in range(NUM_RANKS)]
+    plain = make_model(case)
+    model = deepcopy(plain)
+    oracle = Loop(plain, case, [])
+    try:
+        expected = [[oracle.run(s.updates[n], s.seed + n) for s in subjects] for n in range(NUM_UPDATES)]
+    except Exception as error:  # whatever a model or a loss thinks of such a batch: on both ranks, then
+        return [Outcome("unjudged", f"{type(error).__name__}: {error}"[:120])] * NUM_UPDATES
+    dist.init_process_group("gloo", rank=rank, world_size=NUM_RANKS)
+    try:
+        own = Loop(model, case, [policy_of(case)])
+        own.wrap(DistributedDataParallel(model, find_unused_parameters=True))
+        return [_judge(own, subjects[rank], number, expected[number]) for number in range(NUM_UPDATES)]
+    except SparseBPError as error:
+        return [Outcome("refused", str(error))] * NUM_UPDATES
+    except Exception as error:
+        return [Outcome("wrong", f"{type(error).__name__}: {error}"[:300])] * NUM_UPDATES
+    finally:
+        dist.destroy_process_group()
+
+
+def _judge(own: Loop, subject: Subject, number: int, expected: list[Step]) -> Outcome:
+    mean = Step(
+        expected[int(os.environ["RANK"])].loss,
+        tuple(sum(pair) / NUM_RANKS for pair in zip(*(step.grads for step in expected), strict=True)),  # type: ignore[misc]
+    )
+    before: Any = own.counts.packed
+    got = own.run(subject.updates[number], subject.seed + number)
+    if not mean.is_finite or mean.is_empty:
+        return Outcome("unjudged", "the plain gradient is empty or not finite")
+    if (error := mean.error(got)) > WRONG:
+        return Outcome("wrong", f"error {error:.1e}; {own.failure or own.counts.describe()}")
+    if own.counts.packed > before:
+        return Outcome("right")
+    return Outcome("plain", own.failure or next(iter(own.counts.refused), "nothing to leave out"))
