@@ -133,10 +133,10 @@ class PackedForward(ForwardOverride):
         if batch is None:
             return self._run_whole(given, plain)
         try:
-            is_compared = batch.signature not in extension.failed and extension.must_verify(batch)
+            is_compared = not extension.find_failure(batch) and extension.must_verify(batch)
             if is_compared:
                 self._verify(batch, given)
-            if (reason := extension.failed.get(batch.signature)) is not None:
+            if reason := extension.find_failure(batch):
                 counts.refuse(reason)
                 return self._run_whole(given, plain)
             leaves = extension.head is not None or extension.stack is self._model  # to the script, not to the model

@@ -384,6 +384,11 @@ class PackingPlanner:
         if self.policy.prefixes == "update" and not self.failure:
             self.engine.notes["packing of updates"] = self._held.describe()
 
+    def find_failure(self, batch: PackedBatch) -> str:
+        """Return what a comparison found of this kind of batch; empty: nothing."""
+        # The signature is read from the device, so only once a comparison has failed.
+        return self.failed.get(batch.signature, "") if self.failed else ""
+
     def refuse(self, batch: PackedBatch, reason: str) -> None:
         """Run batches of this kind plainly. Micro-batches of one update share rows, so with these it is all of them."""
         if self.policy.prefixes == "update":
