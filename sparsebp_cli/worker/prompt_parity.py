@@ -26,11 +26,8 @@ END_CHARACTERS = 12  # of a prompt that is shown
 def compare_prompts(
     rows: Rows, examples: Sequence[Example], section: DatasetSection, tokenizer: PreTrainedTokenizerBase
 ) -> Parity | None:
-    """Return how many prompts do not begin their example as they are sent; None where rows have no prompts.
-
-    Raises:
-        DataError: Most of them do not.
-    """
+    """Return how many prompts do not begin their example as they are sent; None where rows have no prompts. Raise
+    DataError where most of them do not."""
     is_asked = section.format in ("completion", "chat") and section.completion_only_loss
     if not is_asked or any(example.is_pair for example in examples):
         return None  # an encoder reads its prompt apart, in training as well
