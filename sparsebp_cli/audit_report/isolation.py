@@ -160,7 +160,12 @@ class IsolationReport:
             return "examples were not judged"
         rest = f"; {total - judged} not judged" if judged < total else ""
         aim = f", but for what is mixed on purpose in {counts['purpose']}" if counts["purpose"] else ""
-        return f"each example's gradient is that of the example alone, in {judged} of {total} batches{aim}{rest}"
+        told = f"in {judged} of {total} batches{aim}{rest}"
+        if self.losses:
+            return f"each example's outputs are those of the example alone, {told}; the loss reads several examples"
+        if self.unread_losses:
+            return f"each example's outputs are those of the example alone, {told}; the loss was not judged"
+        return f"each example's gradient is that of the example alone, {told}"
 
     def lines(self) -> list[tuple[str, list[str]]]:
         """Return what was found: a headline, and sentences below it; equal batches once, with their count."""

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from sparsebp_cli.audit_report import BatchJudgement, IsolationReport
 from sparsebp_cli.backward.decoder.decoder import bind_arguments
 from sparsebp_cli.backward.isolation import Examples, LossReader, NotAlone, ScriptCall, find_examples, judge_batch
+from sparsebp_cli.backward.isolation.channel import Forward, tensors_of
 from sparsebp_cli.backward.isolation.output import named_tensors
+from sparsebp_cli.backward.observe.internals import next_sequence_number
 
 MOST_CALLS = 64  # of a step: a step of more micro-batches is judged by its first
 ORDER = ("logits", "log_probs")
@@ -25,6 +28,7 @@ class Referee:
         self._batches: list[BatchJudgement] = []
         self._loss = LossReader()
         self._examples: Examples | None = None  # of the running call
+        self._begin = 0  # number of the first node of its graph
 
     def before_call(self, model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         """Judge a batch that a script gives to a model, before the model runs."""
@@ -35,8 +39,9 @@ class Referee:
         self._batches.append(judge_batch(model, inputs))
         try:
             self._examples = find_examples(inputs, None)
-        except NotAlone:
-            return
+        except NotAlone as error:
+            self._loss.unread = str(error)
+        self._begin = next_sequence_number()
 
     def after_call(self, output: object) -> None:
         """Remember the outputs of a call, to read the gradient of the script's loss there."""
@@ -49,9 +54,12 @@ class Referee:
             self._loss.unread = "the model's output has a loss, and no values of single positions that it was made of"
             return
         balancing = output.get("aux_loss") if isinstance(output, Mapping) else None
-        balancing = balancing if isinstance(balancing, Tensor) else None
+        made = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
         number = len(self._loss.calls)
-        self._loss.calls.append(ScriptCall(number, self._examples, name, wide[name], balancing))
+        forward = Forward(number, self._examples, self._begin, next_sequence_number(), made)
+        forward.allowed = balancing if isinstance(balancing, Tensor) else None
+        self._loss.calls.append(ScriptCall(number, self._examples, name, wide[name], forward))
+        self._loss.recorder.follow(made)
 
     def before_backward(self, losses: Sequence[object], gradients: object) -> None:
         """Read a loss before its backward pass."""
@@ -64,8 +72,20 @@ class Referee:
     def end_step(self) -> None:
         """End with the first optimizer step."""
         self.is_over, self._examples = True, None
+        self._loss.recorder.clear()
         for call in self._loss.calls:
-            call.output = call.balancing = None
+            call.release()
+
+    def start(self) -> None:
+        """Be ready to record the functions that a script applies to outputs."""
+        torch.overrides._push_mode(self._loss.recorder)  # noqa: SLF001 - it ends in another call, unlike a block
+
+    def stop(self) -> None:
+        """Record no functions any longer; if another library's mode is on top, ours stays without effect."""
+        self._loss.recorder.clear()
+        modes = torch.overrides._get_current_function_mode_stack()  # noqa: SLF001 - no public name
+        if modes and modes[-1] is self._loss.recorder:
+            torch.overrides._pop_mode()  # noqa: SLF001
 
     def report(self) -> IsolationReport:
         """Return what was found."""

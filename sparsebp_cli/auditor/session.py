@@ -86,6 +86,8 @@ class Session:
         self._num_compiled = _count_compiled()
         self.modules.__enter__()
         self.hooks.start()
+        if self.referee is not None:
+            self.referee.start()
         self._install()
         steps = Steps(self)
         self._handles = [
@@ -110,6 +112,8 @@ class Session:
         self.modules.__exit__(None, None, None)
         self.watch.is_active = False
         self._uninstall()
+        if self.referee is not None:
+            self.referee.stop()
         self.modules.has_compiled |= _count_compiled() > self._num_compiled
         if self.modules.has_compiled:
             torch.compiler.reset()  # dynamo would never compile again what it skipped under the dispatch mode

@@ -87,6 +87,8 @@ IMPOSSIBLE: tuple[Callable[[Case], bool], ...] = (
     lambda c: c["adapter"] == "prompt" and (c["loss"] not in SHIFTED_BY_PROMPTS or c["positions"] != "none"),
     lambda c: c["size"] == "one token" and (c["loss"] not in WITHOUT_LABELS or c["padding"] != "none"),
     lambda c: c["beside"] == "tokens" and c["loss"] not in ("model", "items"),
+    # Scores of tokens come from a forward of their own, which draws other masks.
+    lambda c: c["beside"] == "tokens" and c["adapter"] == "lora with dropout",
     # A mask says that a row is one text.
     lambda c: c["padding"] != "none" and c["positions"] == "restarting",
 )

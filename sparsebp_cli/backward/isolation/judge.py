@@ -248,7 +248,9 @@ class _Trial:
         if purpose:
             found = replace(found, verdict="purpose", reason=purpose)
         else:
-            found = find_cause(found, self.model, self.examples, self._mends(limit))
+            found = find_cause(
+                found, self.model, self.examples, self._mends(limit), lambda: self._reads_others(order[0], limit)
+            )
         if found.leak > found.leak_limit:
             found = replace(found, pairs=self._find_pairs(output, leaves, affected or tuple(order), found.leak_limit))
         affected = affected or tuple(sorted({pair.target for pair in found.pairs}))
@@ -264,6 +266,28 @@ class _Trial:
                 return False
 
         return mends
+
+    def _reads_others(self, number: int, limit: float) -> bool:
+        """Return whether the outputs of an example change where copies of it, or the others in another order, stand in
+        the places of the others."""
+        example, changed = self.examples.found[number], list[dict[str, Any]]()
+        for name in ("input_ids", "inputs_embeds", "pixel_values"):
+            value = self.examples.inputs.get(name)
+            if not isinstance(value, Tensor) or len(value) != self.examples.size[0]:
+                continue
+            place = (example.row, example.columns.to(value.device)) if self.examples.several else (example.row,)
+            own = value[place]
+            repeated = own[torch.arange(value.shape[1], device=own.device) % len(own)]
+            for other in (repeated.expand_as(value).clone(), value.flip(0).roll(1, 1)):
+                other[place] = own
+                changed.append(dict(self.examples.inputs) | {name: other})
+        try:
+            with torch.no_grad():
+                plain = self.outputs.part(self.run(dict(self.examples.inputs)), number)
+                found = [self.outputs.part(self.run(inputs), number) for inputs in changed]
+            return any(_relative(one, plain) > limit for one in found)
+        except Exception:  # a model need not take tokens at other places
+            return False
 
     def _measure_rounding(self, number: int) -> float:
         """Return how much the outputs of an example alone change when its row stands there twice."""

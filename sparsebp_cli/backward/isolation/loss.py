@@ -2,7 +2,8 @@
 
 A loss that is a weighted sum of cross-entropies gives the logits of a row w (p - y), with the probabilities p, one-hot
 labels y and the row's weight w, all of which can be read from the gradient and the logits. Any other loss is asked by
-its second derivative whether the gradient of one example's outputs depends on another example's outputs.
+its second derivative whether the gradient of one example's outputs depends on another example's outputs, and is run
+again with changed outputs, for what the script has detached. All paths from the model to the loss are looked at.
 
 Shape letters: B rows, T positions, N rows (B*T), V vocabulary.
 """
@@ -16,7 +17,9 @@ import torch
 from torch import Tensor
 
 from sparsebp_cli.audit_report.isolation import LossJudgement
+from sparsebp_cli.backward.isolation.channel import Channel, Forward, find_channels
 from sparsebp_cli.backward.isolation.examples import Examples
+from sparsebp_cli.backward.isolation.replay import LossRecorder
 
 SAME = 0.02  # relative difference of weights that counts as none; bfloat16 has 8 bits
 NEXT_TOKEN = 0.9  # share of labels that are the next token, above which a head is one that predicts it
@@ -35,19 +38,26 @@ class ScriptCall:
     examples: Examples
     name: str  # of the output
     output: Tensor | None  # until its gradient was read
-    balancing: Tensor | None = None  # the loss that balances experts, which reads all tokens
+    forward: Forward  # with the loss that balances experts, which reads all tokens, as what is allowed
     weights: list[Tensor] = field(default_factory=list)  # of the trained rows of each example
     crossing: int = 0
     labels: int = 0
+
+    def release(self) -> None:
+        """Hold no tensor of the graph any longer."""
+        self.output = self.forward.allowed = None
+        self.forward.outputs = []
 
 
 class LossReader:
     """Reads the loss of a step from its backward passes."""
 
     unread: str
+    recorder: LossRecorder
 
     def __init__(self) -> None:
         self.calls: list[ScriptCall] = []
+        self.recorder = LossRecorder()
         self.unread = ""
         self._purposes: list[str] = []
 
@@ -80,26 +90,32 @@ class LossReader:
 
     def _read(self, losses: Sequence[Tensor], gradients: Sequence[Tensor | None], waiting: list[ScriptCall]) -> None:
         given = [torch.ones_like(x) if g is None else g for x, g in zip(losses, gradients, strict=True)]
-        outputs = [call.output for call in waiting if call.output is not None]
-        # The graph is kept: the script's own pass comes after this one.
-        firsts = torch.autograd.grad(list(losses), outputs, given, retain_graph=True, allow_unused=True)
-        reached, others = [], list[ScriptCall]()
-        for call, grad in zip(waiting, firsts, strict=True):
-            if grad is None:
-                continue
-            reached.append(call)
-            if not self._read_weights(call, grad):
-                others.append(call)
-        if others:
-            self._read_purpose(losses, given, others)
+        channels, is_bypassed = find_channels(losses, [call.forward for call in waiting])
+        reached = [call for call in waiting if any(channel.call == call.number for channel in channels)]
+        if is_bypassed:
+            self.unread = (
+                "it reaches parameters of the model past the model's outputs, as fused losses do, and losses inside of "
+                "the model"
+            )
+        others = [call for call in reached if not self._is_sum(call, losses, given, channels)]
+        if not (others and self._compares(losses, given, others, channels)):
+            self._read_coupling(losses, given, reached)
         for call in reached:
-            if call.balancing is not None and call.balancing.requires_grad:
-                (grad,) = torch.autograd.grad(
-                    list(losses), [call.balancing], given, retain_graph=True, allow_unused=True
-                )
+            allowed = call.forward.allowed
+            if allowed is not None and allowed.requires_grad:
+                (grad,) = torch.autograd.grad(list(losses), [allowed], given, retain_graph=True, allow_unused=True)
                 if grad is not None and bool(grad.ne(0).any()):
                     self._purposes.append("the loss that balances experts (aux_loss) reads all tokens, on purpose")
-            call.output = call.balancing = None
+            call.release()
+        self.recorder.clear()
+
+    def _is_sum(self, call: ScriptCall, losses: Sequence[Tensor], given: list[Tensor], channels: list[Channel]) -> bool:
+        """Record the weights of a sum of cross-entropies; return whether the loss reads nothing else of a call."""
+        assert call.output is not None
+        # The graph is kept: the script's own pass comes after this one.
+        (grad,) = torch.autograd.grad(list(losses), [call.output], given, retain_graph=True, allow_unused=True)
+        is_sum = grad is not None and self._read_weights(call, grad)
+        return is_sum and sum(channel.call == call.number for channel in channels) == 1
 
     def _read_weights(self, call: ScriptCall, grad: Tensor) -> bool:
         """Record the weights of a sum of cross-entropies; return whether the loss is one."""
@@ -137,59 +153,71 @@ class LossReader:
         call.crossing = _count_crossing(call.examples, label_N.view(size).cpu())
         return True
 
-    def _read_purpose(self, losses: Sequence[Tensor], given: list[Tensor], calls: list[ScriptCall]) -> None:
-        """Note if the gradient of one example's outputs depends on another's."""
-        outputs = [call.output for call in calls if call.output is not None]
-        grads = torch.autograd.grad(list(losses), outputs, given, create_graph=True, allow_unused=True)
-        owners = [_owners(call, output) for call, output in zip(calls, outputs, strict=True)]
-        first, count = list[int](), 0
+    def _compares(
+        self, losses: Sequence[Tensor], given: list[Tensor], calls: list[ScriptCall], channels: list[Channel]
+    ) -> bool:
+        """Note if the gradient of one example's outputs depends on another's, by its second derivative."""
+        first, count = dict[int, int](), 0
         for call in calls:
-            first.append(count)
+            first[call.number] = count
             count += len(call.examples.found)
+        read = [channel for channel in channels if channel.call in first]
+        owners = [torch.where(c.owner < 0, c.owner, c.owner + first[c.call]) for c in read]
+        if not self._depends(losses, given, read, owners, count):
+            return False
+        self._purposes.append(
+            "it compares examples with each other, on purpose, as in-batch negatives and preference pairs do"
+        )
+        return True
+
+    def _read_coupling(self, losses: Sequence[Tensor], given: list[Tensor], calls: list[ScriptCall]) -> None:
+        """Note if it does so through what the script has detached."""
+        found = self.recorder.find_coupling(losses, given, [call.forward for call in calls])
+        if found:
+            self._purposes.append(
+                "the gradient of an example's outputs changes with the outputs of other examples, through values "
+                "without a gradient, as weights do that are normalised over the batch"
+            )
+        elif found is None and not self.unread:
+            self.unread = "it cannot be run again on other outputs, which would show what it reads without a gradient"
+
+    def _depends(
+        self,
+        losses: Sequence[Tensor],
+        given: list[Tensor],
+        channels: list[Channel],
+        owners: list[Tensor],
+        count: int,
+    ) -> bool:
+        edges = [channel.edge for channel in channels]
+        grads = torch.autograd.grad(list(losses), edges, given, create_graph=True, allow_unused=True)
         generator = torch.Generator().manual_seed(0)
         for bit in range(max(1, (count - 1).bit_length())):  # each two numbers differ in one bit
             total = None
-            for grad, owner, start in zip(grads, owners, first, strict=True):
+            for grad, owner in zip(grads, owners, strict=True):
                 if grad is None or not grad.requires_grad:
                     continue
-                chosen = ((owner + start) >> bit & 1).bool() & (owner >= 0)
+                chosen = (owner >> bit & 1).bool() & (owner >= 0)
                 random = torch.randn(grad.shape, generator=generator).to(grad)
                 term = (grad * random * _wide(chosen, grad)).sum()
                 total = term if total is None else total + term
             if total is None or not total.requires_grad:
-                return  # linear: nothing of another example is in it
-            seconds = torch.autograd.grad(total, outputs, retain_graph=True, allow_unused=True)
+                return False  # linear: nothing of another example is in it
+            seconds = torch.autograd.grad(total, edges, retain_graph=True, allow_unused=True)
             inside = outside = 0.0
-            for second, owner, start in zip(seconds, owners, first, strict=True):
+            for second, owner in zip(seconds, owners, strict=True):
                 if second is None:
                     continue
-                chosen = _wide(((owner + start) >> bit & 1).bool() & (owner >= 0), second)
+                chosen = _wide((owner >> bit & 1).bool() & (owner >= 0), second)
                 inside += float((second * chosen).double().square().sum())
                 outside += float((second * ~chosen).double().square().sum())
             if outside > (1e-4**2) * max(inside, 1e-30) and outside > 0:
-                self._purposes.append(
-                    "it compares examples with each other, on purpose, as in-batch negatives and preference pairs do"
-                )
-                return
+                return True
+        return False
 
 
 def _wide(chosen: Tensor, like: Tensor) -> Tensor:
     return chosen.view(*chosen.shape, *[1] * (like.dim() - chosen.dim())).to(like.device)
-
-
-def _owners(call: ScriptCall, output: Tensor) -> Tensor:
-    """Return the number of the example of each row, or of each position where the output has positions; -1: none."""
-    size = call.examples.size
-    if output.dim() > 1 and output.shape[:2] == size:
-        owner = torch.full(size, -1)
-        for number, example in enumerate(call.examples.found):
-            owner[example.row, example.columns] = number
-        return owner
-    owner = torch.full(output.shape[:1], -1)
-    for number, example in enumerate(call.examples.found):
-        if example.row < len(owner):
-            owner[example.row] = number
-    return owner
 
 
 def _count_crossing(examples: Examples, label_BT: Tensor) -> int:

@@ -59,13 +59,23 @@ def find_purpose(model: nn.Module, name: str) -> str:
 
 
 def find_cause(
-    found: BatchJudgement, model: nn.Module, examples: Examples, mends: Callable[[dict[str, Any]], bool]
+    found: BatchJudgement,
+    model: nn.Module,
+    examples: Examples,
+    mends: Callable[[dict[str, Any]], bool],
+    reads_detached: Callable[[], bool],
 ) -> BatchJudgement:
-    """Return a judgement with cause and mend: those of the first variant with which the examples are as if alone."""
+    """Return a judgement with cause and mend: those of the first variant with which the examples are as if alone.
+
+    ``reads_detached`` tells whether an example's outputs change with the tokens of others. No cause is named that was
+    not shown.
+    """
     for variant in _variants(model, examples):
         if mends(variant.inputs):
             return replace(found, cause=variant.cause, mend=variant.mend, is_mend_tried=True)
     cause, mend = _guess(found, examples)
+    if not cause and reads_detached():
+        cause = f"{found.module_class or 'the model'} reads other examples through values without a gradient"
     return replace(found, cause=cause, mend=mend)
 
 
@@ -95,8 +105,11 @@ def _variants(model: nn.Module, examples: Examples) -> Iterator[Variant]:
                 without | {"position_ids": numbers, "use_cache": False},
             )
         blocks = _block_mask(examples, _dtype(model), is_causal=_is_causal(model))
+        is_own = isinstance(mask, Tensor) and mask.dim() == 4
         yield Variant(
-            "the model builds its attention mask without position_ids, and reads across the examples of a row",
+            "the 4-D attention mask that was given lets an example of a row read another"
+            if is_own
+            else "the model builds its attention mask without position_ids, and reads across the examples of a row",
             f"pass a 4-D attention mask that covers other examples, or {PADDED}",
             inputs | {"attention_mask": blocks, "use_cache": False},
         )
@@ -123,9 +136,10 @@ def _variants(model: nn.Module, examples: Examples) -> Iterator[Variant]:
 
 
 def _guess(found: BatchJudgement, examples: Examples) -> tuple[str, str]:
-    """Return cause and mend by the class of the first module, where no variant mends the batch."""
+    """Return cause and mend by the first module and the measured gradient, where no variant mends the batch."""
     words = f"{found.module_class} {found.module.rsplit('.', 1)[-1]}".lower()
-    if examples.several and any(word in words for word in RECURRENT):
+    is_read = found.leak > found.leak_limit
+    if examples.several and is_read and any(word in words for word in RECURRENT):
         return (
             f"{found.module_class} goes on from one example of a row into the next",
             f"{PADDED}, or with kernels that are given the limits of examples (causal-conv1d and mamba-ssm or "
@@ -133,19 +147,10 @@ def _guess(found: BatchJudgement, examples: Examples) -> tuple[str, str]:
         )
     if examples.several and "position" in words:
         return "the model counts positions through the whole row, whatever position_ids say", PADDED
-    if examples.several and found.leak > found.leak_limit:
-        return f"{found.module_class} reads across the examples of a row, whatever position_ids say", PADDED
-    if examples.several:
-        return (
-            "position numbers of the examples in the row are not those of the examples alone",
-            f"let position_ids begin at 0 with each example; where they do, the model does not use them: {PADDED}",
-        )
-    if found.leak > found.leak_limit:
-        return f"{found.module_class} reads other rows of the batch", ""
-    return (
-        "positions or masks of the batch are not those of the example alone",
-        "compare position_ids and attention_mask",
-    )
+    if is_read:
+        place = "reads across the examples of a row, whatever position_ids say" if examples.several else ""
+        return f"{found.module_class} {place or 'reads other rows of the batch'}", PADDED if examples.several else ""
+    return "", ""  # what was not shown is not said
 
 
 def _count(examples: Examples) -> Tensor:
