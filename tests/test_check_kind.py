@@ -52,6 +52,11 @@ def test_a_kind_of_a_package_keeps_every_promise(depth: Any) -> None:
     check_kind(depth.DEPTH_SELECTOR, [depth.RandomDepth(full=1.0), {"name": "random-depth", "full": 0.3}])
 
 
+@pytest.mark.parametrize("full", [0.5, 0.7, 0.9])
+def test_a_kind_is_not_refused_because_a_few_steps_were_drawn_dense(depth: Any, full: float) -> None:
+    check_kind(depth.DEPTH_SELECTOR, [depth.RandomDepth(full=full)])
+
+
 def test_a_kind_of_a_package_works_in_a_decoder(depth: Any) -> None:
     check_kind(depth.DEPTH_SELECTOR, [depth.RandomDepth(full=0.3)], make_model=_decoder, loss=_loss)
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from sparsebp_cli.policy import Examples, ExampleSelector, ReferenceReader, Step, WeightedExamples
-from sparsebp_cli.testing.promise import name_of, require
+from sparsebp_cli.testing.promise import enough, name_of, require
 from sparsebp_cli.testing.state import check_state, first_state
-from sparsebp_cli.testing.suite import check_draws, check_repeatable
+from sparsebp_cli.testing.suite import check_draws, check_repeatable, find_share
 
 _NUM_STEPS = 24
 _NUM_DRAWS = 1000
@@ -82,11 +82,25 @@ def _check_draws(policy: ExampleSelector) -> None:
     if not check_draws(policy, asked, ("micro_batch", "seed", "rank")):
         return
     for number in {examples.number for examples, _ in _cases(policy) if examples.number > 2}:
-        same_batch = [(e, s) for e, s in _cases(policy) if e.number == number]
-        chosen = [policy.choose(_examples(policy, number, s), s) for _, s in same_batch]
-        different = {tuple(_index(choice).tolist()) for choice in chosen if choice is not None}
+        first = next((s for e, s in _cases(policy) if e.number == number and policy.choose(e, s) is not None), None)
+        if first is None or policy.budget * number < 1:
+            continue  # of so few, it hardly ever draws others
+        share = find_share(_differing(policy, number, first, [replace(first, draw=draw) for draw in range(1, 4097)]))
+        if share is None:
+            continue
+        num_steps = first.index + 1 + max(_NUM_STEPS, enough(share))
+        later = [_step(policy, index, num_steps) for index in range(first.index + 1, num_steps)]
         text = f"{name_of(policy)}: is random but draws the same for every index of the step"
-        require(len(different) != 1 or policy.budget * number < 1, text)
+        require(any(_differing(policy, number, first, later)), text)
+
+
+def _differing(policy: ExampleSelector, number: int, first: Step, others: Sequence[Step]) -> Iterator[bool]:
+    """Tell of other steps whether other examples are chosen than at the first; all of them are no choice."""
+    expected = policy.choose(_examples(policy, number, first), first)
+    assert expected is not None
+    for step in others:
+        choice = policy.choose(_examples(policy, number, step), step)
+        yield choice is not None and not torch.equal(_index(choice), _index(expected))
 
 
 def _check_exact(policy: ExampleSelector) -> None:
@@ -128,10 +142,14 @@ def _choose(policy: ExampleSelector, examples: Examples, step: Step) -> Tensor |
 def _cases(policy: ExampleSelector) -> Iterator[tuple[Examples, Step]]:
     """Yield batches of several sizes at several steps, with losses only if the policy needs them."""
     for index in range(_NUM_STEPS):
-        num_steps = _NUM_STEPS if policy.needs_num_steps else None
-        step = Step(index, seed=1, num_steps=num_steps, state=first_state(policy, _places(policy)))
+        step = _step(policy, index, _NUM_STEPS)
         for number in (1, 2, 7, _MOST):
             yield _examples(policy, number, step), step
+
+
+def _step(policy: ExampleSelector, index: int, num_steps: int) -> Step:
+    known = num_steps if policy.needs_num_steps else None
+    return Step(index, seed=1, num_steps=known, state=first_state(policy, _places(policy)))
 
 
 def _examples(policy: ExampleSelector, number: int, step: Step) -> Examples:

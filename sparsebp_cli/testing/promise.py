@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
+from math import ceil, log, log1p
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -15,12 +16,18 @@ from sparsebp_cli.backward import Engine, attach
 from sparsebp_cli.policy import Policy, Step
 
 Kind = TypeVar("Kind", bound=Policy)
+RARE = 1e-6  # chance with which a suite may refuse a policy that keeps its promise about draws
 
 
 def require(condition: bool, text: str) -> None:
     """Raise ``AssertionError`` with a text unless a condition holds."""
     if not condition:
         raise AssertionError(text)
+
+
+def enough(share: float) -> int:
+    """Return a number of draws of which, with a chance of all but RARE, at least one is among a share of all draws."""
+    return 1 if share >= 1.0 else ceil(log(RARE) / log1p(-share))
 
 
 def name_of(policy: Policy) -> str:

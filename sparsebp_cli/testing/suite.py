@@ -3,18 +3,22 @@ draws for other steps. A kind's own suite says how its policies are asked, and w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import fields, is_dataclass
+from itertools import count, islice
 from typing import Concatenate, ParamSpec
 
 import torch
 from torch import Tensor
 
 from sparsebp_cli.policy import Policy, Step
-from sparsebp_cli.testing.promise import Kind, name_of, random_states, require, through_json, vary
+from sparsebp_cli.testing.promise import Kind, enough, name_of, random_states, require, through_json, vary
 
-_NUMBERS = range(1, 9)  # a policy that reads a part of the step draws alike at all of them hardly ever
+_FEW, _MOST = 16, 4096  # draws after which one that was always alike is not random, and at most
+# Unlike draws that are waited for, and how many times fewer there may truly be. That 8 come in an eighth of the draws
+# which they take on average has a chance of 1e-5, and even then 999 of 1,000 policies are not refused.
+_SEEN, _FEWER = 8, 4
 Place = ParamSpec("Place")
 
 
@@ -52,17 +56,39 @@ def check_draws(policy: Policy, asked: Sequence[tuple[Callable[[Step], object], 
         Whether the policy is random.
     """
 
-    def differs(part: str) -> bool:
-        return any(
-            not same(ask(step), ask(other))
-            for ask, step in asked
-            for other in vary(step, part, [getattr(step, part) + number for number in _NUMBERS])
-        )
+    def differing(part: str, numbers: Iterable[int]) -> Iterator[bool]:
+        for number in numbers:
+            for ask, step in asked:
+                (other,) = vary(step, part, [getattr(step, part) + number])
+                yield not same(ask(step), ask(other))
 
-    is_random = differs("draw")
-    for part in parts if is_random else ():
-        require(differs(part), f"{name_of(policy)}: is random but draws the same for every {part} of the step")
-    return is_random
+    share = find_share(differing("draw", count(1)))
+    if share is None:
+        return False
+    for part in parts:
+        numbers = range(1, 2 + enough(share) // len(asked))
+        text = f"{name_of(policy)}: is random but draws the same for every {part} of the step"
+        require(any(differing(part, numbers)), text)
+    return True
+
+
+def find_share(differing: Iterable[bool]) -> float | None:
+    """Return the share of draws that surely are unlike the first one; None: hardly any is.
+
+    Args:
+        differing: For one draw after another, whether it is unlike the first one.
+
+    Returns:
+        A fraction of the share that was seen; the suites wait for that many draws (:func:`enough`) before they refuse.
+    """
+    seen = 0
+    for number, is_other in enumerate(islice(differing, _MOST), 1):
+        seen += is_other
+        if seen == _SEEN:
+            return _SEEN / number / _FEWER
+        if number == _FEW and not seen:
+            return None
+    return None
 
 
 def same(one: object, other: object) -> bool:

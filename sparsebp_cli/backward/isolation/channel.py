@@ -92,6 +92,8 @@ def find_owners(examples: Examples, shape: Sequence[int]) -> Tensor | None:
         owner_BT[example.row, example.columns] = number
     if tuple(shape[:2]) == (rows, width):
         return owner_BT
+    if tuple(shape[:2]) == (rows, width - 1) and width > 2:  # of the tokens that each position predicts
+        return owner_BT[:, :-1]
     if shape and shape[0] == rows * width and width > 1:
         return owner_BT.flatten()
     if not shape or shape[0] != rows or examples.several:
