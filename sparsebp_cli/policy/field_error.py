@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
@@ -125,7 +125,9 @@ def _describe(location: Location, details: ErrorDetails, model: type[BaseModel])
         return FieldError(location, f"got {show(value)}, allowed: {expected.replace(' or ', ', ')}{near}")
     shown = show_with_type(value) if kind in MUST_BE else show(value)
     must_be = _must_be(details, _find_field(model, location))
-    return FieldError(location, f"must be {must_be}, got {shown}{_find_hint(kind, value)}")
+    return FieldError(
+        location, f"must be {must_be}, got {shown}{_find_hint(kind, value, _find_model(model, location))}"
+    )
 
 
 def _list_keys(model: type[BaseModel]) -> list[str]:
@@ -151,13 +153,25 @@ def _must_be(details: ErrorDetails, field: FieldInfo | None) -> str:
     return shorten(re.sub(r"^\w+ should (be )?", "", words), LONGEST_REASON)
 
 
-def _find_hint(kind: str, value: object) -> str:
+def _find_hint(kind: str, value: object, owner: type[BaseModel] | None) -> str:
     if kind == "int_type" and isinstance(value, float) and math.isfinite(value) and value.is_integer():
         return f"; write {shorten(str(int(value)))}"
     if kind in {"int_type", "float_type"} and isinstance(value, str) and re.fullmatch(r"[-+]?[0-9.]+", value):
         return "; write it without quotes"
     if kind == "string_type" and isinstance(value, bool | int | float):
         return "; put it in quotes"
+    if MUST_BE.get(kind) == "a list" and isinstance(value, str):
+        return f"; write [{show(value)}]"
+    if kind in {"model_type", "model_attributes_type"} and isinstance(value, str):
+        return _find_key_for(value, owner)
+    return ""
+
+
+def _find_key_for(value: str, owner: type[BaseModel] | None) -> str:
+    """Return a hint where one key of a section allows a value that was given in the section's place."""
+    for key, field in owner.model_fields.items() if owner is not None else ():
+        if get_origin(field.annotation) is Literal and value in get_args(field.annotation):
+            return f"; write {{{key}: {value}}}"
     return ""
 
 

@@ -49,7 +49,10 @@ TRAINING = SMALL + "training:\n  "
             SMALL + "backward: {sites: edges, exclude: lm_head}",
             "5:19: backward.sites: got 'edges', allowed: 'linears', 'branches', 'nodes'; did you mean nodes?",
         ),
-        (SMALL + "backward: {exclude: lm_head}", "5:21: backward.exclude: must be a list, got 'lm_head' (text)"),
+        (
+            SMALL + "backward: {exclude: lm_head}",
+            "5:21: backward.exclude: must be a list, got 'lm_head' (text); write ['lm_head']",
+        ),
         (
             SMALL + "backward: {exclude: [a, 3]}",
             "5:25: backward.exclude.1: must be text, got 3 (a number); put it in quotes",

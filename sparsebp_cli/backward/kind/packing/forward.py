@@ -50,7 +50,7 @@ from sparsebp_cli.backward.kind.packing.tiled_head import TiledRun
 from sparsebp_cli.backward.kind.packing.update import Collected, KeptRows
 from sparsebp_cli.backward.kind.packing.verify import Check, compare_passes, limit_of
 from sparsebp_cli.backward.kind.packing.weight import find_weightless
-from sparsebp_cli.backward.observe.internals import find_hook
+from sparsebp_cli.backward.observe.internals import find_hook, is_in_transform
 from sparsebp_cli.backward.patch.boundary import ReadsUncomputedError, checked
 from sparsebp_cli.backward.patch.deferred import defer_logits
 from sparsebp_cli.backward.patch.forward import (
@@ -100,6 +100,11 @@ class PackedForward(ForwardOverride):
             extension.given_labels = before
 
     def _pack(self, arguments: dict[str, Any]) -> Any:
+        if is_in_transform():
+            raise UnsupportedError(
+                "torch.func (vmap, grad, jacrev) over a model with lossless is not built: run it inside "
+                "engine.disabled()"
+            )
         given = {name: value for name, value in arguments.items() if value is not None}
         # The loss that balances experts is one of the whole batch, which is not cut then.
         if not given.get(ARGUMENT) or balances_experts(self._model, given):

@@ -38,6 +38,12 @@ READS_MORE = (
     "the script reads more than the loss of a forward without a gradient, which was computed plainly then: give the "
     "forward no labels, or say by engine.scoring(...) that positions with a label alone are read"
 )
+EXPLAINED = 0.05  # relative error of a row of outputs, which no rounding gives
+OTHER_MASK = (
+    "plain forwards with and without a gradient differ here: gradient checkpointing switches the key/value cache off "
+    "in the former alone, and transformers masks otherwise without it. Scores are those of the forward with a "
+    "gradient; pass use_cache=False to make both plain ones alike"
+)
 CHANGED = (
     "outputs beside the loss that lossless did not compute are computed when they are read, and the model's weights "
     "have changed since: read them before the update"
@@ -230,6 +236,12 @@ class Scoring:
             self.counts.judge(check.describe())
         else:
             self.counts.error = max(self.counts.error, check.row_error)
+        if (
+            check.passed
+            and check.row_error > EXPLAINED
+            and getattr(extension.model, "is_gradient_checkpointing", False)
+        ):
+            self.counts.judge(OTHER_MASK)
         if not check.passed:
             extension.fail(f"{check.describe()}: the plain step is used from here on")
             self.note()
