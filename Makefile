@@ -64,8 +64,9 @@ test-oldest:  ## the tests with the oldest PyTorch and transformers that are all
 test-long: .venv/develop  ## the longest tests, each a larger form of one that `make test` runs
 	$(BIN)/pytest -m long -n 2 --dist loadgroup
 
-chaos: .venv/develop  ## faults in large numbers, counted into docs/reference/promises.md (about an hour)
+chaos: .venv/develop  ## faults in large numbers, counted into docs/reference/promises.md (two hours, with lossless in the second)
 	$(BIN)/pytest -m "chaos or promise" -n 2 --dist loadgroup --trials=docs/reference/promises.json
+	$(BIN)/python benchmarks/exactness.py --minutes 60 --processes 2 --write
 	$(BIN)/python docs/generate.py
 
 browser: .venv/develop  ## the report of compare in a headless chromium, which has to be installed

@@ -67,6 +67,10 @@ TRAINING = SMALL + "training:\n  "
             SMALL + "policy: max-child",
             "5:9: policy.0.name: 'max-child' routes at graph nodes: needs backward.sites: nodes, got linears",
         ),
+        (
+            "version: 1\nname: a\nmodel: {name: austen-llama, quantization: nf4}\ndataset: {name: austen}\n",
+            "3:43: model.quantization: must be a mapping, got 'nf4' (text); write {type: nf4}",
+        ),
         (SMALL + "policy: 3", "5:9: policy: must be a list, got 3 (a number)"),
         (SMALL + "policy: [3]", "5:10: policy.0: must be a mapping, got 3 (a number)"),
         (

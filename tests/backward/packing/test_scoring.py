@@ -270,3 +270,37 @@ def test_nothing_is_gathered_over_forwards_of_changing_shapes() -> None:
                 del ids, labels
                 seen.append(gathered())
     assert seen[0] == seen[1]
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning")
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_scores_under_checkpointing_are_explained_where_the_plain_forward_is_masked_otherwise() -> None:
+    model = tiny_model("llama").train()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, 30, (2, 24), generator=generator)
+    positions = torch.stack([torch.randperm(60, generator=generator)[:24].sort().values for _ in range(2)])
+    labels = ids.masked_fill(torch.arange(24) >= 20, IGNORED)
+    with sbp.attach(model, "lossless") as engine:
+        with torch.no_grad(), engine.scoring(labels):
+            model(input_ids=ids, position_ids=positions)
+        assert "gradient checkpointing switches the key/value cache off" in engine.notes[NOTE]
+
+
+def test_torch_func_over_a_packed_model_is_refused_by_name() -> None:
+    model = tiny_model("llama").train()
+    ids = torch.randint(3, 30, (2, 12), generator=torch.Generator().manual_seed(0))
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+    def loss(weights: dict[str, Tensor]) -> Tensor:
+        found: Tensor = torch.func.functional_call(model, weights, kwargs={"input_ids": ids, "labels": ids}).loss
+        return found
+
+    with sbp.attach(model, "lossless") as engine:
+        with pytest.raises(UnsupportedError, match=r"torch.func .* over a model with lossless is not built"):
+            torch.func.grad(loss)(weights)
+        with engine.disabled():
+            assert torch.func.grad(loss)(weights).keys() == weights.keys()
