@@ -107,6 +107,8 @@ ANSWERS = {
     "load_in_8bit": "model.quantization: {type: int8}",
     "bnb_4bit_quant_type": "model.quantization: {type: nf4}, or fp4,",
     "quantization_config": "model.quantization: {type: nf4}",
+    # Of earlier versions.
+    "time_forms": "`backward: {exclude: [GLOB]}` keeps linears dense whose products are slower",
     "quantization_bit": "model.quantization: {type: nf4}, or int8,",
 }
 

@@ -217,8 +217,19 @@ def test_one_wrong_row_is_noticed(monkeypatch: pytest.MonkeyPatch, *, declared: 
         plain = model(**batch)
         with sbp.attach(model, "lossless") as engine, engine.scoring(reads="labels" if declared else "loss"):
             assert torch.equal(model(**batch).loss, plain.loss)
-            assert "the plain step is used from here on" in engine.notes[NOTE]
-            assert "the plain step is used from here on" in engine.notes["packing"]
+            assert torch.equal(model(**batch).loss, plain.loss)  # batches of this kind are run plainly from here on
+        assert "2 batches were run plainly: outputs of packed examples differ" in engine.notes[NOTE]
+
+
+def test_outputs_that_are_wrong_in_all_rows_alike_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = tiny_model("llama").eval(), make_batch("right", "dense", "groups")
+    right = forward_module.spread_logits
+    monkeypatch.setattr(forward_module, "spread_logits", lambda *args: right(*args) * 1.5)
+    with torch.no_grad():
+        plain = model(**batch)
+        with sbp.attach(model, "lossless") as engine, engine.scoring(reads="labels"):
+            assert torch.equal(model(**batch).logits, plain.logits)
+        assert "outputs of packed examples differ" in engine.notes[NOTE]
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft 0.21
@@ -274,7 +285,7 @@ def test_nothing_is_gathered_over_forwards_of_changing_shapes() -> None:
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning")
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-def test_scores_under_checkpointing_are_explained_where_the_plain_forward_is_masked_otherwise() -> None:
+def test_scores_under_checkpointing_are_those_of_the_forward_with_a_gradient() -> None:
     model = tiny_model("llama").train()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -284,10 +295,11 @@ def test_scores_under_checkpointing_are_explained_where_the_plain_forward_is_mas
     ids = torch.randint(3, 30, (2, 24), generator=generator)
     positions = torch.stack([torch.randperm(60, generator=generator)[:24].sort().values for _ in range(2)])
     labels = ids.masked_fill(torch.arange(24) >= 20, IGNORED)
-    with sbp.attach(model, "lossless") as engine:
-        with torch.no_grad(), engine.scoring(labels):
-            model(input_ids=ids, position_ids=positions)
-        assert "gradient checkpointing switches the key/value cache off" in engine.notes[NOTE]
+    exact = model(input_ids=ids, position_ids=positions).logits.detach()
+    with torch.no_grad(), sbp.attach(model, "lossless") as engine, engine.scoring(labels):
+        found = model(input_ids=ids, position_ids=positions).logits
+    torch.testing.assert_close(found[:, :19], exact[:, :19])  # masks of the plain forward differ without a gradient
+    assert "the plain step is wrong" in engine.notes[NOTE]
 
 
 def test_torch_func_over_a_packed_model_is_refused_by_name() -> None:
@@ -304,3 +316,17 @@ def test_torch_func_over_a_packed_model_is_refused_by_name() -> None:
             torch.func.grad(loss)(weights)
         with engine.disabled():
             assert torch.func.grad(loss)(weights).keys() == weights.keys()
+
+
+@pytest.mark.parametrize("has_gradient", [False, True])
+def test_norms_and_angles_in_float32_are_rounding_in_a_model_of_float64(*, has_gradient: bool) -> None:
+    model, batch = tiny_model("llama").double().train(), make_batch("right", "completion", "groups")
+    with (
+        sbp.attach(model, sbp.make_policy("lossless", verify="always")) as engine,
+        torch.set_grad_enabled(has_gradient),
+    ):
+        for _ in range(3):
+            model(**batch)
+    note = engine.notes["packing" if has_gradient else NOTE]
+    assert "in 3 of 3 batches" in note
+    assert "plainly" not in note

@@ -57,6 +57,3 @@ class PackedModel(Protocol):
 
     def count(self, batch: PackedBatch, counts: Counts) -> None:
         """Add a packed batch to counts."""
-
-    def fail(self, text: str) -> None:
-        """Run everything plainly from here on."""

@@ -395,11 +395,6 @@ class PackingPlanner:
             self.failure = f"{reason}: the plain step is used from here on"
         self.failed[batch.signature] = reason
 
-    def fail(self, text: str) -> None:
-        """Use the plain forward from here on, for the reason that is given."""
-        self.failure = text
-        self.note()
-
     def count(self, batch: PackedBatch, counts: Counts) -> None:
         """Count a packed batch, with the rows that the head and the last layer have run."""
         read = batch.layout.read if self.shortens else None

@@ -38,12 +38,6 @@ READS_MORE = (
     "the script reads more than the loss of a forward without a gradient, which was computed plainly then: give the "
     "forward no labels, or say by engine.scoring(...) that positions with a label alone are read"
 )
-EXPLAINED = 0.05  # relative error of a row of outputs, which no rounding gives
-OTHER_MASK = (
-    "plain forwards with and without a gradient differ here: gradient checkpointing switches the key/value cache off "
-    "in the former alone, and transformers masks otherwise without it. Scores are those of the forward with a "
-    "gradient; pass use_cache=False to make both plain ones alike"
-)
 CHANGED = (
     "outputs beside the loss that lossless did not compute are computed when they are read, and the model's weights "
     "have changed since: read them before the update"
@@ -97,6 +91,7 @@ class Scoring:
         self.is_paused = False
         self._stopped = ""  # why forwards with labels are plain from here on
         self._seen: dict[tuple[object, ...], tuple[int, int]] = {}
+        self._failed: dict[tuple[bool, ...], str] = {}  # kinds of batches that run plainly: what a comparison found
 
     @contextmanager
     def reading_by(self, labels: Tensor | None, reads: Reads) -> Iterator[None]:
@@ -156,6 +151,11 @@ class Scoring:
             )
         batch = passes.find_batch(given, self.counts, labels)
         if batch is None:
+            self.counts.add_plain(first.shape[:2].numel())
+            self.note()
+            return plain()
+        if reason := self._failed.get(batch.signature):
+            self.counts.refuse(reason)
             self.counts.add_plain(first.shape[:2].numel())
             self.note()
             return plain()
@@ -228,7 +228,7 @@ class Scoring:
         if extension.head is not None:
             rows = batch.read_BT[:, kept_columns(given.get("logits_to_keep"))]
         with self.paused():
-            check = compare_outputs(extension.model, rows, passes.run_plain(**given), packed)
+            check = compare_outputs(extension.model, rows, partial(passes.run_plain, **given), packed)
             if not check.passed and extension.pair is None:
                 check = passes.decide(check, given)
         self.counts.checks += 1
@@ -236,14 +236,10 @@ class Scoring:
             self.counts.judge(check.describe())
         else:
             self.counts.error = max(self.counts.error, check.row_error)
-        if (
-            check.passed
-            and check.row_error > EXPLAINED
-            and getattr(extension.model, "is_gradient_checkpointing", False)
-        ):
-            self.counts.judge(OTHER_MASK)
         if not check.passed:
-            extension.fail(f"{check.describe()}: the plain step is used from here on")
+            self._failed[batch.signature] = check.describe()
+            self.counts.refuse(check.describe())
+            self.counts.add_plain(rows.numel())
             self.note()
         return check.passed
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import isnan
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # Relative errors of the whole gradient that rounding explains, by the coarsest dtype in the computation. Wrong masks or
 # positions give errors above 1e-2 in every dtype.
@@ -32,10 +33,11 @@ MUCH_FARTHER = 10.0  # from the examples alone: then one of two passes is wrong,
 class Check:
     """The result of one comparison."""
 
-    error: float  # 2-norm of the difference of the gradients over the 2-norm of the plain one
+    error: float  # 2-norm of the difference of what is compared over the 2-norm of the plain one
     limit: float
     row_error: float = 0.0  # the largest relative error of a row that is read
     row_limit: float = 1.0  # by the median of the rows: what rounding did here
+    compared: Literal["gradient", "outputs"] = "gradient"
 
     guilty: Literal["plain", "packed", ""] = ""  # which of the two is not as its examples alone; empty: not decided
     from_alone: float = 0.0  # how far that one is, relative to an example's outputs
@@ -69,7 +71,8 @@ class Check:
         if self.guilty == "packed":
             return f"outputs of packed examples differ by {self.from_alone:.1e} from those of the examples alone"
         if self.error > self.limit:
-            return f"the packed gradient differs from the plain one by {self.error:.1e} (limit {self.limit:.0e})"
+            what = "the packed gradient differs" if self.compared == "gradient" else "outputs of packed examples differ"
+            return f"{what} from the plain one by {self.error:.1e} (limit {self.limit:.0e})"
         return (
             f"a row that is read differs from the plain one by {self.row_error:.1e}, where rounding explains "
             f"{self.row_limit:.0e}"
@@ -142,9 +145,43 @@ def _compare_gradients(
             0.0, limit_of(model)
         )  # a forecast: the passes take what they take, and there is nothing to compare
     error = float((squares / norm).sqrt()) if norm else float(squares.sqrt())
-    limit = limit_of(model)
-    worst, allowed = _compare_rows(*outputs, floor=ROW_LIMITS[_coarsest(model)]) if len(outputs) == 2 else (0.0, 1.0)
-    return Check(float("inf") if isnan(error) else error, limit, worst, allowed)
+    error = float("inf") if isnan(error) else error
+    compared = outputs[:2] if len(outputs) == 2 else []
+
+    def judge(dtype: torch.dtype) -> Check:
+        worst, allowed = _compare_rows(*compared, floor=ROW_LIMITS[dtype]) if compared else (0.0, 1.0)
+        return Check(error, LIMITS[dtype], worst, allowed)
+
+    return _judge_by_dtype(model, judge, plain)
+
+
+def _judge_by_dtype(model: nn.Module, judge: Callable[[torch.dtype], Check], plain: Callable[[], Any]) -> Check:
+    """Return a check by the rounding of the model's dtypes, and, where that does not explain a difference, by that of
+    the coarsest dtype in which the plain pass computes: a model in float64 may have norms and angles in float32."""
+    check = judge(_coarsest(model))
+    if check.explained:
+        return check
+    with torch.no_grad(), _DtypeWatch() as watch:
+        plain()
+    coarsest = _choose_coarsest({_coarsest(model), *watch.found})
+    return check if coarsest == _coarsest(model) else judge(coarsest)
+
+
+class _DtypeWatch(TorchDispatchMode):
+    """Which dtypes the results of operators have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[torch.dtype] = set()
+
+    def __torch_dispatch__(  # noqa: D105 - torch's own name
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for one in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(one, Tensor):
+                self.found.add(one.dtype)
+        return result
 
 
 def _sum_squares(found: Tensor, exact: Tensor) -> tuple[Tensor, Tensor]:
@@ -184,27 +221,43 @@ def _measure_rows(plain_RX: Tensor, packed_RX: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat(sizes), torch.cat(differences)
 
 
-def compare_outputs(model: nn.Module, rows: Tensor, plain: Any, packed: Any) -> Check:
-    """Compare two outputs of a forward without a gradient: the loss, and what is read, row by row.
+def compare_outputs(model: nn.Module, rows: Tensor, plain: Callable[[], Any], packed: Any) -> Check:
+    """Compare the outputs of a forward without a gradient: the loss, all that is read, and its rows one by one.
 
     ``rows`` (B, T) are those that are read.
     """
-    floor, found = ROW_LIMITS[_coarsest(model)], [(0.0, 1.0)]
-    loss, packed_loss = getattr(plain, "loss", None), getattr(packed, "loss", None)
-    if loss is not None and packed_loss is not None and bool(loss.isfinite()):
-        error = float((packed_loss.double() - loss.double()).abs() / loss.double().abs().clamp_min(1e-30))
-        found.append((float("inf") if isnan(error) else error, limit_of(model)))
-    by_token = [name for name in ("log_probs", "entropy") if getattr(plain, name, None) is not None]
+    expected = plain()
+    pairs: list[tuple[Tensor, Tensor, float]] = []
+    losses = getattr(expected, "loss", None), getattr(packed, "loss", None)
+    by_token = [name for name in ("log_probs", "entropy") if getattr(expected, name, None) is not None]
     for name in by_token:  # of trl's fused head: (B, T - 1), one number a row
-        is_read = rows[:, : getattr(plain, name).shape[1]]
-        one, other = (getattr(output, name)[is_read][:, None] for output in (plain, packed))
-        found.append(_compare_rows(one, other, floor=floor, least=1.0))
+        is_read = rows[:, : getattr(expected, name).shape[1]]
+        one, other = (getattr(output, name)[is_read][:, None] for output in (expected, packed))
+        pairs.append((one, other, 1.0))
     if not by_token:
-        one, other = (output.logits if loss is not None else output[0] for output in (plain, packed))
+        one, other = (output.logits if losses[0] is not None else output[0] for output in (expected, packed))
         by_row = one.shape[:2] == rows.shape
-        found.append(_compare_rows(one[rows] if by_row else one, other[rows] if by_row else other, floor=floor))
-    worst, allowed = max(found, key=lambda pair: pair[0] / pair[1])
-    return Check(0.0, 1.0, worst, allowed)
+        pairs.append((one[rows] if by_row else one, other[rows] if by_row else other, 0.0))
+
+    def judge(dtype: torch.dtype) -> Check:
+        found = [_compare_rows(one, other, floor=ROW_LIMITS[dtype], least=least) for one, other, least in pairs]
+        worst, allowed = max(found, key=lambda pair: pair[0] / pair[1])
+        return Check(max(errors), LIMITS[dtype], worst, allowed, compared="outputs")
+
+    # By rows alone, outputs that are wrong in all rows alike would pass: each is allowed ten times the median's error.
+    errors = [_relative_error(other, one, least) for one, other, least in pairs]
+    if losses[0] is not None and losses[1] is not None and bool(losses[0].isfinite()):
+        errors.append(_relative_error(losses[1], losses[0], 0.0))
+    return _judge_by_dtype(model, judge, plain)
+
+
+def _relative_error(found: Tensor, exact: Tensor, least: float) -> float:
+    """Return the norm of a difference over that of its second part, which counts as ``least`` an entry or more."""
+    if found.shape != exact.shape or not exact.numel():
+        return 0.0
+    difference, size = (float(part) ** 0.5 for part in _sum_squares(found.detach(), exact.detach()))
+    error = difference / max(size, least * exact.numel() ** 0.5, 1e-30)
+    return float("inf") if isnan(error) else error
 
 
 def limit_of(model: nn.Module) -> float:
@@ -217,4 +270,8 @@ def _coarsest(model: nn.Module) -> torch.dtype:
     device = next(model.parameters()).device.type
     if torch.is_autocast_enabled(device):
         kinds.add(torch.get_autocast_dtype(device))
+    return _choose_coarsest(kinds)
+
+
+def _choose_coarsest(kinds: set[torch.dtype]) -> torch.dtype:
     return max((kind for kind in kinds if kind in LIMITS), key=lambda kind: LIMITS[kind], default=torch.float32)
