@@ -180,7 +180,8 @@ class Policy(BaseModel, ABC):
     model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
     # Options that came later, left out of plans while they have their defaults: ids of runs and trials hold.
     later_options: ClassVar[frozenset[str]] = frozenset()
-    # Options that are gone, with the value that plans of earlier versions hold: the only one that is still carried out.
+    # Options that are gone, with the value that plans of earlier versions hold: the only one that is still carried out,
+    # and written into each plan, so that ids of runs and trials hold.
     former_options: ClassVar[tuple[tuple[str, object], ...]] = ()
     takes_schedules: ClassVar[bool] = True
     constants: ClassVar[tuple[str, ...]] = ()
@@ -256,6 +257,8 @@ class Policy(BaseModel, ABC):
         for name in self.later_options & options.keys():
             if options[name] == type(self).model_fields[name].default:
                 del options[name]
+        # With their former options plans hash to the ids that their runs have.
+        options = {**dict(self.former_options), **options}
         return {**options, **{name: schedule.model_dump() for name, schedule in self._schedules if name in options}}
 
 

@@ -159,4 +159,4 @@ def test_every_task_is_a_study_with_the_same_terms(board: SimpleNamespace) -> No
 
 def test_the_log_has_what_was_wrong_with_version_0() -> None:
     log = Path(ROOT / "docs" / "log.md").read_text(encoding="utf-8")
-    assert "what was wrong with version 0 of the leaderboard" in log
+    assert "Review of the leaderboard's version 0" in log

@@ -97,22 +97,6 @@ def test_the_page_loads_nothing_from_elsewhere() -> None:
     assert not re.search(r'(?:src|href)="(?!#|\.\./leaderboard\.html")', page)
 
 
-def test_the_costs_of_the_upper_layers_are_those_of_their_runs(leaderboard) -> None:  # type: ignore[no-untyped-def]
-    found = leaderboard.compare(RESULTS / "fast-movies-24-seeds.tar.gz", "dense")
-    groups = {group["label"]: group for group in found["groups"]}
-    dense, log = groups["dense"], (ROOT / "docs" / "log.md").read_text(encoding="utf-8")
-    part = log.split("## 2026-11-25: the upper layers of an encoder reach")[1].split("\n## ")[0]
-    for label, row in {
-        "top-3": "upper three layers",
-        "dense-24": "dense",
-        "dense-by-length": "dense, by length",
-    }.items():
-        steps = groups[label]["recipe"]["training"]["max_steps"]
-        cost = leaderboard.units_of(groups[label]) / leaderboard.units_of(dense) * steps / 36
-        assert f"| {row} | {steps} | {cost:.2f} |" in part
-    assert all(group["quality"]["final"]["n"] == 24 for group in groups.values())
-
-
 ANSWERS = (ROOT / "docs" / "guide" / "answers.md").read_text(encoding="utf-8")
 GUIDE = " ".join((ROOT / "docs" / "guide" / "leaderboard.md").read_text(encoding="utf-8").split())
 FIRST = ("quickstart", "masked", "far")

@@ -174,7 +174,7 @@ class _DtypeWatch(TorchDispatchMode):
         super().__init__()
         self.found: set[torch.dtype] = set()
 
-    def __torch_dispatch__(  # noqa: D105 - torch's own name
+    def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
