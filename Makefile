@@ -44,8 +44,8 @@ setup: .venv/develop  ## install for development
 test-fast: .venv/develop  ## the tests that need no model
 	$(BIN)/pytest --fast -n 2 --dist loadfile
 
-test: .venv/develop  ## all tests
-	$(BIN)/pytest -n $(WORKERS) --dist loadgroup --durations 30 --durations-min 10
+test: .venv/develop  ## all tests; of those with many cases a sample, which each commit draws anew
+	$(BIN)/pytest --sample -n $(WORKERS) --dist loadgroup --durations 30 --durations-min 10
 
 coverage: .venv/develop  ## the tests that need no model, and the share of lines that they run, with a floor
 	$(BIN)/pytest --fast -n 2 --dist loadfile --cov sparsebp_cli --cov-report term:skip-covered --cov-fail-under 45
@@ -61,7 +61,8 @@ test-oldest:  ## the tests with the oldest PyTorch and transformers that are all
 	.venv-oldest/bin/python -m pip install --quiet --editable '.[test,check,docs]' --editable plugins/sparsebp-shelf --editable plugins/sparsebp-stride torch==2.11.0 transformers==5.17.0
 	.venv-oldest/bin/pytest -n 2 --dist loadgroup
 
-test-long: .venv/develop  ## the longest tests, each a larger form of one that `make test` runs
+test-long: .venv/develop  ## all cases of all tests, and the longest tests, each a larger form of one that `make test` runs (hours)
+	$(BIN)/pytest -n 2 --dist loadgroup
 	$(BIN)/pytest -m long -n 2 --dist loadgroup
 
 chaos: .venv/develop  ## faults in large numbers, counted into docs/reference/promises.md (two hours, with lossless in the second)

@@ -94,7 +94,7 @@ MLFLOW_WARNS = "ignore:The ``noload`` loader strategy is deprecated:DeprecationW
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add ``--trials=FILE``, ``--fast`` and ``--architectures``."""
+    """Add ``--trials=FILE``, ``--fast``, ``--sample`` and ``--architectures``."""
     trials.add_option(parser)
     tier.add_option(parser)
     parser.addoption("--architectures", action="store_true", help="write docs/reference/architectures.json")
@@ -125,6 +125,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     tier.mark_long(items)
     if config.getoption("fast"):
         tier.deselect(config, items)
+    if config.getoption("sample"):
+        tier.sample(config, items)
     for item in items:
         if item.get_closest_marker("compiles"):
             for text in DYNAMO_WARNS:

@@ -11,6 +11,7 @@ from unittest.mock import Mock, call
 
 import pytest
 
+from tests import tier
 from tests.tier import HEAVY, Barrier, HeavyImportError, mark_long
 
 ROOT = Path(__file__).parents[1]
@@ -72,3 +73,30 @@ def test_the_cases_that_always_does_not_name_are_long(pytestconfig: pytest.Confi
 def test_a_case_that_always_names_and_nobody_has_is_an_error(pytestconfig: pytest.Config) -> None:
     with pytest.raises(pytest.UsageError, match=r"cases that do not exist: .*test_y': \['b'\]"):
         mark_long(_cases(pytestconfig, "a", "c"))
+
+
+def _sample(pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch, commit: str) -> list[str]:
+    monkeypatch.setattr(tier, "find_commit", lambda root: commit)
+    names = [f"tests/backward/test_x.py::test_y[{number}]" for number in range(100)]
+    items = [
+        Mock(nodeid=name) for name in [*names, "tests/backward/test_x.py::test_z", *(f"tests/cli/{n}" for n in names)]
+    ]
+    for item in items:
+        item.get_closest_marker = lambda name: None
+    config = Mock(getini=pytestconfig.getini, rootpath=ROOT)
+    tier.sample(config, items)
+    assert len(config.hook.pytest_deselected.call_args.kwargs["items"]) + len(items) == 201
+    return [item.nodeid for item in items]
+
+
+def test_each_commit_draws_its_cases_and_every_test_keeps_some(
+    pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, again, other = (_sample(pytestconfig, monkeypatch, commit) for commit in ("a1", "a1", "b2"))
+    assert first == again != other
+    assert len(first) == len(other) == 12 + 88 // 8 + 1 + 100
+    assert tier.count_sampled(12) == 12
+
+
+def test_a_sample_is_drawn_in_folders_that_exist(pytestconfig: pytest.Config) -> None:
+    assert all((ROOT / folder).is_dir() for folder in pytestconfig.getini("sampled_folders"))

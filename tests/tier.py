@@ -1,4 +1,4 @@
-"""The tiers of tests: fast, ordinary, long.
+"""The tiers of tests: fast, ordinary, long; and the sample of cases that `make test` takes.
 
 The fast tier, ``pytest --fast``, is the files that ``fast_files`` in pyproject.toml names; none of them trains a model.
 What makes it fast is held, not hoped for: in a session with ``--fast`` an import of transformers, of what stands on it,
@@ -8,6 +8,8 @@ those and the slow ones are left to the ordinary run. What a test starts as a pr
 
 from __future__ import annotations
 
+import hashlib
+import subprocess
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -39,8 +41,10 @@ class Barrier:
 
 
 def add_option(parser: pytest.Parser) -> None:
-    """Add ``--fast`` and the list that it reads."""
+    """Add ``--fast`` and ``--sample``, and the lists that they read."""
     parser.addoption("--fast", action="store_true", help="only the files of fast_files, without transformers")
+    parser.addoption("--sample", action="store_true", help="of a test with many cases some, by the hash of the commit")
+    parser.addini("sampled_folders", "folders of tests of which --sample takes some cases", type="linelist")
     parser.addini("fast_files", "patterns of the files of the fast tier", type="linelist")
 
 
@@ -80,3 +84,32 @@ def mark_long(items: Sequence[pytest.Item]) -> None:
 def _is_part(function: str, items: Sequence[pytest.Item]) -> bool:
     """Whether single cases of a function were asked for, so that the others were not collected."""
     return any("[" in str(word) and function in str(word) for word in items[0].config.args)
+
+
+def sample(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out cases of tests that have many: each commit draws others, and `make test-long` runs all."""
+    folders = tuple(f"{folder}/" for folder in config.getini("sampled_folders"))
+    commit = find_commit(config.rootpath)
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        counted = any(item.get_closest_marker(name) for name in ("promise", "long", "always"))
+        if item.nodeid.startswith(folders) and not counted:
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    gone: set[pytest.Item] = set()
+    for found in cases.values():
+        order = sorted(found, key=lambda item: hashlib.sha256(f"{commit} {item.nodeid}".encode()).digest())
+        gone |= set(order[count_sampled(len(found)) :])
+    items[:] = [item for item in items if item not in gone]
+    config.hook.pytest_deselected(items=list(gone))
+
+
+def count_sampled(cases: int) -> int:
+    """Return how many of a test's cases a sample has: all up to 12, and an eighth of the others."""
+    return min(cases, 12 + max(0, cases - 12) // 8)
+
+
+def find_commit(root: Path) -> str:
+    """Return the commit that is checked out; of a copy without a history, nothing."""
+    asked = ["git", "-C", str(root), "rev-parse", "HEAD"]
+    done = subprocess.run(asked, check=False, capture_output=True, text=True)
+    return done.stdout.strip()
