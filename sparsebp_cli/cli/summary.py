@@ -10,7 +10,7 @@ from sparsebp_cli.cli.quantity import show_clock, show_count, show_seconds, show
 from sparsebp_cli.recipe.description import describe_policies
 from sparsebp_cli.run import History, RunFolder, metric
 from sparsebp_cli.run.metric import Metric
-from sparsebp_cli.run.policy_phase import Phases, read_phases, weigh_series
+from sparsebp_cli.run.policy_phase import Phases, is_dense, read_phases, weigh_series
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -190,7 +190,7 @@ def _price(history: History, phases: Phases[dict[str, Any]]) -> str:
     if not flops or dense <= dense_update:
         return ""
     text = f"{show_count(flops, 'FLOP')} for {len(all_series[0])} steps, updates included"
-    if _is_dense(phases):
+    if is_dense(phases):
         return text
     text += f", {show_share(flops / dense)} of dense's on the same batches"
     trials = sum(history.series(metric.PROBING_FLOPS.name).values())
@@ -208,10 +208,6 @@ def _probed_share(history: History) -> float | None:
     return (forward + backward) / dense if dense else None
 
 
-def _is_dense(phases: Phases[dict[str, Any]]) -> bool:
-    return all(entry["name"] == "dense" for phase in phases for entry in phase.policies)
-
-
 def _after_warmup(history: History, key: Metric) -> list[float]:
     """Leave out the first steps of every attempt, which are slower; a run of warm-up steps alone keeps them."""
     warmup, series = int(history.facts.get("warmup_steps", 0)), history.series(key.name)
@@ -223,7 +219,7 @@ def _speed(history: History, phases: Phases[dict[str, Any]]) -> str:
     """Describe the median over the probes, which time dense and policy in turn: a single one may be disturbed."""
     from sparsebp_cli.plan.selection_gain import realised_share
 
-    if _is_dense(phases):
+    if is_dense(phases):
         return ""  # dense against dense measures the machine
     speedup = weigh_series(history.series(metric.SPEEDUP.name), phases, median, is_speedup=True)
     ceilings = history.series(metric.CEILING.name)
@@ -231,7 +227,7 @@ def _speed(history: History, phases: Phases[dict[str, Any]]) -> str:
     share = median(shares) if (shares := list(history.series(metric.REALISED_SHARE.name).values())) else None
     if len(phases) > 1 and speedup is not None and ceiling is not None:
         share = realised_share(speedup, 1.0, ceiling)
-    parts = [f"median {speedup:.2f}x as fast as dense training in this run"] if speedup is not None else []
+    parts = [f"a step {speedup:.2f}x as fast as a dense one (median)"] if speedup is not None else []
     if ceiling is not None:
         parts.append(f"{ceiling:.2f}x possible by the work left")
     if share is not None:

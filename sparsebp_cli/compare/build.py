@@ -44,6 +44,7 @@ from sparsebp_cli.compare.question import (
     find_baseline,
     find_course,
     find_declared,
+    find_dense,
     label_groups,
 )
 from sparsebp_cli.compare.reach import Goal, find_common_steps, measure_reach
@@ -273,7 +274,15 @@ class _Builder:
 
     def _baseline_warnings(self) -> list[str]:
         if self.usual == self.first:
-            return []
+            dense, name = find_dense(self.members), self.labels[self.first]
+            if len(self.members) == 1 or self.question.baseline is not None or len(dense) == 1:
+                return []
+            if dense:
+                others = ", ".join(self.labels[group] for group in dense if group != self.first)
+                return [f"{len(dense)} groups are dense: the baseline is {name}, not {others}; --baseline says another"]
+            if not any(run.is_ours for some in self.members.values() for run in some):
+                return []  # others logged these runs, and nobody knows what their policies are
+            return [f"no run here is dense: the baseline is {name}, and no saving is against dense training"]
         return [
             f"the baseline was chosen: {self.labels[self.first]}; without --baseline it is {self.labels[self.usual]}. "
             "A baseline chosen after its result was seen makes differences that chance alone explains"

@@ -20,7 +20,7 @@ from sparsebp_cli.policy import make_policy
 from sparsebp_cli.run import History, State
 from sparsebp_cli.run import metric as names
 from sparsebp_cli.run.column import Column
-from sparsebp_cli.run.policy_phase import PolicyPhase, read_phases
+from sparsebp_cli.run.policy_phase import PolicyPhase, is_dense, read_phases
 from sparsebp_cli.run.series import select
 
 POLICY_KEYS = ("policy.", "schedule.")  # of a recipe, by dotted path: its policies, or those of its phases
@@ -135,6 +135,11 @@ class LoadedRun:
     def policies(self) -> list[dict[str, object]]:
         """The policies of all phases, each with its name and options; empty when there is no recipe."""
         return [dict(entry) for phase in read_phases(self.recipe) for entry in phase.policies] if self.is_ours else []
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether it has a recipe, and no phase of that has a policy."""
+        return self.is_ours and is_dense(read_phases(self.recipe))
 
     @cached_property
     def flat(self) -> dict[str, Any]:

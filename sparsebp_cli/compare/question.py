@@ -96,8 +96,8 @@ Members = Mapping[str, Sequence[LoadedRun]]
 class Question:
     """The options of a comparison."""
 
-    # name, group hash or run id of the baseline; None takes the first group whose policies are all exact, else the
-    # first group
+    # name, group hash or run id of the baseline; None takes the first dense group, else the first one with exact
+    # policies alone, else the first one
     baseline: str | None = None
     # the quality metric; None takes the loss, or the accuracy of classification, on the test split where every finished
     # run has it, else on the validation split
@@ -118,7 +118,8 @@ class Question:
 
 def find_baseline(members: Members, wanted: str | None, labels: Mapping[str, str]) -> str:
     if wanted is None:
-        return next((group for group, some in members.items() if any(run.exact for run in some)), next(iter(members)))
+        exact = [group for group, some in members.items() if any(run.exact for run in some)]
+        return next(iter([*find_dense(members), *exact, *members]))
     for group, some in members.items():
         if wanted in {group, labels[group], *(run.run_id for run in some)}:
             return group
@@ -136,6 +137,11 @@ def find_baseline(members: Members, wanted: str | None, labels: Mapping[str, str
     known = [*dict.fromkeys(run.name for some in members.values() for run in some)]
     near = did_you_mean(wanted, known)
     raise UsageError(f"--baseline must name one of the runs compared ({', '.join(known)}), got {wanted!r}{near}")
+
+
+def find_dense(members: Members) -> list[str]:
+    """Return the groups that train without a policy."""
+    return [group for group, some in members.items() if any(run.is_dense for run in some)]
 
 
 def find_course(metric: str, declared: Collection[str] = ()) -> str:

@@ -69,7 +69,8 @@ def _within(statement: Statement) -> str:
 
 
 def _count(number: Number) -> str:
-    return COUNTS.get(number.count, "no shared seed")
+    waits = f"{number.count} shared seeds, and planned runs that are not over"
+    return COUNTS.get(number.count, waits if number.count else "no shared seed")
 
 
 def _describe_interval(number: Number) -> str:

@@ -17,7 +17,7 @@ from sparsebp_cli.errors import SparseBPError
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.release.weights import Weights
 from sparsebp_cli.run import History, RunFolder, State, list_runs
-from sparsebp_cli.run.policy_phase import read_phases
+from sparsebp_cli.run.policy_phase import is_dense, read_phases
 
 JUDGED = ("eval/", "test/", "lm_eval/")
 MOST_RUNS = 60  # of the same recipe, with and without policies, that are read for a card
@@ -90,7 +90,7 @@ def compare_here(run: RunFolder, plan: Plan) -> Beside:
         return Beside()
     mine = next(line.group for line in found.runs if line.run_id == run.run_id)
     group = next(group for group in found.groups if group.group == mine)
-    has_dense = len(found.groups) > 1 and not _is_dense(plan.recipe.model_dump(mode="json"))
+    has_dense = len(found.groups) > 1 and not is_dense(read_phases(plan.recipe.model_dump(mode="json")))
     verdict = group.verdict if has_dense and group.group != found.baseline else ""
     return Beside(found.metric, _over_seeds(found, mine), verdict, found.warnings if verdict else ())
 
@@ -112,7 +112,7 @@ def _find_company(run: RunFolder) -> list[RunFolder]:
         except SparseBPError:
             continue
         has_policy = _describe_policy(recipe) == _describe_policy(own)
-        if _question(recipe) == _question(own) and (has_policy or _is_dense(recipe)):
+        if _question(recipe) == _question(own) and (has_policy or is_dense(read_phases(recipe))):
             found += [other] if other.state() is State.FINISHED else []
     return found
 
@@ -125,7 +125,3 @@ def _question(recipe: dict[str, Any]) -> str:
 
 def _describe_policy(recipe: dict[str, Any]) -> str:
     return json.dumps([recipe.get("policy"), recipe.get("schedule"), recipe.get("backward")], sort_keys=True)
-
-
-def _is_dense(recipe: dict[str, Any]) -> bool:
-    return all(entry["name"] == "dense" for phase in read_phases(recipe) for entry in phase.policies)

@@ -29,6 +29,11 @@ class PolicyPhase(Generic[Entry]):
 Phases = Sequence[PolicyPhase[Entry]]
 
 
+def is_dense(phases: Phases[dict[str, Any]]) -> bool:
+    """Whether every phase of a stored recipe trains without a policy."""
+    return all(entry["name"] == "dense" for phase in phases for entry in phase.policies)
+
+
 def lay_out(
     policies: Sequence[Entry], schedule: Sequence[tuple[float | None, Sequence[Entry]]] | None, max_steps: int
 ) -> list[PolicyPhase[Entry]]:

@@ -105,7 +105,7 @@ def make_board(comparison: Comparison) -> Board:
         for group in groups
     ]
     plain: list[tuple[str, list[Difference | None], Subject | None]] = [
-        ("at equal cost", [_at_equal(group, base) for group in groups], None),
+        (f"{_course(comparison)}at equal cost", [_at_equal(group, base) for group in groups], None),
         (f"to {base.label}", [group.quality.difference for group in groups], "quality"),
         ("step time", [group.speed.step_ratio for group in groups], "step time"),
         ("memory held", [group.cost.held_ratio for group in groups], "memory"),
@@ -123,9 +123,15 @@ def make_board(comparison: Comparison) -> Board:
     note = (
         f"Differences to {base.label}, paired by seed [95% interval, from three seeds up]; the dashed line is no "
         "difference. Cost of a step: in dense steps of the baseline's batch, FLOPs with the update (of older runs "
-        "time by probes). At equal cost: at the evaluation nearest to the cost, or else the time, of the cheaper one."
+        "time by probes). At equal cost: at the evaluation nearest to the cost, or else the time, of the cheaper one; "
+        "each of its intervals is for itself."
     )
     return Board(titles, tuple(BoardRow(n, groups[n].label, cells) for n, cells in enumerate(rows)), note)
+
+
+def _course(comparison: Comparison) -> str:
+    """The metric of the course at equal cost, which may be of another split than that of the other columns."""
+    return "" if comparison.course == comparison.metric else f"{comparison.course} "
 
 
 def _mark(comparison: Comparison, cells: list[Cell], subject: Subject | None) -> list[Cell]:

@@ -1,0 +1,56 @@
+"""Against what a comparison states its numbers: dense where there is one, in any order; and which metric is where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from sparsebp_cli.compare import Question, compare_runs, render
+from sparsebp_cli.plan import Plan
+from sparsebp_cli.release.figure import compare_here
+from sparsebp_cli.run import RunFolder
+
+MakeRun = Callable[..., RunFolder]
+EXACT = [{"name": "lossless"}]
+TOPK = {"policy": [{"name": "topk", "keep": 0.5}], "exact": False}
+
+
+def test_the_baseline_is_dense_in_whatever_order_runs_are_named(make_run: MakeRun) -> None:
+    runs = [make_run("mine", policy=EXACT), make_run("plain"), make_run("other", **TOPK)]
+    for order in (runs, runs[::-1], [runs[1], runs[0], runs[2]]):
+        found = compare_runs(order)
+        assert found.groups[0].label == "plain"
+        assert not [warning for warning in found.warnings if "baseline" in warning]
+
+
+def test_the_card_of_an_exact_policy_says_what_the_comparison_with_dense_states(make_run: MakeRun) -> None:
+    make_run("plain")
+    run = make_run("mine", policy=EXACT)
+    beside = compare_here(run, Plan.load(run.path / "plan.json"))
+    assert beside.verdict.startswith("exact: what differs is rounding")
+
+
+def test_without_a_dense_run_or_with_several_the_baseline_is_named(make_run: MakeRun) -> None:
+    none = compare_runs([make_run("mine", policy=EXACT), make_run("other", **TOPK)])
+    assert any(warning.startswith("no run here is dense: the baseline is mine") for warning in none.warnings)
+    several = [make_run("low", training={"learning_rate": 1e-4}), make_run("high", training={"learning_rate": 1e-2})]
+    found = compare_runs([*several, make_run("other", **TOPK)])
+    assert any(text.startswith("2 groups are dense: the baseline is low, not high") for text in found.warnings)
+    asked = compare_runs([*several, make_run("other", **TOPK)], baseline="high")
+    assert not any("groups are dense" in text for text in asked.warnings)
+
+
+def test_a_column_of_another_split_names_its_metric(make_run: MakeRun) -> None:
+    runs = [make_run("plain", seed, metrics={"test/loss": 3.5 + seed / 100}) for seed in range(3)]
+    runs += [make_run("other", seed, **TOPK, metrics={"test/loss": 3.4 + seed / 99}) for seed in range(3)]
+    heading = next(line for line in render(compare_runs(runs), "latex").splitlines() if line.startswith(" & "))
+    assert heading.startswith(" & test/loss & ")
+    assert "& eval/loss at equal cost &" in heading
+    alone = next(line for line in render(compare_runs(runs, metric="eval/loss"), "latex").splitlines() if " & " in line)
+    assert "& at equal cost &" in alone
+
+
+def test_a_study_that_is_not_over_says_what_its_statements_wait_for(make_run: MakeRun) -> None:
+    runs = [make_run("plain", seed, loss=3.0 + seed / 100) for seed in range(3)]
+    runs += [make_run("other", seed, **TOPK, loss=3.1 + seed / 99) for seed in range(3)]
+    verdict = compare_runs(runs, Question(is_complete=False)).groups[1].verdict
+    assert verdict.startswith("3 shared seeds, and planned runs that are not over: no statement about quality")
