@@ -183,11 +183,14 @@ def run_folder(run_id: str) -> str:
     return f"{DATA}/runs/{run_id}"
 
 
+def list_paths(plan: Plan) -> dict[str, str]:
+    """Return the files and folders that a recipe reads, by key."""
+    return {key: path for key, path in find_sources(plan.recipe).items() if path.startswith("/")}
+
+
 def check_paths(plan: Plan, reached: list[str]) -> None:
     """Raise ``UsageError`` if something that a recipe reads is a path outside of what the container can read."""
-    for key, path in find_sources(plan.recipe).items():
-        if not path.startswith("/"):
-            continue
+    for key, path in list_paths(plan).items():
         if not any(PurePosixPath(path).is_relative_to(folder) for folder in reached):
             parent = PurePosixPath(path).parent
             raise UsageError(

@@ -19,7 +19,8 @@ from sparsebp_cli.policy.option import validate_options
 from sparsebp_cli.recipe.schema import TargetOptions, TargetSection
 from sparsebp_cli.run import home
 from sparsebp_cli.target.batch import SlurmOptions, render_script
-from sparsebp_cli.target.container import ContainerOptions, container_name, run_folder
+from sparsebp_cli.target.confinement import read_mount
+from sparsebp_cli.target.container import ContainerOptions, check_paths, container_name, list_paths, run_folder
 from sparsebp_cli.target.manifest import KubernetesOptions, as_literal, make_job, make_service
 
 END = "END_OF_PLAN"
@@ -31,7 +32,15 @@ def export_sbatch(plans: Sequence[Plan], max_parallel: int) -> str:
     options = validate_options(SlurmOptions, _options(plans[0], "slurm"))
     folder = options.folder or str(home())
     runs = [f"{folder}/runs/{plan.run_id}" for plan in plans]
+    reached = [read_mount(mount).target for mount in options.mounts]
+    wanted: dict[str, str] = {}
+    for plan in plans:
+        if options.container == "none":
+            wanted |= {path: key for key, path in list_paths(plan).items()}
+        else:
+            check_paths(plan, reached)
     before = "\n".join(_write_plan(plan, shlex.quote(run)) for plan, run in zip(plans, runs, strict=True))
+    before = "".join(_require(key, path) for path, key in wanted.items()) + before
     return render_script(options, runs, max_parallel, before=before)
 
 
@@ -41,6 +50,7 @@ def export_kubernetes(plans: Sequence[Plan]) -> str:
     documents = []
     for plan in plans:
         options = validate_options(KubernetesOptions, _options(plan, "kubernetes"))
+        check_paths(plan, [read_mount(mount).target for mount in options.mounts])
         name, folder = container_name(plan.run_id), run_folder(plan.run_id)
         job = make_job(options, plan.run_id)
         pod = job["spec"]["template"]["spec"]
@@ -127,6 +137,12 @@ def _plan_text(plan: Plan) -> str:
     recipe = plan.recipe.model_copy(update={"target": local})
     changed = plan.model_copy(update={"recipe": recipe, "provenance": provenance})
     return json.dumps(changed.model_dump(mode="json"), indent=1) + "\n"
+
+
+def _require(key: str, path: str) -> str:
+    """Return the line of a script that ends a job in words where something that its recipe reads is not there."""
+    said = shlex.quote(f"{key}: {path} is not on this node: copy it to the same path")
+    return f"[ -e {shlex.quote(path)} ] || {{ echo {said} >&2; exit 2; }}\n"
 
 
 def _write_plan(plan: Plan, folder: str) -> str:

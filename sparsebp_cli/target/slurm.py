@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import ClassVar, final
 
 from sparsebp_cli.errors import RunBusyError, RunFailedError, UnreachableError, UsageError
+from sparsebp_cli.plan import Plan
 from sparsebp_cli.policy.error_text import shorten
 from sparsebp_cli.recipe.schema import TargetOptions
 from sparsebp_cli.run import RunFolder
@@ -22,7 +23,8 @@ from sparsebp_cli.run.folder import is_shared
 from sparsebp_cli.run.journal import FILE as JOURNAL
 from sparsebp_cli.target.archive import MOST_BYTES, append_lines, merge_into_run, pack, receive, size_of
 from sparsebp_cli.target.batch import SlurmOptions, render_script
-from sparsebp_cli.target.confinement import check_remote_mounts, mount_query
+from sparsebp_cli.target.confinement import check_remote_mounts, mount_query, read_mount
+from sparsebp_cli.target.container import check_paths, list_paths
 from sparsebp_cli.target.contract import CheckResult
 from sparsebp_cli.target.engine import MOST_RESTARTS, Phase, TargetEngine, WorkerStatus, read_exit_code
 from sparsebp_cli.target.probe import SOURCE, compare_environment
@@ -101,6 +103,10 @@ class SlurmEngine(TargetEngine):
     def files(self, run: RunFolder) -> dict[str, str]:
         return {f"{self._folder(run)}/job.sh": render_script(self._options, [self._folder(run)])}
 
+    def check_plan(self, plan: Plan) -> None:
+        if self._options.container != "none":
+            check_paths(plan, [read_mount(mount).target for mount in self._options.mounts])
+
     def find(self, run: RunFolder) -> str | None:
         answer = self._run_shell(f"cd {self._quoted_folder(run)} 2>/dev/null || exit 0\n{FINDING}")
         if answer.code != 0:
@@ -117,6 +123,7 @@ class SlurmEngine(TargetEngine):
 
     def start(self, runs: Sequence[RunFolder], max_parallel: int) -> list[str]:
         self._check_remote_mounts()
+        self._check_remote_paths(runs)
         try:
             for run in runs:
                 self._claim(run)
@@ -282,6 +289,17 @@ class SlurmEngine(TargetEngine):
             check_remote_mounts(mounts, self._run_shell(mount_query(mounts)).text)
         except ValueError as error:
             raise UsageError(f"target.mounts on {self._place}: {error}") from None
+
+    def _check_remote_paths(self, runs: Sequence[RunFolder]) -> None:
+        """Check that data and models are on the login node, whose disks the nodes see: a job that misses them would
+        fail when its turn comes, maybe hours later."""
+        if self._options.host is None or self._options.container != "none":
+            return
+        wanted = {path: key for run in runs for key, path in list_paths(Plan.load(run.plan_file)).items()}
+        for path, key in wanted.items():
+            answer = self._run_shell(f"[ -e {shlex.quote(path)} ]")
+            if answer.code == 1:
+                raise UsageError(f"{key}: {path} is not on {self._place}: copy it to the same path there")
 
     def _claim(self, run: RunFolder) -> None:
         """Keep other dispatchers from submitting the same run; a dead one left any claim older than ten minutes. An
