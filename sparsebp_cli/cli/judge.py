@@ -188,6 +188,7 @@ def _judge(arms: Arms[Any], terms: Terms | None) -> Answer:
         session = JudgeSession(arms, terms or unlimited, ledger, lambda: _wait(session, interrupts))
         question = session.run() if terms is not None else session.open_test()
     answer = Answer(proposal, question, session.book, ledger, terms, session.is_stopped)
+    answer.save()
     if session.has_news and not session.is_stopped:  # whoever stopped it, or asks again, knows
         notify("judged", answer.brief())
     return answer

@@ -105,7 +105,7 @@ def prepare(plan: Plan, seal: Seal, *, anyway: bool) -> RunFolder:
     decides the bits of the new one, too; None if nothing."""
     from sparsebp_cli.plan import Plan
 
-    again = Plan(recipe=plan.recipe, provenance=plan.provenance)
+    again = Plan(recipe=plan.recipe, provenance=plan.provenance.model_copy(update={"ledger": None}))
     folder = create_run(again.run_id)
     with JournalWriter(folder.path) as journal:
         journal.write("facts", values={"repeats": plan.run_id})

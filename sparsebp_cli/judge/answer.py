@@ -147,12 +147,18 @@ class Answer:
             "budget": None if self.terms is None else asdict(self.terms.budget),
             "ledger": {
                 "file": str(self.ledger.file),
-                "asked": len(self.book.questions),
+                "asked": self.book.mark.questions,
+                "lines": self.book.mark.lines,
+                "digest": self.book.mark.digest,
                 "staked": sum(other.place is not None for other in self.book.questions.values()),
                 "kept": self.book.num_kept,
                 "chance_of_any_false": LEVEL,
             },
         }
+
+    def save(self) -> None:
+        """Keep the answer beside the ledger, which must never be shorter than it is now."""
+        self.ledger.keep_answer(self.question.digest, self.to_facts())
 
     def brief(self) -> dict[str, object]:
         """Return what whoever asked is told when it is over, as plain data."""
@@ -189,4 +195,5 @@ class Answer:
             f"ledger: question {one.digest}, {place}; {self.book.num_kept} of {len(self.book.questions)} kept, with a "
             f"chance of {LEVEL:.0%} at most that any is false"
         )
+        found.append(f"its {self.book.mark.lines} lines end with digest {self.book.mark.digest}")
         return found

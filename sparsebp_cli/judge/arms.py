@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 from sparsebp_cli.judge.question import Proposal
+from sparsebp_cli.plan import LedgerMark
 
 
 class SideTrial(Protocol):
@@ -22,6 +23,8 @@ T = TypeVar("T", bound=SideTrial)
 class Arms(Protocol[T]):
     """Trains the trials of a question. What is finished stays finished, whoever asks again; of two commands that want
     one trial, one trains it."""
+
+    mark: LedgerMark | None  # is written into the plan of each run that is started
 
     @property
     def proposal(self) -> Proposal:

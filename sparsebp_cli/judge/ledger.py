@@ -4,8 +4,12 @@
     {"entry": {"kind": "asked", "question": ..., ...}, "digest": ...}
 
 A line is appended while the lock is held, and is on the disk before anybody acts on it. Its digest covers the line
-before, so a line that was taken out or changed is noticed. An entry that is there already is not written again: a judge
-that was killed repeats what it did last, and two judges of one question write one line.
+before, so a line that was taken out or changed is noticed. Each answer, and the plan of each run that a judge starts,
+has the number of lines and the last digest: the ledger must still go on from there, so removed last lines are noticed.
+Nothing is signed: who also changes all of these files is not noticed.
+
+An entry that is there already is not written again: a judge that was killed repeats what it did last, and two judges
+of one question write one line.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ import math
 import secrets
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -28,8 +32,10 @@ from sparsebp_cli.errors import RunBusyError, UsageError
 from sparsebp_cli.judge.level import find_free, find_level, find_needed
 from sparsebp_cli.judge.move import Aim, Bar, Outcome, Stage
 from sparsebp_cli.judge.screen import Squares
+from sparsebp_cli.plan import LedgerMark
 from sparsebp_cli.run import home
-from sparsebp_cli.run.folder import check_locks
+from sparsebp_cli.run.budget import LARGEST_ARTIFACT, LARGEST_PLAN, LARGEST_SMALL, read_bounded
+from sparsebp_cli.run.folder import check_locks, list_folders
 
 Kind = Literal["ledger", "asked", "aimed", "staked", "look", "answered", "opened"]
 Entry = dict[str, Any]
@@ -82,6 +88,17 @@ class Book:
     questions: dict[str, Question] = field(default_factory=dict)  # by digest, in the order in which they were asked
     charged: dict[str, float] = field(default_factory=dict)  # runs that a question has paid for, to their seconds
     opened: dict[str, Entry] = field(default_factory=dict)  # data whose test split was opened, to the entry
+    digests: list[str] = field(default_factory=list)  # of each line
+
+    @property
+    def mark(self) -> LedgerMark:
+        """How far the ledger goes."""
+        return LedgerMark(questions=len(self.questions), lines=len(self.digests), digest=self.last_digest)
+
+    @property
+    def last_digest(self) -> str:
+        """The digest of the last line; empty without any."""
+        return self.digests[-1] if self.digests else ""
 
     @property
     def taken(self) -> set[int]:
@@ -168,12 +185,13 @@ def _take(one: Question, entry: Entry) -> None:
 
 
 class Ledger:
-    """The ledger of a store. Raises UsageError where a line was changed."""
+    """The ledger of a store. Raises UsageError where a line was changed or removed."""
 
     def __init__(self, place: Path | None = None) -> None:
         """Open the ledger of a folder of SparseBP; None: of this machine's."""
         self.folder: Path = (place or home()) / "judge"
         self.file: Path = self.folder / "ledger.jsonl"
+        self._marks: dict[str, LedgerMark] | None = None  # by what rests on a ledger that goes so far
 
     def read(self) -> Book:
         """Return what the ledger has; a last line without its end was never promised to anybody and is left out."""
@@ -184,11 +202,11 @@ class Ledger:
         nobody else can take it."""
         self._prepare()
         with FileLock(self.folder / "ledger.lock"):
-            book, last, size = self._read()
+            book, size = self._read()
             if self.file.exists() and self.file.stat().st_size > size:
                 durable.cut(self.file, size)
-            if not last:
-                last = self._append(book, {"kind": "ledger", "salt": secrets.token_hex(16)}, last)
+            if not book.digests:
+                self._append(book, {"kind": "ledger", "salt": secrets.token_hex(16)})
             if not book.has(entry):
                 found: Entry = dict(entry)
                 if entry["kind"] == "staked":
@@ -196,8 +214,14 @@ class Ledger:
                     found |= {"level": find_level(found["place"]), "needed": find_needed(found["place"])}
                 if "charged" in found:  # of two judges that needed one run, the first pays
                     found["charged"] = {run: cost for run, cost in found["charged"].items() if run not in book.charged}
-                self._append(book, found, last)
+                self._append(book, found)
         return book
+
+    def keep_answer(self, question: str, facts: Mapping[str, object]) -> None:
+        """Write an answer into ``judge/answers``, instead of an earlier one to the same question."""
+        folder = self.folder / "answers"
+        durable.make_folder(folder, exist_ok=True)
+        durable.write_file(folder / f"{question}.json", json.dumps(facts))
 
     @contextmanager
     def hold(self, question: str) -> Iterator[None]:
@@ -216,17 +240,20 @@ class Ledger:
     def _prepare(self) -> None:
         check_locks(self.folder)
 
-    def _append(self, book: Book, entry: Entry, last: str) -> str:
+    def _append(self, book: Book, entry: Entry) -> None:
         entry |= {"time": time.time()}
-        digest = _digest(entry, last)
+        digest = _digest(entry, book.last_digest)
         line = json.dumps({"entry": entry, "digest": digest}, allow_nan=False) + "\n"
         durable.append(self.file, line.encode())
         book.add(entry)
-        return digest
+        book.digests.append(digest)
+        self._note(book)
 
-    def _read(self) -> tuple[Book, str, int]:
-        """Return the ledger, the digest of its last whole line, and where that ends."""
-        book, last, size = Book(), "", 0
+    def _read(self) -> tuple[Book, int]:
+        """Return the ledger, and where its last whole line ends."""
+        if self._marks is None:  # before the ledger is read: another judge may add a line and a run meanwhile
+            self._marks = dict(_find_marks(self.folder))
+        book, size = Book(), 0
         content = self.file.read_bytes() if self.file.exists() else b""
         for number, line in enumerate(content.splitlines(keepends=True), 1):
             if not line.endswith(b"\n"):
@@ -234,7 +261,7 @@ class Ledger:
             try:
                 found = json.loads(line)
                 entry, digest = found["entry"], found["digest"]
-                if digest != _digest(entry, last):
+                if digest != _digest(entry, book.last_digest):
                     raise ValueError("its digest is not that of the lines up to here")
                 book.add(entry)
             except (ValueError, LookupError, TypeError) as error:
@@ -242,8 +269,49 @@ class Ledger:
                     f"{self.file}:{number}: the ledger was changed or damaged ({error}); put it back from a copy, or "
                     "begin another store with SPARSEBP_HOME"
                 ) from None
-            last, size = digest, size + len(line)
-        return book, last, size
+            book.digests.append(digest)
+            size += len(line)
+        self._check(book)
+        self._note(book)
+        return book, size
+
+    def _check(self, book: Book) -> None:
+        """Raise UsageError if the ledger does not go on from where something else has seen it."""
+        for source, mark in (self._marks or {}).items():
+            if len(book.digests) < mark.lines:
+                has = f"has {len(book.digests)} lines" if self.file.exists() else "is missing"
+            elif book.digests[mark.lines - 1] != mark.digest:
+                has = f"has another line {mark.lines}"
+            else:
+                continue
+            raise UsageError(
+                f"{self.file} {has}, but {source} rests on one with {mark.lines} lines and {mark.questions} questions, "
+                f"digest {mark.digest[:12]}: put the whole ledger back from a copy, or begin another store with "
+                "SPARSEBP_HOME"
+            )
+
+    def _note(self, book: Book) -> None:
+        """Remember how far the ledger went."""
+        if book.digests and self._marks is not None:
+            self._marks["this command"] = book.mark
+
+
+def _find_marks(folder: Path) -> Iterator[tuple[str, LedgerMark]]:
+    """Yield each file that rests on the ledger in a folder, and how far the ledger went. A plan that cannot be read is
+    as good as none; answers are written as a whole, so that one that cannot be read was damaged."""
+    for file in sorted((folder / "answers").glob("*.json")):
+        try:
+            facts = json.loads(read_bounded(file, LARGEST_ARTIFACT))["ledger"]
+            yield str(file), LedgerMark(questions=facts["asked"], lines=facts["lines"], digest=facts["digest"])
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise UsageError(f"{file}: the answer was changed or damaged ({error}); put it back from a copy") from None
+    for file in sorted((folder / "scripts").glob("*/process.json")):
+        with suppress(OSError, ValueError, LookupError, TypeError):
+            yield str(file), LedgerMark.model_validate(json.loads(read_bounded(file, LARGEST_SMALL))["ledger"])
+    for run in list_folders(folder.parent / "runs"):
+        with suppress(OSError, ValueError, LookupError, TypeError):
+            plan = json.loads(read_bounded(run / "plan.json", LARGEST_PLAN))
+            yield str(run / "plan.json"), LedgerMark.model_validate(plan["provenance"]["ledger"])
 
 
 def _digest(entry: Mapping[str, object], last: str) -> str:

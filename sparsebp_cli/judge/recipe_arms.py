@@ -10,7 +10,7 @@ from sparsebp_cli.compare.loaded import LoadedRun
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.judge.ledger import SIDES
 from sparsebp_cli.judge.question import Contender, RecipeProposal, with_test
-from sparsebp_cli.plan import Provenance
+from sparsebp_cli.plan import LedgerMark, Provenance
 from sparsebp_cli.recipe import PlacedRecipe
 from sparsebp_cli.recipe.document import Node, Place
 from sparsebp_cli.run import RunFolder, read
@@ -30,6 +30,7 @@ class RecipeArms:
     def __init__(self, proposal: RecipeProposal, provenance: Provenance) -> None:
         """Lay the two recipes beside each other; nothing is trained."""
         self.proposal = proposal
+        self.mark: LedgerMark | None = None
         self._loaded = _make_study(proposal)
         self._maker = TrialMaker(self._loaded.study.study, [Path.cwd()])
         self.store: TrialStore = TrialStore(self._maker)
@@ -72,6 +73,7 @@ class RecipeArms:
 
     def train(self, trials: Sequence[StudyTrial], pause: Callable[[], None]) -> None:
         """Train trials where the baseline's recipe says."""
+        self.driver.provenance = self.driver.provenance.model_copy(update={"ledger": self.mark})
         self.driver.drive(trials, pause)
 
     def stop(self) -> None:

@@ -3,7 +3,7 @@
 judge/scripts/RUN/judge.lock     held by the command that works on the run; the system releases it when it dies
                  checkout/       the files of the commit, until the run has finished
                  output.log      what the script printed
-                 process.json    which process it is
+                 process.json    which process it is, and how far the ledger went
                  result.json     the last value of each metric, and how long it took: written once
 """
 
@@ -28,6 +28,7 @@ from sparsebp_cli import durable
 from sparsebp_cli.errors import UsageError, did_you_mean
 from sparsebp_cli.judge.ledger import SIDES
 from sparsebp_cli.judge.script import ScriptProposal, ScriptSide
+from sparsebp_cli.plan import LedgerMark
 from sparsebp_cli.plan.plan import content_hash
 from sparsebp_cli.run import home
 from sparsebp_cli.tracking import ScriptRun
@@ -69,6 +70,7 @@ class ScriptArms:
     def __init__(self, proposal: ScriptProposal) -> None:
         """Nothing is started."""
         self.proposal = proposal
+        self.mark: LedgerMark | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._is_stopping = False
         self._problems: dict[str, str] = {}  # by id, of runs of this command that have no result
@@ -186,7 +188,11 @@ class ScriptArms:
             except OSError as error:
                 where = f"commit {trial.side.commit[:12]}"
                 raise UsageError(f"--script: {words[0]} cannot be started at {where}: {error.strerror}") from None
-        started = {"pid": self._process.pid, "created": psutil.Process(self._process.pid).create_time()}
+        started = {
+            "pid": self._process.pid,
+            "created": psutil.Process(self._process.pid).create_time(),
+            "ledger": None if self.mark is None else self.mark.model_dump(),
+        }
         durable.write_file(trial.folder / "process.json", json.dumps(started))
         if self._is_stopping:
             self.stop()

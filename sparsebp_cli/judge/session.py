@@ -137,6 +137,7 @@ class JudgeSession:
 
     def _drive(self, trials: Sequence[SideTrial]) -> bool:
         """Train trials to their end; return whether all have a result. Raise RunFailedError for one that has none."""
+        self.arms.mark = self.book.mark  # on each run, so that a ledger whose end was cut off is noticed
         self.arms.train(trials, self._pause)
         if self.is_stopped:
             return False

@@ -18,6 +18,16 @@ MAX_DIFF_CHARACTERS = 200_000
 UNKNOWN = "unknown"
 
 
+class LedgerMark(BaseModel):
+    """How far a judge's ledger went, so that lines which are removed from its end later are missed."""
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="forbid")
+
+    questions: int
+    lines: int
+    digest: str  # of the last line, which covers all lines before
+
+
 class Provenance(BaseModel):
     """The origin of a plan. It never holds remotes, environment variables or command lines, which may hold secrets."""
 
@@ -31,6 +41,7 @@ class Provenance(BaseModel):
     # the changes of imported files, cut at 200,000 characters, if the recipe asks for them; plans of earlier versions
     # hold those of all tracked files
     git_diff: str = ""
+    ledger: LedgerMark | None = None  # of the judge that wanted the run; None: no judge
 
     @property
     def dirty(self) -> bool:

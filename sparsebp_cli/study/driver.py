@@ -146,7 +146,8 @@ class Driver:
     """Runs trials at places; each place gets its next trials when it has finished those of this study that it has."""
 
     def __init__(self, places: Sequence[TrialPlace], store: TrialStore, provenance: Provenance) -> None:
-        self._places, self._store, self._provenance = places, store, provenance
+        self._places, self._store = places, store
+        self.provenance: Provenance = provenance  # of the plans that are made from now on
         self._deal = deal(places)
         self._is_stopping = False
         self._silent_since: float | None = None  # when all places that are waited for were first found silent
@@ -276,7 +277,7 @@ class Driver:
                 continue
             if not has_plan(entry.run):
                 recipe = self._place_of(entry).put(entry.trial.recipe)
-                Plan(run_id=entry.trial.run_id, recipe=recipe, provenance=self._provenance).save(entry.run.path)
+                Plan(run_id=entry.trial.run_id, recipe=recipe, provenance=self.provenance).save(entry.run.path)
                 entry.is_planned = True
             plan = Plan.load(entry.run.plan_file)
             # It may go on beyond the rung where it stopped, and elsewhere if its place is no longer one of the study.

@@ -133,7 +133,7 @@ def _plan_text(plan: Plan) -> str:
     target = plan.recipe.target
     shared = {name: value for name, value in target.options.items() if name in SHARED}
     local = TargetSection(kind="local", threads=target.threads, device=target.device, **shared)
-    provenance = plan.provenance.model_copy(update={"git_diff": ""})
+    provenance = plan.provenance.model_copy(update={"git_diff": "", "ledger": None})
     recipe = plan.recipe.model_copy(update={"target": local})
     changed = plan.model_copy(update={"recipe": recipe, "provenance": provenance})
     return json.dumps(changed.model_dump(mode="json"), indent=1) + "\n"

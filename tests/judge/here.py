@@ -33,7 +33,7 @@ class HereDriver:
     """Trains trials in turn, as the driver of studies does with processes."""
 
     def __init__(self, places: object, store: TrialStore, provenance: Provenance) -> None:
-        self._store = store
+        self._store, self.provenance = store, provenance
         self.runs: dict[str, TrialRun] = {}
 
     def drive(self, trials: Sequence[StudyTrial], pause: Callable[[], None]) -> None:
@@ -42,7 +42,7 @@ class HereDriver:
             run = self._store.find(trial)
             if not has_plan(run) or run.state() is not State.FINISHED:
                 run.path.mkdir(parents=True, exist_ok=True)
-                plan = Plan(run_id=run.run_id, recipe=trial.recipe)
+                plan = Plan(run_id=run.run_id, recipe=trial.recipe, provenance=self.provenance)
                 plan.save(run.path)
                 with run.lock("worker"):
                     train(run, plan.recipe, plan.group)

@@ -56,6 +56,10 @@ class LedgerFacts(Answer):
     """The ledger."""
     asked: int
     """Questions so far."""
+    lines: int
+    """Lines so far."""
+    digest: str
+    """Digest of the last line, which covers all lines before."""
     staked: int
     """Of these, the ones that took a level."""
     kept: int
