@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +129,9 @@ def describe(task: Mapping[str, Any]) -> list[str]:
             f"{advice['chosen']}; at the price of 60 dense steps dense's loss less its own is {advice['gain']:.3f} "
             "nats (claimed: above 0)"
         )
-    lines = [f"{name} {ANSWERS[outcome[name]]}: {text}." for name, text in found.items()]
+    lines = [*_say_order(scores)] if task["rows"] else []
+    lines += [f"Committed after the data that it judges: {task['late']}"] if task["rows"] and task["late"] else []
+    lines += [f"{name} {ANSWERS[outcome[name]]}: {text}." for name, text in found.items()]
     if task["rows"]:
         below = ", ".join(f"{arm} by {by:.4f} ± {half:.4f}" for arm, (by, half) in scores["below_best_dense"].items())
         lines.append(
@@ -146,6 +148,19 @@ def describe(task: Mapping[str, Any]) -> list[str]:
     if task["unpredicted"]:
         lines.append(f"No prediction, because dense would need a batch below 1: {', '.join(task['unpredicted'])}.")
     return lines
+
+
+def _say_order(scores: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what noise by curvature says of the order and the loss of unbiased methods."""
+    if scores["spearman_curved"] is not None:
+        yield f"Noise by curvature orders the unbiased methods: rank correlation {scores['spearman_curved']:.2f}."
+    if scores["r2_methods"] is not None:
+        yield (
+            f"Without dense and the three uniform draws of examples, which are a smaller batch by construction, its R² "
+            f"over {scores['methods']} methods is {scores['r2_methods']:.2f}; with them {scores['r2_curved']:.2f}. "
+            f"The difference of these methods is {scores['root_mean_square_methods']:.4f} nats (root mean square); the "
+            f"prediction that every method equals dense has {scores['root_mean_square_as_dense']:.4f}."
+        )
 
 
 def draw(task: Mapping[str, Any]) -> list[dict[str, Any]]:

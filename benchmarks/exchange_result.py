@@ -41,6 +41,15 @@ NO_TEST = {
     "far-1m": ("H10",),
     "novel": ("H10",),
 }
+# What git shows of the order in which a task's files were committed; see the protocol's corrections.
+LATE = {
+    "far": "15 of 17 shares of the rate were committed after its unbiased methods had been decided on this page (H7).",
+    "far-1m": "Measurements, runs and results were committed together, after all of its methods had been trained.",
+    "novel": "Measurements, runs and results were committed together, after its unbiased methods had been trained.",
+}
+# Both uniform policies and `importance`, whose gain never passed its threshold, draw examples uniformly: that is a
+# smaller batch by construction.
+UNIFORM_DRAWS = ("uniform-50", "uniform-25", "importance")
 CLEAR_BIAS = 0.05  # of the variance between batches: above it a method counts as biased
 FLAT, SHORTENED = 0.1, 0.85  # H8: of the noise by curvature at most, and of the share of the rate
 CLOSE = 0.05  # nats, H9: what a choice before training may cost
@@ -157,6 +166,7 @@ def judge(losses: Losses, worth: Mapping[str, Any], methods: Mapping[str, Any], 
             "best_dense": {"batch": best_batch, "loss": fmean(best_dense)},
             "below_best_dense": leads,
             "r2_curved": r2_curved,
+            **score_methods(curved, surface_mean(losses, BATCH, rate, STEPS)),
             "root_mean_square_curved": root_mean_square(curved, "surprise_curved") if curved else None,
             "curved": len(curved),
             "ratio_curved": ratio,
@@ -185,6 +195,23 @@ def judge(losses: Losses, worth: Mapping[str, Any], methods: Mapping[str, Any], 
             "H9": None if fair_regret is None else fair_regret["nats"] <= CLOSE,
             "H10": None if advice is None else advice["gain"] > 0.0,
         },
+    }
+
+
+def score_methods(curved: Sequence[Row], dense: float | None) -> dict[str, Any]:
+    """Return how well noise by curvature predicts methods, beside the prediction that every method equals dense.
+    Uniform draws of examples are no methods here: they are a smaller batch. The order is that of all but dense."""
+    methods = [row for row in curved if row.arm != "dense"]
+    rows = [row for row in methods if row.arm not in UNIFORM_DRAWS]
+    by_curvature = [row.curved.value for row in methods if row.curved is not None]
+    order = spearmanr(by_curvature, [row.observed for row in methods]).statistic if len(methods) > 2 else None
+    as_dense = [(row.observed or 0.0) - dense for row in rows if dense is not None]
+    return {
+        "methods": len(rows),
+        "r2_methods": explained(rows, "surprise_curved"),
+        "root_mean_square_methods": root_mean_square(rows, "surprise_curved") if rows else None,
+        "root_mean_square_as_dense": math.sqrt(fmean(by**2 for by in as_dense)) if as_dense else None,
+        "spearman_curved": None if order is None else float(order),
     }
 
 
@@ -366,7 +393,8 @@ def read_task(folder: Path, name: str) -> dict[str, Any]:
     losses = hide_part(losses, {arm: methods[arm] for arm in methods if "refused" not in worth.get(arm, {})})
     # Dense as an arm whose noise is 0: the fresh seeds of the cell that the surface has with others.
     fresh = {seed: run for seed, run in losses[dense_name(BATCH, rate)].items() if seed >= FIRST_METHOD_SEED}
-    return {"task": name, "rate": rate, "no_test": NO_TEST.get(name, ())} | judge(
+    about = {"task": name, "rate": rate, "no_test": NO_TEST.get(name, ()), "late": LATE.get(name, "")}
+    return about | judge(
         {**losses, "dense": fresh} if fresh else losses,
         {"dense": DENSE} | worth,
         {"dense": {"unbiased": True}} | methods,

@@ -1,9 +1,9 @@
 """Simulates nights of proposals under several rules: what is kept in error, what is found, and what it costs.
 
-    python benchmarks/judge.py           # about five minutes on one core; writes benchmarks/results/judge.json
+    python benchmarks/judge.py           # about ten minutes on one core; writes benchmarks/results/judge.json
     python benchmarks/judge.py --tiny    # the same code in seconds; prints, and writes nothing
 
-The judge is that of `sparsebp judge`: its own functions give evidence, levels, the screen and the spread of pairs.
+The judge is that of `sparsebp judge`: its own functions give stakes, levels, the screen and the spread of pairs.
 Losses are in standard deviations of a run over seeds; a share of their variance is common to all runs of one seed. A
 night has 100 proposals. Costs are runs a proposal; the naive rule trains one.
 """
@@ -13,9 +13,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
-from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
+from datetime import date
 
 from checkout import ROOT, use_checkout
 
@@ -23,9 +23,9 @@ use_checkout()
 
 import numpy as np  # noqa: E402
 
-from sparsebp_cli.judge.evidence import Floats, log_evidence  # noqa: E402
+from sparsebp_cli.judge.bet import Floats, find_stake  # noqa: E402
 from sparsebp_cli.judge.level import LEVEL, find_needed  # noqa: E402
-from sparsebp_cli.judge.move import FUTILE, MOST_PAIRS  # noqa: E402
+from sparsebp_cli.judge.move import AGAINST, FUTILE, MOST_PAIRS, WORST  # noqa: E402
 from sparsebp_cli.judge.screen import DROP, FIRST_RUNS, MOST_RUNS, NARROWEST, PASS, PRIOR_PAIRS, WIDEST  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -45,6 +45,18 @@ class World:
     climbs: bool = False  # what is kept becomes the baseline
     hopeful: bool = False  # proposes real gains only while the screen's runs of the baseline look good, else nulls
     noise: str = "normal"
+    ruin: tuple[float, float] | None = None  # share of a candidate's seeds that lose, and by how much; others gain
+    drift: float = 0.0  # what a candidate with ruins gains in the mean
+    quiet: float = 1.0  # own noise of a candidate beside that of the baseline
+    diverges: float = 0.0  # share of a candidate's runs that diverge
+
+    def draw_own(self, draw: np.random.Generator, *shape: int) -> Floats:
+        """Draw what is a candidate's own beside its seed's noise: mean ``-drift``, infinite where a run diverges."""
+        own = self.quiet * math.sqrt(1.0 - self.common) * draw_noise(draw, self.noise, *shape)
+        if self.ruin is not None:
+            share, depth = self.ruin
+            own += np.where(draw.random(shape) < share, depth, -(share * depth + self.drift) / (1.0 - share))
+        return np.where(draw.random(shape) < self.diverges, math.inf, own)
 
 
 @dataclass(frozen=True)
@@ -52,9 +64,8 @@ class Rule:
     """What of the judge is used."""
 
     name: str
-    screens: bool = True
     futility: float = FUTILE
-    needed: Callable[[int], float] = find_needed  # place to the logarithm of evidence
+    worst: float = WORST  # in standard deviations of a run
 
 
 @dataclass
@@ -90,6 +101,8 @@ def draw_noise(draw: np.random.Generator, kind: str, *shape: int) -> Floats:
     """Draw noise with mean 0 and standard deviation 1."""
     if kind == "heavy":
         return np.asarray(draw.standard_t(3, size=shape) / math.sqrt(3))
+    if kind == "heaviest":  # its variance is infinite
+        return np.asarray(draw.standard_t(2, size=shape) / 2.0)
     if kind == "skewed":
         return np.asarray((np.exp(draw.normal(size=shape)) - math.exp(0.5)) / math.sqrt((math.e - 1) * math.e))
     return np.asarray(draw.normal(size=shape))
@@ -103,6 +116,7 @@ class Nights:
         self.tally = Tally(nights, np.zeros(nights))
         self.places = np.zeros(nights, dtype=int)  # taken
         self.last = np.zeros((nights, MOST_RUNS))  # own noise of the proposal before
+        self.screened = np.zeros(nights)  # least gain of a pair of the screen
         self._new_baseline(np.ones(nights, dtype=bool))
 
     def _new_baseline(self, where: np.ndarray) -> None:
@@ -138,16 +152,15 @@ class Nights:
         real = self.draw.random(self.num) < world.share
         if world.hopeful:  # it has seen the baseline's runs, and knows when they are lucky
             real &= self.base[:, :2].mean(1) < 0.0
-        fresh = draw_noise(self.draw, world.noise, self.num, MOST_RUNS)
-        own = math.sqrt(world.alike) * self.last + math.sqrt(1 - world.alike) * fresh
+        own = world.draw_own(self.draw, self.num, MOST_RUNS)
+        if world.alike:
+            own = math.sqrt(world.alike) * self.last + math.sqrt(1 - world.alike) * own
         self.last = own
-        loss = math.sqrt(world.common) * self.seed_noise + math.sqrt(1 - world.common) * own
+        loss = math.sqrt(world.common) * self.seed_noise + own
         return real, loss - np.where(real, world.effect, 0.0)[:, None]
 
     def screen(self, loss: Floats, effect: Floats, spread: Floats, runs: Floats) -> np.ndarray:
         """Return which candidates pass, and count their runs and pairs."""
-        if not self.rule.screens:
-            return np.ones(self.num, dtype=bool)
         gains, odds = self.base - loss, np.zeros(self.num)
         live, passed = np.ones(self.num, dtype=bool), np.zeros(self.num, dtype=bool)
         for number in range(MOST_RUNS):
@@ -157,6 +170,9 @@ class Nights:
             passed |= live & (odds >= PASS)
             live &= (odds > DROP) & (odds < PASS)
         passed |= live & (odds > 0.0)
+        passed &= np.isfinite(gains).all(1)  # one that diverges is worse
+        gains = np.where(np.isfinite(gains), gains, 0.0)
+        self.screened = gains.min(1)
         used = np.arange(MOST_RUNS)[None] < runs[:, None]
         mean = (gains * used).sum(1) / runs
         self.squares += ((gains - mean[:, None]) ** 2 * used).sum(1)
@@ -173,26 +189,34 @@ class Nights:
 
     def decide(self, passed: np.ndarray, truth: Floats, effect: Floats, runs: Floats) -> np.ndarray:
         """Return which candidates are kept, by pairs of fresh seeds."""
-        needed = np.array([self.rule.needed(place) for place in range(1, self.places.max() + 2)])[self.places]
-        design = np.clip(effect / self.pair_spread(), NARROWEST, WIDEST)
-        total, squares, kept = np.zeros(self.num), np.zeros(self.num), np.zeros(self.num, dtype=bool)
-        active, wide = np.flatnonzero(passed), math.sqrt(1.0 - self.world.common)
+        needed = np.array([find_needed(place) for place in range(1, self.places.max() + 2)])[self.places]
+        spread = effect / np.clip(effect / self.pair_spread(), NARROWEST, WIDEST)
+        worst = self.rule.worst * self.run_spread
+        total, squares, won, lost, odds = (np.zeros(self.num) for _ in range(5))
+        kept, wide = np.zeros(self.num, dtype=bool), math.sqrt(1.0 - self.world.common)
+        active = np.flatnonzero(passed & (self.screened > -worst))
         for count in range(1, MOST_PAIRS + 1):
             if not len(active):
                 break
-            noise = draw_noise(self.draw, self.world.noise, 2, len(active))
-            gain = truth[active] + wide * (noise[0] - noise[1])
-            total[active] += gain
-            squares[active] += gain**2
+            base = wide * draw_noise(self.draw, self.world.noise, len(active))
+            gain = truth[active] + base - self.world.draw_own(self.draw, len(active))
             runs[active] += 2
-            found = log_evidence(count, total[active], squares[active], design[active])
-            won = found >= needed[active]
-            kept[active[won]] = True
-            ends = won | (found <= self.rule.futility) | (count == MOST_PAIRS)
+            given = (squares[active], effect[active], spread[active], worst[active])
+            clipped = np.clip(gain, -worst[active], worst[active])
+            won[active] += np.log1p(find_stake(total[active], *given) * clipped)
+            lost[active] += np.log1p(-find_stake(-total[active], *given) * clipped)
+            total[active] += clipped
+            squares[active] += clipped**2
+            odds[active] += effect[active] * (clipped - effect[active] / 2.0) / spread[active] ** 2
+            ruined = gain <= -worst[active]
+            shown = (won[active] >= needed[active]) & ~ruined
+            kept[active[shown]] = True
+            hopeless = (lost[active] >= AGAINST) | (odds[active] <= self.rule.futility)
+            ends = shown | ruined | hopeless | (count == MOST_PAIRS)
             over = active[ends]
             self.squares[over] += squares[over] - total[over] ** 2 / count
             self.freedom[over] += count - 1
-            self.tally.seen += list(total[active[won]] / count - truth[active[won]])
+            self.tally.seen += list(total[active[shown]] / count - truth[active[shown]] - self.world.drift)
             active = active[~ends]
         return kept
 
@@ -205,8 +229,9 @@ class Nights:
             truth = np.where(real, self.world.effect, 0.0)
             kept = self.decide(passed, truth, effect, runs)
             self.places += passed & ~kept
-            noise = draw_noise(self.draw, self.world.noise, 2, int(kept.sum()), GAIN_PAIRS)
-            self.tally.fresh += list(math.sqrt(1 - self.world.common) * (noise[0] - noise[1]).mean(1))
+            shape = int(kept.sum()), GAIN_PAIRS
+            base = math.sqrt(1 - self.world.common) * draw_noise(self.draw, self.world.noise, *shape)
+            self.tally.fresh += list((base - self.world.draw_own(self.draw, *shape)).mean(1) - self.world.drift)
             self.tally.any_false = np.maximum(self.tally.any_false, kept & ~real)
             self.tally.found += int((kept & real).sum())
             self.tally.real += int(real.sum())
@@ -250,9 +275,15 @@ def find_bound(common: float, effect: float = 1.0, miss: float = 0.2, share: flo
     return {"null": null, "real": real, "night": (1 - share) * null + share * real}
 
 
-BONFERRONI = Rule("fresh pairs, 0.05 / 100 each", screens=False, needed=lambda _: math.log(PROPOSALS / LEVEL))
 JUDGE = Rule("judge")
+NAIVE = Rule("naive")
 COMMON = (0.0, 0.5, 0.8, 0.9)
+HALF = World("nulls, 0.5 in common", common=0.5)
+TENTH = World("a tenth of 1 sd, 0.5 in common", 0.1, common=0.5)
+EXTRA = [
+    (HALF, replace(JUDGE, name="judge that never gives up", futility=-math.inf)),
+    *[(TENTH, replace(JUDGE, name=f"judge, worst case {worst}", worst=worst)) for worst in (4, 10)],
+]
 
 
 def list_worlds() -> list[World]:
@@ -269,34 +300,49 @@ def list_worlds() -> list[World]:
         replace(half, name="climbing, a tenth of 1 sd", share=0.1, climbs=True),
         replace(half, name="proposed after looking at the baseline's luck", share=0.3, hopeful=True),
         replace(half, name="nulls, heavy tails (t of 3)", noise="heavy"),
+        replace(half, name="nulls, heavy tails (t of 2)", noise="heaviest"),
         replace(half, name="nulls, skewed (lognormal)", noise="skewed"),
+        replace(half, name="nulls three times as noisy", quiet=3.0),
+        replace(half, name="nulls of which 1/3 of runs diverge", diverges=1 / 3),
+        *[replace(half, name=name, ruin=ruin, drift=drift, quiet=0.7) for name, ruin, drift in RUINS],
     ]
 
 
-def simulate(nights: int) -> dict[str, object]:
-    """Return the rows of all tables."""
-    rows: list[dict[str, object]] = []
+ONE = math.sqrt(0.5)  # unit of the losses below: standard deviation of what is a run's own
+RUINS = [  # share of seeds and loss, and the gain in the mean, which is not above zero
+    ("better by 0.7 in 95%, worse by 13 in 5%", (0.05, 19 * ONE), 0.0),
+    ("better by 0.7 in 90%, worse by 6.4 in 10%", (0.1, 9 * ONE), 0.0),
+    ("better by 0.7 in 90%, worse by 9.9 in 10%", (0.1, 14 * ONE), -0.5 * ONE),
+    ("better by 0.7 in 80%, worse by 2.8 in 20%", (0.2, 4 * ONE), 0.0),
+    ("better by 0.2 in 97%, worse by 6.9 in 3%", (0.03, 9.7 * ONE), 0.0),
+]
+
+
+def list_jobs(nights: int) -> list[tuple[World, Rule, int, list[int]]]:
+    """Return the rows: what is simulated, by which rule, how often, and the seed."""
+    found: list[tuple[World, Rule, int, list[int]]] = []
     for number, world in enumerate(list_worlds()):
-        rules = [JUDGE, BONFERRONI] if world.common in COMMON and world.share in {0.0, 0.1} and number < 8 else [JUDGE]
-        for rule in rules:
-            tally = Nights(world, rule, nights, np.random.default_rng([number, 1])).run()
-            rows.append({"world": world.name, "rule": rule.name, **tally.row()})
-            print(show(rows[-1]), flush=True)
-        if number in {0, 4}:
-            naive = run_naively(world, nights, np.random.default_rng([number, 2]))
-            rows.append({"world": world.name, "rule": "naive", **naive})
-            print(show(rows[-1]), flush=True)
-    never = replace(JUDGE, name="judge that never gives up", futility=-math.inf)
-    tally = Nights(World("nulls, 0.5 in common", common=0.5), never, nights // 4, np.random.default_rng(99)).run()
-    rows.append({"world": "nulls, 0.5 in common", "rule": never.name, **tally.row()})
-    print(show(rows[-1]), flush=True)
+        found.append((world, JUDGE, nights, [number, 1]))
+        found += [(world, NAIVE, nights, [number, 2])] if number in {0, 4} else []
+    return found + [(world, rule, nights, [99]) for world, rule in EXTRA]
+
+
+def simulate_row(job: tuple[World, Rule, int, list[int]]) -> dict[str, object]:
+    """Return one row of the table."""
+    world, rule, nights, seed = job
+    draw = np.random.default_rng(seed)
+    found = run_naively(world, nights, draw) if rule == NAIVE else Nights(world, rule, nights, draw).run().row()
+    row: dict[str, object] = {"world": world.name, "rule": rule.name, **found}
+    print(show(row), flush=True)
+    return row
+
+
+def simulate(nights: int, jobs: int) -> dict[str, object]:
+    """Return the rows of all tables."""
+    with ProcessPoolExecutor(jobs) as pool:
+        rows = list(pool.map(simulate_row, list_jobs(nights)))
     bounds = [{"common": common, **find_bound(common, share=0.1)} for common in COMMON]
-    for bound in bounds:
-        print(
-            f"least runs by Wald, {bound['common']:g} in common: {bound['null']:.2f} a null, "
-            f"{bound['real']:.2f} a real one, {bound['night']:.2f} a proposal with a tenth real"
-        )
-    return {"nights": nights, "rows": rows, "bounds": bounds}
+    return {"date": date.today().isoformat(), "nights": nights, "rows": rows, "bounds": bounds}
 
 
 def show(row: dict[str, object]) -> str:
@@ -312,12 +358,13 @@ def main() -> None:
     """Simulate, print, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tiny", action="store_true", help="few nights; print, and write nothing")
+    parser.add_argument("--nights", type=int, default=1000)
+    parser.add_argument("--jobs", type=int, default=2, help="processes")
     given = parser.parse_args()
-    os.nice(5)
     if given.tiny:
-        simulate(8)
+        simulate(8, given.jobs)
         return
-    found = simulate(1000)
+    found = simulate(given.nights, given.jobs)
     (RESULTS / "judge.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 

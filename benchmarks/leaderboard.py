@@ -33,10 +33,10 @@ def main() -> None:
         parser.error(f"there is no task {unknown[0]}; there are {', '.join(known)}")
     if arguments.run is not None:
         sys.exit(run_all(arguments.run or known, arguments.minutes))
-    results = read_results()
+    results = [one for one in read_results() if one.is_trained]  # a task that nobody trained says nothing
     DATA.write_text(write_data(results), encoding="utf-8")
     PAGE.write_text(render(results), encoding="utf-8")
-    trained = ", ".join(one.name for one in results if one.is_trained) or "no task yet"
+    trained = ", ".join(one.name for one in results) or "no task yet"
     print(f"{PAGE.relative_to(ROOT)}, {DATA.relative_to(ROOT)}: {trained}")
 
 

@@ -28,18 +28,23 @@ def render(results: Sequence[Result]) -> str:
         loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.globals["embed"] = lambda name: Markup(loader.get_source(environment, name)[0])
-    trained = [one for one in results if one.is_trained]
     return (
         environment.get_template("leaderboard.html").render(
             results=results,
-            trained=trained,
+            single=[one.name for one in results if _is_single(one)],
             methods=list_methods(results),
             controls=list_controls(results),
-            lines=[describe(one) for one in trained],
-            picture=draw(trained) if trained else None,
+            lines=[describe(one) for one in results],
+            picture=draw(results) if results else None,
         )
         + "\n"
     )
+
+
+def _is_single(result: Result) -> bool:
+    """Whether the best control trains on one example a step."""
+    best = result.find(result.best)
+    return best is not None and best.batch == 1
 
 
 def describe(result: Result) -> str:

@@ -2,6 +2,7 @@
 
     python benchmarks/tuning.py           # about twelve minutes on one core; writes docs/results/tuning.txt
     python benchmarks/tuning.py --tiny    # the same code in seconds; prints, and writes nothing
+    python benchmarks/tuning.py --unequal # a grid whose corners differ sixfold in noise; writes tuning-unequal.json
 
 Statements are those of `sparsebp compare`: its functions pool spreads, correct for the number of statements, and add
 the error of what tuning chose. A study has 3 dense arms, of which the best on validation is the baseline, and 7
@@ -12,10 +13,12 @@ a seed. The metric of validation has a noise of its own, as that of a few hundre
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import date
 
 from checkout import ROOT, use_checkout
 
@@ -30,6 +33,7 @@ from sparsebp_cli.study.choice import find_choice_errors  # noqa: E402
 from sparsebp_cli.study.schema import SearchSection  # noqa: E402
 
 PAGE = ROOT / "docs" / "results" / "tuning.txt"
+UNEQUAL = ROOT / "benchmarks" / "results" / "tuning-unequal.json"
 SHARED = 0.5  # of a run's variance, what the seed does to all arms
 ADDED = SearchSection().extend
 
@@ -126,6 +130,38 @@ def study(
     return bool(stated), len(of_policies) / setting.policies
 
 
+def study_unequal(number: int, slope: float, effect: float = 0.0) -> tuple[bool, float]:
+    """Simulate a study over 12 combinations whose noise grows sixfold from the first to the last, three seeds of tuning
+    and five of the report, 3 dense arms and 7 policies that are better by ``effect``. Return as :func:`study`."""
+    draw = np.random.default_rng([38, number])
+    spread, truth, arms = np.geomspace(1.0, 6.0, 12), slope * np.arange(12.0), 10
+
+    def train(combinations: np.ndarray, seeds: int) -> np.ndarray:
+        noise = math.sqrt(1.0 - SHARED) * draw.standard_normal((*combinations.shape, seeds))
+        run: np.ndarray = noise + math.sqrt(SHARED) * draw.standard_normal(seeds)
+        return truth[combinations][..., None] + spread[combinations][..., None] * run
+
+    tuned = train(np.tile(np.arange(12), (arms, 1)), 3)
+    losses = {str(arm): tuned[arm] for arm in range(arms)}
+    best = tuned.mean(2).argmin(1)
+    test = train(best, 5)
+    test[3:] -= effect
+    base = int((test + 0.3 * draw.standard_normal(test.shape))[:3].mean(1).argmin())
+    stated = state(test, base, find_choice_errors(losses, losses))
+    return bool(stated), sum(arm >= 3 for arm, _ in stated) / 7
+
+
+def write_unequal(count: int) -> str:
+    """Return what a grid of unequal noise gives, as JSON."""
+    rows = []
+    for slope in (0.0, 0.3, 1.0):
+        false = share([study_unequal(number, slope)[0] for number in range(count)])
+        power = {by: share([study_unequal(n, slope, by)[1] for n in range(count // 5)]) for by in (2.0, 4.0)}
+        rows.append({"slope": slope, "false": false, "power_2": power[2.0], "power_4": power[4.0]})
+        print(rows[-1], flush=True)
+    return json.dumps({"date": date.today().isoformat(), "studies": count, "rows": rows}, indent=1) + "\n"
+
+
 def look_after_every_seed(number: int, *, waits: bool) -> bool:
     """Return whether one of the looks after 3 to 10 seeds of 7 policies that are all dense states anything. ``waits``:
     as a study does, which states nothing before its last planned seed."""
@@ -217,7 +253,11 @@ def main() -> None:
     """Simulate and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="ten studies a line; writes nothing")
+    parser.add_argument("--unequal", action="store_true", help="1,000 studies of a grid of unequal noise alone")
     arguments = parser.parse_args()
+    if arguments.unequal:
+        UNEQUAL.write_text(write_unequal(1000), encoding="utf-8")
+        return
     text = write(10 if arguments.tiny else 1000)
     if arguments.tiny:
         print(text)

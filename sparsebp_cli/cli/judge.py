@@ -36,7 +36,7 @@ METRIC = "With --script: what decides, and which way: val_loss:lower."
 BUDGET = "What this question may spend in all: a time of its runs (30m, 2h), or FLOPs (3e15)."
 EFFECT = "The least gain worth finding, in the metric's unit; default: a standard deviation of a run."
 MARGIN = "Go on until better, worse or equal within this is shown: eval/loss=0.01."
-GAIN = "Fresh pairs that measure the gain of a candidate that was kept."
+WORST = "Most that a seed may lose, in the metric's unit; one that loses more ends better. Default: 20 deviations."
 FINAL = "Open the test split, once for these data: fresh pairs of a candidate that was kept."
 
 
@@ -64,7 +64,7 @@ def judge(  # noqa: PLR0913, PLR0917 - one parameter an option
     ] = None,
     effect: Annotated[float | None, typer.Option(metavar="NUMBER", help=EFFECT)] = None,
     margin: Annotated[str | None, typer.Option(metavar="METRIC=NUMBER", help=MARGIN)] = None,
-    gain: Annotated[int, typer.Option(min=0, metavar="N", help=GAIN)] = 4,
+    worst: Annotated[float | None, typer.Option(metavar="NUMBER", help=WORST)] = None,
     equal: Annotated[
         Equal | None, typer.Option(metavar="flops|steps", help="What both sides may spend; default: flops.")
     ] = None,
@@ -91,7 +91,7 @@ def judge(  # noqa: PLR0913, PLR0917 - one parameter an option
         raise UsageError("judge needs --budget, or --final, which makes a fixed number of pairs; not both")
     terms = None
     if budget is not None:
-        terms = _make_terms(budget, effect, _read_margin(margin, arms.proposal), gain)
+        terms = _make_terms(budget, effect, _read_margin(margin, arms.proposal), worst)
         if script is not None and terms.budget.unit == "flops":
             raise UsageError(f"--budget of a script must be a time (90s, 30m, 2h, 1d), got {budget!r}")
     answer = _judge(arms, terms)
@@ -107,13 +107,14 @@ def _print(answer: Answer) -> None:
         print_line(line)
 
 
-def _make_terms(budget: str, effect: float | None, margin: float | None, gain: int) -> Terms:
+def _make_terms(budget: str, effect: float | None, margin: float | None, worst: float | None) -> Terms:
     from sparsebp_cli.judge.budget import QuestionBudget
     from sparsebp_cli.judge.session import Terms
 
-    if effect is not None and not 0.0 < effect < float("inf"):
-        raise UsageError(f"--effect must be a number above 0, got {effect:g}")
-    return Terms(QuestionBudget.parse(budget), effect, margin, gain)
+    for name, number in {"effect": effect, "worst": worst}.items():
+        if number is not None and not 0.0 < number < float("inf"):
+            raise UsageError(f"--{name} must be a number above 0, got {number:g}")
+    return Terms(QuestionBudget.parse(budget), effect, margin, worst=worst)
 
 
 def _read_margin(text: str | None, proposal: Proposal) -> float | None:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from sparsebp_cli.compare.statistics import summarise
-from sparsebp_cli.judge.evidence import forecast, measure
+from sparsebp_cli.judge.bet import bound_share, forecast, log_capital
 from sparsebp_cli.judge.ledger import Book, Ledger, Question
 from sparsebp_cli.judge.level import LEVEL, find_free, find_level, find_needed
-from sparsebp_cli.judge.move import Outcome
+from sparsebp_cli.judge.move import WORST, Outcome, log_evidence
 from sparsebp_cli.judge.question import Proposal
 from sparsebp_cli.judge.screen import find_design
 from sparsebp_cli.judge.session import TEST_PAIRS, Terms
@@ -100,8 +100,26 @@ class Answer:
     @property
     def evidence(self) -> float | None:
         """The evidence of the pairs that decide; None before the first."""
-        gains, bar = self.question.gains("pairs"), self.question.bar
-        return None if bar is None or not gains else math.exp(measure(gains, bar.design))
+        gains, aim, bar = self.question.gains("pairs"), self.question.aim, self.question.bar
+        return None if aim is None or bar is None or not gains else math.exp(log_evidence(gains, aim, bar))
+
+    @property
+    def claims(self) -> dict[str, dict[str, object]]:
+        """What the pairs that decide show of each claim; empty before the first."""
+        gains, one = self.question.gains("pairs"), self.question
+        if self.evidence is None or one.bar is None or one.place is None:
+            return {}
+        most, needed = math.exp(log_capital([_sign(gain) for gain in gains], 1.0, 0.5, 1.0)), math.exp(one.bar.needed)
+        ruins = [look.runs[1] for look in one.ruins]
+        return {
+            "better in the mean": {"shown": self.evidence >= needed, "evidence": self.evidence, "worst": one.bar.worst},
+            "better in most seeds": {"shown": most >= needed, "evidence": most},
+            "no rare ruin": {
+                "shown": not ruins,
+                "most_ruined": None if ruins else bound_share(len(gains), find_level(one.place)),
+                "ruined": ruins,
+            },
+        }
 
     @property
     def more_seeds(self) -> int | None:
@@ -111,10 +129,11 @@ class Answer:
         if aim is None or self.question.outcome is not None:
             return None
         if bar is not None:
-            return forecast(self.question.gains("pairs"), bar.design, bar.needed)
-        design = find_design(aim.effect, aim.pair_spread)
-        gains = self.question.gains("screen")
-        found = forecast(gains, design, find_needed(find_free(self.book.taken)))
+            gains, spread = self.question.gains("pairs"), aim.effect / bar.design
+            return forecast(gains, bar.worst, aim.effect, spread, bar.needed)
+        spread = aim.effect / find_design(aim.effect, aim.pair_spread)
+        gains, worst = self.question.gains("screen"), self.question.asked.get("worst") or WORST * aim.effect
+        found = forecast(gains, worst, aim.effect, spread, find_needed(find_free(self.book.taken)))
         return None if found is None else found + len(gains)  # runs of the screen do not count
 
     def to_facts(self) -> dict[str, object]:
@@ -137,6 +156,7 @@ class Answer:
             "margin": one.asked["margin"],
             "evidence": self.evidence,
             "needed": None if bar is None else math.exp(bar.needed),
+            "claims": self.claims,
             "place": one.place,
             "level": None if one.place is None else find_level(one.place),
             "looks": {stage: [asdict(look) for look in one.looks[stage]] for stage in stages if stage in one.looks},
@@ -187,6 +207,7 @@ class Answer:
         if self.proposal.equal == "command" and seconds:
             each = " and ".join(f"{mean:.4g} s of the {side}" for side, mean in seconds.items())
             found.append(f"a run took {each}: nobody has made them equal")
+        found += self._describe_claims()
         if one.outcome == "better":
             shown = "not measured: no budget left" if self.gain is None else self.gain.describe()
             found.append(f"gain on fresh seeds: {shown}")
@@ -197,3 +218,23 @@ class Answer:
         )
         found.append(f"its {self.book.mark.lines} lines end with digest {self.book.mark.digest}")
         return found
+
+    def _describe_claims(self) -> list[str]:
+        """Return the claims in lines for people."""
+        if not self.claims:
+            return []
+        mean, most, ruin = self.claims.values()
+        says = {True: "shown", False: "not shown"}
+        if ruins := self.question.ruins:
+            rare = f"refuted: {', '.join(look.describe() for look in ruins)}"
+        else:
+            rare = f"none of {len(self.question.gains('pairs'))} did, so at most {ruin['most_ruined']:.1%} of seeds do"
+        return [
+            f"better in the mean, where a seed loses at most {mean['worst']:.4g}: {says[bool(mean['shown'])]}",
+            f"better in most seeds: {says[bool(most['shown'])]}, evidence {most['evidence']:.4g}",
+            f"no seed loses more than {mean['worst']:.4g}: {rare}",
+        ]
+
+
+def _sign(number: float) -> float:
+    return float((number > 0.0) - (number < 0.0))

@@ -30,7 +30,7 @@ from filelock import FileLock, Timeout
 from sparsebp_cli import durable
 from sparsebp_cli.errors import RunBusyError, UsageError
 from sparsebp_cli.judge.level import find_free, find_level, find_needed
-from sparsebp_cli.judge.move import Aim, Bar, Outcome, Stage
+from sparsebp_cli.judge.move import WORST, Aim, Bar, Outcome, Stage
 from sparsebp_cli.judge.screen import Squares
 from sparsebp_cli.plan import LedgerMark
 from sparsebp_cli.run import home
@@ -58,6 +58,10 @@ class Look:
         """The side whose run diverged, the baseline before the candidate; empty if none did."""
         return next((side for side, value in zip(SIDES, self.values, strict=False) if value is None), "")
 
+    def describe(self) -> str:
+        """Return what a pair lost, in words."""
+        return f"run {self.runs[-1]} lost {-(self.gain or 0.0):.4g} against {self.runs[0]}"
+
 
 @dataclass
 class Question:
@@ -74,6 +78,12 @@ class Question:
     answered_at: float | None = None  # seconds since 1970
     spent: dict[str, float] = field(default_factory=lambda: {"flops": 0.0, "seconds": 0.0, "runs": 0})
     dearest: dict[str, float] = field(default_factory=lambda: {"flops": 0.0, "seconds": 0.0})  # of one run
+
+    @property
+    def ruins(self) -> list[Look]:
+        """Looks at which the candidate lost at least the worst case."""
+        looks = [look for stage in ON_VALIDATION for look in self.looks.get(stage, [])]
+        return [look for look in looks if self.bar and look.gain is not None and look.gain <= -self.bar.worst]
 
     def gains(self, stage: Stage) -> list[float]:
         """Return the gains of a stage in their order, without looks at which a run diverged."""
@@ -171,7 +181,9 @@ def _take(one: Question, entry: Entry) -> None:
         case "aimed":
             one.aim = Aim(entry["effect"], entry["pair_spread"], entry["margin"])
         case "staked":
-            one.place, one.bar = entry["place"], Bar(entry["design"], entry["needed"])
+            assert one.aim is not None
+            worst = entry.get("worst", WORST * one.aim.effect)  # a question of 0.5 declared none
+            one.place, one.bar = entry["place"], Bar(entry["design"], entry["needed"], worst)
         case "look":
             look = Look(entry["number"], entry["gain"], tuple(entry["runs"]), tuple(entry["values"]))
             one.looks.setdefault(entry["stage"], []).append(look)

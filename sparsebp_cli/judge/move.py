@@ -7,18 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from sparsebp_cli.compare.margin import decide_all
-from sparsebp_cli.compare.statistics import summarise
-from sparsebp_cli.judge.evidence import measure
+from sparsebp_cli.judge.bet import log_capital
 from sparsebp_cli.judge.screen import find_passage, log_odds
 
 Outcome = Literal["better", "worse", "equal within the margin", "not shown"]
 Stage = Literal["pool", "screen", "pairs", "gain", "test"]
 
-MOST_PAIRS = 60  # that decide; chosen by benchmarks/judge.py
-FUTILE = math.log(0.1)  # evidence at which a gain is not looked for any longer
-AGAINST = math.log(20.0)  # evidence that a candidate is worse: 5% for each question
-FEWEST_FOR_MARGIN = 3  # pairs
+MOST_PAIRS = 200  # that decide; chosen by benchmarks/judge.py
+FUTILE = math.log(0.1)  # odds of the gain against none, at which it is not looked for any longer
+AGAINST = math.log(20.0)  # evidence that a candidate is worse, or within the margin: 5% for each question
+WORST = 20.0  # the worst case, in standard deviations of a run, where none was declared
 
 
 @dataclass(frozen=True)
@@ -65,6 +63,12 @@ class Bar:
 
     design: float  # the effect in standard deviations of a pair
     needed: float  # logarithm of the evidence that keeps the candidate
+    worst: float  # a seed that loses more, in the metric's unit, is a ruin; a mean counts no more of it
+
+
+def log_evidence(gains: Sequence[float], aim: Aim, bar: Bar, offset: float = 0.0) -> float:
+    """Return the logarithm of the evidence that the mean of the clipped gains is above ``-offset``."""
+    return log_capital([gain + offset for gain in gains], bar.worst + offset, aim.effect, aim.effect / bar.design)
 
 
 def find_screen_move(gains: Sequence[float], aim: Aim) -> Move:
@@ -85,23 +89,17 @@ def find_screen_move(gains: Sequence[float], aim: Aim) -> Move:
 
 def find_pair_move(gains: Sequence[float], aim: Aim, bar: Bar) -> Move:
     """Return the next move among the pairs that decide."""
-    count = len(gains)
-    found, against = measure(gains, bar.design), measure([-gain for gain in gains], bar.design)
+    count, losses = len(gains), [-gain for gain in gains]
+    found, against = log_evidence(gains, aim, bar), log_evidence(losses, aim, bar)
     if found >= bar.needed:
         return Decide("better", f"evidence {math.exp(found):.4g}, needed {math.exp(bar.needed):.4g}")
     if against >= AGAINST:
         return Decide("worse", f"evidence {math.exp(against):.4g} of the opposite, needed {math.exp(AGAINST):.4g}")
-    if aim.margin is not None and count >= FEWEST_FOR_MARGIN and is_equal(gains, aim.margin):
-        return Decide("equal within the margin", f"not better and not worse by more than {aim.margin:g}")
-    if aim.margin is None and found <= FUTILE:
-        return Decide("not shown", f"a gain of {aim.effect:.4g} is {math.exp(-found):.3g} times less likely than none")
+    if aim.margin is not None:
+        if all(log_evidence(some, aim, bar, aim.margin) >= AGAINST for some in (gains, losses)):
+            return Decide("equal within the margin", f"not better and not worse by more than {aim.margin:g}")
+    elif (odds := log_odds(math.fsum(gains), count, aim.effect, aim.effect / bar.design)) <= FUTILE:
+        return Decide("not shown", f"a gain of {aim.effect:.4g} is {math.exp(-odds):.3g} times less likely than none")
     if count >= MOST_PAIRS:
         return Decide("not shown", f"undecided after {MOST_PAIRS} pairs, the most that are made")
     return Train("pairs", count + 1)
-
-
-def is_equal(gains: Sequence[float], margin: float) -> bool:
-    """Whether pairs show at 5%, after any number of looks, that the gain is within the margin either way."""
-    both = [summarise(gains), summarise([-gain for gain in gains])]
-    answers = [decide_all([one], margin, worse_is_up=False)[0] for one in both]
-    return all(answer is not None and answer.anytime == "yes" for answer in answers)

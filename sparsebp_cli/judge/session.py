@@ -12,6 +12,7 @@ from sparsebp_cli.judge.arms import Arms, SideTrial
 from sparsebp_cli.judge.budget import QuestionBudget
 from sparsebp_cli.judge.ledger import SIDES, Book, Ledger, Look, Question
 from sparsebp_cli.judge.move import (
+    WORST,
     Decide,
     FixAim,
     Move,
@@ -36,6 +37,7 @@ class Terms:
     effect: float | None = None  # in the metric's unit; None: one standard deviation of a run of the baseline
     margin: float | None = None  # within which both count as equal; None: not asked
     gain_pairs: int = DEFAULT_GAIN_PAIRS  # fresh pairs that measure the gain of a candidate that is kept
+    worst: float | None = None  # a seed that loses more is a ruin; None: 20 standard deviations of a run
 
 
 class JudgeSession:
@@ -58,15 +60,15 @@ class JudgeSession:
 
     def ask(self) -> Question:
         """Write the question into the ledger, and return what is known of it. Raise UsageError if it was asked with
-        another effect or margin."""
+        another effect, margin or worst case."""
         sides = dict(zip(SIDES, (self.proposal.baseline, self.proposal.candidate), strict=True))
         entry: dict[str, object] = {side: {"name": one.name, "digest": one.digest} for side, one in sides.items()}
         entry |= {"kind": "asked", "question": self.proposal.digest, "metric": self.proposal.metric.name}
-        terms = {"effect": self.terms.effect, "margin": self.terms.margin}
+        terms = {"effect": self.terms.effect, "margin": self.terms.margin, "worst": self.terms.worst}
         found = self.ledger.write(entry | terms).questions[self.proposal.digest]
         for key, value in terms.items():
-            if found.asked[key] != value:
-                was = "none" if found.asked[key] is None else found.asked[key]
+            if (was := found.asked.get(key)) != value:  # 0.5 wrote no worst case
+                was = "none" if was is None else was
                 raise UsageError(f"this question was asked with --{key} {was}; an answer is for that one alone")
         return found
 
@@ -182,7 +184,9 @@ class JudgeSession:
         book, baseline = self.book, self.proposal.baseline.digest
         run_spread = statistics.stdev(book.find_values(baseline))
         spread = book.find_squares(baseline).find_spread(run_spread)
-        self._write("staked", design=find_design(question.aim.effect, spread))
+        default = WORST * (run_spread or question.aim.effect)
+        worst = default if self.terms.worst is None else self.terms.worst
+        self._write("staked", design=find_design(question.aim.effect, spread), worst=worst)
 
     def _write(self, kind: str, **values: object) -> None:
         """Append an entry of this question, which pays for the runs that no entry has charged yet."""
@@ -203,7 +207,7 @@ def find_move(question: Question, gain_pairs: int) -> Move | None:
         return Train("gain", made + 1) if made < gain_pairs and is_whole else None
     if question.outcome is not None:
         return None
-    if (move := _find_broken(looks)) is not None:
+    if (move := _find_broken(question, looks)) is not None:
         return move
     pool = len(question.looks.get("pool", []))
     if question.aim is None:
@@ -213,9 +217,12 @@ def find_move(question: Question, gain_pairs: int) -> Move | None:
     return find_pair_move(question.gains("pairs"), question.aim, question.bar)
 
 
-def _find_broken(looks: Sequence[Look]) -> Decide | None:
-    """Return the answer that a run gives which diverged: it is worse than any margin, whatever the others are."""
+def _find_broken(question: Question, looks: Sequence[Look]) -> Decide | None:
+    """Return the answer that one run gives, whatever the others are: one that diverged, or one that is a ruin."""
     sides = {look.diverged for look in looks}
     answers: dict[str, Outcome] = {"baseline": "not shown", "candidate": "worse"}
-    found = next((side for side in SIDES if side in sides), "")
-    return Decide(answers[found], f"a run of the {found} diverged") if found else None
+    if found := next((side for side in SIDES if side in sides), ""):
+        return Decide(answers[found], f"a run of the {found} diverged")
+    if question.bar is None or not question.ruins:
+        return None
+    return Decide("not shown", f"{question.ruins[0].describe()}, and the worst case is {question.bar.worst:.4g}")

@@ -129,14 +129,16 @@ def _find_choice(
     reported_as = REPORTED | {decisive.replace("eval/", "test/", 1): decisive}
     for reported in (*reported_as, *reported_as.values()):
         name, by, values = reported_as.get(reported, reported), dict[str, list[Any]](), dict[str, list[Any]]()
-        for (arm, _), runs in whole.items():
+        named = dict[str, list[str]]()
+        for (arm, combination), runs in whole.items():
             last = [(run.evaluations(decisive)[-1:], run.evaluations(name)[-1:]) for run in runs]
             if all(one and other for one, other in last):
+                named.setdefault(arm, []).append(combination)
                 by.setdefault(arm, []).append([sign * one[0] for one, _ in last])
                 values.setdefault(arm, []).append([other[0] for _, other in last])
         if by:
             arrays = ({arm: np.array(rows) for arm, rows in each.items()} for each in (by, values))
-            found[reported] = find_choice_errors(*arrays)
+            found[reported] = find_choice_errors(*arrays, named)
     return found
 
 

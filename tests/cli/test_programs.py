@@ -87,7 +87,7 @@ CASES: list[tuple[str, str]] = [
     ("archive one two --to two.tar.gz", "archive"),
     ("prune --dry-run", "freed"),
     ("compare one two", "comparison"),
-    ("judge topk --set policy.0.keep=0.25 --against base.yaml --budget 1e15 --gain 0", "judgement"),
+    ("judge topk --set policy.0.keep=0.25 --against base.yaml --budget 1e15", "judgement"),
     ("leaderboard", "rules"),
     ("evaluate two --lm-eval colours", "evaluation"),
     ("model two", "model"),

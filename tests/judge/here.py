@@ -65,12 +65,13 @@ def make_session(
     effect: float | None = None,
     margin: float | None = None,
     gain: int = 2,
+    worst: float | None = 0.5,
 ) -> JudgeSession:
     """Return a judge of the recipe with changes against the recipe, with the ledger of this test's home."""
     candidate, baseline = (Contender.of(load_recipe(file, list(some)), file) for some in (changes, ()))
     arms = RecipeArms(RecipeProposal(candidate, baseline), Provenance())
     arms.driver = HereDriver(None, arms.store, Provenance())  # type: ignore[assignment]
-    return JudgeSession(arms, Terms(QuestionBudget.parse(budget), effect, margin, gain), Ledger(), lambda: None)
+    return JudgeSession(arms, Terms(QuestionBudget.parse(budget), effect, margin, gain, worst), Ledger(), lambda: None)
 
 
 def tell(question: Question) -> dict[str, list[tuple[int, float | None]]]:

@@ -18,8 +18,6 @@ from sparsebp_cli.errors import UsageError
 from sparsebp_cli.judge.budget import QuestionBudget
 from sparsebp_cli.judge.level import LEVEL, find_free, find_level, find_needed
 from sparsebp_cli.judge.move import (
-    AGAINST,
-    FUTILE,
     MOST_PAIRS,
     Aim,
     Bar,
@@ -28,7 +26,6 @@ from sparsebp_cli.judge.move import (
     Train,
     find_pair_move,
     find_screen_move,
-    is_equal,
 )
 from sparsebp_cli.judge.screen import MOST_RUNS, Squares, find_design
 from tests.docs.block import ROOT
@@ -88,45 +85,31 @@ def test_the_spread_of_pairs_is_learned_around_the_mean_of_each_question() -> No
     assert [find_design(*pair) for pair in ((1.0, 0.0), (1.0, 10.0), (1.0, 0.8))] == [2.5, 0.5, 1.25]
 
 
-def test_pairs_are_decided_at_the_first_look_that_scipy_would_decide() -> None:
-    draw, bar = np.random.default_rng(5), Bar(design=1.0, needed=find_needed(3))
-    outcomes = set()
-    for shift in (-1.0, 0.0, 1.2):
-        gains = draw.normal(shift, 1.0, MOST_PAIRS).tolist()
-        for count in range(2, MOST_PAIRS + 1):
-            t = stats.ttest_1samp(gains[:count], 0.0).statistic
-            ratios = [
-                math.log(stats.nct.pdf(side * t, count - 1, math.sqrt(count)) / stats.t.pdf(t, count - 1))
-                for side in (1, -1)
-            ]
-            move = find_pair_move(gains[:count], AIM, bar)
-            better, worse, futile = ratios[0] >= bar.needed, ratios[1] >= AGAINST, ratios[0] <= FUTILE
-            expected = "better" if better else "worse" if worse else "not shown" if futile else ""
-            if expected:
-                assert isinstance(move, Decide)
-                assert move.outcome == expected
-                outcomes.add(expected)
-                break
-            assert move == Train("pairs", count + 1)
-    assert "better" in outcomes
-    assert outcomes & {"worse", "not shown"}
+def decide(shift: float, aim: Aim = AIM, seed: int = 5) -> tuple[Decide, int]:
+    """Return the answer to pairs that gain so much, and after how many."""
+    gains, bar = np.random.default_rng(seed).normal(shift, 1.0, MOST_PAIRS).tolist(), Bar(1.0, find_needed(3), 8.0)
+    for count in range(MOST_PAIRS + 1):
+        move = find_pair_move(gains[:count], aim, bar)
+        if isinstance(move, Decide):
+            return move, count
+        assert move == Train("pairs", count + 1)
+    raise AssertionError("no answer")
+
+
+def test_pairs_are_better_worse_or_not_shown() -> None:
+    assert [decide(shift)[0].outcome for shift in (1.2, 0.0, -6.0)] == ["better", "not shown", "worse"]
+    assert "times less likely than none" in decide(0.0)[0].reason
 
 
 def test_with_a_margin_it_goes_on_until_equality_is_shown() -> None:
-    aim, bar = Aim(1.0, 1.0, margin=1.5), Bar(1.0, find_needed(1))
+    aim = Aim(1.0, 1.0, margin=1.5)
     assert isinstance(find_screen_move([], aim), Stake)
-    gains = (np.random.default_rng(3).normal(0.0, 1.0, MOST_PAIRS)).tolist()
-    moves = [find_pair_move(gains[:count], aim, bar) for count in range(1, MOST_PAIRS + 1)]
-    first = next(move for move in moves if isinstance(move, Decide))
-    assert first.outcome == "equal within the margin"
+    assert decide(0.0, aim, 3)[0].outcome == "equal within the margin"
 
 
 def test_equality_is_rarely_shown_of_what_lies_on_the_margin() -> None:
-    draw, shown, trials = np.random.default_rng(8), 0, 300
-    for _ in range(trials):
-        gains = draw.normal(1.0, 1.0, 30).tolist()
-        shown += any(is_equal(gains[:count], 1.0) for count in range(3, 31))
-    assert shown / trials < 0.05 + 3 * math.sqrt(0.05 * 0.95 / trials)
+    found = [decide(1.0, Aim(1.0, 1.0, margin=1.0), seed)[0].outcome for seed in range(60)]
+    assert found.count("equal within the margin") <= 8  # 3 of 60 are expected, at most
 
 
 def test_the_simulation_screens_as_the_judge_does(simulation: ModuleType) -> None:

@@ -46,7 +46,7 @@ def test_a_better_commit_is_kept_and_the_repository_stays_as_it_is(
     repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     before = git(repository, "status", "--porcelain"), git(repository, "worktree", "list"), git(repository, "branch")
-    assert call(monkeypatch, "better", *WORDS, "--gain", "0", "-o", "json") == 0
+    assert call(monkeypatch, "better", *WORDS, "--worst", "0.6", "-o", "json") == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["outcome"], told["equal"], told["metric"], told["better"]) == (
         "better", "command", "val_loss", "lower",
@@ -63,7 +63,7 @@ def test_a_better_commit_is_kept_and_the_repository_stays_as_it_is(
     )  # fmt: skip
     # The same files under another name are the same question.
     git(repository, "tag", "renamed", "better")
-    assert call(monkeypatch, "renamed", *WORDS, "--gain", "0", "-o", "json") == 0
+    assert call(monkeypatch, "renamed", *WORDS, "--worst", "0.6", "-o", "json") == 0
     assert json.loads(capsys.readouterr().out)["question"] == told["question"]
     assert len(read_log(tmp_path)) == len(runs)
     # Another candidate has its screen beside the baseline's runs, which are there.
@@ -280,7 +280,7 @@ def _wait_for_run(folder: Path, count: int = 1) -> tuple[float, int, str, int]:
 @pytest.mark.slow
 def test_a_script_outlives_no_judge_for_long(repository: Path, start: Start, cli: Cli, tmp_path: Path) -> None:
     """A judge that is killed leaves its script; the same command ends it and runs it again, and a signal ends both."""
-    words = ("judge", "better", *WORDS, "--gain", "0", "-o", "json")
+    words = ("judge", "better", *WORDS, "--worst", "0.6", "-o", "json")
     (tmp_path / "hold").touch()
     judge = start(*words, cwd=repository)
     left = _wait_for_run(tmp_path)[3]

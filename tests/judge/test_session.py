@@ -99,12 +99,14 @@ def test_a_budget_ends_it_early_and_a_larger_one_goes_on(file: Path) -> None:
     assert more.to_facts()["answered"] is True
 
 
-def test_another_effect_or_margin_is_refused_for_a_question_that_was_asked(file: Path) -> None:
+def test_another_effect_margin_or_worst_case_is_refused_for_a_question_that_was_asked(file: Path) -> None:
     answer(make_session(file, WORSE))
     with pytest.raises(UsageError, match=r"was asked with --effect none"):
         make_session(file, WORSE, effect=0.1).run()
     with pytest.raises(UsageError, match=r"was asked with --margin none"):
         make_session(file, WORSE, margin=0.1).run()
+    with pytest.raises(UsageError, match=r"was asked with --worst 0.5"):
+        make_session(file, WORSE, worst=0.6).run()
 
 
 def test_sides_that_are_one_or_validated_differently_are_refused(file: Path) -> None:

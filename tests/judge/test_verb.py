@@ -20,7 +20,7 @@ from .conftest import Cli, Start
 from .here import HereDriver, write_recipe
 
 WORDS = ("judge", "--against", "base.yaml")
-BETTER = (*WORDS, "--set", "training.learning_rate=0.5", "--budget", "1e15", "--gain", "0")
+BETTER = (*WORDS, "--set", "training.learning_rate=0.5", "--budget", "1e15", "--worst", "0.6")
 WORSE = (*WORDS, "--set", "training.learning_rate=1.5", "--budget", "1h")
 
 
@@ -45,7 +45,8 @@ def test_people_and_programs_get_the_same_answer(
     assert call(monkeypatch, *BETTER) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("base training.learning_rate=0.5 against base, eval/loss: better (evidence ")
-    assert "gain on fresh seeds: not measured" in shown
+    assert "gain on fresh seeds: +0." in shown
+    assert "better in the mean, where a seed loses at most 0.6: shown" in shown
     assert call(monkeypatch, *BETTER, "-o", "json") == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["schema"], told["outcome"], told["exit_code"], told["answered"]) == (1, "better", 0, True)

@@ -107,6 +107,17 @@ def test_a_clear_choice_has_no_error_and_a_close_one_that_of_choosing_again() ->
     assert find_choice_errors({"dense": noise[:, :1]}, {"dense": noise[:, :1]}) == {"dense": float("inf")}
 
 
+def test_the_noise_of_one_corner_of_a_grid_is_no_noise_of_another() -> None:
+    """Two good combinations are quiet; a third, which nobody would choose, is forty times as noisy."""
+    draw = np.random.default_rng(1)
+    truth, spread = np.array([[0.0], [0.5], [9.0]]), np.array([[0.05], [0.05], [2.0]])
+    arms = {str(arm): truth + spread * draw.standard_normal((3, 3)) for arm in range(8)}
+    assert max(find_choice_errors(arms, arms).values()) < 0.05
+    rows = {arm: by[::-1] for arm, by in arms.items()} | {"0": arms["0"]}
+    named = {arm: ["c", "b", "a"] for arm in arms} | {"0": ["a", "b", "c"]}
+    assert max(find_choice_errors(rows, rows, named).values()) < 0.05
+
+
 def test_the_error_of_a_choice_widens_what_is_stated() -> None:
     ours, theirs = {0: 1.0, 1: 1.1, 2: 1.3}, {0: 0.0, 1: 0.1, 2: 0.05}
     plain = paired_difference(ours, theirs)

@@ -40,6 +40,21 @@ class Gain(Answer):
     """Number of pairs."""
 
 
+class Claim(Answer):
+    """What the pairs that decide show of a claim."""
+
+    shown: bool
+    """Whether its evidence reaches what is needed; of ruin, whether no seed was one."""
+    evidence: Number | None = None
+    """Evidence for it; null of ruin."""
+    worst: Number | None = None
+    """Of the mean: what the loss of one seed counts at most, in the metric's unit."""
+    most_ruined: Number | None = None
+    """Of ruin: the share of seeds that it may hit; null where a seed was one."""
+    ruined: tuple[str, ...] = ()
+    """Of ruin: the candidate's runs that lost more than the worst case."""
+
+
 class Allowed(Answer):
     """What a question may spend."""
 
@@ -98,9 +113,11 @@ class Judgement(Answer):
     margin: float | None
     """Margin within which both count as equal; null: none was given."""
     evidence: Number | None
-    """Likelihood ratio of the pairs that decide; null before the first."""
+    """What bets on the pairs that decide have made of 1; null before the first."""
     needed: Number | None
     """What it must reach; null before the question takes a level."""
+    claims: dict[str, Claim]
+    """``better in the mean``, which decides, ``better in most seeds``, ``no rare ruin``; empty at first."""
     place: int | None
     """Place of its level in the ledger, counted from 1; null: it took none."""
     level: float | None
