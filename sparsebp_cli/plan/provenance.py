@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import ClassVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, model_serializer
 
 from sparsebp_cli.plan.repository import Repository
 
@@ -42,6 +42,12 @@ class Provenance(BaseModel):
     # hold those of all tracked files
     git_diff: str = ""
     ledger: LedgerMark | None = None  # of the judge that wanted the run; None: no judge
+
+    @model_serializer(mode="wrap")
+    def _write(self, handler: SerializerFunctionWrapHandler) -> dict[str, object]:
+        """Leave out the ledger where there is none, so that workers of version 0.5 read the plan."""
+        content: dict[str, object] = handler(self)
+        return content if self.ledger is not None else {k: v for k, v in content.items() if k != "ledger"}
 
     @property
     def dirty(self) -> bool:
