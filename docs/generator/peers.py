@@ -51,11 +51,11 @@ that a user adds to the plain step.
 the table. Its logits are in tiles unless the row says otherwise. Batches are collated and texts packed before the
 clock starts. PyTorch's `linear_cross_entropy` hides its products from the counter.
 
-**Correction of 2026-11-28.** The column *MB* does not show what a batch holds: in this model the peak of most rows is
-three copies of the embedding's gradient (151 MB), where no activation is left. In deep models `lossless` holds more than
-others do, since all rows of a batch are alive at once. With 24 layers of width 256 the process of `lossless` held 1.5 to
-2.2 times what the least of the others held (520 and 332 MB, 764 and 512, 634 and 287), in 0.35 to 0.43 of the padded
-time where the best of the others took 0.44 to 0.47."""
+**Correction of 2026-11-28.** The column *MB* does not show what a batch holds: in this model the peak of most rows
+is three copies of the embedding's gradient (151 MB), where no activation is left. In deep models `lossless` holds
+more than others do, since all rows of a batch are alive at once. With 24 layers of width 256 the process of
+`lossless` held 1.5 to 2.2 times what the least of the others held (520 and 332 MB, 764 and 512, 634 and 287), in
+0.35 to 0.43 of the padded time where the best of the others took 0.44 to 0.47."""
 
 
 def page(root: Path) -> str:
