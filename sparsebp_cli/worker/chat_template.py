@@ -101,6 +101,45 @@ def main(source: TextIO, target: TextIO) -> None:
         target.flush()
 
 
+class _Arguments(dict[str, object]):
+    """Arguments of a tool call, which write themselves as JSON where a template takes them for a text."""
+
+    def __str__(self) -> str:
+        return json.dumps(self, ensure_ascii=False)
+
+    def __add__(self, other: str) -> str:
+        return str(self) + other
+
+    def __radd__(self, other: str) -> str:
+        return other + str(self)
+
+
+class _TextPart(list[object]):
+    """A content of one part, a text, which writes itself where a template takes it for a text."""
+
+    def __str__(self) -> str:
+        return str(self[0]["text"])  # type: ignore[index]
+
+    __add__ = _Arguments.__add__  # type: ignore[assignment]
+    __radd__ = _Arguments.__radd__
+
+
+def _revive(value: object) -> object:
+    """Return a message, or a part of one, whose objects write themselves as a template would write a text."""
+    if isinstance(value, list):
+        return [_revive(part) for part in value]
+    if not isinstance(value, dict):
+        return value
+    found = {key: _revive(part) for key, part in value.items()}
+    if isinstance(arguments := found.get("arguments"), dict):
+        found["arguments"] = _Arguments(arguments)
+    content = found.get("content")
+    if isinstance(content, list) and len(content) == 1 and isinstance(content[0], dict):
+        is_text = content[0].get("type", "text") == "text" and isinstance(content[0].get("text"), str)
+        found["content"] = _TextPart(content) if is_text else content
+    return found
+
+
 def _render_all(transformers: Any, request: dict[str, Any]) -> Iterator[dict[str, object]]:
     from jinja2 import TemplateSyntaxError
 
@@ -112,7 +151,7 @@ def _render_all(transformers: Any, request: dict[str, Any]) -> Iterator[dict[str
         resource.setrlimit(resource.RLIMIT_CPU, (soft, resource.RLIM_INFINITY))
         try:
             texts, spans = transformers.render_jinja_template(
-                conversations=[messages],
+                conversations=[_revive(messages)],
                 tools=tools,
                 chat_template=template,
                 return_assistant_tokens_mask=marks,
