@@ -194,7 +194,7 @@ def _as_object(value: object, place: str) -> dict[str, object]:
 
 def _parse(text: str, place: str, *, is_whole: bool = False) -> object:
     try:
-        found: object = json.loads(text, object_pairs_hook=_refuse_twice)
+        found: object = json.loads(text, object_pairs_hook=_refuse_twice, parse_float=WrittenNumber)
         if "\\u" in text:  # an escape of half a character is JSON, and no text
             json.dumps(found, ensure_ascii=False).encode()
         return found
@@ -210,6 +210,17 @@ def _parse(text: str, place: str, *, is_whole: bool = False) -> object:
         raise DataError(f"{place}: the key {shorten(str(error))!r} stands twice") from None
     except ValueError:  # Python's limit of digits
         raise DataError(f"{place}: not JSON: a number is too long") from None
+
+
+class WrittenNumber(float):
+    """A number that knows how its file writes it, which is its text where a text is asked for: 1e-7, 0.30."""
+
+    def __init__(self, text: str) -> None:
+        """Take the number as it is written."""
+        self.text = text
+
+    def __str__(self) -> str:
+        return self.text
 
 
 class _TwiceError(Exception):
