@@ -50,7 +50,9 @@ KINDS = {
         "{{% generation %}} where it has such marks",
     ),
     "no_end": Kind(
-        "completions do not end with an end token (first: {first})", "give the tokenizer an eos_token", where_most="warning"
+        "completions do not end with an end token (first: {first})",
+        "give the tokenizer an eos_token",
+        where_most="warning",
     ),
     "doubled": Kind(
         "rows begin or end with {shown} twice (first: {first})",

@@ -102,7 +102,7 @@ def main(source: TextIO, target: TextIO) -> None:
 
 
 def _as_texts(value: object) -> object:
-    """Return a message, or a part of one, for a template that takes texts alone: arguments of calls as their JSON, and a
+    """Return a message, or a part of one, for a template that takes texts alone: arguments of calls as their JSON, a
     content of one text part as this text."""
     if isinstance(value, list):
         return [_as_texts(part) for part in value]
@@ -147,7 +147,9 @@ def _render_all(transformers: Any, request: dict[str, Any]) -> Iterator[dict[str
             line = _render(transformers, request, messages, tools, generation_prompt)
             if line["error"] or not _reads_objects(messages, str(line["text"])):
                 others = _as_texts(messages)
-                second = _render(transformers, request, others, tools, generation_prompt) if others != messages else line
+                second = (
+                    _render(transformers, request, others, tools, generation_prompt) if others != messages else line
+                )
                 line = line if second["error"] else second
         except TemplateSyntaxError as error:
             yield {"broken": f"line {error.lineno}: {error.message}"}

@@ -217,7 +217,9 @@ def _encode_labelled(
         if not ids:
             found.dropped[NO_TOKEN] += 1
             continue
-        found.written.append(Written(number, texts[number] + ("" if pairs is None else f" {pairs[number]}"), ids[:2], []))
+        found.written.append(
+            Written(number, texts[number] + ("" if pairs is None else f" {pairs[number]}"), ids[:2], [])
+        )
         type_ids = np.array(types_of_one, dtype=np.int64) if any(types_of_one) else None
         found.examples.append(
             Example(

@@ -1,11 +1,12 @@
 """Holds texts as they are trained against the rows that they are made of, and prompts as they are sent against both.
 
-A template, a tokenizer or a converter of files may lose, escape, double or invent text, and training goes on. Each row's
-text is searched for what the row has; ``run/text_fault.py`` lists the faults.
+A template, a tokenizer or a converter of files may lose, escape, double or invent text, and training goes on. Each
+row's text is searched for what the row has; ``run/text_fault.py`` lists the faults.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -146,7 +147,7 @@ class _ControlTokens:
         for tail in one.tails:
             if list(tail).count(end) > 1:
                 solid = list(self._solid(tail))
-                if any(pair == (end, end) for pair in zip(solid, solid[1:], strict=False)):
+                if any(pair == (end, end) for pair in itertools.pairwise(solid)):
                     return True
         return False
 

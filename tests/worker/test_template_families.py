@@ -64,7 +64,13 @@ def read(family: str) -> str:
 def make_tokenizer(kind: str, family: str) -> PreTrainedTokenizerFast:
     """Train a small tokenizer on a few sentences and the family's own words."""
     special = ["<unk>", "<s>", "</s>", *FAMILIES[family][1]]
-    words = ["What is the capital of", "The capital is", "user assistant system model final analysis\n", "\n\n", " . ? !"]
+    words = [
+        "What is the capital of",
+        "The capital is",
+        "user assistant system model final analysis\n",
+        "\n\n",
+        " . ? !",
+    ]
     corpus = [*words, *(f"{one}? {other}." for one, other in CAPITALS.items())] * 3
     trainer: Any
     if kind == "byte-level BPE":

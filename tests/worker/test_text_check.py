@@ -43,7 +43,9 @@ def with_start() -> PreTrainedTokenizerBase:
     found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(austen_llama())
     found.add_special_tokens({"bos_token": "<s>"})
     start = ("<s>", found.convert_tokens_to_ids("<s>"))
-    found.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", pair="<s> $A $B", special_tokens=[start])
+    found.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A", pair="<s> $A $B", special_tokens=[start]
+    )
     return found
 
 
@@ -122,8 +124,8 @@ def test_numbers_and_booleans_have_the_text_that_stands_in_the_file(
     for value in ("1e-7", "0.30", "true", "12"):
         (tmp_path / "a.jsonl").write_text(f'{{"prompt": "a\\n", "completion": {value}}}\n')
         (tmp_path / "a.csv").write_text(f'prompt,completion\n"a\n",{value}\n')
-        for name in ("a.jsonl", "a.csv"):
-            texts.append(encode(list(iter_rows(tmp_path / name)), section, tokenizer).written[0].text)
+        files = [tmp_path / name for name in ("a.jsonl", "a.csv")]
+        texts += [encode(list(iter_rows(file)), section, tokenizer).written[0].text for file in files]
         assert texts[-2:] == [f"a\n{value}"] * 2
 
 
@@ -145,8 +147,9 @@ def test_marks_that_leave_out_the_end_of_a_turn_are_refused_and_few_turns_are_na
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     rows = talks(*[says(f"ho {number}") for number in range(4)])
-    marked = "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}"
-    with pytest.raises(DataError, match=r"4 of 4 trained turns do not end with an end token.*inside \{% generation %\}"):
+    marked = "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}{% else %}"
+    marked += "{{ m.content }}{% endif %}"
+    with pytest.raises(DataError, match=r"4 of 4 trained turns do not end with .*inside \{% generation %\}"):
         check(rows, tokenizer, chat_template=TURN + marked + REST, train_on="last")
     some = marked.replace("{% endgen", "{% if '2' not in m.content %}<eos>{% endif %}{% endgen")
     found = check(rows, tokenizer, chat_template=TURN + some + "{% endfor %}", train_on="last")
@@ -202,7 +205,9 @@ def test_control_tokens_of_messages_are_named_and_refused_where_most_rows_have_t
         check(rows[:1], tokenizer, chat_template=PLAIN)
 
 
-def test_control_tokens_of_plain_texts_are_a_warning_and_in_most_rows_a_note(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_control_tokens_of_plain_texts_are_a_warning_and_in_most_rows_a_note(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
     levels = []
     for texts in (["a<eos>b", "a", "b"], ["a<eos>b", "c<eos>d", "e"]):
         found = check([{"text": text} for text in texts], tokenizer, format="text", max_seq_length=8)
