@@ -33,8 +33,8 @@ def check_texts(rows: Rows, found: Encoded, section: DatasetSection, tokenizer: 
     num_prompts, unlike = compare_prompts(rows, found.examples, section, tokenizer)
     for prompt in unlike:
         tally.add("prompt", prompt.row.place, prompt.text[-NUM_SHOWN:])
-    conversations = read_asked([rows[one.row] for one in written], section) if written else None
     has_turns = section.format in ("chat", "completion")
+    conversations = read_asked([rows[one.row] for one in written], section) if written and has_turns else None
     for number, one in enumerate(written):
         place = rows[one.row].place
         if tokens.is_doubled(one):
