@@ -36,7 +36,7 @@ class Kind:
 
 
 MOST = 0.5  # of the rows: above it a model is trained on other text than its user's
-TOKEN_BORDER = "let prompts, or the template's generation prompt, end where a token ends, such as at a line break"
+TOKEN_BORDER = "let prompts, or the template's generation prompt, end where a token ends, such as at one line break"
 NO_BLANK = "take the blank from its end, or from that of the template's generation prompt, and begin the answer with it"
 KINDS = {
     "prompt": Kind(
@@ -92,7 +92,7 @@ KINDS = {
 def describe_fault(fault: TextFault) -> str:
     """Return one sentence on a fault, with the cure."""
     kind, shown = KINDS[fault["kind"]], fault["shown"]
-    cure = NO_BLANK if fault["kind"] == "prompt" and shown != shown.rstrip() else kind.cure
+    cure = NO_BLANK if fault["kind"] == "prompt" and shown.endswith((" ", "\t")) else kind.cure
     sentence = kind.sentence.format(first=fault["first"], shown=shown)
     return f"{fault['number']} of {fault['of']} {sentence}: {cure.format()}"
 
