@@ -106,8 +106,9 @@ def _parse_list(value: object) -> object:
     if not isinstance(value, str) or not value.lstrip().startswith("["):
         return value
     found = _parse(value)
-    is_talk = isinstance(found, list) and found and all(isinstance(one, dict) and len(one) > 1 for one in found)
-    return found if is_talk and any({"role", "from"} & one.keys() for one in found) else value
+    if not isinstance(found, list) or not all(isinstance(one, dict) and len(one) > 1 for one in found):
+        return value
+    return found if any({"role", "from"} & one.keys() for one in found) else value
 
 
 def _parse_arguments(call: object) -> object:

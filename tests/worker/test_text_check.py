@@ -38,14 +38,12 @@ def tokenizer() -> PreTrainedTokenizerBase:
 
 
 @pytest.fixture(scope="module")
-def with_start() -> PreTrainedTokenizerBase:
+def with_start() -> Any:
     """Return a tokenizer that puts a beginning of sequence in front of a text."""
-    found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(austen_llama())
+    found: Any = AutoTokenizer.from_pretrained(austen_llama())
     found.add_special_tokens({"bos_token": "<s>"})
-    start = ("<s>", found.convert_tokens_to_ids("<s>"))
-    found.backend_tokenizer.post_processor = TemplateProcessing(
-        single="<s> $A", pair="<s> $A $B", special_tokens=[start]
-    )
+    start = [("<s>", found.convert_tokens_to_ids("<s>"))]
+    found.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", pair="<s> $A $B", special_tokens=start)
     return found
 
 
