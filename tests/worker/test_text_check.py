@@ -150,7 +150,7 @@ def test_marks_that_leave_out_the_end_of_a_turn_are_refused_and_few_turns_are_na
     with pytest.raises(DataError, match=r"4 of 4 trained turns do not end with .*inside \{% generation %\}"):
         check(rows, tokenizer, chat_template=TURN + marked + REST, train_on="last")
     some = marked.replace("{% endgen", "{% if '2' not in m.content %}<eos>{% endif %}{% endgen")
-    found = check(rows, tokenizer, chat_template=TURN + some + "{% endfor %}", train_on="last")
+    found = check(rows, tokenizer, chat_template=TURN + some + REST.replace("<eos>", ""), train_on="last")
     assert kinds(found) == {"end": (1, 4)}
     assert found["faults"][0]["first"] == "rows, row 3"
     assert (found["affected"], found["rows"]) == (1, 4)
