@@ -49,6 +49,9 @@ def _rows(splits: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
     for key, word in (("unused_examples", "not used (max_train_examples)"), ("left_over_tokens", "tokens left over")):
         if any(split[key] for split in splits.values()):
             yield f"  {word}", row(key)
+    if all("texts" in split for split in splits.values()):  # a run of 0.5 has none
+        looked = [split["texts"] for split in splits.values()]
+        yield "  with a fault in their text", [f"{one['affected']:,} of {one['rows']:,} rows" for one in looked]
     yield "tokens", row("tokens")
     yield "targets", row("targets")
     yield "  share of tokens", [f"{split['target_share']:.1%}" for split in splits.values()]

@@ -178,13 +178,13 @@ def preview(plan: Plan) -> list[str]:
 
 def warn_of_data(recipe: Recipe, origin: Path, unknown: Sequence[str]) -> list[str]:
     """Return a line on each thing that is wrong with what the data become, by tokenising them; nothing where they are
-    not on this machine, or no text can be too long. Raises ``UsageError`` if no example would be left."""
+    not on this machine, or no tokenizer is needed to tell. Raises ``UsageError`` if no example would be left."""
     from sparsebp_cli.plan import make_plan
-    from sparsebp_cli.source import may_lose_rows
+    from sparsebp_cli.source import needs_tokens
 
     if any(text.startswith(("model", "dataset")) for text in unknown):
         return []
-    if not may_lose_rows(recipe.dataset, [origin.resolve().parent, Path.cwd()]):
+    if not needs_tokens(recipe.dataset, [origin.resolve().parent, Path.cwd()]):
         return []
     answer = ask_worker("data_preview", make_plan(recipe, origin), "reads the data")
     return [f"{level}: {text}" for level, text in answer["warnings"] if level == "warning"]

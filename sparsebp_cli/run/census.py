@@ -6,7 +6,8 @@ It is plain data, so that it crosses to the journal, to MLflow and to programs a
                           "cut_reasons": {...}, "tokens": 4000, "targets": 1600, "target_share": 0.4,
                           "lengths": {"shortest": 3, "quarter": 9, "median": 12, "three_quarters": 20, "longest": 64},
                           "duplicates": 0, "classes": {"good": 45, "bad": 43}, "left_over_tokens": 0,
-                          "unused_examples": 0},
+                          "unused_examples": 0,
+                          "texts": {"rows": 88, "affected": 0, "prompts": 88, "turns": 88, "faults": []}},
                 "validation": {...}},
      "shared": {"train, validation": 0}}
 """
@@ -14,18 +15,11 @@ It is plain data, so that it crosses to the journal, to MLflow and to programs a
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import Any, Literal
+
+from sparsebp_cli.run.text_fault import describe_fault, judge_fault
 
 Census = Mapping[str, Any]
-
-
-class Parity(TypedDict):
-    """How many prompts of a split begin their example in the tokens in which a generation sends them."""
-
-    prompts: int
-    other_tokens: int  # prompts whose tokens are others when they are sent
-    first: NotRequired[str]  # file and line of the first of them
-    end: NotRequired[str]  # how its text ends
 
 
 MOST_LOST = 0.1  # share of the rows of a split from which a loss is a warning
@@ -52,9 +46,8 @@ def find_warnings(census: Census) -> Iterator[tuple[Literal["info", "warning"], 
                 level: Literal["info", "warning"] = "warning" if many > MOST_LOST * split["rows"] else "info"
                 yield level, f"data: {many} of {split['rows']} {name} rows are {verb}: {reasons}"
     for name, split in census["splits"].items():
-        parity: Parity | None = split.get("parity")
-        if parity is not None and parity["other_tokens"]:
-            yield "warning", f"data: {name}: {describe_parity(parity)}"
+        for fault in split.get("texts", {}).get("faults", ()):  # a run of 0.5 has none
+            yield "info" if judge_fault(fault) == "info" else "warning", f"data: {name}: {describe_fault(fault)}"
     known = dict.fromkeys(label for split in census["splits"].values() for label in split["classes"])
     for name, split in census["splits"].items():
         missing = [label for label in known if not split["classes"].get(label)]
@@ -66,20 +59,6 @@ def find_warnings(census: Census) -> Iterator[tuple[Literal["info", "warning"], 
         if number:
             rows = census["splits"][other]["rows"]
             yield "warning", f"data: {number} of {rows} {other} rows stand in {one} as well"
-
-
-def describe_parity(parity: Parity) -> str:
-    """Return one sentence on prompts that a model is sent in other tokens than it is trained on, with the cure."""
-    end = parity.get("end", "")
-    blank = (
-        "take the blank from its end, or from that of the template's generation prompt, and begin the answer with it"
-        if end != end.rstrip()
-        else "let prompts, or the template's generation prompt, end where a token ends, such as at a line break"
-    )
-    return (
-        f"{parity['other_tokens']} of {parity['prompts']} prompts have other tokens when a model is asked than in "
-        f"training (first: {parity.get('first', '')}, which ends in {end!r}): {blank}"
-    )
 
 
 def summarise_census(census: Census) -> str:

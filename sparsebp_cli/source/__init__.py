@@ -1,6 +1,6 @@
 """Models and data that a recipe names: resolving names, reading files, and checks without torch or network."""
 
-from sparsebp_cli.source.inspection import Problem, inspect_sources, may_lose_rows
+from sparsebp_cli.source.inspection import Problem, inspect_sources, needs_tokens
 from sparsebp_cli.source.model import read_config, refuse_mismatch, refuse_too_long
 from sparsebp_cli.source.name import DATASETS, MODELS, find_path, find_source
 
@@ -11,7 +11,7 @@ __all__ = [
     "find_path",
     "find_source",
     "inspect_sources",
-    "may_lose_rows",
+    "needs_tokens",
     "read_config",
     "refuse_mismatch",
     "refuse_too_long",

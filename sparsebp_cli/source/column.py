@@ -9,7 +9,7 @@ from sparsebp_cli.errors import DataError, did_you_mean
 from sparsebp_cli.policy.error_text import describe_kind, shorten
 from sparsebp_cli.source.reader import Row
 
-KINDS: dict[type, str] = {str: "text", bool: "a boolean", int: "a number", float: "a number"}
+KINDS: dict[type, str] = {str: "text", bool: "a boolean", int: "a number", float: "a number"}  # bool is an int
 Rows = Sequence[Row]
 SHAREGPT = "columns: {messages: conversations, role: from, content: value, user: human, assistant: gpt}"
 # Kinds of data by their columns, and what a recipe says of them.
@@ -39,14 +39,14 @@ def read_texts(rows: Rows, column: str, *, may_be_empty: bool = False) -> list[s
     something else than a text, or another type than the rows before."""
     texts, kinds = [], set[str]()
     for row, value in zip(rows, read_column(rows, column), strict=True):
-        kind = KINDS.get(type(value))
+        kind = _find_kind(value)
         if value is None or _is_nan(value) or (value == "" and not may_be_empty):
             raise DataError(f"{row.place}: column {column!r} has no text")
         if kind is None:
             got = "bytes" if isinstance(value, bytes) else describe_kind(value)
             raise DataError(f"{row.place}: column {column!r} must be text, got {got}")
         _refuse_change(row, column, kind, kinds)
-        texts.append(str(value))
+        texts.append(str(value).lower() if kind == "a boolean" else str(value))  # as JSON writes it
     return texts
 
 
@@ -56,7 +56,7 @@ def read_labels(rows: Rows, column: str) -> list[str]:
     the rows before."""
     labels, kinds = [], set[str]()
     for row, value in zip(rows, read_column(rows, column), strict=True):
-        kind = KINDS.get(type(value))
+        kind = _find_kind(value)
         if value is None or _is_nan(value) or value == "":
             raise DataError(f"{row.place}: column {column!r} has no label")
         if kind is None or (isinstance(value, float) and not value.is_integer()):
@@ -111,6 +111,10 @@ def missing_split(name: str, splits: Collection[str]) -> DataError:
 
 def _list(names: Collection[str]) -> str:
     return ", ".join(shorten(str(name)) for name in list(names)[:20])
+
+
+def _find_kind(value: object) -> str | None:
+    return next((name for kind, name in KINDS.items() if isinstance(value, kind)), None)
 
 
 def _is_nan(value: object) -> bool:

@@ -86,7 +86,7 @@ def find_prompt(row: Row, columns: Mapping[str, str | Sequence[str]]) -> str:
         names = [columns[role] for role in ("system", "user") if role in columns]
         flat = [name for some in names for name in ([some] if isinstance(some, str) else some)]
         return json.dumps([row.get(name) for name in flat], default=str)
-    value = row.get(str(columns.get("messages", "messages")))
+    value = _parse_list(row.get(str(columns.get("messages", "messages"))))
     return json.dumps(value[:-1] if isinstance(value, list) else value, default=str, sort_keys=True)
 
 
@@ -97,14 +97,46 @@ def _has_columns(columns: Mapping[str, object]) -> bool:
 
 def holds_messages(rows: Rows, column: str) -> bool:
     """Return whether the first row with a value has a list of messages in a column, not a text."""
-    first = next((row[column] for row in rows if row.get(column) is not None), None)
+    first = _parse_list(next((row[column] for row in rows if row.get(column) is not None), None))
     return isinstance(first, list) and bool(first) and isinstance(first[0], Mapping)
+
+
+def _parse_list(value: object) -> object:
+    """Return messages that a table, which has texts alone, holds as JSON; and any other value as it is."""
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return value
+    found = _parse(value)
+    if not isinstance(found, list) or not all(isinstance(one, dict) and len(one) > 1 for one in found):
+        return value
+    return found if any({"role", "from"} & one.keys() for one in found) else value
+
+
+def _parse_arguments(call: object) -> object:
+    """Return a tool call with an object of arguments, where it has them as JSON text: a template that writes JSON would
+    write that text in quotes."""
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(call, Mapping) or not isinstance(function, Mapping):
+        return call
+    given = function.get("arguments")
+    parsed = _parse(given) if isinstance(given, str) else None
+    if not isinstance(parsed, dict):
+        return call
+    whole = {**function, "arguments": parsed}
+    return {**call, "function": whole} if "function" in call else whole
+
+
+def _parse(text: str) -> object:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
 
 
 def read_messages(
     row: Row, value: object, column: str, columns: Mapping[str, str | Sequence[str]]
 ) -> list[dict[str, object]]:
     """Return the messages in a column of a row, with the names that templates read."""
+    value = _parse_list(value)
     if not isinstance(value, list) or not value:
         got = "nothing" if value is None else show_with_type(value)
         raise DataError(f"{row.place}: column {column!r} must be a list of messages, got {got}")
@@ -119,6 +151,8 @@ def read_messages(
             )
         # A reader of tables fills what a message has not with nulls, which templates would write as None.
         message = {str(key): part for key, part in given.items() if part is not None}
+        if isinstance(calls := message.get("tool_calls"), list):
+            message["tool_calls"] = [_parse_arguments(call) for call in calls]
         if role_key not in message:
             hint = f"; dataset.{SHAREGPT} reads these" if {"from", "value"} <= message.keys() else ""
             raise DataError(

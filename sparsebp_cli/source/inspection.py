@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,7 @@ from sparsebp_cli.source.weight import check_weights, refuse_absurd
 FEWEST_BLOCKS = 100  # of packed text: with fewer, in bytes, a side may have none
 MOST_SPECIAL = 16  # tokens around an example
 MOST_ROWS = 100_000  # of each split are inspected; the run reads all, with the same reader
+CONTROL_TOKEN = re.compile(r"<[^<>\s]{1,40}>|\[[A-Z]{2,}\]")  # what may be one, such as <eos>, <|end|>, [SEP]
 OWN = "sparsebp"  # the distribution whose datasets are small and local, and so may be loaded here
 
 
@@ -59,16 +61,19 @@ def inspect_sources(recipe: Recipe, folders: Sequence[Path], *, is_here: bool) -
                 yield found
 
 
-def may_lose_rows(section: DatasetSection, folders: Sequence[Path]) -> bool:
-    """Return whether more than a tenth of the rows might be dropped or cut, or nothing be left, judged without a
-    tokenizer: no text has more tokens than bytes, but for special tokens and what a chat template adds. Raise DataError
-    as the run would."""
-    if section.format == "chat":
+def needs_tokens(section: DatasetSection, folders: Sequence[Path]) -> bool:
+    """Return whether only a tokenizer can tell what is wrong with the data: prompts may have other tokens when they are
+    sent, a text may hold control tokens, more than a tenth of the rows may be dropped or cut, or nothing be left. No
+    text has more tokens than bytes, but for special tokens. Raise DataError as the run would."""
+    if section.format in ("chat", "completion"):
         return True
     splits = find_splits(section, folders)
     for name in filter(None, dict.fromkeys([section.split, section.eval_split, section.test_split])):
         rows = take_rows(splits, name, min(section.max_examples or MOST_ROWS, MOST_ROWS))
-        lengths = [sum(len(str(row.get(column, "")).encode()) for column in section.read_columns) for row in rows]
+        texts = ["".join(str(row.get(column, "")) for column in section.read_columns) for row in rows]
+        if any(map(CONTROL_TOKEN.search, texts)):
+            return True
+        lengths = [len(text.encode()) for text in texts]
         if section.format == "text":
             if sum(lengths) < FEWEST_BLOCKS * section.max_seq_length:
                 return True

@@ -13,7 +13,7 @@ import gzip
 import io
 import json
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, cast
@@ -194,7 +194,7 @@ def _as_object(value: object, place: str) -> dict[str, object]:
 
 def _parse(text: str, place: str, *, is_whole: bool = False) -> object:
     try:
-        found: object = json.loads(text, object_pairs_hook=_refuse_twice)
+        found: object = json.loads(text, object_pairs_hook=_refuse_twice, parse_float=WrittenNumber)
         if "\\u" in text:  # an escape of half a character is JSON, and no text
             json.dumps(found, ensure_ascii=False).encode()
         return found
@@ -210,6 +210,17 @@ def _parse(text: str, place: str, *, is_whole: bool = False) -> object:
         raise DataError(f"{place}: the key {shorten(str(error))!r} stands twice") from None
     except ValueError:  # Python's limit of digits
         raise DataError(f"{place}: not JSON: a number is too long") from None
+
+
+class WrittenNumber(float):
+    """A number that knows how its file writes it, which is its text where a text is asked for: 1e-7, 0.30."""
+
+    def __init__(self, text: str) -> None:
+        """Take the number as it is written."""
+        self.text = text
+
+    def __str__(self) -> str:
+        return self.text
 
 
 class _TwiceError(Exception):
@@ -265,12 +276,24 @@ def _iter_parquet(file: Path, budget: UnpackBudget) -> Iterator[Row]:
                 budget.take(file, sum(map(_find_size, batch.columns)) + ROW_BYTES * batch.num_rows)
                 for values in batch.to_pylist():
                     number += 1
-                    yield Row(values, f"{file}, row", number)
+                    yield Row(drop_nulls(values), f"{file}, row", number)
     except (OSError, ValueError, NotImplementedError, pyarrow.ArrowException) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise DataError(f"{file}: not a Parquet file: {reason}") from None
     if not number:
         raise DataError(f"{file}: has no rows")
+
+
+def drop_nulls(row: Mapping[str, object]) -> dict[str, object]:
+    """Return a row of a table in Arrow's types without the nulls inside of its values: there each object of a column
+    has the keys of all of them."""
+    return {name: _drop(value) for name, value in row.items()}
+
+
+def _drop(value: object) -> object:
+    if isinstance(value, dict):
+        return {name: _drop(part) for name, part in value.items() if part is not None}
+    return [_drop(part) for part in value] if isinstance(value, list) else value
 
 
 def _check_footer(file: Path, footer: FileMetaData, budget: UnpackBudget) -> list[str]:

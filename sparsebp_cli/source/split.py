@@ -14,7 +14,7 @@ from sparsebp_cli.run import home
 from sparsebp_cli.source.column import as_rows, missing_split
 from sparsebp_cli.source.folder import check_folder
 from sparsebp_cli.source.name import DATASETS, find_source
-from sparsebp_cli.source.reader import FORMATS, Row, UnpackBudget, find_suffix, iter_rows
+from sparsebp_cli.source.reader import FORMATS, Row, UnpackBudget, drop_nulls, find_suffix, iter_rows
 
 Splits = Mapping[str, Callable[[], Iterator[Row]]]
 PLAIN = {"Value", "ClassLabel", "Json"}  # features of datasets; reading another one may open files that a row names
@@ -52,7 +52,9 @@ def _reader(files: Sequence[Path]) -> Callable[[], Iterator[Row]]:
 
 def _of_tables(tables: Mapping[str, Any], name: str) -> Splits:
     def reader(split: str) -> Callable[[], Iterator[Row]]:
-        return lambda: iter(as_rows(tables[split], f"{name}, split {split}"))
+        rows = tables[split]
+        is_arrow = hasattr(rows, "features")  # a table of datasets
+        return lambda: iter(as_rows(map(drop_nulls, rows) if is_arrow else rows, f"{name}, split {split}"))
 
     return {split: reader(split) for split in tables}
 

@@ -13,8 +13,8 @@ from sparsebp_cli.errors import DataError
 from sparsebp_cli.recipe.schema import DatasetSection
 from sparsebp_cli.source.column import Rows, read_column
 from sparsebp_cli.source.conversation import Conversation, read_conversations, read_prompts, read_template
-from sparsebp_cli.worker.chat import ChatText, mark_tokens, write_chats
-from sparsebp_cli.worker.encoding import IGNORED, Encoded, Example, call_tokenizer
+from sparsebp_cli.worker.chat import ChatText, Span, mark_tokens, write_chats
+from sparsebp_cli.worker.encoding import IGNORED, NUM_TAIL, Encoded, Example, Written, call_tokenizer
 from sparsebp_cli.worker.token_weight import check_number
 
 NO_TURN = "the user or the assistant has no text"
@@ -101,6 +101,18 @@ def _add(
     labels = np.where(weight_T != 0, ids, IGNORED)
     given = {LOSS_WEIGHT: weight_T.astype(np.float32)} if set(weight_T) - {0.0, 1.0} else {}
     found.examples.append(Example(ids, labels, given, number))
+    found.written.append(Written(number, text.text, all_ids[:2], _find_tails(all_ids, tokens[1], text.spans)))
+
+
+def _find_tails(ids: Sequence[int], offsets: Sequence[tuple[int, int]], spans: Sequence[Span]) -> list[Sequence[int]]:
+    """Return the last tokens of each part that is trained."""
+    border_T2 = np.array(offsets, dtype=np.int64).reshape(-1, 2)
+    tails: list[Sequence[int]] = []
+    for begin, end, weight in spans:
+        inside = np.flatnonzero((border_T2[:, 0] < end) & (border_T2[:, 1] > begin))
+        if weight and len(inside):
+            tails.append(ids[max(inside[0], inside[-1] + 1 - NUM_TAIL) : inside[-1] + 1])
+    return tails
 
 
 def find_template(section: DatasetSection, tokenizer: PreTrainedTokenizerBase) -> str:

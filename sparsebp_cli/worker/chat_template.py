@@ -101,37 +101,85 @@ def main(source: TextIO, target: TextIO) -> None:
         target.flush()
 
 
+def _as_texts(value: object) -> object:
+    """Return a message, or a part of one, for a template that takes texts alone: arguments of calls as their JSON, a
+    content of one text part as this text."""
+    if isinstance(value, list):
+        return [_as_texts(part) for part in value]
+    if not isinstance(value, dict):
+        return value
+    found = {key: _as_texts(part) for key, part in value.items()}
+    if isinstance(arguments := found.get("arguments"), dict):
+        found["arguments"] = json.dumps(arguments, ensure_ascii=False)
+    if (text := _find_text(found.get("content"))) is not None:
+        found["content"] = text
+    return found
+
+
+def _find_text(content: object) -> str | None:
+    """Return the text of a content of one text part."""
+    part = content[0] if isinstance(content, list) and len(content) == 1 else None
+    text = part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else None
+    return text if isinstance(text, str) else None
+
+
+def _reads_objects(value: object, text: str) -> bool:
+    """Return whether a template has written the objects of a message, and not what Python makes of them, or nothing."""
+    if isinstance(value, list):
+        return all(_reads_objects(part, text) for part in value)
+    if not isinstance(value, dict):
+        return True
+    arguments, content = value.get("arguments"), _find_text(value.get("content"))
+    is_python = isinstance(arguments, dict) and str(arguments) != json.dumps(arguments) and str(arguments) in text
+    is_lost = content is not None and (content.strip() not in text or str(value["content"]) in text)
+    return not is_python and not is_lost and all(_reads_objects(part, text) for part in value.values())
+
+
 def _render_all(transformers: Any, request: dict[str, Any]) -> Iterator[dict[str, object]]:
     from jinja2 import TemplateSyntaxError
 
-    template, marks = request["template"], marks_generation(request["template"])
     for messages, tools, generation_prompt in request["jobs"]:
         used = resource.getrusage(resource.RUSAGE_SELF)
         # The limit counts from the start of the process, so it is moved on; hence no hard one, which nobody may raise.
         soft = int(used.ru_utime + used.ru_stime) + request["cpu_seconds"] + 1
         resource.setrlimit(resource.RLIMIT_CPU, (soft, resource.RLIM_INFINITY))
         try:
-            texts, spans = transformers.render_jinja_template(
-                conversations=[messages],
-                tools=tools,
-                chat_template=template,
-                return_assistant_tokens_mask=marks,
-                add_generation_prompt=generation_prompt,
-                **request["tokens"],
-            )
+            line = _render(transformers, request, messages, tools, generation_prompt)
+            if line["error"] or not _reads_objects(messages, str(line["text"])):
+                others = _as_texts(messages)
+                second = (
+                    _render(transformers, request, others, tools, generation_prompt) if others != messages else line
+                )
+                line = line if second["error"] else second
         except TemplateSyntaxError as error:
             yield {"broken": f"line {error.lineno}: {error.message}"}
             return
-        except MemoryError:
-            yield _line(error=f"needs more than {MEMORY_BYTES >> 20} MiB of memory")
-        except Exception as error:  # whatever a template raises, which is the user's to correct
-            yield _line(error=(str(error).strip().splitlines() or [type(error).__name__])[0])
-        else:
-            text = texts[0]
-            if len(text) > MOST_CHARACTERS:
-                yield _line(error=f"writes {len(text):,} characters; allowed: {MOST_CHARACTERS:,}")
-            else:
-                yield _line(text, spans[0] if spans else ())
+        yield line
+
+
+def _render(
+    transformers: Any, request: dict[str, Any], messages: object, tools: object, generation_prompt: object
+) -> dict[str, object]:
+    from jinja2 import TemplateSyntaxError
+
+    try:
+        texts, spans = transformers.render_jinja_template(
+            conversations=[messages],
+            tools=tools,
+            chat_template=request["template"],
+            return_assistant_tokens_mask=marks_generation(request["template"]),
+            add_generation_prompt=generation_prompt,
+            **request["tokens"],
+        )
+    except TemplateSyntaxError:
+        raise
+    except MemoryError:
+        return _line(error=f"needs more than {MEMORY_BYTES >> 20} MiB of memory")
+    except Exception as error:  # whatever a template raises, which is the user's to correct
+        return _line(error=(str(error).strip().splitlines() or [type(error).__name__])[0])
+    if len(texts[0]) > MOST_CHARACTERS:
+        return _line(error=f"writes {len(texts[0]):,} characters; allowed: {MOST_CHARACTERS:,}")
+    return _line(texts[0], spans[0] if spans else ())
 
 
 def _line(text: str = "", spans: Sequence[tuple[int, int]] = (), error: str = "") -> dict[str, object]:

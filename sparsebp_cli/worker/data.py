@@ -20,7 +20,7 @@ from sparsebp_cli.worker.encoding import IGNORED, Encoded, Example
 from sparsebp_cli.worker.format import encode
 from sparsebp_cli.worker.gap import Gaps
 from sparsebp_cli.worker.held_out import draw_rows, draw_test, find_keys
-from sparsebp_cli.worker.prompt_parity import compare_prompts
+from sparsebp_cli.worker.text_check import check_texts
 
 __all__ = ["IGNORED", "Data", "Example", "build_data"]
 
@@ -110,8 +110,7 @@ def build_data(
     parts |= {"test": (sides.test, test)} if has_test else {}
     census = count_data(parts, section, label_names, num_made - len(train.examples))
     for name, (rows, found) in parts.items():
-        if (parity := compare_prompts(rows, found.examples, section, tokenizer)) is not None:
-            census["splits"][name]["parity"] = parity
+        census["splits"][name]["texts"] = check_texts(rows, found, section, tokenizer)
     return Data(
         train.examples,
         held_out.examples,

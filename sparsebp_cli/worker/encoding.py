@@ -26,6 +26,8 @@ from sparsebp_cli.worker.token_weight import weigh_tokens
 
 IGNORED = -100  # the label that transformers' losses ignore
 
+NUM_TAIL = 8  # tokens of an end that are looked at
+
 # Why a row gives no example, or loses a part. The census counts rows by these words.
 NO_TEXT = "the text is empty"
 NO_COMPLETION = "the completion is empty"
@@ -50,6 +52,21 @@ class Example:
     pads_left: bool = False  # whether padding is in front, because the model reads a text's class at its last position
 
 
+@dataclass(frozen=True)
+class Written:
+    """What a row became, before anything was cut."""
+
+    row: int
+    text: str
+    head: Sequence[int]  # its first tokens
+    tails: Sequence[Sequence[int]]  # the last trained tokens of each turn, of the completion, or of the text
+
+    @classmethod
+    def of(cls, row: int, text: str, ids: Sequence[int]) -> Written:
+        """Take a text of one part."""
+        return cls(row, text, ids[:2], [ids[-NUM_TAIL:]])
+
+
 @dataclass
 class Encoded:
     """The examples of some rows, and what did not become a part of one."""
@@ -60,6 +77,7 @@ class Encoded:
     left_over: int = 0  # tokens of packed text behind the last whole block
     # for each block of packed text, the numbers of the first and the last row that have a token in it
     block_rows: list[tuple[int, int]] = field(default_factory=list)
+    written: list[Written] = field(default_factory=list)  # of the rows that gave examples
     num_rows: int | None = None  # rows that have a part here, where a tail was cut; None: all that were given
 
 
@@ -107,6 +125,7 @@ def encode_text(
     some = [rows[number] for number in kept]
     marked = _mark(some, [texts[number] for number in kept], documents, tokens, around, columns, section.weight_column)
     marked_blocks = {name: _blocks(masks, length) for name, masks in marked.items()}
+    found.written = [Written.of(number, texts[number], ids) for number, ids in zip(kept, documents, strict=True)]
     found.block_rows = [(int(owner[0]), int(owner[-1])) for owner in owners]
     found.examples = [
         Example(block, block, {name: of_name[number] for name, of_name in marked_blocks.items()}, _most_common(owner))
@@ -146,6 +165,7 @@ def encode_completion(
             found.cut[COMPLETION_CUT] += 1
         of_row = {name: masks[number][: len(ids)] for name, masks in marked.items()}
         found.examples.append(Example(ids, labels, of_row, number))
+        found.written.append(Written.of(number, texts[number], all_ids))
     return found
 
 
@@ -197,6 +217,9 @@ def _encode_labelled(
         if not ids:
             found.dropped[NO_TOKEN] += 1
             continue
+        found.written.append(
+            Written(number, texts[number] + ("" if pairs is None else f" {pairs[number]}"), ids[:2], [])
+        )
         type_ids = np.array(types_of_one, dtype=np.int64) if any(types_of_one) else None
         found.examples.append(
             Example(

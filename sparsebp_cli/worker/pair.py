@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from sparsebp_cli.errors import DataError
 from sparsebp_cli.recipe.schema import DatasetSection
 from sparsebp_cli.source.column import Rows, read_texts
-from sparsebp_cli.worker.encoding import COMPLETION_CUT, NO_COMPLETION, Encoded, Example, call_tokenizer
+from sparsebp_cli.worker.encoding import COMPLETION_CUT, NO_COMPLETION, Encoded, Example, Written, call_tokenizer
 
 PROMPT_CUT = "the prompt loses its end"
 
@@ -40,6 +40,7 @@ def encode_pairs(
         if not completions[number]:
             found.dropped[NO_COMPLETION] += 1
             continue
+        found.written.append(Written.of(number, f"{prompts[number]} {completions[number]}", target))
         if len(source) > length:
             found.cut[PROMPT_CUT] += 1
             source = call_tokenizer(tokenizer, prompts[number], truncation=True, max_length=length)["input_ids"]  # noqa: PLW2901

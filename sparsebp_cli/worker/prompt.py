@@ -49,6 +49,8 @@ def make_prompts(
     prompt or an answer."""
     chosen = [rows[example.document] for example in examples]
     conversations = read_asked(chosen, section)
+    if not chosen:
+        return []
     if conversations is None:
         return _of_texts(chosen, examples, section, tokenizer)
     for one in conversations:
@@ -76,8 +78,6 @@ def find_answer(one: Conversation) -> int | None:
 def _of_texts(
     chosen: Rows, examples: Sequence[Example], section: DatasetSection, tokenizer: PreTrainedTokenizerBase
 ) -> list[Prompt]:
-    if not chosen:
-        return []
     texts = read_texts(chosen, section.prompt_column, may_be_empty=True)
     references = read_texts(chosen, section.completion_column)
     around = Surrounding.of(tokenizer)

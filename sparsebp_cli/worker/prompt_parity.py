@@ -12,40 +12,28 @@ from collections.abc import Sequence
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from sparsebp_cli.errors import DataError
 from sparsebp_cli.recipe.schema import DatasetSection
-from sparsebp_cli.run.census import Parity, describe_parity
 from sparsebp_cli.source.column import Rows
 from sparsebp_cli.worker.encoding import Example
 from sparsebp_cli.worker.prompt import Prompt, find_answer, make_prompts, read_asked
 
-MOST = 0.5  # of the prompts: above it a model is hardly ever asked what it was trained on
-END_CHARACTERS = 12  # of a prompt that is shown
-
 
 def compare_prompts(
     rows: Rows, examples: Sequence[Example], section: DatasetSection, tokenizer: PreTrainedTokenizerBase
-) -> Parity | None:
-    """Return how many prompts do not begin their example as they are sent; None where rows have no prompts. Raise
-    DataError where most of them do not."""
+) -> tuple[int, list[Prompt]]:
+    """Return the number of prompts, and those that do not begin their example in the tokens in which they are sent."""
     is_asked = section.format in ("completion", "chat") and section.completion_only_loss
     if not is_asked or any(example.is_pair for example in examples):
-        return None  # an encoder reads its prompt apart, in training as well
+        return 0, []  # an encoder reads its prompt apart, in training as well
     chosen = [rows[example.document] for example in examples]
     conversations = read_asked(chosen, section)
     if conversations is not None:
         answers = [find_answer(one) for one in conversations]
         examples = [example for example, answer in zip(examples, answers, strict=True) if answer is not None]
     prompts = make_prompts(rows, examples, section, tokenizer)
-    if not prompts:
-        return None
-    unlike = [prompt for prompt, example in zip(prompts, examples, strict=True) if _differs(prompt, example)]
-    parity: Parity = {"prompts": len(prompts), "other_tokens": len(unlike)}
-    if unlike:
-        parity |= {"first": unlike[0].row.place, "end": unlike[0].text[-END_CHARACTERS:]}
-    if len(unlike) > MOST * len(prompts):
-        raise DataError(f"dataset {section.name}: {describe_parity(parity)}")
-    return parity
+    return len(prompts), [
+        prompt for prompt, example in zip(prompts, examples, strict=True) if _differs(prompt, example)
+    ]
 
 
 def _differs(prompt: Prompt, example: Example) -> bool:

@@ -74,6 +74,7 @@ def test_the_table_shows_what_is_trained_and_what_was_lost(
     assert "[[ very good<eos>]]" in shown.stdout
     assert "dropped: the prompt fills max_seq_length" in shown.stdout
     assert "warning: data: " in shown.stdout
+    assert "with a fault in their text" in shown.stdout
 
 
 def test_validate_warns_of_lost_rows_and_refuses_where_nothing_is_left(cli: Cli, recipe: Path) -> None:
@@ -86,6 +87,14 @@ def test_validate_warns_of_lost_rows_and_refuses_where_nothing_is_left(cli: Cli,
     done = cli("validate", recipe, real=True)
     assert done.returncode == 2
     assert "the training split has no example: of 36 rows the prompt fills max_seq_length" in done.stderr
+
+
+def test_validate_names_prompts_that_a_model_is_sent_in_other_tokens(cli: Cli, recipe: Path) -> None:
+    rows = [{"prompt": f"film {n}:" + (" " if n % 4 == 0 else "\n"), "completion": "good"} for n in range(40)]
+    (recipe.parent / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = cli("validate", recipe, real=True)
+    assert done.returncode == 0, done.stderr
+    assert "prompts have other tokens when a model is asked than in training (first: " in done.stdout
 
 
 def test_a_run_keeps_the_census_and_show_prints_it(

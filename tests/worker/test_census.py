@@ -63,7 +63,7 @@ PAIRS = {"format": "completion", "max_seq_length": 8}
 CHAT = {
     "format": "chat",
     "columns": {"user": ["instruction", "input"], "assistant": "output"},
-    "chat_template": "{% for m in messages %}{% generation %}{{ m.content }} {% endgeneration %}{% endfor %}",
+    "chat_template": "{% for m in messages %}{% generation %}{{ m.content }} </s> {% endgeneration %}{% endfor %}",
 }
 TEXT = {"format": "text", "max_seq_length": 8}
 MISSING = ["NA", "None", "null", "n/a", "SA", "EU"]

@@ -44,7 +44,9 @@ pytestmark = [
 ]
 
 IDS = torch.randint(3, 60, (4, 20), generator=torch.Generator().manual_seed(0))
-CHAT = "{% for m in messages %}{{ m.role }}: {% generation %}{{ m.content }}{% endgeneration %}\n{% endfor %}"
+CHAT = (
+    "{% for m in messages %}{{ m.role }}: {% generation %}{{ m.content + eos_token }}{% endgeneration %}\n{% endfor %}"
+)
 
 
 def logits(model: Any, **inputs: torch.Tensor) -> torch.Tensor:

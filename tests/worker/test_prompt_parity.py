@@ -36,8 +36,9 @@ def _chats(folder: Path, template: str, **section: Any) -> Data:
 
 def test_the_template_that_init_writes_asks_in_the_tokens_of_training(tmp_path: Path) -> None:
     data = _chats(tmp_path, fill("folder/chat.jinja"))
-    assert [split["parity"]["other_tokens"] for split in data.census["splits"].values()] == [0, 0]
-    assert sum(split["parity"]["prompts"] for split in data.census["splits"].values()) == len(CAPITALS)
+    found = [split["texts"] for split in data.census["splits"].values()]
+    assert [texts["affected"] for texts in found] == [0, 0]
+    assert sum(texts["prompts"] for texts in found) == sum(texts["turns"] for texts in found) == len(CAPITALS)
 
 
 @pytest.mark.parametrize("train_on", ["assistant", "last"])
@@ -67,4 +68,5 @@ def test_a_row_without_an_answer_to_ask_for_is_not_compared(tmp_path: Path) -> N
     rows = [asked, first] * 3
     section = {"format": "chat", "chat_template": str(tmp_path / "chat.jinja"), "held_out": "tail"}
     data = _build(tmp_path, rows, **section)
-    assert data.census["splits"]["train"]["parity"] == {"prompts": 2, "other_tokens": 0}
+    found = data.census["splits"]["train"]["texts"]
+    assert (found["prompts"], found["affected"]) == (2, 0)
