@@ -22,7 +22,6 @@ from sparsebp_cli.cli.bench import bench
 from sparsebp_cli.cli.compare import compare
 from sparsebp_cli.cli.control import cancel, logs, resume
 from sparsebp_cli.cli.data import data
-from sparsebp_cli.cli.difference import diff
 from sparsebp_cli.cli.evaluate import evaluate
 from sparsebp_cli.cli.exit_code import CHECK_FAILED, SHORT
 from sparsebp_cli.cli.housekeeping import prune, rm
@@ -92,7 +91,7 @@ VERBS: dict[str, tuple[Callable[..., None], ...]] = {
     "Everyday": (quickstart, init, validate, data, run, compare, show, audit),
     "More: write and check recipes": (new, recipes, policies, models, datasets, fetch, schema, export, worth),
     "More: runs": (study, runs, top, logs, resume, rerun, cancel, tag, note, archive, prune, rm, sync, ui),
-    "More: results": (judge, leaderboard, evaluate, model, diff),
+    "More: results": (judge, leaderboard, evaluate, model),
     "More: this machine and others": (doctor, bench, targets),
 }
 # Verbs that write runs or the store; keep_private() applies to them. Other verbs write only files that the user names.

@@ -14,6 +14,7 @@ import typer
 
 from sparsebp_cli import interpreter
 from sparsebp_cli.cli.app import VERBS as PANELS
+from sparsebp_cli.cli.verb_help import REMOVED
 from sparsebp_cli.errors import SparseBPError
 from sparsebp_cli.policy import find_policies
 from sparsebp_cli.run import State, list_runs
@@ -199,6 +200,13 @@ def test_wrong_usage_ends_with_2(call: Cli, words: list[str]) -> None:
     done = call(*words)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("verb", REMOVED)
+def test_a_removed_verb_names_what_does_its_work_now(call: Cli, verb: str) -> None:
+    done = call(verb, "one", "two")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"error: `sparsebp {verb}` was removed: {REMOVED[verb]}\n"
 
 
 def test_an_unforeseen_error_is_one_line_and_its_traceback_is_kept(cli: Cli, home_folder: Path, tmp_path: Path) -> None:

@@ -91,7 +91,6 @@ CASES: list[tuple[str, str]] = [
     ("leaderboard", "rules"),
     ("evaluate two --lm-eval colours", "evaluation"),
     ("model two", "model"),
-    ("diff one two", "differences"),
     ("runs --columns training.learning_rate", "runs"),
     ("top", "live"),
     ("show one", "run"),

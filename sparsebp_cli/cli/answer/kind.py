@@ -62,7 +62,6 @@ KINDS = (
     Kind("rules", f"{HERE}.leaderboard_record:RuleList", ("leaderboard",)),
     Kind("model", f"{HERE}.result_record:ModelFolder", ("model",)),
     Kind("run", f"{HERE}.result_record:RunFacts", ("show",)),
-    Kind("differences", f"{HERE}.result_record:Differences", ("diff",)),
     Kind("evaluation", f"{HERE}.result_record:Evaluation", ("evaluate",)),
     Kind("sent", f"{HERE}.result_record:SentRuns", ("sync",)),
     Kind("page", f"{HERE}.result_record:StorePage", ("ui",)),
