@@ -26,7 +26,7 @@ from sparsebp_cli.cli.evaluate import evaluate
 from sparsebp_cli.cli.exit_code import CHECK_FAILED, SHORT
 from sparsebp_cli.cli.housekeeping import prune, rm
 from sparsebp_cli.cli.judge import judge
-from sparsebp_cli.cli.label import note, tag
+from sparsebp_cli.cli.label import tag
 from sparsebp_cli.cli.leaderboard import leaderboard
 from sparsebp_cli.cli.model import model
 from sparsebp_cli.cli.outlet import Outlets
@@ -90,7 +90,7 @@ crash: Crash = Crash()
 VERBS: dict[str, tuple[Callable[..., None], ...]] = {
     "Everyday": (quickstart, init, validate, data, run, compare, show, audit),
     "More: write and check recipes": (new, recipes, policies, models, datasets, fetch, schema, export, worth),
-    "More: runs": (study, runs, top, logs, resume, rerun, cancel, tag, note, archive, prune, rm, sync, ui),
+    "More: runs": (study, runs, top, logs, resume, rerun, cancel, tag, archive, prune, rm, sync, ui),
     "More: results": (judge, leaderboard, evaluate, model),
     "More: this machine and others": (doctor, bench, targets),
 }
@@ -108,7 +108,6 @@ WRITING = {
     "prune",
     "rm",
     "tag",
-    "note",
     "sync",
     "ui",
     "doctor",

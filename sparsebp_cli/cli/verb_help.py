@@ -8,7 +8,11 @@ from typer.core import TyperCommand, TyperGroup
 
 from sparsebp_cli.errors import UsageError, did_you_mean
 
-REMOVED = {"diff": "`sparsebp compare RUN RUN` shows what differs"}  # verbs of 0.5, with what does their work now
+# Verbs of 0.5, and what does their work now.
+REMOVED = {
+    "diff": "`sparsebp compare RUN RUN` shows what differs",
+    "note": "`sparsebp tag RUN NAME` marks a run; notes that are there stay",
+}
 
 
 def name_values(parameters: list[Any]) -> list[Any]:

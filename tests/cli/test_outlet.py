@@ -20,7 +20,7 @@ VERBS: dict[str, tuple[str, ...]] = {
     "runs": (), "show": ("@last",), "compare": ("@2",), "logs": ("@last",), "top": ("--once",),
     "recipes": (), "models": (), "datasets": (), "policies": (), "targets": (), "schema": (), "validate": ("r.yaml",),
     "run": ("r.yaml", "--dry-run"), "export": ("r.yaml", "-f", "sbatch"), "tag": ("@last", "seen"),
-    "note": ("@last", "seen"), "archive": ("@last", "--to", "a.tar.gz"), "prune": (), "rm": ("@last", "--yes"),
+    "archive": ("@last", "--to", "a.tar.gz"), "prune": (), "rm": ("@last", "--yes"),
     "sync": ("@last",), "cancel": ("@last",), "resume": ("@last",), "init": ("folder", "--task", "text"), "nosuch": (),
 }  # fmt: skip
 SILENT = {"sync", "nosuch"}  # they print on standard error alone here

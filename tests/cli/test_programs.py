@@ -83,7 +83,6 @@ CASES: list[tuple[str, str]] = [
     ("cancel one", "outcomes"),
     ("logs one", "log"),
     ("tag one good", "labels"),
-    ("note one text", "labels"),
     ("archive one two --to two.tar.gz", "archive"),
     ("prune --dry-run", "freed"),
     ("compare one two", "comparison"),

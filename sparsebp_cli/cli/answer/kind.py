@@ -44,7 +44,7 @@ KINDS = (
     Kind("plans", f"{HERE}.run_record:RunPlans", ("run",)),
     Kind("margins", f"{HERE}.run_record:MarginAnswers", ("run",)),
     Kind("log", f"{HERE}.run_record:RunLog", ("logs",)),
-    Kind("labels", f"{HERE}.run_record:LabelList", ("tag", "note")),
+    Kind("labels", f"{HERE}.run_record:LabelList", ("tag",)),
     Kind("archive", f"{HERE}.run_record:ArchiveFile", ("archive",)),
     Kind("freed", f"{HERE}.run_record:FreedRuns", ("prune", "rm")),
     Kind("live", f"{HERE}.run_record:LiveRuns", ("top",)),
