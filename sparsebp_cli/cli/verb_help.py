@@ -12,6 +12,7 @@ from sparsebp_cli.errors import UsageError, did_you_mean
 REMOVED = {
     "diff": "`sparsebp compare RUN RUN` shows what differs",
     "note": "`sparsebp tag RUN NAME` marks a run; notes that are there stay",
+    "top": "`sparsebp runs --watch` shows what is running",
 }
 
 

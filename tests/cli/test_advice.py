@@ -176,8 +176,6 @@ def meet_nothing(reader: Reader) -> None:
     reader.follow("run/folder.py", "sparsebp runs")
     reader.meet("compare", "nosuch")
     reader.follow("compare/choose.py", "sparsebp runs")
-    reader.meet("top", "--once")
-    reader.follow("cli/top.py", "sparsebp runs")
 
 
 def meet_lists(reader: Reader) -> None:

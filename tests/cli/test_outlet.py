@@ -17,7 +17,7 @@ from sparsebp_cli.run import State, list_runs
 from .conftest import FAKE, Write, environment, write_run
 
 VERBS: dict[str, tuple[str, ...]] = {
-    "runs": (), "show": ("@last",), "compare": ("@2",), "logs": ("@last",), "top": ("--once",),
+    "runs": (), "show": ("@last",), "compare": ("@2",), "logs": ("@last",),
     "recipes": (), "models": (), "datasets": (), "policies": (), "targets": (), "schema": (), "validate": ("r.yaml",),
     "run": ("r.yaml", "--dry-run"), "export": ("r.yaml", "-f", "sbatch"), "tag": ("@last", "seen"),
     "archive": ("@last", "--to", "a.tar.gz"), "prune": (), "rm": ("@last", "--yes"),

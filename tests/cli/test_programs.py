@@ -91,7 +91,6 @@ CASES: list[tuple[str, str]] = [
     ("evaluate two --lm-eval colours", "evaluation"),
     ("model two", "model"),
     ("runs --columns training.learning_rate", "runs"),
-    ("top", "live"),
     ("show one", "run"),
     ("sync one", "sent"),
     ("sync one --to tensorboard", "sent"),

@@ -130,6 +130,10 @@ def test_a_word_that_is_a_study_too_means_the_same_in_every_command(call: Cli, t
     assert [run["run_id"] for run in last["runs"]] == [three[2].run_id]
 
 
+def test_watch_lists_once_where_no_terminal_shows_it(call: Cli, three: list[RunFolder]) -> None:
+    assert call("runs", "--watch").stdout == call("runs").stdout
+
+
 @pytest.mark.parametrize("name", ["last", "2", "a=b", "a b", "-x", "", "x" * 41])
 def test_a_tag_that_could_mean_something_else_is_refused(call: Cli, three: list[RunFolder], name: str) -> None:
     done = call("tag", "dense", "--", name)

@@ -47,7 +47,6 @@ KINDS = (
     Kind("labels", f"{HERE}.run_record:LabelList", ("tag",)),
     Kind("archive", f"{HERE}.run_record:ArchiveFile", ("archive",)),
     Kind("freed", f"{HERE}.run_record:FreedRuns", ("prune", "rm")),
-    Kind("live", f"{HERE}.run_record:LiveRuns", ("top",)),
     Kind("study", f"{HERE}.study_record:StudyState", ("study",)),
     Kind("rebuilt", f"{HERE}.study_record:RebuiltStudy", ("study",)),
     Kind(
