@@ -41,7 +41,7 @@ from sparsebp_cli.cli.show import show
 from sparsebp_cli.cli.starter import init, new, recipes
 from sparsebp_cli.cli.study import study
 from sparsebp_cli.cli.targets import doctor, targets
-from sparsebp_cli.cli.tracking import sync, ui
+from sparsebp_cli.cli.tracking import sync
 from sparsebp_cli.cli.validate import validate
 from sparsebp_cli.cli.verb_help import Verb, Verbs
 from sparsebp_cli.cli.worth import worth
@@ -89,7 +89,7 @@ crash: Crash = Crash()
 VERBS: dict[str, tuple[Callable[..., None], ...]] = {
     "Everyday": (quickstart, init, validate, data, run, compare, show, audit),
     "More: write and check recipes": (new, recipes, policies, models, datasets, fetch, schema, export, worth),
-    "More: runs": (study, runs, logs, resume, rerun, cancel, tag, archive, prune, rm, sync, ui),
+    "More: runs": (study, runs, logs, resume, rerun, cancel, tag, archive, prune, rm, sync),
     "More: results": (judge, leaderboard, evaluate, model),
     "More: this machine and others": (doctor, bench, targets),
 }
@@ -108,7 +108,6 @@ WRITING = {
     "rm",
     "tag",
     "sync",
-    "ui",
     "doctor",
     "evaluate",
 }

@@ -84,6 +84,8 @@ def runs(
 def _list(
     output: Output, limit: int, where: str | None, sort: str | None, columns: str | None, study: str | None
 ) -> None:
+    from sparsebp_cli.tracking import describe_pages
+
     trials = {} if study is None else _find_trials(study)
     found = [run for run in list_runs() if study is None or run.run_id in trials]
     listing = _Listing(found, trials)
@@ -105,6 +107,8 @@ def _list(
         if answer.not_shown:
             others = "older runs" if sort is None else "runs"
             print_line(f"{answer.not_shown} {others} are not shown; --limit {len(listing.runs)} shows all")
+        if pages := describe_pages():
+            print_line(pages)
 
     tell(answer, output, show)
 

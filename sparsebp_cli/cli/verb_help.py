@@ -13,6 +13,7 @@ REMOVED = {
     "diff": "`sparsebp compare RUN RUN` shows what differs",
     "note": "`sparsebp tag RUN NAME` marks a run; notes that are there stay",
     "top": "`sparsebp runs --watch` shows what is running",
+    "ui": "`sparsebp runs` ends with the command that opens MLflow's pages",
 }
 
 

@@ -23,7 +23,7 @@ from .conftest import Cli, Write, write_run
 
 WIDTH = 100
 VERBS = (
-    *("run", "study", "resume", "cancel", "logs", "compare", "runs", "show", "sync", "ui", "prune", "rm"),
+    *("run", "study", "resume", "cancel", "logs", "compare", "runs", "show", "sync", "prune", "rm"),
     *(
         "validate",
         "schema",
@@ -193,9 +193,7 @@ def test_a_mistake_is_one_line_and_an_exit_code(
     assert done.stdout == ""
 
 
-@pytest.mark.parametrize(
-    "words", [["run"], ["fly"], ["runs", "--limit", "0"], ["runs", "-o", "xml"], ["ui", "--port", "0"]]
-)
+@pytest.mark.parametrize("words", [["run"], ["fly"], ["runs", "--limit", "0"], ["runs", "-o", "xml"]])
 def test_wrong_usage_ends_with_2(call: Cli, words: list[str]) -> None:
     done = call(*words)
     assert done.returncode == 2

@@ -131,7 +131,7 @@ def test_a_word_that_is_a_study_too_means_the_same_in_every_command(call: Cli, t
 
 
 def test_watch_lists_once_where_no_terminal_shows_it(call: Cli, three: list[RunFolder]) -> None:
-    assert call("runs", "--watch").stdout == call("runs").stdout
+    assert call("runs", "--watch", "--columns", "run").stdout == call("runs", "--columns", "run").stdout
 
 
 @pytest.mark.parametrize("name", ["last", "2", "a=b", "a b", "-x", "", "x" * 41])

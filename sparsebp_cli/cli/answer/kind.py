@@ -63,7 +63,6 @@ KINDS = (
     Kind("run", f"{HERE}.result_record:RunFacts", ("show",)),
     Kind("evaluation", f"{HERE}.result_record:Evaluation", ("evaluate",)),
     Kind("sent", f"{HERE}.result_record:SentRuns", ("sync",)),
-    Kind("page", f"{HERE}.result_record:StorePage", ("ui",)),
     Kind("checked-recipes", f"{HERE}.recipe_record:CheckedRecipes", ("validate",)),
     Kind("forecast", f"{HERE}.forecast_record:ForecastAnswer", ("validate",), 1, ("sparsebp_cli.plan.forecast",)),
     Kind("worth", f"{HERE}.recipe_record:WorthAnswer", ("worth",)),

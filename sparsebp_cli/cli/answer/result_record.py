@@ -133,15 +133,6 @@ class SentRuns(Answer):
     """One for each run and tracker."""
 
 
-class StorePage(Answer):
-    """A page of MLflow that is served until this command ends."""
-
-    url: str
-    """Its address, on this machine only."""
-    process: int
-    """Process that serves it."""
-
-
 class ModelFolder(Answer):
     """The model of a run, written for others."""
 
