@@ -10,7 +10,7 @@ from sparsebp_cli.errors import UsageError, did_you_mean
 
 # Verbs of 0.5, and what does their work now.
 REMOVED = {
-    "diff": "`sparsebp compare RUN RUN` shows what differs",
+    "diff": "`sparsebp compare RUN OTHER` shows what differs",
     "note": "`sparsebp tag RUN NAME` marks a run; notes that are there stay",
     "top": "`sparsebp runs --watch` shows what is running",
     "ui": "`sparsebp runs` ends with the command that opens MLflow's pages",
