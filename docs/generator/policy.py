@@ -31,7 +31,6 @@ with the default options: one over it is the most that a step can gain. N, D and
 linear; `trained` is the share of the weights that are trained, `carried` that of rows with a backward, `computed` that
 of rows that are computed. What else a step does (attention, norms, head, optimizer, choosing) comes on top.
 *Exact* and *unbiased* hold with the default numbers, a half where there is none; *varies*: by an option that is none.
-`sparsebp policies --kind KIND --claim unbiased --saves memory --since 2024` searches this table, plugins included.
 """
 
 NUMBERS = (0.25, 0.5, 1.0)  # values of a share for which claims are shown

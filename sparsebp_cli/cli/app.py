@@ -22,12 +22,11 @@ from sparsebp_cli.cli.bench import bench
 from sparsebp_cli.cli.compare import compare
 from sparsebp_cli.cli.control import cancel, logs, resume
 from sparsebp_cli.cli.data import data
-from sparsebp_cli.cli.difference import diff
 from sparsebp_cli.cli.evaluate import evaluate
 from sparsebp_cli.cli.exit_code import CHECK_FAILED, SHORT
 from sparsebp_cli.cli.housekeeping import prune, rm
 from sparsebp_cli.cli.judge import judge
-from sparsebp_cli.cli.label import note, tag
+from sparsebp_cli.cli.label import tag
 from sparsebp_cli.cli.leaderboard import leaderboard
 from sparsebp_cli.cli.model import model
 from sparsebp_cli.cli.outlet import Outlets
@@ -42,8 +41,7 @@ from sparsebp_cli.cli.show import show
 from sparsebp_cli.cli.starter import init, new, recipes
 from sparsebp_cli.cli.study import study
 from sparsebp_cli.cli.targets import doctor, targets
-from sparsebp_cli.cli.top import top
-from sparsebp_cli.cli.tracking import sync, ui
+from sparsebp_cli.cli.tracking import sync
 from sparsebp_cli.cli.validate import validate
 from sparsebp_cli.cli.verb_help import Verb, Verbs
 from sparsebp_cli.cli.worth import worth
@@ -91,8 +89,8 @@ crash: Crash = Crash()
 VERBS: dict[str, tuple[Callable[..., None], ...]] = {
     "Everyday": (quickstart, init, validate, data, run, compare, show, audit),
     "More: write and check recipes": (new, recipes, policies, models, datasets, fetch, schema, export, worth),
-    "More: runs": (study, runs, top, logs, resume, rerun, cancel, tag, note, archive, prune, rm, sync, ui),
-    "More: results": (judge, leaderboard, evaluate, model, diff),
+    "More: runs": (study, runs, logs, resume, rerun, cancel, tag, archive, prune, rm, sync),
+    "More: results": (judge, leaderboard, evaluate, model),
     "More: this machine and others": (doctor, bench, targets),
 }
 # Verbs that write runs or the store; keep_private() applies to them. Other verbs write only files that the user names.
@@ -109,9 +107,7 @@ WRITING = {
     "prune",
     "rm",
     "tag",
-    "note",
     "sync",
-    "ui",
     "doctor",
     "evaluate",
 }

@@ -1,4 +1,4 @@
-"""``sparsebp tag`` and ``note``: what people write on runs afterwards. Plan and journal stay as they are."""
+"""``sparsebp tag``: what people write on runs afterwards. Plan and journal stay as they are."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import typer
 
 from sparsebp_cli.cli.answer import tell, warn
 from sparsebp_cli.cli.answer.run_record import Labelled, LabelList
-from sparsebp_cli.cli.option import Format, ManyRuns, OneRun
+from sparsebp_cli.cli.option import Format, ManyRuns
 from sparsebp_cli.cli.screen import Output, print_line
-from sparsebp_cli.cli.stored_run import find_all, find_one
+from sparsebp_cli.cli.stored_run import find_all
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.run import RunFolder, home
-from sparsebp_cli.run.label import Labels, check_tag, make_note
+from sparsebp_cli.run.label import Labels, check_tag
 
 
 def tag(
@@ -37,22 +37,6 @@ def tag(
 def _print_tagged(found: LabelList, name: str, *, is_removed: bool) -> None:
     count = "1 run" if len(found.runs) == 1 else f"{len(found.runs)} runs"
     print_line(f"{count} without the tag {name}" if is_removed else f"{count} tagged: @{name}")
-
-
-def note(
-    run: OneRun,
-    text: Annotated[str, typer.Argument(metavar="NOTE", help='One line; "" takes the note away.')],
-    output: Format = Output.TABLE,
-) -> None:
-    """Write a note on a run, in place of the one that it has. `show` and `runs --columns note` show it."""
-    line, folder = make_note(text), find_one(run)
-    _change(folder, lambda old: replace(old, note=line))
-    tell(_describe([folder]), output, _print_noted)
-
-
-def _print_noted(found: LabelList) -> None:
-    (one,) = found.runs
-    print_line(f"{one.run_id}: {one.note}" if one.note else f"{one.run_id} has no note")
 
 
 def _describe(folders: Sequence[RunFolder]) -> LabelList:

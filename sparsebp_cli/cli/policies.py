@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
-from enum import StrEnum
 from itertools import product
 from math import inf
 from typing import Annotated, Any
@@ -19,7 +18,6 @@ from sparsebp_cli.cli.answer.recipe_record import PolicyLine, PolicyList, Policy
 from sparsebp_cli.cli.completion import complete_policy
 from sparsebp_cli.cli.option import Format
 from sparsebp_cli.cli.screen import Output, console, make_table, print_line
-from sparsebp_cli.errors import UsageError, did_you_mean
 from sparsebp_cli.policy import EdgeRouter, FoundPolicy, GradientSelector, Policy, TokenSelector
 
 CARD_WORDS = {
@@ -34,43 +32,12 @@ CARD_WORDS = {
 }
 
 
-class Claim(StrEnum):
-    """What a policy can promise of its gradient."""
-
-    EXACT = "exact"
-    UNBIASED = "unbiased"
-
-
-class Gain(StrEnum):
-    """What a policy can save."""
-
-    TIME = "time"
-    MEMORY = "memory"
-    STEPS = "steps"
-
-
 def policies(
     name: Annotated[
         str | None,
         typer.Argument(
             metavar="NAME", help="One policy: its options.", show_default=False, autocompletion=complete_policy
         ),
-    ] = None,
-    kind: Annotated[
-        str | None, typer.Option(metavar="KIND", help="Only those of a kind, such as BlockDropper.", show_default=False)
-    ] = None,
-    claim: Annotated[
-        Claim | None,
-        typer.Option(
-            help="Only those whose gradient is exact or unbiased, or can be by an option that is no number: of most, a "
-            "share of 1 is exact, and leaves nothing out."
-        ),
-    ] = None,
-    saves: Annotated[
-        Gain | None, typer.Option(help="Only those that can save a step's time or memory, or steps.")
-    ] = None,
-    since: Annotated[
-        int | None, typer.Option(metavar="YEAR", help="Only those published in this year or later.")
     ] = None,
     output: Format = Output.TABLE,
 ) -> None:
@@ -79,29 +46,7 @@ def policies(
 
     found = [find_policy(name)] if name is not None else list(find_policies().values())
     described = [describe_policy(policy) for policy in found]
-    if name is None:
-        described = _filter(described, kind, claim, saves, since)
-    elif any(option is not None for option in (kind, claim, saves, since)):
-        raise UsageError(f"--kind, --claim, --saves and --since choose from the list: leave them or {name} out")
     tell(PolicyList(policies=described), output, _print_all if name is None else _print_one)
-
-
-def _filter(
-    described: list[PolicyLine], kind: str | None, claim: Claim | None, saves: Gain | None, since: int | None
-) -> list[PolicyLine]:
-    kinds = {line.kind for line in described}
-    if kind is not None and kind not in kinds:
-        raise UsageError(
-            f"--kind {kind}: no policy is of that kind; kinds: {', '.join(sorted(kinds))}{did_you_mean(kind, kinds)}"
-        )
-    return [
-        line
-        for line in described
-        if (kind is None or line.kind == kind)
-        and (claim is None or (not line.problem and getattr(line, claim.value) is not False))
-        and (saves is None or saves.value in (line.card or {}).get("saves", ()))
-        and (since is None or ((line.card or {}).get("year") or 0) >= since)
-    ]
 
 
 def _print_all(found: PolicyList) -> None:
@@ -124,8 +69,6 @@ def _print_all(found: PolicyList) -> None:
             cells[2:4] = ["", ""]
         table.add_row(*(Text(cell) for cell in cells), style="red" if line.problem else None)
     console().print(table)
-    if not found.policies:
-        print_line("no installed policy fits all of these")
     for line in found.policies:
         if line.problem:
             print_line(f"{line.name} of {line.source} is broken: {line.problem}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,6 +13,7 @@ import typer
 from sparsebp_cli.cli.answer import tell
 from sparsebp_cli.cli.answer.run_record import RunLine, RunList
 from sparsebp_cli.cli.completion import complete_study
+from sparsebp_cli.cli.interrupt import Interrupts
 from sparsebp_cli.cli.option import Format
 from sparsebp_cli.cli.quantity import show_age
 from sparsebp_cli.cli.screen import Output, console, make_table, print_line
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from sparsebp_cli.compare import RunCandidate
 
 STYLES = {"finished": "green", "failed": "red", "running": "cyan", "interrupted": "yellow"}
+
+WATCH_SECONDS = 1.0
 
 WHERE = "Only runs that meet this: 'policy=topk and eval/loss<3', tag=best, state!=finished."
 SORT = "Order by a column: eval/loss; -eval/loss for the highest first. Runs without it come last."
@@ -62,8 +66,26 @@ def runs(
         str | None,
         typer.Option(metavar="NAME", help="Only the trials of this study.", autocompletion=complete_study),
     ] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="List again every second, until Ctrl-C.")] = False,
 ) -> None:
     """List runs, newest first."""
+    list_once = partial(_list, output, limit, where, sort, columns, study)
+    screen = console()
+    if not watch or output is Output.JSON or not screen.is_terminal:  # a pipe gets one list
+        list_once()
+        return
+    with Interrupts() as interrupts:
+        while not interrupts.received:
+            screen.clear()
+            list_once()
+            interrupts.wait(WATCH_SECONDS)
+
+
+def _list(
+    output: Output, limit: int, where: str | None, sort: str | None, columns: str | None, study: str | None
+) -> None:
+    from sparsebp_cli.tracking import describe_pages
+
     trials = {} if study is None else _find_trials(study)
     found = [run for run in list_runs() if study is None or run.run_id in trials]
     listing = _Listing(found, trials)
@@ -85,6 +107,8 @@ def runs(
         if answer.not_shown:
             others = "older runs" if sort is None else "runs"
             print_line(f"{answer.not_shown} {others} are not shown; --limit {len(listing.runs)} shows all")
+        if pages := describe_pages():
+            print_line(pages)
 
     tell(answer, output, show)
 

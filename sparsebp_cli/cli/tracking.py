@@ -1,79 +1,25 @@
-"""``sparsebp ui`` and ``sparsebp sync``: MLflow's own pages on the store, and what the store and trackers lack."""
+"""``sparsebp sync``: send what the store and trackers lack."""
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
-import time
-import webbrowser
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Annotated
 
 import typer
 
-from sparsebp_cli import interpreter
 from sparsebp_cli.cli.answer import tell, warn
-from sparsebp_cli.cli.answer.result_record import SentRun, SentRuns, StorePage
+from sparsebp_cli.cli.answer.result_record import SentRun, SentRuns
 from sparsebp_cli.cli.completion import complete_run
 from sparsebp_cli.cli.option import RUN_HELP, Format
 from sparsebp_cli.cli.screen import Output, print_line
 from sparsebp_cli.cli.stored_run import find_all
 from sparsebp_cli.errors import SparseBPError, TrackingError, UsageError
 from sparsebp_cli.plan import Plan
-from sparsebp_cli.run import RunFolder, home, list_runs
+from sparsebp_cli.run import RunFolder, list_runs
 from sparsebp_cli.tracker.contract import STORE
 
-POLL_SECONDS = 0.1
 TO_HELP = "mlflow, tensorboard, trackio, or the tracker of a package. Repeat. Default: mlflow and tracking.also."
-STANDARD_ERROR = 2  # its descriptor
-DESKTOP = ("DISPLAY", "WAYLAND_DISPLAY")
-
-
-def ui(
-    port: Annotated[
-        int | None, typer.Option(min=1, max=65535, metavar="PORT", help="On 127.0.0.1; not given: 5000, or a free one.")
-    ] = None,
-    browse: Annotated[
-        bool | None,
-        typer.Option("--browser/--no-browser", help="Open a browser, too.", show_default="where there is a desktop"),
-    ] = None,
-    output: Format = Output.TABLE,
-) -> None:
-    """Open MLflow's list of the newest runs, on this machine only."""
-    from sparsebp_cli.tracking import resolve_uri, ui_command, ui_environment
-    from sparsebp_cli.tracking.ui import find_port, is_listening, runs_page
-
-    chosen, store = find_port(port), resolve_uri(None)
-    command = ui_command(store, chosen)
-    page = runs_page(f"http://127.0.0.1:{chosen}", store)
-    # Not in the user's working folder, from which the server could import modules.
-    folder = home() if home().is_dir() else "/"
-    # What the server prints is no part of the answer.
-    out = STANDARD_ERROR if output is Output.JSON else None
-    process = subprocess.Popen(command, cwd=folder, env=interpreter.environment(ui_environment()), stdout=out)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the server ends with this process
-    try:
-        while process.poll() is None and not is_listening(process.pid, chosen):
-            time.sleep(POLL_SECONDS)
-        if process.poll() is None:  # the listener is this server, not one of another process
-            told = StorePage(url=page, process=process.pid)
-            tell(told, output, lambda found: print_line(f"{found.url} (Ctrl-C ends it)"))
-            if browse or (browse is None and sys.stdout.isatty() and any(name in os.environ for name in DESKTOP)):
-                webbrowser.open(page)
-        code = process.wait()
-    # The terminal sends Ctrl-C to the server as well, which then ends by itself.
-    except KeyboardInterrupt:
-        process.wait()
-        raise typer.Exit(130) from None
-    finally:
-        if process.poll() is None:
-            process.terminate()
-            process.wait()
-    if code:
-        raise TrackingError(f"the server of MLflow ended with exit code {code}")
 
 
 def sync(

@@ -8,6 +8,14 @@ from typer.core import TyperCommand, TyperGroup
 
 from sparsebp_cli.errors import UsageError, did_you_mean
 
+# Verbs of 0.5, and what does their work now.
+REMOVED = {
+    "diff": "`sparsebp compare RUN OTHER` shows what differs",
+    "note": "`sparsebp tag RUN NAME` marks a run; notes that are there stay",
+    "top": "`sparsebp runs --watch` shows what is running",
+    "ui": "`sparsebp runs` ends with the command that opens MLflow's pages",
+}
+
 
 def name_values(parameters: list[Any]) -> list[Any]:
     """Make the column of types say nothing of flags, and of arguments that have a word of their own."""
@@ -39,6 +47,8 @@ class Verbs(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the verb that the first word names; raise UsageError with the nearest for an unknown one."""
+        if args and args[0] in REMOVED:
+            raise UsageError(f"`sparsebp {args[0]}` was removed: {REMOVED[args[0]]}")
         known = self.list_commands(ctx)
         if args and args[0] not in known and not args[0].startswith("-") and not ctx.resilient_parsing:
             raise UsageError(f"No such verb: {args[0]}; `sparsebp --help` lists them{did_you_mean(args[0], known)}")

@@ -18,7 +18,6 @@ from sparsebp_cli.study.loader import LoadedStudy
 from sparsebp_cli.study.store import TrialStore
 from sparsebp_cli.study.trial import StudyTrial, with_steps
 
-STAGES = ("rehearse", "tune", "report", "control")
 RUNS_TIMED = 3  # of each arm: enough for an estimate
 
 

@@ -164,7 +164,3 @@ def _batches(policy: TokenSelector) -> Iterator[Tokens]:
         }
         columns = {name: torch.randint(0, 2, ids_BT.shape, generator=generator) for name in sorted(policy.reads)}
         yield Tokens(ids_BT, target_BT, real_BT, scores, columns)
-
-
-def _tensors(tokens: Tokens) -> list[Tensor | None]:
-    return [tokens.input_ids_BT, tokens.target_BT, tokens.real_BT, *tokens.scores.values(), *tokens.columns.values()]

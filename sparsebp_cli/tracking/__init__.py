@@ -6,7 +6,7 @@ from sparsebp_cli.tracking.flush import Flusher, SyncResult, delete_record, sync
 from sparsebp_cli.tracking.follow import Follower
 from sparsebp_cli.tracking.script_run import ScriptRun
 from sparsebp_cli.tracking.store import resolve_uri
-from sparsebp_cli.tracking.ui import ui_command, ui_environment
+from sparsebp_cli.tracking.ui import describe_pages
 
 __all__ = [
     "Flusher",
@@ -14,9 +14,8 @@ __all__ = [
     "ScriptRun",
     "SyncResult",
     "delete_record",
+    "describe_pages",
     "resolve_uri",
     "send_to",
     "sync",
-    "ui_command",
-    "ui_environment",
 ]

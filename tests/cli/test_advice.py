@@ -176,8 +176,18 @@ def meet_nothing(reader: Reader) -> None:
     reader.follow("run/folder.py", "sparsebp runs")
     reader.meet("compare", "nosuch")
     reader.follow("compare/choose.py", "sparsebp runs")
-    reader.meet("top", "--once")
-    reader.follow("cli/top.py", "sparsebp runs")
+
+
+def meet_removed(reader: Reader) -> None:
+    run, other = write_run(reader.write_recipe(name="one")), write_run(reader.write_recipe(name="other"))
+    reader.meet("diff", run.run_id, other.run_id)
+    reader.follow("cli/verb_help.py", "sparsebp compare RUN OTHER", RUN=run.run_id, OTHER=other.run_id)
+    reader.meet("note", run.run_id, "seen")
+    reader.follow("cli/verb_help.py", "sparsebp tag RUN NAME", RUN=run.run_id, NAME="seen")
+    reader.meet("top")
+    assert run.run_id in reader.follow("cli/verb_help.py", "sparsebp runs --watch")
+    reader.meet("ui")
+    assert run.run_id in reader.follow("cli/verb_help.py", "sparsebp runs")
 
 
 def meet_lists(reader: Reader) -> None:
@@ -381,7 +391,12 @@ STORIES: dict[Callable[[Reader], None], tuple[tuple[str, str], ...]] = {
         ("cli/compare.py", "sparsebp runs"),
         ("run/folder.py", "sparsebp runs"),
         ("compare/choose.py", "sparsebp runs"),
-        ("cli/top.py", "sparsebp runs"),
+    ),
+    meet_removed: (
+        ("cli/verb_help.py", "sparsebp compare RUN OTHER"),
+        ("cli/verb_help.py", "sparsebp tag RUN NAME"),
+        ("cli/verb_help.py", "sparsebp runs --watch"),
+        ("cli/verb_help.py", "sparsebp runs"),
     ),
     meet_lists: (
         ("cli/starter.py", "sparsebp recipes"),

@@ -14,15 +14,15 @@ import typer
 
 from sparsebp_cli import interpreter
 from sparsebp_cli.cli.app import VERBS as PANELS
+from sparsebp_cli.cli.verb_help import REMOVED
 from sparsebp_cli.errors import SparseBPError
-from sparsebp_cli.policy import find_policies
 from sparsebp_cli.run import State, list_runs
 
 from .conftest import Cli, Write, write_run
 
 WIDTH = 100
 VERBS = (
-    *("run", "study", "resume", "cancel", "logs", "compare", "runs", "show", "sync", "ui", "prune", "rm"),
+    *("run", "study", "resume", "cancel", "logs", "compare", "runs", "show", "sync", "prune", "rm"),
     *(
         "validate",
         "schema",
@@ -97,23 +97,15 @@ def test_no_word_in_the_table_of_policies_is_broken(call: Cli) -> None:
     assert {"memory,", "selective-backprop", "ParameterSelector"} <= set(call("policies").stdout.split())
 
 
-def test_the_list_is_searched_by_kind_claim_saving_and_year(call: Cli) -> None:
-    def names(*options: str) -> set[str]:
-        return {line["name"] for line in json.loads(call("policies", *options, "-o", "json").stdout)["policies"]}
-
-    everything = names()
-    assert names("--kind", "InputSaver") == {n for n in everything if find_policies()[n].kind == "InputSaver"}
-    assert {"lossless", "tokens"} <= names("--claim", "exact")
-    assert "topk" not in names("--claim", "exact")
-    assert "evolved-sampling" in names("--claim", "unbiased")
-    assert "gact" not in names("--claim", "exact")
-    assert "gact" in names("--claim", "unbiased", "--saves", "memory", "--since", "2022")
-    assert "gact" not in names("--since", "2023")
-    assert "infobatch" in names("--saves", "steps")
-    wrong = call("policies", "--kind", "InputSavr")
-    assert wrong.returncode == 2
-    assert "did you mean InputSaver?" in wrong.stderr
-    assert call("policies", "gact", "--since", "2020").returncode == 2
+def test_the_list_says_of_each_policy_what_it_can_promise_and_save(call: Cli) -> None:
+    listed = json.loads(call("policies", "-o", "json").stdout)["policies"]
+    lines = {line["name"]: line for line in listed}
+    assert {name: lines[name]["exact"] for name in ("lossless", "tokens", "topk", "gact")} == {
+        "lossless": True, "tokens": None, "topk": False, "gact": False,
+    }  # fmt: skip
+    assert lines["gact"]["unbiased"] is not False
+    assert (lines["gact"]["kind"], lines["gact"]["card"]["year"]) == ("InputSaver", 2022)
+    assert "memory" in lines["gact"]["card"]["saves"]
 
 
 def test_the_installed_command_is_this_one() -> None:
@@ -192,13 +184,18 @@ def test_a_mistake_is_one_line_and_an_exit_code(
     assert done.stdout == ""
 
 
-@pytest.mark.parametrize(
-    "words", [["run"], ["fly"], ["runs", "--limit", "0"], ["runs", "-o", "xml"], ["ui", "--port", "0"]]
-)
+@pytest.mark.parametrize("words", [["run"], ["fly"], ["runs", "--limit", "0"], ["runs", "-o", "xml"]])
 def test_wrong_usage_ends_with_2(call: Cli, words: list[str]) -> None:
     done = call(*words)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("verb", REMOVED)
+def test_a_removed_verb_names_what_does_its_work_now(call: Cli, verb: str) -> None:
+    done = call(verb, "one", "two")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"error: `sparsebp {verb}` was removed: {REMOVED[verb]}\n"
 
 
 def test_an_unforeseen_error_is_one_line_and_its_traceback_is_kept(cli: Cli, home_folder: Path, tmp_path: Path) -> None:

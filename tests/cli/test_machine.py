@@ -126,13 +126,6 @@ def test_a_file_store_in_the_environment_is_refused_before_anything_is_trained(
     assert not (home_folder / "runs").exists()
 
 
-def test_ui_refuses_a_server_which_has_its_own_pages(call: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
-    done = call("ui")
-    assert done.returncode == 100
-    assert done.stderr == "error: the tracking store is a server: open http://127.0.0.1:9 in a browser\n"
-
-
 @pytest.mark.parametrize(
     ("typed", "expected"), [("show topk", "topk-rows"), ("logs @", "@last"), ("run top", "topk-rows.yaml")]
 )

@@ -17,10 +17,10 @@ from sparsebp_cli.run import State, list_runs
 from .conftest import FAKE, Write, environment, write_run
 
 VERBS: dict[str, tuple[str, ...]] = {
-    "runs": (), "show": ("@last",), "compare": ("@2",), "diff": ("one", "two"), "logs": ("@last",), "top": ("--once",),
+    "runs": (), "show": ("@last",), "compare": ("@2",), "logs": ("@last",),
     "recipes": (), "models": (), "datasets": (), "policies": (), "targets": (), "schema": (), "validate": ("r.yaml",),
     "run": ("r.yaml", "--dry-run"), "export": ("r.yaml", "-f", "sbatch"), "tag": ("@last", "seen"),
-    "note": ("@last", "seen"), "archive": ("@last", "--to", "a.tar.gz"), "prune": (), "rm": ("@last", "--yes"),
+    "archive": ("@last", "--to", "a.tar.gz"), "prune": (), "rm": ("@last", "--yes"),
     "sync": ("@last",), "cancel": ("@last",), "resume": ("@last",), "init": ("folder", "--task", "text"), "nosuch": (),
 }  # fmt: skip
 SILENT = {"sync", "nosuch"}  # they print on standard error alone here

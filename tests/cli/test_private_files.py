@@ -6,12 +6,7 @@ import os
 import stat
 from pathlib import Path
 
-import pytest
-
-from sparsebp_cli.errors import TrackingError
 from sparsebp_cli.run import create_run, list_runs
-from sparsebp_cli.tracking import ui_command
-from sparsebp_cli.tracking.ui import find_listener, find_port
 
 from .conftest import Cli, Write
 
@@ -49,37 +44,3 @@ def test_a_run_made_by_the_library_is_private_too(home_folder: Path) -> None:
 def test_what_a_person_asks_for_by_name_follows_their_umask(call: Cli, two_runs: None, tmp_path: Path) -> None:
     assert call("compare", "@2", "--html", tmp_path / "report.html").returncode == 0
     assert stat.S_IMODE((tmp_path / "report.html").stat().st_mode) == 0o644
-
-
-def test_a_port_that_is_taken_is_refused_with_its_holder_or_another_one_is_chosen() -> None:
-    import socket
-
-    with socket.socket() as holder:
-        holder.bind(("127.0.0.1", 0))
-        holder.listen()
-        taken = holder.getsockname()[1]
-        assert f"process {os.getpid()} (" in find_listener(taken)
-        with pytest.raises(TrackingError, match=rf"port {taken} of 127.0.0.1 is taken by process {os.getpid()}"):
-            find_port(taken)
-        assert find_port(None, first=taken) not in {taken, 0}
-    assert find_port(taken) == taken
-
-
-def test_ui_prints_no_address_before_its_own_server_answers_there(cli: Cli) -> None:
-    import socket
-
-    with socket.socket() as holder:
-        holder.bind(("127.0.0.1", 0))
-        holder.listen()
-        done = cli("ui", "--port", holder.getsockname()[1])
-    assert done.returncode == 100
-    assert "http://" not in done.stdout
-    assert "is taken by process" in done.stderr
-
-
-def test_a_store_of_another_user_is_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "mlflow.db"
-    file.write_bytes(b"")
-    monkeypatch.setattr(os, "getuid", lambda: file.stat().st_uid + 1)
-    with pytest.raises(TrackingError, match="belongs to another user"):
-        ui_command(f"sqlite:///{file}")

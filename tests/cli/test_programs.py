@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 import re
 import shutil
-import sys
-import webbrowser
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +81,6 @@ CASES: list[tuple[str, str]] = [
     ("cancel one", "outcomes"),
     ("logs one", "log"),
     ("tag one good", "labels"),
-    ("note one text", "labels"),
     ("archive one two --to two.tar.gz", "archive"),
     ("prune --dry-run", "freed"),
     ("compare one two", "comparison"),
@@ -91,13 +88,10 @@ CASES: list[tuple[str, str]] = [
     ("leaderboard", "rules"),
     ("evaluate two --lm-eval colours", "evaluation"),
     ("model two", "model"),
-    ("diff one two", "differences"),
     ("runs --columns training.learning_rate", "runs"),
-    ("top", "live"),
     ("show one", "run"),
     ("sync one", "sent"),
     ("sync one --to tensorboard", "sent"),
-    ("ui --browser", "page"),
     ("validate fake.yaml nowhere.yaml", "checked-recipes"),
     ("worth fake.yaml", "worth"),
     ("data fake.yaml", "data"),
@@ -117,7 +111,7 @@ CASES: list[tuple[str, str]] = [
 ]
 
 
-STARTING = {"quickstart", "run", "rerun", "ui", "doctor"}  # processes
+STARTING = {"quickstart", "run", "rerun", "doctor"}  # processes
 
 
 @pytest.fixture
@@ -159,9 +153,7 @@ def give_report(*arguments: Any, quiet: bool) -> audit_process.AuditedCommand:
 def test_every_verb_answers_with_one_document_that_keeps_its_schema(
     call: Cli, machine: list[RunFolder], words: str, kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    if words.startswith("ui"):
-        serve_until_opened(monkeypatch, tmp_path)
-    elif words.startswith("judge"):
+    if words.startswith("judge"):
         write_judged(tmp_path)
         monkeypatch.setattr("sparsebp_cli.judge.recipe_arms.Driver", HereDriver)
     elif words.startswith("model"):
@@ -172,19 +164,6 @@ def test_every_verb_answers_with_one_document_that_keeps_its_schema(
     assert document["kind"] == kind, done.stderr
     assert done.returncode in EXIT_CODES
     assert done.returncode == 0 or kind in {"error", "sent", "checked-recipes", "checks", "judgement"}, done.stderr
-
-
-def serve_until_opened(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Put a server in the place of MLflow's, which ends when the page is opened, as a person would end it."""
-    stop = folder / "stop"
-    code = (
-        "import pathlib, socket, sys, time\n"
-        "server = socket.create_server(('127.0.0.1', int(sys.argv[1])))\n"
-        "print('a server says something', flush=True)\n"
-        f"while not pathlib.Path({str(stop)!r}).exists(): time.sleep(0.05)\n"
-    )
-    monkeypatch.setattr(sparsebp_cli.tracking, "ui_command", lambda _, port: [sys.executable, "-c", code, str(port)])
-    monkeypatch.setattr(webbrowser, "open", lambda _: stop.touch())
 
 
 def test_no_verb_and_no_kind_is_left_out() -> None:

@@ -1,4 +1,4 @@
-"""``rerun`` trains exactly again or says what differs; ``diff`` shows what two runs do not share."""
+"""``rerun`` trains exactly again or says what differs."""
 
 from __future__ import annotations
 
@@ -107,49 +107,6 @@ def test_a_damaged_or_unsealed_run_is_not_repeated(call: Cli, write_recipe: Writ
     run.plan_file.write_text("{")
     done = call("rerun", run.run_id)
     assert (done.returncode, done.stderr.count("\n"), count_runs()) == (102, 1, 1)
-
-
-def test_what_two_runs_do_not_share_is_shown_in_sections(call: Cli, write_recipe: Write) -> None:
-    first = seal_run(write_run(write_recipe()))
-    second = seal_run(write_run(write_recipe(), "training.learning_rate=0.25", "policy.0.keep=0.5"), torch="1.0")
-    found = json.loads(call("diff", first.run_id, second.run_id, "-o", "json").stdout)
-    assert found["runs"] == [first.run_id, second.run_id]
-    values = {(change["section"], change["key"]): change["values"] for change in found["differences"]}
-    assert values["recipe", "policy.0.keep"] == [0.1, 0.5]
-    assert values["recipe", "training.learning_rate"][1] == 0.25
-    assert values["code", "torch"][1] == "1.0"
-    assert {section for section, _ in values} == {"recipe", "code"}
-    shown = call("diff", first.run_id, second.run_id).stdout
-    assert max(map(len, shown.splitlines())) <= 100
-    assert shown.count("recipe") == 1
-
-
-def test_results_data_and_environment_differ_by_their_values(call: Cli, write_recipe: Write) -> None:
-    first, second = write_run(write_recipe()), write_run(write_recipe())
-    with JournalWriter(second.path) as journal:
-        journal.write("attempt", from_step=3, environment={"python": "4", "packages": {"torch": "9"}})
-        journal.write("facts", values={"dataset_digest": "abc"})
-        journal.write("metrics", step=4, values={"eval/loss": 1.0})
-    shown = call("diff", first.run_id, second.run_id).stdout
-    for word in ("environment", "packages.torch", "data", "digest", "abc", "result", "eval/loss", "interrupted"):
-        assert word in shown
-    assert "recipe" not in shown
-
-
-def test_equal_runs_and_one_run_twice_are_told_apart(call: Cli, write_recipe: Write) -> None:
-    first, second = write_run(write_recipe()), write_run(write_recipe())
-    assert call("diff", first.run_id, second.run_id).stdout.startswith("nothing differs")
-    done = call("diff", first.run_id, first.run_id)
-    assert (done.returncode, done.stdout) == (2, "")
-
-
-def test_diff_reads_a_living_run_and_refuses_a_damaged_one(call: Cli, write_recipe: Write) -> None:
-    first, second = write_run(write_recipe()), write_run(write_recipe())
-    with second.lock("worker"):
-        assert "running" in call("diff", first.run_id, second.run_id).stdout
-    second.plan_file.write_text("[]")
-    done = call("diff", first.run_id, second.run_id)
-    assert (done.returncode, done.stderr.count("\n")) == (102, 1)
 
 
 def test_the_first_loss_that_differs_is_named(write_recipe: Write) -> None:

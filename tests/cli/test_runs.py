@@ -130,6 +130,10 @@ def test_a_word_that_is_a_study_too_means_the_same_in_every_command(call: Cli, t
     assert [run["run_id"] for run in last["runs"]] == [three[2].run_id]
 
 
+def test_watch_lists_once_where_no_terminal_shows_it(call: Cli, three: list[RunFolder]) -> None:
+    assert call("runs", "--watch", "--columns", "run").stdout == call("runs", "--columns", "run").stdout
+
+
 @pytest.mark.parametrize("name", ["last", "2", "a=b", "a b", "-x", "", "x" * 41])
 def test_a_tag_that_could_mean_something_else_is_refused(call: Cli, three: list[RunFolder], name: str) -> None:
     done = call("tag", "dense", "--", name)
@@ -138,19 +142,17 @@ def test_a_tag_that_could_mean_something_else_is_refused(call: Cli, three: list[
     assert not (three[2].path / "labels.json").exists()
 
 
-def test_a_note_is_shown_and_replaced_and_changes_no_other_file(call: Cli, three: list[RunFolder]) -> None:
+def test_a_tag_changes_no_other_file_and_a_note_of_an_earlier_version_stays(call: Cli, three: list[RunFolder]) -> None:
     run = three[0]
     before = {file.name: file.read_bytes() for file in run.path.iterdir()}
     digest = Plan.load(run.plan_file).group
-    call("note", run.run_id, "first")
-    assert call("note", run.run_id, "for the\npaper").stdout == f"{run.run_id}: for the paper\n"
+    Labels(note="for the paper").save(run.path)
+    assert call("tag", run.run_id, "seen").returncode == 0
     assert "note: for the paper" in call("show", run.run_id).stdout
     assert list_ids(call, "--where", "note~*paper*") == [run.run_id]
     after = {file.name: file.read_bytes() for file in run.path.iterdir()}
     assert {name: after[name] for name in before} == before
     assert Plan.load(run.plan_file).group == digest
-    assert call("note", run.run_id, "").stdout == f"{run.run_id} has no note\n"
-    assert call("note", run.run_id, "x" * 1001).returncode == 2
 
 
 def test_a_living_run_and_a_damaged_run_can_be_tagged(call: Cli, three: list[RunFolder]) -> None:

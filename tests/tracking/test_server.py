@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-import os
+import shlex
 import shutil
 import subprocess
+import sys
 import threading
 import time
 import urllib.error
@@ -17,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from sparsebp_cli.run import JournalWriter, RunFolder
-from sparsebp_cli.tracking import Follower, SyncResult, sync, ui_command, ui_environment
+from sparsebp_cli.tracking import Follower, SyncResult, describe_pages, sync
 from tests.tracking.material import attempt, metric_rows
 from tests.tracking.server import Server
 
@@ -109,14 +110,17 @@ def check_foreign_hosts(address: str, mlflow_run: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_pages_of_the_default_store_open_with_its_runs_and_artifacts(store: Path, make_run: MakeRun) -> None:
+def test_the_named_command_opens_the_pages_of_the_store(
+    store: Path, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = make_run(3)
     mlflow_run = sync(run).mlflow_run_id
-    command = ui_command(f"sqlite:///{store}", port=Server.free_port())
-    address = f"http://127.0.0.1:{command[command.index('--port') + 1]}"
-    assert command[command.index("--host") + 1] == "127.0.0.1"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{store}")
+    port = Server.free_port()
+    command = shlex.split(describe_pages().removeprefix("MLflow's pages: "))
+    address = f"http://127.0.0.1:{port}"
     with subprocess.Popen(
-        command, env=os.environ | ui_environment(), stdout=-3, stderr=-3, start_new_session=True
+        [sys.executable, "-m", *command, "--port", str(port)], stdout=-3, stderr=-3, start_new_session=True
     ) as process:
         try:
             Server.wait(address, process)

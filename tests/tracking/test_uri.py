@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from sparsebp_cli.errors import RecipeError, TrackingError
 from sparsebp_cli.recipe import load_recipe
 from sparsebp_cli.run.visible import mask
-from sparsebp_cli.tracking import resolve_uri, ui_command
-from sparsebp_cli.tracking.store import artifact_root, one_line, sqlite_lock
+from sparsebp_cli.tracking import describe_pages, resolve_uri
+from sparsebp_cli.tracking.store import artifact_root, one_line
 
 
 def test_the_recipe_comes_before_the_environment_and_that_before_the_default(
@@ -120,24 +120,18 @@ def test_artifacts_lie_beside_a_sqlite_file_and_never_in_the_working_folder(home
     assert artifact_root("postgresql://host/db") == home_folder / "mlartifacts"
 
 
-def test_a_server_has_its_own_pages_and_no_password_is_on_a_command_line() -> None:
-    with pytest.raises(TrackingError, match=r"open http://\*\*\*@host in a browser"):
-        ui_command("http://me:secret@host")
-    with pytest.raises(TrackingError) as caught:
-        ui_command("postgresql://me:secret@host/db")
-    assert "secret" not in str(caught.value)
-
-
-@pytest.mark.parametrize("uri", ["file:./mlruns", "./mlruns", "sqlite:///mlflow.db"])
-def test_a_recipe_with_an_address_that_cannot_be_used_is_refused_at_its_place(uri: str, tmp_path: Path) -> None:
-    file = tmp_path / "r.yaml"
-    file.write_text(f"version: 1\nmodel: {{name: austen-llama}}\ndataset: {{name: austen}}\ntracking:\n  uri: {uri}\n")
-    with pytest.raises(RecipeError) as caught:
-        load_recipe(file)
-    assert str(caught.value).startswith(f"{file}:5:8: tracking.uri: must ")
-    assert "use sqlite:////absolute/path/mlflow.db" in str(caught.value)
-
-
-def test_a_store_where_no_file_can_be_made_is_refused_and_not_waited_for() -> None:
-    with pytest.raises(FileNotFoundError, match=r"/proc/mlflow\.db\.lock"), sqlite_lock("sqlite:////proc/mlflow.db"):
-        pass
+def test_the_pages_of_a_store_are_named_without_its_password(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "mlflow.db"
+    for uri, line in {
+        "http://me:secret@host": "MLflow's pages: http://***@host",
+        "postgresql://me:secret@host/db": (
+            "MLflow's pages: mlflow server --workers 1 --backend-store-uri 'postgresql://***@host/db'"
+        ),
+        f"sqlite:///{file}": "",
+        "file:./mlruns": "",
+    }.items():
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+        assert describe_pages() == line
+    file.touch()
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{file}")
+    assert describe_pages().endswith(f" --backend-store-uri sqlite:///{file}")

@@ -68,26 +68,6 @@ class RunFacts(Answer):
     """Its files, by name."""
 
 
-class Difference(Answer):
-    """A value that two runs do not share."""
-
-    section: str
-    """``recipe``, ``code``, ``data``, ``environment`` or ``result``."""
-    key: str
-    """Dotted name."""
-    values: tuple[Any, Any]
-    """Of the first run and of the second; null where a run has none."""
-
-
-class Differences(Answer):
-    """What differs between two runs."""
-
-    runs: tuple[str, str]
-    """Their ids."""
-    differences: list[Difference]
-    """In the order of the sections; empty where nothing differs."""
-
-
 class JudgedMetric(Answer):
     """A metric of a task."""
 
@@ -151,15 +131,6 @@ class SentRuns(Answer):
 
     runs: list[SentRun]
     """One for each run and tracker."""
-
-
-class StorePage(Answer):
-    """A page of MLflow that is served until this command ends."""
-
-    url: str
-    """Its address, on this machine only."""
-    process: int
-    """Process that serves it."""
 
 
 class ModelFolder(Answer):

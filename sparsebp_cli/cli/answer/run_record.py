@@ -231,31 +231,3 @@ class TrialLine(Answer):
     ``unreachable``, ``paused`` or ``pruned``."""
     problem: str
     """Why it failed or could not be started; empty where nothing is wrong."""
-
-
-class LiveLine(Answer):
-    """A run that is not over."""
-
-    run_id: str
-    """The run."""
-    name: str
-    """Name of its recipe."""
-    place: str
-    """Target, and GPU where there is one."""
-    state: str
-    """Its state."""
-    step: int
-    """Optimizer steps that are done."""
-    max_steps: int
-    """Optimizer steps in all."""
-    train_loss: Number | None
-    """Last loss in training."""
-    seconds_left: float | None
-    """Time to the end at the pace of the last steps."""
-
-
-class LiveRuns(Answer):
-    """Runs that are not over, the oldest first."""
-
-    runs: list[LiveLine]
-    """One for each."""
