@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PACKAGE = "sparsebp_cli"
+PACKAGES = (PACKAGE, "plugins/sparsebp-lab/sparsebp_lab")  # whose files the rules of the house hold
 Graph = Mapping[str, frozenset[str]]
 
 
@@ -41,9 +42,10 @@ class Size:
 def find_modules(root: Path) -> dict[str, Path]:
     """Return the files of the package by module name."""
     found = {}
-    for path in sorted((root / PACKAGE).rglob("*.py")):
-        parts = path.relative_to(root).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    for package in PACKAGES:
+        for path in sorted((root / package).rglob("*.py")):
+            parts = path.relative_to((root / package).parent).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return found
 
 

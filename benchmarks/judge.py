@@ -23,10 +23,10 @@ use_checkout()
 
 import numpy as np  # noqa: E402
 
-from sparsebp_cli.judge.bet import Floats, find_stake  # noqa: E402
-from sparsebp_cli.judge.level import LEVEL, find_needed  # noqa: E402
-from sparsebp_cli.judge.move import AGAINST, FUTILE, MOST_PAIRS, WORST  # noqa: E402
-from sparsebp_cli.judge.screen import DROP, FIRST_RUNS, MOST_RUNS, NARROWEST, PASS, PRIOR_PAIRS, WIDEST  # noqa: E402
+from sparsebp_lab.judge.bet import Floats, find_stake  # noqa: E402
+from sparsebp_lab.judge.level import LEVEL, find_needed  # noqa: E402
+from sparsebp_lab.judge.move import AGAINST, FUTILE, MOST_PAIRS, WORST  # noqa: E402
+from sparsebp_lab.judge.screen import DROP, FIRST_RUNS, MOST_RUNS, NARROWEST, PASS, PRIOR_PAIRS, WIDEST  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 PROPOSALS = 100
@@ -143,7 +143,7 @@ class Nights:
         return np.sqrt(around / (self.made - 1))
 
     def pair_spread(self) -> Floats:
-        """Standard deviation of a pair, as :meth:`sparsebp_cli.judge.screen.Squares.find_spread`."""
+        """Standard deviation of a pair, as :meth:`sparsebp_lab.judge.screen.Squares.find_spread`."""
         return np.sqrt((2.0 * PRIOR_PAIRS * self.run_spread**2 + self.squares) / (PRIOR_PAIRS + self.freedom))
 
     def propose(self) -> tuple[np.ndarray, Floats]:

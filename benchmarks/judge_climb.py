@@ -28,17 +28,17 @@ use_checkout()
 
 from sparsebp_cli.asset.bundled import austen_llama, load_python_docs  # noqa: E402
 from sparsebp_cli.compare.statistics import summarise  # noqa: E402
-from sparsebp_cli.judge.budget import QuestionBudget  # noqa: E402
-from sparsebp_cli.judge.ledger import Ledger  # noqa: E402
-from sparsebp_cli.judge.question import Contender, RecipeProposal  # noqa: E402
-from sparsebp_cli.judge.recipe_arms import RecipeArms  # noqa: E402
-from sparsebp_cli.judge.session import JudgeSession, Terms  # noqa: E402
 from sparsebp_cli.plan import Plan, Provenance  # noqa: E402
 from sparsebp_cli.recipe import Recipe, load_recipe  # noqa: E402
 from sparsebp_cli.run import JournalWriter, State  # noqa: E402
 from sparsebp_cli.study.driver import Status, TrialRun  # noqa: E402
 from sparsebp_cli.study.store import TrialStore  # noqa: E402
 from sparsebp_cli.study.trial import StudyTrial  # noqa: E402
+from sparsebp_lab.judge.budget import QuestionBudget  # noqa: E402
+from sparsebp_lab.judge.ledger import Ledger  # noqa: E402
+from sparsebp_lab.judge.question import Contender, RecipeProposal  # noqa: E402
+from sparsebp_lab.judge.recipe_arms import RecipeArms  # noqa: E402
+from sparsebp_lab.judge.session import JudgeSession, Terms  # noqa: E402
 
 RESULT = ROOT / "benchmarks" / "results" / "judge-climb.json"
 BATCH, LENGTH, HELD_OUT = 4, 32, 32  # texts a step, tokens of a text, texts that are held out

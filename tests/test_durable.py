@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 import sparsebp_cli
+import sparsebp_lab
 from sparsebp_cli import durable, interpreter
 
-PACKAGE = Path(sparsebp_cli.__file__).parent
+PACKAGE, LAB = (Path(package.__file__).parent for package in (sparsebp_cli, sparsebp_lab))
 # Files that write by themselves, and why a power cut may take what they write.
 EXEMPT = {
     "durable.py": "is the one that writes",
@@ -59,8 +60,9 @@ def find_bare_writes(source: str) -> Iterator[int]:
 
 
 def list_modules() -> Iterator[tuple[str, str]]:
-    for file in sorted(PACKAGE.rglob("*.py")):
-        yield str(file.relative_to(PACKAGE)), file.read_text(encoding="utf-8")
+    for package in (PACKAGE, LAB):
+        for file in sorted(package.rglob("*.py")):
+            yield str(file.relative_to(package)), file.read_text(encoding="utf-8")
 
 
 def test_every_file_but_caches_is_written_through_one_module() -> None:

@@ -25,11 +25,10 @@ from sparsebp_cli.cli.data import data
 from sparsebp_cli.cli.evaluate import evaluate
 from sparsebp_cli.cli.exit_code import CHECK_FAILED, SHORT
 from sparsebp_cli.cli.housekeeping import prune, rm
-from sparsebp_cli.cli.judge import judge
 from sparsebp_cli.cli.label import tag
-from sparsebp_cli.cli.leaderboard import leaderboard
 from sparsebp_cli.cli.model import model
 from sparsebp_cli.cli.outlet import Outlets
+from sparsebp_cli.cli.plugin import load_verbs
 from sparsebp_cli.cli.policies import policies
 from sparsebp_cli.cli.quickstart import quickstart
 from sparsebp_cli.cli.rerun import rerun
@@ -44,7 +43,6 @@ from sparsebp_cli.cli.targets import doctor, targets
 from sparsebp_cli.cli.tracking import sync
 from sparsebp_cli.cli.validate import validate
 from sparsebp_cli.cli.verb_help import Verb, Verbs
-from sparsebp_cli.cli.worth import worth
 from sparsebp_cli.errors import RunNotFoundError, SparseBPError, UsageError, explain_system_error
 from sparsebp_cli.run import find_deleted, home, keep_private
 
@@ -88,9 +86,9 @@ crash: Crash = Crash()
 # The first panel is what a user needs on the first day; each of its verbs works without reading about the others.
 VERBS: dict[str, tuple[Callable[..., None], ...]] = {
     "Everyday": (quickstart, init, validate, data, run, compare, show, audit),
-    "More: write and check recipes": (new, recipes, policies, models, datasets, fetch, schema, export, worth),
+    "More: write and check recipes": (new, recipes, policies, models, datasets, fetch, schema, export),
     "More: runs": (study, runs, logs, resume, rerun, cancel, tag, archive, prune, rm, sync),
-    "More: results": (judge, leaderboard, evaluate, model),
+    "More: results": (evaluate, model),
     "More: this machine and others": (doctor, bench, targets),
 }
 # Verbs that write runs or the store; keep_private() applies to them. Other verbs write only files that the user names.
@@ -99,8 +97,6 @@ WRITING = {
     "fetch",
     "quickstart",
     "study",
-    "judge",
-    "leaderboard",
     "resume",
     "rerun",
     "cancel",
@@ -114,6 +110,9 @@ WRITING = {
 for panel, verbs in VERBS.items():
     for verb in verbs:
         app.command(cls=Verb, rich_help_panel=panel)(verb)
+for name, entry, function in load_verbs():
+    app.command(name, cls=Verb, rich_help_panel=entry.panel)(function)
+    WRITING.update({name} if entry.writes else ())
 
 
 def show_version(requested: bool) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
 
+from sparsebp_cli.cli.plugin import BROKEN
 from sparsebp_cli.errors import UsageError, did_you_mean
 
 # Verbs of 0.5, and what does their work now.
@@ -15,6 +16,8 @@ REMOVED = {
     "top": "`sparsebp runs --watch` shows what is running",
     "ui": "`sparsebp runs` ends with the command that opens MLflow's pages",
 }
+# Verbs of packages that come with SparseBP.
+HOMES = {"judge": "sparsebp-lab", "leaderboard": "sparsebp-lab", "worth": "sparsebp-lab"}
 
 
 def name_values(parameters: list[Any]) -> list[Any]:
@@ -50,6 +53,11 @@ class Verbs(TyperGroup):
         if args and args[0] in REMOVED:
             raise UsageError(f"`sparsebp {args[0]}` was removed: {REMOVED[args[0]]}")
         known = self.list_commands(ctx)
+        if args and args[0] in BROKEN:
+            raise UsageError(f"`sparsebp {args[0]}` cannot be loaded: {BROKEN[args[0]]}")
+        if args and args[0] in HOMES and args[0] not in known:
+            home = HOMES[args[0]]
+            raise UsageError(f"`sparsebp {args[0]}` is in the package {home}: python -m pip install {home}")
         if args and args[0] not in known and not args[0].startswith("-") and not ctx.resilient_parsing:
             raise UsageError(f"No such verb: {args[0]}; `sparsebp --help` lists them{did_you_mean(args[0], known)}")
         return super().resolve_command(ctx, args)

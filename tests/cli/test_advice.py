@@ -42,7 +42,7 @@ from .test_until import Machine
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 300.0  # seconds, of a busy machine
-PACKAGE = ROOT / "sparsebp_cli"
+PACKAGES = ROOT / "sparsebp_cli", ROOT / "plugins" / "sparsebp-lab" / "sparsebp_lab"
 NAMES = "|".join(sorted(verb.__name__ for verbs in VERBS.values() for verb in verbs))
 QUOTED = re.compile(rf"`(sparsebp (?:{NAMES})\b[^`]*)`")
 BARE = re.compile(rf"(?<!`)\bsparsebp (?:{NAMES})(?![\w:`])[^`;()]*")
@@ -60,14 +60,14 @@ class Message(NamedTuple):
 
 def collect() -> Iterator[Message]:
     """Yield every string of the package that names a command; docstrings are no messages."""
-    for file in sorted(PACKAGE.rglob("*.py")):
+    for package, file in [(room, file) for room in PACKAGES for file in sorted(room.rglob("*.py"))]:
         tree = ast.parse(file.read_text(encoding="utf-8"))
         nodes = list(ast.walk(tree))
         passed = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in ast.walk(node)}
         passed -= {id(node) for node in nodes if isinstance(node, ast.JoinedStr)}
         passed |= {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
         for node in nodes:
-            message = Message(str(file.relative_to(PACKAGE)), _read(node)) if id(node) not in passed else None
+            message = Message(str(file.relative_to(package)), _read(node)) if id(node) not in passed else None
             if message is not None and message.commands():
                 yield message
 
@@ -460,10 +460,10 @@ ELSEWHERE = {
     ("cli/archive.py", "sparsebp archive @STUDY --thin --to FILE"): (
         "study/test_rebuild.py::test_a_thin_archive_says_of_choices_and_report_what_a_whole_one_says"
     ),
-    ("cli/leaderboard.py", "sparsebp leaderboard check FOLDER"): (
+    ("verb/leaderboard.py", "sparsebp leaderboard check FOLDER"): (
         "leaderboard/test_submission.py::test_a_submission_that_keeps_every_rule_is_accepted"
     ),
-    ("cli/leaderboard.py", "sparsebp leaderboard check {} --rerun 2"): (
+    ("verb/leaderboard.py", "sparsebp leaderboard check {} --rerun 2"): (
         "leaderboard/test_submission.py::test_cells_are_drawn_at_random_and_trained_again"
     ),
     ("leaderboard/check.py", "sparsebp archive @{} --to {}"): (

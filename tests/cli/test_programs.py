@@ -155,7 +155,7 @@ def test_every_verb_answers_with_one_document_that_keeps_its_schema(
 ) -> None:
     if words.startswith("judge"):
         write_judged(tmp_path)
-        monkeypatch.setattr("sparsebp_cli.judge.recipe_arms.Driver", HereDriver)
+        monkeypatch.setattr("sparsebp_lab.judge.recipe_arms.Driver", HereDriver)
     elif words.startswith("model"):
         shutil.copytree(austen_llama(), machine[1].path / "model", dirs_exist_ok=True)
         manifest.write_manifest(machine[1].path / "model")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sparsebp_cli.cli.answer.recipe_record import WorthAnswer
-from sparsebp_cli.cli.worth import print_worth
+from sparsebp_lab.verb.worth import print_worth
 
 from .test_programs import POLICY, WORTH
 

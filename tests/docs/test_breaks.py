@@ -11,7 +11,8 @@ from sparsebp_cli.run import State
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/guide/breaks.md").read_text(encoding="utf-8")
 ROWS = [line for line in PAGE.splitlines() if line.startswith("| `")]
-SOURCE = "\n".join(file.read_text(encoding="utf-8") for file in (ROOT / "sparsebp_cli").rglob("*.py"))
+PACKAGES = ROOT / "sparsebp_cli", ROOT / "plugins" / "sparsebp-lab" / "sparsebp_lab"
+SOURCE = "\n".join(file.read_text(encoding="utf-8") for folder in PACKAGES for file in folder.rglob("*.py"))
 
 
 def test_every_state_of_a_run_has_a_row() -> None:

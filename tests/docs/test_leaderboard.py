@@ -13,10 +13,10 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from sparsebp_cli.leaderboard.check import check_study
-from sparsebp_cli.leaderboard.rules import load_board
-from sparsebp_cli.leaderboard.submission import own_task
 from sparsebp_cli.study.loader import load_study
+from sparsebp_lab.leaderboard.check import check_study
+from sparsebp_lab.leaderboard.rules import load_board
+from sparsebp_lab.leaderboard.submission import own_task
 from tests.docs.block import ROOT
 
 RESULTS = ROOT / "docs" / "results"

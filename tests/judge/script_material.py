@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import sparsebp_cli.judge.script_arms
+import sparsebp_lab.judge.script_arms
 from sparsebp_cli.run import home
 
 # Its gain and how it ends are in a file of the commit. It leaves a line where it ran and with which seed.
@@ -53,7 +53,7 @@ class FileRun:
 
 
 def use_file_runs() -> None:
-    sparsebp_cli.judge.script_arms.ScriptRun = FileRun  # type: ignore[attr-defined, assignment]
+    sparsebp_lab.judge.script_arms.ScriptRun = FileRun  # type: ignore[attr-defined, assignment]
 
 
 def git(folder: Path, *words: str) -> str:

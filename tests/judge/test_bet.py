@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from sparsebp_cli.judge.bet import bound_share, forecast, log_capital
-from sparsebp_cli.judge.ledger import Book
-from sparsebp_cli.judge.move import Decide
-from sparsebp_cli.judge.session import find_move
+from sparsebp_lab.judge.bet import bound_share, forecast, log_capital
+from sparsebp_lab.judge.ledger import Book
+from sparsebp_lab.judge.move import Decide
+from sparsebp_lab.judge.session import find_move
 
 from .here import make_session, write_recipe
 from .test_session import answer

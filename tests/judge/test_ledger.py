@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from sparsebp_cli.errors import RunBusyError, UsageError
-from sparsebp_cli.judge.ledger import Ledger
-from sparsebp_cli.judge.level import find_level
+from sparsebp_lab.judge.ledger import Ledger
+from sparsebp_lab.judge.level import find_level
 
 
 def ask(ledger: Ledger, question: str, baseline: str = "base") -> None:

@@ -11,10 +11,10 @@ import pytest
 
 from sparsebp_cli.cli.app import main
 from sparsebp_cli.errors import UsageError
-from sparsebp_cli.judge.answer import Answer
-from sparsebp_cli.judge.ledger import Ledger
-from sparsebp_cli.judge.session import JudgeSession
 from sparsebp_cli.run import home, list_runs
+from sparsebp_lab.judge.answer import Answer
+from sparsebp_lab.judge.ledger import Ledger
+from sparsebp_lab.judge.session import JudgeSession
 
 from .here import make_session, write_recipe
 from .script_material import COMMAND, METRIC, FileRun, make_repository
@@ -139,8 +139,8 @@ def test_a_script_that_was_judged_holds_how_far_the_ledger_went(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(make_repository(tmp_path / "mine", base={}, better={"gain": 0.3}))
-    monkeypatch.setattr("sparsebp_cli.judge.script_arms.ScriptRun", FileRun)
-    monkeypatch.setattr("sparsebp_cli.cli.judge.POLL_SECONDS", 0.02)
+    monkeypatch.setattr("sparsebp_lab.judge.script_arms.ScriptRun", FileRun)
+    monkeypatch.setattr("sparsebp_lab.verb.judge.POLL_SECONDS", 0.02)
     words = ("better", "--against", "base", "--script", COMMAND, "--metric", METRIC, "--budget", "1h", "--gain", "0")
     monkeypatch.setattr(sys, "argv", ["sparsebp", "judge", *words])
 

@@ -15,9 +15,9 @@ import pytest
 from scipy import stats
 
 from sparsebp_cli.errors import UsageError
-from sparsebp_cli.judge.budget import QuestionBudget
-from sparsebp_cli.judge.level import LEVEL, find_free, find_level, find_needed
-from sparsebp_cli.judge.move import (
+from sparsebp_lab.judge.budget import QuestionBudget
+from sparsebp_lab.judge.level import LEVEL, find_free, find_level, find_needed
+from sparsebp_lab.judge.move import (
     MOST_PAIRS,
     Aim,
     Bar,
@@ -27,7 +27,7 @@ from sparsebp_cli.judge.move import (
     find_pair_move,
     find_screen_move,
 )
-from sparsebp_cli.judge.screen import MOST_RUNS, Squares, find_design
+from sparsebp_lab.judge.screen import MOST_RUNS, Squares, find_design
 from tests.docs.block import ROOT
 
 

@@ -14,9 +14,9 @@ import pytest
 
 from sparsebp_cli.cli.app import main
 from sparsebp_cli.errors import UsageError
-from sparsebp_cli.judge.ledger import Ledger
-from sparsebp_cli.judge.script import Script, ScriptProposal, ScriptRepository, parse_metric
-from sparsebp_cli.judge.script_arms import ScriptArms
+from sparsebp_lab.judge.ledger import Ledger
+from sparsebp_lab.judge.script import Script, ScriptProposal, ScriptRepository, parse_metric
+from sparsebp_lab.judge.script_arms import ScriptArms
 
 from ..plan.test_provenance import ways_in
 from .conftest import Cli, Start
@@ -29,13 +29,13 @@ WORDS = ("--against", "base", "--script", COMMAND, "--metric", METRIC, "--budget
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     found = make_repository(tmp_path / "mine", base={}, better={"gain": 0.3}, null={"gain": 1e-9}, dead={"code": 3})
     monkeypatch.chdir(found)
-    monkeypatch.setattr("sparsebp_cli.judge.script_arms.ScriptRun", FileRun)
+    monkeypatch.setattr("sparsebp_lab.judge.script_arms.ScriptRun", FileRun)
     return found
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
     monkeypatch.setattr(sys, "argv", ["sparsebp", "judge", *words])
-    monkeypatch.setattr("sparsebp_cli.cli.judge.POLL_SECONDS", 0.02)
+    monkeypatch.setattr("sparsebp_lab.verb.judge.POLL_SECONDS", 0.02)
     with pytest.raises(SystemExit) as end:
         main()
     return int(end.value.code or 0)
@@ -330,7 +330,7 @@ def test_what_a_script_writes_into_mlflow_is_read(repository: Path, monkeypatch:
 
     from sparsebp_cli.tracking import ScriptRun, resolve_uri
 
-    monkeypatch.setattr("sparsebp_cli.judge.script_arms.ScriptRun", ScriptRun)
+    monkeypatch.setattr("sparsebp_lab.judge.script_arms.ScriptRun", ScriptRun)
     (repository / "train.py").write_text(WRITES)
     git(repository, "commit", "--quiet", "-am", "mlflow")
     arms = make_arms("HEAD", command=f"{sys.executable} train.py {{seed}}")

@@ -12,10 +12,10 @@ import pytest
 
 from sparsebp_cli import durable
 from sparsebp_cli.errors import RunFailedError, UsageError
-from sparsebp_cli.judge.answer import Answer
-from sparsebp_cli.judge.ledger import Ledger
-from sparsebp_cli.judge.session import TEST_PAIRS, JudgeSession
 from sparsebp_cli.run import list_runs
+from sparsebp_lab.judge.answer import Answer
+from sparsebp_lab.judge.ledger import Ledger
+from sparsebp_lab.judge.session import TEST_PAIRS, JudgeSession
 
 from .here import make_session, tell, write_recipe
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from sparsebp_cli.cli.app import main
-from sparsebp_cli.judge.ledger import Ledger
 from sparsebp_cli.notify import event
 from sparsebp_cli.run import State, list_runs, read
+from sparsebp_lab.judge.ledger import Ledger
 
 from .conftest import Cli, Start
 from .here import HereDriver, write_recipe
@@ -29,7 +29,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a judge in this process train in this process."""
     write_recipe(tmp_path)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sparsebp_cli.judge.recipe_arms.Driver", HereDriver)
+    monkeypatch.setattr("sparsebp_lab.judge.recipe_arms.Driver", HereDriver)
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:

@@ -15,13 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from sparsebp_cli.leaderboard.cell import ALLOWED, draw_cells, pooled_spread
-from sparsebp_cli.leaderboard.check import check_submission, read_runs
-from sparsebp_cli.leaderboard.finding import Finding
-from sparsebp_cli.leaderboard.rules import load_board
-from sparsebp_cli.leaderboard.submission import read_submission
 from sparsebp_cli.study.loader import load_study
 from sparsebp_cli.study.store import find_archived
+from sparsebp_lab.leaderboard.cell import ALLOWED, draw_cells, pooled_spread
+from sparsebp_lab.leaderboard.check import check_submission, read_runs
+from sparsebp_lab.leaderboard.finding import Finding
+from sparsebp_lab.leaderboard.rules import load_board
+from sparsebp_lab.leaderboard.submission import read_submission
 from tests.cli.document import read_document
 from tests.study.conftest import BASE, COMMAND
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from sparsebp_cli.plan.exchange import (
+from sparsebp_lab.exchange import (
     BatchPair,
     Interval,
     StepCost,

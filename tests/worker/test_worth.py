@@ -15,20 +15,20 @@ from torch import Tensor, nn
 
 from sparsebp_cli.errors import DataError, UsageError
 from sparsebp_cli.plan import Plan
-from sparsebp_cli.plan.exchange import Interval
 from sparsebp_cli.policy import make_policy
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run import JournalWriter, RunFolder
 from sparsebp_cli.worker.ending import StopRequest
 from sparsebp_cli.worker.training import Training
 from sparsebp_cli.worker.trial_step import TrialStep
-from sparsebp_cli.worker.worth import measure as module
-from sparsebp_cli.worker.worth.candidate import Candidate, find_candidates
-from sparsebp_cli.worker.worth.curvature import Curvature
-from sparsebp_cli.worker.worth.dense_run import DenseRun
-from sparsebp_cli.worker.worth.measure import measure
-from sparsebp_cli.worker.worth.squares import Metric, square_between, square_errors
-from sparsebp_cli.worker.worth.step_length import TIMES, Share, StepLength, share_of_batch
+from sparsebp_lab.exchange import Interval
+from sparsebp_lab.worth import measure as module
+from sparsebp_lab.worth.candidate import Candidate, find_candidates
+from sparsebp_lab.worth.curvature import Curvature
+from sparsebp_lab.worth.dense_run import DenseRun
+from sparsebp_lab.worth.measure import measure
+from sparsebp_lab.worth.squares import Metric, square_between, square_errors
+from sparsebp_lab.worth.step_length import TIMES, Share, StepLength, share_of_batch
 
 MakeRecipe = Callable[..., Recipe]
 Prepare = Callable[[Recipe], RunFolder]

@@ -13,6 +13,8 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from sparsebp_cli.cli.plugin import find_verbs
+
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
 HERE = "sparsebp_cli.cli.answer"
 
@@ -36,7 +38,7 @@ class Kind:
 
 COMPARE = ("comparison", "measured", "margin", "statement", "statistics", "loaded")
 AUDIT = ("report", "applied", "isolation")
-KINDS = (
+KINDS: tuple[Kind, ...] = (
     Kind("error", f"{HERE}.record:ErrorAnswer", ()),
     Kind("files", f"{HERE}.record:FileList", ("init", "new", "recipes", "show")),
     Kind("runs", f"{HERE}.run_record:RunList", ("runs",)),
@@ -56,16 +58,12 @@ KINDS = (
         None,
         (*(f"sparsebp_cli.compare.{name}" for name in COMPARE), "sparsebp_cli.run.memory"),
     ),
-    Kind("judgement", f"{HERE}.judge_record:Judgement", ("judge",)),
-    Kind("submission", f"{HERE}.leaderboard_record:SubmissionReport", ("leaderboard",)),
-    Kind("rules", f"{HERE}.leaderboard_record:RuleList", ("leaderboard",)),
     Kind("model", f"{HERE}.result_record:ModelFolder", ("model",)),
     Kind("run", f"{HERE}.result_record:RunFacts", ("show",)),
     Kind("evaluation", f"{HERE}.result_record:Evaluation", ("evaluate",)),
     Kind("sent", f"{HERE}.result_record:SentRuns", ("sync",)),
     Kind("checked-recipes", f"{HERE}.recipe_record:CheckedRecipes", ("validate",)),
     Kind("forecast", f"{HERE}.forecast_record:ForecastAnswer", ("validate",), 1, ("sparsebp_cli.plan.forecast",)),
-    Kind("worth", f"{HERE}.recipe_record:WorthAnswer", ("worth",)),
     Kind("data", f"{HERE}.recipe_record:DataAnswer", ("data",)),
     Kind("export", f"{HERE}.recipe_record:ExportedRuns", ("export",)),
     Kind("recipes", f"{HERE}.recipe_record:ShippedList", ("recipes",)),
@@ -83,6 +81,9 @@ KINDS = (
         None,
         tuple(f"sparsebp_cli.audit_report.{name}" for name in AUDIT),
     ),
+)
+KINDS += tuple(
+    Kind(kind, record, (verb,)) for verb, entry in find_verbs().items() for kind, record in entry.answers.items()
 )
 BY_NAME = {kind.name: kind for kind in KINDS}
 

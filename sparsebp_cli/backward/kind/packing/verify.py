@@ -171,7 +171,7 @@ class _DtypeWatch(TorchDispatchMode):
     """Which dtypes the results of operators have."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.found: set[torch.dtype] = set()
 
     def __torch_dispatch__(

@@ -13,13 +13,13 @@ import math
 from statistics import fmean
 
 from sparsebp_cli.errors import SparseBPError, UsageError
-from sparsebp_cli.plan.exchange import Interval, StepCost, combine, estimate_share, give_verdict, quantile
 from sparsebp_cli.policy import Stateful
 from sparsebp_cli.worker.training import Training
-from sparsebp_cli.worker.worth.candidate import Candidate, find_candidates
-from sparsebp_cli.worker.worth.dense_run import DenseRun, Report
-from sparsebp_cli.worker.worth.point import EXAMPLES, Point
-from sparsebp_cli.worker.worth.step_length import Share, share_of_batch
+from sparsebp_lab.exchange import Interval, StepCost, combine, estimate_share, give_verdict, quantile
+from sparsebp_lab.worth.candidate import Candidate, find_candidates
+from sparsebp_lab.worth.dense_run import DenseRun, Report
+from sparsebp_lab.worth.point import EXAMPLES, Point
+from sparsebp_lab.worth.step_length import Share, share_of_batch
 
 POINTS = (1 / 6, 1 / 2, 1.0)  # of the steps of the dense training
 MOST_STEPS = 30

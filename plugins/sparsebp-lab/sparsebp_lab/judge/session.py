@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from sparsebp_cli.errors import RunFailedError, UsageError
-from sparsebp_cli.judge.arms import Arms, SideTrial
-from sparsebp_cli.judge.budget import QuestionBudget
-from sparsebp_cli.judge.ledger import SIDES, Book, Ledger, Look, Question
-from sparsebp_cli.judge.move import (
+from sparsebp_lab.judge.arms import Arms, SideTrial
+from sparsebp_lab.judge.budget import QuestionBudget
+from sparsebp_lab.judge.ledger import SIDES, Book, Ledger, Look, Question
+from sparsebp_lab.judge.move import (
     WORST,
     Decide,
     FixAim,
@@ -23,7 +23,7 @@ from sparsebp_cli.judge.move import (
     find_pair_move,
     find_screen_move,
 )
-from sparsebp_cli.judge.screen import FIRST_RUNS, find_design
+from sparsebp_lab.judge.screen import FIRST_RUNS, find_design
 
 DEFAULT_GAIN_PAIRS = 4
 TEST_PAIRS = 6

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from sparsebp_cli.compare.statistics import summarise
-from sparsebp_cli.judge.bet import bound_share, forecast, log_capital
-from sparsebp_cli.judge.ledger import Book, Ledger, Question
-from sparsebp_cli.judge.level import LEVEL, find_free, find_level, find_needed
-from sparsebp_cli.judge.move import WORST, Outcome, log_evidence
-from sparsebp_cli.judge.question import Proposal
-from sparsebp_cli.judge.screen import find_design
-from sparsebp_cli.judge.session import TEST_PAIRS, Terms
+from sparsebp_lab.judge.bet import bound_share, forecast, log_capital
+from sparsebp_lab.judge.ledger import Book, Ledger, Question
+from sparsebp_lab.judge.level import LEVEL, find_free, find_level, find_needed
+from sparsebp_lab.judge.move import WORST, Outcome, log_evidence
+from sparsebp_lab.judge.question import Proposal
+from sparsebp_lab.judge.screen import find_design
+from sparsebp_lab.judge.session import TEST_PAIRS, Terms
 
 EXIT_CODES: dict[Outcome, int] = {"better": 0, "equal within the margin": 10, "not shown": 11, "worse": 12}
 
@@ -137,7 +137,7 @@ class Answer:
         return None if found is None else found + len(gains)  # runs of the screen do not count
 
     def to_facts(self) -> dict[str, object]:
-        """Return it as plain data, as :class:`sparsebp_cli.cli.answer.judge_record.Judgement` describes them."""
+        """Return it as plain data, as :class:`sparsebp_lab.answer.judge_record.Judgement` describes them."""
         one, aim, bar = self.question, self.question.aim, self.question.bar
         stages = ("pool", "screen", "pairs", "gain", "test")
         return {

@@ -9,12 +9,12 @@ from typing import Annotated
 from pydantic import Field, ValidationError
 
 from sparsebp_cli.errors import RecipeError
-from sparsebp_cli.leaderboard.rules import ARCHIVE, Board
 from sparsebp_cli.policy.field_error import describe_errors
 from sparsebp_cli.recipe.check import first_error
 from sparsebp_cli.recipe.document import read_document
 from sparsebp_cli.recipe.loader import read_text
 from sparsebp_cli.recipe.schema import Name, Section
+from sparsebp_lab.leaderboard.rules import ARCHIVE, Board
 
 FILE = "submission.yaml"
 Text = Annotated[str, Field(min_length=1)]

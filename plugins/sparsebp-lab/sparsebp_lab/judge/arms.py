@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
-from sparsebp_cli.judge.question import Proposal
 from sparsebp_cli.plan import LedgerMark
+from sparsebp_lab.judge.question import Proposal
 
 
 class SideTrial(Protocol):

@@ -13,13 +13,13 @@ from torch import Tensor
 from sparsebp_cli.backward import Engine, count_flops
 from sparsebp_cli.backward.core.extension import ComparesSteps
 from sparsebp_cli.errors import DataError, SparseBPError
-from sparsebp_cli.plan.exchange import BatchPair
 from sparsebp_cli.policy import make_policy
 from sparsebp_cli.worker.trial_step import Mode, TrialStep
-from sparsebp_cli.worker.worth.candidate import Candidate
-from sparsebp_cli.worker.worth.curvature import Curvature
-from sparsebp_cli.worker.worth.dense_run import DenseRun
-from sparsebp_cli.worker.worth.squares import (
+from sparsebp_lab.exchange import BatchPair
+from sparsebp_lab.worth.candidate import Candidate
+from sparsebp_lab.worth.curvature import Curvature
+from sparsebp_lab.worth.dense_run import DenseRun
+from sparsebp_lab.worth.squares import (
     Gradients,
     Metric,
     Squares,
@@ -29,7 +29,7 @@ from sparsebp_cli.worker.worth.squares import (
     square_errors,
     square_gradient,
 )
-from sparsebp_cli.worker.worth.step_length import StepLength, square_halves
+from sparsebp_lab.worth.step_length import StepLength, square_halves
 
 WHOLE = 2  # whole batches at a point on which exact policies are counted
 COUNTED = 2  # small batches at a point on which other policies are counted

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from sparsebp_cli.worker.worth.squares import Gradients, Metric, inner, minus
+from sparsebp_lab.worth.squares import Gradients, Metric, inner, minus
 
 # Of the length of all weights: large enough for float32, and so small that a difference to one side is within 2 % of
 # autograd's product (tests/worker/test_worth.py). One to both sides would be closer, and takes twice the passes.

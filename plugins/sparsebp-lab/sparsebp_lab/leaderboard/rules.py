@@ -17,7 +17,7 @@ from sparsebp_cli.run.budget import LARGEST_SMALL, read_bounded
 VERSION = 1
 PLACES = (
     Path(__file__).parent / f"v{VERSION}",
-    Path(__file__).parents[2] / "docs" / "results" / "leaderboard" / f"v{VERSION}",
+    Path(__file__).parents[4] / "docs" / "results" / "leaderboard" / f"v{VERSION}",
 )
 ARCHIVE = ".tar.gz"  # ending of the archive beside a study
 

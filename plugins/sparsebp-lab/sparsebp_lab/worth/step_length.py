@@ -19,7 +19,7 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
-from sparsebp_cli.worker.worth.squares import Gradients, Metric, inner, minus
+from sparsebp_lab.worth.squares import Gradients, Metric, inner, minus
 
 # Noise of a smaller batch of dense, over that of the batch, for which the share is taken; between them it is linear in
 # the logarithm of the batch.

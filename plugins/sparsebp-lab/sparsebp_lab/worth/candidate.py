@@ -8,7 +8,6 @@ from typing import Any
 
 from sparsebp_cli.backward.attachment import validates
 from sparsebp_cli.errors import SparseBPError
-from sparsebp_cli.plan.exchange import BatchPair
 from sparsebp_cli.policy import EpochSelector, Policy, TokenSelector, find_policies, make_policy
 from sparsebp_cli.policy.discovery import FoundPolicy
 from sparsebp_cli.policy.known_kind import find_facts
@@ -16,7 +15,8 @@ from sparsebp_cli.recipe.composition import refuse_unsupported
 from sparsebp_cli.recipe.description import describe_policy
 from sparsebp_cli.recipe.schema import PolicyEntry, Recipe
 from sparsebp_cli.worker.policy_phase import compares, make_phases
-from sparsebp_cli.worker.worth.step_length import Share
+from sparsebp_lab.exchange import BatchPair
+from sparsebp_lab.worth.step_length import Share
 
 SHARE = 0.5  # of a policy that must be told what to keep, where all are measured
 

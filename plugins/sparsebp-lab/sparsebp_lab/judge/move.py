@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from sparsebp_cli.judge.bet import log_capital
-from sparsebp_cli.judge.screen import find_passage, log_odds
+from sparsebp_lab.judge.bet import log_capital
+from sparsebp_lab.judge.screen import find_passage, log_odds
 
 Outcome = Literal["better", "worse", "equal within the margin", "not shown"]
 Stage = Literal["pool", "screen", "pairs", "gain", "test"]

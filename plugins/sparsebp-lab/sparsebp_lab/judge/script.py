@@ -9,10 +9,10 @@ from functools import cached_property
 from pathlib import Path
 
 from sparsebp_cli.errors import UsageError, did_you_mean
-from sparsebp_cli.judge.question import Equal, Proposal
 from sparsebp_cli.plan.plan import content_hash
 from sparsebp_cli.plan.repository import Repository, find_git
 from sparsebp_cli.run.metric import Metric
+from sparsebp_lab.judge.question import Equal, Proposal
 
 SEED, REPOSITORY = "{seed}", "{repository}"  # what a command may name
 

@@ -29,13 +29,13 @@ from filelock import FileLock, Timeout
 
 from sparsebp_cli import durable
 from sparsebp_cli.errors import RunBusyError, UsageError
-from sparsebp_cli.judge.level import find_free, find_level, find_needed
-from sparsebp_cli.judge.move import WORST, Aim, Bar, Outcome, Stage
-from sparsebp_cli.judge.screen import Squares
 from sparsebp_cli.plan import LedgerMark
 from sparsebp_cli.run import home
 from sparsebp_cli.run.budget import LARGEST_ARTIFACT, LARGEST_PLAN, LARGEST_SMALL, read_bounded
 from sparsebp_cli.run.folder import check_locks, list_folders
+from sparsebp_lab.judge.level import find_free, find_level, find_needed
+from sparsebp_lab.judge.move import WORST, Aim, Bar, Outcome, Stage
+from sparsebp_lab.judge.screen import Squares
 
 Kind = Literal["ledger", "asked", "aimed", "staked", "look", "answered", "opened"]
 Entry = dict[str, Any]

@@ -1,4 +1,4 @@
-"""``python -m sparsebp_cli.worker.worth``: a request on standard input, lines of JSON on standard output, as in
+"""``python -m sparsebp_lab.worth``: a request on standard input, lines of JSON on standard output, as in
 :mod:`sparsebp_cli.worker.answer`. The request is ``{"plan": FILE, "all": BOOLEAN}``.
 """
 
@@ -20,7 +20,7 @@ def measure_plan(request: str, report: Callable[[str, int, int], None]) -> dict[
     from sparsebp_cli.run import JournalWriter, RunFolder
     from sparsebp_cli.worker.ending import StopRequest
     from sparsebp_cli.worker.training import Training
-    from sparsebp_cli.worker.worth.measure import measure
+    from sparsebp_lab.worth.measure import measure
 
     wanted = json.loads(request)
     plan_file = Path(wanted["plan"])

@@ -8,8 +8,6 @@ from pathlib import Path
 from sparsebp_cli.compare.cost import sum_flops
 from sparsebp_cli.compare.loaded import LoadedRun
 from sparsebp_cli.errors import UsageError
-from sparsebp_cli.judge.ledger import SIDES
-from sparsebp_cli.judge.question import Contender, RecipeProposal, with_test
 from sparsebp_cli.plan import LedgerMark, Provenance
 from sparsebp_cli.recipe import PlacedRecipe
 from sparsebp_cli.recipe.document import Node, Place
@@ -22,6 +20,8 @@ from sparsebp_cli.study.place import TrialPlace
 from sparsebp_cli.study.schema import Study
 from sparsebp_cli.study.store import TrialStore
 from sparsebp_cli.study.trial import StudyTrial, TrialMaker
+from sparsebp_lab.judge.ledger import SIDES
+from sparsebp_lab.judge.question import Contender, RecipeProposal, with_test
 
 
 class RecipeArms:

@@ -12,20 +12,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sparsebp_cli.cli.answer import tell
-from sparsebp_cli.cli.answer.judge_record import Judgement
 from sparsebp_cli.cli.completion import complete_recipe
 from sparsebp_cli.cli.interrupt import Interrupts
 from sparsebp_cli.cli.option import RECIPE_HELP, Changes, Format
 from sparsebp_cli.cli.screen import Output, print_line
 from sparsebp_cli.errors import UsageError
+from sparsebp_lab.answer.judge_record import Judgement
 
 if TYPE_CHECKING:
-    from sparsebp_cli.judge.answer import Answer
-    from sparsebp_cli.judge.arms import Arms
-    from sparsebp_cli.judge.question import Contender, Proposal
-    from sparsebp_cli.judge.recipe_arms import RecipeArms
-    from sparsebp_cli.judge.script_arms import ScriptArms
-    from sparsebp_cli.judge.session import JudgeSession, Terms
+    from sparsebp_lab.judge.answer import Answer
+    from sparsebp_lab.judge.arms import Arms
+    from sparsebp_lab.judge.question import Contender, Proposal
+    from sparsebp_lab.judge.recipe_arms import RecipeArms
+    from sparsebp_lab.judge.script_arms import ScriptArms
+    from sparsebp_lab.judge.session import JudgeSession, Terms
 
 POLL_SECONDS = 0.2
 STOPPING = "stopping what runs; the same command goes on; Ctrl-C again ends it at once"
@@ -108,8 +108,8 @@ def _print(answer: Answer) -> None:
 
 
 def _make_terms(budget: str, effect: float | None, margin: float | None, worst: float | None) -> Terms:
-    from sparsebp_cli.judge.budget import QuestionBudget
-    from sparsebp_cli.judge.session import Terms
+    from sparsebp_lab.judge.budget import QuestionBudget
+    from sparsebp_lab.judge.session import Terms
 
     for name, number in {"effect": effect, "worst": worst}.items():
         if number is not None and not 0.0 < number < float("inf"):
@@ -132,11 +132,11 @@ def _read(
     candidate: str | None, against: Path, changes: Sequence[str], both: Sequence[str], equal: Equal
 ) -> RecipeArms:
     """Return two recipes as the arms of a question."""
-    from sparsebp_cli.judge.question import RecipeProposal
-    from sparsebp_cli.judge.recipe_arms import RecipeArms
     from sparsebp_cli.plan import find_provenance
     from sparsebp_cli.policy import find_policies
     from sparsebp_cli.starter import resolve_recipe
+    from sparsebp_lab.judge.question import RecipeProposal
+    from sparsebp_lab.judge.recipe_arms import RecipeArms
 
     if candidate is None and not changes:
         raise UsageError("judge needs a candidate: a recipe, a policy, or --set KEY=VALUE")
@@ -151,8 +151,8 @@ def _read(
 
 def _read_script(candidate: str | None, against: str, command: str, metric: str | None) -> ScriptArms:
     """Return a script at two commits as the arms of a question."""
-    from sparsebp_cli.judge.script import Script, ScriptProposal, ScriptRepository, parse_metric
-    from sparsebp_cli.judge.script_arms import ScriptArms
+    from sparsebp_lab.judge.script import Script, ScriptProposal, ScriptRepository, parse_metric
+    from sparsebp_lab.judge.script_arms import ScriptArms
 
     if candidate is None or metric is None:
         missing = "a candidate: a branch, tag or commit" if candidate is None else "--metric NAME:lower or NAME:higher"
@@ -168,7 +168,7 @@ def _load(file: Path, changes: Sequence[str], name: str = "") -> Contender:
     from dataclasses import replace
 
     from sparsebp_cli.cli.validate import load_checked
-    from sparsebp_cli.judge.question import Contender
+    from sparsebp_lab.judge.question import Contender
 
     recipe, origin, _ = load_checked(file, changes)
     contender = Contender.of(recipe, origin)
@@ -177,11 +177,11 @@ def _load(file: Path, changes: Sequence[str], name: str = "") -> Contender:
 
 def _judge(arms: Arms[Any], terms: Terms | None) -> Answer:
     """Run the question to its answer, or to a signal."""
-    from sparsebp_cli.judge.answer import Answer
-    from sparsebp_cli.judge.budget import QuestionBudget
-    from sparsebp_cli.judge.ledger import Ledger
-    from sparsebp_cli.judge.session import JudgeSession, Terms
     from sparsebp_cli.notify import tell as notify
+    from sparsebp_lab.judge.answer import Answer
+    from sparsebp_lab.judge.budget import QuestionBudget
+    from sparsebp_lab.judge.ledger import Ledger
+    from sparsebp_lab.judge.session import JudgeSession, Terms
 
     ledger, proposal = Ledger(), arms.proposal
     with ledger.hold(proposal.digest), Interrupts() as interrupts:

@@ -26,12 +26,12 @@ from filelock import FileLock, Timeout
 
 from sparsebp_cli import durable
 from sparsebp_cli.errors import UsageError, did_you_mean
-from sparsebp_cli.judge.ledger import SIDES
-from sparsebp_cli.judge.script import ScriptProposal, ScriptSide
 from sparsebp_cli.plan import LedgerMark
 from sparsebp_cli.plan.plan import content_hash
 from sparsebp_cli.run import home
 from sparsebp_cli.tracking import ScriptRun
+from sparsebp_lab.judge.ledger import SIDES
+from sparsebp_lab.judge.script import ScriptProposal, ScriptSide
 
 EXPERIMENT = "judge"
 

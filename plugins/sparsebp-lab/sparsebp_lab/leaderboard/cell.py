@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sparsebp_cli.compare.loaded import LoadedRun
-from sparsebp_cli.leaderboard.check import ArchivedRun
 from sparsebp_cli.recipe import Recipe
 from sparsebp_cli.run.metric import EVAL_LOSS, TEST_LOSS
 from sparsebp_cli.study.course import Course
@@ -22,6 +21,7 @@ from sparsebp_cli.study.extension import plan_extended
 from sparsebp_cli.study.loader import LoadedStudy
 from sparsebp_cli.study.store import StudyRecord, TrialStore
 from sparsebp_cli.study.trial import StudyTrial, TrialMaker
+from sparsebp_lab.leaderboard.check import ArchivedRun
 
 ALLOWED = 0.25  # of the standard deviation of a run over seeds
 COMPARED = (TEST_LOSS.name, EVAL_LOSS.name)  # the test split is there in runs of the report alone

@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sparsebp_cli.cli.answer import tell
-from sparsebp_cli.cli.answer.leaderboard_record import CellLine, RuleList, SubmissionReport, TaskLine
 from sparsebp_cli.cli.answer.record import Checked
 from sparsebp_cli.cli.exit_code import CHECK_FAILED
 from sparsebp_cli.cli.interrupt import Interrupts
 from sparsebp_cli.cli.option import Format
 from sparsebp_cli.cli.screen import Output, console, make_table, print_line
 from sparsebp_cli.errors import UsageError
+from sparsebp_lab.answer.leaderboard_record import CellLine, RuleList, SubmissionReport, TaskLine
 
 if TYPE_CHECKING:
-    from sparsebp_cli.leaderboard.cell import Cell, CellResult
-    from sparsebp_cli.leaderboard.finding import Finding
-    from sparsebp_cli.leaderboard.rules import Board
-    from sparsebp_cli.leaderboard.submission import Submission
     from sparsebp_cli.run import RunFolder
+    from sparsebp_lab.leaderboard.cell import Cell, CellResult
+    from sparsebp_lab.leaderboard.finding import Finding
+    from sparsebp_lab.leaderboard.rules import Board
+    from sparsebp_lab.leaderboard.submission import Submission
 
 STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
 WHAT = "A folder with submission.yaml, or a task of ours."
@@ -51,7 +51,7 @@ def leaderboard(
 
     A submission is a study of a task with the archive of all of its trials. Exit code 1 if a rule is not kept.
     """
-    from sparsebp_cli.leaderboard.rules import load_board
+    from sparsebp_lab.leaderboard.rules import load_board
 
     board = load_board(rules)
     if action is None:
@@ -68,14 +68,14 @@ def leaderboard(
 
 
 def _find(what: str, board: Board) -> Submission:
-    from sparsebp_cli.leaderboard.submission import own_task, read_submission
+    from sparsebp_lab.leaderboard.submission import own_task, read_submission
 
     return read_submission(Path(what)) if Path(what).is_dir() else own_task(board, what)
 
 
 def _describe(board: Board) -> RuleList:
-    from sparsebp_cli.leaderboard.submission import own_task
     from sparsebp_cli.study.loader import read_arms
+    from sparsebp_lab.leaderboard.submission import own_task
 
     tasks = []
     for name in board.rules.tasks:
@@ -112,7 +112,7 @@ def _print_rules(found: RuleList) -> None:
 
 def _check(submission: Submission, board: Board, number: int) -> SubmissionReport:
     """Hold a submission against the rules, and train cells of it again where that is asked for."""
-    from sparsebp_cli.leaderboard.check import check_submission
+    from sparsebp_lab.leaderboard.check import check_submission
 
     findings = check_submission(submission, board)
     # Nothing of a study that is refused is run.
@@ -134,7 +134,7 @@ def _check(submission: Submission, board: Board, number: int) -> SubmissionRepor
 
 
 def _of_cell(result: CellResult) -> Finding:
-    from sparsebp_cli.leaderboard.finding import FAIL, OK, Finding
+    from sparsebp_lab.leaderboard.finding import FAIL, OK, Finding
 
     return Finding(OK if result.is_equal else FAIL, "trained again", result.describe())
 
@@ -157,10 +157,10 @@ def _train_again(submission: Submission, number: int) -> list[tuple[str, CellRes
     """Train cells of the archive again, one after the other, and return each beside what the archive says."""
     from sparsebp_cli.compare.archive import open_archive
     from sparsebp_cli.compare.load import load_folder
-    from sparsebp_cli.leaderboard.cell import compare_cell, draw_cells
-    from sparsebp_cli.leaderboard.check import read_runs
     from sparsebp_cli.study.loader import load_study
     from sparsebp_cli.study.store import find_archived
+    from sparsebp_lab.leaderboard.cell import compare_cell, draw_cells
+    from sparsebp_lab.leaderboard.check import read_runs
 
     mine, archive = load_study(submission.study), open_archive(submission.archive)
     record = find_archived(mine.study.study, archive)

@@ -15,10 +15,6 @@ from sparsebp_cli.compare.archive import open_archive
 from sparsebp_cli.compare.load import load_folder
 from sparsebp_cli.compare.loaded import LoadedRun, flatten
 from sparsebp_cli.errors import SparseBPError
-from sparsebp_cli.leaderboard.finding import FAIL, OK, WARN, Finding, decide, join
-from sparsebp_cli.leaderboard.policy import check_policies
-from sparsebp_cli.leaderboard.rules import Board
-from sparsebp_cli.leaderboard.submission import Submission
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.plan.plan import group_content
 from sparsebp_cli.plan.seal import Seal, read_seal
@@ -28,6 +24,10 @@ from sparsebp_cli.run.metric import STEP_FLOPS, TEST_LOSS
 from sparsebp_cli.study.loader import LoadedStudy, load_study
 from sparsebp_cli.study.rebuild import rebuild
 from sparsebp_cli.study.store import Listed, StudyRecord, find_archived, has_plan
+from sparsebp_lab.leaderboard.finding import FAIL, OK, WARN, Finding, decide, join
+from sparsebp_lab.leaderboard.policy import check_policies
+from sparsebp_lab.leaderboard.rules import Board
+from sparsebp_lab.leaderboard.submission import Submission
 
 NEAR = 0.02  # of a budget: as near as a price is measured. See decision 22.
 ROUNDING = 1e-6  # of a sum of thousands of steps

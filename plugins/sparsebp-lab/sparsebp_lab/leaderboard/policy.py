@@ -7,11 +7,11 @@ import subprocess
 from collections.abc import Iterator
 
 from sparsebp_cli import interpreter
-from sparsebp_cli.leaderboard.finding import FAIL, OK, Finding
-from sparsebp_cli.leaderboard.submission import Submission
 from sparsebp_cli.policy import find_policies
 from sparsebp_cli.policy.shelf import SHELF
 from sparsebp_cli.study.loader import LoadedStudy
+from sparsebp_lab.leaderboard.finding import FAIL, OK, Finding
+from sparsebp_lab.leaderboard.submission import Submission
 
 OURS = ("sparsebp", SHELF)  # packages whose policies this project tests
 # In a process of its own: the suite needs torch and runs the code of others.

@@ -1,0 +1,22 @@
+"""Tools of those who test methods: a judge of proposals, a leaderboard, cost screening before training."""
+
+from sparsebp_cli.cli.plugin import VerbEntry
+
+LAB = "sparsebp_lab"
+JUDGE = VerbEntry(
+    f"{LAB}.verb.judge:judge", "More: results", {"judgement": f"{LAB}.answer.judge_record:Judgement"}, writes=True
+)
+LEADERBOARD = VerbEntry(
+    f"{LAB}.verb.leaderboard:leaderboard",
+    "More: results",
+    {
+        "submission": f"{LAB}.answer.leaderboard_record:SubmissionReport",
+        "rules": f"{LAB}.answer.leaderboard_record:RuleList",
+    },
+    writes=True,
+)
+WORTH = VerbEntry(
+    f"{LAB}.verb.worth:worth",
+    "More: write and check recipes",
+    {"worth": "sparsebp_cli.cli.answer.recipe_record:WorthAnswer"},
+)

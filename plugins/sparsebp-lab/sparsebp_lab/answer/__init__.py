@@ -1,0 +1,1 @@
+"""What its verbs answer with, as records."""

@@ -1,0 +1,1 @@
+"""The process that measures what policies are worth before training: ``python -m sparsebp_lab.worth``."""

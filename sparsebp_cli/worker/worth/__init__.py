@@ -1,1 +1,0 @@
-"""The process that measures what policies are worth before training: ``python -m sparsebp_cli.worker.worth``."""
