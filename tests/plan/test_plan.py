@@ -10,7 +10,7 @@ import pytest
 from sparsebp_cli.errors import RecipeError, RunNotFoundError
 from sparsebp_cli.plan import Plan, ceiling, make_plan, realised_share
 from sparsebp_cli.plan.identity import find_data
-from sparsebp_cli.plan.plan import find_sources
+from sparsebp_cli.plan.plan import find_sources, group_content
 from sparsebp_cli.plan.seal import Seal
 from sparsebp_cli.policy import make_policy
 from sparsebp_cli.recipe import load_stored
@@ -113,6 +113,11 @@ def test_a_plan_of_a_later_version_is_refused_with_the_key_and_both_versions(tmp
 
 def test_the_group_of_a_plan_is_that_of_earlier_versions() -> None:
     assert Plan(recipe=recipe()).group == "78ffe9d3a123"
+
+
+def test_an_option_that_is_gone_stays_in_what_a_group_is_known_by() -> None:
+    (entry,) = group_content(recipe(policy=[{"name": "lossless"}]))["policy"]  # type: ignore[misc, attr-defined]
+    assert entry == {"name": "lossless", "labels": True, "padding": True, "prefixes": "share", "verify": "first"}
 
 
 @pytest.mark.parametrize("timed", [False, True])
