@@ -17,7 +17,7 @@ from sparsebp_cli import durable
 from sparsebp_cli.entry_point import entry_points
 from sparsebp_cli.errors import RunNotFoundError, first_line
 from sparsebp_cli.plan.provenance import Provenance, find_provenance
-from sparsebp_cli.policy import ReferenceReader, find_policies, make_policy
+from sparsebp_cli.policy import ReferenceReader, make_policy
 from sparsebp_cli.recipe.loader import rename_in_plan
 from sparsebp_cli.recipe.schema import LoraSection, PolicyEntry, Recipe
 from sparsebp_cli.run.budget import LARGEST_PLAN, read_bounded
@@ -85,9 +85,6 @@ def group_content(recipe: Recipe) -> dict[str, object]:
     """Return the part of a recipe that affects the result, except the seed, as JSON content."""
     content: dict[str, Any] = recipe.model_dump(mode="json", exclude=OUTSIDE_GROUP)  # type: ignore[arg-type]
     content["backward"]["time_forms"] = False  # a key of 0.5, whose default keeps the ids of groups as they were
-    phases = content.get("schedule") or []
-    for entries in [content.get("policy", []), *(phase["policy"] for phase in phases)]:
-        entries[:] = [_former_options(entry["name"]) | entry for entry in entries]
     later_keys = {"dataset": LATER_DATASET_KEYS, "model": LATER_MODEL_KEYS, "measure": LATER_MEASURE_KEYS}
     for section, later in later_keys.items():
         content[section] = {k: v for k, v in content[section].items() if v is not None or k not in later}
@@ -97,12 +94,6 @@ def group_content(recipe: Recipe) -> dict[str, object]:
     if (processes := recipe.target.options.get("processes", 1)) > 1:  # multiplies the examples of each step
         content["target"] = {"processes": processes}
     return content
-
-
-def _former_options(policy: str) -> dict[str, object]:
-    """Return the options that plans of earlier versions hold of a policy: ids of groups stay as they were."""
-    found = find_policies().get(policy)
-    return {} if found is None or found.policy_class is None else dict(found.policy_class.former_options)
 
 
 def content_hash(content: object) -> str:

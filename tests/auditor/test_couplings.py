@@ -194,7 +194,7 @@ MIXED: dict[str, Callable[[Tensor, Tiny], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", MIXED)
-def test_a_model_that_reads_other_examples_without_a_gradient_is_found_and_the_cause_shown(name: str) -> None:
+def test_reads_of_other_examples_without_a_gradient_are_found_with_their_cause(name: str) -> None:
     (batch,) = judge(Tiny(MIXED[name]), lambda output, ids: each(output, ids).mean()).batches
     assert batch.verdict == "mixed"
     assert batch.cause.endswith("reads other examples through values without a gradient")

@@ -65,7 +65,7 @@ def test_page_and_data_come_again_from_what_is_archived(board: SimpleNamespace) 
     assert board.page.render(results) == (RESULTS / "leaderboard.html").read_text(encoding="utf-8")
 
 
-def test_the_page_has_the_tasks_that_were_trained_and_says_first_what_they_cannot_show() -> None:
+def test_the_page_has_trained_tasks_and_says_first_what_they_cannot_show() -> None:
     page = (RESULTS / "leaderboard.html").read_text(encoding="utf-8")
     trained = [task for task in load_board().rules.tasks if (FOLDER / f"{task}.tar.gz").exists()]
     assert re.findall(r'<section><h2 id="([^"]+)">', page) == trained == ["spelling"]

@@ -99,7 +99,7 @@ def test_a_budget_ends_it_early_and_a_larger_one_goes_on(file: Path) -> None:
     assert more.to_facts()["answered"] is True
 
 
-def test_another_effect_margin_or_worst_case_is_refused_for_a_question_that_was_asked(file: Path) -> None:
+def test_another_effect_margin_or_worst_case_is_refused_once_asked(file: Path) -> None:
     answer(make_session(file, WORSE))
     with pytest.raises(UsageError, match=r"was asked with --effect none"):
         make_session(file, WORSE, effect=0.1).run()

@@ -127,7 +127,7 @@ def test_numbers_and_booleans_have_the_text_that_stands_in_the_file(
         assert texts[-2:] == [f"a\n{value}"] * 2
 
 
-def test_one_part_of_text_is_a_text_and_several_are_refused_where_a_template_writes_the_list(
+def test_one_part_of_text_is_a_text_and_several_are_refused(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     part, other = {"type": "text", "text": "It is."}, {"type": "text", "text": "Very."}
