@@ -137,8 +137,8 @@ def _find_choice(
                 by.setdefault(arm, []).append([sign * one[0] for one, _ in last])
                 values.setdefault(arm, []).append([other[0] for _, other in last])
         if by:
-            arrays = ({arm: np.array(rows) for arm, rows in each.items()} for each in (by, values))
-            found[reported] = find_choice_errors(*arrays, named)
+            by_arm, values_of_arm = ({arm: np.array(rows) for arm, rows in each.items()} for each in (by, values))
+            found[reported] = find_choice_errors(by_arm, values_of_arm, named)
     return found
 
 
