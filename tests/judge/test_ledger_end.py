@@ -141,7 +141,7 @@ def test_a_script_that_was_judged_holds_how_far_the_ledger_went(
     monkeypatch.chdir(make_repository(tmp_path / "mine", base={}, better={"gain": 0.3}))
     monkeypatch.setattr("sparsebp_lab.judge.script_arms.ScriptRun", FileRun)
     monkeypatch.setattr("sparsebp_lab.verb.judge.POLL_SECONDS", 0.02)
-    words = ("better", "--against", "base", "--script", COMMAND, "--metric", METRIC, "--budget", "1h", "--gain", "0")
+    words = ("better", "--against", "base", "--script", COMMAND, "--metric", METRIC, "--budget", "1h")
     monkeypatch.setattr(sys, "argv", ["sparsebp", "judge", *words])
 
     def call() -> int:

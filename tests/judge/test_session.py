@@ -73,7 +73,7 @@ def test_a_null_is_not_kept_and_a_margin_shows_that_both_are_equal(file: Path) -
     found = answer(equal)
     assert (found.outcome, found.exit_code) == ("equal within the margin", 10)
     assert "screen" not in found.question.looks
-    worse = answer(make_session(file, WORSE, margin=0.2))
+    worse = answer(make_session(file, WORSE, margin=0.2, worst=1.0))
     assert (worse.outcome, worse.exit_code) == ("worse", 12)
 
 

@@ -110,7 +110,7 @@ def test_a_clear_choice_has_no_error_and_a_close_one_that_of_choosing_again() ->
 def test_the_noise_of_one_corner_of_a_grid_is_no_noise_of_another() -> None:
     """Two good combinations are quiet; a third, which nobody would choose, is forty times as noisy."""
     draw = np.random.default_rng(1)
-    truth, spread = np.array([[0.0], [0.5], [9.0]]), np.array([[0.05], [0.05], [2.0]])
+    truth, spread = np.array([[0.0], [0.5], [30.0]]), np.array([[0.05], [0.05], [2.0]])
     arms = {str(arm): truth + spread * draw.standard_normal((3, 3)) for arm in range(8)}
     assert max(find_choice_errors(arms, arms).values()) < 0.05
     rows = {arm: by[::-1] for arm, by in arms.items()} | {"0": arms["0"]}

@@ -181,8 +181,7 @@ def _take(one: Question, entry: Entry) -> None:
         case "aimed":
             one.aim = Aim(entry["effect"], entry["pair_spread"], entry["margin"])
         case "staked":
-            assert one.aim is not None
-            worst = entry.get("worst", WORST * one.aim.effect)  # a question of 0.5 declared none
+            worst = entry["worst"] if "worst" in entry or one.aim is None else WORST * one.aim.effect  # 0.5: none
             one.place, one.bar = entry["place"], Bar(entry["design"], entry["needed"], worst)
         case "look":
             look = Look(entry["number"], entry["gain"], tuple(entry["runs"]), tuple(entry["values"]))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from sparsebp_lab.judge.bet import log_capital
+from sparsebp_lab.judge.bet import forecast, log_capital
 from sparsebp_lab.judge.screen import find_passage, log_odds
 
 Outcome = Literal["better", "worse", "equal within the margin", "not shown"]
@@ -15,6 +15,7 @@ Stage = Literal["pool", "screen", "pairs", "gain", "test"]
 
 MOST_PAIRS = 200  # that decide; chosen by benchmarks/judge.py
 FUTILE = math.log(0.1)  # odds of the gain against none, at which it is not looked for any longer
+SOON = 8  # pairs more that are made of a candidate without hope if they would show that it is worse
 AGAINST = math.log(20.0)  # evidence that a candidate is worse, or within the margin: 5% for each question
 WORST = 20.0  # the worst case, in standard deviations of a run, where none was declared
 
@@ -98,8 +99,18 @@ def find_pair_move(gains: Sequence[float], aim: Aim, bar: Bar) -> Move:
     if aim.margin is not None:
         if all(log_evidence(some, aim, bar, aim.margin) >= AGAINST for some in (gains, losses)):
             return Decide("equal within the margin", f"not better and not worse by more than {aim.margin:g}")
-    elif (odds := log_odds(math.fsum(gains), count, aim.effect, aim.effect / bar.design)) <= FUTILE:
+    elif (
+        odds := log_odds(math.fsum(gains), count, aim.effect, aim.effect / bar.design)
+    ) <= FUTILE and not _is_worse_soon(losses, aim, bar):
         return Decide("not shown", f"a gain of {aim.effect:.4g} is {math.exp(-odds):.3g} times less likely than none")
     if count >= MOST_PAIRS:
         return Decide("not shown", f"undecided after {MOST_PAIRS} pairs, the most that are made")
     return Train("pairs", count + 1)
+
+
+def _is_worse_soon(losses: Sequence[float], aim: Aim, bar: Bar) -> bool:
+    """Whether few pairs more like these would show that a candidate is worse."""
+    if len(losses) == 1:  # nothing is foreseen from one pair
+        return losses[0] >= aim.effect
+    more = forecast(losses, bar.worst, aim.effect, aim.effect / bar.design, AGAINST)
+    return more is not None and more <= SOON
