@@ -277,6 +277,8 @@ class _Builder:
             dense, name = find_dense(self.members), self.labels[self.first]
             if len(self.members) == 1 or self.question.baseline is not None or len(dense) == 1:
                 return []
+            if dense and self.question.tuned_by:
+                return []  # of a study, whose file says which arm is the baseline
             if dense:
                 others = ", ".join(self.labels[group] for group in dense if group != self.first)
                 return [f"{len(dense)} groups are dense: the baseline is {name}, not {others}; --baseline says another"]
