@@ -23,7 +23,7 @@ from sparsebp_cli.cli.summary import summarise
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.run import History, RunFolder
 from sparsebp_cli.run.census import Census
-from sparsebp_cli.run.journal import list_samples
+from sparsebp_cli.run.journal import list_asked, list_samples
 from sparsebp_cli.run.label import Labels
 from sparsebp_cli.run.memory import PARTS, PHASES, MemoryCurve
 from sparsebp_cli.run.picture import PART_WORDS, save_curves
@@ -157,8 +157,10 @@ def _tables(history: History, census: Census | None) -> Iterator[Table]:
     if history.memory:
         step = max(history.memory)
         yield memory_table(history.memory[step], step)
-    if history.samples:
+    if any(True for _ in list_samples(history)):
         yield samples_table(history)
+    if list_asked(history):
+        yield asked_table(history)
     if census:
         yield census_table(census)
 
@@ -170,6 +172,15 @@ def samples_table(history: History) -> Table:
     for step, *texts in list_samples(history):
         prompt, *answers = (" ".join(text.split()) for text in texts)
         table.add_row(str(step), prompt[-LONGEST:], *(answer[:LONGEST] for answer in answers))
+    return table
+
+
+def asked_table(history: History) -> Table:
+    """Return what the saved model was asked at the end, beside what the data have there."""
+    table = make_table("prompt", "reference", "answer", title="asked: the saved model, loaded by plain transformers")
+    for texts in list_asked(history):
+        prompt, *answers = (" ".join(text.split()) for text in texts)
+        table.add_row(prompt[-LONGEST:], *(answer[:LONGEST] for answer in answers))
     return table
 
 

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 from sparsebp_cli.cli.quantity import show_clock, show_count, show_seconds, show_share
 from sparsebp_cli.recipe.description import describe_policies
 from sparsebp_cli.run import History, RunFolder, metric
+from sparsebp_cli.run.journal import list_asked
 from sparsebp_cli.run.metric import Metric
 from sparsebp_cli.run.policy_phase import Phases, is_dense, read_phases, weigh_series
+from sparsebp_cli.run.visible import make_visible
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -50,6 +52,7 @@ STEP_MEMORY = (
     (metric.PEAK_ACTIVATION_BYTES, "saved for backward"),
     (metric.PEAK_WORKSPACE_BYTES, "workspace"),
 )
+SHOWN = 60  # characters of a text that the saved model was asked or answered
 UNLIKE = 0.1  # probes whose share of work differs more from that of all steps say little of them
 
 
@@ -93,6 +96,9 @@ def summary_rows(history: History, phases: Phases[dict[str, Any]]) -> Iterator[t
         if (value := history.last(key.name)) is not None:
             yield f"test {label}", f"{value:.4f} on the test split, after the last step"
     yield from _declared_rows(history)
+    for prompt, reference, answer in list_asked(history):
+        asked, wanted, found = (make_visible(" ".join(text.split())) for text in (prompt, reference, answer))
+        yield "asked", f"{asked[-SHOWN:]} -> {found[:SHOWN]} (data: {wanted[:SHOWN]})"
     if text := _step_time(history):
         yield "step time", text
         yield "training", _training(history)

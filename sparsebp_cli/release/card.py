@@ -18,6 +18,7 @@ from sparsebp_cli.release.figure import Beside, Figure
 from sparsebp_cli.release.weights import Weights
 from sparsebp_cli.run import History, RunFolder
 from sparsebp_cli.run.census import Census, find_warnings
+from sparsebp_cli.run.journal import UNENDED, list_asked
 from sparsebp_cli.run.visible import make_visible
 from sparsebp_cli.source import DATASETS, MODELS
 from sparsebp_cli.source.name import PACKAGE, is_path
@@ -115,6 +116,10 @@ class Card:
         if self.beside.verdict:
             lines.append(f"Beside dense training of the same recipe: {make_visible(self.beside.verdict)}")
             lines += [f"Warning of that comparison: {make_visible(text)}" for text in self.beside.warnings]
+        if asked := list_asked(self.history):
+            # Their texts stay in the run: a card leaves with the model, and held-out rows may be private.
+            ended = sum(not answer.endswith(UNENDED) for *_, answer in asked)
+            lines.append(f"Asked {len(asked)} held-out prompts by plain transformers, it ended {ended} of its answers.")
         return "\n\n".join(lines)
 
     def _limits(self, recipe: dict[str, Any]) -> Iterator[str]:

@@ -288,6 +288,19 @@ class History:
         return points[next(reversed(points))][1] if points else None
 
 
+SAVED = "saved"  # the split of what the saved model was asked
+UNENDED = "tokens without an end)"  # of an answer that was cut
+
+
+def list_asked(history: History) -> list[tuple[str, str, str]]:
+    """Return prompt, reference and answer of what the saved model was asked at the end."""
+    steps = history.samples.get(SAVED, {})
+    if not steps:
+        return []
+    texts = steps[max(steps)]
+    return list(zip(texts["prompt"], texts["reference"], texts["prediction"], strict=False))
+
+
 def list_samples(history: History, num_examples: int = 2) -> Iterator[tuple[int, str, str, str]]:
     """Yield step, prompt, reference and prediction of the first texts of the first, the middle and the last generation
     on validation."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -41,6 +42,7 @@ from sparsebp_cli.source import refuse_mismatch, refuse_too_long
 from sparsebp_cli.source.adapter import INSIDE
 from sparsebp_cli.source.attention import refuse_device, refuse_missing_package
 from sparsebp_cli.worker.adapter import is_adapted, merge_beside
+from sparsebp_cli.worker.asked import find_questions
 from sparsebp_cli.worker.batch import BatchOrder, collate
 from sparsebp_cli.worker.checkpoint import CheckpointFolder, Snapshot
 from sparsebp_cli.worker.compiled import compile_model
@@ -173,13 +175,16 @@ def _accept_weights(model: nn.Module, recipe: Recipe, policies: Sequence[Policy]
 
 
 def _make_prompts(recipe: Recipe, data: Data, tokenizer: PreTrainedTokenizerBase) -> HeldOutPrompts:
-    """Return the prompts of both held-out splits, with the texts that should follow; none without a generation."""
+    """Return the prompts of both held-out splits, with the texts that should follow, none without a generation; and
+    those that the saved model is asked."""
     generate = recipe.measure.generate
+    # At the end: rendering conversations takes a process of its own.
+    asked = partial(find_questions, data.held_out_rows, data.held_out, recipe.dataset, tokenizer)
     if generate is None:
-        return HeldOutPrompts()
+        return HeldOutPrompts(find_asked=asked)
     validation = make_prompts(data.held_out_rows, data.held_out[: generate.examples], recipe.dataset, tokenizer)
     tests = data.test if recipe.measure.test else []
-    return HeldOutPrompts(validation, make_prompts(data.test_rows, tests, recipe.dataset, tokenizer))
+    return HeldOutPrompts(validation, make_prompts(data.test_rows, tests, recipe.dataset, tokenizer), asked)
 
 
 def _collate_set_aside(data: Data, tokenizer: PreTrainedTokenizerBase) -> dict[str, Tensor] | None:
@@ -242,12 +247,13 @@ def save_model(
     keeps: bool = False,
     outputs: Outputs | None = None,
     device: torch.device | None = None,
-) -> str:
+) -> dict[str, Any]:
     """Write the trained model and tokenizer to a folder of the run as transformers does, as a whole and durably. Its
     adapters are merged, and in the folder ``adapter`` on their own.
     ``weights`` is the complete state_dict of a sharded model without adapters; ``keeps`` is that of
     :func:`~sparsebp_cli.worker.adapter.merge_beside`; ``outputs`` are those of the trained model, which the files have
-    to give before they take the place of others. Return why they were not compared; empty if they were."""
+    to give before they take the place of others. Return the record of that comparison, with what the
+    saved model answered."""
     place, part = run.path / name, run.path / f"{durable.PART}{name}"
     shutil.rmtree(part, ignore_errors=True)
     if is_adapted(model):
@@ -256,11 +262,11 @@ def save_model(
         _save_plain(model, part, weights)
     tokenizer.save_pretrained(part)
     record = {} if outputs is None else outputs.check(part, device or torch.device("cpu"))
-    manifest.write_manifest(
-        part, {OUTPUTS: record} if record else None
-    )  # `prune` and the clients of targets compare before they delete another copy
+    # `prune` and the clients of targets compare by it before they delete another copy.
+    compared = {key: value for key, value in record.items() if key not in {"asked", "unasked"}}  # texts may be private
+    manifest.write_manifest(part, {OUTPUTS: compared} if compared else None)
     durable.put_folder(part, place)
-    return str(record.get("reason", ""))
+    return record
 
 
 def write_whole(model: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

@@ -7,7 +7,7 @@ adds the header of the assistant's turn.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,10 +36,11 @@ class Prompt:
 
 @dataclass(frozen=True)
 class HeldOutPrompts:
-    """The prompts of both held-out splits."""
+    """The prompts of both held-out splits, and those that the saved model is asked."""
 
     validation: Sequence[Prompt] = ()
     test: Sequence[Prompt] = ()
+    find_asked: Callable[[], Sequence[Prompt]] = tuple
 
 
 def make_prompts(

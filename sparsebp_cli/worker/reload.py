@@ -12,7 +12,8 @@ from __future__ import annotations
 import inspect
 import json
 import sys
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -29,6 +30,8 @@ from sparsebp_cli.release.folder import OUTPUTS
 from sparsebp_cli.run.manifest import MANIFEST
 from sparsebp_cli.worker.adapter import is_adapted
 from sparsebp_cli.worker.answer import answer
+from sparsebp_cli.worker.asked import ask
+from sparsebp_cli.worker.prompt import Prompt
 
 MOST_POSITIONS = 256  # of each example: the logits of a large vocabulary are large, too
 MOST_ROWS = 64  # of logits that are compared
@@ -47,6 +50,7 @@ class Outputs:
     inputs: dict[str, Tensor]  # on the host
     logits_NO: Tensor  # at up to 64 positions, float32, on the host
     tolerance: float  # relative
+    questions: Sequence[Prompt] = ()  # that the saved model is asked
 
     @classmethod
     @torch.no_grad()
@@ -70,7 +74,8 @@ class Outputs:
         if place is None:
             return {"checked": False, "reason": f"loading {size / 1e9:.1f} GB again needs more memory than is free"}
         try:
-            difference = measure_difference(_run(_load(folder, place), self.inputs), self.logits_NO)
+            loaded = _load(folder, place)
+            difference = measure_difference(_run(loaded, self.inputs), self.logits_NO)
         except torch.OutOfMemoryError:  # another process took what was free
             return {"checked": False, "reason": f"loading {size / 1e9:.1f} GB again needs more memory than is free"}
         if not difference <= self.tolerance:
@@ -85,7 +90,18 @@ class Outputs:
             "tolerance": self.tolerance,
             "inputs": {name: tensor.tolist() for name, tensor in self.inputs.items()},
             "logits": [float(f"{value:.6g}") for value in self.logits_NO.flatten()[::stride].tolist()],
+            **self._ask(folder, loaded),
         }
+
+    def _ask(self, folder: Path, loaded: nn.Module) -> dict[str, object]:
+        """Return what the loaded model answers. It is no part of the check: nothing that fails here ends a run."""
+        if not self.questions or not getattr(loaded, "can_generate", bool)():
+            return {}
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                return {"asked": ask(loaded, transformers.AutoTokenizer.from_pretrained(folder), self.questions)}
+        except Exception as error:  # whatever a model raises that was never asked before
+            return {"unasked": " ".join(f"{type(error).__name__}: {error}".split())[:300]}
 
 
 def make_batch(vocab_size: int) -> dict[str, Tensor]:

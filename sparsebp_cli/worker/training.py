@@ -8,7 +8,7 @@ import shutil
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from statistics import fmean
 from typing import Self
@@ -33,6 +33,7 @@ from sparsebp_cli.recipe.evaluation import TEST as TEST_PREFIX
 from sparsebp_cli.recipe.schema import GenerateSection
 from sparsebp_cli.run import JournalWriter, RunFolder, metric
 from sparsebp_cli.run.folder import CACHE
+from sparsebp_cli.run.journal import SAVED
 from sparsebp_cli.run.policy_phase import PolicyPhase
 from sparsebp_cli.worker.adapter import is_adapted, merge
 from sparsebp_cli.worker.allowance import Allowance
@@ -578,7 +579,7 @@ class Training:
     def _find_outputs(self, model: nn.Module) -> Outputs:
         """Return what the model gives for the first held-out examples."""
         batch = next(evaluation_batches(self.plan.recipe, self.held_out[:2], self.order.pad_token_id))
-        return Outputs.of(model, batch)
+        return replace(Outputs.of(model, batch), questions=self.prompts.find_asked())
 
     def _write_model(self, model: nn.Module, name: str, outputs: Outputs, *, keeps: bool) -> None:
         """Save the model as it is to a folder of the run. A collective operation where it is sharded."""
@@ -590,8 +591,11 @@ class Training:
         if weights is not None and is_adapted(model):  # peft merges whole tensors alone
             model, weights = rebuild(model, self.plan.recipe, self.tokenizer, weights), None
         device = self.accelerator.device
-        reason = save_model(model, self.tokenizer, self.run, weights, name, keeps=keeps, outputs=outputs, device=device)
-        if reason:
-            self.journal.write(
-                "note", level="warning", text=f"{name}/ was not compared with the trained model: {reason}"
-            )
+        record = save_model(model, self.tokenizer, self.run, weights, name, keeps=keeps, outputs=outputs, device=device)
+        if reason := record.get("reason"):
+            text = f"{name}/ was not compared with the trained model: {reason}"
+            self.journal.write("note", level="warning", text=text)
+        if asked := record.get("asked"):
+            self.journal.write("samples", step=self.step, split=SAVED, values=asked)
+        if reason := record.get("unasked"):
+            self.journal.write("note", level="warning", text=f"{name}/ could not be asked for an answer: {reason}")

@@ -25,7 +25,9 @@ def look(ledger: Ledger, question: str, stage: str, number: int, gain: float = 1
 
 
 def stake(ledger: Ledger, question: str) -> int:
-    place = ledger.write({"kind": "staked", "question": question, "design": 1.0, "worst": 1.0}).questions[question].place
+    place = (
+        ledger.write({"kind": "staked", "question": question, "design": 1.0, "worst": 1.0}).questions[question].place
+    )
     assert place is not None
     return place
 

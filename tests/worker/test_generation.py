@@ -17,6 +17,7 @@ from sparsebp_cli.metrics import find_text_metric
 from sparsebp_cli.recipe.loader import load_recipe
 from sparsebp_cli.recipe.schema import DatasetSection, Recipe
 from sparsebp_cli.run import History, RunFolder
+from sparsebp_cli.run.journal import list_asked
 from sparsebp_cli.source.column import as_rows
 from sparsebp_cli.worker.data import build_data
 from sparsebp_cli.worker.format import encode
@@ -208,3 +209,17 @@ def test_too_few_positions_are_refused_before_anything_is_trained(recipe: Any, p
     assert "max_new_tokens: 60 behind a prompt of" in history.ends[-1]["text"]
     assert "more than the 64 positions" in history.ends[-1]["text"]
     assert not history.metrics
+
+
+@pytest.mark.slow
+def test_a_run_ends_with_the_saved_model_asked_as_a_user_asks_it(recipe: Any, prepared: Prepare) -> None:
+    run = prepared(recipe(measure={"generate": None}))
+    assert work(run) == 0, run.log_file.read_text()
+    asked = list_asked(History.load(run.path))
+    assert len(asked) == 3
+    found = answer_alone(run, [prompt for prompt, _, _ in asked], 64)
+    for (_, reference, answer), alone in zip(asked, found, strict=True):
+        text, cut, _ = answer.partition(" ... (")
+        assert alone.startswith(text) if cut else alone == text
+        assert reference in {row["completion"] for row in ROWS}
+    assert "asked" not in json.loads((run.path / "model" / "manifest.json").read_text())["outputs"]

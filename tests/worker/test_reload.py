@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import peft
 import pytest
 import torch
@@ -16,8 +18,10 @@ from sparsebp_cli.cli.worker_answer import ask
 from sparsebp_cli.errors import RunFailedError
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run import RunFolder, manifest
+from sparsebp_cli.source.column import as_rows
 from sparsebp_cli.worker import reload
 from sparsebp_cli.worker.build import save_model, write_whole
+from sparsebp_cli.worker.prompt import Prompt
 from sparsebp_cli.worker.reload import Outputs, check_again, make_batch
 from tests.worker.conftest import LLAMA, work
 
@@ -108,7 +112,7 @@ def test_a_model_without_room_for_a_second_copy_is_saved_and_the_manifest_says_s
     model, tokenizer = make_adapted(tmp_path, tiny_folder)
     outputs = Outputs.of(model, make_batch(len(tokenizer)))
     monkeypatch.setattr(reload, "ROOM", 1e12)
-    assert "needs more memory than is free" in save_model(model, tokenizer, run, outputs=outputs)
+    assert "needs more memory than is free" in save_model(model, tokenizer, run, outputs=outputs)["reason"]
     assert not read_record(run.path / "model")["checked"]
     assert check_again(run.path / "model", run.path / "model") == {"checked": False}
 
@@ -126,3 +130,20 @@ def test_a_change_of_saved_weights_is_seen_by_the_check_of_a_fresh_process(
     model.save_pretrained(run.path / "model")
     with pytest.raises(RunFailedError, match="loaded in a fresh process, its outputs differ by 0"):
         ask("reload", [run.path / "model"] * 2, "loads")
+
+
+def test_what_fails_while_a_saved_model_is_asked_keeps_it_saved(
+    tiny_folder: Path, prepared: Any, tiny_recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no\nanswer")
+
+    monkeypatch.setattr(reload, "ask", fail)
+    run: RunFolder = prepared(tiny_recipe())
+    folder, tokenizer = make_tied(tmp_path / "tied", tiny_folder)
+    model = LlamaForCausalLM.from_pretrained(folder)
+    question = Prompt(np.array([5, 6], dtype=np.int64), "a", "b", as_rows([{}])[0])
+    outputs = replace(Outputs.of(model, make_batch(len(tokenizer))), questions=[question])
+    record = save_model(model, tokenizer, run, outputs=outputs)
+    assert (record["checked"], record["unasked"]) == (True, "RuntimeError: no answer")
+    assert read_record(run.path / "model")["checked"]
