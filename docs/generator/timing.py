@@ -33,9 +33,6 @@ def _fill(root: Path, page: str, make: Callable[[Any], str]) -> str:
     def fill(match: re.Match[str]) -> str:
         if match[2] == "peers":
             return f"{match[1]}{summary(root)}{match[3]}"
-        if match[2] == "exactness":
-            record = json.loads((root / "benchmarks" / "results" / "exactness.json").read_text(encoding="utf-8"))
-            return f"{match[1]}{_exactness(record)}{match[3]}"
         file = root / "benchmarks" / "results" / f"{match[2]}-cpu.json"
         others = {"waste": _waste, "labels": _labels, "updates": _updates, "policy_updates": _policy_updates}
         chosen = (others | {"head": _head}).get(match[2], make)
@@ -66,35 +63,6 @@ def _lossless(record: Any) -> str:
         "way runs once, over the padded step of the same round; quartiles in brackets.\n\n"
     )
     return head + table(["batch", "lossless", "FLOPs", "peak of memory", "best plain form"], rows)
-
-
-def _exactness(record: Any) -> str:
-    total, about = record["total"], record["about"]
-    versions = ", ".join(f"{name} {about[name].partition('+')[0]}" for name in ("torch", "transformers", "peft", "trl"))
-    least: dict[str, list[float]] = {}
-    for both, (possible, seen, _) in record["pairs"].items():
-        for axis in both.split(" x "):
-            least.setdefault(axis, []).append(seen / possible)
-    rows = []
-    for axis, values in record["axes"].items():
-        shown = values
-        if axis == "architecture":  # their page is the reference's
-            sums = [sum(counts) for counts in zip(*values.values(), strict=True)]
-            shown = {f"{sum(any(counts) for counts in values.values())} of {len(values)}": sums}
-        rows += [[axis, value, *(f"{number:,}" for number in counts)] for value, counts in shown.items()]
-    text = (
-        f"{record['comparisons']:,} comparisons ({versions}, CPU): "
-        f"{total['right'] / max(record['comparisons'], 1):.0%} packed and right, {total['plain']:,} run plainly and "
-        f"right, {total['refused']:,} refused by name, {total['wrong']:,} wrong. {total['alone']:,} of those that are "
-        f"right equal each text alone where the plain step mixes texts. {total['unjudged']:,} more have no judge: the "
-        "plain step refuses them, or its gradient is empty or not finite.\n\n"
-    )
-    for found in record["wrong"]:
-        values = ", ".join(f"{axis}: {value}" for axis, value in found["case"].items()) or "the plainest case"
-        text += f"- Wrong: {values} ({found['text'].partition(';')[0]}).\n"
-    shares = ", ".join(f"{axis} {min(share):.0%}" for axis, share in least.items())
-    text += f"\nOf the pairs with another axis, the least share that was met (some cannot be): {shares}.\n\n"
-    return text + table(["axis", "value", "packed and right", "plain", "refused by name", "wrong"], rows)
 
 
 def _waste(record: Any) -> str:

@@ -10,7 +10,7 @@ from sparsebp_cli.run.visible import mask
 from sparsebp_cli.tracking.store import is_server, is_sqlite, resolve_uri
 
 
-def describe_pages() -> str:
+def describe_pages(port: int = 5000) -> str:
     """Return one line that says how to open MLflow's pages on this machine's store, its password hidden; empty where
     nothing was sent to it yet or its address cannot be used."""
     try:
@@ -21,4 +21,7 @@ def describe_pages() -> str:
         return f"MLflow's pages: {mask(uri)}"
     if is_sqlite(uri) and not sqlite_file(uri).exists():
         return ""
-    return f"MLflow's pages: {shlex.join(('mlflow', 'server', '--workers', '1', '--backend-store-uri', mask(uri)))}"
+    # A page of another site may resolve its own name to 127.0.0.1 later; its requests still carry that name.
+    hosts = f"127.0.0.1:{port},localhost:{port}"
+    words = ("mlflow", "server", "--port", str(port), "--allowed-hosts", hosts, "--workers", "1")
+    return f"MLflow's pages: {shlex.join((*words, '--backend-store-uri', mask(uri)))}"

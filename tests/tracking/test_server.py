@@ -117,11 +117,9 @@ def test_the_named_command_opens_the_pages_of_the_store(
     mlflow_run = sync(run).mlflow_run_id
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{store}")
     port = Server.free_port()
-    command = shlex.split(describe_pages().removeprefix("MLflow's pages: "))
+    command = shlex.split(describe_pages(port).removeprefix("MLflow's pages: "))
     address = f"http://127.0.0.1:{port}"
-    with subprocess.Popen(
-        [sys.executable, "-m", *command, "--port", str(port)], stdout=-3, stderr=-3, start_new_session=True
-    ) as process:
+    with subprocess.Popen([sys.executable, "-m", *command], stdout=-3, stderr=-3, start_new_session=True) as process:
         try:
             Server.wait(address, process)
             with urllib.request.urlopen(f"{address}/api/2.0/mlflow/runs/get?run_id={mlflow_run}") as answer:
