@@ -107,12 +107,12 @@ WRITING = {
     "doctor",
     "evaluate",
 }
+for name, entry, function in load_verbs():
+    VERBS[entry.panel] = (*VERBS.get(entry.panel, ()), function)
+    WRITING.update({name} if entry.writes else ())
 for panel, verbs in VERBS.items():
     for verb in verbs:
         app.command(cls=Verb, rich_help_panel=panel)(verb)
-for name, entry, function in load_verbs():
-    app.command(name, cls=Verb, rich_help_panel=entry.panel)(function)
-    WRITING.update({name} if entry.writes else ())
 
 
 def show_version(requested: bool) -> None:

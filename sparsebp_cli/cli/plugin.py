@@ -20,7 +20,7 @@ class VerbEntry:
     top.
 
     Args:
-        function: ``module:name`` of the function that Typer makes a command of.
+        function: ``module:name`` of the function that Typer makes a command of; it has the name of the verb.
         panel: Heading of ``--help`` under which it stands.
         answers: For each kind of document that it answers with, ``module:name`` of the record.
         writes: Whether it writes runs or the store.

@@ -466,6 +466,9 @@ ELSEWHERE = {
     ("verb/leaderboard.py", "sparsebp leaderboard check {} --rerun 2"): (
         "leaderboard/test_submission.py::test_cells_are_drawn_at_random_and_trained_again"
     ),
+    ("target/launch.py", "sparsebp resume {}"): (
+        "target/test_weather.py::test_a_run_is_started_once_and_ends_right_in_every_weather"
+    ),
     ("leaderboard/check.py", "sparsebp archive @{} --to {}"): (
         "study/test_rebuild.py::test_an_archive_of_runs_alone_says_how_to_make_one"
     ),

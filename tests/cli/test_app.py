@@ -281,7 +281,12 @@ def test_validate_with_probe_prints_what_a_step_costs_and_what_choosing_may_gain
         ({"error": "no such split", "code": 2}, "error: no such split\n"),
     ):
         said = f"print('a library'); print({json.dumps(told)!r})"
-        monkeypatch.setattr(interpreter, "command", lambda *_, said=said: [sys.executable, "-c", said])
+        of_data = "print('{\"warnings\": []}')"
+        monkeypatch.setattr(
+            interpreter,
+            "command",
+            lambda *words, said=said: [sys.executable, "-c", said if words[1].endswith(".preview") else of_data],
+        )
         if "error" in told:
             with pytest.raises(typer.Exit):
                 validate([file], probe=True)

@@ -296,7 +296,8 @@ def test_every_exit_code_of_the_code_is_in_the_table() -> None:
         return {kind.exit_code}.union(*map(walk, kind.__subclasses__()))
 
     found = walk(SparseBPError)
-    for file in (ROOT / "sparsebp_cli" / "cli").rglob("*.py"):
+    verbs = ROOT / "sparsebp_cli" / "cli", ROOT / "plugins" / "sparsebp-lab" / "sparsebp_lab" / "verb"
+    for file in (file for folder in verbs for file in folder.rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and re.search(r"\b(Exit|exit|SystemExit)$", ast.unparse(node.func)):
                 given = (one.value for one in node.args if isinstance(one, ast.Constant))
