@@ -276,12 +276,12 @@ def test_validate_with_probe_prints_what_a_step_costs_and_what_choosing_may_gain
 
     file = tmp_path / "probed.yaml"
     file.write_text("version: 1\nmodel: {name: austen-llama}\ndataset: {name: python-docs}\n")
+    of_data = "print('{\"warnings\": []}')"
     for told, shown in (
         ({"lines": ["cost: 0.45 dense steps"], "values": {}}, "\n   cost: 0.45 dense steps\n"),
         ({"error": "no such split", "code": 2}, "error: no such split\n"),
     ):
         said = f"print('a library'); print({json.dumps(told)!r})"
-        of_data = "print('{\"warnings\": []}')"
         monkeypatch.setattr(
             interpreter,
             "command",
