@@ -204,7 +204,10 @@ def score_methods(curved: Sequence[Row], dense: float | None) -> dict[str, Any]:
     methods = [row for row in curved if row.arm != "dense"]
     rows = [row for row in methods if row.arm not in UNIFORM_DRAWS]
     by_curvature = [row.curved.value for row in methods if row.curved is not None]
-    order = spearmanr(by_curvature, [row.observed for row in methods]).statistic if len(methods) > 2 else None
+    observed = [row.observed for row in methods]
+    # A rank correlation of equal numbers is not defined.
+    is_ordered = len(methods) > 2 and len({*by_curvature}) > 1 and len({*observed}) > 1
+    order = spearmanr(by_curvature, observed).statistic if is_ordered else None
     as_dense = [(row.observed or 0.0) - dense for row in rows if dense is not None]
     return {
         "methods": len(rows),
