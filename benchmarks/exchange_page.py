@@ -130,7 +130,7 @@ def describe(task: Mapping[str, Any]) -> list[str]:
             "nats (claimed: above 0)"
         )
     lines = [*_say_order(scores)] if task["rows"] else []
-    lines += [f"Committed after the data that it judges: {task['late']}"] if task["rows"] and task["late"] else []
+    lines += [f"Committed after the data that it judges: {task['late']}"] if task["rows"] and task.get("late") else []
     lines += [f"{name} {ANSWERS[outcome[name]]}: {text}." for name, text in found.items()]
     if task["rows"]:
         below = ", ".join(f"{arm} by {by:.4f} ± {half:.4f}" for arm, (by, half) in scores["below_best_dense"].items())
