@@ -43,7 +43,7 @@ def ask(model: nn.Module, tokenizer: PreTrainedTokenizerBase, questions: Sequenc
 
     An answer that has not ended after as many tokens as the longest reference and 8, at most 64, says so.
     """
-    answers = []
+    answers = list[str]()
     inner: Any = model.eval()
     for question in questions:
         reference = tokenizer(question.reference, add_special_tokens=False)["input_ids"]
@@ -53,7 +53,7 @@ def ask(model: nn.Module, tokenizer: PreTrainedTokenizerBase, questions: Sequenc
             input_ids=ids_1T, attention_mask=torch.ones_like(ids_1T), do_sample=False, num_beams=1, max_new_tokens=most
         )
         new_T = made_1T[0] if inner.config.is_encoder_decoder else made_1T[0, ids_1T.shape[1] :]
-        text = tokenizer.decode(new_T, skip_special_tokens=True)[:MOST_CHARACTERS]
+        text = str(tokenizer.decode(new_T, skip_special_tokens=True))[:MOST_CHARACTERS]
         answers.append(text if _has_ended(inner, new_T, most) else f"{text} ... ({most} {UNENDED}")
     return {
         "prompt": [question.text[-MOST_CHARACTERS:] for question in questions],
