@@ -152,7 +152,7 @@ def test_marks_that_leave_out_the_end_of_a_turn_are_refused_and_few_turns_are_na
     some = marked.replace("{% endgen", "{% if '2' not in m.content %}<eos>{% endif %}{% endgen")
     found = check(rows, tokenizer, chat_template=TURN + some + REST.replace("<eos>", ""), train_on="last")
     assert kinds(found) == {"end": (1, 4)}
-    assert found["faults"][0]["first"] == "rows, row 3"
+    assert found["faults"][0]["first"].endswith(", row 3")
     assert (found["affected"], found["rows"]) == (1, 4)
 
 
