@@ -142,7 +142,7 @@ def test_what_fails_while_a_saved_model_is_asked_keeps_it_saved(
     run: RunFolder = prepared(tiny_recipe())
     folder, tokenizer = make_tied(tmp_path / "tied", tiny_folder)
     model = LlamaForCausalLM.from_pretrained(folder)
-    question = Prompt(np.array([5, 6], dtype=np.int64), "a", "b", as_rows([{}])[0])
+    question = Prompt(np.array([5, 6], dtype=np.int64), "a", "b", as_rows([{}], "rows")[0])
     outputs = replace(Outputs.of(model, make_batch(len(tokenizer))), questions=[question])
     record = save_model(model, tokenizer, run, outputs=outputs)
     assert (record["checked"], record["unasked"]) == (True, "RuntimeError: no answer")
