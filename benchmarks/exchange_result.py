@@ -69,7 +69,7 @@ class Row:
     noise: float
     bias: float
     bias_low: float
-    product: float  # (1 + noise) x price, with the update
+    product: float  # (1 + noise of all directions) x price, with the update
     product_low: float
     batch: float  # of dense with as much noise
     predicted: float | None  # None: that batch is below 1
@@ -234,6 +234,7 @@ def make_row(arm: str, unbiased: bool, worth: Mapping[str, Any], losses: Losses,
     runs = losses[arm]
     main = predict_with_interval(losses, rate, noise, mean)
     curved, share = worth.get("noise_curved"), worth.get("rate")
+    product = worth.get("product_all_directions", worth["product"])  # format 1 had no other name for it
     return Row(
         arm,
         unbiased,
@@ -241,8 +242,8 @@ def make_row(arm: str, unbiased: bool, worth: Mapping[str, Any], losses: Losses,
         noise["value"],
         worth["bias"]["value"],
         worth["bias"]["low"],
-        worth["product"]["value"],
-        worth["product"]["low"],
+        product["value"],
+        product["low"],
         BATCH / (1 + max(0.0, noise["value"])),
         main and main.value,
         main and main.low,

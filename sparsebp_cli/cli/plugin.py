@@ -22,13 +22,13 @@ class VerbEntry:
     Args:
         function: ``module:name`` of the function that Typer makes a command of; it has the name of the verb.
         panel: Heading of ``--help`` under which it stands.
-        answers: For each kind of document that it answers with, ``module:name`` of the record.
+        answers: For each kind of document that it answers with, ``module:name`` of the record, and its version.
         writes: Whether it writes runs or the store.
     """
 
     function: str
     panel: str
-    answers: Mapping[str, str] = field(default_factory=dict)
+    answers: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     writes: bool = False
 
     def load(self) -> Callable[..., None]:

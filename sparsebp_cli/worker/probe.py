@@ -6,6 +6,7 @@ ceiling) and counts what was executed and stored, module by module.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -78,12 +79,27 @@ def count_price(trial: TrialStep, shape: Shape, before: CountedPass) -> tuple[Co
     follows from its shape and from what was counted before."""
     scale = before.scale(shape)
     dense = before.dense * scale
-    counted = _count(trial, "policy", draw=-1)
-    policy = _first_visit(counted.cost)
-    if policy > max(JUMP * before.policy * scale, dense):  # such as a check that an exact policy makes once
-        policy = min(policy, _first_visit(_count(trial, "policy", draw=-1).cost))
+    work = count_work(trial, "policy", max(JUMP * before.policy * scale, dense))
     attention = before.attention * shape[0] * shape[1] ** 2 / (before.examples * before.length**2)
-    return CountedPass(policy, dense, attention, *shape), counted.kind
+    return CountedPass(work.flops, dense, attention, *shape), work.kind
+
+
+@dataclass(frozen=True)
+class PassWork:
+    """The counted work of a pass."""
+
+    flops: float  # of forward and backward
+    kind: StepKind
+    updated: int  # entries of the parameters that it has a gradient of
+
+
+def count_work(trial: TrialStep, mode: Mode, usual: float = math.inf) -> PassWork:
+    """Count a pass with the draw of the coming step. One that takes more FLOPs than ``usual`` is counted again."""
+    counted = _count(trial, mode, draw=-1)
+    flops = _first_visit(counted.cost)
+    if flops > usual:  # such as a check that an exact policy makes once
+        flops = min(flops, _first_visit(_count(trial, mode, draw=-1).cost))
+    return PassWork(flops, counted.kind, counted.updated)
 
 
 def cost_ratio(dense: PassCount, policy: PassCount) -> float:
@@ -113,6 +129,7 @@ class _Counted:
     report: Report
     claims: list[PassEstimate]  # of a dense pass
     kind: StepKind
+    updated: int  # entries of the parameters with a gradient
 
 
 def _count(trial: TrialStep, mode: Mode, draw: int = 1) -> _Counted:
@@ -135,7 +152,7 @@ def _count(trial: TrialStep, mode: Mode, draw: int = 1) -> _Counted:
         cost, report = PassCount(flops, saved, sum(part.left_out for part in keeping)), engine.report()
         told = [describe_pass(engine, trial.sizes)]
         kind = StepKind.of(told, engine.take_kept_share(), engine.take_chosen()) if mode == "policy" else StepKind()
-        return _Counted(cost, report, claims, kind)
+        return _Counted(cost, report, claims, kind, trial.num_updated)
 
 
 def _work(proof: Proof, policy: PassResult, engine: Engine) -> dict[str, float | None]:

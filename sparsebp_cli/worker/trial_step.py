@@ -97,6 +97,11 @@ class TrialStep:
         """Entries of all trained parameters, by name."""
         return {name: p.numel() for name, p in self._trainable.items()}
 
+    @property
+    def num_updated(self) -> int:
+        """Entries of the parameters that have a gradient in the current pass."""
+        return sum(p.numel() for p in self._trainable.values() if p.grad is not None)
+
     def forward(self) -> Tensor:
         """Return the loss of the micro-batch in the current pass."""
         return self.engine.estimate(self._forward) if self._estimates else self._forward()

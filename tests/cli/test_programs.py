@@ -50,7 +50,7 @@ POLICY = {
     "by_part": {},
 }
 POLICY |= dict.fromkeys(
-    ("price", "noise", "noise_plain", "bias", "product", "noise_curved", "product_curved", "rate"), INTERVAL
+    ("price", "noise", "noise_plain", "bias", "product", "noise_curved", "product_all_directions", "rate"), INTERVAL
 )
 WORTH = {"format": 1, "recipe": "fake", "steps": [1], "batch": 4, "batches": 6, "examples": 4, "metric": "adam"}
 WORTH |= {"dense_step_flops": 1e9, "policies": [POLICY], "left_out": [{"name": "vcas", "why": "needs rows"}]}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sparsebp_cli.cli.answer.recipe_record import WorthAnswer
+from sparsebp_lab.answer.worth_record import WorthAnswer
 from sparsebp_lab.verb.worth import print_worth
 
 from .test_programs import POLICY, WORTH
@@ -19,7 +19,7 @@ def test_no_number_is_folded_in_a_narrow_terminal(
     width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
-    numbers = {"price": 0.52, "noise": 12.61, "noise_curved": 0.32, "bias": 0.42, "product_curved": 0.82, "rate": 0.78}
+    numbers = {"price": 0.52, "noise": 12.61, "noise_curved": 0.32, "bias": 0.42, "product": 0.82, "rate": 0.78}
     name = {"name": "selective-backprop keep=0.5", "verdict": "cannot beat a smaller batch"}
     policy = POLICY | {key: interval(value) for key, value in numbers.items()} | name
     print_worth(WorthAnswer(**{key: value for key, value in WORTH.items() if key != "format"} | {"policies": [policy]}))

@@ -114,10 +114,10 @@ def test_what_asks_for_no_random_numbers_is_drawn_once_on_a_batch(
 
     monkeypatch.setattr(TrialStep, "run", watch)
     found({"name": "topk", "keep": 0.25}, pairs=2)
-    assert drawn == [1, 5] * 3
+    assert len(drawn) == len(set(drawn)) == 2 * 3
     drawn.clear()
     found({"name": "crs", "keep": 0.5}, pairs=2)
-    assert drawn == [1, 2, 5, 6] * 3
+    assert len(drawn) == len(set(drawn)) == 4 * 3
 
 
 def test_positions_that_are_padding_in_all_examples_change_no_dense_gradient(
@@ -321,7 +321,7 @@ def test_noise_where_the_loss_is_flat_costs_nothing(
 
 def test_weights_of_16_bits_have_no_curvature_and_are_measured(found: Callable[..., dict[str, Any]]) -> None:
     one = found({"name": "crs", "keep": 0.5}, pairs=2, training={"mixed_precision": "bf16"})["crs"]
-    assert one["noise_curved"] is one["product_curved"] is one["dense_batch_curved"] is None
+    assert one["noise_curved"] is one["dense_batch_curved"] is None
     assert one["verdict"] in ("cannot beat a smaller batch", "could", "decide by training")
 
 

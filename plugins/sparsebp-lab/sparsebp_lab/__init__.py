@@ -4,19 +4,19 @@ from sparsebp_cli.cli.plugin import VerbEntry
 
 LAB = "sparsebp_lab"
 JUDGE = VerbEntry(
-    f"{LAB}.verb.judge:judge", "More: results", {"judgement": f"{LAB}.answer.judge_record:Judgement"}, writes=True
+    f"{LAB}.verb.judge:judge", "More: results", {"judgement": (f"{LAB}.answer.judge_record:Judgement", 1)}, writes=True
 )
 LEADERBOARD = VerbEntry(
     f"{LAB}.verb.leaderboard:leaderboard",
     "More: results",
     {
-        "submission": f"{LAB}.answer.leaderboard_record:SubmissionReport",
-        "rules": f"{LAB}.answer.leaderboard_record:RuleList",
+        "submission": (f"{LAB}.answer.leaderboard_record:SubmissionReport", 1),
+        "rules": (f"{LAB}.answer.leaderboard_record:RuleList", 1),
     },
     writes=True,
 )
 WORTH = VerbEntry(
     f"{LAB}.verb.worth:worth",
     "More: write and check recipes",
-    {"worth": "sparsebp_cli.cli.answer.recipe_record:WorthAnswer"},
+    {"worth": (f"{LAB}.answer.worth_record:WorthAnswer", 2)},
 )

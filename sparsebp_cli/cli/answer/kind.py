@@ -83,7 +83,9 @@ KINDS: tuple[Kind, ...] = (
     ),
 )
 KINDS += tuple(
-    Kind(kind, record, (verb,)) for verb, entry in find_verbs().items() for kind, record in entry.answers.items()
+    Kind(kind, record, (verb,), version)
+    for verb, entry in find_verbs().items()
+    for kind, (record, version) in entry.answers.items()
 )
 BY_NAME = {kind.name: kind for kind in KINDS}
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sparsebp_cli.cli.answer import tell
-from sparsebp_cli.cli.answer.recipe_record import Interval, PolicyWorth, WorthAnswer
 from sparsebp_cli.cli.option import Changes
 from sparsebp_cli.cli.quantity import show_count
 from sparsebp_cli.cli.screen import Output, console, make_table
+from sparsebp_lab.answer.worth_record import Interval, PolicyWorth, WorthAnswer
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -97,9 +97,9 @@ def print_worth(found: WorthAnswer) -> None:
 def worth_table(policies: Sequence[PolicyWorth], numbers: Sequence[str] = NUMBERS) -> Table:
     """Return a row for each policy, the best first, with the columns of these numbers."""
     table = make_table("policy", *numbers, "verdict", numbers=numbers)
-    for one in sorted(policies, key=lambda policy: (policy.product_curved or policy.product).value):
+    for one in sorted(policies, key=lambda policy: policy.product.value):
         curved = "-" if one.noise_curved is None else _show(one.noise_curved)
-        product = _show(one.product_curved or one.product)
+        product = _show(one.product)
         every = (_show(one.price), _show(one.noise), curved, _show(one.bias), product, _show_batches(one))
         shown = [cell for name, cell in zip(NUMBERS, every, strict=True) if name in numbers]
         table.add_row(one.name + " *" * one.remembers, *shown, SHORT.get(one.verdict, one.verdict))

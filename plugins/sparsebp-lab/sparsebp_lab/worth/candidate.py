@@ -29,7 +29,9 @@ class Candidate:
     policies: Sequence[Policy]
     pairs: dict[str, list[list[BatchPair]]] = field(default_factory=lambda: {"plain": [], "adam": [], "curved": []})
     by_part: dict[str, list[float]] = field(default_factory=dict)  # squares of noise and bias, and between batches
-    passes: list[tuple[float, float]] = field(default_factory=list)  # FLOPs of it and of dense, for each counted batch
+    passes: list[tuple[float, float]] = field(default_factory=list)  # FLOPs of it and of dense, where it is measured
+    steps: list[tuple[float, float]] = field(default_factory=list)  # the same of steps of the whole training
+    trials: list[float] = field(default_factory=list)  # FLOPs of trial passes, mean over steps, a value for each point
     # At each point what is left of the length of a step, and of batches of dense: see step_length.
     lengths: list[tuple[Share, list[Share]]] = field(default_factory=list)
     fixed: list[float] = field(default_factory=list)  # FLOPs of update and trial passes, a value for each point

@@ -11,10 +11,12 @@ from torch import Tensor
 from sparsebp_cli.backward import Engine
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
 from sparsebp_cli.backward.observe.update_flops import UpdateFlops
+from sparsebp_cli.plan.plan import content_hash
 from sparsebp_cli.policy import Policy, make_policy
 from sparsebp_cli.run.policy_phase import PolicyPhase
 from sparsebp_cli.worker.batch import IN_PLACE, num_targets
 from sparsebp_cli.worker.price import find_updated
+from sparsebp_cli.worker.probe import count_work
 from sparsebp_cli.worker.training import Training
 from sparsebp_cli.worker.trial_step import TrialStep, trainable_parameters
 
@@ -28,6 +30,7 @@ class DenseRun:
         self.training, self._report, self._total, self.done = training, report, total, 0
         self.step, self.update_flops, self.per_entry = 0, 0.0, 0.0
         self.has_moments = False
+        self._dense_flops: dict[int, float] = {}  # by micro-batch
         training.engine.detach()
         training.model.train()  # as loaded it is in evaluation mode: no dropout, and nothing is chosen of batches
         self.part_of = LayerNumbers(training.bare).part_of
@@ -91,6 +94,19 @@ class DenseRun:
         finally:
             state.clear()  # policies that freeze parameters for good drop their state
             state.update(before)
+
+    def count_dense(self, engine: Engine, number: int) -> float:
+        """Return the FLOPs of dense's forward and backward over a micro-batch, counted once."""
+        if number not in self._dense_flops:
+            with self.trial(engine, number) as trial:
+                self._dense_flops[number] = count_work(trial, "dense").flops
+        return self._dense_flops[number]
+
+    def find_draw(self, batch: int, number: int) -> int:
+        """Return the number of a random policy's draw on a batch. It follows from the batch's content, since draws
+        follow from seed, step and this number: all tasks would have the same draws otherwise."""
+        ids_BT = self.training.order.rank_part(batch)[0]["input_ids"]
+        return 1 + int(content_hash({"batch": batch, "ids": ids_BT.tolist(), "draw": number}), 16)
 
     def trial(self, engine: Engine, number: int, most: int | None = None, *, trims: bool = False) -> TrialStep:
         """Return a trial step of a micro-batch, or of its first examples: padded as in the whole one, since policies

@@ -2,8 +2,8 @@
 
 Weights, optimizer and batches are those of the recipe; every policy is measured on the same batches at the same
 weights, and none of its gradients is trained on. Each point has some pairs of small batches, each policy two draws on
-the first of each pair, and what its pass costs is counted there; that of an exact policy, which may leave out padding
-or what examples share, on whole batches of the recipe. Gradients of a point are held at once: it takes the memory of
+the first of each pair. What its step costs is counted as runs count it: on micro-batches of the recipe, at steps that
+are spread over the whole training. Gradients of a point are held at once: it takes the memory of
 7 * PAIRS + 6 of them.
 """
 
@@ -47,7 +47,7 @@ def measure(training: Training, *, all_policies: bool, report: Report, pairs: in
                 if not candidate.failure:
                     run.tell(f"step {step}: {candidate.name}", 0)
                     try:
-                        point.measure(candidate)
+                        point.measure(candidate, is_last=step == steps[-1])
                     except SparseBPError as error:
                         candidate.failure = str(error)
                 run.done += 2 * pairs
@@ -57,7 +57,7 @@ def measure(training: Training, *, all_policies: bool, report: Report, pairs: in
     batch = recipe.training.per_device_train_batch_size * recipe.training.gradient_accumulation_steps
     found = [_sum_up(one, dense, metric, batch) for one in candidates if not one.failure]
     return {
-        "format": 1,
+        "format": 2,
         "recipe": recipe.name,
         "steps": steps,
         "batch": batch,
@@ -78,16 +78,19 @@ def _sum_up(
 ) -> dict[str, object]:
     share = Interval.of_ratio(candidate.passes)
     policy = StepCost(share.value * dense.passes, fmean(candidate.fixed))
-    ends = [(end * dense.passes + policy.fixed) / dense.total for end in (share.value, share.low, share.high)]
-    price = Interval(*ends)
+    # Where it was measured: errors and cost of a product belong to the same steps.
+    there = Interval(*((end * dense.passes + policy.fixed) / dense.total for end in vars(share).values()))
+    # Over the whole training, as its event log has it.
+    trials = fmean(candidate.trials) / dense.total
+    price = Interval(*(end + trials for end in vars(Interval.of_ratio(candidate.steps)).values()))
     noise, bias = (estimate_share(candidate.pairs[metric], of) for of in (lambda p: p.noise, lambda p: p.bias))
     plain = estimate_share(candidate.pairs["plain"], lambda pair: pair.noise)
-    product = combine(noise, price, policy, dense)
+    everywhere = combine(noise, there, policy, dense)
     unbiased = all(policy.exact or policy.unbiased for policy in candidate.policies)
     curved = _find_curved(candidate)
     freedom = sum(len(pairs) - 1 for pairs in candidate.pairs["plain"])
-    product_curved = product if curved is None else combine(curved, price, policy, dense)
-    verdict = give_verdict(product_curved, noise, bias, exact=candidate.is_exact, unbiased=unbiased)
+    product = everywhere if curved is None else combine(curved, there, policy, dense)
+    verdict = give_verdict(product, noise, bias, exact=candidate.is_exact, unbiased=unbiased)
     remembers = any(isinstance(policy, Stateful) and not policy.exact for policy in candidate.policies)
     return {
         "name": candidate.name,
@@ -98,7 +101,7 @@ def _sum_up(
         "rate": None if curved is None else _find_rate(candidate, curved, freedom),
         "bias": vars(bias),
         "product": vars(product),
-        "product_curved": None if curved is None else vars(product_curved),
+        "product_all_directions": vars(everywhere),
         "dense_batch": batch / (1.0 + max(0.0, noise.value)),
         "dense_batch_curved": None if curved is None else batch / (1.0 + max(0.0, curved.value)),
         "verdict": verdict,

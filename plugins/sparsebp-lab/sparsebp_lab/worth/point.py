@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from statistics import fmean
 from typing import Any
 
 from torch import Tensor
 
 from sparsebp_cli.backward import Engine, count_flops
-from sparsebp_cli.backward.core.extension import ComparesSteps
 from sparsebp_cli.errors import DataError, SparseBPError
 from sparsebp_cli.policy import make_policy
-from sparsebp_cli.worker.trial_step import Mode, TrialStep
+from sparsebp_cli.worker.probe import count_work
+from sparsebp_cli.worker.trial_step import TrialStep
 from sparsebp_lab.exchange import BatchPair
 from sparsebp_lab.worth.candidate import Candidate
 from sparsebp_lab.worth.curvature import Curvature
 from sparsebp_lab.worth.dense_run import DenseRun
+from sparsebp_lab.worth.run_cost import is_known, spread
 from sparsebp_lab.worth.squares import (
     Gradients,
     Metric,
@@ -31,11 +32,10 @@ from sparsebp_lab.worth.squares import (
 )
 from sparsebp_lab.worth.step_length import StepLength, square_halves
 
-WHOLE = 2  # whole batches at a point on which exact policies are counted
-COUNTED = 2  # small batches at a point on which other policies are counted
-EXAMPLES = 4  # of each: an error and the variance between batches both go as one over their size
+WHOLE = 2  # micro-batches of the recipe at a point on which passes are counted
+EXAMPLES = 4  # of a small batch: an error and the variance between batches both go as one over their size
 CURVED = 8  # examples whose loss has the curvature, the same for all errors and for the batches
-AHEAD = 100  # steps over which trial passes are averaged
+AHEAD = 100  # steps, at most, over which trial passes are averaged
 LATER = (0.6, 0.95)  # shares of a training at which a policy that leaves nothing out at a point may do so
 ROUNDING = 1e-8  # of an error's square over the gradient's: below it a policy computes the dense gradient
 
@@ -56,7 +56,6 @@ class Draw:
 
     gradients: Gradients
     is_random: bool  # whether it asked for random numbers; if not, each draw is the same
-    flops: float  # 0 unless they were counted
 
 
 class Point:
@@ -67,20 +66,14 @@ class Point:
         first = step * training.plan.recipe.training.gradient_accumulation_steps
         self._numbers = range(first, first + 2 * pairs)
         self._dense: list[dict[str, Tensor | None]] = []
-        # Policies are measured on the first batch of each pair: all share dense's gradients, and none its own. Not
-        # counted on the very first, on which they are tried.
+        # Policies are measured on the first batch of each pair: all share dense's gradients, and none its own.
         self._measured = range(0, 2 * pairs, 2)
-        self._flops = dict.fromkeys(self._measured[1 : 1 + COUNTED], 0.0)  # of a dense pass, by the place of a batch
         with run.attached([make_policy("dense")]) as engine:
-            for index, number in enumerate(self._numbers):
+            for number in self._numbers:
                 run.tell(f"step {step}: dense", 1)
                 with run.trial(engine, number, EXAMPLES) as trial:
                     self._dense.append(trial.run("dense").gradients)
-                    if index in self._flops:
-                        with count_flops() as flops:
-                            trial.run("dense")
-                        self._flops[index] = float(flops.total)
-            self.whole_flops = [self._count_whole(engine, number, "dense") for number in range(WHOLE)]
+            self.whole_flops = [run.count_dense(engine, number) for number in self._numbers[:WHOLE]]
             self._metric = Metric(training.optimizer.optimizer, run.names)
             self._curvature: Curvature | None = None
             if Curvature.is_measurable(run.names, training.plan.recipe.training.mixed_precision):
@@ -103,16 +96,20 @@ class Point:
                 f"set has {len(training.order.examples)} examples"
             )
 
-    def measure(self, candidate: Candidate) -> None:
-        """Add what a policy's gradients are at this point. Raises ``SparseBPError`` where it does not go with the
-        model."""
+    def measure(self, candidate: Candidate, *, is_last: bool) -> None:
+        """Add what a policy's gradients are at this point, and at the last what its steps cost. Raises
+        ``SparseBPError`` where it does not go with the model."""
         with self._run.attached(candidate.policies) as engine:
             if engine.extensions or not candidate.is_exact:
                 errors, fixed = self._measure_engine(candidate, engine)
+                if is_last:
+                    self._count_run(candidate, engine)
             else:  # what decides at sites alone and is exact keeps all: it is dense
                 errors = [BatchError(Squares(), Squares(), 0.0, {}) for _ in self._measured]
-                fixed = self._price_update(self._dense[0])
+                fixed = self._run.update_flops
+                candidate.trials.append(0.0)
                 candidate.passes += zip(self.whole_flops, self.whole_flops, strict=True)
+                candidate.steps += zip(self.whole_flops, self.whole_flops, strict=True)
         candidate.fixed.append(fixed)
         metrics = ("plain", "adam") if self._curvature is None else ("plain", "adam", "curved")
         for name in metrics:
@@ -131,25 +128,38 @@ class Point:
         first = self._go_where_it_acts(candidate, engine)
         errors = [self._measure_batch(candidate, engine, 0, first)]
         errors += [self._measure_batch(candidate, engine, index) for index in self._measured[1:]]
-        if candidate.is_exact:
-            mine = [self._count_whole(engine, number, "policy") for number in range(WHOLE)]
-            candidate.passes += zip(mine, self.whole_flops, strict=True)
-        return errors, self._price_update(first.gradients) + trials
+        updates = []
+        for number, dense in zip(self._numbers, self.whole_flops, strict=False):
+            with self._run.trial(engine, number) as trial:
+                work = count_work(trial, "policy", dense)
+            candidate.passes.append((work.flops, dense))
+            updates.append(self._run.per_entry * work.updated)
+        candidate.trials.append(trials)
+        return errors, fmean(updates) + trials
 
-    def _price_update(self, gradients: Gradients) -> float:
-        updated = (self._run.names[name].numel() for name, gradient in gradients.items() if gradient is not None)
-        return self._run.per_entry * sum(updated)
+    def _count_run(self, candidate: Candidate, engine: Engine) -> None:
+        """Count steps that are spread over the whole training, each with its own batch and draws, until their mean cost
+        is known. A policy may have a schedule, and other costs on other batches."""
+        run, recipe = self._run, self._run.training.plan.recipe.training
+        for step in spread(recipe.max_steps):
+            accumulation = recipe.gradient_accumulation_steps
+            number = step * accumulation
+            dense = run.count_dense(engine, number)
+            _go_to(engine, step)
+            with run.trial(engine, number) as trial:
+                work = count_work(trial, "policy", dense)
+            update = run.per_entry * work.updated
+            candidate.steps.append((work.flops * accumulation + update, dense * accumulation + run.update_flops))
+            if is_known(candidate.steps):
+                break
 
     def _measure_batch(self, candidate: Candidate, engine: Engine, index: int, first: Draw | None = None) -> BatchError:
-        dense, is_counted = self._dense[index], index in self._flops and not candidate.is_exact
+        dense = self._dense[index]
         with self._run.trial(engine, self._numbers[index], EXAMPLES) as trial:
-            # Numbers of their own, since a step's draws are the same on every batch.
-            first = first or self._draw(engine, trial, 2 * index + 1, counts=is_counted)
+            first = first or self._draw(engine, trial, index, 0)
             other = first
             if first.is_random and not candidate.is_exact:
-                other = self._draw(engine, trial, 2 * index + 2)
-        if is_counted:
-            candidate.passes.append((first.flops, self._flops[index]))
+                other = self._draw(engine, trial, index, 1)
         draws = first.gradients, other.gradients
         noise, bias = square_errors(dense, draws, self._metric, self._run.part_of)
         is_noisy = _total(noise, "plain") > ROUNDING * _square(dense)
@@ -179,7 +189,8 @@ class Point:
     def _run_trials(self, engine: Engine) -> float:
         """Make the trial passes before this step, or before the next that has some, so that states are what they would
         be, and return their FLOPs over the steps between them."""
-        due = [ahead for ahead in range(AHEAD) if engine.trials_are_due(ahead)]
+        steps = min(AHEAD, self._run.training.plan.recipe.training.max_steps)
+        due = [ahead for ahead in range(steps) if engine.trials_are_due(ahead)]
         if not due:
             return 0.0
         _go_to(engine, self._run.step + due[0])
@@ -192,7 +203,7 @@ class Point:
         with count_flops() as flops:
             loss = partial(training.loss_of, first, batch, targets)
             engine.run_trials(loss, training.accelerator.backward, others=others)
-        return float(flops.total) * len(due) / AHEAD
+        return float(flops.total) * len(due) / steps
 
     def _go_where_it_acts(self, candidate: Candidate, engine: Engine) -> Draw:
         """Take a policy that has a schedule of its own to a step at which it leaves something out, if there is one.
@@ -214,28 +225,19 @@ class Point:
 
     def _draw_first(self, engine: Engine) -> Draw:
         with self._run.trial(engine, self._numbers[0], EXAMPLES) as trial:
-            return self._draw(engine, trial, 1)
+            return self._draw(engine, trial, 0, 0)
 
-    def _draw(self, engine: Engine, trial: TrialStep, number: int, *, counts: bool = False) -> Draw:
-        """Draw once; with ``counts`` under a counter, which changes last bits. Error feedback does not go with one, and
-        there are no earlier steps that it could add."""
-        if counts and any(isinstance(part, ComparesSteps) for part in engine.extensions):
-            trial.run("policy", number)  # compares with the plain step, which it does once for a shape
+    def _draw(self, engine: Engine, trial: TrialStep, index: int, number: int) -> Draw:
+        """Draw on a batch. The draws of other batches, and of other data, are independent of it."""
         before = engine.num_draws
-        with count_flops() if counts else nullcontext() as flops:
-            gradients = trial.run("policy", number, feedback=not counts).gradients
+        gradients = trial.run("policy", self._run.find_draw(self._numbers[index], number)).gradients
         _refuse_other_shapes(self._dense[0], gradients)
-        return Draw(gradients, engine.num_draws != before, 0.0 if flops is None else float(flops.total))
+        return Draw(gradients, engine.num_draws != before)
 
     def _acts(self, draw: Draw) -> bool:
         dense = self._dense[0]
         error = {name: minus(draw.gradients[name], gradient) for name, gradient in dense.items()}
         return _square(error) > ROUNDING * _square(dense)
-
-    def _count_whole(self, engine: Engine, number: int, mode: Mode) -> float:
-        with self._run.trial(engine, self._numbers[number]) as trial, count_flops() as flops:
-            trial.run(mode, feedback=False)
-        return float(flops.total)
 
     def _pairs(self, values: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
         return zip(values[::2], values[1::2], strict=True)
