@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, call
@@ -77,25 +78,29 @@ def test_a_case_that_always_names_and_nobody_has_is_an_error(pytestconfig: pytes
 
 def _sample(pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch, commit: str) -> list[str]:
     monkeypatch.setattr(tier, "find_commit", lambda root: commit)
-    names = [f"tests/backward/test_x.py::test_y[{number}]" for number in range(100)]
-    items = [
-        Mock(nodeid=name) for name in [*names, "tests/backward/test_x.py::test_z", *(f"tests/cli/{n}" for n in names)]
-    ]
+    files = {"tests/backward/test_x.py": "", "tests/plan/test_x.py": "", "tests/plan/test_s.py": "slow"}
+    names = {f"{file}::test_{letter}": mark for file, mark in files.items() for letter in "abcdef"}
+    items = [Mock(nodeid=f"{name}[{number}]", mark=mark) for name, mark in names.items() for number in range(11)]
+    items += [Mock(nodeid="tests/backward/test_x.py::test_row", mark="promise")]
     for item in items:
-        item.get_closest_marker = lambda name: None
+        item.iter_markers = lambda item=item: [getattr(pytest.mark, item.mark).mark] if item.mark else []
     config = Mock(getini=pytestconfig.getini, rootpath=ROOT)
     tier.sample(config, items)
-    assert len(config.hook.pytest_deselected.call_args.kwargs["items"]) + len(items) == 201
+    assert len(config.hook.pytest_deselected.call_args.kwargs["items"]) + len(items) == 3 * 6 * 11 + 1
     return [item.nodeid for item in items]
 
 
-def test_each_commit_draws_its_cases_and_every_test_keeps_some(
+def test_each_commit_draws_its_tests_and_every_file_keeps_some(
     pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, again, other = (_sample(pytestconfig, monkeypatch, commit) for commit in ("a1", "a1", "b2"))
     assert first == again != other
-    assert len(first) == len(other) == 12 + 88 // 8 + 1 + 100
-    assert tier.count_sampled(12) == 12
+    for drawn in (first, other):
+        files = Counter(name.partition("::")[0] for name in drawn if "[" in name)
+        # Four of eleven cases each: of half the quick tests of a sampled folder, of all elsewhere, of a third of slow ones.
+        quick, others, slow = "tests/backward/test_x.py", "tests/plan/test_x.py", "tests/plan/test_s.py"
+        assert files == {quick: 3 * 4, others: 6 * 4, slow: 2 * 4}
+        assert "tests/backward/test_x.py::test_row" in drawn
 
 
 def test_a_sample_is_drawn_in_folders_that_exist(pytestconfig: pytest.Config) -> None:

@@ -1,4 +1,4 @@
-"""The tiers of tests: fast, ordinary, long; and the sample of cases that `make test` takes.
+"""The tiers of tests: fast, ordinary, long; and the sample that `make test` takes.
 
 The fast tier, ``pytest --fast``, is the files that ``fast_files`` in pyproject.toml names; none of them trains a model.
 What makes it fast is held, not hoped for: in a session with ``--fast`` an import of transformers, of what stands on it,
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +19,7 @@ import pytest
 
 HEAVY = frozenset({"accelerate", "datasets", "mlflow", "peft", "torchao", "transformers"})
 LEFT_OUT = ("slow", "model", "compiles")
+SLOW_SHARE, QUICK_SHARE = 3, 2  # one of so many slow tests of a file is drawn, and of the others in sampled_folders
 FAST = pytest.StashKey[set[Path]]()
 
 
@@ -43,8 +44,8 @@ class Barrier:
 def add_option(parser: pytest.Parser) -> None:
     """Add ``--fast`` and ``--sample``, and the lists that they read."""
     parser.addoption("--fast", action="store_true", help="only the files of fast_files, without transformers")
-    parser.addoption("--sample", action="store_true", help="of a test with many cases some, by the hash of the commit")
-    parser.addini("sampled_folders", "folders of tests of which --sample takes some cases", type="linelist")
+    parser.addoption("--sample", action="store_true", help="some tests and cases, by the hash of the commit")
+    parser.addini("sampled_folders", "folders of tests of which --sample takes one half", type="linelist")
     parser.addini("fast_files", "patterns of the files of the fast tier", type="linelist")
 
 
@@ -87,25 +88,45 @@ def _is_part(function: str, items: Sequence[pytest.Item]) -> bool:
 
 
 def sample(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out cases of tests that have many: each commit draws others, and `make test-long` runs all."""
-    folders = tuple(f"{folder}/" for folder in config.getini("sampled_folders"))
+    """Leave out tests: each commit draws others, and `make test-long` runs all. Every file and every promise keeps
+    some."""
     commit = find_commit(config.rootpath)
-    cases: dict[str, list[pytest.Item]] = {}
+    folders = tuple(f"{folder}/" for folder in config.getini("sampled_folders"))
+    functions: dict[str, list[pytest.Item]] = {}
     for item in items:
-        counted = any(item.get_closest_marker(name) for name in ("promise", "long", "always"))
-        if item.nodeid.startswith(folders) and not counted:
-            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    gone: set[pytest.Item] = set()
-    for found in cases.values():
-        order = sorted(found, key=lambda item: hashlib.sha256(f"{commit} {item.nodeid}".encode()).digest())
-        gone |= set(order[count_sampled(len(found)) :])
-    items[:] = [item for item in items if item not in gone]
-    config.hook.pytest_deselected(items=list(gone))
+        functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    alike: dict[tuple[str, int], list[str]] = {}  # functions of a file of which the same share is taken
+    for function, cases in functions.items():
+        share = find_share(cases, is_sampled=function.startswith(folders))
+        alike.setdefault((function.partition("::")[0], share), []).append(function)
+    taken = set[pytest.Item]()
+    for (_, share), names in alike.items():
+        for name in draw(names, -(-len(names) // share), commit):
+            cases = {item.nodeid: item for item in functions[name]}
+            taken |= {cases[case] for case in draw(cases, count_sampled(len(cases)), commit)}
+    gone = [item for item in items if item not in taken]
+    items[:] = [item for item in items if item in taken]
+    config.hook.pytest_deselected(items=gone)
+
+
+def find_share(cases: Sequence[pytest.Item], *, is_sampled: bool) -> int:
+    """Return of how many such functions one is drawn."""
+    names = {mark.name for item in cases for mark in item.iter_markers()}
+    if "promise" in names:
+        return 1
+    if names & {"slow", "always", "xdist_group"}:  # tests of a group share an engine, a folder or trainings
+        return SLOW_SHARE
+    return QUICK_SHARE if is_sampled else 1
+
+
+def draw(names: Iterable[str], number: int, commit: str) -> list[str]:
+    """Return so many of some names, which another commit draws anew."""
+    return sorted(names, key=lambda name: hashlib.sha256(f"{commit} {name}".encode()).digest())[:number]
 
 
 def count_sampled(cases: int) -> int:
-    """Return how many of a test's cases a sample has: all up to 12, and an eighth of the others."""
-    return min(cases, 12 + max(0, cases - 12) // 8)
+    """Return how many of a test's cases a sample has: all up to 3, and an eighth of the others."""
+    return min(cases, 3 + max(0, cases - 3) // 8)
 
 
 def find_commit(root: Path) -> str:
