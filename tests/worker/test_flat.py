@@ -34,7 +34,7 @@ def test_the_worker_gathers_nothing_over_steps_of_changing_shapes(
     policy: dict[str, Any],
     at: tuple[int, int],
 ) -> None:
-    rows = [{"prompt": f"Line {n % 5}: the ", "completion": "fox " * (1 + n % 6)} for n in range(60)]
+    rows = [{"prompt": f"Line {n % 5}: the", "completion": " fox" * (1 + n % 6)} for n in range(60)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     recipe = tiny_recipe(
         policy=[policy],

@@ -123,7 +123,8 @@ def test_the_upper_half_of_a_classifier_costs_at_most_47_percent_of_dense_later(
 def test_a_run_is_charged_what_it_computes(padding, uneven, prepared, tmp_path, monkeypatch) -> None:
     draw = random.Random(1)
     lines = [
-        {"prompt": "the quick " * draw.randint(1, 6), "completion": draw.choice(["fox", "dog"])} for _ in range(24)
+        {"prompt": " ".join(["the quick"] * draw.randint(1, 6)), "completion": draw.choice([" fox", " dog"])}
+        for _ in range(24)
     ]
     file = tmp_path / "few.jsonl"
     file.write_text("\n".join(map(json.dumps, lines)))

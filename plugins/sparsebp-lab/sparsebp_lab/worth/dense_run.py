@@ -102,6 +102,34 @@ class DenseRun:
                 self._dense_flops[number] = count_work(trial, "dense").flops
         return self._dense_flops[number]
 
+    def show_steps(self, engine: Engine, first: int, number: int) -> None:
+        """Let policies that remember see so many steps as if they were trained on; weights and optimizer stay."""
+        training, micro_batches = self.training, self.training.plan.recipe.training.gradient_accumulation_steps
+        for step in range(first, first + number):
+            go_to(engine, step)
+            self.run_trials(engine, step * micro_batches)
+            shares = [training.order.rank_part(step * micro_batches + place) for place in range(micro_batches)]
+            targets = sum(count for _, count in shares)
+            with self.trial(engine, step * micro_batches):  # restores generators, buffers and gradients
+                for place, (batch, _) in enumerate(shares):
+                    forward = partial(training.loss_of, step * micro_batches + place, batch, targets)
+                    if engine.estimator is None:
+                        engine.backward(forward(), training.accelerator.backward)
+                    else:
+                        engine.estimate(forward)
+                engine.states.end_step(engine.now())
+
+    def run_trials(self, engine: Engine, first: int) -> None:
+        """Make the trial passes that are due, on a micro-batch and those behind it."""
+        training = self.training
+        batch, targets = training.order.rank_part(first)
+        others = [
+            partial(training.loss_of, first + more, training.order.rank_part(first + more)[0], targets)
+            for more in range(1, engine.count_trial_batches())
+        ]
+        loss = partial(training.loss_of, first, batch, targets)
+        engine.run_trials(loss, training.accelerator.backward, others=others)
+
     def find_draw(self, batch: int, number: int) -> int:
         """Return the number of a random policy's draw on a batch. It follows from the batch's content, since draws
         follow from seed, step and this number: all tasks would have the same draws otherwise."""
@@ -126,3 +154,8 @@ def _trim(batch: dict[str, Tensor]) -> dict[str, Tensor]:
         return batch
     length = int(mask_BT.any(0).nonzero().max()) + 1
     return {name: t[:, :length] if t.shape[:2] == mask_BT.shape else t for name, t in batch.items()}
+
+
+def go_to(engine: Engine, step: int) -> None:
+    """Set the step that the next pass belongs to."""
+    engine.load_state_dict(engine.state_dict() | {"index": step})

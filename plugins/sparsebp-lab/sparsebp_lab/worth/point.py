@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -18,7 +17,7 @@ from sparsebp_cli.worker.trial_step import TrialStep
 from sparsebp_lab.exchange import BatchPair
 from sparsebp_lab.worth.candidate import Candidate
 from sparsebp_lab.worth.curvature import Curvature
-from sparsebp_lab.worth.dense_run import DenseRun
+from sparsebp_lab.worth.dense_run import DenseRun, go_to
 from sparsebp_lab.worth.run_cost import is_known, spread
 from sparsebp_lab.worth.squares import (
     Gradients,
@@ -37,6 +36,7 @@ EXAMPLES = 4  # of a small batch: an error and the variance between batches both
 CURVED = 8  # examples whose loss has the curvature, the same for all errors and for the batches
 AHEAD = 100  # steps, at most, over which trial passes are averaged
 LATER = (0.6, 0.95)  # shares of a training at which a policy that leaves nothing out at a point may do so
+SHOWN = 3  # steps that policies remember when the cost of later steps is counted
 ROUNDING = 1e-8  # of an error's square over the gradient's: below it a policy computes the dense gradient
 
 
@@ -141,11 +141,13 @@ class Point:
         """Count steps that are spread over the whole training, each with its own batch and draws, until their mean cost
         is known. A policy may have a schedule, and other costs on other batches."""
         run, recipe = self._run, self._run.training.plan.recipe.training
-        for step in spread(recipe.max_steps):
+        for place, step in enumerate(spread(recipe.max_steps)):
+            if place == 1 and engine.states:  # at the first step there was nothing to remember
+                run.show_steps(engine, run.step, SHOWN)
             accumulation = recipe.gradient_accumulation_steps
             number = step * accumulation
             dense = run.count_dense(engine, number)
-            _go_to(engine, step)
+            go_to(engine, step)
             with run.trial(engine, number) as trial:
                 work = count_work(trial, "policy", dense)
             update = run.per_entry * work.updated
@@ -193,34 +195,27 @@ class Point:
         due = [ahead for ahead in range(steps) if engine.trials_are_due(ahead)]
         if not due:
             return 0.0
-        _go_to(engine, self._run.step + due[0])
-        training, first = self._run.training, self._numbers[0]
-        batch, targets = training.order.rank_part(first)
-        others = [
-            partial(training.loss_of, first + more, training.order.rank_part(first + more)[0], targets)
-            for more in range(1, engine.count_trial_batches())
-        ]
+        go_to(engine, self._run.step + due[0])
         with count_flops() as flops:
-            loss = partial(training.loss_of, first, batch, targets)
-            engine.run_trials(loss, training.accelerator.backward, others=others)
+            self._run.run_trials(engine, self._numbers[0])
         return float(flops.total) * len(due) / steps
 
     def _go_where_it_acts(self, candidate: Candidate, engine: Engine) -> Draw:
         """Take a policy that has a schedule of its own to a step at which it leaves something out, if there is one.
         Return its first draw there on the first batch. The step is looked for at the first point alone."""
         if candidate.step is not None and candidate.step > self._run.step:
-            _go_to(engine, candidate.step)
+            go_to(engine, candidate.step)
             return self._draw_first(engine)
         first = self._draw_first(engine)
         if candidate.is_exact or candidate.fixed or self._acts(first):
             return first
         num_steps = self._run.training.plan.recipe.training.max_steps
         for step in (round(share * num_steps) + more for share in LATER for more in (0, 1)):
-            _go_to(engine, step)
+            go_to(engine, step)
             if self._acts(found := self._draw_first(engine)):
                 candidate.step = step
                 return found
-        _go_to(engine, self._run.step)
+        go_to(engine, self._run.step)
         return first
 
     def _draw_first(self, engine: Engine) -> Draw:
@@ -260,10 +255,6 @@ class Point:
                 sums[0] += error.noise.sums[metric].get(part, 0.0)
                 sums[1] += error.bias.sums[metric].get(part, 0.0)
             sums[2] += sum(between.sums[metric][part] for between in self._between)
-
-
-def _go_to(engine: Engine, step: int) -> None:
-    engine.load_state_dict(engine.state_dict() | {"index": step})
 
 
 def _refuse_other_shapes(dense: Gradients, gradients: Gradients) -> None:
