@@ -135,21 +135,23 @@ class _Counted:
 def _count(trial: TrialStep, mode: Mode, draw: int = 1) -> _Counted:
     model, engine = trial.model, trial.engine
     # Under counters some operators make other graph nodes than in training, so their error feedback does not fit here.
-    with trial.on(mode, draw, feedback=False) as backward, ModuleTrace(model) as trace, count_flops(trace) as flops:
-        every: list[SavedBytes] = []
+    with trial.on(mode, draw, feedback=False) as backward:
+        with ModuleTrace(model) as trace, count_flops(trace) as flops:
+            every: list[SavedBytes] = []
 
-        @contextmanager
-        def watch() -> Iterator[None]:
-            with saved_bytes(model.parameters(), trace) as saved:
-                every.append(saved)
-                yield
+            @contextmanager
+            def watch() -> Iterator[None]:
+                with saved_bytes(model.parameters(), trace) as saved:
+                    every.append(saved)
+                    yield
 
-        loss = trial.run_batches(backward, watch)
+            loss = trial.run_batches(backward, watch)
         saved = max(every, key=lambda one: one.total)  # of the micro-batch that saves most
         claiming = [part for part in engine.extensions if isinstance(part, EstimatesFlops)] if mode == "dense" else []
         claims = [part.claim(DensePass(loss, trace, flops)) for part in claiming]
         keeping = [part for part in engine.extensions if isinstance(part, KeepsOutputs)] if mode == "policy" else []
-        cost, report = PassCount(flops, saved, sum(part.left_out for part in keeping)), engine.report()
+        cost = PassCount(flops, saved, sum(part.left_out for part in keeping))
+        report = engine.report()  # not counted: it may run the model to know what training steps would have cost
         told = [describe_pass(engine, trial.sizes)]
         kind = StepKind.of(told, engine.take_kept_share(), engine.take_chosen()) if mode == "policy" else StepKind()
         return _Counted(cost, report, claims, kind, trial.num_updated)

@@ -287,6 +287,7 @@ def test_texts_that_a_file_stores_as_numbers_are_read_as_they_are(place: Path) -
     schema = pa.schema(kinds | {"more": pa.map_(pa.string(), pa.binary())})
     pq.write_table(pa.Table.from_pylist(rows, schema), place / "a.parquet")
     expected = pq.read_table(place / "a.parquet").to_pylist()
+    expected[1]["turns"] = [{"n": 1}]  # every struct of a column has all keys: those without a value were not there
     assert [dict(row) for row in iter_rows(place / "a.parquet")] == expected
 
 

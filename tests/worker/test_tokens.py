@@ -35,7 +35,7 @@ def pairs(tiny_folder: Path) -> Path:
     path = tiny_folder / "pairs.jsonl"
     rows = []
     for number in range(60):
-        prompt, completion = f"Line {number % 11}: ", TEXTS[number % len(TEXTS)]
+        prompt, completion = f"Line {number % 11}:", f" {TEXTS[number % len(TEXTS)]}"
         start = len(prompt) + completion.rfind(" ") + 1
         rows.append(
             {
