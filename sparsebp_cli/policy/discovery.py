@@ -78,9 +78,8 @@ class FoundPolicy:
         return min(ends, key=lambda policy: policy.exact + policy.unbiased).follow(schedules)
 
     def _validate(self, policy_class: type[Policy], options: Mapping[str, object]) -> Policy:
-        former = policy_class.former_options
         try:
-            return validate_options(policy_class, {k: v for k, v in options.items() if (k, v) not in former})
+            return validate_options(policy_class, options)
         except ValidationError:
             raise
         except Exception as error:  # a plugin's own checks may fail in any way

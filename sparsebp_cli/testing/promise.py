@@ -10,10 +10,12 @@ from math import ceil, log, log1p
 from typing import Any, Literal, TypeVar
 
 import torch
+from pydantic_core import from_json
 from torch import Tensor, nn
 
 from sparsebp_cli.backward import Engine, attach
 from sparsebp_cli.policy import Policy, Step
+from sparsebp_cli.policy.option import validate_options
 
 Kind = TypeVar("Kind", bound=Policy)
 RARE = 1e-6  # chance with which a suite may refuse a policy that keeps its promise about draws
@@ -37,7 +39,7 @@ def name_of(policy: Policy) -> str:
 
 def through_json(policy: Kind) -> Kind:
     """Return a policy after conversion to JSON and back, as a plan transfers it."""
-    return type(policy).model_validate_json(policy.model_dump_json())
+    return validate_options(type(policy), from_json(policy.model_dump_json()))
 
 
 def vary(step: Step, part: str, numbers: Iterable[int]) -> list[Step]:
