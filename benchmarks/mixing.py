@@ -1,4 +1,4 @@
-"""Judges which models and collators mix the examples of a batch, and writes the table of docs/guide/mixing.md.
+"""Judges which models and collators mix the examples of a batch, and writes the table of docs/results/mixing.md.
 
     python benchmarks/mixing.py            # about ten minutes on two cores; writes benchmarks/results/mixing.json
     python benchmarks/mixing.py --only llama --out FILE

@@ -1,6 +1,6 @@
 """How near the gradient of each token mode is to that of the masked loss, on the pretrained model that ships.
 
-    python benchmarks/token_gradients.py   # seconds; prints a table for docs/guide/tokens.md
+    python benchmarks/token_gradients.py   # seconds; prints a table for docs/results/measurements.md
 
 One step on eight texts of 256 tokens of Python's documentation. A part of the targets is trained; cosine and relative
 error are those of the whole gradient to that of mode exact, and of the weights that make keys and values.

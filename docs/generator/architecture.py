@@ -14,7 +14,7 @@ PLUGIN = "a plugin can"  # how the reason starts where none is known
 TEXT = """\
 Tiny models of transformers {version}, each trained for a step with and without a policy. A tick: the gradient is
 the same, up to rounding (`lossless`), or that of the reference engine (`tokens` in all modes;
-`sites: branches` needs the same [layout](../guide/branches.md#supported-architectures) of a layer, which a plugin
+`sites: branches` needs the same [layout](../guide/tokens.md#add-an-architecture) of a layer, which a plugin
 can add). Else the reason why the engine refuses the model, when a policy is attached or at the first batch. Every
 other policy works at the linears of any model. Models that cannot be made tiny from their configuration alone are
 not here: they were not tried."""

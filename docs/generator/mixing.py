@@ -1,10 +1,9 @@
-"""Count and tables of both pages mixing.md, and reports for upstream, from what benchmarks/mixing.py found."""
+"""Count and tables of results/mixing.md, and reports for upstream, from what benchmarks/mixing.py found."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +13,12 @@ PLACE = re.compile(r"(<!-- mixing: (\w+) -->\n).*?(<!-- end of mixing -->)", re.
 WORDS = {"alone": "alone", "mixed": "**mixed**", "loss": "**uneven**", "refused": "refused", "unjudged": "not judged"}
 
 
-def guide(root: Path) -> str:
-    """Return the page of the guide, with the count."""
-    return _fill(root, "guide", {"count": _count})
-
-
-def results(root: Path) -> str:
-    """Return the page of the results, with its tables."""
-    return _fill(root, "results", {"ways": _ways, "decoders": _decoders})
-
-
-def _fill(root: Path, folder: str, make: dict[str, Callable[[Any], str]]) -> str:
+def page(root: Path) -> str:
+    """Return the page of the results, with its count and its tables."""
+    make = {"count": _count, "ways": _ways, "decoders": _decoders}
     record = _read(root)
-    text = (root / "docs" / folder / "mixing.md").read_text(encoding="utf-8")
-    assert {match[2] for match in PLACE.finditer(text)} == make.keys(), f"{folder}/mixing.md lost the place of a table"
+    text = (root / "docs" / "results" / "mixing.md").read_text(encoding="utf-8")
+    assert {match[2] for match in PLACE.finditer(text)} == make.keys(), "mixing.md lost the place of a table"
     return PLACE.sub(lambda match: f"{match[1]}{make[match[2]](record)}{match[3]}", text)
 
 

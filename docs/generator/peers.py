@@ -28,7 +28,6 @@ WORDS = {
 OWN = tuple(name for name in WORDS if name.startswith("lossless"))
 HIDDEN = "by hand, linear_cross_entropy"  # its products are not seen by PyTorch's counter
 NEAR = 0.03  # of seconds: less is not told apart
-KEYS = {"flops": "GFLOP", "ratio": "ratio of seconds"}
 SCALES = {"flops": 1e9, "bytes": 1e6, "ratio": 1.0}
 UNITS = {
     "instructions": "SFT, lengths of instructions, a third prompt",
@@ -82,38 +81,11 @@ def page(root: Path) -> str:
     return "\n".join(parts)
 
 
-def summary(root: Path) -> str:
-    """Return the table of the guide: for each kind of update, `lossless` and the best of the others."""
-    rows, cases = [], _read(root)["cases"]
-    keys = [key for key in KEYS if any(key in case["ways"]["lossless"] for case in cases.values())]
-    for name, case in cases.items():
-        ways = case["ways"]
-        cells = [UNITS[name]]
-        for key in keys:
-            best = _least(ways, key, [way for way in ways if way not in OWN])
-            cells += [_value(ways["lossless"], key), f"{_value(ways[best], key)}: {WORDS[best]}" if best else ""]
-        rows.append(cells)
-    names = [part for key in keys for part in (f"`lossless`, {KEYS[key]}", "best of the others")]
-    note = (
-        "The ratio is over the padded step, in seconds of one thread; none: not timed."
-        if "ratio" in keys
-        else "No clock was read."
-    )
-    return f"{table(['update', *names], rows)}\n{note}\n"
-
-
 def _read(root: Path) -> Any:
     """Return the record, without kinds of updates that are not counted to their end."""
     record = json.loads((root / "benchmarks" / "results" / "peers.json").read_text(encoding="utf-8"))
     record["cases"] = {name: case for name, case in record["cases"].items() if case["ways"].keys() == WORDS.keys()}
     return record
-
-
-def _least(ways: dict[str, Any], key: str, names: list[str]) -> str | None:
-    """Return which of some ways has the least of something, or None if it was not measured."""
-    # The products of PyTorch's loss are hidden from the counter.
-    known = [name for name in names if key in ways[name] and not (key == "flops" and name == HIDDEN)]
-    return min(known, key=lambda name: _number(ways[name], key)) if known else None
 
 
 def _number(row: dict[str, Any], key: str) -> float:

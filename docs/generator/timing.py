@@ -1,4 +1,4 @@
-"""Tables of recorded timings in pages of the guide, from what benchmarks write to benchmarks/results."""
+"""Tables of recorded measurements in pages of the results, from what benchmarks write to benchmarks/results."""
 
 from __future__ import annotations
 
@@ -10,33 +10,20 @@ from typing import Any
 
 from generator.markdown import head as page_head
 from generator.markdown import table
-from generator.peers import summary
 
 PLACE = re.compile(r"(<!-- timing: (\w+) -->\n).*?(<!-- end of timing -->)", re.DOTALL)
 PLAIN = {"rows": "head of labelled rows", "padding-free": "without padding", "padded": "padded"}
 
 
-def lossless_page(root: Path) -> str:
-    """Return the page of lossless with its timings."""
-    return _fill(root, "lossless", _lossless)
-
-
-def blocks_page(root: Path) -> str:
-    """Return the page of dropped blocks with its timings."""
-    return _fill(root, "blocks", _dropbp)
-
-
-def _fill(root: Path, page: str, make: Callable[[Any], str]) -> str:
-    text = (root / "docs" / "guide" / f"{page}.md").read_text(encoding="utf-8")
-    assert PLACE.search(text), f"{page}.md has lost the place of its timings"
+def measurements(root: Path) -> str:
+    """Return the page of measurements of single methods with its recorded tables."""
+    text = (root / "docs" / "results" / "measurements.md").read_text(encoding="utf-8")
+    found = {match[2] for match in PLACE.finditer(text)}
+    assert found == TABLES.keys(), f"measurements.md lost the place of a table: {found ^ TABLES.keys()}"
 
     def fill(match: re.Match[str]) -> str:
-        if match[2] == "peers":
-            return f"{match[1]}{summary(root)}{match[3]}"
         file = root / "benchmarks" / "results" / f"{match[2]}-cpu.json"
-        others = {"waste": _waste, "labels": _labels, "updates": _updates, "policy_updates": _policy_updates}
-        chosen = (others | {"head": _head}).get(match[2], make)
-        return f"{match[1]}{chosen(json.loads(file.read_text(encoding='utf-8')))}{match[3]}"
+        return f"{match[1]}{TABLES[match[2]](json.loads(file.read_text(encoding='utf-8')))}{match[3]}"
 
     return PLACE.sub(fill, text)
 
@@ -149,6 +136,16 @@ def _dropbp(record: Any) -> str:
     )
     return head + table(["way", "whole step", "backward", "FLOPs", "bytes kept"], rows)
 
+
+TABLES: dict[str, Callable[[Any], str]] = {
+    "lossless": _lossless,
+    "updates": _updates,
+    "policy_updates": _policy_updates,
+    "waste": _waste,
+    "head": _head,
+    "labels": _labels,
+    "dropbp": _dropbp,
+}
 
 POLICIES = """Whole training steps of every policy that changes a step, beside dense ones: forward, backward and AdamW.
 Written from `benchmarks/results/policies-cpu.json`, which `python benchmarks/policies.py` measures anew,

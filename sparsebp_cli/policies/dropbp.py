@@ -52,8 +52,8 @@ class DropBP(Stateful[ResidualBlock], BlockDropper):
         work="(1 + 2 * keep) / 3",
         memory="Nothing of a dropped block.",
         claimed="44 % less training time and sequences 6.2 times as long, LLaMA-2 with QLoRA.",
-        measured="1.47 and 1.90 times as fast at keep 0.5 and 0.25 (guide, blocks); at the cost of 60 dense steps "
-        "worse than dense with a smaller batch (log, 2026-11-23).",
+        measured="1.47 and 1.90 times as fast at keep 0.5 and 0.25 (results, measurements); at the cost of 60 "
+        "dense steps worse than dense with a smaller batch (log, 2026-11-23).",
         code="WooSunghyeon/dropbp, MIT; draws again in a forward that checkpointing repeats.",
     )
 

@@ -37,7 +37,7 @@ class Frozen(ParameterSelector):
         work="(2 + trained) / 3",
         memory="No input of a frozen weight, and no optimizer state.",
         claimed="BAdam: Llama 3 8B in 23.5 GB. LISA: better than LoRA at its memory, LLaMA-2 7B to 70B.",
-        measured="Exact savings to the byte (guide, frozen).",
+        measured="Exact savings to the byte (results, measurements).",
         code="BAdam (Ledzy/BAdam) and LMFlow, Apache-2.0; LMFlow keeps the state of layers that leave.",
     )
 

@@ -56,7 +56,7 @@ class GACT(Stateful[Site], InputSaver):
         memory="N D (bits / 8 + 8 / group) bytes of an input.",
         claimed="Activations 8.1 times smaller, with convolutional, graph and transformer networks.",
         measured="82 % of a step's saved bytes with 4 bits, since norms, attention and activation functions keep "
-        "theirs (guide, saved).",
+        "theirs (results, measurements).",
         code="LiuXiaoxuanPKU/GACT-ICML, no licence seen; read for no part of this.",
     )
 

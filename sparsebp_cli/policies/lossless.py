@@ -26,7 +26,7 @@ class Lossless(BatchPacker):
         work="computed",
         memory="The rows that are computed.",
         measured="1.28 to 3.05 times as fast on batches with padding, prompts or shared prefixes; 1.33 against "
-        "dense's 1.55 test loss at equal cost (guide, lossless and study).",
+        "dense's 1.55 test loss at equal cost (results, measurements; guide, study).",
     )
 
     def packs(self, size: PackedSize) -> bool:

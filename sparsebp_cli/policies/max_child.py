@@ -28,7 +28,7 @@ class MaxChild(ChildRouter):
         "one is chosen.",
         memory="As dense.",
         measured="After 60 steps the child drawn at random (5.15) was better than every largest one (6.06 to 7.26); "
-        "dense 4.24, one seed (guide, max-child).",
+        "dense 4.24, one seed (results, measurements).",
     )
 
     ties: Literal["first", "all", "random"] = Field(

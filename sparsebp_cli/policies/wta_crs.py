@@ -34,7 +34,7 @@ class WTACRS(InputSaver):
         memory="keep N rows of an input, with a number and a weight each.",
         claimed="2.7 times less peak memory at half a percent of accuracy, T5 on GLUE at keep 0.3.",
         measured="86 % of a step's saved bytes at keep 0.3, since norms, attention and activation functions keep "
-        "theirs (guide, saved).",
+        "theirs (results, measurements).",
         code="zirui-ray-liu/WTACRS, no licence; biased in its first epoch.",
     )
 

@@ -87,7 +87,7 @@ EPOCH_SELECTOR = Kind(
     asked="Decides at the start of each epoch, by the losses that its examples had when they were last "
     "trained on, or by a state that follows them. Exact if every epoch visits every example once with the weight 1; "
     "unbiased if the weight of each example, 0 if it is left out, is 1 in the mean over draws. "
-    "[Choose the examples of an epoch](../guide/scoring.md#choose-the-examples-of-an-epoch)\n",
+    "[Choose the examples of an epoch](../guide/tokens.md#choose-the-examples-of-an-epoch)\n",
     suite="sparsebp_cli.testing.epoch:check_epoch_selector",
     by_worker=True,
     weighs_examples=True,

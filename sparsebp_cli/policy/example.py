@@ -189,7 +189,7 @@ EXAMPLE_SELECTOR = Kind(
     "Exact if all examples are chosen. Without weights it is biased else, because the loss is a mean over the targets "
     "of examples of unequal length. With weights it is unbiased if that of each example, 0 where it is left out, is 1 "
     "in the mean over draws, and the targets of the whole batch divide the loss. "
-    "[Choose tokens and examples](../guide/scoring.md)\n",
+    "[Train only some tokens or examples](../guide/tokens.md)\n",
     extensions=((600, "sparsebp_cli.backward.kind.example.fused:make_example_extension"),),
     places="sparsebp_cli.backward.kind.example.extension:find_places",
     suite="sparsebp_cli.testing.example:check_example_selector",

@@ -120,7 +120,7 @@ INPUT_SAVER = Kind(
     InputSaver,
     asked="Decides in the forward, once for all linears that read one input. The gradients of inputs and "
     "biases are dense; exact if inputs are kept as they are, unbiased if what is restored has the input as its mean. "
-    "[Save less of inputs](../guide/saved.md)\n",
+    "[Keep less of each input](../guide/memory.md#keep-less-of-each-input)\n",
     extensions=((200, "sparsebp_cli.backward.linear.saving:InputSaving"),),
     places="sparsebp_cli.backward.linear.saving:find_places",
     suite="sparsebp_cli.testing.saver:check_input_saver",

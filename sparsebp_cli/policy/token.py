@@ -151,7 +151,7 @@ TOKEN_SELECTOR = Kind(
     TokenSelector,
     asked="Decides before each forward of training, by the scores that it needs, whose cost is counted. "
     "Exact if all targets are trained and all gradient is carried; unbiased if they are drawn from the whole "
-    "batch and all gradient is carried. [Choose tokens and examples](../guide/scoring.md)\n",
+    "batch and all gradient is carried. [Train only some tokens or examples](../guide/tokens.md)\n",
     # Beside a packer of rows it chooses among the labels first, so it comes around it.
     extensions=(
         (100, "sparsebp_cli.backward.kind.token.extension:make_extension"),

@@ -15,7 +15,7 @@ import sparsebp_cli as sbp
 from tests.docs.block import ROOT
 from tests.graph import count_nodes
 
-PAGE = (ROOT / "docs" / "guide" / "max-child.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "results" / "measurements.md").read_text(encoding="utf-8")
 ROWS = re.findall(r"^\| (.+) \| (\d+) \| (\d+) \| (\d+) of (\d+) \| (yes|no) \|$", PAGE, re.MULTILINE)
 
 
