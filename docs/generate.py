@@ -51,7 +51,7 @@ PAGES: dict[str, Callable[[Path], str]] = {
     "docs/recipe.schema.json": recipe.schema,
     "docs/comparison.schema.json": comparison.schema,
     "docs/audit.schema.json": audit.schema,
-    "docs/guide/judge.md": judge.page,
+    "docs/results/judge.md": judge.page,
     "docs/documents.schema.json": document.schemas,
     "docs/guide/blocks.md": timing.blocks_page,
     "docs/guide/lossless.md": timing.lossless_page,
