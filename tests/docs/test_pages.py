@@ -17,7 +17,7 @@ from tests.docs.block import FILES, LINK, ROOT
 from tests.docs.conftest import PLUGIN
 
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
-BY_HAND = ("api", "glossary", "stability", "verdicts", "definitions", "faults")
+BY_HAND = ("api", "glossary", "stability", "verdicts", "definitions", "faults", "safety")
 WRITTEN = [ROOT / "docs" / "reference" / f"{name}.md" for name in BY_HAND]
 HOSTS = [".".join(parts) for parts in (("pypi", "org"), ("pythonhosted", "org"), ("huggingface", "co"))]
 PATHS = [f"/{name}/" for name in ("work", "opt", "root")]
