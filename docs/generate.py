@@ -51,7 +51,7 @@ PAGES: dict[str, Callable[[Path], str]] = {
     "docs/recipe.schema.json": recipe.schema,
     "docs/comparison.schema.json": comparison.schema,
     "docs/audit.schema.json": audit.schema,
-    "docs/guide/judge.md": judge.page,
+    "docs/results/judge.md": judge.page,
     "docs/documents.schema.json": document.schemas,
     "docs/results/mixing.md": mixing.page,
     "benchmarks/results/mixing-upstream.md": mixing.upstream,

@@ -14,7 +14,7 @@ PLACE = re.compile(r"(<!-- judge: (\w+) -->\n).*?(<!-- end of judge -->)", re.DO
 
 def page(root: Path) -> str:
     """Return the page with its tables."""
-    text = (root / "docs" / "guide" / "judge.md").read_text(encoding="utf-8")
+    text = (root / "docs" / "results" / "judge.md").read_text(encoding="utf-8")
     results = root / "benchmarks" / "results"
     record, climb = (
         json.loads((results / name).read_text(encoding="utf-8")) for name in ("judge.json", "judge-climb.json")

@@ -247,7 +247,7 @@ def test_the_page_names_every_arm_and_what_became_of_each_hypothesis(
 
 
 OUTCOMES = {True: "holds", False: "refused", None: "open"}
-PAGES = ("guide/worth.md", "guide/answers.md")
+PAGES = ("results/screening.md", "guide/answers.md")
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -98,7 +98,7 @@ def test_the_page_loads_nothing_from_elsewhere() -> None:
 
 
 ANSWERS = (ROOT / "docs" / "guide" / "answers.md").read_text(encoding="utf-8")
-GUIDE = " ".join((ROOT / "docs" / "guide" / "leaderboard.md").read_text(encoding="utf-8").split())
+GUIDE = " ".join((ROOT / "docs" / "results" / "standings.md").read_text(encoding="utf-8").split())
 FIRST = ("quickstart", "masked", "far")
 
 

@@ -1,4 +1,4 @@
-"""The page on what is trained: each of its rows becomes the tokens that the page shows."""
+"""The page on your own data: each of its rows becomes the tokens that the page shows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sparsebp_cli.worker.data_preview import show_first
 from sparsebp_cli.worker.model import build_tokenizer, read_architecture
 from tests.docs.block import ROOT
 
-PAGE = (ROOT / "docs" / "guide" / "trained-on.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "guide" / "own-data.md").read_text(encoding="utf-8")
 CASE = re.compile(r"```json\n(.*?)```\n\n```yaml\n(.*?)```\n\n```text\n(.*?)```\n", re.DOTALL)
 CASES = CASE.findall(PAGE)
 

@@ -57,5 +57,5 @@ def test_the_gains_on_fresh_seeds_have_students_interval(log: Any) -> None:
     pairs = zip(*(log["winners"][rule]["true"]["gains"] for rule in ("naive", "judge")), strict=True)
     apart = [one - other for one, other in pairs]
     low, high = stats.t.interval(0.95, len(apart) - 1, statistics.fmean(apart), stats.sem(apart))
-    text = (ROOT / "docs" / "guide" / "judge.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "results" / "judge.md").read_text(encoding="utf-8")
     assert f"{statistics.fmean(apart):.3f} better than the judge's ({low:.3f} to {high:.3f})" in text

@@ -50,7 +50,7 @@ UNSHOWN = {
     "training.compile": "needs a compiler",
     "training.max_flops": "a budget that `sparsebp study` sets; `max_cost` stands for it",
     "checkpoint.stop_at": "set by studies that halve",
-    "measure.generate.every": "of models that can answer, which no package brings: guide, generation",
+    "measure.generate.every": "of models that can answer, which no package brings: guide, chat",
     "measure.generate.examples": "as measure.generate.every",
     "measure.generate.max_new_tokens": "as measure.generate.every",
     "measure.generate.metrics": "as measure.generate.every",

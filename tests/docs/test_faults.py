@@ -1,4 +1,4 @@
-"""The page of what breaks names every state, commands that exist, and tests that exist."""
+"""The page of states and faults names every state, commands that exist, and tests that exist."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sparsebp_cli.cli.app import VERBS
 from sparsebp_cli.run import State
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs/guide/breaks.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/reference/faults.md").read_text(encoding="utf-8")
 ROWS = [line for line in PAGE.splitlines() if line.startswith("| `")]
 PACKAGES = ROOT / "sparsebp_cli", ROOT / "plugins" / "sparsebp-lab" / "sparsebp_lab"
 SOURCE = "\n".join(file.read_text(encoding="utf-8") for folder in PACKAGES for file in folder.rglob("*.py"))
