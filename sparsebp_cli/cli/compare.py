@@ -67,7 +67,7 @@ IGNORE = "These keys do not decide it: output_dir,logging_steps."
 SEED_PARAM = "The parameter that is the seed of other programs' runs."
 REACH = "Also show the first step and cost at which each group reached this value."
 FAIL_IF = "End with 1 if this holds for a group: 'eval/loss.delta.high > 0.02'."
-REST = "more: --all (every table), `sparsebp show RUN` (one run), --html FILE (a page)"
+REST = "more: --all (every table), --html FILE (a page); `show RUN` has one run"
 SHOW, GATE, FILE, GROUPS = "What is shown", "For CI", "Files", "Which runs form a group"
 
 

@@ -53,7 +53,7 @@ STEP_MEMORY = (
     (metric.PEAK_WORKSPACE_BYTES, "workspace"),
 )
 SHOWN = 20  # characters of a text that the saved model was asked or answered
-BROKEN = "a policy left less out than it claimed: `sparsebp show RUN --all` has the proof"
+BROKEN = "a policy left less out than it claimed; `show RUN --all` has the proof"
 # Rows of the short summary: the first word of a label, and how many rows begin with it.
 BRIEF = {"eval": 2, "test": 2, "asked": 1, "training": 1, "cost": 1, "speed": 1, "memory": 1}
 UNLIKE = 0.1  # probes whose share of work differs more from that of all steps say little of them
