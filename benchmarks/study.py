@@ -84,7 +84,7 @@ def compare(arguments: argparse.Namespace, *more: str, is_read: bool = False) ->
 
     names = dict.fromkeys(candidate.name for candidate in reversed(local_candidates()))
     margin = ["--margin", arguments.margin] if arguments.margin else []
-    text = call("compare", *names, "--baseline", arguments.baseline, *margin, *more, capture=True)
+    text = call("compare", "--all", *names, "--baseline", arguments.baseline, *margin, *more, capture=True)
     return json.loads(text) if is_read else text
 
 

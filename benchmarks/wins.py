@@ -56,7 +56,8 @@ def run_task(task: str) -> None:
 
 def compare(task: str, baseline: str, *form: str) -> str:
     """Return the comparison of a task's report against one of its arms, from the archive alone."""
-    words = ["compare", "--study", f"wins-{task}", "--from", str(FOLDER / f"{task}.tar.gz"), "--baseline", baseline]
+    words = ["compare", "--all", "--study", f"wins-{task}", "--from", str(FOLDER / f"{task}.tar.gz")]
+    words += ["--baseline", baseline]
     with tempfile.TemporaryDirectory() as home:
         done = subprocess.run(
             [*SPARSEBP, *words, "--metric", "test/loss", "--margin", str(MARGIN), *form],

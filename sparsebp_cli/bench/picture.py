@@ -1,4 +1,4 @@
-"""A benchmark as a picture: the speed-up of each form at each share kept, and its ceiling."""
+"""A benchmark as a picture: the speed-up of each form at each share kept, and its limit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SPEEDS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0, 8.0)
 
 
 def draw(benchmark: Benchmark, path: Path) -> Path:
-    """Draw speed-up against the share kept, one panel a kind of site, with dashed ceilings; return the path. Forms
+    """Draw speed-up against the share kept, one panel a kind of site, with dashed limits; return the path. Forms
     without an option ``keep`` are left out. Raises ``UsageError`` unless the path ends in ``.png``, ``.svg`` or
     ``.pdf`` and its folder exists."""
     check_path(path)
@@ -38,7 +38,7 @@ def draw(benchmark: Benchmark, path: Path) -> Path:
                 _draw_form(axes, sorted(rows, key=lambda row: row.keep or 0.0), number)
             _draw_dense(axes, site)
             handles, _ = axes.get_legend_handles_labels()
-            handles.append(Line2D([], [], color="#555555", linestyle="--", linewidth=1.0, label="ceiling"))
+            handles.append(Line2D([], [], color="#555555", linestyle="--", linewidth=1.0, label="limit"))
             below = {"loc": "upper left", "bbox_to_anchor": (0.0, -0.13), "ncols": 3, "frameon": False}
             axes.legend(handles=handles, fontsize=8, **below)
         panels[0].set_ylabel("speed-up over plain PyTorch")

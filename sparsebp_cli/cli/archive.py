@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from sparsebp_cli.compare.archive import Member
     from sparsebp_cli.study.store import StudyRecord
 
-THIN = "Of a study's tuning runs keep evaluations and the price of each step alone: an eighth of their bytes."
+THIN = "Of a study's tuning runs keep evaluations and the FLOPs of each step alone: an eighth of their bytes."
 
 
 def archive(

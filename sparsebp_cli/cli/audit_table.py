@@ -1,64 +1,49 @@
-"""An audit as tables of at most 100 columns."""
+"""An audit on one screen."""
 
 from __future__ import annotations
 
-from rich.padding import Padding
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
 from rich.text import Text
 
-from sparsebp_cli.audit_report import Applied, AuditReport, Finding, IsolationReport
-from sparsebp_cli.audit_report.page import BOUND, COLUMNS, count, rows, summary, where
-from sparsebp_cli.cli.screen import console, make_table, print_line
+from sparsebp_cli.audit_report import AuditReport, Finding
+from sparsebp_cli.audit_report.page import count, summary, where
+from sparsebp_cli.cli.screen import make_table, print_screenful
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 NUMBERS = ("FLOP", "of step", "bytes", "of memory")
-MOST_MODULES = 24  # groups in the table; JSON and the page have all of them
+MOST_FINDINGS = 6  # in the table; JSON and the page have all of them, and the work of each module
+REST = "more: --html FILE (a page) and -o json have every finding and each module"
 
 
 def print_audit(report: AuditReport) -> None:
-    """Print a summary, the judgement of examples, the findings with advice, the notes, and the work by module."""
-    for line in summary(report):
-        print_line(line)
-    if report.examples is not None:
-        _print_examples(report.examples)
+    """Print the verdict, a summary and the largest findings; then details and advice, as many as have room."""
+    lines = [report.verdict, *summary(report)]
+    lines += [] if report.applied is None else [f"lossless {report.applied.headline}"]
+    lines += [] if report.examples is None else [f"examples: {report.examples.headline}"]
+    head: list[RenderableType] = [Text(line) for line in lines]
     if report.findings:
         table = make_table("waste", *NUMBERS, numbers=NUMBERS)
-        for finding in report.findings:
+        for finding in report.findings[:MOST_FINDINGS]:
             table.add_row(finding.title, *_cells(finding))
-        console().print(table)
-        for finding in report.findings:
-            _print_finding(finding)
-    for note in report.notes:
-        console().print(f"note: {note}")
-    cells = rows(report)
-    used = [place for place in range(len(COLUMNS)) if any(row[place] for row in cells)]
-    table = make_table(*(COLUMNS[place] for place in used), numbers=COLUMNS[1:])
-    for row in cells[:MOST_MODULES]:
-        table.add_row(*(row[place] for place in used))
-    console().print(table)
-    if len(cells) > MOST_MODULES:
-        print_line(f"and {len(cells) - MOST_MODULES} more")
-    if report.findings:
-        console().print(BOUND)
+        head.append(table)
+    print_screenful(head, list(_find_notes(report)), REST)
+
+
+def _find_notes(report: AuditReport) -> Iterator[str]:
+    if report.examples is not None:
+        for headline, sentences in report.examples.lines():
+            yield "\n    ".join([f"  {headline}", *sentences])
+    for finding in report.findings:
+        yield _describe(finding)
+    yield from (f"note: {note}" for note in report.notes)
     if report.applied is not None:
-        _print_applied(report.applied)
+        yield from (f"  {line}" for line in report.applied.lines()[1:])
     if report.num_below:
-        print_line(f"{report.num_below} more below {100 * report.threshold:g} % of a step")
-    print_line(report.verdict)
-
-
-def _print_applied(applied: Applied) -> None:
-    headline, *others = applied.lines()
-    console().print(Text.assemble(("lossless", "bold"), f" {headline}"))
-    for line in others:
-        console().print(f"  {line}")
-
-
-def _print_examples(examples: IsolationReport) -> None:
-    out = console()
-    out.print(Text.assemble(("examples", "bold"), f": {examples.headline}"))
-    for headline, sentences in examples.lines():
-        out.print(Padding(headline, (0, 0, 0, 2), expand=False))
-        for sentence in sentences:
-            out.print(Padding(sentence, (0, 0, 0, 4), expand=False))
+        yield f"{report.num_below} more below {100 * report.threshold:g} % of a step"
 
 
 def _cells(finding: Finding) -> tuple[str, ...]:
@@ -73,12 +58,9 @@ def _cells(finding: Finding) -> tuple[str, ...]:
     )
 
 
-def _print_finding(finding: Finding) -> None:
-    """Print what was found and what to do, wrapped, for people only."""
+def _describe(finding: Finding) -> str:
+    """Say what was found, where, and what to do."""
     named = where(finding.modules)
     hint = "" if finding.exact else " (not exactly: what is used would change)"
-    out = console()
-    out.print(Text.assemble((finding.title, "bold"), f": {finding.detail}{hint}"))
-    if named:
-        out.print(f"  where: {named}")
-    out.print(f"  to do: {finding.advice}")
+    place = f"\n  where: {named}" if named else ""
+    return f"{finding.title}: {finding.detail}{hint}{place}\n  to do: {finding.advice}"

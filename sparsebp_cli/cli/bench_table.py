@@ -6,10 +6,10 @@ from sparsebp_cli.bench import Benchmark, BenchmarkRow
 from sparsebp_cli.cli.quantity import show_count, show_seconds
 from sparsebp_cli.cli.screen import console, make_table, print_line
 
-NUMBERS = ("kept", "speed-up", "quartiles", "ceiling", "realised", "flops", "saved", "peak")
+NUMBERS = ("kept", "speed-up", "quartiles", "limit", "reached", "flops", "saved", "peak")
 LEGEND = (
     "speed-up: forward + backward, over plain PyTorch in the same round; with quartiles of the rounds",
-    "ceiling, realised: what the FLOPs left would allow, and the share of that saving that came true",
+    "limit, reached: what the FLOPs left would allow, and the share of that saving that came true",
     "flops, saved, peak: executed in the backward, kept for it, and highest in use; plain PyTorch is 1",
     "worth: dense rows or entries that a kept one must be worth: dense on less of the batch costs as much",
     "choosing by norm can pay only where the gradients' effective sample size (over their number) is",

@@ -15,7 +15,7 @@ import typer
 from sparsebp_cli.cli.answer import tell
 from sparsebp_cli.cli.completion import complete_metric, complete_run, complete_study
 from sparsebp_cli.cli.exit_code import CHECK_FAILED
-from sparsebp_cli.cli.screen import console, make_table, print_line
+from sparsebp_cli.cli.screen import console, make_table, print_line, print_screenful
 from sparsebp_cli.cli.stored_run import find_study
 from sparsebp_cli.errors import RunFailedError, UsageError
 from sparsebp_cli.run import RunFolder, State
@@ -67,6 +67,7 @@ IGNORE = "These keys do not decide it: output_dir,logging_steps."
 SEED_PARAM = "The parameter that is the seed of other programs' runs."
 REACH = "Also show the first step and cost at which each group reached this value."
 FAIL_IF = "End with 1 if this holds for a group: 'eval/loss.delta.high > 0.02'."
+REST = "more: --all (every table), --html FILE (a page); `show RUN` has one run"
 SHOW, GATE, FILE, GROUPS = "What is shown", "For CI", "Files", "Which runs form a group"
 
 
@@ -130,6 +131,9 @@ def compare(  # noqa: PLR0913, PLR0917 - one parameter an option
         bool, typer.Option("--layers", help="Only kept share and fidelity by layer.", rich_help_panel=SHOW)
     ] = False,
     memory: Annotated[bool, typer.Option("--memory", help="Only memory, in its parts.", rich_help_panel=SHOW)] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Every table, with what its columns mean.", rich_help_panel=SHOW)
+    ] = False,
     png: Annotated[
         list[Path] | None,
         typer.Option("--png", "--svg", metavar="FILE", help="Also draw it (.png, .svg, .pdf).", rich_help_panel=FILE),
@@ -172,8 +176,8 @@ def compare(  # noqa: PLR0913, PLR0917 - one parameter an option
     if html is not None:
         command = shlex.join(["sparsebp", *sys.argv[1:]])
         written.append(("report", write_report(comparison, html, command, _make_tuning_grids(tuning))))
-    _print(comparison, output, view)
-    if tuning and output is ComparisonFormat.TABLE:
+    _print(comparison, output, view, everything=everything)
+    if tuning and everything and output is ComparisonFormat.TABLE:
         console().print(_tabulate(tuning))
     for kind, path in written:
         print_line(f"{kind}: {path}", stderr=True)
@@ -326,13 +330,20 @@ def _view(curves: str | None, x: Axis, pareto: bool, layers: bool, memory: bool,
     return View(kinds[0] if kinds else "overview", curves, x.value)
 
 
-def _print(comparison: Comparison, output: ComparisonFormat, view: View) -> None:
-    from sparsebp_cli.compare import render, table
+def _print(comparison: Comparison, output: ComparisonFormat, view: View, *, everything: bool) -> None:
+    from sparsebp_cli.compare import answer, render, table
 
     def show(found: Comparison) -> None:
-        if output is ComparisonFormat.TABLE:
-            console().print(*table(found, view), sep="\n", crop=False)  # keep commands whole for copying
-        else:
+        if output is not ComparisonFormat.TABLE:
             print_line(render(found, output.value, view).rstrip("\n"))
+        elif everything or view.kind != "overview":
+            # keep commands whole for copying
+            console().print(*table(found, view, explained=everything), sep="\n", crop=False)
+        else:
+            notes = [f"warning: {text}" for text in found.warnings]
+            notes += [f"left out: {run.run_id} ({run.label}): {run.reason}" for run in found.runs if not run.counts]
+            if any(control.command for control in found.controls):
+                notes.append("controls are missing: --all has their commands")
+            print_screenful(answer(found), notes, REST)
 
     tell(comparison, output, show)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 WIDTH_WITHOUT_TERMINAL = 100
+MOST_LINES = 24  # of an answer
 
 
 class Output(StrEnum):
@@ -50,6 +51,32 @@ def print_json(content: object, stream: TextIO | None = None) -> None:
     finite null."""
     text = json.dumps(_finite(content), indent=2, default=str, ensure_ascii=False, allow_nan=False)
     print(make_visible(text), file=stream or sys.stdout, flush=True)
+
+
+def print_screenful(parts: Sequence[RenderableType], notes: Sequence[str], rest: str) -> None:
+    """Print parts, as many of the notes as a screen has lines for, and the line that says where the rest is. Parts that
+    are plain strings may have commands to copy: they are not wrapped."""
+    from rich.text import Text
+
+    screen = console()
+
+    def count(part: RenderableType) -> int:
+        return len(screen.render_lines(part, pad=False))
+
+    room, left = MOST_LINES - sum(map(count, [*parts, Text(rest)])), 0
+    for part in parts:
+        screen.print(part, soft_wrap=isinstance(part, str))
+    for place, note in enumerate(notes):
+        later = 1 if left or place + 1 < len(notes) else 0
+        if (lines := count(Text(note))) > room - later:
+            left += 1
+            continue
+        room -= lines
+        level, colon, text = note.partition(": ")
+        screen.print(Text.assemble((level + colon, "yellow" if level == "warning" else ""), text))
+    if left:
+        screen.print(f"and {left} more")
+    screen.print(rest)
 
 
 def make_table(*columns: str, numbers: Sequence[str] = (), title: str = "") -> Table:

@@ -5,34 +5,34 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from enum import StrEnum
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sparsebp_cli.cli.answer import FileList, tell
+from sparsebp_cli.cli.answer import tell
 from sparsebp_cli.cli.answer.result_record import MetricRange, Note, RunFacts
 from sparsebp_cli.cli.census_table import census_table
 from sparsebp_cli.cli.compare import find_one_in
 from sparsebp_cli.cli.option import OneRun
 from sparsebp_cli.cli.proof import proof_table, read_rows
 from sparsebp_cli.cli.quantity import show_count, show_share
-from sparsebp_cli.cli.screen import console, make_table, print_line
+from sparsebp_cli.cli.screen import console, make_table, print_line, print_screenful
 from sparsebp_cli.cli.stored_run import find_one
 from sparsebp_cli.cli.summary import summarise
-from sparsebp_cli.errors import UsageError
 from sparsebp_cli.run import History, RunFolder
 from sparsebp_cli.run.census import Census
 from sparsebp_cli.run.journal import list_asked, list_samples
 from sparsebp_cli.run.label import Labels
 from sparsebp_cli.run.memory import PARTS, PHASES, MemoryCurve
-from sparsebp_cli.run.picture import PART_WORDS, save_curves
+from sparsebp_cli.run.picture import PART_WORDS
 from sparsebp_cli.run.record_type import CurveValues
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
     from rich.table import Table
 
 
+REST = "more: --all (proof, memory, data, machine, recipe), -o json, -o yaml (recipe)"
 LONGEST = 160  # of a generated text in the table; JSON has more
 
 
@@ -50,14 +50,9 @@ def show(
         ShowFormat,
         typer.Option("-o", "--output", help="For people; JSON: everything; YAML: the recipe alone, for diff."),
     ] = ShowFormat.TABLE,
-    layers: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Only draw kept share and fidelity by layer and step (.png, .svg, .pdf)."),
-    ] = None,
-    memory: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Only draw live bytes over the watched steps, in parts (.png, .svg, .pdf)."),
-    ] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Also proof, memory, texts, data, machine and recipe.")
+    ] = False,
     place: Annotated[
         str | None,
         typer.Option("--from", metavar="PLACE", help="Read the run from here: a folder of runs, or an archive."),
@@ -65,16 +60,13 @@ def show(
 ) -> None:
     """Show one run: recipe, numbers, proof, notes, machine, files."""
     folder = find_one(run) if place is None else find_one_in(place, run)
-    drawn = [str(_draw_layers(folder, layers))] if layers is not None else []
-    drawn += [str(draw_run_memory(folder, memory))] if memory is not None else []
-    if drawn:
-        tell(FileList(files=drawn, next=[]), output, lambda found: print_line("\n".join(found.files)))
-        return
     plan, history = folder.read_plan(), History.load(folder.path)
     if output is ShowFormat.YAML:
         print_line(_to_yaml(plan["recipe"]))
     else:
-        tell(describe(folder, plan, history), output, lambda found: _print(found, folder, history))
+        tell(
+            describe(folder, plan, history), output, lambda found: _print(found, folder, history, everything=everything)
+        )
 
 
 def describe(folder: RunFolder, plan: dict[str, Any], history: History) -> RunFacts:
@@ -115,27 +107,20 @@ def _by_text(values: Mapping[Any, object]) -> dict[str, Any]:
     return {str(key): value for key, value in values.items()}
 
 
-def _draw_layers(folder: RunFolder, path: Path) -> Path:
-    from sparsebp_cli.compare import View, compare_runs, picture
-
-    if not History.load(folder.path).layers:
-        raise UsageError(
-            f"run {folder.run_id} has no figures of layers: measure.probe_every or fidelity_every has them"
-        )
-    return picture(compare_runs([folder]), path, View("layers"))
-
-
-def _print(found: RunFacts, folder: RunFolder, history: History) -> None:
-    console().print(summarise(folder, history))
-    if found.labels["tags"]:
-        print_line(f"tags: {', '.join(found.labels['tags'])}")
-    if found.labels["note"]:
-        print_line(f"note: {found.labels['note']}")
-    for end in found.ends[-1:]:
-        if end["text"]:
-            print_line(f"{end['status']}: {end['text']}")
-    for note in found.notes:
-        console().print(note.text if note.level == "detail" else f"{note.level}: {note.text}")
+def _print(found: RunFacts, folder: RunFolder, history: History, *, everything: bool) -> None:
+    head: list[RenderableType] = [summarise(folder, history, everything=everything)]
+    head += [f"tags: {', '.join(found.labels['tags'])}"] if found.labels["tags"] else []
+    head += [f"note: {found.labels['note']}"] if found.labels["note"] else []
+    head += [f"{end['status']}: {end['text']}" for end in found.ends[-1:] if end["text"]]
+    notes = sorted(found.notes, key=lambda note: note.level != "warning")
+    texts = [note.text if note.level == "detail" else f"{note.level}: {note.text}" for note in notes]
+    if not everything:
+        print_screenful(head, texts, REST)
+        return
+    for part in head:
+        console().print(part, soft_wrap=isinstance(part, str))
+    for text in texts:
+        console().print(text)
     facts, plan = dict(found.facts), found.plan
     for table in _tables(history, facts.pop("census", None)):
         console().print()
@@ -208,15 +193,3 @@ def memory_table(values: CurveValues, step: int) -> Table:
     totals = [show_count(split.total, "B") for split in by_phase.values()]
     table.add_row("all", show_count(peak.split.total, "B"), "", "", *totals)
     return table
-
-
-def draw_run_memory(folder: RunFolder, path: Path) -> Path:
-    """Draw the memory curves of all watched steps of a run to ``.png``, ``.svg`` or ``.pdf``. Raises ``UsageError`` if
-    no step was watched, or the path is not one of a picture."""
-    found = History.load(folder.path).memory
-    if not found:
-        raise UsageError(
-            f"run {folder.run_id} has no memory of a step: where measure.probe_every is set, a step of warm-up and the "
-            "last are watched"
-        )
-    return save_curves([(f"step {step}", MemoryCurve.from_values(found[step])) for step in sorted(found)], path)

@@ -52,15 +52,24 @@ STEP_MEMORY = (
     (metric.PEAK_ACTIVATION_BYTES, "saved for backward"),
     (metric.PEAK_WORKSPACE_BYTES, "workspace"),
 )
-SHOWN = 60  # characters of a text that the saved model was asked or answered
+SHOWN = 20  # characters of a text that the saved model was asked or answered
+BROKEN = "a policy left less out than it claimed; `show RUN --all` has the proof"
+# Rows of the short summary: the first word of a label, and how many rows begin with it.
+BRIEF = {"eval": 2, "test": 2, "asked": 1, "training": 1, "cost": 1, "speed": 1, "memory": 1}
 UNLIKE = 0.1  # probes whose share of work differs more from that of all steps say little of them
 
 
 def summarise(
-    run: RunFolder, history: History, *, together: Sequence[RunFolder] = (), warning: str = ""
+    run: RunFolder,
+    history: History,
+    *,
+    together: Sequence[RunFolder] = (),
+    warning: str = "",
+    everything: bool = False,
 ) -> RenderableType:
-    """Return the summary for rich. ``warning`` is a problem apart from the run, such as metrics that were not sent.
-    ``together`` are all runs of this command, given with its last one: they are in the next command."""
+    """Return the summary for rich, at most 12 lines unless it has ``everything``. ``warning`` is a problem apart from
+    the run, such as metrics that were not sent. ``together`` are all runs of this command, given with its last one:
+    they are in the next command."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -69,11 +78,13 @@ def summarise(
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
-    for label, text in summary_rows(history, read_phases(recipe)):
+    rows = summary_rows(history, read_phases(recipe), brief=not everything)
+    for label, text in rows if everything else _choose(rows):
         grid.add_row(label, Text(text))
-    if warning:
-        grid.add_row("warning", Text(warning))
-    if (run.path / "model").is_dir():
+    broken = BROKEN if _is_broken(history) and not everything else ""
+    for text in filter(None, (warning, broken)):
+        grid.add_row("warning", Text(text))
+    if everything and (run.path / "model").is_dir():
         grid.add_row("model", Text(str(run.path / "model")))
     head = Text.assemble((recipe["name"], "bold"), f" {run.run_id}  {run.state()}  ({describe_policies(recipe)})")
     last = []
@@ -87,8 +98,19 @@ def summarise(
     return Group(head, grid, *last)
 
 
-def summary_rows(history: History, phases: Phases[dict[str, Any]]) -> Iterator[tuple[str, str]]:
-    """Yield the known values of a run as label and text. What probes tell of each phase is averaged over the steps."""
+def _choose(rows: Iterator[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    """Keep the rows of the short summary."""
+    left = dict(BRIEF)
+    for label, text in rows:
+        kind = label.partition(" ")[0]
+        if left.get(kind, 0):
+            left[kind] -= 1
+            yield label, text
+
+
+def summary_rows(history: History, phases: Phases[dict[str, Any]], *, brief: bool = False) -> Iterator[tuple[str, str]]:
+    """Yield the known values of a run as label and text. What probes tell of each phase is averaged over the steps.
+    ``brief`` leaves out the parts of the memory."""
     for key, label in zip(DURING, JUDGED, strict=True):
         if values := list(history.series(key.name).values()):
             yield f"eval {label}", f"first {values[0]:.4f}, last {values[-1]:.4f}"
@@ -102,11 +124,11 @@ def summary_rows(history: History, phases: Phases[dict[str, Any]]) -> Iterator[t
     if text := _step_time(history):
         yield "step time", text
         yield "training", _training(history)
-    if text := _price(history, phases):
-        yield "price", text
+    if text := _cost(history, phases):
+        yield "cost", text
     if text := _speed(history, phases):
         yield "speed", text
-    if text := _memory(history):
+    if text := _memory(history, brief=brief):
         yield "memory", text
     executed, dense = (_last(history, which, phases) for which in (metric.BACKWARD_EXECUTED, metric.BACKWARD_DENSE))
     if executed is not None and dense:
@@ -142,15 +164,19 @@ def _proof(history: History, phases: Phases[dict[str, Any]]) -> str:
     claimed, executed = (_last(history, which, phases) for which in (metric.CLAIMED_SHARE, metric.EXECUTED_SHARE))
     parts = []
     if claimed is not None and executed is not None:
-        broken = max(history.series(metric.EXCESS_SHARE.name).values(), default=0.0) > 0
         parts.append(
             f"{show_share(executed)} of the work that the policy decides on was done, it claimed {show_share(claimed)}"
         )
-        parts += ["the claim was not kept"] if broken else []
+        parts += ["the claim was not kept"] if _is_broken(history) else []
     moved, share = history.last(metric.MOVED_TENSORS.name), history.last(metric.MOVED_SHARE.name)
     if moved is not None and share is not None:
         parts.append(f"a step moved {moved:.0f} parameters, {show_share(share)} of all entries")
     return "; ".join(parts)
+
+
+def _is_broken(history: History) -> bool:
+    """Whether any probe found a claim of the policies broken."""
+    return max(history.series(metric.EXCESS_SHARE.name).values(), default=0.0) > 0
 
 
 def _fidelity(history: History) -> str:
@@ -187,7 +213,7 @@ def _training(history: History) -> str:
     return ", ".join(parts)
 
 
-def _price(history: History, phases: Phases[dict[str, Any]]) -> str:
+def _cost(history: History, phases: Phases[dict[str, Any]]) -> str:
     """Return what all steps cost; with the share that the probed steps cost where that is another, since what probes
     tell then holds for a part of the steps."""
     names = (metric.STEP_FLOPS, metric.DENSE_STEP_FLOPS, metric.UPDATE_FLOPS, metric.DENSE_UPDATE_FLOPS)
@@ -233,25 +259,25 @@ def _speed(history: History, phases: Phases[dict[str, Any]]) -> str:
     share = median(shares) if (shares := list(history.series(metric.REALISED_SHARE.name).values())) else None
     if len(phases) > 1 and speedup is not None and ceiling is not None:
         share = realised_share(speedup, 1.0, ceiling)
-    parts = [f"a step {speedup:.2f}x as fast as a dense one (median)"] if speedup is not None else []
+    parts = [f"a step {speedup:.2f}x as fast as dense (median)"] if speedup is not None else []
     if ceiling is not None:
-        parts.append(f"{ceiling:.2f}x possible by the work left")
+        parts.append(f"limit {ceiling:.2f}x")
     if share is not None:
-        reached = show_share(share) if share > 0 else "nothing"
-        parts.append(f"{reached} of that saving reached")
+        parts.append(f"{show_share(share) if share > 0 else 'nothing'} of it reached")
     return ", ".join(parts)
 
 
-def _memory(history: History) -> str:
+def _memory(history: History, *, brief: bool) -> str:
     device, process, whole = (
         history.last(which.name)
         for which in (metric.PEAK_ALLOCATED_BYTES, metric.PEAK_RESIDENT_BYTES, metric.STEP_PEAK_BYTES)
     )
     parts = [(word, history.last(key.name)) for key, word in (MEMORY if whole is None else STEP_MEMORY)]
+    parts = [] if brief else parts
     split = ", ".join(f"{word} {show_count(value, 'B')}" for word, value in parts if value is not None)
     if whole is not None:
-        split = f"a step's tensors {show_count(whole, 'B')} at most ({split})"
+        split = f"a step's tensors {show_count(whole, 'B')} at most" + (f" ({split})" if split else "")
     if device is not None:
         return f"peak {show_count(device, 'B')}" + (f": {split}" if split else "")
-    rest = f"the process had {show_count(process, 'B')} with its libraries" if process is not None else ""
+    rest = f"the process {show_count(process, 'B')} with its libraries" if process is not None else ""
     return "; ".join(filter(None, (split, rest)))

@@ -9,7 +9,7 @@ from sparsebp_cli.compare.loaded import LoadedRun
 from sparsebp_cli.compare.margin import parse_margin
 from sparsebp_cli.compare.picture import picture
 from sparsebp_cli.compare.question import Question, Reducer
-from sparsebp_cli.compare.render import FORMATS, render, table
+from sparsebp_cli.compare.render import FORMATS, answer, render, table
 from sparsebp_cli.compare.report import REPORT_CURVES, write_report
 from sparsebp_cli.compare.store import load_all, store_candidates
 from sparsebp_cli.compare.view import View
@@ -26,6 +26,7 @@ __all__ = [
     "RunCandidate",
     "RunLine",
     "View",
+    "answer",
     "check",
     "choose",
     "compare_runs",

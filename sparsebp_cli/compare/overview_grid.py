@@ -78,25 +78,25 @@ def _speed(comparison: Comparison) -> Grid:
                 show.of_share(s.realised_share.median if s.realised_share else None),
             )
         )
-    columns = ("group", "step", "fwd + bwd + opt", "to baseline", "cost", "ceiling", "realised")
+    columns = ("group", "step", "fwd + bwd + opt", "to baseline", "cost", "limit", "reached")
     note = (
         "Step: median [quartiles], without warm-up, evaluation and checkpoints; beside it the medians of forward, "
         "backward and optimizer. To baseline: geometric mean of the ratios of whole steps, paired by seed [95% "
         "interval on the logarithm, simultaneous as that of quality is]; withheld: the machine was busy, or drifted. "
         "Cost: of a step in dense steps of its batch, by probes inside each run, where dense and policy take turns. "
-        "Ceiling: the factor by which forward and backward would be faster if time fell as the work does. Realised: "
+        "Limit: the factor by which forward and backward would be faster if time fell as the work does. Reached: "
         "the share of that saving which was measured, by the same probes. Dense: every gradient is computed."
     )
-    return Grid("Speed", columns, tuple(rows), note, bold=_find_gains(comparison, comparison.groups, "step time", 3))
+    return Grid("Speed", columns, tuple(rows), note, bold=find_gains(comparison, comparison.groups, "step time", 3))
 
 
 WITHHELD = "withheld"
 
 
-def _find_gains(
+def find_gains(
     comparison: Comparison, groups: Sequence[Group], subject: Subject, column: int
 ) -> frozenset[tuple[int, int]]:
-    """The cells of a column that a statement on the subject shows to be a gain."""
+    """Return the cells of a column that a statement on the subject shows to be a gain."""
     return frozenset((row, column) for row, group in enumerate(groups) if comparison.is_gain(group, subject))
 
 
@@ -165,7 +165,7 @@ def _memory(comparison: Comparison) -> Grid:
         "parameters left out. Peak: the largest of all runs; that of a process also holds libraries, data and what it "
         "kept from before, and is compared with nothing."
     )
-    return Grid("Memory", columns, tuple(rows), note, bold=_find_gains(comparison, shown, "memory", 2))
+    return Grid("Memory", columns, tuple(rows), note, bold=find_gains(comparison, shown, "memory", 2))
 
 
 def _work(comparison: Comparison) -> Grid:
@@ -262,7 +262,7 @@ def _quality(comparison: Comparison) -> Grid:
     rows = []
     for group in comparison.groups:
         q = group.quality
-        cells = [group.label, _states(group), show.of_spread(_over_shared_seeds(comparison, group))]
+        cells = [group.label, _states(group), show.of_spread(over_shared_seeds(comparison, group))]
         cells += (
             ["", ""]
             if group.baseline
@@ -286,12 +286,12 @@ def _quality(comparison: Comparison) -> Grid:
         note += " One split did both: choices that were made by it are flattered on it."
     if comparison.reducer == "best":
         note += " The best of many evaluations favours runs that were evaluated more often."
-    bold = _find_gains(comparison, comparison.groups, "quality", 3)
+    bold = find_gains(comparison, comparison.groups, "quality", 3)
     return Grid(title, columns, tuple(rows), note, aside=2, bold=bold)
 
 
-def _over_shared_seeds(comparison: Comparison, group: Group) -> Spread | None:
-    """A group's mean over the seeds that the groups share, so that the means are comparable."""
+def over_shared_seeds(comparison: Comparison, group: Group) -> Spread | None:
+    """Return a group's mean over the seeds that the groups share, so that the means are comparable."""
     if not comparison.shared_seeds:
         return group.quality.final
     return spread([run.quality for run in comparison.comparable_runs(group) if run.quality is not None])

@@ -9,15 +9,17 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 
 from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.console import Console, ConsoleOptions, OverflowMethod, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from sparsebp_cli.compare.answer import answer_grid
 from sparsebp_cli.compare.comparison import Comparison
 from sparsebp_cli.compare.grid import Grid
 from sparsebp_cli.compare.latex import to_latex
 from sparsebp_cli.compare.overview_grid import grids
 from sparsebp_cli.compare.view import View, view_grids
+from sparsebp_cli.compare.words import say_briefly
 from sparsebp_cli.errors import UsageError, did_you_mean
 
 FORMATS = ("json", "csv", "md", "latex")
@@ -107,13 +109,21 @@ def _cell(text: str) -> str:
 NARROWEST, GAP = 12, 2
 
 
-def table(comparison: Comparison, view: View | None = None) -> list[RenderableType]:
-    """Return tables, then warnings, then a verdict for each group; for a single view its tables alone."""
+def answer(comparison: Comparison) -> list[RenderableType]:
+    """Return a sentence for each group, and one table. Warnings are the caller's, who knows how much room is left."""
+    found = [(group.label, say_briefly(group.label, group.statements)) for group in comparison.groups]
+    said = [Text.assemble((f"{label}: ", "bold"), text) for label, text in found]
+    return [*said, _Fitting(answer_grid(comparison), is_short=True)]
+
+
+def table(comparison: Comparison, view: View | None = None, *, explained: bool = True) -> list[RenderableType]:
+    """Return tables, then warnings, then a verdict for each group; for a single view its tables alone. ``explained``
+    adds what the columns mean."""
     parts: list[RenderableType] = []
     whole = view is None or view.kind == "overview"
     for grid in grids(comparison) if view is None or whole else view_grids(comparison, view):
         parts.append(_Fitting(grid))
-        if grid.note:
+        if grid.note and (explained or not grid.rows):
             parts.append(Text(grid.note, style="dim"))
         parts += map(_Command, grid.commands)
         parts.append(Text())
@@ -137,11 +147,14 @@ class _Command:
 class _Fitting:
     """A table if its numbers have room; otherwise a list for each row. No number is ever cut."""
 
-    def __init__(self, grid: Grid) -> None:
-        self.grid = grid
+    def __init__(self, grid: Grid, *, is_short: bool = False) -> None:
+        self.grid, self.is_short = grid, is_short
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield _draw(self.grid) if _needed(self.grid) <= options.max_width else _stack(self.grid)
+        if _needed(self.grid) <= options.max_width:
+            yield _draw(self.grid, "ellipsis" if self.is_short else "fold")
+        else:
+            yield _stack(self.grid, ", " if self.is_short else "\n  ")
 
 
 def _needed(grid: Grid) -> int:
@@ -152,23 +165,23 @@ def _needed(grid: Grid) -> int:
     ) + GAP * (len(widths) - 1)
 
 
-def _stack(grid: Grid) -> Text:
+def _stack(grid: Grid, between: str) -> Text:
     lines = [Text(grid.title, style="bold")]
     for first, *rest in grid.rows:
-        lines.append(Text(first, style="bold"))
         cells = zip(grid.columns[1:], rest, strict=True)
-        lines += [Text.assemble("  ", (f"{column}: ", "dim"), cell) for column, cell in cells if cell]
+        named = [Text.assemble((f"{column}: ", "dim"), cell) for column, cell in cells if cell]
+        lines.append(Text(between).join([Text(first, style="bold"), *named]))
     return Text("\n").join(lines)
 
 
-def _draw(grid: Grid) -> Table:
+def _draw(grid: Grid, overflow: OverflowMethod) -> Table:
     drawn = Table(title=Text(grid.title, style="bold"), title_justify="left", box=None, pad_edge=False)
     for number, heading in enumerate(grid.columns):
         words = grid.has_words(number)
         drawn.add_column(
             Text(heading),
             justify="left" if words else "right",
-            overflow="fold",
+            overflow=overflow,
             no_wrap=not words,
             header_style="dim",
         )

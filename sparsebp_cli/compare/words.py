@@ -5,17 +5,47 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from sparsebp_cli.compare.number import show_change, show_ends
-from sparsebp_cli.compare.statement import Number, Statement, Subject
+from sparsebp_cli.compare.statement import Number, Outcome, Statement, Subject
 from sparsebp_cli.compare.statistics import FEWEST_PAIRS
 from sparsebp_cli.run import metric as names
 
 COUNTS = {1: "one seed", 2: "two seeds"}
+LONGEST = 140  # characters of a short verdict with its label: two lines of a terminal
 ANSWERS = {"not worse": "yes", "worse": "no"}
+BRIEF = ("quality", "margin", "equal cost")  # what a short verdict has first
+EQUAL_COST: dict[Outcome, str] = {
+    "no statement": "too few seeds for dense of equal cost",
+    "no difference shown": "no difference from dense of equal cost was shown",
+    "differs": "differs from dense of equal cost",
+}
 
 
 def say_all(statements: Sequence[Statement]) -> str:
     """Return statements as one sentence, with a full stop."""
     return "; ".join(map(say, statements)) + "."
+
+
+def say_briefly(label: str, statements: Sequence[Statement]) -> str:
+    """Return one sentence on a group: quality, margin, equal cost, and as many doubts as two lines hold, the gravest
+    first. Intervals are left to the table beside it."""
+    asked = [say_without_interval(one) for one in statements if one.subject in BRIEF]
+    doubts = [say(one) for one in reversed(statements) if one.subject == "circumstance"]
+    said = (asked or doubts)[:1]
+    rest = [*asked, *doubts][1:]
+    for text in rest:
+        if len("; ".join([label, *said, text])) <= LONGEST:
+            said.append(text)
+    left = len(rest) + 1 - len(said)
+    return "; ".join(said) + (f"; {left} more doubt{'s' * (left > 1)}" if left > 0 else "") + "."
+
+
+def say_without_interval(statement: Statement) -> str:
+    """Return one statement in words as short as they can be."""
+    if statement.subject == "equal cost":
+        return EQUAL_COST.get(statement.outcome, f"{statement.outcome} than dense of equal cost")
+    if statement.subject == "quality" and statement.numbers:
+        return ", ".join([*statement.reasons, _level(statement, "")])
+    return say(statement)
 
 
 def say(statement: Statement) -> str:
@@ -26,30 +56,29 @@ def say(statement: Statement) -> str:
 def _quality(statement: Statement) -> str:
     if not statement.numbers:
         return f"{statement.reasons[0]}: no statement about quality" if statement.reasons else "no quality to compare"
-    return ", ".join([*statement.reasons, _level(statement)])
+    return ", ".join([*statement.reasons, _level(statement, f" ({_describe_interval(statement)}{_ranks(statement)})")])
 
 
-def _level(statement: Statement) -> str:  # noqa: PLR0911 - one sentence an outcome
-    """A metric against the baseline's."""
+def _level(statement: Statement, inside: str) -> str:  # noqa: PLR0911 - one sentence an outcome
+    """A metric against the baseline's; ``inside`` is its interval in brackets, or empty."""
     number, outcome, margin = statement.numbers[0], statement.outcome, statement.number("margin")
     name, size = number.name, f"{number.value:+.2g} in {number.name}"
-    inside = f"({_describe_interval(number)}{_ranks(statement)})"
     few = number.count < FEWEST_PAIRS or number.low is None
     match outcome:
         case "exact":
             return f"exact: what differs is rounding ({size})"
         case "fault":
-            how = f"({_count(number)})" if few else inside
-            return f"declared exact, but {size} {how} is far more than rounding: a fault"
+            how = f" ({_count(number)})" if few else inside
+            return f"declared exact, but {size}{how} is far more than rounding: a fault"
         case "identical":
             return f"{name} is identical on all {number.count} seeds"
         case "equal within the margin":
             within = f"of {margin.value:g}" if margin else ""
-            return f"{name} is equal within the margin {within}{_within(statement)} {inside}"
+            return f"{name} is equal within the margin {within}{_within(statement)}{inside}"
         case "no difference shown":
-            return f"no difference in {name} was shown {inside}, which is not proof of equality"
+            return f"no difference in {name} was shown{inside and f'{inside}, which is not proof of equality'}"
         case "differs":
-            return f"{name} differs by {number.value:+.3g} {inside}"
+            return f"{name} differs by {number.value:+.3g}{inside}"
         case "no statement" if few:
             return f"{_count(number)}: no statement about quality"
         case "no statement" if number.p is None:
@@ -57,9 +86,9 @@ def _level(statement: Statement) -> str:  # noqa: PLR0911 - one sentence an outc
             return f"{name} {same}: seeds change nothing here, so there is no statement"
         case "no statement":
             lost = "but others diverged, so there is no statement about quality"
-            return f"{name} differs by {number.value:+.3g} {inside}, {lost}"
+            return f"{name} differs by {number.value:+.3g}{inside}, {lost}"
     more = f", not shown to be more than the margin of {margin.value:g}" if margin else ""
-    return f"{name} is {outcome} by {abs(number.value):.3g} {inside}{more}"
+    return f"{name} is {outcome} by {abs(number.value):.3g}{inside}{more}"
 
 
 def _within(statement: Statement) -> str:
@@ -73,8 +102,9 @@ def _count(number: Number) -> str:
     return COUNTS.get(number.count, waits if number.count else "no shared seed")
 
 
-def _describe_interval(number: Number) -> str:
+def _describe_interval(statement: Statement) -> str:
     """The interval and, where Holm's procedure ends it at zero, which is no measured end, its p value."""
+    number = statement.numbers[0]
     kind = "simultaneous 95% interval" if number.simultaneous else "95% interval"
     p = f"p = {number.p:.2g}, " if number.p is not None and 0.0 in {number.low, number.high} else ""
     return f"{kind} {show_ends(number.low, number.high)}, {p}{number.count} seeds"

@@ -17,7 +17,7 @@ STEPS = (
     *("flops/", "proof/", "probe/", "speed/", "fidelity/"),
 )
 OF_STEPS = {"layers", "proof", "memory", "examples", "samples"}  # kinds of records that measure single steps
-NOTE = "what single steps took and measured was left out of this archive (--thin), other than their price"
+NOTE = "what single steps took and measured was left out of this archive (--thin), other than their FLOPs"
 DIGITS = 3  # of the seconds at which something was written
 
 

@@ -59,6 +59,14 @@ def test_every_verb_explains_itself_within_100_columns(call: Cli, verb: str) -> 
     assert max(len(line.rstrip()) for line in done.stdout.splitlines()) <= WIDTH
 
 
+def test_help_lists_the_eight_verbs_of_everyday_work_first_and_the_rest_as_more(call: Cli) -> None:
+    first, *others = PANELS
+    assert len(PANELS[first]) == 8
+    assert all(panel.startswith("More") for panel in others)
+    shown = call("--help").stdout
+    assert shown.index(first) < min(shown.index(panel) for panel in others)
+
+
 def test_help_names_every_verb_and_the_exit_codes(call: Cli) -> None:
     shown = call("--help").stdout
     assert [verb for verb in VERBS if f" {verb} " not in shown] == []

@@ -33,7 +33,7 @@ def study(write_recipe: Write) -> list[RunFolder]:
 
 
 def test_everything_fits_100_columns(call: Cli, study: list[RunFolder]) -> None:
-    done = call("compare", "dense", "sparse", "--margin", "eval/loss=0.2", "--reach", "3.05")
+    done = call("compare", "dense", "sparse", "--margin", "eval/loss=0.2", "--reach", "3.05", "--all")
     assert done.returncode == 0, done.stderr
     lines = [line.rstrip() for line in done.stdout.splitlines() if not line.startswith("sparsebp ")]  # to be copied
     assert max(map(len, lines)) <= WIDTH
@@ -159,7 +159,7 @@ def test_whoever_chooses_runs_by_how_they_ended_is_told_so(call: Cli, study: lis
 
 
 def test_a_terminal_without_the_letters_is_shown_the_rest(cli: Cli, study: list[RunFolder]) -> None:
-    done = cli("compare", "dense", "sparse", real=True, PYTHONIOENCODING="ascii")
+    done = cli("compare", "dense", "sparse", "--all", real=True, PYTHONIOENCODING="ascii")
     assert (done.returncode, done.stderr) == (0, "")
     assert "3.0010 ? 0.0010 (3)" in done.stdout
 
@@ -181,9 +181,10 @@ def end_all(state: str) -> None:
 @pytest.mark.parametrize("baseline", [[], ["--baseline", "dense"]])
 def test_runs_that_all_failed_are_shown_and_end_with_100(call: Cli, two_runs: None, baseline: list[str]) -> None:
     end_all("failed")
-    done = call("compare", "@2", *baseline)
-    assert done.returncode == 100
-    assert "Runs that are in no mean" in done.stdout
+    for words, shown in (([], "left out: "), (["--all"], "Runs that are in no mean")):
+        done = call("compare", "@2", *baseline, *words)
+        assert done.returncode == 100
+        assert shown in done.stdout
     lost = [f"failed: {name}: no run finished, so nothing of it was compared" for name in ("dense", "topk-rows")]
     assert sorted(done.stderr.splitlines()) == lost
 

@@ -108,6 +108,6 @@ def test_a_run_keeps_the_census_and_show_prints_it(
     assert [note["text"] for note in shown["notes"] if note["text"].startswith("data: ")] == [
         text for _, text in counted["warnings"]
     ]
-    table = call("show", "@last").stdout
+    table = call("show", "@last", "--all").stdout
     assert "dropped: the prompt fills max_seq_length" in table
     assert "census:" not in table

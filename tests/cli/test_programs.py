@@ -174,7 +174,6 @@ def test_no_verb_and_no_kind_is_left_out() -> None:
         ("run", "margins"),
         ("study", "rebuilt"),
         ("leaderboard", "submission"),
-        ("show", "files"),
         ("run", "outcomes"),
     }
     assert told == {(verb, kind.name) for kind in KINDS for verb in kind.verbs}

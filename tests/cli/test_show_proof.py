@@ -94,7 +94,7 @@ def test_modules_of_all_layers_are_put_together() -> None:
 
 
 def test_people_are_shown_the_proof(make_run, call: Cli) -> None:
-    done = call("show", make_run().run_id)
+    done = call("show", make_run().run_id, "--all")
     assert done.returncode == 0
     lines = [line for line in done.stdout.splitlines() if not line.startswith("folder: ")]  # a path is not broken
     assert max(map(len, lines)) <= 100
@@ -118,27 +118,21 @@ def test_programs_are_given_every_module_and_layer(make_run, call: Cli) -> None:
 @pytest.mark.parametrize("ending", ["png", "svg"])
 def test_layers_are_drawn(make_run, call: Cli, ending: str, tmp_path: Path) -> None:
     file = tmp_path / f"layers.{ending}"
-    done = call("show", make_run().run_id, "--layers", file)
-    assert (done.returncode, done.stdout.strip()) == (0, str(file))
+    done = call("compare", make_run().run_id, "--layers", "--png", file)
+    assert (done.returncode, done.stderr.strip()) == (0, f"picture: {file}")
     drawn = file.read_bytes()
     assert drawn.startswith(b"\x89PNG") if ending == "png" else b"<svg" in drawn
 
 
-@pytest.mark.parametrize(
-    ("measured", "name", "text"),
-    [
-        (True, "layers.jpg", "a picture's name must end in .png, .svg, .pdf, got 'layers.jpg'"),
-        (False, "layers.png", "has no figures of layers"),
-    ],
-)
-def test_what_cannot_be_drawn_is_refused_in_one_line(
-    make_run, call: Cli, measured: bool, name: str, text: str, tmp_path: Path
-) -> None:
-    done = call("show", make_run(measured=measured).run_id, "--layers", tmp_path / name)
+def test_a_picture_of_layers_with_another_ending_is_refused_in_one_line(make_run, call: Cli, tmp_path: Path) -> None:
+    name = "layers.jpg"
+    done = call("compare", make_run().run_id, "--layers", "--png", tmp_path / name)
     assert done.returncode == 2
-    assert text in done.stderr
+    assert "must end in .png, .svg, .pdf" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
     assert not (tmp_path / name).exists()
+    none = call("compare", make_run(measured=False).run_id, "--layers")
+    assert "None of these runs recorded its layers." in none.stdout
 
 
 def write_priced(recipe: Path, shares: list[float], probed: list[float], *changes: str) -> RunFolder:
@@ -159,19 +153,17 @@ def write_priced(recipe: Path, shares: list[float], probed: list[float], *change
     return run
 
 
-def test_the_summary_has_the_price_and_says_where_probes_are_unlike_the_steps(cli: Cli, write_recipe: Write) -> None:
+def test_the_summary_has_the_cost_and_says_where_probes_are_unlike_the_steps(cli: Cli, write_recipe: Write) -> None:
     def show(shares: list[float], probed: list[float], *changes: str) -> str:
         run = write_priced(write_recipe(), shares, probed, *changes)
         return " ".join(cli("show", run.run_id).stdout.split())
 
     alternating = show([0.25, 1.0] * 4, [1.0] * 8)
-    assert (
-        "price 5.80 GFLOP for 8 steps, updates included, 65.9 % of dense's on the same batches; probes" in alternating
-    )
+    assert "cost 5.80 GFLOP for 8 steps, updates included, 65.9 % of dense's on the same batches; probes" in alternating
     assert "probes fell on steps of 100 %: speed, backward and proof are those of such steps" in alternating
     even = show([0.5] * 8, [0.5, 0.52] * 4)
-    assert "price 4.80 GFLOP for 8 steps, updates included, 54.5 % of dense's on the same batches" in even
+    assert "cost 4.80 GFLOP for 8 steps, updates included, 54.5 % of dense's on the same batches" in even
     assert "probes fell" not in even
     dense = show([1.0] * 8, [1.0] * 8, "policy=dense")
-    assert "price 8.80 GFLOP for 8 steps, updates included" in dense
+    assert "cost 8.80 GFLOP for 8 steps, updates included" in dense
     assert "of dense's on the same batches" not in dense

@@ -25,6 +25,7 @@ def test_no_number_is_folded_in_a_narrow_terminal(
     print_worth(WorthAnswer(**{key: value for key, value in WORTH.items() if key != "format"} | {"policies": [policy]}))
     printed = capsys.readouterr().out
     assert all(len(line) <= width for line in printed.splitlines())
+    assert len(printed.splitlines()) <= 24 or width < 80
     for number in ("0.52", "0.46-0.58", "0.42", "0.36-0.48", "0.82", "0.76-0.88"):
         assert number in printed.split()
     assert ("12.5-12.7" in printed.split()) is (width >= 98)

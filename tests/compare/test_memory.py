@@ -108,7 +108,7 @@ def test_the_picture_has_a_panel_for_every_curve(
 
 def test_show_tells_the_split_and_draws_the_curves(make_run: MakeRun, tmp_path: Path) -> None:
     run = watched(make_run("dense", 0), 500, 400)
-    done = CliRunner().invoke(app, ["show", run.run_id])
+    done = CliRunner().invoke(app, ["show", run.run_id, "--all"])
     assert done.exit_code == 0, done.output
     rows = {
         cells[0]: cells[1:] for line in done.output.splitlines() if len(cells := re.split(r" {2,}", line.strip())) > 4
@@ -118,17 +118,11 @@ def test_show_tells_the_split_and_draws_the_curves(make_run: MakeRun, tmp_path: 
     assert "step 20; its peak is in the backward" in done.output
     assert "a step's tensors 707 MB at most" in " ".join(done.output.split())
     assert all(len(line) <= 100 for line in done.output.splitlines() if "memory" in line)
-    drawn = CliRunner().invoke(app, ["show", run.run_id, "--memory", str(tmp_path / "memory.svg")])
+    drawn = CliRunner().invoke(app, ["compare", run.run_id, "--memory", "--svg", str(tmp_path / "memory.svg")])
     assert drawn.exit_code == 0, drawn.output
     assert (tmp_path / "memory.svg").read_text().count('id="axes_') == 2
     told = CliRunner().invoke(app, ["show", run.run_id, "-o", "json"])
     assert list(json.loads(told.output)["memory"]) == ["3", "20"]
-
-
-def test_a_run_that_was_not_watched_says_so_in_one_line(make_run: MakeRun, tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, ["show", make_run().run_id, "--memory", str(tmp_path / "memory.png")])
-    assert "has no memory of a step: where measure.probe_every is set" in str(done.exception)
-    assert not (tmp_path / "memory.png").exists()
 
 
 def test_the_report_has_the_curves_as_data_and_their_peaks_in_a_table(

@@ -35,7 +35,7 @@ def test_a_study_is_tuned_on_validation_and_compared_on_test(cli: Cli, write_stu
     assert compared["metric"] == "test/loss"
     assert {group["label"]: group["seeds"] for group in compared["groups"]} == {"dense": [1, 2], "topk": [1, 2]}
 
-    tuning = cli("compare", "@tiny").stdout.partition("Tuning, not compared")[2]
+    tuning = cli("compare", "@tiny", "--all").stdout.partition("Tuning, not compared")[2]
     assert [line.split() for line in tuning.splitlines() if "learning_rate" in line] == [
         ["dense", "learning_rate=0.0005", "0", "3.6931"],
         ["dense", "learning_rate=0.001", "0", "3.0000", "chosen"],

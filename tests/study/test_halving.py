@@ -81,7 +81,7 @@ def test_a_halved_study_trains_the_best_to_the_end_and_nothing_twice(
     ends = Counter(run.state() for run in list_runs())
     assert ends == {State.FINISHED: 2 * 2 + 2 * 2, State.INTERRUPTED: 2 * 3}
     assert _count_steps() == 2 * (5 * 20 + 2 * 40 + 2 * 60)  # a run goes on where it stopped
-    assert cli("compare", "@tiny").stdout.count("pruned") == 6
+    assert cli("compare", "@tiny", "--all").stdout.count("pruned") == 6
     before = count_attempts()
     assert cli("study", file).returncode == 0
     assert count_attempts() == before

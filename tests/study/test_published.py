@@ -195,7 +195,7 @@ def test_every_face_has_claimed_beside_measured_and_a_scaled_study_claims_nothin
 ) -> None:
     done = cli("study", file)
     assert done.returncode == 0, done.stderr
-    shown = cli("compare", "--study", "table", "--html", "r.html")
+    shown = cli("compare", "--study", "table", "--all", "--html", "r.html")
     rows = [line.split() for line in shown.stdout.splitlines()]
     assert ["topk", "flops/step", "of", "dense", "0.4", "0.5", "±", "0", "(3)", "+0.1", "table", "2"] in rows
     assert "Claimed by A. Author: On Halves (2026), https://example.org/halves." in " ".join(shown.stdout.split())
@@ -216,7 +216,7 @@ def test_every_face_has_claimed_beside_measured_and_a_scaled_study_claims_nothin
     small = json.loads(cli("compare", "--study", "table-scaled", "-o", "json").stdout)["published"]
     assert small["scaled"][0] == "model.name=small"
     assert [number["difference"] for number in small["numbers"]] == [None, None]
-    text = " ".join(cli("compare", "@table-scaled").stdout.split())
+    text = " ".join(cli("compare", "@table-scaled", "--all").stdout.split())
     assert "Scaled: these runs have another setting, model.name=small, dataset.name=few" in text
     assert (
         "warning: scaled: nothing follows from these runs for A. Author: On Halves (2026); they have model.name" in text

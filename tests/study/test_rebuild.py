@@ -86,7 +86,7 @@ def test_a_thin_archive_says_of_choices_and_report_what_a_whole_one_says(
     answers = []
     for name in ("whole", "thin"):
         rebuilt = cli("study", "study.yaml", "--from", f"{name}.tar.gz")
-        compared = cli("compare", "--study", "tiny", "--from", f"{name}.tar.gz")
+        compared = cli("compare", "--study", "tiny", "--from", f"{name}.tar.gz", "--all")
         assert (rebuilt.returncode, compared.returncode) == (0, 0)
         answers.append((rebuilt.stdout.replace(name, ""), compared.stdout))
     assert answers[0] == answers[1]
@@ -112,7 +112,7 @@ def test_choices_follow_from_the_archive_in_an_empty_home(cli: Cli, archived: Pa
     assert "dense: 20 steps, learning_rate=0.001, as chosen" in lines
     assert "topk: 40 steps, learning_rate=0.001, as chosen" in lines
     assert not list_runs()
-    compared = cli("compare", "--study", "tiny", "--from", archived)
+    compared = cli("compare", "--study", "tiny", "--from", archived, "--all")
     assert compared.returncode == 0
     assert "Tuning, not compared" in compared.stdout
     assert "has no list of study tini" in cli("compare", "--study", "tini", "--from", archived).stderr

@@ -142,7 +142,7 @@ def test_a_search_is_trained_reported_and_not_trained_again(cli: Cli, write_stud
     assert set(count_finishes().values()) == {1}
     assert cli("study", file).returncode == 0
     assert count_attempts() == before
-    assert cli("compare", "@tiny").stdout.count("chosen") == 2
+    assert cli("compare", "@tiny", "--all").stdout.count("chosen") == 2
     assert cli("study", write_study(sample(RANGE, "tpe", 5))).returncode == 0  # one more of each arm
     assert len(count_attempts()) - len(before) in {2, 4, 6}  # a better one has a report of its own
 

@@ -40,7 +40,7 @@ COMPARE = ("comparison", "measured", "margin", "statement", "statistics", "loade
 AUDIT = ("report", "applied", "isolation")
 KINDS: tuple[Kind, ...] = (
     Kind("error", f"{HERE}.record:ErrorAnswer", ()),
-    Kind("files", f"{HERE}.record:FileList", ("init", "new", "recipes", "show")),
+    Kind("files", f"{HERE}.record:FileList", ("init", "new", "recipes")),
     Kind("runs", f"{HERE}.run_record:RunList", ("runs",)),
     Kind("outcomes", f"{HERE}.run_record:RunOutcomes", ("run", "resume", "rerun", "cancel", "quickstart")),
     Kind("plans", f"{HERE}.run_record:RunPlans", ("run",)),

@@ -19,15 +19,15 @@ from sparsebp_lab.answer.worth_record import Interval, PolicyWorth, WorthAnswer
 if TYPE_CHECKING:
     from rich.table import Table
 
-NUMBERS = ("price", "noise", "by curvature", "bias", "(1 + noise) x price", "like dense with")
-DECISIVE = ("price", "bias", "(1 + noise) x price")  # where a terminal has no room for all
+NUMBERS = ("cost", "noise", "by curvature", "bias", "(1 + noise) x cost", "like dense with")
+DECISIVE = ("cost", "bias", "(1 + noise) x cost")  # where a terminal has no room for all
 WIDE = 98  # characters: below it numbers would be folded
 SHORT = {"cannot beat a smaller batch": "cannot", "decide by training": "train"}  # verdicts, as wide as a column may be
 LESSON = {
     "dense": "dense itself",
     "cannot beat a smaller batch": "dense with a smaller batch has as little noise and costs less: no training needed",
     "could": "costs less than dense with a batch of as much noise: worth a training",
-    "decide by training": "the interval includes 1, or its bias does not average out, which the law does not price",
+    "decide by training": "the interval includes 1, or its bias does not average out, which the law does not count",
 }
 
 
@@ -74,11 +74,9 @@ def print_worth(found: WorthAnswer) -> None:
             short = f"{SHORT[verdict]}: {verdict}: " if verdict in SHORT else f"{verdict}: "
             screen.print(short + LESSON[verdict])
         screen.print(
-            f"noise and bias: squared error over dense's variance between batches, {metric}; by curvature: what the "
-            "noise costs the loss in its step, over what that of a batch costs, which the next column goes by. Price "
-            f"in dense steps of {found.batch} examples, {show_count(found.dense_step_flops, 'FLOP')}. Below a number "
-            f"stands its 95 % interval, over {found.batches} batches at steps {steps} of one dense training. "
-            "docs/guide/worth.md says when this holds."
+            f"Cost: in dense steps of {found.batch} examples, {show_count(found.dense_step_flops, 'FLOP')}. Noise and "
+            f"bias: {metric}. 95 % intervals over {found.batches} batches at steps {steps}. "
+            "docs/guide/worth.md explains the columns."
         )
         if any(map(_is_slower, found.policies)):
             screen.print(
