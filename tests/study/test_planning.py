@@ -13,7 +13,6 @@ import pytest
 
 from sparsebp_cli.compare.loaded import LoadedRun
 from sparsebp_cli.errors import RecipeError, UsageError
-from sparsebp_cli.plan import provenance
 from sparsebp_cli.study import summary
 from sparsebp_cli.study.budget import StepPrice, make_rehearsals, read_price, share_budget
 from sparsebp_cli.study.course import Course, Tuned, choose_best, plan_course
@@ -196,7 +195,7 @@ def test_many_trials_are_planned_without_torch_and_without_a_process(
     rates = ", ".join(f"{number}e-5" for number in range(1, 51))
     file = write_study(STUDY.replace("5e-4, 1e-3", rates).replace("tune: [0]", "tune: 3-5"))
     with monkeypatch.context() as patch:
-        patch.setattr(provenance.subprocess, "run", lambda *a, **k: pytest.fail("a process was started"))
+        patch.setattr(subprocess, "Popen", lambda *a, **k: pytest.fail("a process was started"))
         assert len(plan(file)[1].tuning) == 2 * 50 * 3
     source = (
         "import sys; from pathlib import Path; from tests.study.test_planning import plan; "
