@@ -7,6 +7,7 @@ from sparsebp_cli.compare.comparison import Comparison, Group
 from sparsebp_cli.compare.grid import Grid
 from sparsebp_cli.compare.number import BYTES, NONE
 from sparsebp_cli.compare.overview_grid import WITHHELD, find_gains, over_shared_seeds
+from sparsebp_cli.compare.statement import Subject
 from sparsebp_cli.compare.statistics import Difference
 
 LONGEST_LABEL = 20  # characters; the whole label is in the verdict above the table
@@ -18,7 +19,7 @@ def answer_grid(comparison: Comparison) -> Grid:
     rows = tuple(_row(comparison, group, spent=spent) for group in comparison.groups)
     way = f", {comparison.better} is better" if comparison.better else ""
     columns = ("group", "mean", "to baseline", "cost" if spent else "step cost", "speed", "limit", "memory")
-    gains = (("quality", 2), ("step time", 4), ("memory", 6))
+    gains: tuple[tuple[Subject, int], ...] = (("quality", 2), ("step time", 4), ("memory", 6))
     bold = [find_gains(comparison, comparison.groups, subject, column) for subject, column in gains]
     return Grid(f"{comparison.metric}, {comparison.reducer}{way}", columns, rows, bold=frozenset().union(*bold))
 

@@ -58,7 +58,7 @@ def one(board: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> lis
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_page_and_data_come_again_from_what_is_archived(board: SimpleNamespace) -> None:
     results = [one for one in board.result.read_results() if one.is_trained]
     assert board.page.write_data(results) == (RESULTS / "leaderboard.csv").read_text(encoding="utf-8")

@@ -11,7 +11,9 @@ import pytest
 
 from tests.docs.block import ROOT
 
-pytestmark = pytest.mark.xdist_group("leaderboard")  # the archives are compared once, not once a process
+# Comparing the archives takes minutes. Version 0 changes no more, so they are compared where everything is. They are
+# compared once, not once a process.
+pytestmark = [pytest.mark.xdist_group("leaderboard"), pytest.mark.long]
 
 RESULTS = ROOT / "docs" / "results"
 
@@ -40,7 +42,6 @@ def test_the_data_of_one_task_come_again_from_its_archive(leaderboard, tasks) ->
     assert len(rows) > 10
 
 
-@pytest.mark.long
 def test_data_and_page_come_again_from_the_archives(leaderboard, tasks) -> None:  # type: ignore[no-untyped-def]
     assert tasks
     assert leaderboard.write_data(tasks) == (RESULTS / "leaderboard" / "v0.csv").read_text(encoding="utf-8")
