@@ -16,6 +16,23 @@ REMOVED = {
     "top": "`sparsebp runs --watch` shows what is running",
     "ui": "`sparsebp runs` ends with the command that opens MLflow's pages",
 }
+# Words of other tools for what a verb of ours does.
+MEANT = {
+    "train": "run",
+    "start": "run",
+    "launch": "run",
+    "status": "runs",
+    "list": "runs",
+    "ls": "runs",
+    "stop": "cancel",
+    "kill": "cancel",
+    "delete": "rm",
+    "remove": "rm",
+    "eval": "evaluate",
+    "test": "evaluate",
+    "check": "validate",
+    "plot": "compare",
+}
 # Verbs of packages that come with SparseBP.
 HOMES = {"judge": "sparsebp-lab", "leaderboard": "sparsebp-lab", "worth": "sparsebp-lab"}
 
@@ -59,5 +76,6 @@ class Verbs(TyperGroup):
             home = HOMES[args[0]]
             raise UsageError(f"`sparsebp {args[0]}` is in the package {home}: python -m pip install {home}")
         if args and args[0] not in known and not args[0].startswith("-") and not ctx.resilient_parsing:
-            raise UsageError(f"No such verb: {args[0]}; `sparsebp --help` lists them{did_you_mean(args[0], known)}")
+            meant = f"; did you mean {MEANT[args[0]]}?" if args[0] in MEANT else did_you_mean(args[0], known)
+            raise UsageError(f"No such verb: {args[0]}; `sparsebp --help` lists them{meant}")
         return super().resolve_command(ctx, args)

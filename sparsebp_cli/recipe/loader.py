@@ -100,6 +100,8 @@ def read_text(file: Path, named_by: Node | None = None) -> str:
 
 def _describe_failure(file: Path, error: OSError | ValueError) -> str:
     if isinstance(error, FileNotFoundError):
+        if re.fullmatch(r"[\w.]+=.*", str(file)):  # a key and its value, as Hydra has them
+            return f"no such file; to set a key give --set {file}"
         names = {path.stem: path.name for path in sorted(file.parent.glob("*.y*ml"))}
         near = difflib.get_close_matches(file.stem, names, n=1)
         return "no such file" + (f"; did you mean {file.parent / names[near[0]]}?" if near else "")
