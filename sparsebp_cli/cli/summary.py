@@ -110,7 +110,7 @@ def _choose(rows: Iterator[tuple[str, str]]) -> Iterator[tuple[str, str]]:
 
 def summary_rows(history: History, phases: Phases[dict[str, Any]], *, brief: bool = False) -> Iterator[tuple[str, str]]:
     """Yield the known values of a run as label and text. What probes tell of each phase is averaged over the steps.
-    ``brief`` leaves out the parts of the memory."""
+    ``brief`` shortens cost and memory."""
     for key, label in zip(DURING, JUDGED, strict=True):
         if values := list(history.series(key.name).values()):
             yield f"eval {label}", f"first {values[0]:.4f}, last {values[-1]:.4f}"
@@ -124,7 +124,7 @@ def summary_rows(history: History, phases: Phases[dict[str, Any]], *, brief: boo
     if text := _step_time(history):
         yield "step time", text
         yield "training", _training(history)
-    if text := _cost(history, phases):
+    if text := _cost(history, phases, brief=brief):
         yield "cost", text
     if text := _speed(history, phases):
         yield "speed", text
@@ -213,7 +213,7 @@ def _training(history: History) -> str:
     return ", ".join(parts)
 
 
-def _cost(history: History, phases: Phases[dict[str, Any]]) -> str:
+def _cost(history: History, phases: Phases[dict[str, Any]], *, brief: bool) -> str:
     """Return what all steps cost; with the share that the probed steps cost where that is another, since what probes
     tell then holds for a part of the steps."""
     names = (metric.STEP_FLOPS, metric.DENSE_STEP_FLOPS, metric.UPDATE_FLOPS, metric.DENSE_UPDATE_FLOPS)
@@ -221,14 +221,16 @@ def _cost(history: History, phases: Phases[dict[str, Any]]) -> str:
     flops, dense, update, dense_update = (sum(series.values()) for series in all_series)
     if not flops or dense <= dense_update:
         return ""
-    text = f"{show_count(flops, 'FLOP')} for {len(all_series[0])} steps, updates included"
+    text = f"{show_count(flops, 'FLOP')} for {len(all_series[0])} steps" + ("" if brief else ", updates included")
     if is_dense(phases):
         return text
-    text += f", {show_share(flops / dense)} of dense's on the same batches"
+    text += f", {show_share(flops / dense)} of dense's" + ("" if brief else " on the same batches")
     trials = sum(history.series(metric.PROBING_FLOPS.name).values())
     share, probed = (flops - update - trials) / (dense - dense_update), _probed_share(history)
     if len(phases) > 1 or probed is None or abs(probed - share) <= UNLIKE * share:
         return text
+    if brief:
+        return f"{text} ({show_share(probed)} at probes)"
     return f"{text}; probes fell on steps of {show_share(probed)}: speed, backward and proof are those of such steps"
 
 

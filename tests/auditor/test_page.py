@@ -97,7 +97,7 @@ def test_an_audit_fits_one_screen_and_begins_with_the_verdict(
     assert max(map(len, lines)) <= 80
     assert len(lines) <= 24
     assert (
-        " ".join(lines[:2])
+        " ".join(" ".join(lines[:2]).split())
         == "16 findings: at most 40.0% of the FLOPs of a step and 10.0% of the bytes could be left out exactly"
     )
     assert lines[-1] == "more: --html FILE (a page) and -o json have every finding and each module"

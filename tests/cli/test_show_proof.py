@@ -156,7 +156,7 @@ def write_priced(recipe: Path, shares: list[float], probed: list[float], *change
 def test_the_summary_has_the_cost_and_says_where_probes_are_unlike_the_steps(cli: Cli, write_recipe: Write) -> None:
     def show(shares: list[float], probed: list[float], *changes: str) -> str:
         run = write_priced(write_recipe(), shares, probed, *changes)
-        return " ".join(cli("show", run.run_id).stdout.split())
+        return " ".join(cli("show", run.run_id, "--all").stdout.split())
 
     alternating = show([0.25, 1.0] * 4, [1.0] * 8)
     assert "cost 5.80 GFLOP for 8 steps, updates included, 65.9 % of dense's on the same batches; probes" in alternating

@@ -93,7 +93,7 @@ def test_a_single_table_is_explained_only_when_everything_is_asked_for(make_run:
 
 def test_the_summary_of_a_run_has_at_most_12_lines(make_run: MakeRun) -> None:
     values = {f"{part}/{name}": 0.5 for part in ("eval", "test") for name in JUDGED} | {"test/loss": 3.0}
-    values |= {"speed/speedup": 1.5, "flops/step": 2e12, "flops/dense_step": 3e12, "memory/peak_weight_bytes": 1e9}
+    values |= {"speed/speedup": 1.5, "flops/step": 2e12, "flops/step_dense": 3e12, "memory/peak_weight_bytes": 1e9}
     run = make_run("a-run-of-a-name", policy=[{"name": "topk", "keep": 0.1, "along": "rows"}], metrics=values)
     (Path(run.path) / "model").mkdir()
     screen = io.StringIO()
