@@ -125,7 +125,8 @@ def test_the_pages_of_a_store_are_named_without_its_password(tmp_path: Path, mon
     for uri, line in {
         "http://me:secret@host": "MLflow's pages: http://***@host",
         "postgresql://me:secret@host/db": (
-            "MLflow's pages: mlflow server --workers 1 --backend-store-uri 'postgresql://***@host/db'"
+            "MLflow's pages: mlflow server --port 5000 --allowed-hosts 127.0.0.1:5000,localhost:5000 --workers 1 "
+            "--backend-store-uri 'postgresql://***@host/db'"
         ),
         f"sqlite:///{file}": "",
         "file:./mlruns": "",

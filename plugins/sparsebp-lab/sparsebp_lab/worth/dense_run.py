@@ -156,6 +156,6 @@ def _trim(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: t[:, :length] if t.shape[:2] == mask_BT.shape else t for name, t in batch.items()}
 
 
-def go_to(engine: Engine, step: int) -> None:
-    """Set the step that the next pass belongs to."""
-    engine.load_state_dict(engine.state_dict() | {"index": step})
+def go_to(engine: Engine, step: int, micro_batch: int = 0) -> None:
+    """Set the step and the micro-batch of it that the next pass belongs to."""
+    engine.load_state_dict(engine.state_dict() | {"index": step, "micro_batch": micro_batch})

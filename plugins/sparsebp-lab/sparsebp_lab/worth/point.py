@@ -138,16 +138,15 @@ class Point:
         return errors, fmean(updates) + trials
 
     def _count_run(self, candidate: Candidate, engine: Engine) -> None:
-        """Count steps that are spread over the whole training, each with its own batch and draws, until their mean cost
+        """Count micro-batches that are spread over the whole training, each with its own draws, until their mean cost
         is known. A policy may have a schedule, and other costs on other batches."""
         run, recipe = self._run, self._run.training.plan.recipe.training
-        for place, step in enumerate(spread(recipe.max_steps)):
+        accumulation = recipe.gradient_accumulation_steps
+        for place, number in enumerate(spread(recipe.max_steps * accumulation)):
             if place == 1 and engine.states:  # at the first step there was nothing to remember
                 run.show_steps(engine, run.step, SHOWN)
-            accumulation = recipe.gradient_accumulation_steps
-            number = step * accumulation
             dense = run.count_dense(engine, number)
-            go_to(engine, step)
+            go_to(engine, *divmod(number, accumulation))
             with run.trial(engine, number) as trial:
                 work = count_work(trial, "policy", dense)
             update = run.per_entry * work.updated

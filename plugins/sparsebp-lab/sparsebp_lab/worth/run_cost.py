@@ -1,4 +1,4 @@
-"""Which steps of a training are counted, so that the mean cost of all of them is known."""
+"""Which micro-batches of a training are counted, so that the mean cost of all of them is known."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from collections.abc import Iterator, Sequence
 
 from sparsebp_lab.exchange import Interval
 
-FEWEST, MOST = 6, 64  # counted steps
+FEWEST, MOST = 6, 64  # counted micro-batches
 KNOWN = 0.005  # half of the interval of the cost, relative
 
 
-def spread(num_steps: int) -> Iterator[int]:
-    """Yield steps that are spread evenly over a training, however many are taken: van der Corput's sequence."""
+def spread(total: int) -> Iterator[int]:
+    """Yield numbers below a total that are spread evenly, however many are taken: van der Corput's sequence."""
     seen = set[int]()
     for number in range(2 * MOST):
         place, unit, left = 0.0, 0.5, number
         while left:
             left, digit = divmod(left, 2)
             place, unit = place + digit * unit, unit / 2
-        step = int(place * num_steps)
-        if step not in seen and len(seen) < MOST:
-            seen.add(step)
-            yield step
+        found = int(place * total)
+        if found not in seen and len(seen) < MOST:
+            seen.add(found)
+            yield found
 
 
 def is_known(counts: Sequence[tuple[float, float]]) -> bool:
