@@ -71,12 +71,32 @@ def names(*, sample: bool) -> list[str]:
     return found[:SAMPLE] if sample else found[SAMPLE:]
 
 
+# They need adapters, a reference model, another kind of site or an option that names something, or choose the examples
+# of an epoch.
+NOT_HERE = frozenset(
+    {
+        "evolved-pruning",
+        "evolved-sampling",
+        "frozen",
+        "greats",
+        "infobatch",
+        "max-child",
+        "random-child",
+        "rho",
+        "sparse-lora",
+        "stride",
+        "subnet",
+        "tokens",
+    }
+)
+
+
 def check(opened: Open, make_recipe: MakeRecipe, name: str) -> None:
     found = compare(opened, make_recipe, name)
     if isinstance(found, str):
-        pytest.skip(found)
+        assert name in NOT_HERE, found
+        return
     estimated, counted = found
-    print(name, estimated, counted)
     assert estimated == pytest.approx(counted, rel=WITHIN)
 
 

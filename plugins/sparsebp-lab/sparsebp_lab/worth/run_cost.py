@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from sparsebp_lab.exchange import Interval
 
-FEWEST, MOST = 6, 64  # counted micro-batches
+FEWEST, MOST = 16, 64  # counted micro-batches; with fewer a schedule that begins late is not seen
 KNOWN = 0.005  # half of the interval of the cost, relative
 
 
