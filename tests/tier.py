@@ -19,7 +19,7 @@ import pytest
 
 HEAVY = frozenset({"accelerate", "datasets", "mlflow", "peft", "torchao", "transformers"})
 LEFT_OUT = ("slow", "model", "compiles")
-SLOW_SHARE, QUICK_SHARE = 3, 2  # one of so many slow tests of a file is drawn, and of the others in sampled_folders
+SLOW_SHARE, QUICK_SHARE = 4, 3  # one of so many slow tests of a file is drawn, and of the others in sampled_folders
 FAST = pytest.StashKey[set[Path]]()
 
 
@@ -45,7 +45,7 @@ def add_option(parser: pytest.Parser) -> None:
     """Add ``--fast`` and ``--sample``, and the lists that they read."""
     parser.addoption("--fast", action="store_true", help="only the files of fast_files, without transformers")
     parser.addoption("--sample", action="store_true", help="some tests and cases, by the hash of the commit")
-    parser.addini("sampled_folders", "folders of tests of which --sample takes one half", type="linelist")
+    parser.addini("sampled_folders", "folders of tests of which --sample takes a third", type="linelist")
     parser.addini("fast_files", "patterns of the files of the fast tier", type="linelist")
 
 

@@ -11,7 +11,6 @@ from torch import Tensor
 from sparsebp_cli.backward import Engine
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
 from sparsebp_cli.backward.observe.update_flops import UpdateFlops
-from sparsebp_cli.plan.plan import content_hash
 from sparsebp_cli.policy import Policy, make_policy
 from sparsebp_cli.run.policy_phase import PolicyPhase
 from sparsebp_cli.worker.batch import IN_PLACE, num_targets
@@ -129,12 +128,6 @@ class DenseRun:
         ]
         loss = partial(training.loss_of, first, batch, targets)
         engine.run_trials(loss, training.accelerator.backward, others=others)
-
-    def find_draw(self, batch: int, number: int) -> int:
-        """Return the number of a random policy's draw on a batch. It follows from the batch's content, since draws
-        follow from seed, step and this number: all tasks would have the same draws otherwise."""
-        ids_BT = self.training.order.rank_part(batch)[0]["input_ids"]
-        return 1 + int(content_hash({"batch": batch, "ids": ids_BT.tolist(), "draw": number}), 16)
 
     def trial(self, engine: Engine, number: int, most: int | None = None, *, trims: bool = False) -> TrialStep:
         """Return a trial step of a micro-batch, or of its first examples: padded as in the whole one, since policies

@@ -157,10 +157,10 @@ class Point:
     def _measure_batch(self, candidate: Candidate, engine: Engine, index: int, first: Draw | None = None) -> BatchError:
         dense = self._dense[index]
         with self._run.trial(engine, self._numbers[index], EXAMPLES) as trial:
-            first = first or self._draw(engine, trial, index, 0)
+            first = first or self._draw(engine, trial, 2 * index + 1)
             other = first
             if first.is_random and not candidate.is_exact:
-                other = self._draw(engine, trial, index, 1)
+                other = self._draw(engine, trial, 2 * index + 2)
         draws = first.gradients, other.gradients
         noise, bias = square_errors(dense, draws, self._metric, self._run.part_of)
         is_noisy = _total(noise, "plain") > ROUNDING * _square(dense)
@@ -219,12 +219,12 @@ class Point:
 
     def _draw_first(self, engine: Engine) -> Draw:
         with self._run.trial(engine, self._numbers[0], EXAMPLES) as trial:
-            return self._draw(engine, trial, 0, 0)
+            return self._draw(engine, trial, 1)
 
-    def _draw(self, engine: Engine, trial: TrialStep, index: int, number: int) -> Draw:
-        """Draw on a batch. The draws of other batches, and of other data, are independent of it."""
+    def _draw(self, engine: Engine, trial: TrialStep, number: int) -> Draw:
+        """Draw on a batch. Each batch has numbers of its own, since a step's draws are the same on every batch."""
         before = engine.num_draws
-        gradients = trial.run("policy", self._run.find_draw(self._numbers[index], number)).gradients
+        gradients = trial.run("policy", number).gradients
         _refuse_other_shapes(self._dense[0], gradients)
         return Draw(gradients, engine.num_draws != before)
 
