@@ -140,7 +140,7 @@ def test_positions_that_are_padding_in_all_examples_change_no_dense_gradient(
 
 
 def test_trial_passes_are_in_the_price(found: Callable[..., dict[str, Any]]) -> None:
-    one = found({"name": "vcas"})["vcas"]
+    one = found({"name": "vcas", "every": 5})["vcas"]
     assert one["remembers"]
     assert one["price"]["value"] > 1.0  # its trial passes alone, since it begins with keeping everything
 
