@@ -30,9 +30,10 @@ COPY pyproject.toml README.md LICENSE NOTICE ./
 COPY sparsebp_cli sparsebp_cli
 COPY recipes recipes
 COPY docs/results/leaderboard/v1 docs/results/leaderboard/v1
+COPY plugins/sparsebp-audit plugins/sparsebp-audit
 COPY plugins/sparsebp-lab plugins/sparsebp-lab
 COPY plugins/sparsebp-shelf plugins/sparsebp-shelf
-RUN /venv/bin/pip wheel --no-cache-dir --no-deps ${PIP_OPTIONS} --wheel-dir dist . ./plugins/sparsebp-lab ./plugins/sparsebp-shelf \
+RUN /venv/bin/pip wheel --no-cache-dir --no-deps ${PIP_OPTIONS} --wheel-dir dist . ./plugins/sparsebp-audit ./plugins/sparsebp-lab ./plugins/sparsebp-shelf \
  && /venv/bin/pip install --no-cache-dir --no-deps dist/*.whl
 
 FROM ${BASE}

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import sparsebp_cli as sbp
+import sparsebp_audit
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAPES: dict[str, dict[str, int]] = {
@@ -163,7 +163,7 @@ def _run_alone(loop: Loop, ways: dict[str, Way], _report_seconds: list[float], s
 
 
 def _run_watched(loop: Loop, ways: dict[str, Way], report_seconds: list[float], steps: int) -> None:
-    with sbp.audit(loop.model, steps=steps + 1) as audit:
+    with sparsebp_audit.audit(loop.model, steps=steps + 1) as audit:
         loop.step()
         ways[WATCHED].step_seconds += [loop.step() for _ in range(steps)]
         ways[AFTER].step_seconds += [loop.step() for _ in range(steps)]  # the audit has ended by itself

@@ -16,7 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PACKAGE = "sparsebp_cli"
-PACKAGES = (PACKAGE, "plugins/sparsebp-lab/sparsebp_lab")  # whose files the rules of the house hold
+PACKAGES = (
+    PACKAGE,
+    "plugins/sparsebp-audit/sparsebp_audit",
+    "plugins/sparsebp-lab/sparsebp_lab",
+)  # whose files the rules of the house hold
 Graph = Mapping[str, frozenset[str]]
 
 

@@ -5,8 +5,8 @@
 
 Every decoder of the installed transformers that can be made tiny is judged on one row of three examples, as
 DataCollatorWithFlattening and Trainer give it, and beside an enumeration that knows nothing of the judge. Then some
-models are trained for one step by the trainers and collators of tests/auditor/ways.py, under
-``sbp.audit(examples=True)``. Nothing is measured by the clock.
+models are trained for one step by the trainers and collators of plugins/sparsebp-audit/tests/ways.py, under
+``sparsebp_audit.audit(examples=True)``. Nothing is measured by the clock.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from sparsebp_cli.audit_report import IsolationReport
-from sparsebp_cli.backward.isolation import judge_batch
-from tests.auditor.ways import MODELS, WAYS
-from tests.backward.isolation.enumeration import LENGTHS, enumerate_row, every_enlarged_model, packed_row
-
 ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "plugins" / "sparsebp-audit" / "tests")]
+
+from ways import MODELS, WAYS  # noqa: E402
+
+from sparsebp_audit.isolation import judge_batch  # noqa: E402
+from sparsebp_audit.report import IsolationReport  # noqa: E402
+from tests.backward.isolation.enumeration import LENGTHS, enumerate_row, every_enlarged_model, packed_row  # noqa: E402
+
 RESULT = ROOT / "benchmarks" / "results" / "mixing.json"
 
 

@@ -62,7 +62,6 @@ __all__ = [
     "__version__",
     "attach",
     "attach_phases",
-    "audit",
     "find_policies",
     "make_policy",
     "memory_trace",
@@ -71,7 +70,6 @@ __all__ = [
 
 # A type checker sees the names themselves and no __getattr__, which would make every typo an Any.
 if TYPE_CHECKING:
-    from sparsebp_cli.auditor import audit
     from sparsebp_cli.backward import (
         Engine,
         GradStore,
@@ -89,7 +87,7 @@ else:
     _ROOMS = {
         "attach": "sparsebp_cli.backward",
         "attach_phases": "sparsebp_cli.backward",
-        "audit": "sparsebp_cli.auditor",
+        "audit": "sparsebp_cli.auditor",  # moved; the next release removes it
         "BackwardOptions": "sparsebp_cli.composition",
         "Engine": "sparsebp_cli.backward",
         "GradStore": "sparsebp_cli.backward",

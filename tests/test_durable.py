@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 import sparsebp_cli
-import sparsebp_lab
+from benchmarks import house
 from sparsebp_cli import durable, interpreter
 
-PACKAGE, LAB = (Path(package.__file__).parent for package in (sparsebp_cli, sparsebp_lab))
+ROOT = Path(sparsebp_cli.__file__).parents[1]
 # Files that write by themselves, and why a power cut may take what they write.
 EXEMPT = {
     "durable.py": "is the one that writes",
@@ -38,7 +38,7 @@ EXEMPT = {
     "tracker/tensorboard.py": "an event file, which follows from the journal and is completed from it",
     "testing/fake.py": "the other side of a fake target",
     "worker/step_memory.py": "a file of /proc",
-    "worker/audit/site/sitecustomize.py": "a note of a failure, in a temporary folder; imports nothing of the package",
+    "process/site/sitecustomize.py": "a note of a failure, in a temporary folder; imports nothing of the package",
 }
 NO_FILES = {"dataclasses", "durable", "self.states"}  # whose functions have names like those of files
 BARE = {"write_text", "write_bytes", "rename", "touch", "copyfile", "copytree", "copy2", "copyfileobj", "move"}
@@ -60,7 +60,7 @@ def find_bare_writes(source: str) -> Iterator[int]:
 
 
 def list_modules() -> Iterator[tuple[str, str]]:
-    for package in (PACKAGE, LAB):
+    for package in (ROOT / folder for folder in house.PACKAGES):
         for file in sorted(package.rglob("*.py")):
             yield str(file.relative_to(package)), file.read_text(encoding="utf-8")
 
@@ -77,11 +77,11 @@ def test_a_bare_write_is_found() -> None:
 
 
 # Rooms that open files of somebody else's runs, and what in them opens others by itself.
-READERS = ("cli", "compare", "judge", "leaderboard", "release", "run", "study", "target", "tracker", "tracking")
+READERS = ("cli", "compare", "judge", "leaderboard", "release", "run", "study", "target", "tracker", "tracking", "verb")
 OWN_FILES = {
-    "cli/audit_process.py": "what the audited command wrote into a temporary folder of ours",
+    "verb/audit_process.py": "what the audited command wrote into a temporary folder of ours",
     "cli/schema.py": "a page in the package",
-    "cli/script_line.py": "the user's own script, which may be a link",
+    "verb/script_line.py": "the user's own script, which may be a link",
     "judge/ledger.py": "the ledger of this home, whatever its size",
     "judge/script_arms.py": "results of this home",
     "target/confinement.py": "a file of /proc",
@@ -106,7 +106,7 @@ def test_files_of_runs_are_opened_through_one_module() -> None:
 
 def test_child_interpreters_start_through_one_module() -> None:
     named = {name for name, source in list_modules() if "sys.executable" in source}
-    assert named == {"interpreter.py", "worker/audit/site/sitecustomize.py"}  # the second only names it in an error
+    assert named == {"interpreter.py", "process/site/sitecustomize.py"}  # the second only names it in an error
 
 
 def test_git_is_called_through_one_module() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import sparsebp_audit
 import sparsebp_cli as sbp
 from sparsebp_cli import errors
 from tests.docs.block import blocks
@@ -82,8 +83,8 @@ def test_the_page_on_stability_leads_to_the_list() -> None:
 
 
 def test_example_plugins_and_the_guide_use_public_names_only() -> None:
-    # The shelf's own tests look inside, as ours do; and so does the laboratory, until what it needs has a public name.
-    inside = SHELF_TESTS, PLUGINS / "sparsebp-lab"
+    # The shelf's own tests look inside, as ours do; and so do audit and lab, until what they need has a public name.
+    inside = SHELF_TESTS, PLUGINS / "sparsebp-audit", PLUGINS / "sparsebp-lab"
     files = [file for file in PLUGINS.rglob("*.py") if not any(map(file.is_relative_to, inside))]
     files += (ROOT / "tests" / "plugins").rglob("*.py")
     pieces = {str(file.relative_to(ROOT)): file.read_text(encoding="utf-8") for file in files}
@@ -105,6 +106,23 @@ def test_example_plugins_and_the_guide_use_public_names_only() -> None:
 )
 def test_a_use_of_a_private_name_is_found(line: str) -> None:
     assert _find_private(line) != []
+
+
+def test_names_that_moved_lead_to_their_package_with_a_warning() -> None:
+    from sparsebp_cli import auditor
+
+    for name in ("audit", "Audit"):
+        with pytest.warns(FutureWarning, match=f"{name} has moved: import it from sparsebp_audit"):
+            assert getattr(auditor, name) is getattr(sparsebp_audit, name)
+    with pytest.warns(FutureWarning, match="has moved"):
+        assert sbp.audit is sparsebp_audit.audit
+
+
+def test_a_name_that_moved_says_which_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sparsebp_audit", None)
+    line = "audit is in the package sparsebp-audit: python -m pip install sparsebp-audit"
+    with pytest.raises(ModuleNotFoundError, match=f"^{line}$"):
+        sbp.audit  # noqa: B018
 
 
 def _lacks_types(function: Callable[..., object]) -> bool:

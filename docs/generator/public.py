@@ -9,6 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
+import sparsebp_audit
 import sparsebp_cli
 from generator.markdown import code, head, table, unwrap
 
@@ -39,7 +40,7 @@ def page(root: Path) -> str:  # noqa: ARG001 - the signature of every page
 
 def find_public() -> dict[str, list[str]]:
     """Return the names that each public module exports, the package itself first."""
-    found = {sparsebp_cli.__name__: list(sparsebp_cli.__all__)}
+    found = {package.__name__: list(package.__all__) for package in (sparsebp_cli, sparsebp_audit)}
     for entry in pkgutil.iter_modules(sparsebp_cli.__path__, f"{sparsebp_cli.__name__}."):
         module = import_module(entry.name)
         if (module.__doc__ or "").startswith(MARK):

@@ -17,7 +17,6 @@ import typer
 from sparsebp_cli.cli.answer import ErrorAnswer, Problem, speech, wants_json
 from sparsebp_cli.cli.archive import archive
 from sparsebp_cli.cli.assets import datasets, fetch, models
-from sparsebp_cli.cli.audit import audit
 from sparsebp_cli.cli.bench import bench
 from sparsebp_cli.cli.compare import compare
 from sparsebp_cli.cli.control import cancel, logs, resume
@@ -85,7 +84,7 @@ crash: Crash = Crash()
 
 # The first panel is what a user needs on the first day; each of its verbs works without reading about the others.
 VERBS: dict[str, tuple[Callable[..., None], ...]] = {
-    "Everyday": (quickstart, init, validate, data, run, compare, show, audit),
+    "Everyday": (quickstart, init, validate, data, run, compare, show),
     "More: write and check recipes": (new, recipes, policies, models, datasets, fetch, schema, export),
     "More: runs": (study, runs, logs, resume, rerun, cancel, tag, archive, prune, rm, sync),
     "More: results": (evaluate, model),

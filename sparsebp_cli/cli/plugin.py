@@ -22,14 +22,17 @@ class VerbEntry:
     Args:
         function: ``module:name`` of the function that Typer makes a command of; it has the name of the verb.
         panel: Heading of ``--help`` under which it stands.
-        answers: For each kind of document that it answers with, ``module:name`` of the record, and its version.
+        answers: For each kind of document that it answers with, ``module:name`` of the record, and its version;
+            None: the record has a field ``schema``.
         writes: Whether it writes runs or the store.
+        described: Further modules of the records' classes, whose docstrings describe the fields.
     """
 
     function: str
     panel: str
-    answers: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    answers: Mapping[str, tuple[str, int | None]] = field(default_factory=dict)
     writes: bool = False
+    described: tuple[str, ...] = ()
 
     def load(self) -> Callable[..., None]:
         """Import the function."""

@@ -34,7 +34,7 @@ MEANT = {
     "plot": "compare",
 }
 # Verbs of packages that come with SparseBP.
-HOMES = {"judge": "sparsebp-lab", "leaderboard": "sparsebp-lab", "worth": "sparsebp-lab"}
+HOMES = {"audit": "sparsebp-audit", "judge": "sparsebp-lab", "leaderboard": "sparsebp-lab", "worth": "sparsebp-lab"}
 
 
 def name_values(parameters: list[Any]) -> list[Any]:

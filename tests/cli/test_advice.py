@@ -27,6 +27,7 @@ from typing import NamedTuple
 import pytest
 
 import sparsebp_cli.target
+from benchmarks import house
 from sparsebp_cli.cli.app import VERBS
 from sparsebp_cli.cli.follow import print_end
 from sparsebp_cli.recipe.schema import TargetOptions
@@ -42,7 +43,7 @@ from .test_until import Machine
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 300.0  # seconds, of a busy machine
-PACKAGES = ROOT / "sparsebp_cli", ROOT / "plugins" / "sparsebp-lab" / "sparsebp_lab"
+PACKAGES = [ROOT / folder for folder in house.PACKAGES]
 NAMES = "|".join(sorted(verb.__name__ for verbs in VERBS.values() for verb in verbs))
 QUOTED = re.compile(rf"`(sparsebp (?:{NAMES})\b[^`]*)`")
 BARE = re.compile(rf"(?<!`)\bsparsebp (?:{NAMES})(?![\w:`])[^`;()]*")
@@ -448,11 +449,11 @@ STORIES: dict[Callable[[Reader], None], tuple[tuple[str, str], ...]] = {
 ELSEWHERE = {
     ("asset/fetched.py", "sparsebp fetch {}"): "asset/test_fetched.py::test_a_model_is_taken_out_of_its_package_once",
     ("cli/assets.py", "sparsebp fetch {}"): "asset/test_fetched.py::test_a_model_is_taken_out_of_its_package_once",
-    ("audit_report/kind.py", "sparsebp audit --apply"): (
-        "auditor/test_apply.py::test_a_script_trains_to_the_same_losses_with_less_work"
+    ("report/kind.py", "sparsebp audit --apply"): (
+        "plugins/sparsebp-audit/tests/test_apply.py::test_a_script_trains_to_the_same_losses_with_less_work"
     ),
     ("backward/kind/packing/verify.py", "sparsebp audit --examples"): (
-        "auditor/test_examples.py::test_trainers_and_collators_are_judged"
+        "plugins/sparsebp-audit/tests/test_examples.py::test_trainers_and_collators_are_judged"
     ),
     ("cli/bench_table.py", "sparsebp validate --probe RECIPE"): (
         "cli/test_app.py::test_validate_with_probe_prints_what_a_step_costs_and_what_choosing_may_gain"
@@ -553,7 +554,9 @@ def test_a_new_message_that_names_a_command_is_noticed() -> None:
 @pytest.mark.parametrize("place", sorted(set(ELSEWHERE.values())))
 def test_the_tests_elsewhere_exist(place: str) -> None:
     file, _, name = place.partition("::")
-    assert f"def {name}(" in (ROOT / "tests" / file).read_text(encoding="utf-8")
+    assert f"def {name}(" in (ROOT / file if file.startswith("plugins/") else ROOT / "tests" / file).read_text(
+        encoding="utf-8"
+    )
 
 
 @pytest.mark.promise("R31")

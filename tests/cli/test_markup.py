@@ -10,12 +10,12 @@ import pytest
 import yaml
 from rich.table import Table
 
-from sparsebp_cli.audit_report import AuditReport, Finding
-from sparsebp_cli.audit_report.report import ModuleWork
+from sparsebp_audit.report import AuditReport, Finding
+from sparsebp_audit.report.report import ModuleWork
+from sparsebp_audit.verb.audit_table import print_audit
 from sparsebp_cli.bench import Benchmark, BenchmarkRow
 from sparsebp_cli.bench.request import Request
 from sparsebp_cli.bench.result import BreakEven
-from sparsebp_cli.cli.audit_table import print_audit
 from sparsebp_cli.cli.bench_table import print_benchmark
 from sparsebp_cli.cli.display import LiveDisplay
 from sparsebp_cli.cli.follow import print_end

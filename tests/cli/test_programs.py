@@ -14,10 +14,11 @@ import sparsebp_cli.cli.worker_answer
 import sparsebp_cli.cli.worker_process
 import sparsebp_cli.target
 import sparsebp_cli.tracking
+from benchmarks import house
+from sparsebp_audit.report import AuditReport
+from sparsebp_audit.verb import audit_process
 from sparsebp_cli.asset.bundled import austen_llama
-from sparsebp_cli.audit_report import AuditReport
 from sparsebp_cli.bench import Benchmark
-from sparsebp_cli.cli import audit_process
 from sparsebp_cli.cli.answer import wants_json
 from sparsebp_cli.cli.answer.kind import KINDS
 from sparsebp_cli.cli.app import VERBS
@@ -295,7 +296,7 @@ def test_every_exit_code_of_the_code_is_in_the_table() -> None:
         return {kind.exit_code}.union(*map(walk, kind.__subclasses__()))
 
     found = walk(SparseBPError)
-    verbs = ROOT / "sparsebp_cli" / "cli", ROOT / "plugins" / "sparsebp-lab" / "sparsebp_lab" / "verb"
+    verbs = [ROOT / package / place for package in house.PACKAGES for place in ("cli", "verb")]
     for file in (file for folder in verbs for file in folder.rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and re.search(r"\b(Exit|exit|SystemExit)$", ast.unparse(node.func)):

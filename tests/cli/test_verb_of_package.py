@@ -33,7 +33,8 @@ def test_every_verb_that_has_a_home_is_of_an_installed_package_here() -> None:
 
 @pytest.mark.parametrize("verb", HOMES)
 def test_a_verb_whose_package_is_missing_says_how_to_get_it(verb: str) -> None:
-    with pytest.raises(UsageError, match=rf"`sparsebp {verb}` is in the package sparsebp-lab: python -m pip install"):
+    home = HOMES[verb]
+    with pytest.raises(UsageError, match=f"`sparsebp {verb}` is in the package {home}: python -m pip install {home}"):
         Verbs(name="sparsebp", commands={}).resolve_command(type("Context", (), {"resilient_parsing": False})(), [verb])
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from benchmarks import house
 from sparsebp_cli.cli.app import VERBS
 from sparsebp_cli.run import State
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/reference/faults.md").read_text(encoding="utf-8")
 ROWS = [line for line in PAGE.splitlines() if line.startswith("| `")]
-PACKAGES = ROOT / "sparsebp_cli", ROOT / "plugins" / "sparsebp-lab" / "sparsebp_lab"
+PACKAGES = [ROOT / folder for folder in house.PACKAGES]
 SOURCE = "\n".join(file.read_text(encoding="utf-8") for folder in PACKAGES for file in folder.rglob("*.py"))
 
 

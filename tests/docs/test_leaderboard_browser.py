@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 import yaml
 
-from tests.auditor.test_page import FLAGS
+from tests.compare.test_browser import FLAGS
 from tests.docs.block import ROOT
 
 RESULTS = ROOT / "docs" / "results"

@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import sparsebp_cli as sbp
-from sparsebp_cli.backward.kind.packing.script import ScriptPacking
+from sparsebp_audit.auditor.script_packing import ScriptPacking
 from tests.backward.conftest import tiny_model
 
 from .flat import ROUND, ROWS, batch, gathered

@@ -37,7 +37,6 @@ class Kind:
 
 
 COMPARE = ("comparison", "measured", "margin", "statement", "statistics", "loaded")
-AUDIT = ("report", "applied", "isolation")
 KINDS: tuple[Kind, ...] = (
     Kind("error", f"{HERE}.record:ErrorAnswer", ()),
     Kind("files", f"{HERE}.record:FileList", ("init", "new", "recipes")),
@@ -74,16 +73,9 @@ KINDS: tuple[Kind, ...] = (
     Kind("checks", f"{HERE}.machine_record:CheckReport", ("doctor", "targets")),
     Kind("targets", f"{HERE}.machine_record:TargetList", ("targets",)),
     Kind("benchmark", "sparsebp_cli.bench.result:Benchmark", ("bench",)),
-    Kind(
-        "audit",
-        "sparsebp_cli.audit_report.report:AuditReport",
-        ("audit",),
-        None,
-        tuple(f"sparsebp_cli.audit_report.{name}" for name in AUDIT),
-    ),
 )
 KINDS += tuple(
-    Kind(kind, record, (verb,), version)
+    Kind(kind, record, (verb,), version, entry.described)
     for verb, entry in find_verbs().items()
     for kind, (record, version) in entry.answers.items()
 )

@@ -19,7 +19,7 @@ from transformers import (
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 import sparsebp_cli as sbp
-from sparsebp_cli.backward.kind.packing.script import count_leftover
+from sparsebp_audit.auditor.script_packing import count_leftover
 from sparsebp_cli.errors import UnsupportedError
 
 from .case import SOME, count_flops, error, errors, gradients, make_batch

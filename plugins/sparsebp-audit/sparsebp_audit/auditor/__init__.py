@@ -1,0 +1,5 @@
+"""Watches a training loop and builds the audit's report."""
+
+from sparsebp_audit.auditor.library import Audit, audit
+
+__all__ = ["Audit", "audit"]

@@ -1,0 +1,103 @@
+"""Judges the batches of a script's first optimizer step: is each example computed, and weighed, as if it were alone?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from sparsebp_audit.isolation import LossReader, ScriptCall, judge_batch
+from sparsebp_audit.isolation.channel import Forward, tensors_of
+from sparsebp_audit.report import BatchJudgement, IsolationReport
+from sparsebp_cli.backward.decoder.decoder import bind_arguments
+from sparsebp_cli.backward.isolation import Examples, NotAlone, find_examples
+from sparsebp_cli.backward.isolation.output import named_tensors
+from sparsebp_cli.backward.observe.internals import next_sequence_number
+
+MOST_CALLS = 64  # of a step: a step of more micro-batches is judged by its first
+ORDER = ("logits", "log_probs")
+
+
+class Referee:
+    """Judges the calls of models until the first optimizer step has ended."""
+
+    is_over: bool
+
+    def __init__(self) -> None:
+        self.is_over = False
+        self._batches: list[BatchJudgement] = []
+        self._loss = LossReader()
+        self._examples: Examples | None = None  # of the running call
+        self._begin = 0  # number of the first node of its graph
+
+    def before_call(self, model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        """Judge a batch that a script gives to a model, before the model runs."""
+        self._examples = None
+        if self.is_over or len(self._batches) >= MOST_CALLS:
+            return
+        inputs = bind_arguments(unwrapped(model), args, kwargs)
+        self._batches.append(judge_batch(model, inputs))
+        try:
+            self._examples = find_examples(inputs, None)
+        except NotAlone as error:
+            self._loss.unread = str(error)
+        self._begin = next_sequence_number()
+
+    def after_call(self, output: object) -> None:
+        """Remember the outputs of a call, to read the gradient of the script's loss there."""
+        if self._examples is None or self.is_over:
+            return
+        tensors = {name: value for name, value in named_tensors(output).items() if value.requires_grad}
+        wide = {name: value for name, value in tensors.items() if value.dim() > 1}
+        name = next((name for name in (*ORDER, *wide) if name in wide), None)
+        if name is None:
+            self._loss.unread = "the model's output has a loss, and no values of single positions that it was made of"
+            return
+        balancing = output.get("aux_loss") if isinstance(output, Mapping) else None
+        made = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
+        number = len(self._loss.calls)
+        forward = Forward(number, self._examples, self._begin, next_sequence_number(), made)
+        forward.allowed = balancing if isinstance(balancing, Tensor) else None
+        self._loss.calls.append(ScriptCall(number, self._examples, name, wide[name], forward))
+        self._loss.recorder.follow(made)
+
+    def before_backward(self, losses: Sequence[object], gradients: object) -> None:
+        """Read a loss before its backward pass."""
+        tensors = [loss for loss in losses if isinstance(loss, Tensor)]
+        if self.is_over or len(tensors) != len(losses):
+            return
+        given = list(gradients) if isinstance(gradients, Sequence) else [None] * len(tensors)
+        self._loss.read(tensors, given)
+
+    def end_step(self) -> None:
+        """End with the first optimizer step."""
+        self.is_over, self._examples = True, None
+        self._loss.recorder.clear()
+        for call in self._loss.calls:
+            call.release()
+
+    def start(self) -> None:
+        """Be ready to record the functions that a script applies to outputs."""
+        torch.overrides._push_mode(self._loss.recorder)  # noqa: SLF001 - it ends in another call, unlike a block
+
+    def stop(self) -> None:
+        """Record no functions any longer; if another library's mode is on top, ours stays without effect."""
+        self._loss.recorder.clear()
+        modes = torch.overrides._get_current_function_mode_stack()  # noqa: SLF001 - no public name
+        if modes and modes[-1] is self._loss.recorder:
+            torch.overrides._pop_mode()  # noqa: SLF001
+
+    def report(self) -> IsolationReport:
+        """Return what was found."""
+        return IsolationReport(tuple(self._batches), self._loss.judge(), self._loss.unread)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the module whose forward has the names of the arguments, inside of wrappers."""
+    while type(model).__name__ in ("DistributedDataParallel", "DataParallel", "OptimizedModule"):
+        inner = next(model.children(), None)
+        if inner is None:
+            break
+        model = inner
+    return model

@@ -1,0 +1,11 @@
+"""The verb of this package, as its entry point names it."""
+
+from sparsebp_cli.cli.plugin import VerbEntry
+
+REPORT = "sparsebp_audit.report"
+AUDIT = VerbEntry(
+    "sparsebp_audit.verb.audit:audit",
+    "Everyday",
+    {"audit": (f"{REPORT}.report:AuditReport", None)},
+    described=tuple(f"{REPORT}.{name}" for name in ("report", "applied", "isolation")),
+)

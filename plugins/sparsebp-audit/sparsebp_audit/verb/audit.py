@@ -1,0 +1,206 @@
+"""``sparsebp audit``: the work and memory of a backward pass, and the part of it that is wasted."""
+
+from __future__ import annotations
+
+import shlex
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from sparsebp_cli import interpreter
+from sparsebp_cli.cli.answer import tell
+from sparsebp_cli.cli.exit_code import CHECK_FAILED
+from sparsebp_cli.cli.option import Changes
+from sparsebp_cli.cli.screen import Output, print_line
+from sparsebp_cli.errors import UnsupportedError, UsageError
+
+if TYPE_CHECKING:
+    from sparsebp_audit.report import AuditReport
+    from sparsebp_audit.verb.audit_process import AuditedCommand
+
+WHAT, GATE, FILE = "What is watched", "For CI", "Result"
+SUBJECT = "A recipe; or `--` and any command that trains with PyTorch: -- python train.py --epochs 3."
+
+
+def audit(  # noqa: PLR0913, PLR0917 - one parameter an option
+    words: Annotated[list[str], typer.Argument(metavar="RECIPE|COMMAND", help=SUBJECT)],
+    steps: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Optimizer steps that are watched.", rich_help_panel=WHAT)
+    ] = 3,
+    changes: Changes = None,
+    stop: Annotated[
+        bool, typer.Option("--stop", help="End the command when its steps are watched.", rich_help_panel=WHAT)
+    ] = False,
+    apply: Annotated[
+        bool,
+        typer.Option(
+            "--apply",
+            help="Then leave out what can be left out exactly while the command trains on, and measure its steps.",
+            rich_help_panel=WHAT,
+        ),
+    ] = False,
+    write: Annotated[
+        bool,
+        typer.Option(
+            "--write",
+            help="At the end write the line of lossless into a script that has one Trainer, and show the change.",
+            rich_help_panel=WHAT,
+        ),
+    ] = False,
+    examples: Annotated[
+        bool,
+        typer.Option(
+            "--examples",
+            help="Also judge, in the first step, if each example's gradient is that of the example alone.",
+            rich_help_panel=WHAT,
+        ),
+    ] = False,
+    threshold: Annotated[
+        float, typer.Option(metavar="SHARE", help="Findings below this share of a step are not shown.")
+    ] = 0.005,
+    fail_if_waste: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SHARE",
+            help="End with 1 if more than this share of the FLOPs or bytes could be left out exactly.",
+            rich_help_panel=GATE,
+        ),
+    ] = None,
+    fail_if_mixed: Annotated[
+        bool,
+        typer.Option(
+            "--fail-if-mixed",
+            help="With --examples: end with 1 if an example's gradient is not that of the example alone.",
+            rich_help_panel=GATE,
+        ),
+    ] = False,
+    output: Annotated[
+        Output, typer.Option("-o", "--output", help="A table for people, or JSON for programs.", rich_help_panel=FILE)
+    ] = Output.TABLE,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also write a report: one page.", rich_help_panel=FILE)
+    ] = None,
+) -> None:
+    """Watch a training for some steps: the work and memory of its backward pass, and the part that is wasted."""
+    for name, share in (("--threshold", threshold), ("--fail-if-waste", fail_if_waste or 0.0)):
+        if not 0.0 <= share < 1.0:
+            raise UsageError(f"{name} must be in [0, 1), got {share:g}")
+    if fail_if_mixed and not examples:
+        raise UsageError("--fail-if-mixed needs --examples, which judges whether examples are mixed")
+    if html is not None:
+        from sparsebp_cli.page import check_path
+
+        check_path(html)
+    from sparsebp_audit.verb.audit_process import run_audited
+
+    settings = {"steps": steps, "threshold": threshold, "stop": stop, "apply": apply, "examples": examples}
+    with tempfile.TemporaryDirectory(prefix="sparsebp-audit-") as place:
+        is_recipe = Path(words[0]).suffix in {".yaml", ".yml"}
+        if is_recipe and (apply or write):
+            what = "--apply changes how a command trains" if apply else "--write changes a script"
+            raise UsageError(f"{what}; in a recipe write policy: lossless")
+        command = _train_command(words, changes, steps, Path(place)) if is_recipe else words
+        if not is_recipe and changes:
+            raise UsageError("--set changes a recipe; give the command its own options")
+        settings |= {"stop": stop or is_recipe}
+        audited = run_audited(
+            command,
+            settings,
+            Path(place),
+            lambda report: _write_results(report, output, html, shlex.join(words)),
+            quiet=output is Output.JSON,
+        )
+    if audited.report is None and not audited.exit_code:
+        raise UsageError(audited.why_no_report)
+    if audited.report is None:
+        print_line(f"audit: {audited.why_no_report}", stderr=True)
+    is_written = not write or _write_line(audited, quiet=output is Output.JSON)
+    if audited.exit_code or not is_written:
+        raise typer.Exit(audited.exit_code or CHECK_FAILED)
+    assert audited.report is not None
+    _check_gates(audited.report, fail_if_waste, fail_if_mixed=fail_if_mixed)
+
+
+def _check_gates(report: AuditReport, fail_if_waste: float | None, *, fail_if_mixed: bool) -> None:
+    """End the verb if the report exceeds what is allowed."""
+    if fail_if_mixed and report.examples is not None and report.examples.is_mixed:
+        print_line(f"failed: {report.examples.headline}", stderr=True)
+        raise typer.Exit(CHECK_FAILED)
+    if fail_if_waste is not None and report.waste_share > fail_if_waste:
+        print_line(f"failed: {report.waste_share:.2%} could be left out, allowed {fail_if_waste:.2%}", stderr=True)
+        raise typer.Exit(CHECK_FAILED)
+
+
+def _write_line(audited: AuditedCommand, *, quiet: bool) -> bool:
+    """Write the line of lossless into the script that was audited, and show it. Return whether it was written; if not,
+    the reason is printed."""
+    from sparsebp_audit.verb.script_line import find_change, find_objection
+
+    objection = find_objection(audited.report) if audited.report is not None else audited.why_no_report
+    if audited.exit_code:
+        objection = f"the command ended with {audited.exit_code}"
+    try:
+        if objection:
+            raise UnsupportedError(objection)
+        if audited.script is None:
+            raise UnsupportedError("the command ran no script that is a file")
+        change = find_change(audited.script)
+        print_line(change.diff(), stderr=quiet)
+        kept = change.write()
+    except UsageError as error:
+        print_line(f"not written: {error}", stderr=True)
+        return False
+    print_line(f"written: {change.file}; as it was: {kept}", stderr=True)
+    return True
+
+
+def _train_command(words: list[str], changes: list[str] | None, steps: int, place: Path) -> list[str]:
+    """The worker's command for a recipe, without evaluations, probes and checkpoints, which are no part of a step."""
+
+    from sparsebp_cli.plan import make_plan
+    from sparsebp_cli.recipe import load_recipe
+    from sparsebp_cli.recipe.evaluation import without_generation
+    from sparsebp_cli.starter import resolve_recipe
+
+    if len(words) > 1:
+        raise UsageError(f"one recipe at a time, got {len(words)}: {' '.join(words)}")
+    file = resolve_recipe(Path(words[0]))
+    plan = make_plan(load_recipe(file, changes or []), file)
+    recipe = plan.recipe
+    if recipe.target.kind != "local":
+        raise UnsupportedError(f"target: an audit runs on this machine (local), got {recipe.target.kind}")
+    if recipe.target.options.get("processes", 1) != 1:
+        raise UnsupportedError(f"target.processes: an audit watches 1, got {recipe.target.options['processes']}")
+    if recipe.training.max_steps < steps:
+        raise UsageError(f"--steps must be at most training.max_steps ({recipe.training.max_steps}), got {steps}")
+    recipe = without_generation(recipe)
+    measure = recipe.measure.model_copy(
+        update={
+            "probe_every": None,
+            "fidelity_every": None,
+            "eval_every": recipe.training.max_steps,
+            "eval_examples": 1,
+            "eval_batches": None,
+        }
+    )
+    checkpoint = recipe.checkpoint.model_copy(update={"every": recipe.training.max_steps})
+    run = place / "run"
+    run.mkdir()
+    recipe = recipe.model_copy(update={"measure": measure, "checkpoint": checkpoint})
+    saved = plan.model_copy(update={"recipe": recipe}).save(run)
+    return interpreter.command("-m", "sparsebp_cli.worker", str(saved))
+
+
+def _write_results(report: AuditReport, output: Output, html: Path | None, command: str) -> None:
+    """Print a report, and write the page that was requested."""
+    from sparsebp_audit.report import write_page
+
+    if html is not None:  # before printing: a closed pipe must not lose it
+        write_page(report, html, command)
+    from sparsebp_audit.verb.audit_table import print_audit
+
+    tell(report, output, print_audit)
+    if html is not None:
+        print_line(f"report: {html}", stderr=True)
