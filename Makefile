@@ -28,7 +28,7 @@ picture: .venv/runtime  ## record the runs of make quickstart as the README's pi
 	mv docs/picture/quickstart.part docs/picture/quickstart.md
 	$(BIN)/python docs/generate.py
 
-leaderboard: .venv/runtime  ## train what the leaderboard misses, from a clean commit (hours; ONLY=task, MINUTES=90); `python benchmarks/leaderboard.py` writes its page
+leaderboard: .venv/develop  ## train what the leaderboard misses, from a clean commit (hours; ONLY=task, MINUTES=90); `python benchmarks/leaderboard.py` writes its page
 	$(BIN)/python benchmarks/leaderboard.py --run $(ONLY) $(if $(MINUTES),--minutes $(MINUTES))
 
 results: results-study results-masked  ## both studies of docs/results, three seeds a part (more than half an hour at two quiet cores)

@@ -31,14 +31,14 @@ from sparsebp_cli.compare.statistics import summarise  # noqa: E402
 from sparsebp_cli.plan import Plan, Provenance  # noqa: E402
 from sparsebp_cli.recipe import Recipe, load_recipe  # noqa: E402
 from sparsebp_cli.run import JournalWriter, State  # noqa: E402
-from sparsebp_cli.study.driver import Status, TrialRun  # noqa: E402
-from sparsebp_cli.study.store import TrialStore  # noqa: E402
-from sparsebp_cli.study.trial import StudyTrial  # noqa: E402
 from sparsebp_lab.judge.budget import QuestionBudget  # noqa: E402
 from sparsebp_lab.judge.ledger import Ledger  # noqa: E402
 from sparsebp_lab.judge.question import Contender, RecipeProposal  # noqa: E402
 from sparsebp_lab.judge.recipe_arms import RecipeArms  # noqa: E402
 from sparsebp_lab.judge.session import JudgeSession, Terms  # noqa: E402
+from sparsebp_lab.study.driver import Status, TrialRun  # noqa: E402
+from sparsebp_lab.study.store import TrialStore  # noqa: E402
+from sparsebp_lab.study.trial import StudyTrial  # noqa: E402
 
 RESULT = ROOT / "benchmarks" / "results" / "judge-climb.json"
 BATCH, LENGTH, HELD_OUT = 4, 32, 32  # texts a step, tokens of a text, texts that are held out
@@ -137,7 +137,7 @@ class Trainer:
 
 
 class HereDriver:
-    """Trains trials by :class:`Trainer`; otherwise as :class:`sparsebp_cli.study.driver.Driver`."""
+    """Trains trials by :class:`Trainer`; otherwise as :class:`sparsebp_lab.study.driver.Driver`."""
 
     trainer: ClassVar[Trainer | None] = None
 

@@ -37,7 +37,6 @@ from sparsebp_cli.cli.schema import schema
 from sparsebp_cli.cli.screen import print_line
 from sparsebp_cli.cli.show import show
 from sparsebp_cli.cli.starter import init, new, recipes
-from sparsebp_cli.cli.study import study
 from sparsebp_cli.cli.targets import doctor, targets
 from sparsebp_cli.cli.tracking import sync
 from sparsebp_cli.cli.validate import validate
@@ -86,7 +85,7 @@ crash: Crash = Crash()
 VERBS: dict[str, tuple[Callable[..., None], ...]] = {
     "Everyday": (quickstart, init, validate, data, run, compare, show),
     "More: write and check recipes": (new, recipes, policies, models, datasets, fetch, schema, export),
-    "More: runs": (study, runs, logs, resume, rerun, cancel, tag, archive, prune, rm, sync),
+    "More: runs": (runs, logs, resume, rerun, cancel, tag, archive, prune, rm, sync),
     "More: results": (evaluate, model),
     "More: this machine and others": (doctor, bench, targets),
 }
@@ -95,7 +94,6 @@ WRITING = {
     "run",
     "fetch",
     "quickstart",
-    "study",
     "resume",
     "rerun",
     "cancel",

@@ -22,7 +22,7 @@ from sparsebp_cli.run import History, RunFolder
 
 if TYPE_CHECKING:
     from sparsebp_cli.compare.archive import Member
-    from sparsebp_cli.study.store import StudyRecord
+    from sparsebp_cli.study.record import StudyRecord
 
 THIN = "Of a study's tuning runs keep evaluations and the FLOPs of each step alone: an eighth of their bytes."
 

@@ -259,8 +259,8 @@ def _names_study(word: str, place: str | None) -> bool:
 
 def _find_study(name: str, place: str | None) -> StudySelection:
     """Read a study of this machine, or of the archive that ``--from`` names."""
+    from sparsebp_cli.study.record import find_archived, find_record
     from sparsebp_cli.study.selection import select
-    from sparsebp_cli.study.store import find_archived, find_record
 
     if place is None:
         return select(find_record(name))

@@ -78,7 +78,7 @@ def _refuse_cancelled(folders: Sequence[RunFolder]) -> None:
 def _pass_stop(folder: RunFolder) -> None:
     """Let a run that has stopped at ``checkpoint.stop_at`` go on to its end."""
     from sparsebp_cli.plan import Plan
-    from sparsebp_cli.study.trial import with_stop
+    from sparsebp_cli.recipe import with_stop
 
     plan, ends = Plan.load(folder.plan_file), History.load(folder.path).ends
     stop_at = plan.recipe.checkpoint.stop_at

@@ -254,7 +254,7 @@ def describe_run(folder: RunFolder) -> RunLine:
 
 def _find_trials(study: str) -> dict[str, dict[str, str]]:
     """Return the trials of a study by the ids of their runs."""
-    from sparsebp_cli.study.store import find_record
+    from sparsebp_cli.study.record import find_record
 
     return {
         trial.run_id: {"arm": trial.arm, "combination": trial.combination, "role": trial.role}

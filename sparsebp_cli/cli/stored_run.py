@@ -12,7 +12,7 @@ from sparsebp_cli.run.label import Labels
 
 if TYPE_CHECKING:
     from sparsebp_cli.plan import Plan
-    from sparsebp_cli.study.store import StudyRecord
+    from sparsebp_cli.study.record import StudyRecord
     from sparsebp_cli.target import Job, Target
 
 
@@ -33,7 +33,7 @@ def find_study(word: str, place: Path | None = None) -> StudyRecord | None:
     name = word.removeprefix("@")
     if not word.startswith("@") or name == "last" or name.isdecimal() or name != Path(name).name:
         return None
-    from sparsebp_cli.study.store import StudyRecord
+    from sparsebp_cli.study.record import StudyRecord
 
     if (record := StudyRecord.load(name, place)) is None:
         return None

@@ -34,7 +34,7 @@ MEANT = {
     "plot": "compare",
 }
 # Verbs of packages that come with SparseBP.
-HOMES = {"audit": "sparsebp-audit", "judge": "sparsebp-lab", "leaderboard": "sparsebp-lab", "worth": "sparsebp-lab"}
+HOMES = {"audit": "sparsebp-audit"} | dict.fromkeys(("judge", "leaderboard", "study", "worth"), "sparsebp-lab")
 
 
 def name_values(parameters: list[Any]) -> list[Any]:

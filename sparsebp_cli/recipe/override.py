@@ -134,3 +134,8 @@ def with_seed(recipe: Recipe, seed: int) -> Recipe:
     if isinstance(seed, bool) or not 0 <= seed <= LARGEST_INT:
         raise UsageError(f"seed must be in [0, {LARGEST_INT}], got {seed}")
     return recipe.model_copy(update={"training": recipe.training.model_copy(update={"seed": seed})})
+
+
+def with_stop(recipe: Recipe, stop_at: int | None) -> Recipe:
+    """Return a recipe that stops with a checkpoint after a step. None: at its last step. A run's id stays the same."""
+    return recipe.model_copy(update={"checkpoint": recipe.checkpoint.model_copy(update={"stop_at": stop_at})})

@@ -1,1 +1,1 @@
-"""Studies: arms over one base recipe, each tuned, at the same budget, with controls; planned, run and selected."""
+"""What a study is: its file, the list of its trials, the choices of its tuning. The package sparsebp-lab runs it."""

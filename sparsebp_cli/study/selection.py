@@ -15,7 +15,7 @@ from sparsebp_cli.errors import RunNotFoundError
 from sparsebp_cli.run import RunFolder, State, home
 from sparsebp_cli.run.metric import EVAL_ACCURACY, EVAL_LOSS, TEST_ACCURACY, TEST_LOSS
 from sparsebp_cli.study.choice import FEWEST_SEEDS, find_choice_errors
-from sparsebp_cli.study.store import Listed, StudyRecord
+from sparsebp_cli.study.record import Listed, StudyRecord
 
 ENOUGH_SEEDS = 3  # of tuning, for statements on methods: benchmarks/tuning.py simulated them with three
 OVER = (State.FINISHED, State.FAILED, State.CANCELLED)

@@ -286,16 +286,16 @@ def meet_studies(reader: Reader) -> None:
     file = reader.folder / "my study.yaml"
     file.write_text("version: 1\nstudy: tiny\nbase: base.yaml\narms: {a: {}, b: {}}\nseeds: {report: 0-1}\n")
     reader.meet("compare", "--study", "tiny")
-    reader.follow("study/store.py", "sparsebp study FILE", "--dry-run", FILE=file)
+    reader.follow("study/record.py", "sparsebp study FILE", "--dry-run", FILE=file)
     reader.target.then = lambda: os.kill(os.getpid(), signal.SIGINT)
     reader.target.status = State.INTERRUPTED
     reader.meet("study", file)
     reader.target.then, reader.target.status = (lambda: None), State.FAILED
-    reader.follow("cli/study.py", "sparsebp study {}", code=100)
+    reader.follow("verb/study.py", "sparsebp study {}", code=100)
     reader.meet("study", file)
     reader.target.status = State.FINISHED
-    reader.printed = reader.follow("cli/study.py", "sparsebp study {}")
-    assert "a" in reader.follow("cli/study.py", "sparsebp compare --study {}")
+    reader.printed = reader.follow("verb/study.py", "sparsebp study {}")
+    assert "a" in reader.follow("verb/study.py", "sparsebp compare --study {}")
     for run in list_runs():
         shutil.rmtree(run.path)
     reader.meet("compare", "--study", "tiny")
@@ -421,10 +421,10 @@ STORIES: dict[Callable[[Reader], None], tuple[tuple[str, str], ...]] = {
     ),
     meet_until: (("cli/until.py", "sparsebp compare {} --margin {}={}"),),
     meet_studies: (
-        ("study/store.py", "sparsebp study FILE"),
+        ("study/record.py", "sparsebp study FILE"),
         ("study/selection.py", "sparsebp study {}"),
-        ("cli/study.py", "sparsebp study {}"),
-        ("cli/study.py", "sparsebp compare --study {}"),
+        ("verb/study.py", "sparsebp study {}"),
+        ("verb/study.py", "sparsebp compare --study {}"),
     ),
     meet_living: (
         ("cli/housekeeping.py", "sparsebp cancel {}"),
@@ -495,10 +495,10 @@ ELSEWHERE = {
     ("cli/archive.py", "sparsebp compare --study {} --from {}"): (
         "study/test_rebuild.py::test_choices_follow_from_the_archive_in_an_empty_home"
     ),
-    ("cli/study.py", "sparsebp archive @{}"): (
+    ("verb/study.py", "sparsebp archive @{}"): (
         "study/test_rebuild.py::test_an_archive_of_runs_alone_says_how_to_make_one"
     ),
-    ("study/store.py", "sparsebp archive @{} --to FILE"): (
+    ("study/record.py", "sparsebp archive @{} --to FILE"): (
         "study/test_rebuild.py::test_an_archive_of_runs_alone_says_how_to_make_one"
     ),
     ("cli/follow.py", "sparsebp logs {} --follow"): "cli/test_programs.py::test_what_an_answer_says_next_works",
@@ -526,8 +526,8 @@ MENTIONS = {
     ("release/card.py", "sparsebp rerun {}"),
     ("cli/bench.py", "sparsebp policies"),
     ("cli/option.py", "sparsebp recipes"),
-    ("cli/study.py", "sparsebp recipes"),
-    ("cli/study.py", "sparsebp targets"),
+    ("verb/study.py", "sparsebp recipes"),
+    ("verb/study.py", "sparsebp targets"),
     ("cli/schema.py", "sparsebp study"),
     ("policy/epoch.py", "sparsebp run"),
     ("recipe/json_schema.py", "sparsebp policies"),

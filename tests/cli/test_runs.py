@@ -10,7 +10,7 @@ import pytest
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.run import History, RunFolder, State, create_run, home
 from sparsebp_cli.run.label import Labels
-from sparsebp_cli.study.store import StudyRecord
+from sparsebp_cli.study.record import StudyRecord
 from sparsebp_cli.target.archive import merge_into_run
 from sparsebp_cli.tracking.content import read_labels, tags
 

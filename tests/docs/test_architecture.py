@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 
+from benchmarks import house
 from tests.docs.block import ROOT
 
 PAGE = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
@@ -20,7 +21,7 @@ def find_missing(text: str) -> list[str]:
     """Return each ``path.py`` and ``path.py:name`` of a text that is neither in the package nor in the repository."""
     missing = []
     for path, name in MENTION.findall(text):
-        file = next((place for folder in ("sparsebp_cli", ".") if (place := ROOT / folder / path).is_file()), None)
+        file = next((place for folder in (*house.PACKAGES, ".") if (place := ROOT / folder / path).is_file()), None)
         if file is None or (name and name not in find_definitions(ast.parse(file.read_text(encoding="utf-8")))):
             missing.append(f"{path}:{name}" if name else path)
     return missing

@@ -8,14 +8,14 @@ from pathlib import Path
 from sparsebp_cli.plan import Plan, Provenance
 from sparsebp_cli.recipe import load_recipe
 from sparsebp_cli.run import State
-from sparsebp_cli.study.driver import TrialRun
-from sparsebp_cli.study.store import TrialStore, has_plan
-from sparsebp_cli.study.trial import StudyTrial
 from sparsebp_lab.judge.budget import QuestionBudget
 from sparsebp_lab.judge.ledger import Ledger, Question
 from sparsebp_lab.judge.question import Contender, RecipeProposal
 from sparsebp_lab.judge.recipe_arms import RecipeArms
 from sparsebp_lab.judge.session import JudgeSession, Terms
+from sparsebp_lab.study.driver import TrialRun
+from sparsebp_lab.study.store import TrialStore, has_plan
+from sparsebp_lab.study.trial import StudyTrial
 
 from .judge_worker import train
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from sparsebp_cli.study.loader import load_study
-from sparsebp_cli.study.store import find_archived
+from sparsebp_cli.study.record import find_archived
 from sparsebp_lab.leaderboard.cell import ALLOWED, draw_cells, pooled_spread
 from sparsebp_lab.leaderboard.check import check_submission, read_runs
 from sparsebp_lab.leaderboard.finding import Finding

@@ -47,7 +47,7 @@ def test_a_run_here_whose_record_is_unreadable_is_known_by_its_locks(damage: str
 
 @pytest.mark.parametrize("content", [b"", bytes(50), b"{"])
 def test_a_plan_that_a_study_can_make_again_counts_as_none(content: bytes, home_folder: Path) -> None:
-    from sparsebp_cli.study.store import has_plan
+    from sparsebp_lab.study.store import has_plan
 
     run = make_run(kind="local")
     assert has_plan(run)

@@ -18,7 +18,7 @@ from .conftest import BASE
 HERE = str(Path(__file__).parent)
 WORKER: dict[str, object] = {"worker": "study_worker", "env": {"PYTHONPATH": HERE}}  # options of a place elsewhere
 MAIN = "from sparsebp_cli.cli.app import main; main()"
-IMPATIENT = "from sparsebp_cli.study import driver; driver.PATIENCE_SECONDS = 0.0; "
+IMPATIENT = "from sparsebp_lab.study import driver; driver.PATIENCE_SECONDS = 0.0; "
 
 
 @dataclass

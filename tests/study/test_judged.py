@@ -6,10 +6,10 @@ import pytest
 
 from sparsebp_cli.errors import RecipeError, UsageError
 from sparsebp_cli.recipe.evaluation import find_decisive, without_generation
-from sparsebp_cli.study.course import Tuned, choose_best
-from sparsebp_cli.study.halving import find_rungs
 from sparsebp_cli.study.loader import LoadedStudy, load_study
-from sparsebp_cli.study.trial import rehearse
+from sparsebp_lab.study.course import Tuned, choose_best
+from sparsebp_lab.study.halving import find_rungs
+from sparsebp_lab.study.trial import rehearse
 
 from .conftest import STUDY, Write
 

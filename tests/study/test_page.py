@@ -8,16 +8,17 @@ from pathlib import Path
 import pytest
 from rich.console import Console, RenderableType
 
-from sparsebp_cli.cli.study import find_pause
-from sparsebp_cli.cli.study_page import make_live_table, make_plan_table
-from sparsebp_cli.study.course import plan_course
-from sparsebp_cli.study.disk import measure_disk
-from sparsebp_cli.study.driver import Status
+from sparsebp_cli.recipe import with_stop
 from sparsebp_cli.study.loader import LoadedStudy, load_study
-from sparsebp_cli.study.place import find_places
-from sparsebp_cli.study.store import TrialStore
-from sparsebp_cli.study.summary import ArmLine, summarise
-from sparsebp_cli.study.trial import TrialMaker, with_stop
+from sparsebp_lab.study.course import plan_course
+from sparsebp_lab.study.disk import measure_disk
+from sparsebp_lab.study.driver import Status
+from sparsebp_lab.study.place import find_places
+from sparsebp_lab.study.store import TrialStore
+from sparsebp_lab.study.summary import ArmLine, summarise
+from sparsebp_lab.study.trial import TrialMaker
+from sparsebp_lab.verb.study import find_pause
+from sparsebp_lab.verb.study_page import make_live_table, make_plan_table
 
 from .conftest import STUDY, Write
 

@@ -13,15 +13,15 @@ import pytest
 
 from sparsebp_cli.compare.loaded import LoadedRun
 from sparsebp_cli.errors import RecipeError, UsageError
-from sparsebp_cli.study import summary
-from sparsebp_cli.study.budget import StepPrice, make_rehearsals, read_price, share_budget
-from sparsebp_cli.study.course import Course, Tuned, choose_best, plan_course
-from sparsebp_cli.study.driver import Status
 from sparsebp_cli.study.loader import LoadedStudy, load_study
-from sparsebp_cli.study.place import deal, find_places
 from sparsebp_cli.study.schema import BudgetSection
-from sparsebp_cli.study.store import TrialStore
-from sparsebp_cli.study.trial import StudyTrial, TrialMaker, with_steps
+from sparsebp_lab.study import summary
+from sparsebp_lab.study.budget import StepPrice, make_rehearsals, read_price, share_budget
+from sparsebp_lab.study.course import Course, Tuned, choose_best, plan_course
+from sparsebp_lab.study.driver import Status
+from sparsebp_lab.study.place import deal, find_places
+from sparsebp_lab.study.store import TrialStore
+from sparsebp_lab.study.trial import StudyTrial, TrialMaker, with_steps
 
 from .conftest import STUDY, Write
 

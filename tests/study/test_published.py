@@ -14,7 +14,7 @@ from sparsebp_cli.recipe.loader import load_recipe
 from sparsebp_cli.run import History, State
 from sparsebp_cli.run.series import Series
 from sparsebp_cli.study.loader import load_study
-from sparsebp_cli.study.place import move
+from sparsebp_lab.study.place import move
 
 from .conftest import Cli, Write
 

@@ -13,11 +13,11 @@ import pytest
 
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.run import home
-from sparsebp_cli.study.course import Tuned, plan_course
 from sparsebp_cli.study.loader import Combination, LoadedStudy, load_study
-from sparsebp_cli.study.search import Search, advance
-from sparsebp_cli.study.store import TrialStore
-from sparsebp_cli.study.trial import TrialMaker
+from sparsebp_lab.study.course import Tuned, plan_course
+from sparsebp_lab.study.search import Search, advance
+from sparsebp_lab.study.store import TrialStore
+from sparsebp_lab.study.trial import TrialMaker
 
 from .conftest import STUDY, Cli, Write, count_attempts, count_finishes
 

@@ -1,4 +1,4 @@
-"""Tools of those who test methods: a judge of proposals, a leaderboard, cost screening before training."""
+"""Tools of those who test methods: studies, a judge of proposals, a leaderboard, cost screening before training."""
 
 from sparsebp_cli.cli.plugin import VerbEntry
 
@@ -13,6 +13,12 @@ LEADERBOARD = VerbEntry(
         "submission": (f"{LAB}.answer.leaderboard_record:SubmissionReport", 1),
         "rules": (f"{LAB}.answer.leaderboard_record:RuleList", 1),
     },
+    writes=True,
+)
+STUDY = VerbEntry(
+    f"{LAB}.verb.study:study",
+    "More: runs",
+    {"study": (f"{LAB}.answer.study_record:StudyState", 1), "rebuilt": (f"{LAB}.answer.study_record:RebuiltStudy", 1)},
     writes=True,
 )
 WORTH = VerbEntry(

@@ -48,8 +48,6 @@ KINDS: tuple[Kind, ...] = (
     Kind("labels", f"{HERE}.run_record:LabelList", ("tag",)),
     Kind("archive", f"{HERE}.run_record:ArchiveFile", ("archive",)),
     Kind("freed", f"{HERE}.run_record:FreedRuns", ("prune", "rm")),
-    Kind("study", f"{HERE}.study_record:StudyState", ("study",)),
-    Kind("rebuilt", f"{HERE}.study_record:RebuiltStudy", ("study",)),
     Kind(
         "comparison",
         "sparsebp_cli.compare.comparison:Comparison",

@@ -12,16 +12,16 @@ from sparsebp_cli.plan import LedgerMark, Provenance
 from sparsebp_cli.recipe import PlacedRecipe
 from sparsebp_cli.recipe.document import Node, Place
 from sparsebp_cli.run import RunFolder, read
-from sparsebp_cli.study.budget import find_flops, find_steps, make_rehearsals
-from sparsebp_cli.study.course import lengthen, read_value
-from sparsebp_cli.study.driver import Driver, Status
 from sparsebp_cli.study.loader import ArmVariant, LoadedStudy
-from sparsebp_cli.study.place import TrialPlace
 from sparsebp_cli.study.schema import Study
-from sparsebp_cli.study.store import TrialStore
-from sparsebp_cli.study.trial import StudyTrial, TrialMaker
 from sparsebp_lab.judge.ledger import SIDES
 from sparsebp_lab.judge.question import Contender, RecipeProposal, with_test
+from sparsebp_lab.study.budget import find_flops, find_steps, make_rehearsals
+from sparsebp_lab.study.course import lengthen, read_value
+from sparsebp_lab.study.driver import Driver, Status
+from sparsebp_lab.study.place import TrialPlace
+from sparsebp_lab.study.store import TrialStore
+from sparsebp_lab.study.trial import StudyTrial, TrialMaker
 
 
 class RecipeArms:

@@ -16,12 +16,13 @@ from pathlib import Path
 from sparsebp_cli.compare.loaded import LoadedRun
 from sparsebp_cli.recipe import Recipe
 from sparsebp_cli.run.metric import EVAL_LOSS, TEST_LOSS
-from sparsebp_cli.study.course import Course
-from sparsebp_cli.study.extension import plan_extended
 from sparsebp_cli.study.loader import LoadedStudy
-from sparsebp_cli.study.store import StudyRecord, TrialStore
-from sparsebp_cli.study.trial import StudyTrial, TrialMaker
+from sparsebp_cli.study.record import StudyRecord
 from sparsebp_lab.leaderboard.check import ArchivedRun
+from sparsebp_lab.study.course import Course
+from sparsebp_lab.study.extension import plan_extended
+from sparsebp_lab.study.store import TrialStore
+from sparsebp_lab.study.trial import StudyTrial, TrialMaker
 
 ALLOWED = 0.25  # of the standard deviation of a run over seeds
 COMPARED = (TEST_LOSS.name, EVAL_LOSS.name)  # the test split is there in runs of the report alone

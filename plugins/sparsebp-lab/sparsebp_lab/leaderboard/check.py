@@ -22,12 +22,13 @@ from sparsebp_cli.recipe import Recipe
 from sparsebp_cli.run import RunFolder
 from sparsebp_cli.run.metric import STEP_FLOPS, TEST_LOSS
 from sparsebp_cli.study.loader import LoadedStudy, load_study
-from sparsebp_cli.study.rebuild import rebuild
-from sparsebp_cli.study.store import Listed, StudyRecord, find_archived, has_plan
+from sparsebp_cli.study.record import Listed, StudyRecord, find_archived
 from sparsebp_lab.leaderboard.finding import FAIL, OK, WARN, Finding, decide, join
 from sparsebp_lab.leaderboard.policy import check_policies
 from sparsebp_lab.leaderboard.rules import Board
 from sparsebp_lab.leaderboard.submission import Submission
+from sparsebp_lab.study.rebuild import rebuild
+from sparsebp_lab.study.store import has_plan
 
 NEAR = 0.02  # of a budget: as near as a price is measured. See decision 22.
 ROUNDING = 1e-6  # of a sum of thousands of steps

@@ -158,7 +158,7 @@ def _train_again(submission: Submission, number: int) -> list[tuple[str, CellRes
     from sparsebp_cli.compare.archive import open_archive
     from sparsebp_cli.compare.load import load_folder
     from sparsebp_cli.study.loader import load_study
-    from sparsebp_cli.study.store import find_archived
+    from sparsebp_cli.study.record import find_archived
     from sparsebp_lab.leaderboard.cell import compare_cell, draw_cells
     from sparsebp_lab.leaderboard.check import read_runs
 

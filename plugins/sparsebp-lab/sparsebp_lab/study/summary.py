@@ -11,12 +11,12 @@ from sparsebp_cli.compare.loaded import LoadedRun
 from sparsebp_cli.recipe import Recipe
 from sparsebp_cli.recipe.evaluation import find_decisive
 from sparsebp_cli.run.metric import STEP_SECONDS, TRAIN_LOSS
-from sparsebp_cli.study.course import Course, Tuned
-from sparsebp_cli.study.disk import DiskUse
-from sparsebp_cli.study.driver import Status
 from sparsebp_cli.study.loader import LoadedStudy
-from sparsebp_cli.study.store import TrialStore
-from sparsebp_cli.study.trial import StudyTrial, with_steps
+from sparsebp_lab.study.course import Course, Tuned
+from sparsebp_lab.study.disk import DiskUse
+from sparsebp_lab.study.driver import Status
+from sparsebp_lab.study.store import TrialStore
+from sparsebp_lab.study.trial import StudyTrial, with_steps
 
 RUNS_TIMED = 3  # of each arm: enough for an estimate
 

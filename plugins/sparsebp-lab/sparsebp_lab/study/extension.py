@@ -11,10 +11,10 @@ import itertools
 from collections.abc import Mapping, Sequence
 
 from sparsebp_cli.errors import RecipeError
-from sparsebp_cli.study.course import Course, Tuned, choose_best, plan_course
 from sparsebp_cli.study.loader import ArmVariant, Combination, LoadedStudy
-from sparsebp_cli.study.store import TrialStore
-from sparsebp_cli.study.trial import TrialMaker
+from sparsebp_lab.study.course import Course, Tuned, choose_best, plan_course
+from sparsebp_lab.study.store import TrialStore
+from sparsebp_lab.study.trial import TrialMaker
 
 DIGITS = 4  # of a new value
 

@@ -19,8 +19,8 @@ from sparsebp_cli.errors import UsageError
 from sparsebp_cli.run.metric import DENSE_STEP_FLOPS, DENSE_UPDATE_FLOPS, STEP_FLOPS, STEP_SECONDS, TRAIN_TOKENS
 from sparsebp_cli.study.loader import ArmVariant, LoadedStudy
 from sparsebp_cli.study.schema import FEWEST_STEPS, BudgetSection
-from sparsebp_cli.study.store import TrialStore
-from sparsebp_cli.study.trial import REHEARSED_STEPS, StudyTrial, TrialMaker, rehearse
+from sparsebp_lab.study.store import TrialStore
+from sparsebp_lab.study.trial import REHEARSED_STEPS, StudyTrial, TrialMaker, rehearse
 
 # See decision 22.
 WITHIN = 0.02  # half of the 95% interval of a price, over it

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from sparsebp_cli.cli.answer.record import Answer
 from sparsebp_cli.cli.answer.run_record import TrialLine
-from sparsebp_cli.study.rebuild import RebuiltArm
-from sparsebp_cli.study.summary import ArmLine
+from sparsebp_lab.study.rebuild import RebuiltArm
+from sparsebp_lab.study.summary import ArmLine
 
 
 class StudyState(Answer):

@@ -10,10 +10,10 @@ from sparsebp_cli.compare.comparison import ControlRuns, Kind
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.recipe import load_stored
 from sparsebp_cli.run import RunFolder, home
-from sparsebp_cli.study.course import Course
 from sparsebp_cli.study.loader import LoadedStudy
-from sparsebp_cli.study.store import TrialStore
-from sparsebp_cli.study.trial import StudyTrial, TrialMaker
+from sparsebp_lab.study.course import Course
+from sparsebp_lab.study.store import TrialStore
+from sparsebp_lab.study.trial import StudyTrial, TrialMaker
 
 KINDS: tuple[Kind, ...] = ("random", "fewer_steps", "smaller_batch")
 

@@ -20,10 +20,10 @@ from sparsebp_cli.errors import UsageError
 from sparsebp_cli.plan.plan import content_hash
 from sparsebp_cli.recipe.evaluation import find_decisive
 from sparsebp_cli.run import home
-from sparsebp_cli.study.course import Tuned
 from sparsebp_cli.study.loader import Combination, LoadedStudy, describe
 from sparsebp_cli.study.schema import RangeSection
-from sparsebp_cli.study.trial import TrialMaker
+from sparsebp_lab.study.course import Tuned
+from sparsebp_lab.study.trial import TrialMaker
 
 if TYPE_CHECKING:
     import optuna

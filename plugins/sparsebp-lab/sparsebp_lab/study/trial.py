@@ -116,11 +116,6 @@ def with_steps(recipe: Recipe, steps: int, *, fixed_warmup: bool = False) -> Rec
     return recipe.model_copy(update={"training": changed})
 
 
-def with_stop(recipe: Recipe, stop_at: int | None) -> Recipe:
-    """Return a recipe that stops with a checkpoint after a step. Its trials keep their ids."""
-    return recipe.model_copy(update={"checkpoint": recipe.checkpoint.model_copy(update={"stop_at": stop_at})})
-
-
 def with_budget(recipe: Recipe, flops: float | None) -> Recipe:
     """Return a recipe that ends when it has spent so many FLOPs; None: by its steps alone. Its price may be off by 2 %,
     and then the last steps, whose learning rate is almost zero, are left out."""

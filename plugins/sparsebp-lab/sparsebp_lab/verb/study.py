@@ -16,18 +16,18 @@ from sparsebp_cli.cli.exit_code import CHECK_FAILED, NOT_FINISHED
 from sparsebp_cli.cli.interrupt import Interrupts
 from sparsebp_cli.cli.option import Format, resolve_one
 from sparsebp_cli.cli.screen import Output, console, print_line
-from sparsebp_cli.cli.study_page import make_page, make_plan_table
 from sparsebp_cli.errors import DivergedError, RunFailedError, UsageError
+from sparsebp_lab.verb.study_page import make_page, make_plan_table
 
 if TYPE_CHECKING:
-    from sparsebp_cli.cli.answer.study_record import RebuiltStudy, StudyState
-    from sparsebp_cli.study.course import Course
-    from sparsebp_cli.study.driver import Driver, Status, TrialRun
     from sparsebp_cli.study.loader import LoadedStudy
-    from sparsebp_cli.study.place import TrialPlace
-    from sparsebp_cli.study.store import TrialStore
-    from sparsebp_cli.study.summary import ArmLine
-    from sparsebp_cli.study.trial import StudyTrial, TrialMaker
+    from sparsebp_lab.answer.study_record import RebuiltStudy, StudyState
+    from sparsebp_lab.study.course import Course
+    from sparsebp_lab.study.driver import Driver, Status, TrialRun
+    from sparsebp_lab.study.place import TrialPlace
+    from sparsebp_lab.study.store import TrialStore
+    from sparsebp_lab.study.summary import ArmLine
+    from sparsebp_lab.study.trial import StudyTrial, TrialMaker
 
 POLL_SECONDS, LONGEST_SECONDS = 0.2, 5.0  # between two looks at the trials
 LOOK_SHARE = 0.02  # of the time that looks may take: hundreds of waiting trials are read again at each
@@ -71,10 +71,10 @@ def study(
 
 def _rebuild(file: Path, archive: Path, output: Output, *, scaled: bool) -> int:
     """Answer with what a study's archived trials choose, and return the exit code."""
-    from sparsebp_cli.cli.answer.study_record import RebuiltStudy
     from sparsebp_cli.compare.archive import open_archive
     from sparsebp_cli.study.loader import load_study
-    from sparsebp_cli.study.rebuild import rebuild
+    from sparsebp_lab.answer.study_record import RebuiltStudy
+    from sparsebp_lab.study.rebuild import rebuild
 
     loaded = load_study(file, scaled=scaled)
     if not archive.is_file():
@@ -106,10 +106,11 @@ def _print_rebuilt(found: RebuiltStudy) -> None:
 def _open(file: Path, *, again: bool, asks: bool, scaled: bool, target: str | None) -> StudySession:
     from sparsebp_cli.cli.validate import check_sources
     from sparsebp_cli.study.loader import load_study
-    from sparsebp_cli.study.place import find_places, move
-    from sparsebp_cli.study.store import StudyRecord, TrialStore
-    from sparsebp_cli.study.trial import TrialMaker
+    from sparsebp_cli.study.record import StudyRecord
     from sparsebp_cli.tracking import resolve_uri
+    from sparsebp_lab.study.place import find_places, move
+    from sparsebp_lab.study.store import TrialStore
+    from sparsebp_lab.study.trial import TrialMaker
 
     loaded = load_study(file, scaled=scaled)
     if target is not None:
@@ -141,7 +142,7 @@ class StudySession:
 
     def __post_init__(self) -> None:
         from sparsebp_cli.plan import find_provenance
-        from sparsebp_cli.study.driver import Driver
+        from sparsebp_lab.study.driver import Driver
 
         self.driver: Driver = Driver(self.places, self.store, find_provenance(self.loaded.file))
         self.course: Course
@@ -151,13 +152,13 @@ class StudySession:
 
     def plan(self) -> None:
         """Derive what is to be trained from the file and the store."""
-        from sparsebp_cli.study.control import plan_controls
-        from sparsebp_cli.study.course import plan_course
-        from sparsebp_cli.study.extension import plan_extended
+        from sparsebp_lab.study.control import plan_controls
+        from sparsebp_lab.study.course import plan_course
+        from sparsebp_lab.study.extension import plan_extended
 
         self.loaded, self.course, self.edges = plan_extended(self.loaded, self.maker, self.store)
         if self.loaded.study.search.is_sampled:
-            from sparsebp_cli.study.search import Search
+            from sparsebp_lab.study.search import Search
 
             search = Search(self.loaded, self.maker, sum(place.slots for place in self.places))
             while True:  # a client that was killed may have left results that nobody has told
@@ -176,7 +177,7 @@ class StudySession:
 
     def summarise(self) -> list[ArmLine]:
         """Return one line for each arm."""
-        from sparsebp_cli.study.summary import summarise
+        from sparsebp_lab.study.summary import summarise
 
         statuses: dict[str, Status] = {run_id: entry.status for run_id, entry in self.driver.runs.items()}
         return summarise(self.loaded, self.course, self.controls, statuses, self.store)
@@ -213,7 +214,7 @@ class StudySession:
     def describe(self, *following: str) -> StudyState:
         """Return where the study stands, with the commands that go on from there."""
         from sparsebp_cli.cli.answer.run_record import TrialLine
-        from sparsebp_cli.cli.answer.study_record import StudyState
+        from sparsebp_lab.answer.study_record import StudyState
 
         arms = self.summarise()
         trials = [
@@ -245,7 +246,7 @@ class StudySession:
 
     def save(self) -> None:
         """Write the list of trials, by which other commands find them."""
-        from sparsebp_cli.study.store import Listed, StudyRecord
+        from sparsebp_cli.study.record import Listed, StudyRecord
 
         # The run that has the result may be one that another command made.
         listed = [
@@ -259,7 +260,7 @@ class StudySession:
 
 def _report(session: StudySession, interrupts: Interrupts, output: Output) -> int:
     """Print what did not finish and the next command, answer, and return the exit code."""
-    from sparsebp_cli.study.driver import Status
+    from sparsebp_lab.study.driver import Status
 
     tuning = {trial.run_id for trial in session.course.tuning} - {trial.run_id for trial in session.course.report}
     left = [

@@ -17,13 +17,14 @@ from filelock import FileLock
 from sparsebp_cli.compare.load import load_folder
 from sparsebp_cli.errors import RunBusyError, RunFailedError, RunNotFoundError, SparseBPError, UnreachableError
 from sparsebp_cli.plan import Plan, Provenance
+from sparsebp_cli.recipe import with_stop
 from sparsebp_cli.run import History, RunFolder, State
 from sparsebp_cli.run.folder import is_shared
-from sparsebp_cli.study.place import TrialPlace, deal
-from sparsebp_cli.study.store import TrialStore, has_plan
-from sparsebp_cli.study.trial import StudyTrial, with_stop
 from sparsebp_cli.target.contract import Job
 from sparsebp_cli.target.launch import Launch
+from sparsebp_lab.study.place import TrialPlace, deal
+from sparsebp_lab.study.store import TrialStore, has_plan
+from sparsebp_lab.study.trial import StudyTrial
 
 LOCK = "study"  # the role of the lock in a run's folder
 # So long a client waits for places that do not answer when it has nothing else to wait for. A dispatcher asks such a

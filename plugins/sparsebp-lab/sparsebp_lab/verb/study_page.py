@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-    from sparsebp_cli.study.driver import TrialRun
     from sparsebp_cli.study.loader import LoadedStudy
-    from sparsebp_cli.study.place import TrialPlace
     from sparsebp_cli.study.schema import RangeSection
-    from sparsebp_cli.study.summary import ArmLine
+    from sparsebp_lab.study.driver import TrialRun
+    from sparsebp_lab.study.place import TrialPlace
+    from sparsebp_lab.study.summary import ArmLine
 
 UNKNOWN = "?"
 

@@ -12,11 +12,12 @@ from pathlib import Path
 
 from sparsebp_cli.errors import RunNotFoundError, UsageError
 from sparsebp_cli.run import RunFolder
-from sparsebp_cli.study.course import Course
-from sparsebp_cli.study.extension import plan_extended
 from sparsebp_cli.study.loader import LoadedStudy
-from sparsebp_cli.study.store import Listed, StudyRecord, TrialStore, digest_journal, find_archived, has_plan
-from sparsebp_cli.study.trial import StudyTrial, TrialMaker
+from sparsebp_cli.study.record import Listed, StudyRecord, digest_journal, find_archived
+from sparsebp_lab.study.course import Course
+from sparsebp_lab.study.extension import plan_extended
+from sparsebp_lab.study.store import TrialStore, has_plan
+from sparsebp_lab.study.trial import StudyTrial, TrialMaker
 
 
 @dataclass(frozen=True)

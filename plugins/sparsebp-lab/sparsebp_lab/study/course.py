@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from sparsebp_cli.compare.loaded import LoadedRun
-from sparsebp_cli.recipe import Recipe
+from sparsebp_cli.recipe import Recipe, with_stop
 from sparsebp_cli.recipe.evaluation import find_decisive
 from sparsebp_cli.run.metric import Metric
-from sparsebp_cli.study.budget import Steps, find_flops, find_steps, make_rehearsals
-from sparsebp_cli.study.halving import find_rungs, halve
 from sparsebp_cli.study.loader import ArmVariant, LoadedStudy
-from sparsebp_cli.study.store import TrialStore
-from sparsebp_cli.study.trial import StudyTrial, TrialMaker, with_budget, with_steps, with_stop
+from sparsebp_lab.study.budget import Steps, find_flops, find_steps, make_rehearsals
+from sparsebp_lab.study.halving import find_rungs, halve
+from sparsebp_lab.study.store import TrialStore
+from sparsebp_lab.study.trial import StudyTrial, TrialMaker, with_budget, with_steps
 
 WARMUP_KEY = "training.warmup_steps"
 
