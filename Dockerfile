@@ -33,7 +33,8 @@ COPY docs/results/leaderboard/v1 docs/results/leaderboard/v1
 COPY plugins/sparsebp-audit plugins/sparsebp-audit
 COPY plugins/sparsebp-lab plugins/sparsebp-lab
 COPY plugins/sparsebp-shelf plugins/sparsebp-shelf
-RUN /venv/bin/pip wheel --no-cache-dir --no-deps ${PIP_OPTIONS} --wheel-dir dist . ./plugins/sparsebp-audit ./plugins/sparsebp-lab ./plugins/sparsebp-shelf \
+COPY plugins/sparsebp-tools plugins/sparsebp-tools
+RUN /venv/bin/pip wheel --no-cache-dir --no-deps ${PIP_OPTIONS} --wheel-dir dist . ./plugins/sparsebp-audit ./plugins/sparsebp-lab ./plugins/sparsebp-shelf ./plugins/sparsebp-tools \
  && /venv/bin/pip install --no-cache-dir --no-deps dist/*.whl
 
 FROM ${BASE}

@@ -58,7 +58,7 @@ bare-test: .venv/develop  ## the same with every requirement from the package in
 
 test-oldest:  ## the tests with the oldest PyTorch and transformers that are allowed (fetches gigabytes)
 	test -x .venv-oldest/bin/python || $(PYTHON) -m venv .venv-oldest
-	.venv-oldest/bin/python -m pip install --quiet --editable '.[test,check,docs]' --editable plugins/sparsebp-audit --editable plugins/sparsebp-lab --editable plugins/sparsebp-shelf --editable plugins/sparsebp-stride torch==2.11.0 transformers==5.17.0
+	.venv-oldest/bin/python -m pip install --quiet --editable '.[test,check,docs]' --editable plugins/sparsebp-audit --editable plugins/sparsebp-lab --editable plugins/sparsebp-shelf --editable plugins/sparsebp-stride --editable plugins/sparsebp-tools torch==2.11.0 transformers==5.17.0
 	.venv-oldest/bin/pytest -n 2 --dist loadgroup
 
 test-long: .venv/develop  ## all cases of all tests, and the longest tests, each a larger form of one that `make test` runs (hours)
@@ -84,7 +84,7 @@ check: style docs  ## style, types, layers, docstrings, docs
 
 style: .venv/develop
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
-	$(BIN)/mypy && $(BIN)/mypy plugins/sparsebp-stride/sparsebp_stride.py plugins/sparsebp-rare/sparsebp_rare.py plugins/sparsebp-folder/sparsebp_folder.py plugins/sparsebp-depth/sparsebp_depth plugins/sparsebp-audit/sparsebp_audit plugins/sparsebp-lab/sparsebp_lab plugins/sparsebp-shelf/sparsebp_shelf plugins/sparsebp-sky/sparsebp_sky
+	$(BIN)/mypy && $(BIN)/mypy plugins/sparsebp-stride/sparsebp_stride.py plugins/sparsebp-rare/sparsebp_rare.py plugins/sparsebp-folder/sparsebp_folder.py plugins/sparsebp-depth/sparsebp_depth plugins/sparsebp-audit/sparsebp_audit plugins/sparsebp-lab/sparsebp_lab plugins/sparsebp-shelf/sparsebp_shelf plugins/sparsebp-sky/sparsebp_sky plugins/sparsebp-tools/sparsebp_tools
 	$(BIN)/lint-imports
 	$(BIN)/pytest -q tests/test_house.py
 	$(BIN)/pydoclint --quiet sparsebp_cli plugins
@@ -126,7 +126,7 @@ clean:  ## remove what was installed and built
 	$(BIN)/python -m pip install --editable .
 	touch $@
 
-.venv/develop: pyproject.toml plugins/sparsebp-audit/pyproject.toml plugins/sparsebp-lab/pyproject.toml plugins/sparsebp-shelf/pyproject.toml
+.venv/develop: pyproject.toml plugins/sparsebp-audit/pyproject.toml plugins/sparsebp-lab/pyproject.toml plugins/sparsebp-shelf/pyproject.toml plugins/sparsebp-tools/pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --editable '.[test,check,docs]' --editable plugins/sparsebp-audit --editable plugins/sparsebp-lab --editable plugins/sparsebp-shelf --editable plugins/sparsebp-stride
+	$(BIN)/python -m pip install --quiet --editable '.[test,check,docs]' --editable plugins/sparsebp-audit --editable plugins/sparsebp-lab --editable plugins/sparsebp-shelf --editable plugins/sparsebp-stride --editable plugins/sparsebp-tools
 	touch $@ .venv/runtime

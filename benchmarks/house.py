@@ -20,6 +20,7 @@ PACKAGES = (
     PACKAGE,
     "plugins/sparsebp-audit/sparsebp_audit",
     "plugins/sparsebp-lab/sparsebp_lab",
+    "plugins/sparsebp-tools/sparsebp_tools",
 )  # whose files the rules of the house hold
 Graph = Mapping[str, frozenset[str]]
 

@@ -25,7 +25,6 @@ from sparsebp_cli.cli.evaluate import evaluate
 from sparsebp_cli.cli.exit_code import CHECK_FAILED, SHORT
 from sparsebp_cli.cli.housekeeping import prune, rm
 from sparsebp_cli.cli.label import tag
-from sparsebp_cli.cli.model import model
 from sparsebp_cli.cli.outlet import Outlets
 from sparsebp_cli.cli.plugin import load_verbs
 from sparsebp_cli.cli.policies import policies
@@ -86,7 +85,7 @@ VERBS: dict[str, tuple[Callable[..., None], ...]] = {
     "Everyday": (quickstart, init, validate, data, run, compare, show),
     "More: write and check recipes": (new, recipes, policies, models, datasets, fetch, schema, export),
     "More: runs": (runs, logs, resume, rerun, cancel, tag, archive, prune, rm, sync),
-    "More: results": (evaluate, model),
+    "More: results": (evaluate,),
     "More: this machine and others": (doctor, bench, targets),
 }
 # Verbs that write runs or the store; keep_private() applies to them. Other verbs write only files that the user names.

@@ -34,7 +34,14 @@ MEANT = {
     "plot": "compare",
 }
 # Verbs of packages that come with SparseBP.
-HOMES = {"audit": "sparsebp-audit"} | dict.fromkeys(("judge", "leaderboard", "study", "worth"), "sparsebp-lab")
+HOMES = {
+    "audit": "sparsebp-audit",
+    "judge": "sparsebp-lab",
+    "leaderboard": "sparsebp-lab",
+    "model": "sparsebp-tools",
+    "study": "sparsebp-lab",
+    "worth": "sparsebp-lab",
+}
 
 
 def name_values(parameters: list[Any]) -> list[Any]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from sparsebp_cli.run.budget import LARGEST_PLAN, open_regular, read_bounded
 
 MANIFEST = "manifest.json"
+OUTPUTS = "outputs"  # key of the manifest: what the trained model gives for a batch
 MOST_HOLES = 64 << 30  # bytes of a file that are on no disk; reading them takes time all the same
 
 

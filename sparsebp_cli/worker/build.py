@@ -34,7 +34,6 @@ from sparsebp_cli.policy.known_kind import find_columns, find_facts, list_kinds
 from sparsebp_cli.recipe import refuse_unsupported
 from sparsebp_cli.recipe.evaluation import declare_generated, to_facts
 from sparsebp_cli.recipe.schema import ModelSection, Recipe
-from sparsebp_cli.release.folder import OUTPUTS
 from sparsebp_cli.run import History, JournalWriter, RunFolder, manifest
 from sparsebp_cli.run.census import find_warnings
 from sparsebp_cli.run.folder import CACHE
@@ -264,7 +263,7 @@ def save_model(
     record = {} if outputs is None else outputs.check(part, device or torch.device("cpu"))
     # `prune` and the clients of targets compare by it before they delete another copy.
     compared = {key: value for key, value in record.items() if key not in {"asked", "unasked"}}  # texts may be private
-    manifest.write_manifest(part, {OUTPUTS: compared} if compared else None)
+    manifest.write_manifest(part, {manifest.OUTPUTS: compared} if compared else None)
     durable.put_folder(part, place)
     return record
 

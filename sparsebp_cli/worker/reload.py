@@ -26,8 +26,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from sparsebp_cli.backward.linear.quantized import find_quantized
 from sparsebp_cli.errors import RunFailedError
-from sparsebp_cli.release.folder import OUTPUTS
-from sparsebp_cli.run.manifest import MANIFEST
+from sparsebp_cli.run.manifest import MANIFEST, OUTPUTS
 from sparsebp_cli.worker.adapter import is_adapted
 from sparsebp_cli.worker.answer import answer
 from sparsebp_cli.worker.asked import ask

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from sparsebp_cli.compare import Question, compare_runs, render
 from sparsebp_cli.plan import Plan
-from sparsebp_cli.release.figure import compare_here
 from sparsebp_cli.run import RunFolder
+from sparsebp_tools.release.figure import compare_here
 
 MakeRun = Callable[..., RunFolder]
 EXACT = [{"name": "lossless"}]

@@ -19,10 +19,10 @@ from sparsebp_cli.compare.report import render_report
 from sparsebp_cli.compare.statistics import Difference, Spread
 from sparsebp_cli.compare.view import View, view_grids
 from sparsebp_cli.plan import Plan
-from sparsebp_cli.release.card import Card
-from sparsebp_cli.release.figure import compare_here, list_figures
-from sparsebp_cli.release.weights import Weights
 from sparsebp_cli.run import History, JournalWriter, RunFolder
+from sparsebp_tools.release.card import Card
+from sparsebp_tools.release.figure import compare_here, list_figures
+from sparsebp_tools.release.weights import Weights
 
 MakeRun = Callable[..., RunFolder]
 Cells = dict[str, dict[str, tuple[str, bool]]]  # label to column to the text and whether it is bold

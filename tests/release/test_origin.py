@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from sparsebp_cli.recipe.schema import ModelSection
-from sparsebp_cli.release.origin import (
+from sparsebp_tools.release.origin import (
     Origin,
     find_vocabularies,
     restore_config,

@@ -55,7 +55,6 @@ KINDS: tuple[Kind, ...] = (
         None,
         (*(f"sparsebp_cli.compare.{name}" for name in COMPARE), "sparsebp_cli.run.memory"),
     ),
-    Kind("model", f"{HERE}.result_record:ModelFolder", ("model",)),
     Kind("run", f"{HERE}.result_record:RunFacts", ("show",)),
     Kind("evaluation", f"{HERE}.result_record:Evaluation", ("evaluate",)),
     Kind("sent", f"{HERE}.result_record:SentRuns", ("sync",)),

@@ -16,17 +16,16 @@ from typing import Any
 from sparsebp_cli import durable
 from sparsebp_cli.errors import SparseBPError, UsageError
 from sparsebp_cli.plan import Plan
-from sparsebp_cli.release import origin as source
-from sparsebp_cli.release.card import Card
-from sparsebp_cli.release.figure import Beside, compare_here, list_figures
-from sparsebp_cli.release.gguf import convert
-from sparsebp_cli.release.origin import Origin
-from sparsebp_cli.release.weights import Weights
 from sparsebp_cli.run import History, RunFolder, State, manifest
-from sparsebp_cli.run.manifest import MANIFEST
+from sparsebp_cli.run.manifest import MANIFEST, OUTPUTS
+from sparsebp_tools.release import origin as source
+from sparsebp_tools.release.card import Card
+from sparsebp_tools.release.figure import Beside, compare_here, list_figures
+from sparsebp_tools.release.gguf import convert
+from sparsebp_tools.release.origin import Origin
+from sparsebp_tools.release.weights import Weights
 
 WEIGHTS = (".safetensors", ".safetensors.index.json")
-OUTPUTS = "outputs"  # key of the manifest: what the trained model gives for a batch
 BESIDE = (".json", ".jinja", ".txt", ".model")
 CARD = "README.md"
 ROOM = 8 << 20  # bytes beside the weights

@@ -14,8 +14,6 @@ from sparsebp_cli.entry_point import entry_points
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.recipe.description import describe_policies
 from sparsebp_cli.recipe.schema import Recipe
-from sparsebp_cli.release.figure import Beside, Figure
-from sparsebp_cli.release.weights import Weights
 from sparsebp_cli.run import History, RunFolder
 from sparsebp_cli.run.census import Census, find_warnings
 from sparsebp_cli.run.journal import UNENDED, list_asked
@@ -23,6 +21,8 @@ from sparsebp_cli.run.visible import make_visible
 from sparsebp_cli.source import DATASETS, MODELS
 from sparsebp_cli.source.name import PACKAGE, is_path
 from sparsebp_cli.source.rounded import TAG
+from sparsebp_tools.release.figure import Beside, Figure
+from sparsebp_tools.release.weights import Weights
 
 TASKS = {  # of a hub's search, by the class of the model
     "ForCausalLM": "text-generation",

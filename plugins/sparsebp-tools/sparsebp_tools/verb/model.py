@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sparsebp_cli.cli.answer import tell
-from sparsebp_cli.cli.answer.result_record import ModelFolder
 from sparsebp_cli.cli.completion import complete_run
 from sparsebp_cli.cli.interrupt import ending_on_sigterm
 from sparsebp_cli.cli.option import Format
 from sparsebp_cli.cli.quantity import show_count
 from sparsebp_cli.cli.screen import Output, print_line
 from sparsebp_cli.errors import RunNotFoundError, UsageError
+from sparsebp_tools.answer.model_record import ModelFolder
 
 if TYPE_CHECKING:
-    from sparsebp_cli.release import ReleasedModel
+    from sparsebp_tools.release import ReleasedModel
 
 ARCHIVES = (".tar.gz", ".tgz")
 
@@ -54,9 +54,9 @@ def model(
     output: Format = Output.TABLE,
 ) -> None:
     """Write the model of a run as a folder that transformers, vLLM and llama.cpp read, with a model card."""
-    from sparsebp_cli.release import write_model
-    from sparsebp_cli.release.hub import check_hub
-    from sparsebp_cli.release.hub import push as send
+    from sparsebp_tools.release import write_model
+    from sparsebp_tools.release.hub import check_hub
+    from sparsebp_tools.release.hub import push as send
 
     if public and push is None:
         raise UsageError("--public needs --push")
@@ -88,9 +88,9 @@ def model(
 def _plan(word: str, folder: Path | None, checkpoint: str | None, *, gguf: bool, name: str | None) -> ReleasedModel:
     from sparsebp_cli.cli.stored_run import find_one
     from sparsebp_cli.plan import Plan
-    from sparsebp_cli.release import ReleasedModel, find_weights
-    from sparsebp_cli.release.gguf import find_converter
     from sparsebp_cli.run import History
+    from sparsebp_tools.release import ReleasedModel, find_weights
+    from sparsebp_tools.release.gguf import find_converter
 
     if word.endswith(ARCHIVES) and Path(word).is_file():
         raise UsageError(f"{word} is an archive, which has no models: name the run where it was trained")

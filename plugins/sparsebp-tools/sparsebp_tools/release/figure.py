@@ -15,9 +15,9 @@ from sparsebp_cli.compare.load import load_folder
 from sparsebp_cli.compare.number import of_spread
 from sparsebp_cli.errors import SparseBPError
 from sparsebp_cli.plan import Plan
-from sparsebp_cli.release.weights import Weights
 from sparsebp_cli.run import History, RunFolder, State, list_runs
 from sparsebp_cli.run.policy_phase import is_dense, read_phases
+from sparsebp_tools.release.weights import Weights
 
 JUDGED = ("eval/", "test/", "lm_eval/")
 MOST_RUNS = 60  # of the same recipe, with and without policies, that are read for a card

@@ -1,0 +1,1 @@
+"""Records that the verbs of this package answer with."""
