@@ -109,7 +109,7 @@ def bench(  # noqa: PLR0913, PLR0917 - one parameter an option
     from sparsebp_cli.bench import Benchmark
     from sparsebp_cli.cli.worker_process import measure_apart
 
-    found = Benchmark.model_validate(measure_apart("bench", request.model_dump_json()))
+    found = Benchmark.model_validate(measure_apart("sparsebp_cli.worker.bench", request.model_dump_json()))
     found = found.model_copy(update={"command": shlex.join(["sparsebp", *sys.argv[1:]])})
     _write_results(found, output, out, png)
 

@@ -48,7 +48,9 @@ def evaluate(
     if not names:
         raise UsageError(f"--lm-eval needs the name of a task, got {lm_eval!r}")
     request = {"folder": str(folder), "tasks": names, "limit": limit}
-    found = measure_apart("harness", json.dumps(request | {"batch_size": batch_size, "device": device}))
+    found = measure_apart(
+        "sparsebp_cli.worker.harness", json.dumps(request | {"batch_size": batch_size, "device": device})
+    )
     kept, lost = _keep(run, found) if run is not None and limit is None else ([], None)
     tasks = {task: {k: part for k, part in one.items() if k != "scores"} for task, one in found["tasks"].items()}
     run_id = None if run is None else run.run_id

@@ -43,7 +43,7 @@ def forecast_plan(plan: Plan, gpu: str | None, rate: str | None) -> Forecast:
         capacity_bytes=None if device is None else device.memory_bytes,
         flops_per_second=flops_per_second,
     )
-    found = Forecast.model_validate(measure_apart("forecast", request.model_dump_json()))
+    found = Forecast.model_validate(measure_apart("sparsebp_cli.worker.forecast", request.model_dump_json()))
     update = {"device": found.device if device is None else device.name, "rate_note": note or found.rate_note}
     return found.model_copy(update=update)
 

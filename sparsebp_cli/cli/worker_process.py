@@ -28,12 +28,12 @@ SECONDS_TO_END = 5.0
 
 
 def measure_apart(module: str, request: str) -> dict[str, Any]:
-    """Return what a module of the worker measures for a request, one line, in a process of its own. Raises
+    """Return what a module, by its full name, measures for a request, one line, in a process of its own. Raises
     ``UsageError`` if model or data cannot be loaded, ``RunFailedError`` if the process failed, and ``typer.Exit`` after
     Ctrl-C (130) or SIGTERM (143)."""
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors, Interrupts() as interrupts:
         process = subprocess.Popen(
-            interpreter.command("-m", f"sparsebp_cli.worker.{module}"),
+            interpreter.command("-m", module),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,

@@ -120,8 +120,10 @@ def machine(write_recipe: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """Two finished runs and a study; a worker that trains nothing, and one that measures what is written here."""
     monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
     monkeypatch.setattr(sparsebp_cli.target, "make_target", make_fake)
-    measured = {"worth": WORTH, "harness": EVALUATION}
-    measured["bench"] = Benchmark.model_validate_json(BENCHMARK.read_text(encoding="utf-8")).model_dump()
+    measured = {"sparsebp_lab.worth": WORTH, "sparsebp_cli.worker.harness": EVALUATION}
+    measured["sparsebp_cli.worker.bench"] = Benchmark.model_validate_json(
+        BENCHMARK.read_text(encoding="utf-8")
+    ).model_dump()
     monkeypatch.setattr(sparsebp_cli.cli.worker_process, "measure_apart", lambda module, _: dict(measured[module]))
     monkeypatch.setattr(sparsebp_cli.cli.worker_answer, "ask_worker", lambda *_: dict(CENSUS))
     monkeypatch.setattr(audit_process, "run_audited", give_report)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks import house
 from sparsebp_cli.cli import plugin
 from sparsebp_cli.cli.verb_help import HOMES, Verbs
 from sparsebp_cli.errors import UsageError
+
+ROOT = Path(house.__file__).parents[1]
 
 
 @pytest.fixture
@@ -59,3 +65,27 @@ def test_a_verb_whose_function_is_missing_is_broken_alone(offered: Any, monkeypa
     offered(half="sparsebp_lab:HALF", judge="sparsebp_lab:JUDGE")
     assert [name for name, _, _ in plugin.load_verbs()] == ["judge"]
     assert "has no attribute 'nothing'" in plugin.BROKEN["half"]
+
+
+def test_every_process_that_a_verb_starts_is_a_module_that_exists() -> None:
+    """Tests of verbs stand in for these processes, so that a module that moved would be missed by users alone."""
+    prefixes = {"measure_apart": "", "ask": "sparsebp_cli.worker.", "ask_worker": "sparsebp_cli.worker."}
+    started = set()
+    for folder in house.PACKAGES:
+        for file in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in prefixes:
+                    first = node.args[0] if node.args else None
+                    if isinstance(first, ast.Constant) and isinstance(first.value, str):
+                        started.add(prefixes[node.func.id] + first.value)
+    assert started >= {"sparsebp_lab.worth", "sparsebp_cli.worker.bench", "sparsebp_cli.worker.preview"}
+    assert [name for name in started if not find_runnable(name)] == []
+
+
+def find_runnable(name: str) -> bool:
+    """Return whether ``python -m NAME`` would find something to run."""
+    try:
+        found = find_spec(name)
+        return found is not None and (not found.submodule_search_locations or find_spec(f"{name}.__main__") is not None)
+    except ModuleNotFoundError:
+        return False

@@ -54,7 +54,7 @@ def worth(
     checked, origin, _ = load_checked(recipe, changes or [])
     with tempfile.TemporaryDirectory(prefix="sparsebp-") as folder:
         plan_file = make_plan(checked, origin).save(Path(folder))
-        found = measure_apart("worth", json.dumps({"plan": str(plan_file), "all": every}))
+        found = measure_apart("sparsebp_lab.worth", json.dumps({"plan": str(plan_file), "all": every}))
     found.pop("format")  # of the worker's answer; the document has a version of its own
     tell(WorthAnswer(**found), output, print_worth)
 
