@@ -1,4 +1,4 @@
-"""Scripts as anybody would write them: the audit knows nothing of them."""
+"""Scripts as anybody would write them: the audit knows nothing of them. Other fixtures are those of SparseBP."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import _forget_compiled, _keep_process, home_folder
+
+__all__ = ["_forget_compiled", "_keep_process", "home_folder"]
 Audit = Callable[..., subprocess.CompletedProcess[str]]
 PLAIN = """
 import sys
@@ -49,3 +52,8 @@ def run_audit(tmp_path: Path) -> Audit:
         return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
 
     return run
+
+
+def pytest_ignore_collect(config: pytest.Config) -> bool | None:
+    """Leave these tests, which have models, alone with ``--fast``."""
+    return True if config.getoption("fast", default=False) else None
