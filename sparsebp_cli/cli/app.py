@@ -21,7 +21,6 @@ from sparsebp_cli.cli.bench import bench
 from sparsebp_cli.cli.compare import compare
 from sparsebp_cli.cli.control import cancel, logs, resume
 from sparsebp_cli.cli.data import data
-from sparsebp_cli.cli.evaluate import evaluate
 from sparsebp_cli.cli.exit_code import CHECK_FAILED, SHORT
 from sparsebp_cli.cli.housekeeping import prune, rm
 from sparsebp_cli.cli.label import tag
@@ -85,7 +84,7 @@ VERBS: dict[str, tuple[Callable[..., None], ...]] = {
     "Everyday": (quickstart, init, validate, data, run, compare, show),
     "More: write and check recipes": (new, recipes, policies, models, datasets, fetch, schema, export),
     "More: runs": (runs, logs, resume, rerun, cancel, tag, archive, prune, rm, sync),
-    "More: results": (evaluate,),
+    "More: results": (),  # of packages
     "More: this machine and others": (doctor, bench, targets),
 }
 # Verbs that write runs or the store; keep_private() applies to them. Other verbs write only files that the user names.
@@ -101,7 +100,6 @@ WRITING = {
     "tag",
     "sync",
     "doctor",
-    "evaluate",
 }
 for name, entry, function in load_verbs():
     VERBS[entry.panel] = (*VERBS.get(entry.panel, ()), function)

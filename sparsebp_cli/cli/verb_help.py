@@ -36,6 +36,7 @@ MEANT = {
 # Verbs of packages that come with SparseBP.
 HOMES = {
     "audit": "sparsebp-audit",
+    "evaluate": "sparsebp-tools",
     "judge": "sparsebp-lab",
     "leaderboard": "sparsebp-lab",
     "model": "sparsebp-tools",

@@ -502,7 +502,7 @@ ELSEWHERE = {
         "study/test_rebuild.py::test_an_archive_of_runs_alone_says_how_to_make_one"
     ),
     ("cli/follow.py", "sparsebp logs {} --follow"): "cli/test_programs.py::test_what_an_answer_says_next_works",
-    ("cli/evaluate.py", "sparsebp compare {} --metric {}"): (
+    ("verb/evaluate.py", "sparsebp compare {} --metric {}"): (
         "cli/test_evaluate.py::test_the_line_after_a_judgement_names_a_comparison_that_works"
     ),
     ("cli/summary.py", "sparsebp model {}"): ("cli/test_model.py::test_the_last_line_of_a_summary_is_the_command"),

@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 
 from sparsebp_cli.asset.bundled import austen_llama
-from sparsebp_cli.cli.evaluate import describe_kept, record
 from sparsebp_cli.compare import compare_runs
 from sparsebp_cli.errors import RunNotFoundError, SparseBPError, UsageError
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run import History, JournalWriter, RunFolder, State, create_run
 from sparsebp_cli.run.journal import find_outline
-from sparsebp_cli.worker.harness import judge
+from sparsebp_tools.harness import judge
+from sparsebp_tools.verb.evaluate import describe_kept, record
 from tests.cli.conftest import Cli
 
 ROWS = [
@@ -52,7 +52,7 @@ import lm_eval.tasks
 lm_eval.tasks.TaskManager = functools.partial(lm_eval.tasks.TaskManager, include_path=sys.argv.pop(1))
 import sparsebp_cli.cli.worker_process
 from sparsebp_cli.cli.app import main
-from sparsebp_cli.worker.harness import judge
+from sparsebp_tools.harness import judge
 sparsebp_cli.cli.worker_process.measure_apart = lambda _, request: judge(request, lambda *_: None)
 main()
 """
@@ -187,7 +187,7 @@ def test_weights_that_could_run_code_are_refused_before_the_harness_reads_them(t
 
 
 def test_what_has_no_model_is_refused(home_folder: Path, tmp_path: Path) -> None:
-    from sparsebp_cli.cli.evaluate import _find
+    from sparsebp_tools.verb.evaluate import _find
 
     run = make_run()
     with JournalWriter(run.path) as journal:

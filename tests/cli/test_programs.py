@@ -120,7 +120,7 @@ def machine(write_recipe: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """Two finished runs and a study; a worker that trains nothing, and one that measures what is written here."""
     monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
     monkeypatch.setattr(sparsebp_cli.target, "make_target", make_fake)
-    measured = {"sparsebp_lab.worth": WORTH, "sparsebp_cli.worker.harness": EVALUATION}
+    measured = {"sparsebp_lab.worth": WORTH, "sparsebp_tools.harness": EVALUATION}
     measured["sparsebp_cli.worker.bench"] = Benchmark.model_validate_json(
         BENCHMARK.read_text(encoding="utf-8")
     ).model_dump()

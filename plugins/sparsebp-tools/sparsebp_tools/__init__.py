@@ -1,8 +1,14 @@
-"""Tools for what follows a training: a trained model for others, with its card."""
+"""Tools for what follows a training: tasks that judge a model, and the folder of a model for others, with its card."""
 
 from sparsebp_cli.cli.plugin import VerbEntry
 
 TOOLS = "sparsebp_tools"
+EVALUATE = VerbEntry(
+    f"{TOOLS}.verb.evaluate:evaluate",
+    "More: results",
+    {"evaluation": (f"{TOOLS}.answer.evaluation_record:Evaluation", 1)},
+    writes=True,
+)
 MODEL = VerbEntry(
     f"{TOOLS}.verb.model:model", "More: results", {"model": (f"{TOOLS}.answer.model_record:ModelFolder", 1)}
 )

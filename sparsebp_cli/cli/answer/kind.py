@@ -56,7 +56,6 @@ KINDS: tuple[Kind, ...] = (
         (*(f"sparsebp_cli.compare.{name}" for name in COMPARE), "sparsebp_cli.run.memory"),
     ),
     Kind("run", f"{HERE}.result_record:RunFacts", ("show",)),
-    Kind("evaluation", f"{HERE}.result_record:Evaluation", ("evaluate",)),
     Kind("sent", f"{HERE}.result_record:SentRuns", ("sync",)),
     Kind("checked-recipes", f"{HERE}.recipe_record:CheckedRecipes", ("validate",)),
     Kind("forecast", f"{HERE}.forecast_record:ForecastAnswer", ("validate",), 1, ("sparsebp_cli.plan.forecast",)),

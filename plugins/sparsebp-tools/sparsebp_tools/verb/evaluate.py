@@ -10,11 +10,11 @@ from typing import Annotated, Any
 import typer
 
 from sparsebp_cli.cli.answer import tell
-from sparsebp_cli.cli.answer.result_record import Evaluation
 from sparsebp_cli.cli.completion import complete_run
 from sparsebp_cli.cli.screen import Output, console, make_table, print_line
 from sparsebp_cli.errors import RunNotFoundError, SparseBPError, UsageError, explain_system_error
 from sparsebp_cli.run import History, JournalWriter, RunFolder, State
+from sparsebp_tools.answer.evaluation_record import Evaluation
 
 PREFIX = "lm_eval/"
 
@@ -48,9 +48,7 @@ def evaluate(
     if not names:
         raise UsageError(f"--lm-eval needs the name of a task, got {lm_eval!r}")
     request = {"folder": str(folder), "tasks": names, "limit": limit}
-    found = measure_apart(
-        "sparsebp_cli.worker.harness", json.dumps(request | {"batch_size": batch_size, "device": device})
-    )
+    found = measure_apart("sparsebp_tools.harness", json.dumps(request | {"batch_size": batch_size, "device": device}))
     kept, lost = _keep(run, found) if run is not None and limit is None else ([], None)
     tasks = {task: {k: part for k, part in one.items() if k != "scores"} for task, one in found["tasks"].items()}
     run_id = None if run is None else run.run_id
