@@ -168,13 +168,14 @@ class Training:
             restore(training, snapshot)
         last = snapshot.step if snapshot is not None else 0
         best = plan.recipe.checkpoint.keep_best
-        training.best = BestEvaluation.find(list_measured(plan.recipe)[best] if best else None, run.path, last)
+        patience, watched = plan.recipe.training.early_stopping_patience, list_measured(plan.recipe)
+        training.best = BestEvaluation.find(watched[best] if best else None, run.path, last, patience)
         return training
 
     @property
     def is_done(self) -> bool:
-        """Whether all steps of the recipe are done, or a limit of time or work is reached."""
-        return self.step == self.plan.recipe.training.max_steps or bool(self.allowance.exceeded)
+        """Whether all steps of the recipe are done, or the run ends before them."""
+        return self.step == self.plan.recipe.training.max_steps or bool(self.allowance.exceeded or self.best.end_reason)
 
     @property
     def is_paused(self) -> bool:
@@ -184,8 +185,9 @@ class Training:
 
     @property
     def end_reason(self) -> str:
-        """The limit that ended the run before its last step; empty without one."""
-        return self.allowance.exceeded if self.step < self.plan.recipe.training.max_steps else ""
+        """What ended the run before its last step; empty if nothing did."""
+        early = self.allowance.exceeded or self.best.end_reason
+        return early if self.step < self.plan.recipe.training.max_steps else ""
 
     def run_to_end(self) -> None:
         """Train until ``max_steps``, a limit or a stop request, then save the model or a checkpoint."""
@@ -211,10 +213,8 @@ class Training:
             if self.phase is not self.phases.at(self.step - 1):
                 self._attach(self.phase)
                 self.journal.write("note", level="info", text=self.phases.describe(self.phase))
-            evaluation = self._evaluate() if self.is_done or self.step % recipe.measure.eval_every == 0 else {}
-            evaluation |= self._generate()
+            evaluation, is_best = self._evaluate_step()
             self._log(evaluation)
-            is_best = self.best.take(self.step, evaluation)
             if is_best or self.step % recipe.checkpoint.every == 0:
                 self._save_checkpoint()
             if self.is_done:
@@ -230,6 +230,16 @@ class Training:
         elif self.step > 0 and self.ranks.broadcast(self.step not in self.checkpoints.steps()):
             # By what the first rank sees of the folder: all save, or none does.
             self._save_checkpoint()
+
+    def _evaluate_step(self) -> tuple[dict[str, float], bool]:
+        """Take the evaluations that are due after a step, and return whether they are the best so far."""
+        was_done = self.is_done
+        due = was_done or self.step % self.plan.recipe.measure.eval_every == 0
+        values = (self._evaluate() if due else {}) | self._generate()
+        is_best = self.best.take(self.step, values)
+        if self.is_done and not was_done:  # by its patience: with the measurements of a last step
+            values = self._evaluate() | self._generate()
+        return values, is_best
 
     def _describe_uncharged(self) -> str:
         """Say what a limit of work does not count: a policy that leaves verification out makes none of it."""
