@@ -11,7 +11,7 @@ from sparsebp_cli.cli.screen import print_line
 from sparsebp_cli.cli.worker_answer import ask_worker
 
 if TYPE_CHECKING:
-    from sparsebp_cli.recipe.loader import PlacedRecipe
+    from sparsebp_cli.recipe import PlacedRecipe
     from sparsebp_cli.recipe.schema import Recipe
 
 KEY = ("training", "num_train_epochs")

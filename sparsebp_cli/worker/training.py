@@ -21,7 +21,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedTokenizerBase
 
 from sparsebp_cli.backward import Engine, count_flops
-from sparsebp_cli.backward.core.extension import ComparesSteps, TrainsFrozen
 from sparsebp_cli.backward.observe.update_flops import UpdateFlops
 from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.plan import Plan
@@ -243,8 +242,7 @@ class Training:
 
     def _describe_uncharged(self) -> str:
         """Say what a limit of work does not count: a policy that leaves verification out makes none of it."""
-        parts = [part for part in self.engine.extensions if isinstance(part, ComparesSteps)]
-        number, last = sum(part.uncharged_comparisons for part in parts), self.price.counted
+        number, last = sum(part.uncharged_comparisons for part in self.engine.extensions), self.price.counted
         if not number or last is None or not self.allowance.limits_work:
             return ""
         cost = number * (1.0 + last.policy / last.dense)
@@ -569,7 +567,7 @@ class Training:
             self._save_best(model, self.best.step)
 
     def _trains_frozen(self) -> bool:
-        return any(isinstance(part, TrainsFrozen) and part.trains_frozen for part in self.engine.extensions)
+        return any(part.trains_frozen for part in self.engine.extensions)
 
     def _save_best(self, model: nn.Module, step: int) -> None:
         """Save the model with the weights of the best evaluation. Training is over: they replace the last ones."""
