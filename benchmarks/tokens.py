@@ -28,7 +28,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import sparsebp_cli as sbp
 from sparsebp_cli.backward import ModuleTrace, PassCount, Proof, count_flops, saved_bytes
-from sparsebp_cli.backward.core.extension import EstimatesFlops
 from sparsebp_cli.backward.observe.flops import DensePass
 from sparsebp_cli.bench import RoundQuartiles
 from sparsebp_cli.plan import ceiling, realised_share
@@ -120,7 +119,7 @@ class Case:
                 return policy.flops.total, policy.saved.total, 1.0
             with engine.disabled():
                 dense, dense_pass = self._count(way, None)
-            claims = [part.claim(dense_pass) for part in engine.extensions if isinstance(part, EstimatesFlops)]
+            claims = [part.claim(dense_pass) for part in engine.extensions if "claim" in part.hooks]
             proof = Proof.of(self.model, dense, policy, engine.report(), claims)
             assert proof.claimed_flops is not None
             forward, backward = dense.flops.forward.total(), dense.flops.backward.total()

@@ -33,7 +33,7 @@ from sparsebp_cli.backward.node.site import NodeAdapter
 from sparsebp_cli.backward.observe.attribution import is_watched
 from sparsebp_cli.backward.patch.forward import ForwardOverride
 from sparsebp_cli.composition import BackwardChoices, BackwardOptions, PolicyFacts, Setup, refuse
-from sparsebp_cli.errors import UnsupportedError, UsageError
+from sparsebp_cli.errors import PolicyError, UnsupportedError, UsageError
 from sparsebp_cli.policy import (
     BatchPacker,
     GradientSelector,
@@ -213,8 +213,12 @@ def _make_extensions(
     for number, name, policy in sorted(declared, key=lambda entry: entry[0]):
         make: MakeExtension = load(name)
         extension = make(policy, model, given)
-        if extension is not None:
-            found.append((number, extension))
+        if extension is None:
+            continue
+        if not isinstance(extension, EngineExtension):
+            base = f"{EngineExtension.__module__.rpartition('.core')[0]}.EngineExtension"
+            raise PolicyError(f"{name} of {type(policy).__name__} must make a {base}, got {type(extension).__name__}")
+        found.append((number, extension))
     return found
 
 

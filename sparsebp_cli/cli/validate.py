@@ -141,7 +141,6 @@ def show_memory(
     from sparsebp_cli.cli.study_check import make_plans
     from sparsebp_cli.plan import make_plan
     from sparsebp_cli.plan.accelerator import find_accelerator
-    from sparsebp_cli.recipe import load_placed
     from sparsebp_cli.study.loader import is_study
 
     if gpu is not None:
@@ -149,7 +148,7 @@ def show_memory(
     facts, problems = [], []
     for file in recipes:
         try:
-            plans = make_plans(file) if is_study(file) else [make_plan(load_placed(file, changes).recipe, file)]
+            plans = make_plans(file) if is_study(file) else [make_plan(_load_counted(file, changes), file)]
         except SparseBPError as error:
             print_line(f"error: {error}", stderr=True)
             problems.append(ForecastProblem(file=str(file), error=Problem.of(error)))
@@ -167,6 +166,14 @@ def show_memory(
     tell(ForecastAnswer(recipes=facts, problems=problems), form, lambda _: None)  # each was printed when it was made
     if problems:
         raise typer.Exit(UsageError.exit_code)
+
+
+def _load_counted(file: Path, changes: Sequence[str]) -> Recipe:
+    """Return a recipe with its number of steps: only one in epochs needs its data here."""
+    from sparsebp_cli.recipe import load_placed
+
+    recipe = load_placed(file, changes).recipe
+    return recipe if recipe.training.num_train_epochs is None else load_checked(file, changes)[0]
 
 
 def preview(plan: Plan) -> list[str]:
@@ -198,11 +205,13 @@ def load_checked(file: Path, changes: Sequence[str]) -> tuple[Recipe, Path, list
     """Read a recipe, or the recipe in a ``plan.json``, apply ``--set`` changes, and check its model and data. Returns
     the recipe, the file that its relative paths start from, and a sentence on each thing that cannot be checked from
     this machine. Raises ``RecipeError`` with the place of what is wrong."""
+    from sparsebp_cli.cli.epochs import derive_steps
     from sparsebp_cli.recipe import load_placed, load_stored
 
     if file.name != PLAN:
         placed = load_placed(file, changes)
-        return placed.recipe, file, check_sources(placed, [file.resolve().parent, Path.cwd()])
+        unknown = check_sources(placed, [file.resolve().parent, Path.cwd()])
+        return derive_steps(placed, file, unknown), file, unknown
     stored = RunFolder(file.parent).read_plan()
     placed = load_stored(stored["recipe"], str(file), changes)
     # The code is that of the working folder; paths became absolute when the first plan was made.

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from sparsebp_cli import durable
 from sparsebp_cli.entry_point import entry_points
-from sparsebp_cli.errors import RunNotFoundError, first_line
+from sparsebp_cli.errors import RunNotFoundError, UsageError, first_line
 from sparsebp_cli.plan.provenance import Provenance, find_provenance
 from sparsebp_cli.policy import ReferenceReader, make_policy
 from sparsebp_cli.recipe.loader import rename_in_plan
@@ -32,6 +32,7 @@ LATER_DATASET_KEYS = ("held_out", "group_column", "text_pair_column")
 LATER_MODEL_KEYS = ("peft", "adapter")
 FIRST_LORA_KEYS = ("r", "lora_alpha", "lora_dropout", "target_modules")
 LATER_MEASURE_KEYS = ("generate", "metric")
+LATER_TRAINING_KEYS = ("num_train_epochs", "early_stopping_patience", "weight_decay_of", "lr_scheduler_kwargs")
 
 
 class Plan(BaseModel):
@@ -85,7 +86,12 @@ def group_content(recipe: Recipe) -> dict[str, object]:
     """Return the part of a recipe that affects the result, except the seed, as JSON content."""
     content: dict[str, Any] = recipe.model_dump(mode="json", exclude=OUTSIDE_GROUP)  # type: ignore[arg-type]
     content["backward"]["time_forms"] = False  # a key of 0.5, whose default keeps the ids of groups as they were
-    later_keys = {"dataset": LATER_DATASET_KEYS, "model": LATER_MODEL_KEYS, "measure": LATER_MEASURE_KEYS}
+    later_keys = {
+        "dataset": LATER_DATASET_KEYS,
+        "model": LATER_MODEL_KEYS,
+        "measure": LATER_MEASURE_KEYS,
+        "training": LATER_TRAINING_KEYS,
+    }
     for section, later in later_keys.items():
         content[section] = {k: v for k, v in content[section].items() if v is not None or k not in later}
     if (lora := content["model"]["lora"]) is not None:
@@ -104,7 +110,9 @@ def content_hash(content: object) -> str:
 
 def make_plan(recipe: Recipe, recipe_file: Path) -> Plan:
     """Make the plan of one run, with a new run id. Relative paths of models and data are resolved against the folder of
-    the recipe's file first, then the working folder."""
+    the recipe's file first, then the working folder. Raise UsageError for a recipe whose steps are not known yet."""
+    if recipe.training.num_train_epochs is not None:
+        raise UsageError("training.num_train_epochs: this command needs training.max_steps instead")
     resolved = resolve_paths(recipe, [recipe_file.resolve().parent, Path.cwd()])
     return Plan(recipe=resolved, provenance=find_provenance(recipe_file, code_diff=recipe.tracking.code_diff))
 

@@ -73,8 +73,8 @@ def to_facts(found: Mapping[str, Metric]) -> dict[str, dict[str, str]]:
 
 
 def find_unmeasured(recipe: Recipe) -> Iterator[FieldError]:
-    """Yield an error for a generation that cannot be, an unknown metric, and a best evaluation by one that no
-    evaluation has."""
+    """Yield an error for a generation that cannot be, an unknown metric, a best evaluation by one that no
+    evaluation has, and a patience that watches none."""
     generate, options = recipe.measure.generate, recipe.target.options
     default = TargetOptions.model_fields["worker"].default
     if options.get("worker", default) != default:
@@ -97,3 +97,6 @@ def find_unmeasured(recipe: Recipe) -> Iterator[FieldError]:
             allowed = ", ".join(measured)
             text = f"{name} is not measured on validation here; allowed: {allowed}{did_you_mean(name, measured)}"
             yield FieldError(place, text)
+    if recipe.training.early_stopping_patience is not None and recipe.checkpoint.keep_best is None:
+        text = f"needs checkpoint.keep_best, the metric that it watches: {', '.join(measured)}"
+        yield FieldError(("training", "early_stopping_patience"), text)

@@ -6,12 +6,12 @@ torchtune.
 
 from __future__ import annotations
 
-EPOCHS = "training.max_steps: epochs x training examples / (per_device_train_batch_size x gradient_accumulation_steps)"
 ANSWERS = {
     # how long
-    "epochs": EPOCHS,
-    "num_epochs": EPOCHS,
-    "num_train_epochs": EPOCHS,
+    "epochs": "training.num_train_epochs",
+    "num_epochs": "training.num_train_epochs",
+    "early_stopping": "training.early_stopping_patience, with checkpoint.keep_best,",
+    "early_stopping_threshold": None,
     "steps": "training.max_steps",
     "num_steps": "training.max_steps",
     # the optimizer
@@ -25,6 +25,7 @@ ANSWERS = {
     "momentum": "training.optim_args: {momentum: 0.9}",
     "scheduler": "training.lr_scheduler_type",
     "lr_scheduler": "training.lr_scheduler_type",
+    "min_lr": "training.lr_scheduler_type: cosine_with_min_lr, with lr_scheduler_kwargs: {min_lr: 1e-6},",
     "warmup": "training.warmup_steps, or training.warmup_ratio",
     "clip_grad_norm": "training.max_grad_norm",
     "gradient_clipping": "training.max_grad_norm",

@@ -394,10 +394,30 @@ def _refuse_float16(value: object) -> object:
     return value
 
 
+# Of transformers.optimization; constant schedules have none.
+SCHEDULE_ARGUMENTS = {
+    "cosine": ("num_cycles",),
+    "inverse_sqrt": ("timescale",),
+    "polynomial": ("lr_end", "power"),
+    "cosine_with_restarts": ("num_cycles",),
+    "cosine_with_min_lr": ("min_lr", "min_lr_rate", "num_cycles"),
+}
+
+
 class TrainingSection(Section):
     """Optimisation, with the names of transformers.TrainingArguments."""
 
     max_steps: PositiveInt = Field(200, description="Optimizer steps.")
+    num_train_epochs: Annotated[float, Field(gt=0.0)] | None = Field(
+        None,
+        description="Instead of max_steps: passes over the training examples. The client counts the examples and "
+        "writes max_steps into the plan, so the data must be on this machine.",
+    )
+    early_stopping_patience: PositiveInt | None = Field(
+        None,
+        description="Finish after so many evaluations in a row that are no better than the best before, by the metric "
+        "of checkpoint.keep_best. The schedule of the learning rate stays that of max_steps. null: never.",
+    )
     max_seconds: Annotated[float, Field(gt=0.0)] | None = Field(
         None,
         description="Finish after the step that brings the time of all steps to so many seconds, if max_steps is not "
@@ -424,14 +444,31 @@ class TrainingSection(Section):
         "torch.optim in lower case, such as adamw; muon updates hidden matrices by Muon and all else by AdamW.",
     )
     weight_decay: Annotated[float, Field(ge=0.0)] | None = Field(
-        None, description="Weight decay, of every trained parameter; null: the optimizer's default."
+        None, description="Weight decay; null: the optimizer's default."
+    )
+    weight_decay_of: Literal["all", "matrices"] | None = Field(
+        None,
+        description="Which parameters decay: matrices leaves out norms and biases, as transformers.Trainer does; "
+        "null or all: every trained parameter.",
     )
     optim_args: dict[str, object] = Field(
         default_factory=dict, description="The optimizer's other arguments: betas, eps, momentum."
     )
     lr_scheduler_type: Literal[
-        "linear", "cosine", "constant", "constant_with_warmup", "inverse_sqrt", "polynomial", "cosine_with_restarts"
+        "linear",
+        "cosine",
+        "constant",
+        "constant_with_warmup",
+        "inverse_sqrt",
+        "polynomial",
+        "cosine_with_restarts",
+        "cosine_with_min_lr",
     ] = Field("linear", description="Schedule of the learning rate, by transformers' name.")
+    lr_scheduler_kwargs: dict[str, float] | None = Field(
+        None,
+        description="The schedule's arguments, by transformers' names, such as min_lr of cosine_with_min_lr and "
+        "num_cycles of cosine.",
+    )
     warmup_steps: CountFromZero = Field(0, description="Steps over which the learning rate rises from 0.")
     warmup_ratio: Annotated[float, Field(ge=0.0, lt=1.0)] | None = Field(
         None, description="Instead of warmup_steps: their share of max_steps, rounded up."
@@ -465,6 +502,27 @@ class TrainingSection(Section):
             )
         if self.weight_decay is not None and "weight_decay" in self.optim_args:
             raise ValueError("give weight_decay or optim_args.weight_decay, got both")
+        if self.num_train_epochs is not None and "max_steps" in self.model_fields_set:
+            raise ValueError(
+                f"give max_steps or num_train_epochs, got both ({self.max_steps} and {self.num_train_epochs:g}); "
+                "--set ~training.max_steps takes out the steps that a recipe has"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _schedule_has_its_arguments(self) -> Self:
+        kind, given = self.lr_scheduler_type, self.lr_scheduler_kwargs or {}
+        known = SCHEDULE_ARGUMENTS.get(kind, ())
+        for name, value in given.items():
+            if name not in known:
+                takes = ", ".join(known) or "no arguments"
+                raise ValueError(f"lr_scheduler_kwargs.{name}: {kind} takes {takes}{did_you_mean(name, known)}")
+            most = {"lr_end": self.learning_rate, "min_lr": self.learning_rate, "min_lr_rate": 1.0}.get(name, math.inf)
+            if not 0.0 <= value < most:
+                limit = f" and below {most:g}" if most < math.inf else ""
+                raise ValueError(f"lr_scheduler_kwargs.{name}: must be at least 0{limit}, got {value:g}")
+        if kind == "cosine_with_min_lr" and len({"min_lr", "min_lr_rate"} & set(given)) != 1:
+            raise ValueError("lr_scheduler_type: cosine_with_min_lr needs lr_scheduler_kwargs: min_lr or min_lr_rate")
         return self
 
 

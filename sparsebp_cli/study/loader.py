@@ -339,6 +339,8 @@ def _make_variant(arm: str, changed: Node, combination: Sequence[Choice], conten
         assert isinstance(tree.content, dict)
         tree = replace(tree, content={**tree.content, "name": Node(arm, arms[arm].key_place or arms[arm].place)})
         placed = check_recipe(tree)
+        if placed.recipe.training.num_train_epochs is not None:
+            raise placed.error(("training", "num_train_epochs"), "a study counts steps; give training.max_steps")
     except RecipeError as error:
         raise _locate(error, arm, content, [key for key, _ in combination]) from None
     return ArmVariant(arm, tuple((key, node.plain) for key, node in combination), placed)

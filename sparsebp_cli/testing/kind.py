@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from sparsebp_cli.backward import Engine, PassCount, Proof, attach, count_flops, saved_bytes
-from sparsebp_cli.backward.core.extension import EstimatesFlops
 from sparsebp_cli.backward.observe.flops import DensePass
 from sparsebp_cli.backward.observe.module_trace import ModuleTrace
 from sparsebp_cli.composition import PolicyFacts, Setup, find_refusals
@@ -278,7 +277,7 @@ def _check_claim(policy: Policy, trial: _Trial) -> None:
     """
     model, optimizer = trial.make()
     engine = trial.attach(model, optimizer, policy)
-    claiming = [part for part in engine.extensions if isinstance(part, EstimatesFlops)]
+    claiming = [part for part in engine.extensions if "claim" in part.hooks]
     for number, draw in product(range(NUM_STEPS), (1, -1)) if claiming else ():
         with engine.probing(draw):
             engine.backward(trial.loss(model, number))

@@ -1,4 +1,5 @@
-"""The best evaluation of a run so far, by the metric of ``checkpoint.keep_best``: its checkpoint outlives others."""
+"""The best evaluation of a run so far, by the metric of ``checkpoint.keep_best``: its checkpoint outlives others, and a
+run without a better one for long may end."""
 
 from __future__ import annotations
 
@@ -19,11 +20,23 @@ class BestEvaluation:
     metric: Metric | None = None  # None keeps nothing
     step: int | None = None  # None before the first evaluation of a trained model
     value: float = math.nan
+    patience: int | None = None  # of training.early_stopping_patience
+    since: int = 0  # evaluations after the best one
+
+    @property
+    def end_reason(self) -> str:
+        """Why the run ends by its patience, in one line; empty while it does not."""
+        if self.patience is None or self.metric is None or self.since < self.patience:
+            return ""
+        return (
+            f"training.early_stopping_patience: {self.patience} evaluations in a row are no better than "
+            f"{self.metric.name} {self.value:.6g} of step {self.step}"
+        )
 
     @classmethod
-    def find(cls, metric: Metric | None, run_folder: Path, last_step: int) -> Self:
+    def find(cls, metric: Metric | None, run_folder: Path, last_step: int, patience: int | None = None) -> Self:
         """Return the best evaluation up to the step that a run resumes from; those of later steps are made again."""
-        best = cls(metric)
+        best = cls(metric, patience=patience)
         if metric is not None:
             for step, value in History.load(run_folder).series(metric.name).items():
                 if step <= last_step:
@@ -32,11 +45,12 @@ class BestEvaluation:
 
     def take(self, step: int, values: Mapping[str, float]) -> bool:
         """Take an evaluation into account, and return whether it is the best so far."""
-        value = values.get(self.metric.name, math.nan) if self.metric is not None and step > 0 else math.nan
-        if not math.isfinite(value):
+        if self.metric is None or step == 0 or self.metric.name not in values:
             return False
-        lower = self.metric is not None and self.metric.better == "lower"
-        if self.step is not None and not (value < self.value if lower else value > self.value):
+        value, lower = values[self.metric.name], self.metric.better == "lower"
+        is_better = self.step is None or (value < self.value if lower else value > self.value)
+        if not (math.isfinite(value) and is_better):
+            self.since += 1
             return False
-        self.step, self.value = step, value
+        self.step, self.value, self.since = step, value, 0
         return True

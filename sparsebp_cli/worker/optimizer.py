@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -46,17 +46,30 @@ def build_optimizer(section: TrainingSection, model: nn.Module | Iterable[Parame
                 f"training.optim_args.{name}: {section.optim} takes {', '.join(known)}{did_you_mean(name, known)}"
             )
     arguments |= {k: tuple(v) if isinstance(v, list) else v for k, v in section.optim_args.items()}
+    for key in ("weight_decay", "weight_decay_of"):
+        if getattr(section, key) is not None and "weight_decay" not in known:
+            raise DataError(f"training.{key}: {section.optim} has no weight decay; it takes {', '.join(known)}")
     if section.weight_decay is not None:
-        if "weight_decay" not in known:
-            raise DataError(f"training.weight_decay: {section.optim} has none; it takes {', '.join(known)}")
         arguments["weight_decay"] = section.weight_decay
     trained: Any = model
-    if isinstance(model, nn.Module) and not find_optimizer(section.optim).takes_model:
+    takes_model = find_optimizer(section.optim).takes_model
+    if isinstance(model, nn.Module) and not takes_model:
         trained = [p for p in model.parameters() if p.requires_grad]
+    if section.weight_decay_of == "matrices":
+        if takes_model:
+            raise DataError(f"training.weight_decay_of: {section.optim} chooses its parameters itself; leave it out")
+        trained = _part_by_decay(list(trained))
     try:
         return kind(trained, lr=section.learning_rate, **arguments)  # type: ignore[call-arg]
     except (TypeError, ValueError) as error:
         raise DataError(f"training.optim_args: {section.optim}: {error}") from None
+
+
+def _part_by_decay(trained: Sequence[Parameter]) -> list[dict[str, Any]]:
+    """Return two groups: matrices, and norms and biases, which are vectors and do not decay."""
+    matrices, vectors = [p for p in trained if p.ndim > 1], [p for p in trained if p.ndim <= 1]
+    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
 
 
 def build_schedule(section: TrainingSection, optimizer: torch.optim.Optimizer) -> LRScheduler:
@@ -66,5 +79,6 @@ def build_schedule(section: TrainingSection, optimizer: torch.optim.Optimizer) -
         optimizer,
         num_warmup_steps=section.num_warmup_steps,
         num_training_steps=section.max_steps,
+        scheduler_specific_kwargs=section.lr_scheduler_kwargs,
     )
     return schedule

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from statistics import median
 
 from sparsebp_cli.backward import Engine, ModuleTrace, PassCount, Proof, Report, count_flops, saved_bytes, tensor_bytes
-from sparsebp_cli.backward.core.extension import CountsGradients, EstimatesFlops, KeepsOutputs
 from sparsebp_cli.backward.observe.flops import DensePass, PassEstimate
 from sparsebp_cli.backward.observe.saved_bytes import SavedBytes
 from sparsebp_cli.plan import ceiling, realised_share
@@ -147,10 +146,10 @@ def _count(trial: TrialStep, mode: Mode, draw: int = 1) -> _Counted:
 
             loss = trial.run_batches(backward, watch)
         saved = max(every, key=lambda one: one.total)  # of the micro-batch that saves most
-        claiming = [part for part in engine.extensions if isinstance(part, EstimatesFlops)] if mode == "dense" else []
+        claiming = [part for part in engine.extensions if "claim" in part.hooks] if mode == "dense" else []
         claims = [part.claim(DensePass(loss, trace, flops)) for part in claiming]
-        keeping = [part for part in engine.extensions if isinstance(part, KeepsOutputs)] if mode == "policy" else []
-        cost = PassCount(flops, saved, sum(part.left_out for part in keeping))
+        left_out = sum(part.left_out for part in engine.extensions) if mode == "policy" else 0.0
+        cost = PassCount(flops, saved, left_out)
         report = engine.report()  # not counted: it may run the model to know what training steps would have cost
         told = [describe_pass(engine, trial.sizes)]
         kind = StepKind.of(told, engine.take_kept_share(), engine.take_chosen()) if mode == "policy" else StepKind()
@@ -176,9 +175,9 @@ def _work(proof: Proof, policy: PassResult, engine: Engine) -> dict[str, float |
 def _gradient_bytes(policy: PassResult, engine: Engine) -> int:
     """Return the bytes of a step's gradients. A trial step keeps them all, of whole weights; a training step with eager
     updates or parts of weights does not, so their own counts are used."""
-    own = next((part for part in engine.extensions if isinstance(part, CountsGradients)), None)
+    own = next((part.gradient_bytes for part in engine.extensions if part.gradient_bytes is not None), None)
     if own is not None:
-        return own.gradient_bytes
+        return own
     report = None if engine.eager is None else engine.eager.report
     return tensor_bytes(policy.gradients.values()) if report is None else report.gradient_bytes
 

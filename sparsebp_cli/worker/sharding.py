@@ -21,13 +21,16 @@ def shard(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.devi
     """Shard every parameter over the ranks, in place; each decoder layer is gathered while it is computed. The
     optimizer's parameters are replaced by the sharded ones, so it must not have a state yet. This calls PyTorch
     directly, because accelerate 1.15 shards on accelerators only and silently uses DDP on a CPU."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     # From the inside out, as `fully_shard` asks: what a layer has is no longer the whole model's.
     for layer in LayerNumbers(model).layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    (group,) = optimizer.param_groups
-    group["params"] = [p for p in model.parameters() if p.requires_grad]
+    sharded = dict(model.named_parameters())
+    for group, members in zip(optimizer.param_groups, groups, strict=True):
+        group["params"] = [sharded[name] for name in members]
 
 
 @contextmanager

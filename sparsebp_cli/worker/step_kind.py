@@ -17,7 +17,6 @@ from typing import Any, Self
 import torch
 
 from sparsebp_cli.backward import Engine
-from sparsebp_cli.backward.core.extension import FreezesParameters, TellsWork
 from sparsebp_cli.backward.core.report import Chosen
 
 MEMORY = 64  # counts that are fitted; a policy that changes slowly is known by its latest ones
@@ -29,11 +28,11 @@ def describe_pass(engine: Engine, sizes: Mapping[str, int]) -> tuple[float, ...]
     """Return what the last pass says of itself: the share of entries that it trained, the place of the first parameter
     that it trained, where its backward may end, and what extensions know. ``sizes`` are the entries of the parameters
     that dense trains, by name, in the model's order; to be called before the next step begins."""
-    frozen = set[str]().union(*(part.frozen for part in engine.extensions if isinstance(part, FreezesParameters)))
+    frozen = set[str]().union(*(part.frozen for part in engine.extensions))
     trained = [(place, name) for place, name in enumerate(sizes) if name not in frozen] if frozen else []
     entries = sum(sizes[name] for _, name in trained) / sum(sizes.values()) if frozen else 1.0
     first = (trained[0][0] if trained else len(sizes)) / len(sizes) if frozen else 0.0
-    told = [part.work_shares for part in engine.extensions if isinstance(part, TellsWork)]
+    told = [part.work_shares for part in engine.extensions]
     return entries, first, *(share for shares in told for share in shares)
 
 

@@ -21,7 +21,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedTokenizerBase
 
 from sparsebp_cli.backward import Engine, count_flops
-from sparsebp_cli.backward.core.extension import ComparesSteps, TrainsFrozen
 from sparsebp_cli.backward.observe.update_flops import UpdateFlops
 from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.plan import Plan
@@ -168,13 +167,14 @@ class Training:
             restore(training, snapshot)
         last = snapshot.step if snapshot is not None else 0
         best = plan.recipe.checkpoint.keep_best
-        training.best = BestEvaluation.find(list_measured(plan.recipe)[best] if best else None, run.path, last)
+        patience, watched = plan.recipe.training.early_stopping_patience, list_measured(plan.recipe)
+        training.best = BestEvaluation.find(watched[best] if best else None, run.path, last, patience)
         return training
 
     @property
     def is_done(self) -> bool:
-        """Whether all steps of the recipe are done, or a limit of time or work is reached."""
-        return self.step == self.plan.recipe.training.max_steps or bool(self.allowance.exceeded)
+        """Whether all steps of the recipe are done, or the run ends before them."""
+        return self.step == self.plan.recipe.training.max_steps or bool(self.allowance.exceeded or self.best.end_reason)
 
     @property
     def is_paused(self) -> bool:
@@ -184,8 +184,9 @@ class Training:
 
     @property
     def end_reason(self) -> str:
-        """The limit that ended the run before its last step; empty without one."""
-        return self.allowance.exceeded if self.step < self.plan.recipe.training.max_steps else ""
+        """What ended the run before its last step; empty if nothing did."""
+        early = self.allowance.exceeded or self.best.end_reason
+        return early if self.step < self.plan.recipe.training.max_steps else ""
 
     def run_to_end(self) -> None:
         """Train until ``max_steps``, a limit or a stop request, then save the model or a checkpoint."""
@@ -211,10 +212,8 @@ class Training:
             if self.phase is not self.phases.at(self.step - 1):
                 self._attach(self.phase)
                 self.journal.write("note", level="info", text=self.phases.describe(self.phase))
-            evaluation = self._evaluate() if self.is_done or self.step % recipe.measure.eval_every == 0 else {}
-            evaluation |= self._generate()
+            evaluation, is_best = self._evaluate_step()
             self._log(evaluation)
-            is_best = self.best.take(self.step, evaluation)
             if is_best or self.step % recipe.checkpoint.every == 0:
                 self._save_checkpoint()
             if self.is_done:
@@ -231,10 +230,19 @@ class Training:
             # By what the first rank sees of the folder: all save, or none does.
             self._save_checkpoint()
 
+    def _evaluate_step(self) -> tuple[dict[str, float], bool]:
+        """Take the evaluations that are due after a step, and return whether they are the best so far."""
+        was_done = self.is_done
+        due = was_done or self.step % self.plan.recipe.measure.eval_every == 0
+        values = (self._evaluate() if due else {}) | self._generate()
+        is_best = self.best.take(self.step, values)
+        if self.is_done and not was_done:  # by its patience: with the measurements of a last step
+            values = self._evaluate() | self._generate()
+        return values, is_best
+
     def _describe_uncharged(self) -> str:
         """Say what a limit of work does not count: a policy that leaves verification out makes none of it."""
-        parts = [part for part in self.engine.extensions if isinstance(part, ComparesSteps)]
-        number, last = sum(part.uncharged_comparisons for part in parts), self.price.counted
+        number, last = sum(part.uncharged_comparisons for part in self.engine.extensions), self.price.counted
         if not number or last is None or not self.allowance.limits_work:
             return ""
         cost = number * (1.0 + last.policy / last.dense)
@@ -559,7 +567,7 @@ class Training:
             self._save_best(model, self.best.step)
 
     def _trains_frozen(self) -> bool:
-        return any(isinstance(part, TrainsFrozen) and part.trains_frozen for part in self.engine.extensions)
+        return any(part.trains_frozen for part in self.engine.extensions)
 
     def _save_best(self, model: nn.Module, step: int) -> None:
         """Save the model with the weights of the best evaluation. Training is over: they replace the last ones."""

@@ -6,21 +6,25 @@ import copy
 import inspect
 import math
 import sys
+import typing
 from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import Tensor, nn
+from transformers import SchedulerType, Trainer
+from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 
 from sparsebp_cli.backward.core.rewind import capture_rng
 from sparsebp_cli.composition import find_optimizer, list_optimizers
 from sparsebp_cli.errors import DataError, UnsupportedError
 from sparsebp_cli.optimizers.apollo import Apollo
 from sparsebp_cli.recipe import refuse_unsupported
-from sparsebp_cli.recipe.schema import TrainingSection
+from sparsebp_cli.recipe.schema import SCHEDULE_ARGUMENTS, TrainingSection
 from sparsebp_cli.run import History
 from sparsebp_cli.worker.checkpoint import CheckpointFolder, RankState, Snapshot
-from sparsebp_cli.worker.optimizer import build_optimizer, load_class
+from sparsebp_cli.worker.optimizer import build_optimizer, build_schedule, load_class
 from sparsebp_cli.worker.sharding import load_optimizer
 from tests.backward.eager_case import MODELS, assert_equal, train
 from tests.worker.conftest import work
@@ -336,3 +340,66 @@ def test_numbers_and_gradients_that_an_optimizer_would_get_wrong_are_refused(nam
 def test_adalomo_refuses_what_is_larger_than_a_matrix() -> None:
     with pytest.raises(DataError, match=r"vectors and matrices, got a parameter of shape \(2, 3, 4\)"):
         make("adalomo", [nn.Parameter(torch.ones(2, 3, 4))])
+
+
+def test_decay_of_matrices_leaves_out_what_the_trainer_leaves_out() -> None:
+    for name in ("llama", "gpt2-tied"):
+        model = MODELS[name]()
+        optimizer = build_optimizer(TrainingSection(weight_decay=0.1, weight_decay_of="matrices"), model)
+        names = {id(parameter): key for key, parameter in model.named_parameters()}
+        decays = {names[id(p)] for group in optimizer.param_groups if group["weight_decay"] for p in group["params"]}
+        expected = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
+        assert decays == expected & set(names.values()), name  # a tied weight has a second name
+        assert len(names) == sum(len(group["params"]) for group in optimizer.param_groups)
+        assert {group["weight_decay"] for group in optimizer.param_groups} == {0.1, 0.0}
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"optim": "muon"}, "muon chooses its parameters itself"),
+        ({"optim": "rprop"}, "rprop has no weight decay"),
+    ],
+)
+def test_decay_of_matrices_is_refused_where_it_would_do_nothing(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(DataError, match=match):
+        build_optimizer(TrainingSection(weight_decay_of="matrices", **options), MODELS["llama"]())
+
+
+def test_the_arguments_of_schedules_are_those_of_transformers() -> None:
+    ours = {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"}
+    names = typing.get_args(TrainingSection.model_fields["lr_scheduler_type"].annotation)
+    for name in names:
+        function = TYPE_TO_SCHEDULER_FUNCTION[SchedulerType(name)]
+        assert set(inspect.signature(function).parameters) - ours == set(SCHEDULE_ARGUMENTS.get(name, ())), name
+
+
+def test_a_cosine_ends_at_its_lowest_rate() -> None:
+    given = {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-4}}
+    section = TrainingSection(max_steps=10, warmup_steps=2, learning_rate=1e-3, optim="sgd", **given)
+    optimizer = build_optimizer(section, nn.Linear(2, 2))
+    schedule = build_schedule(section, optimizer)
+    rates = []
+    for _ in range(10):
+        optimizer.step()
+        schedule.step()
+        rates.append(schedule.get_last_lr()[0])
+    assert rates[1] == pytest.approx(1e-3)
+    assert rates[-1] == pytest.approx(1e-4)
+    assert min(rates[1:]) == rates[-1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "match"),
+    [
+        ("cosine", {"min_lr": 0.1}, "cosine takes num_cycles"),
+        ("linear", {"power": 1.0}, "linear takes no arguments"),
+        ("polynomial", {"lr_ends": 0.0}, "did you mean lr_end"),
+        ("cosine_with_min_lr", {}, "needs lr_scheduler_kwargs: min_lr or min_lr_rate"),
+        ("cosine_with_min_lr", {"min_lr": 1.0}, "at least 0 and below 0.0003, got 1"),
+        ("cosine_with_min_lr", {"min_lr_rate": 1.0}, "at least 0 and below 1, got 1"),
+    ],
+)
+def test_wrong_arguments_of_a_schedule_are_named(kind: str, given: dict[str, float], match: str) -> None:
+    with pytest.raises(ValidationError, match=match):
+        TrainingSection(lr_scheduler_type=kind, lr_scheduler_kwargs=given)  # type: ignore[arg-type]

@@ -31,6 +31,7 @@ pytestmark = pytest.mark.xdist_group("two processes")  # fixtures of this file t
 # weights (7 of 512 entries of one matrix; a wrong gradient moves them by 3e-3 a step). Held to:
 RELATIVE, ABSOLUTE = 5e-6, 1e-4
 ROWS = [{"name": "topk", "keep": 0.25, "along": "rows", "within": "example"}]
+DECAY = {"weight_decay": 0.1, "weight_decay_of": "matrices"}  # two groups of parameters
 CASES: dict[str, dict[str, Any]] = {
     "dense": {"measure": {"fidelity_every": None}},
     "rows": {"policy": ROWS, "measure": {"probe_every": 4, "fidelity_every": 4}},
@@ -38,7 +39,7 @@ CASES: dict[str, dict[str, Any]] = {
     "stored": {"policy": ROWS, "backward": {"sites": "branches", "checkpointing": "none"}},
     "feedback": {"policy": [ROWS[0] | {"error_feedback": True}]},
     "lora": {"policy": ROWS, "model": {"config": LLAMA, "lora": {"r": 4}}},
-    "accumulation": {"policy": ROWS, "training": {"gradient_accumulation_steps": 2, "max_grad_norm": 0.1}},
+    "accumulation": {"policy": ROWS, "training": {"gradient_accumulation_steps": 2, "max_grad_norm": 0.1, **DECAY}},
     "checkpointing": {"policy": ROWS, "backward": {"checkpointing": "full"}},
     "tied": {"policy": ROWS, "model": {"config": LLAMA | {"tie_word_embeddings": True}}},
     "completion": {"policy": ROWS, "dataset": {"name": "pairs.jsonl", "format": "completion", "max_seq_length": 32}},

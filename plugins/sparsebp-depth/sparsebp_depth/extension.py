@@ -8,14 +8,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
 
 from sparsebp_cli import PolicyError, UnsupportedError
-from sparsebp_cli.backward import DensePass, EngineView, Given, LayerNumbers, PassEstimate, claim_needed
+from sparsebp_cli.backward import (
+    DensePass,
+    EngineExtension,
+    EngineView,
+    Given,
+    LayerNumbers,
+    PassEstimate,
+    claim_needed,
+)
 from sparsebp_cli.policy import Step
 from sparsebp_depth.kind import DepthSelector
 
 
-class DepthExtension:
+class DepthExtension(EngineExtension):
     """A depth selector in one model. Raises UnsupportedError for a model without layers, or with two stacks of them."""
 
     def __init__(self, policy: DepthSelector, model: nn.Module, given: Given) -> None:  # noqa: ARG002 - as of all
@@ -30,6 +39,7 @@ class DepthExtension:
         self._depths: dict[Step, int] = {}  # of the step under way
 
     @property
+    @override
     def frozen(self) -> frozenset[str]:
         """Names of parameters below the layer at which the backward ends."""
         depth = len(self._layers.layers) if self._engine is None else self._depth(self._engine.now())
@@ -47,12 +57,10 @@ class DepthExtension:
             handle.remove()
         self._handles = []
 
-    def enable(self, enabled: bool) -> None:
-        """Do nothing: the forward reads the engine's state."""
-
     def start_step(self, step: Step) -> None:  # noqa: ARG002 - of the protocol
         self._depths.clear()
 
+    @override
     def claim(self, dense: DensePass) -> PassEstimate:
         """Return the shares of a dense pass that are left at the current step."""
         below = self.frozen

@@ -16,18 +16,8 @@ from sparsebp_cli.backward.core.counters import Counter, ShortPass
 from sparsebp_cli.backward.core.decision import SiteCounters, SiteDecisions
 from sparsebp_cli.backward.core.dropped_step import ScaledSteps
 from sparsebp_cli.backward.core.extension import (
-    AcceptsColumns,
-    ChecksArguments,
     EngineExtension,
-    EstimatesFlops,
-    EstimatesGradients,
-    FreezesParameters,
-    KeepsOutputs,
-    KeepsState,
-    PlansUpdates,
-    RequiresForward,
-    RunsPass,
-    ScoresForwards,
+    PassRunner,
     ShortForward,
     SiteAdapter,
     name_parameters,
@@ -78,8 +68,8 @@ class Engine:
     enabled: bool
     notes: dict[str, str]
     leaves_out: bool
-    eager: RunsPass | None
-    estimator: EstimatesGradients | None  # if a policy estimates gradients without a backward
+    eager: PassRunner | None
+    estimator: EngineExtension | None  # if a policy estimates gradients without a backward
 
     def __init__(  # noqa: PLR0913 - what attach puts together
         self,
@@ -106,11 +96,11 @@ class Engine:
         self.dense_rows: int | None = None  # B*T of the last batch of which a compiled graph ran some positions
         # Batch sizes that the arguments of the last forward allow; empty: unknown; None: no policy needs them.
         self.batch_sizes: frozenset[int] | None = frozenset() if decisions.has_selectors else None
-        self.eager = next((extension for extension in self.extensions if isinstance(extension, RunsPass)), None)
-        self.estimator = next((part for part in self.extensions if isinstance(part, EstimatesGradients)), None)
+        self.eager = next((extension for extension in self.extensions if isinstance(extension, PassRunner)), None)
+        self.estimator = next((part for part in self.extensions if "estimate" in part.hooks), None)
         self._reads_scale = decisions.has_selectors or bool(self.states) or self.eager is not None
         self._scales, self._scaled = ScaleFinder(), ScaledSteps(model, self._clock, decisions, self.states)
-        self._freezes = any(isinstance(extension, FreezesParameters) for extension in self.extensions)
+        self._freezes = any("frozen" in extension.hooks for extension in self.extensions)
         self._trials = Trials(model, self.states, self.extensions)
         self._count(Counter(SiteCounters.of(adapter.names)))
         self._attached = True
@@ -123,7 +113,7 @@ class Engine:
             extension.install(self)
         self._places = ModulePlaces(model)
         # The calls of the model since the last backward, where policies leave out work before it.
-        shortens = any(isinstance(extension, EstimatesFlops | FreezesParameters) for extension in self.extensions)
+        shortens = any({"claim", "frozen"} & extension.hooks for extension in self.extensions)
         self._calls: list[CallShape | None] | None = [] if shortens else None
         self._dense: dict[CallShape, Products | None] = {}  # of the dense backward of a call
         self._unnote: Callable[[], None] = lambda: None
@@ -183,8 +173,7 @@ class Engine:
                 differentiate = partial(self._differentiate, loss, backward, loss_scale)
                 self.eager.run_pass(loss, differentiate, backward=backward, updates=updates)
             for extension in self.extensions:
-                if isinstance(extension, PlansUpdates):
-                    extension.finish_pass()
+                extension.finish_pass()
         finally:
             # From here on a backward that does not come through the engine is refused again.
             self.decisions.step = None
@@ -301,9 +290,8 @@ class Engine:
 
     def _check_site_in_graph(self, loss: Tensor) -> None:
         for extension in self.extensions:
-            if isinstance(extension, RequiresForward):
-                extension.check_called()
-        waits = any(isinstance(extension, RequiresForward) for extension in self.extensions)
+            extension.check_called()
+        waits = any("check_called" in extension.hooks for extension in self.extensions)
         asks = self.decisions.has_selectors or waits
         # Frozen parameters may cut every site off from the loss.
         if asks and not self._freezes and trains_at_sites(self._model, self._adapter) and not has_site(loss, self):
@@ -443,8 +431,8 @@ class Engine:
 
     def take_output_use(self) -> OutputUse | None:
         """Return what training forwards since the last call took from kept outputs; None if no policy keeps any."""
-        keepers = [extension for extension in self.extensions if isinstance(extension, KeepsOutputs)]
-        return keepers[0].take_use() if keepers else None
+        used = (extension.take_use() for extension in self.extensions)
+        return next((use for use in used if use is not None), None)
 
     def take_route(self) -> Route | None:
         """Return where a router sent the gradients of all passes since the last call; None without a router."""
@@ -477,12 +465,11 @@ class Engine:
         weight_BT = columns.pop(LOSS_WEIGHT, None)
         if weight_BT is not None and self._loss_weights is None:
             self._loss_weights = LossWeights(self._model)
-            self._loss_weights.may_be_own = any(isinstance(extension, ScoresForwards) for extension in self.extensions)
+            self._loss_weights.may_be_own = any("reading_by" in extension.hooks for extension in self.extensions)
         if self._loss_weights is not None:
             self._loss_weights.given = weight_BT
         for extension in self.extensions:
-            if isinstance(extension, AcceptsColumns):
-                extension.set_columns(**columns)
+            extension.set_columns(**columns)
 
     def check_arguments(self, arguments: Mapping[str, object]) -> None:
         """Raise what the first forward on a batch would raise for its arguments, without running it.
@@ -494,8 +481,7 @@ class Engine:
             UnsupportedError: A policy does not know what to do with one.
         """
         for extension in self.extensions:
-            if isinstance(extension, ChecksArguments):
-                extension.check_arguments(arguments)
+            extension.check_arguments(arguments)
 
     def expect(self, batches: Sequence[Mapping[str, Any]]) -> bool:
         """Say which micro-batches come until the optimizer's next step, so that ``lossless`` with ``prefixes: update``
@@ -509,7 +495,7 @@ class Engine:
         Returns:
             Whether they have anything in common; if not, each runs as if nothing had been said.
         """
-        found = [part.expect(batches) for part in self.extensions if isinstance(part, PlansUpdates) and self.enabled]
+        found = [part.expect(batches) for part in self.extensions if self.enabled]
         return any(found)
 
     @contextmanager
@@ -529,8 +515,7 @@ class Engine:
         """
         with ExitStack() as stack:
             for extension in self.extensions:
-                if isinstance(extension, ScoresForwards):
-                    stack.enter_context(extension.reading_by(labels, reads))
+                stack.enter_context(extension.reading_by(labels, reads))
             yield
 
     @contextmanager
@@ -557,7 +542,8 @@ class Engine:
         self._scaled.settle()
         cut = dict(self.decisions.residuals)
         state = {"index": self._clock.index, "micro_batch": self._clock.micro_batch, "cut": cut}
-        for extension in self._keepers():
+        state |= self.states.state_dict()
+        for extension in self.extensions:
             state |= extension.state_dict()
         return state
 
@@ -579,8 +565,9 @@ class Engine:
             self.decisions.residuals = dict(cut)
         # Passes that were made belong to the state that is replaced.
         self._trials = Trials(self._model, self.states, self.extensions)
-        for keeper in self._keepers():
-            keeper.load_state_dict(state)
+        self.states.load_state_dict(state)
+        for extension in self.extensions:
+            extension.load_state_dict(state)
         self._clock.go_to(state["index"], state["micro_batch"])  # the last, since decisions of the step read states
 
     def follow(self, before: Engine, state: Mapping[str, Any], index: int) -> None:
@@ -626,9 +613,6 @@ class Engine:
     def _start_step(self, step: Step) -> None:
         for extension in self.extensions:
             extension.start_step(step)
-
-    def _keepers(self) -> Iterator[KeepsState]:
-        yield from (part for part in (self.states, *self.extensions) if isinstance(part, KeepsState))
 
     def _note_batch(self, sizes: frozenset[int]) -> None:
         self.batch_sizes = sizes

@@ -1,14 +1,14 @@
-"""Protocols around the engine: site adapters, extensions, and the views of the engine that both get.
+"""What is around the engine: site adapters, extensions, and the views of the engine that both get.
 
-Adapters and extensions depend on these protocols instead of the engine, so that imports run in one direction.
+Adapters and extensions depend on these classes instead of the engine, so that imports run in one direction.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, Protocol, runtime_checkable
 
 from sparsebp_cli.backward.observe.flops import DensePass, PassEstimate
 from sparsebp_cli.backward.observe.update_flops import UpdateFlops
@@ -143,8 +143,28 @@ class SplitCost(SiteCost, Protocol):
         """Return dense and claimed FLOPs for a kind of selection and a share of kept entries, for each product."""
 
 
-class EngineExtension(Protocol):
-    """A policy that does not decide at sites, or another way to run a pass."""
+class EngineExtension:
+    """What carries out a policy that does not decide at sites, or another way to run a pass.
+
+    The engine calls every hook; each does nothing here. A subclass marks with ``typing_extensions.override`` the hooks
+    that it defines, but for the first four. A method that merely has a hook's name would change what the engine does,
+    so a class with one raises :class:`TypeError`.
+    """
+
+    hooks: ClassVar[frozenset[str]] = frozenset()  # names of those that the class or a base of it defines
+
+    def __init_subclass__(cls, **options: object) -> None:
+        """Find the hooks that a class defines."""
+        super().__init_subclass__(**options)
+        own = HOOKS & vars(cls).keys()
+        for name in own:
+            member = vars(cls)[name]
+            if not getattr(getattr(member, "fget", member), "__override__", False):
+                raise TypeError(
+                    f"{cls.__name__}.{name} has the name of a hook of EngineExtension: mark it with "
+                    "typing_extensions.override if it is the hook, or rename it"
+                )
+        cls.hooks = cls.hooks.union(own)
 
     def install(self, engine: EngineView) -> None:
         """Change the model; ``engine.now()`` is the step, ``engine.enabled`` whether policies are active."""
@@ -158,129 +178,86 @@ class EngineExtension(Protocol):
     def start_step(self, step: Step) -> None:
         """Prepare for an optimizer step; called at attach, after each optimizer step, and on resume."""
 
-
-@runtime_checkable
-class AcceptsColumns(Protocol):
-    """An extension whose policy reads columns of the batch."""
-
     def set_columns(self, **columns: Tensor) -> None:
-        """Set columns that the model's forward will not get; they stay set until the next call."""
-
-
-@runtime_checkable
-class ChecksArguments(Protocol):
-    """An extension that can say before a training which arguments of the model's forward it does not know."""
+        """Set columns of the batch that the model's forward will not get; they stay set until the next call."""
 
     def check_arguments(self, arguments: Mapping[str, object]) -> None:
-        """Refuse a batch by the names of its arguments."""
+        """Refuse a batch before a training by the names of the arguments that the model's forward would get."""
 
+    def reading_by(self, labels: Tensor | None, reads: Literal["labels", "loss"]) -> AbstractContextManager[None]:  # noqa: ARG002
+        """Return a context in which a script reads no more of forwards without a gradient than it has said."""
+        return nullcontext()
 
-@runtime_checkable
-class ScoresForwards(Protocol):
-    """An extension whose policy acts on forwards without a gradient of which it knows what is read."""
-
-    def reading_by(self, labels: Tensor | None, reads: Literal["labels", "loss"]) -> AbstractContextManager[None]:
-        """Return a context in which a script reads no more of such forwards than it has said."""
-
-
-@runtime_checkable
-class PlansUpdates(Protocol):
-    """An extension whose policy computes what several micro-batches of an optimizer step share once for all of them."""
-
-    def expect(self, batches: Sequence[Mapping[str, Any]]) -> bool:
+    def expect(self, batches: Sequence[Mapping[str, Any]]) -> bool:  # noqa: ARG002
         """Take the arguments of the coming forwards of one step; return whether they share anything."""
+        return False
 
     def finish_pass(self) -> None:
         """Finish the backward of a micro-batch: of what it was the last one to read."""
 
-
-@runtime_checkable
-class RequiresForward(Protocol):
-    """An extension whose policy is called in the model's forward."""
-
     def check_called(self) -> None:
-        """Refuse a backward if the policy has not been called since the model was attached."""
-
-
-@runtime_checkable
-class EstimatesFlops(Protocol):
-    """An extension whose policy claims to skip work of the backward."""
+        """Refuse a backward if the policy has not been called in a forward since the model was attached."""
 
     def claim(self, dense: DensePass) -> PassEstimate:
         """Return the estimated FLOPs under the policy, as of the current step, of a dense pass on the same batch."""
-
-
-@runtime_checkable
-class EstimatesGradients(Protocol):
-    """An extension that computes gradients without a backward."""
+        raise NotImplementedError
 
     def estimate(self, forward: Callable[[], Tensor], step: Step) -> Tensor:
         """Add an estimate of the gradient of the loss that ``forward`` returns to ``.grad`` of the trained parameters,
-        and return a loss to report, without a graph. Weights and buffers are afterwards those of before.
-        """
-
-
-@runtime_checkable
-class FreezesParameters(Protocol):
-    """An extension that excludes parameters from training, so a backward may end before it reaches a site."""
+        without a backward, and return a loss to report, without a graph. Weights and buffers are afterwards those of
+        before."""
+        raise NotImplementedError
 
     @property
     def frozen(self) -> frozenset[str]:
-        """Names of parameters that the model trains in general but not in the current step."""
-
-
-@runtime_checkable
-class TellsWork(Protocol):
-    """An extension whose passes cost unlike amounts, by no share that the engine counts."""
+        """Names of parameters that the model trains in general but not in the current step. A backward may end before
+        it reaches a site."""
+        return frozenset()
 
     @property
     def work_shares(self) -> tuple[float, ...]:
         """Shares that the FLOPs of the last training pass follow, each between 0 and 1, such as that of blocks with a
-        backward; equally many at all times.
-        """
-
-
-@runtime_checkable
-class CountsGradients(Protocol):
-    """An extension whose policy makes gradients of a training step smaller than those that a probe shows."""
+        backward; equally many at all times."""
+        return ()
 
     @property
-    def gradient_bytes(self) -> int:
-        """Bytes of the gradients of a training step."""
-
-
-@runtime_checkable
-class TrainsFrozen(Protocol):
-    """An extension whose policy may train weights that the user froze, as those under adapters are."""
+    def gradient_bytes(self) -> int | None:
+        """Bytes of the gradients of a training step, if they are smaller than those that a probe shows; None: not."""
+        return None
 
     @property
     def trains_frozen(self) -> bool:
-        """Whether it does, so that adapters alone are not the model."""
-
-
-@runtime_checkable
-class ComparesSteps(Protocol):
-    """An extension that compares its own step with the plain one at some batches, beside the work of the policy."""
+        """Whether weights that the user froze are trained, so that adapters alone are not the model."""
+        return False
 
     @property
     def uncharged_comparisons(self) -> int:
-        """Comparisons so far that no measurement of a step shows; each is a plain pass and one of its own."""
-
-
-@runtime_checkable
-class KeepsOutputs(Protocol):
-    """An extension that takes a part of the forward from what an earlier one has computed."""
+        """Comparisons with the plain step so far that no measurement of a step shows; each is a plain pass and one of
+        its own."""
+        return 0
 
     @property
     def left_out(self) -> float:
-        """FLOPs that the last forward did not execute."""
+        """FLOPs that the last forward took from what an earlier one had computed."""
+        return 0.0
 
-    def take_use(self) -> OutputUse:
-        """Return what training forwards have used since the last call."""
+    def take_use(self) -> OutputUse | None:
+        """Return what training forwards have used of kept outputs since the last call; None: nothing is kept."""
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return entries that a resumed run needs, under names that no other extension uses."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore its own entries from the engine's state."""
 
 
-@runtime_checkable
-class RunsPass(Protocol):
+ALWAYS = {"install", "remove", "enable", "start_step"}
+HOOKS = frozenset(name for name in vars(EngineExtension) if not name.startswith("_")) - ALWAYS - {"hooks"}
+
+
+class PassRunner(EngineExtension):
     """An extension that runs the backward pass itself and changes parameters during it."""
 
     report: EagerReport | None
@@ -289,6 +266,7 @@ class RunsPass(Protocol):
     @property
     def gradient_norm(self) -> float:
         """2-norm of all gradients of the last pass that updated, before they were clipped; 0 before the first."""
+        raise NotImplementedError
 
     def run_pass(
         self,
@@ -303,17 +281,7 @@ class RunsPass(Protocol):
         ``backward`` is the function that the user runs a pass with, None for ``torch.Tensor.backward``. Without
         ``updates`` no parameter changes and gradients stay in ``.grad``.
         """
-
-
-@runtime_checkable
-class KeepsState(Protocol):
-    """An extension that stores entries in the engine's state."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return entries that a resumed run needs, under names that no other extension uses."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore its own entries from the engine's state."""
+        raise NotImplementedError
 
 
 def name_parameters(model: nn.Module, adapter: SiteAdapter) -> dict[int, str]:

@@ -10,11 +10,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from torch import nn
+from typing_extensions import override
 
-from sparsebp_cli.backward.core.extension import refuse_uncalled
+from sparsebp_cli.backward.core.extension import EngineExtension, refuse_uncalled
 from sparsebp_cli.backward.patch.forward import ForwardPatches
 from sparsebp_cli.errors import UnsupportedError
-from sparsebp_cli.policy import Policy, Step
+from sparsebp_cli.policy import Policy
 
 if TYPE_CHECKING:
     from sparsebp_cli.backward.core.policy_state import PolicyStates
@@ -31,9 +32,8 @@ def has_fused_head(model: nn.Module) -> bool:
     return ARGUMENT in (getattr(model.__dict__.get("forward"), "__kwdefaults__", None) or {})
 
 
-class FusedHeadExtension(Generic[P]):
-    """What selectors in a model with trl's fused head have in common; see
-    :class:`~sparsebp_cli.backward.core.extension.EngineExtension`. Each installs a forward of its own.
+class FusedHeadExtension(EngineExtension, Generic[P]):
+    """What selectors in a model with trl's fused head have in common. Each installs a forward of its own.
 
     Args:
         policy: The selector.
@@ -51,12 +51,7 @@ class FusedHeadExtension(Generic[P]):
     def remove(self) -> None:
         self._patches.remove()
 
-    def enable(self, enabled: bool) -> None:
-        """Do nothing: the forward reads the engine's state."""
-
-    def start_step(self, step: Step) -> None:
-        """Do nothing: the choice is made in the forward."""
-
+    @override
     def check_called(self) -> None:
         if not self.was_called:
             if self.model.training:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import Function, once_differentiable
 
+from sparsebp_cli.backward.core.extension import EngineExtension
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
 from sparsebp_cli.backward.patch.forward import ForwardOverride, ForwardPatches
 from sparsebp_cli.errors import UnsupportedError
@@ -22,15 +23,14 @@ from sparsebp_cli.policy import GradientSelector, LayerGradient, LayerOutput, La
 if TYPE_CHECKING:
     from sparsebp_cli.backward.core.extension import EngineView
     from sparsebp_cli.backward.core.given import Given
-    from sparsebp_cli.policy import Step
 
 
 EXAMPLES_BY_ROWS = 3  # dimensions, with that of the features
 
 
 @final
-class LayerExtension:
-    """A layer sampler in one model; see :class:`~sparsebp_cli.backward.core.extension.EngineExtension`.
+class LayerExtension(EngineExtension):
+    """A layer sampler in one model.
 
     Raises :class:`UnsupportedError` for a model without layers, or with two stacks of them.
     """
@@ -55,12 +55,6 @@ class LayerExtension:
 
     def remove(self) -> None:
         self._patches.remove()
-
-    def enable(self, enabled: bool) -> None:
-        """Do nothing: the backward reads the engine's state."""
-
-    def start_step(self, step: Step) -> None:
-        """Do nothing: the policy decides inside of the backward."""
 
     @contextmanager
     def trying(self, decision: Collection[str] | TrialPass) -> Iterator[None]:  # noqa: ARG002 - of the protocol

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Protocol, final, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
-from sparsebp_cli.backward.core.extension import refuse_uncalled
+from sparsebp_cli.backward.core.extension import EngineExtension, refuse_uncalled
 from sparsebp_cli.backward.core.scope import Scope
 from sparsebp_cli.backward.linear.function import autocast, weight_of
 from sparsebp_cli.backward.linear.saved import find_share
@@ -89,8 +90,8 @@ def connect(savers: Sequence[InputSaving], optimizer: torch.optim.Optimizer | No
 
 
 @final
-class InputSaving:
-    """An input saver in one model; see :class:`~sparsebp_cli.backward.core.extension.EngineExtension`.
+class InputSaving(EngineExtension):
+    """An input saver in one model.
 
     The linears are changed by their adapter.
     """
@@ -117,17 +118,12 @@ class InputSaving:
     def install(self, engine: EngineView) -> None:
         self.engine = engine
 
-    def remove(self) -> None:
-        """Do nothing: the linears are changed by their adapter."""
-
-    def enable(self, enabled: bool) -> None:
-        """Do nothing: the linears read the engine's state."""
-
     def start_step(self, step: Step) -> None:  # noqa: ARG002 - of the protocol
         """Forget the projections and the counts; the decisions of a step are made in its forwards."""
         self._projections.clear()
         self._step = None  # a step that a loss scaler dropped begins again with the same number
 
+    @override
     def check_called(self) -> None:
         if not self._was_called:
             refuse_uncalled(self.policy, self._model)

@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING, Any, cast, final
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
 
 from sparsebp_cli.backward import (
     DensePass,
+    EngineExtension,
     ForwardOverride,
     ForwardPatches,
     LayerNumbers,
@@ -60,8 +62,8 @@ class _Rows:
 
 
 @final
-class ChannelExtension:
-    """A channel selector in one model; see :class:`~sparsebp_cli.backward.EngineExtension`.
+class ChannelExtension(EngineExtension):
+    """A channel selector in one model.
 
     Raises :class:`UnsupportedError` if the model has no layers as Llama's, or weights in them that are trained, merged
     or quantised; under reentrant checkpointing.
@@ -100,15 +102,10 @@ class ChannelExtension:
         self._handles.clear()
         self._patches.remove()
 
+    @override
     def check_called(self) -> None:
         if not self._was_called:
             refuse_uncalled(self.policy, self.model)
-
-    def enable(self, enabled: bool) -> None:
-        """Do nothing: the forward reads the engine's state."""
-
-    def start_step(self, step: Step) -> None:
-        """Do nothing: channels are chosen in the forward."""
 
     def count(self, group: Group) -> int:
         """Return how many channels of a group are computed at this step."""
@@ -121,7 +118,8 @@ class ChannelExtension:
             )
         return kept
 
-    def claim(self, dense: DensePass) -> PassEstimate:  # noqa: ARG002 - the interface
+    @override
+    def claim(self, dense: DensePass) -> PassEstimate:
         """Return the remaining shares of a dense pass whose outputs are where those of the last forward were."""
         rows, shares, forward = self._rows, dict[str, float](), dict[str, float]()
         if rows is None:

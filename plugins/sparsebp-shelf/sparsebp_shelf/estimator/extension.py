@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, final
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
-from sparsebp_cli.backward import DensePass, PassEstimate
+from sparsebp_cli.backward import DensePass, EngineExtension, PassEstimate
 from sparsebp_cli.errors import PolicyError, UsageError
 from sparsebp_cli.policy import Step
 from sparsebp_shelf.estimator.kind import DirectionDraw, GradientEstimator
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 
 
 @final
-class EstimatorExtension:
-    """A gradient estimator in one model; see :class:`~sparsebp_cli.backward.EngineExtension`."""
+class EstimatorExtension(EngineExtension):
+    """A gradient estimator in one model."""
 
     policy: GradientEstimator
 
@@ -40,26 +41,17 @@ class EstimatorExtension:
             "evaluation mode, without dropout; there is no backward"
         )
 
-    def remove(self) -> None:
-        """Do nothing: the model is as it was."""
-
-    def enable(self, enabled: bool) -> None:
-        """Do nothing: the engine asks for an estimate only while policies are active."""
-
-    def start_step(self, step: Step) -> None:
-        """Do nothing: directions are drawn when they are needed."""
-
+    @override
     def check_called(self) -> None:
-        """Refuse a backward; see :class:`~sparsebp_cli.backward.RequiresForward`."""
+        """Refuse a backward."""
         raise UsageError(
             f"{type(self.policy).__name__} estimates gradients without a backward: call engine.estimate(forward) in "
             "place of forward and engine.backward"
         )
 
+    @override
     def claim(self, dense: DensePass) -> PassEstimate:
-        """Return the shares of a dense pass: no backward; see
-        :class:`~sparsebp_cli.backward.EstimatesFlops`.
-        """
+        """Return the shares of a dense pass: no backward."""
         number = float(self.policy.num_directions * len(self.policy.shifts))
         flops = dense.flops
         return PassEstimate(
@@ -68,6 +60,7 @@ class EstimatorExtension:
             forward=dict.fromkeys(flops.forward, number),
         )
 
+    @override
     def estimate(self, forward: Callable[[], Tensor], step: Step) -> Tensor:
         """Add the estimate for one micro-batch to ``.grad`` of the trained parameters, and return the mean of its
         losses at all points. Raise :class:`PolicyError` if the policy returns no coefficient for each direction.

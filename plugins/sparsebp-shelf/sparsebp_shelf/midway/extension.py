@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from sparsebp_cli.backward import (
     Chosen,
     DensePass,
+    EngineExtension,
     ForwardOverride,
     ForwardPatches,
     LayerNumbers,
@@ -49,8 +51,8 @@ def find_places(policy: MidwaySelector, model: nn.Module, given: Given) -> Seque
 
 
 @final
-class MidwayExtension:
-    """A midway selector in one model; see :class:`~sparsebp_cli.backward.EngineExtension`.
+class MidwayExtension(EngineExtension):
+    """A midway selector in one model.
 
     Raises :class:`UnsupportedError` unless the model is, or wraps, a model of transformers with one stack of more
     layers than the policy's first ones, or under reentrant checkpointing.
@@ -96,15 +98,10 @@ class MidwayExtension:
         self._handles.clear()
         self._patches.remove()
 
+    @override
     def check_called(self) -> None:
         if not self._override.was_called:
             refuse_uncalled(self.policy, self.model)
-
-    def enable(self, enabled: bool) -> None:
-        """Do nothing: the forward reads the engine's state."""
-
-    def start_step(self, step: Step) -> None:
-        """Do nothing: examples are chosen in the forward."""
 
     def now(self) -> tuple[MidwaySelector, Step]:
         """Return the policy with the numbers of the step, and the step with its state."""
@@ -119,6 +116,7 @@ class MidwayExtension:
             raise PolicyError(f"{type(policy).__name__} counts {kept} examples, allowed: 1 to {number}")
         return kept
 
+    @override
     def claim(self, dense: DensePass) -> PassEstimate:
         """Return the remaining shares of a dense pass of a batch of as many examples as the last one."""
         share = self.count(self._number) / self._number

@@ -17,7 +17,15 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from sparsebp_cli.backward import DensePass, ForwardOverride, ForwardPatches, LayerNumbers, PassEstimate, claim_needed
+from sparsebp_cli.backward import (
+    DensePass,
+    EngineExtension,
+    ForwardOverride,
+    ForwardPatches,
+    LayerNumbers,
+    PassEstimate,
+    claim_needed,
+)
 from sparsebp_cli.errors import PolicyError, UnsupportedError, UsageError
 from sparsebp_cli.policy import Step, TrialPass
 from sparsebp_shelf.part.gradient import run_part
@@ -32,8 +40,8 @@ Linears = Mapping[str, tuple[nn.Module, WeightLayout]]
 
 
 @final
-class PartExtension:
-    """A part selector in one model; see :class:`~sparsebp_cli.backward.EngineExtension`.
+class PartExtension(EngineExtension):
+    """A part selector in one model.
 
     Its linears are those of :func:`find_divisible`. Raises :class:`PolicyError` if the policy does not fit the model,
     :class:`UsageError` if the optimizer does not train a weight or has state of the whole of it, and
@@ -73,23 +81,22 @@ class PartExtension:
         self._parts = parts
 
     @property
+    @override
     def frozen(self) -> frozenset[str]:
         """Names of parameters of which nothing is trained."""
         trained = {id(weight_of(self._linears[name][0])) for name in self._parts}
         return frozenset(name for name, parameter in self._names.items() if id(parameter) not in trained)
 
     @property
+    @override
     def trains_frozen(self) -> bool:
-        """Whether weights that the user froze are trained; see
-        :class:`~sparsebp_cli.backward.core.extension.TrainsFrozen`.
-        """
+        """Whether weights that the user froze are trained."""
         return self.policy.of_frozen
 
     @property
+    @override
     def gradient_bytes(self) -> int:
-        """Bytes of the gradients of a training step; see
-        :class:`~sparsebp_cli.backward.core.extension.CountsGradients`.
-        """
+        """Bytes of the gradients of a training step."""
         return sum(p.nbytes for p in (*self._beside, *(each.leaf for each in self._overrides.values())))
 
     def install(self, engine: EngineView) -> None:
@@ -135,11 +142,13 @@ class PartExtension:
         for parameter in (*self._names.values(), *(each.leaf for each in self._overrides.values())):
             parameter.grad = None  # applied; model.zero_grad() would not reach a leaf
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         """Return nothing: the choice is the policy's state, the values are the model's weights."""
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: ARG002 - what counts is that it is called
+    @override
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Choose and read the parts again when the step begins, from the state and the weights that were loaded."""
         self._is_loaded = True
 
@@ -159,10 +168,9 @@ class PartExtension:
         finally:
             self.enable(before)
 
+    @override
     def claim(self, dense: DensePass) -> PassEstimate:
-        """Return the remaining shares of a dense pass; see
-        :class:`~sparsebp_cli.backward.core.extension.EstimatesFlops`.
-        """
+        """Return the remaining shares of a dense pass."""
         needed = claim_needed(self._model, dense, [self._names[name] for name in self.frozen])
         backward = dict(needed.backward)
         for name, part in self._parts.items():

@@ -12,8 +12,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
-from sparsebp_cli.backward import LayerNumbers, find_attentions, refuse_uncalled, uncompiled
+from sparsebp_cli.backward import EngineExtension, LayerNumbers, find_attentions, refuse_uncalled, uncompiled
 from sparsebp_cli.errors import PolicyError, UnsupportedError
 from sparsebp_cli.policy import Step
 from sparsebp_shelf.tile.attention import Attention, attend, attend_by_definition
@@ -27,8 +28,8 @@ NAME = "sdpa"
 
 
 @final
-class TileExtension:
-    """A tile selector in one model; see :class:`~sparsebp_cli.backward.EngineExtension`.
+class TileExtension(EngineExtension):
+    """A tile selector in one model.
 
     Raises :class:`UnsupportedError` if the model has another attention than sdpa.
     """
@@ -62,9 +63,6 @@ class TileExtension:
         if not _extensions:
             _restore()
 
-    def enable(self, enabled: bool) -> None:
-        """Do nothing: the backward reads the engine's state."""
-
     def start_step(self, step: Step) -> None:
         """Say what the step before has kept."""
         if self._kept:
@@ -75,6 +73,7 @@ class TileExtension:
                 "backward"
             )
 
+    @override
     def check_called(self) -> None:
         if not self._was_called:
             refuse_uncalled(self.policy, self._model)

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, final
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
-from sparsebp_cli.backward import DensePass, LayerPositions, PassEstimate, refuse_uncalled
+from sparsebp_cli.backward import DensePass, EngineExtension, LayerPositions, PassEstimate, refuse_uncalled
 from sparsebp_cli.errors import PolicyError
-from sparsebp_cli.policy import Step
 from sparsebp_shelf.token_router.kind import RoutedLayer, TokenRouter
 
 if TYPE_CHECKING:
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 @final
-class RoutingExtension:
-    """A token router in one model; see :class:`~sparsebp_cli.backward.EngineExtension`.
+class RoutingExtension(EngineExtension):
+    """A token router in one model.
 
     Raises :class:`UnsupportedError` if the model's architecture is unknown, or under reentrant checkpointing.
     """
@@ -42,17 +42,13 @@ class RoutingExtension:
     def remove(self) -> None:
         self._layers.remove()
 
-    def enable(self, enabled: bool) -> None:
-        """Do nothing: the forward reads the engine's state."""
-
-    def start_step(self, step: Step) -> None:
-        """Do nothing: positions are chosen in the forward."""
-
+    @override
     def check_called(self) -> None:
         if not self._was_called:
             refuse_uncalled(self.policy, self._model)
 
-    def claim(self, dense: DensePass) -> PassEstimate:  # noqa: ARG002 - the interface
+    @override
+    def claim(self, dense: DensePass) -> PassEstimate:
         """Return the remaining shares of a dense pass, by the choice of the last forward."""
         return self._layers.claim(self._shares)
 

@@ -19,7 +19,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from sparsebp_cli.backward.core.extension import EngineExtension
+from sparsebp_cli.backward.core.extension import PassRunner
 from sparsebp_cli.backward.core.loss_scale import refuse_scale
 from sparsebp_cli.backward.core.report import EagerReport
 from sparsebp_cli.backward.execution.eager.clipping import Clipping, norm_of, total_of
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from sparsebp_cli.policy import Step
 
 
-class EagerUpdate(EngineExtension):
-    """Updates parameters during a backward; see :class:`~sparsebp_cli.backward.core.extension.EngineExtension`.
+class EagerUpdate(PassRunner):
+    """Updates parameters during a backward.
 
     Parameters of the optimizer that are not in the model are updated in the same way. Raises
     :class:`UnsupportedError` if another engine updates one of its parameters already.
@@ -79,14 +79,12 @@ class EagerUpdate(EngineExtension):
             self._write_back_hook.remove()
         self._completeness.remove()
 
-    def enable(self, enabled: bool) -> None:
-        """Do nothing: outside of :meth:`run_pass` a backward leaves gradients in ``.grad``."""
-
     @override
     def start_step(self, step: Step) -> None:
         self._has_updated, self._interrupted = False, ""
 
     @property
+    @override
     def gradient_norm(self) -> float:
         """2-norm of all gradients of the last updating pass, before clipping; 0 before the first."""
         return 0.0 if self.report is None else self.report.gradient_norm
@@ -100,16 +98,19 @@ class EagerUpdate(EngineExtension):
     def previous_norm(self, value: float | None) -> None:
         self._total = None if value is None else torch.tensor(value)
 
+    @override
     def state_dict(self) -> dict[str, object]:
         """Return the norm of the last step's gradients; None before the first."""
         return {"gradient_norm": self.previous_norm}
 
+    @override
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restore the norm from a state."""
         norm = state["gradient_norm"]
         assert norm is None or isinstance(norm, float | int)
         self.previous_norm = norm
 
+    @override
     def run_pass(
         self,
         loss: Tensor,
@@ -118,7 +119,7 @@ class EagerUpdate(EngineExtension):
         backward: Callable[..., object] | None = None,
         updates: bool,
     ) -> None:
-        """Run a backward pass; see :meth:`~sparsebp_cli.backward.core.extension.RunsPass.run_pass`.
+        """Run a backward pass.
 
         Raises :class:`UsageError` if this step has updated parameters before, perhaps in an interrupted pass, or a
         parameter got a gradient after its update; :class:`UnsupportedError` if ``backward`` scales the loss or takes

@@ -16,20 +16,20 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
+from sparsebp_cli.backward.core.extension import EngineExtension
 from sparsebp_cli.backward.execution.segment.function import SegmentFunction, SegmentWork
 from sparsebp_cli.backward.execution.segment.recorded_forward import RecordedForward
 from sparsebp_cli.backward.execution.segment.split import LayerSequence, find_layers, split_layers
 from sparsebp_cli.backward.patch.forward import ForwardOverride, ForwardPatches, uncompiled
 from sparsebp_cli.errors import UnsupportedError
-from sparsebp_cli.policy import Step
 
 if TYPE_CHECKING:
     from sparsebp_cli.backward.core.extension import EngineView
 
 
 @final
-class Segments:
-    """The segments of one model; see :class:`~sparsebp_cli.backward.core.extension.EngineExtension`.
+class Segments(EngineExtension):
+    """The segments of one model.
 
     Segments are a way to execute a step and no policy, so they stay active where policies are disabled: as with
     checkpointing, dense and policy are compared under the same execution.
@@ -76,12 +76,6 @@ class Segments:
         if self._hook is not None:
             self._hook.remove()
         self._patches.remove()
-
-    def enable(self, enabled: bool) -> None:
-        """Do nothing: segments stay active, see the class."""
-
-    def start_step(self, step: Step) -> None:
-        """Do nothing: every step is the same."""
 
     def start_forward(self) -> None:
         """Reset to the first layer, even if the forward before was interrupted."""

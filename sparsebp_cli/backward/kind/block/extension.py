@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
-from sparsebp_cli.backward.core.extension import refuse_uncalled
+from sparsebp_cli.backward.core.extension import EngineExtension, refuse_uncalled
 from sparsebp_cli.backward.decoder.decoder import find_reentrant
 from sparsebp_cli.backward.kind.block.layout import BlockPart, find_blocks, refuse_norms_of_the_stream
 from sparsebp_cli.backward.kind.block.skip import scale, skip
@@ -40,8 +41,8 @@ if TYPE_CHECKING:
 
 
 @final
-class BlockExtension:
-    """A block dropper in one model; see :class:`~sparsebp_cli.backward.core.extension.EngineExtension`.
+class BlockExtension(EngineExtension):
+    """A block dropper in one model.
 
     Raises :class:`UnsupportedError` if a layer's residual blocks are not known, or under reentrant checkpointing.
     """
@@ -74,11 +75,13 @@ class BlockExtension:
         self._was_called = False
 
     @property
+    @override
     def frozen(self) -> frozenset[str]:
         """Names of parameters that the model trains in general but not in the current step."""
         return frozenset(self._find_frozen(self._dropped))
 
     @property
+    @override
     def work_shares(self) -> tuple[float, ...]:
         """The shares of attentions and of MLPs that the last pass kept."""
         kept = {"attention": list[bool](), "mlp": list[bool]()}
@@ -93,9 +96,6 @@ class BlockExtension:
 
     def remove(self) -> None:
         self._patches.remove()
-
-    def enable(self, enabled: bool) -> None:
-        """Do nothing: the forward reads the engine's state."""
 
     def start_step(self, step: Step) -> None:
         self._choose(_whole(step))
@@ -112,6 +112,7 @@ class BlockExtension:
         finally:
             self._tried = self._step = None
 
+    @override
     def check_called(self) -> None:
         if not self._was_called:
             refuse_uncalled(self.policy, self._model)
@@ -155,10 +156,9 @@ class BlockExtension:
                 seen = BlockGradient(name, self._states.unscale(gradient.detach()))
                 self._states.see(self.policy, seen, self.engine.now())
 
+    @override
     def claim(self, dense: DensePass) -> PassEstimate:
-        """Return the remaining shares of a dense pass, by the choice of the last forward; see
-        :class:`~sparsebp_cli.backward.core.extension.EstimatesFlops`.
-        """
+        """Return the remaining shares of a dense pass, by the choice of the last forward."""
         cut = {
             f"{part.name}.{name}" if name else part.name
             for part in self._dropped_parts(self._dropped)

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, cast, final
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
-from sparsebp_cli.backward.core.extension import refuse_uncalled
+from sparsebp_cli.backward.core.extension import EngineExtension, refuse_uncalled
 from sparsebp_cli.backward.core.report import Chosen
 from sparsebp_cli.backward.decoder.decoder import bind_arguments
 from sparsebp_cli.backward.decoder.kv_cache import find_cache, is_filled
@@ -73,8 +74,8 @@ def find_places(policy: ExampleSelector, model: nn.Module, given: Given) -> Sequ
 
 
 @final
-class ExampleExtension:
-    """An example selector in one model; see :class:`~sparsebp_cli.backward.core.extension.EngineExtension`.
+class ExampleExtension(EngineExtension):
+    """An example selector in one model.
 
     Of what it is given, ``num_examples`` is for a policy that reads rows; without a model as ``reference``, each batch
     has the column ``reference_loss``; ``validation`` is the batch of examples with whose gradients a policy compares,
@@ -130,20 +131,14 @@ class ExampleExtension:
     def remove(self) -> None:
         self._patches.remove()
 
+    @override
     def check_called(self) -> None:
         if not self._override.was_called:
             refuse_uncalled(self.policy, self.model)
 
-    def enable(self, enabled: bool) -> None:
-        """Do nothing: the forward reads the engine's state."""
-
-    def start_step(self, step: Step) -> None:
-        """Do nothing: the forward reads the engine's step."""
-
+    @override
     def claim(self, dense: DensePass) -> PassEstimate:
-        """Return the remaining shares of a dense pass; see
-        :class:`~sparsebp_cli.backward.core.extension.EstimatesFlops`.
-        """
+        """Return the remaining shares of a dense pass."""
         share = self._override.kept_share()
         backward, recomputed = dict.fromkeys(dense.flops.backward, share), dict.fromkeys(dense.flops.recomputed, share)
         return PassEstimate(backward, recomputed, dict.fromkeys(dense.flops.forward, share))

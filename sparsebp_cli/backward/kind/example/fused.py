@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from typing_extensions import override
 
 from sparsebp_cli.backward.core.report import Chosen
 from sparsebp_cli.backward.kind.example.extension import ExampleExtension
@@ -38,8 +39,7 @@ EXAMPLE_SIZE = "example_size"  # the column: how much each example counts in a l
 
 @final
 class FusedExamples(FusedHeadExtension[ExampleSelector]):
-    """An example selector in a model with trl's fused head; see
-    :class:`~sparsebp_cli.backward.core.extension.EngineExtension`.
+    """An example selector in a model with trl's fused head.
 
     Raises :class:`UnsupportedError` for a selector that scores examples.
     """
@@ -56,6 +56,7 @@ class FusedExamples(FusedHeadExtension[ExampleSelector]):
         self._size_B: Tensor | None = None
         self.share = 1.0  # of the last batch's examples
 
+    @override
     def set_columns(self, **columns: Tensor) -> None:
         """Set how much each of the next batches' examples counts, until the next call."""
         self._size_B = columns.get(EXAMPLE_SIZE)
@@ -64,6 +65,7 @@ class FusedExamples(FusedHeadExtension[ExampleSelector]):
         self._engine = engine
         self._patches.install(self.model, FusedExamplesForward(self, engine))
 
+    @override
     def claim(self, dense: DensePass) -> PassEstimate:
         """Return the remaining shares of a dense pass: the forward is that of all examples."""
         return PassEstimate(

@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, final
 
 from torch import Tensor, nn
+from typing_extensions import override
 
 from sparsebp_cli.backward.decoder.decoder import argument_names
 from sparsebp_cli.backward.kind.packing.forward import PackedForward
@@ -32,7 +33,7 @@ from sparsebp_cli.backward.observe.flops import DensePass, PassEstimate
 from sparsebp_cli.backward.patch.forward import (
     ModulePlaces,
 )
-from sparsebp_cli.policy import BatchPacker, Step
+from sparsebp_cli.policy import BatchPacker
 
 if TYPE_CHECKING:
     from sparsebp_cli.backward.core.given import Given
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 
 @final
 class PackingExtension(PackingPlanner):
-    """A batch packer in one model; see :class:`~sparsebp_cli.backward.core.extension.EngineExtension`.
+    """A batch packer in one model.
 
     Raises :class:`UnsupportedError` if rows cannot be left out of this model exactly.
     """
@@ -49,10 +50,12 @@ class PackingExtension(PackingPlanner):
         super().__init__(policy, model)
         self.reference = PackedReference.of(given.reference, self, PackingExtension)
 
+    @override
     def set_columns(self, **columns: Tensor) -> None:
         """Set the labels of the next batches, which the script does not pass to the model, until the next call."""
         self.given_labels, self.dead.weight_B = columns.get("labels"), columns.get("example_weight")
 
+    @override
     def check_arguments(self, arguments: Mapping[str, object]) -> None:
         """Refuse what the first forward on a batch with these arguments would refuse; others are not the model's."""
         own = argument_names(self.model)
@@ -82,6 +85,7 @@ class PackingExtension(PackingPlanner):
         if self.reference is not None:
             self.reference.remove()
 
+    @override
     @contextmanager
     def reading_by(self, labels: Tensor | None, reads: Reads) -> Iterator[None]:
         """Pack forwards without a gradient of which no more than this is read, those of the reference too."""
@@ -90,18 +94,14 @@ class PackingExtension(PackingPlanner):
                 stack.enter_context(scoring.reading_by(labels, reads))
             yield
 
-    def enable(self, enabled: bool) -> None:
-        """Do nothing: the forward reads the engine's state."""
-
-    def start_step(self, step: Step) -> None:
-        """Do nothing: rows are arranged in the forward."""
-
     @property
+    @override
     def uncharged_comparisons(self) -> int:
         """Comparisons so far; none where each step has one, which a measurement of a step then shows."""
         return 0 if self.policy.verify == "always" else self.counts.checks
 
     @property
+    @override
     def work_shares(self) -> tuple[float, ...]:
         """The shares of positions, pairs of positions and rows of the head that the last pass computed."""
         if self.last is None:
@@ -110,7 +110,8 @@ class PackingExtension(PackingPlanner):
         head = count_rows(self.last) / size if self.head is not None else 1.0
         return layout.num_rows / size, layout.num_pairs / (size * layout.shape[1]), head
 
-    def claim(self, dense: DensePass) -> PassEstimate:  # noqa: ARG002 - shares say it
+    @override
+    def claim(self, dense: DensePass) -> PassEstimate:
         """Return the remaining shares of a dense pass, by the rows of the last forward on the same batch."""
         if self.last is None:
             return PassEstimate()

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
+from sparsebp_cli.backward.core.extension import EngineExtension
 from sparsebp_cli.backward.decoder.decoder import argument_names, find_reentrant
 from sparsebp_cli.backward.isolation import Examples, examples_at
 from sparsebp_cli.backward.kind.fused_head import ARGUMENT, has_fused_head
@@ -78,7 +80,7 @@ _NOTHING_SEEN = (
 _EVAL_MODE = "{} is in eval mode, as from_pretrained returns it, and runs plainly: call model.train() before the loop"
 
 
-class PackingPlanner:
+class PackingPlanner(EngineExtension):
     """Arranges the rows of the batches of one model, and runs them.
 
     Raises :class:`UnsupportedError` if rows cannot be left out of this model exactly.
@@ -241,6 +243,7 @@ class PackingPlanner:
         places = find_places(real, position, begins)
         return BatchRows(needed, tokens, position, places, real, read, alone, begins, facts, balances)
 
+    @override
     def expect(self, batches: Sequence[Mapping[str, Any]]) -> bool:
         """Arrange the rows of the coming micro-batches together; return whether they share any that were not yet."""
         self.drop_update()
@@ -308,6 +311,7 @@ class PackingPlanner:
         """Note rows that ran before the batches that share them."""
         self._ran_held.append(layout)
 
+    @override
     def finish_pass(self) -> None:
         """Run the backward of rows whose last micro-batch had its own."""
         if self.update is not None and self.update.finish():

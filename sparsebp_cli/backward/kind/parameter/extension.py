@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Protocol, final, runtime_checkable
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
 
+from sparsebp_cli.backward.core.extension import EngineExtension
 from sparsebp_cli.backward.decoder.decoder import find_reentrant
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
 from sparsebp_cli.backward.kind.parameter.optimizer_state import OffloadedState
@@ -32,8 +34,8 @@ Places = dict[str, tuple[nn.Module, str]]
 
 
 @final
-class ParameterExtension:
-    """A parameter selector in one model; see :class:`~sparsebp_cli.backward.core.extension.EngineExtension`.
+class ParameterExtension(EngineExtension):
+    """A parameter selector in one model.
 
     It selects among the parameters that require a gradient at attach. Raises :class:`PolicyError` if the policy does
     not fit the model or returns an unknown name, and :class:`UnsupportedError` under reentrant checkpointing.
@@ -58,6 +60,7 @@ class ParameterExtension:
             self._offloaded = OffloadedState(given.optimizer)
 
     @property
+    @override
     def frozen(self) -> frozenset[str]:
         """Names of parameters that the model trains in general but not in the current step."""
         return frozenset(self._places) - self._trained
@@ -108,10 +111,9 @@ class ParameterExtension:
         for name in self.frozen:
             self._get(name).grad = None  # a gradient of an earlier step would be applied again
 
+    @override
     def claim(self, dense: DensePass) -> PassEstimate:
-        """Return the remaining shares of a dense pass; see
-        :class:`~sparsebp_cli.backward.core.extension.EstimatesFlops`.
-        """
+        """Return the remaining shares of a dense pass."""
         return claim_needed(self._model, dense, [self._get(name) for name in self.frozen])
 
     def _select(self, step: Step) -> frozenset[str]:

@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
 
+from sparsebp_cli.backward.core.extension import EngineExtension
 from sparsebp_cli.backward.kind.parameter.extension import find_parameters
 from sparsebp_cli.backward.observe.internals import parameter_of
 from sparsebp_cli.errors import PolicyError
-from sparsebp_cli.policy import ParameterSelector, Step
+from sparsebp_cli.policy import ParameterSelector
 
 if TYPE_CHECKING:
     from sparsebp_cli.backward.core.extension import EngineView
@@ -27,10 +29,8 @@ Group = dict[str, Any]
 
 
 @final
-class LearningRates:
-    """The rates of a parameter selector in one optimizer; see
-    :class:`~sparsebp_cli.backward.core.extension.EngineExtension`.
-    """
+class LearningRates(EngineExtension):
+    """The rates of a parameter selector in one optimizer."""
 
     _engine: EngineView
 
@@ -63,13 +63,12 @@ class LearningRates:
     def enable(self, enabled: bool) -> None:
         self._enabled = enabled
 
-    def start_step(self, step: Step) -> None:
-        """Do nothing: rates are set when the optimizer steps."""
-
+    @override
     def state_dict(self) -> dict[str, Any]:
         """Return the rates that are held."""
         return {"held_rates": dict(self._held)}
 
+    @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the rates that are held."""
         self._held = dict(state["held_rates"])

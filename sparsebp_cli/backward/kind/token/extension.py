@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from sparsebp_cli.backward.core.extension import EstimatesFlops, refuse_uncalled
+from sparsebp_cli.backward.core.extension import EngineExtension, refuse_uncalled
 from sparsebp_cli.backward.core.loss_weight import calls_loss_function, has_weights
 from sparsebp_cli.backward.decoder.decoder import Decoder, argument_names, find_decoder, refuse_prompt
 from sparsebp_cli.backward.decoder.kv_cache import CACHE_NAMES
@@ -108,8 +108,8 @@ _UNKNOWN = (*CACHE_NAMES, *_OUTPUTS, "logits_to_keep", "shift_labels")
 
 
 @final
-class TokenExtension(EstimatesFlops):
-    """A token selector in one model; see :class:`~sparsebp_cli.backward.core.extension.EngineExtension`.
+class TokenExtension(EngineExtension):
+    """A token selector in one model.
 
     ``prefix`` precedes the decoder's module names in the attached model; ``packs``: a packer carries out what is
     chosen. Raises :class:`UnsupportedError` if a forward
@@ -154,16 +154,12 @@ class TokenExtension(EstimatesFlops):
     def remove(self) -> None:
         self._patches.remove()
 
-    def enable(self, enabled: bool) -> None:
-        """Do nothing: the forward reads the engine's state."""
-
-    def start_step(self, step: Step) -> None:
-        """Do nothing: positions are chosen in the forward."""
-
+    @override
     def set_columns(self, **columns: Tensor) -> None:
         """Set columns of the next batch that the script does not pass to the model, until the next call."""
         self.given = columns
 
+    @override
     def check_called(self) -> None:
         if not self.was_called:
             refuse_uncalled(self.policy, self.decoder.model)

@@ -47,8 +47,7 @@ _DIFFERENTIABLE = ("log_probs", "entropy")  # what trl's head returns with a gra
 
 @final
 class FusedTokens(FusedHeadExtension[TokenSelector]):
-    """A token selector in a model with trl's fused head; see
-    :class:`~sparsebp_cli.backward.core.extension.EngineExtension`.
+    """A token selector in a model with trl's fused head.
 
     Raises :class:`UnsupportedError` for a selector that needs more than the head returns.
     """

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
 
+from sparsebp_cli.backward.core.extension import EngineExtension
 from sparsebp_cli.backward.core.report import OutputUse
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
 from sparsebp_cli.backward.kind.parameter.extension import HasEmbeddings, find_parameters
@@ -33,15 +35,14 @@ if TYPE_CHECKING:
     from sparsebp_cli.backward.core.extension import EngineView
     from sparsebp_cli.backward.core.given import Given
     from sparsebp_cli.backward.observe.flops import DensePass
-    from sparsebp_cli.policy import Step
     from sparsebp_cli.policy.kept_output import KeptOutputs
 
 FOLDER = "kept-outputs"  # of the training's folder
 
 
 @final
-class OutputExtension:
-    """The kept outputs of one model; see :class:`~sparsebp_cli.backward.core.extension.EngineExtension`.
+class OutputExtension(EngineExtension):
+    """The kept outputs of one model.
 
     Raises :class:`PolicyError` if the first layer or the embeddings are trained, :class:`UnsupportedError` for a model
     whose frozen layers draw random numbers or have hooks, and :class:`UsageError` without a folder where one is needed.
@@ -88,35 +89,31 @@ class OutputExtension:
             handle.remove()
         self._handles = []
 
-    def enable(self, enabled: bool) -> None:
-        """Do nothing: each forward asks the engine."""
-
-    def start_step(self, step: Step) -> None:
-        """Do nothing: outputs do not depend on the step."""
-
+    @override
     def state_dict(self) -> dict[str, Any]:
         """Return what the layers cost, so that a resumed run can price what they leave out."""
         cost = self._fill.cost
         return {"frozen_cost": None if cost is None else list(cost)}
 
+    @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore it."""
         cost = state["frozen_cost"]
         self._fill.cost = None if cost is None else (float(cost[0]), float(cost[1]))
 
+    @override
     def claim(self, dense: DensePass) -> PassEstimate:
-        """Claim of the forward what the last pass over the same batch has run; see
-        :class:`~sparsebp_cli.backward.core.extension.EstimatesFlops`."""
+        """Claim of the forward what the last pass over the same batch has run."""
         inside = [name for name in dense.flops.forward if name.startswith(tuple(f"{layer}." for layer in self.layers))]
         return PassEstimate(forward=dict.fromkeys((*inside, *self.layers), self._last[0]))
 
     @property
+    @override
     def left_out(self) -> float:
-        """FLOPs that the last forward did not execute; see
-        :class:`~sparsebp_cli.backward.core.extension.KeepsOutputs`.
-        """
+        """FLOPs that the last forward did not execute."""
         return self._last[1]
 
+    @override
     def take_use(self) -> OutputUse:
         """Return what was known and left out in training since the last call."""
         use, self._use = self._use, OutputUse()
