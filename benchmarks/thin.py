@@ -20,7 +20,7 @@ import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from checkout import ROOT, use_checkout
@@ -119,8 +119,7 @@ TYPES = {
 
 def _list_rows(members: Mapping[str, bytes], kept: Kept, roles: Mapping[str, str]) -> Iterator[dict[str, Any]]:
     for name, content in members.items():
-        folder, _, rest = name.partition("/")
-        run, _, part = rest.partition("/")
+        folder, run, part = (*PurePosixPath(name).parts, "", "")[:3]
         if folder == "studies" or (folder == "runs" and part != JOURNAL):
             yield {"run": name, "kind": "file", "text": content.decode(), "values": {}}
         elif folder == "runs":

@@ -40,9 +40,8 @@ def find_verdicts(root: Path, name: str) -> dict[str, str]:
         return {group["label"]: group["verdict"] for group in groups}
     found: dict[str, str] = {}
     runs, current = root / "docs" / "results" / f"{name}.csv", ""
-    groups = (
-        {line.partition(",")[0] for line in runs.read_text(encoding="utf-8").splitlines()} if runs.exists() else None
-    )
+    rows = runs.read_text(encoding="utf-8").splitlines() if runs.exists() else []
+    groups = {row.partition(",")[0] for row in rows}
     for line in _read(root, name).rstrip().rpartition("\n\n")[2].splitlines():
         label, colon, rest = line.partition(": ")
         if colon and " " not in label and label != "warning" and (not groups or label in groups):
