@@ -13,7 +13,6 @@ default in build/results/exchange, one folder a task; a task that was interrupte
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import random
@@ -54,6 +53,7 @@ from exchange_surface import (  # noqa: E402
     find_rate,
     read_losses,
 )
+from thin import KEPT, digest, find_archive, thin  # noqa: E402
 
 PAGE, DATA = ROOT / "docs" / "results" / "exchange.html", ROOT / "docs" / "results" / "exchange.json"
 RATES = (3e-4, 6e-4, 1e-3, 2e-3, 4e-3)
@@ -151,16 +151,17 @@ class Task:
 
     def read_archive(self) -> None:
         """Put the runs of the task's archive beside those that are here."""
-        put_back(self.archive, self.home)
+        put_back(find_archive(FOLDER / self.name), self.home)
 
     def write_archive(self) -> None:
-        """Write all runs that ended into the task's archive."""
+        """Write all runs that ended into the task's archive, and their values beside it."""
         from sparsebp_cli.compare.load import load_folder
         from sparsebp_cli.run import RunFolder
 
         found = [load_folder(RunFolder(plan.parent)) for plan in (self.home / "runs").glob("*/plan.json")]
         runs = sorted(run.run_id for run in found if run.finished or run.broke_down)
         subprocess.run([*SPARSEBP, "archive", *runs, "--to", str(self.archive)], env=self._environment(), check=True)
+        thin(self.archive, FOLDER / f"{self.name}.parquet", KEPT["losses"])
 
     def _environment(self) -> dict[str, str]:
         return os.environ | {"SPARSEBP_HOME": str(self.home), "OMP_NUM_THREADS": "1"}
@@ -253,9 +254,9 @@ def run(task: Task, minutes: float) -> None:
 def retrain(count: int) -> None:
     """Train archived cells again, drawn at random over all tasks by what the archives hold, and print both losses."""
     names = [file.name.removesuffix("-worth.json") for file in sorted(FOLDER.glob("*-worth.json"))]
-    archives = [FOLDER / f"{name}.tar.gz" for name in names]
-    draw = random.Random(b"".join(hashlib.sha256(archive.read_bytes()).digest() for archive in archives))
-    known = {archive.name.removesuffix(".tar.gz"): read_losses(archive) for archive in archives}
+    archives = {name: find_archive(FOLDER / name) for name in names}
+    draw = random.Random("".join(map(digest, archives.values())))
+    known = {name: read_losses(archive) for name, archive in archives.items()}
     cells = sorted(
         (task, arm, seed)
         for task, losses in known.items()
@@ -292,7 +293,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.measure:
         task = Task(arguments.measure)
-        task.measure(find_rate(read_losses(task.archive)))
+        task.measure(find_rate(read_losses(find_archive(FOLDER / task.name))))
     if arguments.retrain:
         retrain(arguments.retrain)
     if arguments.run:

@@ -30,6 +30,7 @@ from exchange_surface import (
     surface_mean,
 )
 from scipy.stats import rankdata, spearmanr
+from thin import find_archive
 
 # Dense with small batches scatters most, and predictions are read there.
 MORE_SURFACE_SEEDS, SMALL_BATCHES = tuple(range(3, 10)), (1, 2, 4, 8)
@@ -389,10 +390,10 @@ def read_arms(folder: Path, task: str) -> dict[str, Any]:
 
 
 def read_task(folder: Path, name: str) -> dict[str, Any]:
-    """Return what a task's archive and measurements say."""
+    """Return what a task's runs and measurements say."""
     worth = json.loads((folder / f"{name}-worth.json").read_text(encoding="utf-8"))
     methods = read_arms(folder, name)
-    losses = read_losses(folder / f"{name}.tar.gz")
+    losses = read_losses(find_archive(folder / name))
     rate = find_rate(losses)
     losses = hide_part(losses, {arm: methods[arm] for arm in methods if "refused" not in worth.get(arm, {})})
     # Dense as an arm whose noise is 0: the fresh seeds of the cell that the surface has with others.

@@ -18,6 +18,7 @@ from typing import Any
 
 import yaml
 from leaderboard_run import CONTROLS, FOLDER, SPARSEBP, find_commits_of
+from thin import find_archive, has_archive
 
 VALIDATION = "eval/loss"
 STATED = ("lower", "higher", "no difference shown")  # outcomes that the page counts, even where there is none
@@ -98,9 +99,10 @@ def read_result(folder: Path, name: str) -> Result:
     text = file.read_text(encoding="utf-8")
     title = text.split("\n", 1)[0].removeprefix("# ").rstrip(".")
     study = yaml.safe_load(text)
-    archive, worth = folder / f"{name}.tar.gz", folder / f"{name}-worth.json"
-    if not archive.exists():
+    worth = folder / f"{name}-worth.json"
+    if not has_archive(folder / name):
         return Result(name, title, study)
+    archive = find_archive(folder / name)
     known = json.loads(worth.read_text(encoding="utf-8")) if worth.exists() else {}
     rebuilt = json.loads(call("study", str(file), "--from", str(archive), "-o", "json", check=False))
     if not rebuilt["is_as_chosen"]:
@@ -130,7 +132,7 @@ def read_others(file: Path, task: str) -> Iterator[Row]:
     if about["task"] != task:
         return
     study = yaml.safe_load((file.parent / about.get("study", "study.yaml")).read_text(encoding="utf-8"))
-    archive = file.parent / about.get("archive", "study.tar.gz")
+    archive = find_archive(file.parent / about.get("archive", "study.tar.gz").removesuffix(".tar.gz"))
     comparison = compare_with_best(archive, study)
     for group in comparison["groups"]:
         if group["label"] in about["methods"]:

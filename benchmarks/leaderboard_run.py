@@ -3,7 +3,7 @@
 A task is a study in `docs/results/leaderboard/v1`. It is trained from one clean commit: a checkout with uncommitted
 changes is refused, and so are trials of another commit, since the id of a trial follows from the code. Runs are kept
 below $SPARSEBP_HOME, by default in build/results/leaderboard-1; the archive of a task that is not done is there, too,
-and goes to `docs/results/leaderboard/v1` when it is whole.
+and goes to `docs/results/leaderboard/v1` when it is whole, with its values beside it (`thin.py`), which git keeps.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ use_checkout()
 
 import yaml  # noqa: E402
 from brought import SPARSEBP, fetch, put_back  # noqa: E402
+from thin import KEPT, find_archive, thin  # noqa: E402
 
 FOLDER = ROOT / "docs" / "results" / "leaderboard" / "v1"
 LOOK_SECONDS = 20.0  # between looks at the clock, the commit and what can be removed
@@ -75,7 +76,7 @@ class Task:
 
     def read_archive(self) -> None:
         """Put archived runs beside those that are here, so that the task goes on on another machine."""
-        for archive in (self.archive, self.part):
+        for archive in (find_archive(FOLDER / self.name), self.part):
             put_back(archive, self.home)
 
     def find_commits(self) -> set[str]:
@@ -153,6 +154,7 @@ class Task:
             words = ("archive", f"@{self.study['study']}", "--thin", "--to", str(place))
             subprocess.run([*SPARSEBP, *words], env=self.environment(), check=True)
             if whole:
+                thin(self.archive, FOLDER / f"{self.name}.parquet", KEPT["board"])
                 self.part.unlink(missing_ok=True)
 
 

@@ -1,9 +1,9 @@
 """Writes version 0 of the leaderboard, as it was: which method trains a better model than the best dense one?
 
-    python benchmarks/leaderboard_v0.py          # from the archives in docs/results/leaderboard; trains nothing
+    python benchmarks/leaderboard_v0.py          # from the values in docs/results/leaderboard; trains nothing
 
 A task is a study, `docs/results/leaderboard/TASK.yaml`; nothing is trained any more, and `leaderboard.py` is version 1.
-From the archives come `docs/results/leaderboard/v0.csv`, one row a run, and `v0.html` beside it. Every number
+From their values come `docs/results/leaderboard/v0.csv`, one row a run, and `v0.html` beside it. Every number
 and every statement on the page is `sparsebp compare`'s.
 
 The baseline of a task is the best of its dense arms, all of which have the same cost and a learning rate of their own;
@@ -28,6 +28,7 @@ use_checkout()
 
 import jinja2  # noqa: E402
 import yaml  # noqa: E402
+from thin import find_archive, has_archive  # noqa: E402
 
 FOLDER = ROOT / "docs" / "results" / "leaderboard"
 QUICKSTART = ROOT / "docs" / "results" / "quickstart" / "study.yaml"
@@ -72,7 +73,7 @@ class Task:
 def main() -> None:
     """Write page and data."""
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    tasks = [read_task(file) for file in find_studies() if archive_of(file).exists()]
+    tasks = [read_task(file) for file in find_studies() if has_archive(place_of(file))]
     DATA.write_text(write_data(tasks), encoding="utf-8")
     PAGE.write_text(render(tasks), encoding="utf-8")
     print(f"{PAGE.relative_to(ROOT)}, {DATA.relative_to(ROOT)}: {', '.join(task.name for task in tasks) or 'no task'}")
@@ -84,9 +85,9 @@ def find_studies() -> list[Path]:
     return [QUICKSTART, *(file for file in sorted(FOLDER.glob("*.yaml")) if not file.stem.endswith("-base"))]
 
 
-def archive_of(file: Path) -> Path:
-    """Return the archive of a study's report."""
-    return file.parent.with_suffix(".tar.gz") if file == QUICKSTART else file.with_suffix(".tar.gz")
+def place_of(file: Path) -> Path:
+    """Return the place of the archive of a study's report, without its ending."""
+    return file.parent if file == QUICKSTART else file.with_suffix("")
 
 
 def name_of(file: Path) -> str:
@@ -99,9 +100,9 @@ def read_task(file: Path) -> Task:
     text = file.read_text(encoding="utf-8")
     study = yaml.safe_load(text)
     title, name = text.split("\n", 1)[0].removeprefix("# "), name_of(file)
-    rates = ROOT / "docs" / "results" / f"{name}-rates.tar.gz"
-    later = compare_with_best(rates) if rates.exists() else None
-    return Task(name, file, study, title, compare_with_best(archive_of(file)), later)
+    rates = ROOT / "docs" / "results" / f"{name}-rates"
+    later = compare_with_best(find_archive(rates)) if has_archive(rates) else None
+    return Task(name, file, study, title, compare_with_best(find_archive(place_of(file))), later)
 
 
 def compare_with_best(archive: Path) -> dict[str, Any]:
@@ -282,13 +283,13 @@ def render(tasks: list[Task]) -> str:
         missing = [arm for arm in task.study["arms"] if arm not in known]
         rates = sorted({row["rate"] for row in rows})
         good = {"lower": "lower", "higher": "higher"}[task.comparison["better"]]
-        paths = {"study": task.file.relative_to(ROOT), "archive": archive_of(task.file).relative_to(ROOT)}
+        paths = {"study": task.file.relative_to(ROOT), "archive": f"{place_of(task.file).relative_to(ROOT)}.tar.gz"}
         is_priced = all(group["speed"]["spent_flops"] is not None for group in task.comparison["groups"])
         shown.append(
             {"task": task, "rows": rows, "counts": counts, "missing": missing, "rates": rates, "good": good, **paths}
             | {"later": None if task.later is None else describe_later(task), "is_priced": is_priced}
         )
-    waiting = [name_of(file) for file in find_studies() if not archive_of(file).exists()]
+    waiting = [name_of(file) for file in find_studies() if not has_archive(place_of(file))]
     return environment.get_template("page.html").render(shown=shown, waiting=waiting) + "\n"
 
 

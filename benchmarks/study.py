@@ -23,6 +23,8 @@ from checkout import ROOT, use_checkout
 
 use_checkout()
 
+from thin import list_runs  # noqa: E402
+
 EQUAL_COST = ("fewer_steps", "smaller_batch", "fewer_examples", "own_learning_rate")
 SPARSEBP = [sys.executable, "-c", "from sparsebp_cli.cli.app import main; main()"]
 
@@ -42,6 +44,7 @@ def main() -> None:
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     found = compare(arguments, "-o", "json", "--html", str(arguments.out.with_suffix(".html")), is_read=True)
     arguments.out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    list_runs(arguments.out.with_suffix(".json"), arguments.out.with_suffix(".csv"))
     arguments.out.with_suffix(".txt").write_text(compare(arguments), encoding="utf-8")
 
 
@@ -59,7 +62,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--baseline", required=True, help="name of the recipe that the others are held against")
     parser.add_argument("--controls", nargs="*", default=[], help="recipes whose controls of equal cost are made")
     parser.add_argument("--kinds", nargs="*", choices=EQUAL_COST, default=EQUAL_COST, help="which controls those are")
-    parser.add_argument("--out", type=Path, required=True, help="where to: .html, .txt and .json are added")
+    parser.add_argument("--out", type=Path, required=True, help="where to: .html, .txt, .json and .csv are added")
     parser.add_argument("--margin", default=None, help="how much worse still counts as not worse")
     parser.add_argument("--seeds", default="0-2", help="three or more; fewer allow no statement")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="changes to every recipe")

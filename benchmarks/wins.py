@@ -1,6 +1,6 @@
 """Trains and reports the test at half of dense's price: is an exact method with half of the FLOPs as good?
 
-    python benchmarks/wins.py                    # reports from the archives; trains nothing
+    python benchmarks/wins.py                    # reports from the values; trains nothing
     python benchmarks/wins.py --run pronounce    # trains what the study of the task misses, archives and reports
 
 `docs/results/wins/PROTOCOL.md` says what is run and what is decided. Runs are kept below $SPARSEBP_HOME. A task
@@ -24,12 +24,17 @@ from checkout import ROOT, use_checkout
 use_checkout()
 
 from brought import SPARSEBP, fetch, put_back  # noqa: E402
+from thin import KEPT, find_archive, has_archive, thin  # noqa: E402
 
 RESULTS = ROOT / "docs" / "results"
 FOLDER = RESULTS / "wins"
 TASKS = ("pronounce", "genre")
 DENSE = ("dense", "dense-by-length")  # the better of them, by validation, is the best dense
 MARGIN = 0.02  # nats of test loss
+LEFT_OUT = {
+    "groups": ("layers", "memory"),
+    "runs": ("environment", "samples"),
+}  # of a report: neither page nor test reads it
 
 
 def run_task(task: str) -> None:
@@ -38,7 +43,7 @@ def run_task(task: str) -> None:
 
     fetch(FOLDER / f"{task}.yaml", _environment())
     whole, part = FOLDER / f"{task}.tar.gz", FOLDER / "parts" / f"{task}.tar.gz"
-    for archive in (whole, part):
+    for archive in (find_archive(FOLDER / task), part):
         put_back(archive, home())
     code = 1
     try:
@@ -51,12 +56,13 @@ def run_task(task: str) -> None:
         subprocess.run(archive_words, env=_environment(), check=code == 0)  # a study that never began has nothing
     if code:
         sys.exit(code)
+    thin(whole, FOLDER / f"{task}.parquet", KEPT["report"])
     part.unlink(missing_ok=True)
 
 
 def compare(task: str, baseline: str, *form: str) -> str:
-    """Return the comparison of a task's report against one of its arms, from the archive alone."""
-    words = ["compare", "--all", "--study", f"wins-{task}", "--from", str(FOLDER / f"{task}.tar.gz")]
+    """Return the comparison of a task's report against one of its arms, from its values alone."""
+    words = ["compare", "--all", "--study", f"wins-{task}", "--from", str(find_archive(FOLDER / task))]
     words += ["--baseline", baseline]
     with tempfile.TemporaryDirectory() as home:
         done = subprocess.run(
@@ -82,14 +88,22 @@ def report(task: str) -> dict[str, str]:
     """Return the reports of a task by file name: JSON for the page and the tests, text to read, steps by batch."""
     best = find_best_dense(json.loads(compare(task, "dense", "-o", "json")))
     return {
-        f"wins-{task}.json": compare(task, best, "-o", "json"),
+        f"wins-{task}.json": shorten(compare(task, best, "-o", "json")),
         f"wins-{task}.txt": compare(task, best),
         f"wins-{task}-steps.json": json.dumps(find_steps_by_batch(task), indent=1) + "\n",
     }
 
 
+def shorten(comparison: str) -> str:
+    """Return a comparison without what its page does not read."""
+    found = json.loads(comparison)
+    for part, names in LEFT_OUT.items():
+        found[part] = [{key: value for key, value in one.items() if key not in names} for one in found[part]]
+    return json.dumps(found, indent=1) + "\n"
+
+
 def find_steps_by_batch(task: str) -> list[dict[str, float]]:
-    """Return, for each batch of a task's grid, what its archived rehearsals say: the steps that all of the budget pays
+    """Return, for each batch of a task's grid, what its rehearsals say: the steps that all of the budget pays
     of `dense`, those that half of it pays of `lossless`, and dense's lowest validation loss of the tuning."""
     from sparsebp_cli.compare.archive import open_archive
     from sparsebp_cli.study.loader import load_study
@@ -99,7 +113,7 @@ def find_steps_by_batch(task: str) -> list[dict[str, float]]:
     from sparsebp_lab.study.store import TrialStore
     from sparsebp_lab.study.trial import TrialMaker
 
-    folder = open_archive(FOLDER / f"{task}.tar.gz")
+    folder = open_archive(find_archive(FOLDER / task))
     loaded = load_study(FOLDER / f"{task}-study.yaml")
     maker = TrialMaker(loaded.study.study, loaded.folders, find_archived(loaded.study.study, folder).generation)
     store = TrialStore(maker, folder)
@@ -127,7 +141,7 @@ def main() -> None:
     for task in parser.parse_args().run:
         run_task(task)
     for task in TASKS:
-        if not (FOLDER / f"{task}.tar.gz").exists():
+        if not has_archive(FOLDER / task):
             print(f"{task}: not trained")
             continue
         for name, text in report(task).items():

@@ -1,7 +1,8 @@
 """Pictures of what a person sees: the terminal at three widths as SVG, the report in chromium as PNG.
 
-`make screenshots`. Everything shown is of the study in `docs/results`, read back from its archive, so that the pictures
-are made again without training anything.
+`make screenshots`. Everything shown is of the study in `docs/results`, read back from its archive and its report, so
+that the pictures are made again without training anything. Both are in the history: first
+`git checkout results-0.5 -- docs/results/quickstart.tar.gz docs/results/quickstart.html`.
 """
 
 from __future__ import annotations

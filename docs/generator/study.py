@@ -32,16 +32,19 @@ def show_report(root: Path, name: str) -> str:
 
 
 def find_verdicts(root: Path, name: str) -> dict[str, str]:
-    """Return group to verdict, from the report's JSON or, without one, from its text."""
+    """Return group to verdict, from the report's JSON or, without one, from its text. The runs beside the text, if they
+    are there, say what is a group: a line may begin with another word and a colon."""
     file = root / "docs" / "results" / f"{name}.json"
     if file.exists():
         groups = json.loads(file.read_text(encoding="utf-8"))["groups"]
         return {group["label"]: group["verdict"] for group in groups}
     found: dict[str, str] = {}
-    current = ""
+    runs, current = root / "docs" / "results" / f"{name}.csv", ""
+    rows = runs.read_text(encoding="utf-8").splitlines() if runs.exists() else []
+    groups = {row.partition(",")[0] for row in rows}
     for line in _read(root, name).rstrip().rpartition("\n\n")[2].splitlines():
         label, colon, rest = line.partition(": ")
-        if colon and " " not in label and label != "warning":
+        if colon and " " not in label and label != "warning" and (not groups or label in groups):
             current, found[label] = label, rest.strip()
         elif current:
             found[current] += f" {line.strip()}"

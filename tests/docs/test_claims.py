@@ -53,5 +53,7 @@ def test_a_claim_that_the_report_does_not_make_is_found(study, tmp_path: Path) -
     assert study.find_broken(tmp_path, '<!-- claim: x p "is better" -->') != []
     assert study.find_broken(tmp_path, '<!-- claim: x p not "is better" -->') == []
     assert study.find_broken(tmp_path, '<!-- claim: x q not "is better" -->') != []
+    (folder / "x.csv").write_text("label,seed\ndense,0\n")  # then a line that begins as a verdict does is none
+    assert study.find_verdicts(tmp_path, "x") == {"dense": "baseline. p: no difference was shown."}
     (folder / "x.json").write_text('{"groups": [{"label": "p", "verdict": "is better by 1"}]}')  # JSON goes before text
     assert study.find_broken(tmp_path, '<!-- claim: x p "is better" -->') == []

@@ -46,7 +46,7 @@ def one(board: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> lis
     for file in FOLDER.glob("*.yaml"):
         shutil.copy(file, folder)
     shutil.copy(RESULTS / "priced" / "study.yaml", folder / "spelling.yaml")
-    shutil.copy(RESULTS / "priced.tar.gz", folder / "spelling.tar.gz")
+    shutil.copy(RESULTS / "priced.parquet", folder / "spelling.parquet")
     base = (ROOT / "recipes" / "start" / "quickstart-dense.yaml").read_text(encoding="utf-8")
     (folder / "quickstart-dense.yaml").write_text(base, encoding="utf-8")
     text = (RESULTS / "priced" / "base.yaml").read_text(encoding="utf-8")
@@ -59,7 +59,7 @@ def one(board: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> lis
 
 
 @pytest.mark.long
-def test_page_and_data_come_again_from_what_is_archived(board: SimpleNamespace) -> None:
+def test_page_and_data_come_again_from_the_values(board: SimpleNamespace) -> None:
     results = [one for one in board.result.read_results() if one.is_trained]
     assert board.page.write_data(results) == (RESULTS / "leaderboard.csv").read_text(encoding="utf-8")
     assert board.page.render(results) == (RESULTS / "leaderboard.html").read_text(encoding="utf-8")
@@ -67,7 +67,7 @@ def test_page_and_data_come_again_from_what_is_archived(board: SimpleNamespace) 
 
 def test_the_page_has_trained_tasks_and_says_first_what_they_cannot_show() -> None:
     page = (RESULTS / "leaderboard.html").read_text(encoding="utf-8")
-    trained = [task for task in load_board().rules.tasks if (FOLDER / f"{task}.tar.gz").exists()]
+    trained = [task for task in load_board().rules.tasks if (FOLDER / f"{task}.parquet").exists()]
     assert re.findall(r'<section><h2 id="([^"]+)">', page) == trained == ["spelling"]
     first = re.sub(r"<[^>]+>", "", page.split("</h1>")[1]).strip()
     assert first.startswith("A task with batches of one example cannot show what a backward policy saves: spelling is")
@@ -82,7 +82,8 @@ def test_a_page_of_one_task_says_what_its_comparison_says(board: SimpleNamespace
     assert not any(task.is_trained for task in others)
     (method,) = (row for row in spelling.rows if not row.is_control)
     (best,) = (row for row in spelling.rows if row.is_best)
-    found = board.result.compare(RESULTS / "priced.tar.gz", {"study": "priced"}, "--baseline", "dense")
+    priced = board.result.find_archive(RESULTS / "priced")
+    found = board.result.compare(priced, {"study": "priced"}, "--baseline", "dense")
     group = next(group for group in found["groups"] if group["label"] == "lossless")
     assert (best.arm, method.arm, method.outcome) == ("dense", "lossless", group["statements"][0]["outcome"])
     assert (method.difference, method.low) == tuple(

@@ -1,4 +1,4 @@
-"""The leaderboard says what its archived runs say: data and page come again from them, statements are compare's."""
+"""The leaderboard says what its runs say: data and page come again from them, statements are compare's."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import pytest
 
 from tests.docs.block import ROOT
 
-# Comparing the archives takes minutes. Version 0 changes no more, so they are compared where everything is. They are
-# compared once, not once a process.
+# Version 0 changes no more, so its runs are compared where everything is: once, not once a process.
 pytestmark = [pytest.mark.xdist_group("leaderboard"), pytest.mark.long]
 
 RESULTS = ROOT / "docs" / "results"
@@ -30,11 +29,15 @@ def leaderboard() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def tasks(leaderboard):  # type: ignore[no-untyped-def]
-    return [leaderboard.read_task(file) for file in leaderboard.find_studies() if leaderboard.archive_of(file).exists()]
+    return [
+        leaderboard.read_task(file)
+        for file in leaderboard.find_studies()
+        if leaderboard.has_archive(leaderboard.place_of(file))
+    ]
 
 
-def test_the_data_of_one_task_come_again_from_its_archive(leaderboard, tasks) -> None:  # type: ignore[no-untyped-def]
-    task = min(tasks, key=lambda task: leaderboard.archive_of(task.file).stat().st_size)
+def test_the_data_of_one_task_come_again_from_its_values(leaderboard, tasks) -> None:  # type: ignore[no-untyped-def]
+    task = min(tasks, key=lambda task: len(task.comparison["runs"]))
     head, *rows = leaderboard.write_data([task]).splitlines()
     known_head, *known = (RESULTS / "leaderboard" / "v0.csv").read_text(encoding="utf-8").splitlines()
     assert head == known_head
@@ -42,7 +45,7 @@ def test_the_data_of_one_task_come_again_from_its_archive(leaderboard, tasks) ->
     assert len(rows) > 10
 
 
-def test_data_and_page_come_again_from_the_archives(leaderboard, tasks) -> None:  # type: ignore[no-untyped-def]
+def test_data_and_page_come_again_from_the_values(leaderboard, tasks) -> None:  # type: ignore[no-untyped-def]
     assert tasks
     assert leaderboard.write_data(tasks) == (RESULTS / "leaderboard" / "v0.csv").read_text(encoding="utf-8")
     assert leaderboard.render(tasks) == (RESULTS / "leaderboard" / "v0.html").read_text(encoding="utf-8")

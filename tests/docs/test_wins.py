@@ -1,4 +1,4 @@
-"""The page of what wins at half of dense's price says what its archives hold, as it was registered."""
+"""The page of what wins at half of dense's price says what its runs hold, as it was registered."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RESULTS = ROOT / "docs" / "results"
 FOLDER = RESULTS / "wins"
 PAGE = (RESULTS / "wins.md").read_text(encoding="utf-8")
 TASKS = ("pronounce", "genre")
-ARCHIVED = sorted(file.name.partition(".")[0] for file in FOLDER.glob("*.tar.gz"))
+ARCHIVED = sorted(file.name.partition(".")[0] for file in FOLDER.glob("*.parquet"))
 SEEDS = list(range(100, 110))
 
 
@@ -43,7 +43,7 @@ def read(task: str) -> dict[str, Any]:
 
 
 def is_trained(task: str) -> bool:
-    """Whether the task has an archive. Without one nothing may be reported."""
+    """Whether the values of the task are there. Without them nothing may be reported."""
     trained = task in ARCHIVED
     assert trained == (RESULTS / f"wins-{task}.json").exists() == (RESULTS / f"wins-{task}.txt").exists()
     return trained
@@ -61,16 +61,16 @@ def test_the_page_says_which_tasks_have_no_report_yet(wins: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_the_reports_come_again_from_the_archive(wins: ModuleType, task: str) -> None:
+def test_the_reports_come_again_from_the_values(wins: ModuleType, task: str) -> None:
     for name, text in (wins.report(task) if is_trained(task) else {}).items():
         assert text == (RESULTS / name).read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_the_choices_come_again_from_the_archive(task: str, tmp_path: Path) -> None:
+def test_the_choices_come_again_from_the_values(wins: ModuleType, task: str, tmp_path: Path) -> None:
     if not is_trained(task):
         return
-    words = ["study", str(FOLDER / f"{task}-study.yaml"), "--from", str(FOLDER / f"{task}.tar.gz")]
+    words = ["study", str(FOLDER / f"{task}-study.yaml"), "--from", str(wins.find_archive(FOLDER / task))]
     done = subprocess.run(
         [sys.executable, "-c", "from sparsebp_cli.cli.app import main; main()", *words],
         check=False,
