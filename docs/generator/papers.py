@@ -33,8 +33,8 @@ def _describe(studies: list[Any], names: list[str]) -> Iterator[str]:
     finished = sum(len(arm["seeds"]) for arm in arms)
     changed = sum(any("uncommitted changes" in arm["verdict"] for arm in study["arms"]) for study in ran)
     yield (
-        f"{finished} runs of {len(ran)} studies. Their steps took {seconds:,.0f} s of CPU time. In {changed} studies the "
-        "checkout had uncommitted changes.\n"
+        f"{finished} runs of {len(ran)} studies. Their steps took {seconds:,.0f} s of CPU time. In {changed} studies "
+        "the checkout had uncommitted changes.\n"
     )
     yield table(("study", "model", "data", "steps x batch", "metric"), [_row(study) for study in ran])
     yield table(
