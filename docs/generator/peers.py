@@ -36,7 +36,7 @@ UNITS = {
     "pairs": "DPO, pairs of answers to a prompt",
     "agent": "a tree of an agent's turns",
 }
-INTRO = """`lossless` beside what a user would pick instead. Every way gives the same gradient, of the mean loss over all
+INTRO = """`lossless` beside what a user would pick instead. Every way gives the same gradient of the mean loss over all
 labels of the examples, on a CPU. `python benchmarks/peers.py` measures this page anew.
 
 *Seconds* are CPU seconds of one thread for forward and backward of an example: medians over rounds in which every way
