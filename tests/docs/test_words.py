@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import house
+from sparsebp_cli.cli.app import VERBS
 from tests.docs.block import ROOT
 
 PACKAGES = (
@@ -58,16 +59,12 @@ def read_page(text: str) -> str:
 
 
 def read_literals(source: str) -> Iterator[str]:
-    """Yield what a user may read: the help of each command, and each literal of three words that is no docstring."""
+    """Yield each literal of at least three words that is no docstring: help of options, errors, verdicts, notes."""
     nodes = list(ast.walk(ast.parse(source)))
     docs = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
     for node in nodes:
         if isinstance(node, ast.Constant) and id(node) not in docs and str(node.value).strip().count(" ") >= 2:
             yield re.sub(r"`[^`]*`", "", str(node.value))
-        elif isinstance(node, ast.FunctionDef):
-            calls = [each.func for each in node.decorator_list if isinstance(each, ast.Call)]
-            if any(isinstance(call, ast.Attribute) and call.attr == "command" for call in calls):
-                yield re.sub(r"`[^`]*`", "", ast.get_docstring(node) or "")
 
 
 def find_words(name: str, texts: Iterator[str]) -> list[str]:
@@ -86,6 +83,12 @@ def test_help_texts_and_errors_have_the_words_of_the_field(package: str) -> None
     for file in sorted((ROOT / package).rglob("*.py")):
         found += find_words(file.relative_to(ROOT).as_posix(), read_literals(file.read_text(encoding="utf-8")))
     assert found == []
+
+
+def test_the_help_of_each_verb_has_the_words_of_the_field() -> None:
+    verbs = [verb for panel in VERBS.values() for verb in panel]
+    assert len(verbs) > 30
+    assert [word for verb in verbs for word in find_words(verb.__name__, iter([read_page(verb.__doc__ or "")]))] == []
 
 
 def test_every_exception_is_still_needed() -> None:
