@@ -1,5 +1,7 @@
 """Prints the layout of the package: its files, its rooms, and the direction of imports.
 
+    python benchmarks/house.py --words   # words of each group of pages, beside its limit
+
 Imports are read from the syntax tree, so those under ``TYPE_CHECKING`` and inside functions count like any other.
 """
 
@@ -8,6 +10,7 @@ from __future__ import annotations
 import argparse
 import ast
 import io
+import re
 import tokenize
 import tomllib
 from collections import defaultdict
@@ -205,11 +208,59 @@ def _literals(node: ast.expr) -> list[str]:
     return [node.value] if isinstance(node, ast.Constant) and isinstance(node.value, str) else []
 
 
+# Group of pages: its files, the most words by hand, and the most pages.
+PAGES: dict[str, tuple[tuple[str, ...], int, int]] = {
+    "README": (("README.md",), 700, 1),
+    "guide": (("docs/guide/*.md",), 30_000, 24),
+    "results": (("docs/results/*.md",), 6_000, 10),
+    "decisions": (("docs/decisions/*.md",), 12_000, 30),
+    "log": (("docs/log.md",), 4_000, 1),
+    "changelog": (("CHANGELOG.md",), 3_000, 1),
+    "ARCHITECTURE, CONTRIBUTING": (("ARCHITECTURE.md", "CONTRIBUTING.md"), 3_000, 2),
+}
+GENERATED = re.compile(r"<!-- (\w+)(?:: [^>]+)? -->\n(?:(?!<!-- end of).)*<!-- end of \1 -->", re.DOTALL)
+WRITTEN = "<!-- Written by docs/generate.py."  # the first line of a page that is generated as a whole
+
+
+def count_words(text: str) -> int:
+    """Count the words of a page that are not in comments: what has a letter or a digit between blanks."""
+    text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
+    return sum(any(map(str.isalnum, word)) for word in text.split())
+
+
+def drop_generated(text: str) -> str:
+    """Return what a person wrote of a page: without the parts that docs/generate.py fills."""
+    return "" if text.startswith(WRITTEN) else GENERATED.sub("", text)
+
+
+def count_pages(root: Path) -> dict[str, tuple[int, int, int]]:
+    """Return, for each group of pages, its number of pages, words by hand, and words in all."""
+    counts = {}
+    for group, (patterns, _, _) in PAGES.items():
+        texts = [file.read_text(encoding="utf-8") for pattern in patterns for file in sorted(root.glob(pattern))]
+        by_hand = sum(count_words(drop_generated(text)) for text in texts)
+        counts[group] = len(texts), by_hand, sum(map(count_words, texts))
+    return counts
+
+
+def print_words(root: Path) -> None:
+    """Print pages and words of each group beside their limits."""
+    print(f"{'group':28}{'pages':>6}{'most':>6}{'by hand':>9}{'most':>8}{'in all':>8}")
+    for group, (pages, by_hand, words) in count_pages(root).items():
+        _, most_words, most_pages = PAGES[group]
+        print(f"{group:28}{pages:>6}{most_pages:>6}{by_hand:>9,}{most_words:>8,}{words:>8,}")
+
+
 def main() -> None:
     """Print the counts of a checkout."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("root", nargs="?", type=Path, default=Path(__file__).parents[1], help="a checkout; this one")
-    root: Path = parser.parse_args().root
+    parser.add_argument("--words", action="store_true", help="words of each group of pages, and nothing else")
+    arguments = parser.parse_args()
+    root: Path = arguments.root
+    if arguments.words:
+        print_words(root)
+        return
     modules, graph = find_modules(root), read_imports(root)
     for title, prefix in (("whole package", PACKAGE), ("backward", f"{PACKAGE}.backward")):
         size = measure(path for name, path in modules.items() if f"{name}.".startswith(f"{prefix}."))

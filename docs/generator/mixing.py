@@ -12,6 +12,13 @@ from generator.markdown import table
 PLACE = re.compile(r"(<!-- mixing: (\w+) -->\n).*?(<!-- end of mixing -->)", re.DOTALL)
 WORDS = {"alone": "alone", "mixed": "**mixed**", "loss": "**uneven**", "refused": "refused", "unjudged": "not judged"}
 
+CAUSES = {
+    "goes on from one example": "state",
+    "counts positions through": "positions",
+    "mask without position_ids": "mask",
+    "reads across the examples": "across",
+}
+
 
 def page(root: Path) -> str:
     """Return the page of the results, with its count and its tables."""
@@ -80,12 +87,12 @@ def _ways(record: Any) -> str:
 
 def _decoders(record: Any) -> str:
     rows = [
-        [
-            f"`{found['model']}`",
-            f"{found['difference']:.0%}",
-            f"`{found['module']}` ({found['module_class']})",
-            found["cause"] + ("; a 4-D mask mends it" if found["is_mend_tried"] else ""),
-        ]
+        [f"`{found['model']}`", f"{found['difference']:.0%}", f"`{found['module']}`", _cause(found)]
         for found in _mixed(record)
     ]
-    return table(["model", "outputs differ by", "first at", "what does it"], rows)
+    return table(["model", "outputs differ by", "first at", "cause"], rows)
+
+
+def _cause(found: Any) -> str:
+    """Return one word for the sentence of a cause, which the page explains."""
+    return next(word for words, word in CAUSES.items() if words in found["cause"])

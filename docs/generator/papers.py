@@ -1,4 +1,4 @@
-"""What came of the small forms of published tables: the tables and sentences of docs/results/papers.md about them.
+"""What came of the small forms of published tables: the tables of docs/results/papers.md about them.
 
 Written from `docs/results/papers.json`, which `python benchmarks/papers.py` writes.
 """
@@ -31,16 +31,15 @@ def _describe(studies: list[Any], names: list[str]) -> Iterator[str]:
     arms = [arm for study in ran for arm in study["arms"]]
     seconds = sum(arm["cpu_seconds"] for arm in arms)
     finished = sum(len(arm["seeds"]) for arm in arms)
+    changed = sum(any("uncommitted changes" in arm["verdict"] for arm in study["arms"]) for study in ran)
     yield (
-        f"{finished} runs of {len(ran)} studies; the CPU time of their steps is {seconds:,.0f} s, without start, "
-        "evaluations and probes.\n"
+        f"{finished} runs of {len(ran)} studies. Their steps took {seconds:,.0f} s of CPU time. In {changed} studies "
+        "the checkout had uncommitted changes.\n"
     )
     yield table(("study", "model", "data", "steps x batch", "metric"), [_row(study) for study in ran])
-    yield table(("study", "arm", "seeds", "value", "held by a step", "CPU s of the steps"), list(_arms(ran)))
-    yield "What `sparsebp compare --study NAME-scaled` says:\n"
-    for study in ran:
-        said = "; ".join(f"*{arm['arm']}*: {arm['verdict'].rstrip('.')}" for arm in study["arms"])
-        yield f"- `{study['study']}`: {said}."
+    yield table(
+        ("study", "group", "seeds", "value", "held by a step", "CPU s", "beside the baseline"), list(_arms(ran))
+    )
     missing = [name for name in names if name not in {study["study"] for study in ran}]
     if missing:
         yield f"\nNot run: {', '.join(map(code, missing))}."
@@ -60,4 +59,5 @@ def _arms(studies: list[Any]) -> Iterator[list[str]]:
             value += "" if arm["sd"] is None else f" ± {arm['sd']:.2g}"
             held = "-" if arm["held_bytes"] is None else f"{arm['held_bytes'] / 1e6:.0f} MB"
             seeds = ", ".join(map(str, arm["seeds"])) or "none finished"
-            yield [code(study["study"]), arm["arm"], seeds, value, held, f"{arm['cpu_seconds']:.0f}"]
+            said = arm["verdict"].partition(";")[0].partition(" (")[0].removesuffix(".")  # of quality; no interval
+            yield [code(study["study"]), arm["arm"], seeds, value, held, f"{arm['cpu_seconds']:.0f}", said]

@@ -36,25 +36,22 @@ UNITS = {
     "pairs": "DPO, pairs of answers to a prompt",
     "agent": "a tree of an agent's turns",
 }
-INTRO = """`lossless` beside what a user would pick in its place. Every way gives the same gradient, of the mean loss
-over all labels of the examples, on a CPU. Written from `benchmarks/results/peers.json`, which
-`python benchmarks/peers.py` measures anew.
+INTRO = """`lossless` beside what a user would pick instead. Every way gives the same gradient of the mean loss over all
+labels of the examples, on a CPU. `python benchmarks/peers.py` measures this page anew.
 
-*Seconds* are those that one thread of one process took of a processor, for forward and backward of an example:
-medians over rounds in which every way runs once, quartiles in brackets. The machine was shared, so compare the
-*ratio*, over the padded way in the same round. *FLOPs* and *MB* are counts; MB are the most bytes alive over weights
-and gradients. *Error* is that of the gradient against one example at a time in double precision. *Lines* are those
-that a user adds to the plain step.
+*Seconds* are CPU seconds of one thread for forward and backward of an example: medians over rounds in which every way
+runs once, quartiles in brackets. The machine was shared, so compare the *ratio* over the padded way in the same round.
+*FLOPs* and *MB* are counts; MB are the most bytes alive over weights and gradients. *Error* is that of the gradient
+against one example at a time in double precision. *Lines* are those that a user adds to the plain step.
 
-`lossless` is as it is from the second step on: the first, which compares its gradient with the plain one, is not in
-the table. Its logits are in tiles unless the row says otherwise. Batches are collated and texts packed before the
-clock starts. PyTorch's `linear_cross_entropy` hides its products from the counter.
+`lossless` is measured from its second step on, since the first one compares its gradient with the plain one. Its logits
+are in tiles unless the row says otherwise. PyTorch's `linear_cross_entropy` hides its products from the counter.
 
 **Correction of 2026-11-28.** The column *MB* does not show what a batch holds: in this model the peak of most rows
 is three copies of the embedding's gradient (151 MB), where no activation is left. In deep models `lossless` holds
-more than others do, since all rows of a batch are alive at once. With 24 layers of width 256 the process of
-`lossless` held 1.5 to 2.2 times what the least of the others held (520 and 332 MB, 764 and 512, 634 and 287), in
-0.35 to 0.43 of the padded time where the best of the others took 0.44 to 0.47."""
+more than others do, since all rows of a batch are alive at once. With 24 layers of width 256 its process held 1.5 to
+2.2 times what the least of the others held (520 and 332 MB, 764 and 512, 634 and 287), in 0.35 to 0.43 of the padded
+time where the best of the others took 0.44 to 0.47."""
 
 
 def page(root: Path) -> str:
@@ -68,13 +65,16 @@ def page(root: Path) -> str:
         f"float32; {versions}; one thread.\n",
     ]
     for name, case in record["cases"].items():
-        rows = [[WORDS[way], *_cells(way, row)] for way, row in case["ways"].items()]
+        is_timed = "ratio" in case["ways"]["lossless"]
+        shown = slice(0 if is_timed else 2, None)
+        rows = [[WORDS[way], *_cells(way, row)[shown]] for way, row in case["ways"].items()]
         loads = ", ".join(f"{load:.1f}" for load in case["load"])
+        rounds = f"{len(case['ways']['padded']['seconds'])} rounds; load of the machine {loads}"
         parts += [
             f"## {UNITS[name][0].upper()}{UNITS[name][1:]}\n",
             f"{case['examples']} examples, {case['tokens']:,} tokens, {case['labels']:,} with a label, batches of "
-            f"{case['batch_size']}; {len(case['ways']['padded']['seconds'])} rounds; load of the machine {loads}.\n",
-            table(["way", "s an example", "ratio", "GFLOP", "MB", "error", "lines"], rows),
+            f"{case['batch_size']}; {rounds if is_timed else 'not timed'}.\n",
+            table(["way", *["s an example", "ratio", "GFLOP", "MB", "error", "lines"][shown]], rows),
             *(f"- {line}" for line in _behind(case["ways"])),
             "",
         ]
@@ -100,7 +100,7 @@ def _value(row: dict[str, Any], key: str) -> str:
 
 def _cells(way: str, row: dict[str, Any]) -> list[str]:
     if "refused" in row:
-        return [f"not run: {row['refused']}", "", "", "", "", ""]
+        return ["", "", f"not run: {row['refused']}", "", "", ""]
     seconds, ratio = (
         f"{row[key]['median']:.{digits}f} ({row[key]['low']:.{digits}f} to {row[key]['high']:.{digits}f})"
         if key in row
@@ -123,4 +123,5 @@ def _behind(ways: dict[str, Any]) -> list[str]:
                 continue
             if (share := _number(row, key) / own) < 1 - NEAR:
                 lines.append(f"Behind: {WORDS[way]} takes {share:.2f} {words} of `lossless`.")
-    return lines or ["No other way takes less time or fewer FLOPs than `lossless`, beyond 3 %."]
+    than = "less time or fewer FLOPs" if "ratio" in ways["lossless"] else "fewer FLOPs"
+    return lines or [f"No other way takes {than} than `lossless`, beyond 3 %."]

@@ -1,4 +1,4 @@
-"""Copies tables and verdicts of the reports in docs/results into their page, and checks the page's claims.
+"""Writes a table of each report in docs/results into their page, and checks the page's claims.
 
 A sentence of the page that compares carries a claim: ``<!-- claim: REPORT GROUP[,GROUP] "words of the verdict" -->``,
 or ``... not "words" -->``. The verdict of each group must contain these words, or must not.
@@ -10,10 +10,15 @@ import json
 import re
 from pathlib import Path
 
+from generator.markdown import table
+
 PAGE = "docs/results/studies.md"
 PLACE = re.compile(r"(<!-- report: (\w+) -->\n).*?(<!-- end of report -->)", re.DOTALL)
 CLAIM = re.compile(r'<!-- claim: ([\w-]+) (\S+) (not )?"([^"]+)" -->')
-TABLES = ("Quality:", "Controls", "Dense at equal cost", "Speed")
+QUALITY = re.compile(r"^([\w-]+) +\d+ +(\S+ ± \S+) \(\d+\)(?: +(\S+ \[.*?\]))?", re.MULTILINE)
+COST = re.compile(r"^([\w-]+)\n(?:  .*\n)*?  cost: (.+)$", re.MULTILINE)
+CONTROL = r"(better|worse|no difference) (?:than|from) {}.*?(?:was shown |by (\S+) )\((\S+) to ([+-][\d.]+)"
+RANDOM, DENSE = "random at the same budget", "the best dense of equal cost"
 
 
 def page(root: Path) -> str:
@@ -23,12 +28,20 @@ def page(root: Path) -> str:
 
 
 def show_report(root: Path, name: str) -> str:
-    """Return a report's main tables, and its verdict of every group."""
-    text = _read(root, name)
-    tables = [part.rstrip() for part in text.split("\n\n") if part.startswith(TABLES)]
-    shown = "\n\n".join("\n".join(line.rstrip() for line in table.splitlines()) for table in tables)
-    verdicts_text = "\n".join(f"- *{group}*: {verdict}" for group, verdict in find_verdicts(root, name).items())
-    return f"```text\n{shown}\n```\n\n{verdicts_text}\n"
+    """Return a report's groups: their loss, the difference to the baseline, the cost of a step, and two controls."""
+    text, verdicts = _read(root, name), find_verdicts(root, name)
+    quality, _, speed = text[text.index("Quality:") :].partition("\nSpeed\n")
+    costs = dict(COST.findall(speed))
+    rows = [
+        [group, value, difference, costs.get(group, ""), *(_control(verdicts[group], kind) for kind in (RANDOM, DENSE))]
+        for group, value, difference in QUALITY.findall(quality)
+    ]
+    return table(["group", "test loss", "to the baseline", "cost of a step", RANDOM, DENSE], rows)
+
+
+def _control(verdict: str, kind: str) -> str:
+    found = re.search(CONTROL.format(kind), verdict)
+    return f"{found[1]}{f' by {found[2]}' if found[2] else ''} ({found[3]} to {found[4]})" if found else ""
 
 
 def find_verdicts(root: Path, name: str) -> dict[str, str]:

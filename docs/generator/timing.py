@@ -22,7 +22,7 @@ def measurements(root: Path) -> str:
     assert found == TABLES.keys(), f"measurements.md lost the place of a table: {found ^ TABLES.keys()}"
 
     def fill(match: re.Match[str]) -> str:
-        file = root / "benchmarks" / "results" / f"{match[2]}-cpu.json"
+        file = root / "benchmarks" / "results" / f"{FILES.get(match[2], f'{match[2]}-cpu')}.json"
         return f"{match[1]}{TABLES[match[2]](json.loads(file.read_text(encoding='utf-8')))}{match[3]}"
 
     return PLACE.sub(fill, text)
@@ -137,6 +137,49 @@ def _dropbp(record: Any) -> str:
     return head + table(["way", "whole step", "backward", "FLOPs", "bytes kept"], rows)
 
 
+def _tokens(record: Any) -> str:
+    """Return the rows of the llama; the file has a phi, too."""
+    ways: dict[tuple[int, str], dict[str, Any]] = {}
+    for row in record["rows"]:
+        if row["family"] == "llama":
+            ways.setdefault((row["keep"], row["layout"]), {})[row["way"]] = row
+    length, rows = record["facts"]["length"], []
+    for (keep, layout), way in ways.items():
+        exact, detach, dense = way["exact"], way["detach"], way["dense"]
+        speeds = (f"{row[key]:.2f}x" for row in (exact, detach) for key in ("speedup", "ceiling"))
+        saved = f"{detach['saved_bytes'] / dense['saved_bytes']:.0%}"
+        mask = f"{way['loss mask']['speedup']:.2f}x"
+        rows.append([f"{keep} of {length}", layout, mask, *speeds, f"{detach['realised']:.0%}", saved])
+    return table(
+        ["trained", "where", "loss mask", "exact", "its limit", "detach", "its limit", "reached", "saved bytes"], rows
+    )
+
+
+def _gpu_forms(record: Any) -> str:
+    ways = ("CPU's forms", "no Triton", "Triton, fast", "Triton, slow")
+    rows = [
+        [form["model"], form["form"], f"{form['ideal']:.2f}", *(f"{form[way]['ratio']:.2f}" for way in ways)]
+        for form in record["forms"]
+    ]
+    return table(["model", "form", "ideal", *ways], rows)
+
+
+def _gpu_steps(record: Any) -> str:
+    steps = [step for step in record["steps"] if "milliseconds" in step and not step["label"].endswith(", engine")]
+    rows = [
+        [
+            step["label"],
+            f"{step['milliseconds']:.1f}",
+            f"{steps[0]['milliseconds'] / step['milliseconds']:.2f}x",
+            f"{step['operations']:,}",
+            f"{step['gigabytes']:.0f}",
+            f"{step['teraflops']:.1f}",
+        ]
+        for step in steps
+    ]
+    return table(["step", "ms, modelled", "speed-up, modelled", "operations", "GB", "TFLOP"], rows)
+
+
 TABLES: dict[str, Callable[[Any], str]] = {
     "lossless": _lossless,
     "updates": _updates,
@@ -145,7 +188,11 @@ TABLES: dict[str, Callable[[Any], str]] = {
     "head": _head,
     "labels": _labels,
     "dropbp": _dropbp,
+    "tokens": _tokens,
+    "gpu_forms": _gpu_forms,
+    "gpu_steps": _gpu_steps,
 }
+FILES = {"gpu_forms": "gpu-modelled", "gpu_steps": "gpu-modelled"}  # else by the table's name
 
 POLICIES = """Whole training steps of every policy that changes a step, beside dense ones: forward, backward and AdamW.
 Written from `benchmarks/results/policies-cpu.json`, which `python benchmarks/policies.py` measures anew,

@@ -33,7 +33,7 @@ def archive(
     thin: Annotated[bool, typer.Option("--thin", help=THIN)] = False,
     output: Format = Output.TABLE,
 ) -> None:
-    """Write runs into one file: plans, journals, labels, environments and their report, without models.
+    """Write runs into one file: plans, event logs, labels, environments and their report, without models.
 
     `compare --from FILE` and `show --from FILE` read it. `archive @STUDY` has rehearsals and tuning as well, of which
     `study YAML --from FILE` rebuilds what was chosen. A run that is alive or damaged is refused, and then nothing is

@@ -152,7 +152,7 @@ def check_notices() -> list[CheckResult]:
             if isinstance(secret, Secret):
                 secret.read()
     except SparseBPError as error:
-        return [CheckResult("warn", "notify", str(error), "nobody is told of anything until it is corrected")]
+        return [CheckResult("warn", "notify", str(error), "nothing is sent until it is corrected")]
     ways = ["command" if notice.command is not None else "webhook" for notice in notices]
     return [CheckResult("ok", "notify", f"{', '.join(ways)}; nothing was sent")] if ways else []
 

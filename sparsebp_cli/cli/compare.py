@@ -128,7 +128,7 @@ def compare(  # noqa: PLR0913, PLR0917 - one parameter an option
         bool, typer.Option("--pareto", help="Only quality against time and memory.", rich_help_panel=SHOW)
     ] = False,
     layers: Annotated[
-        bool, typer.Option("--layers", help="Only kept share and fidelity by layer.", rich_help_panel=SHOW)
+        bool, typer.Option("--layers", help="Only fraction kept and fidelity by layer.", rich_help_panel=SHOW)
     ] = False,
     memory: Annotated[bool, typer.Option("--memory", help="Only memory, in its parts.", rich_help_panel=SHOW)] = False,
     everything: Annotated[

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 EXIT_CODES = {
     0: "done",
-    1: "a check or a gate failed: `doctor`, `targets check`, `compare --fail-if`, `audit --fail-if-*`, `study --from`, "
-    "`leaderboard check`; `audit --write` wrote nothing",
+    1: "a check or a condition failed: `doctor`, `targets check`, `compare --fail-if`, `audit --fail-if-*`, "
+    "`study --from`, `leaderboard check`; `audit --write` wrote nothing",
     2: "wrong recipe, policy, data or usage; nothing was started",
     10: "`judge`: equal within the margin",
     11: "`judge`: not shown",
@@ -23,6 +23,6 @@ NOT_FINISHED = 101
 INTERRUPTED = {130, 143}
 # In the one line that `--help` has for all.
 SHORT = (
-    "Exit codes: 0 done, 1 a check or a gate failed, 2 wrong recipe or usage, 10 to 12 of `judge`, 100 failed, "
+    "Exit codes: 0 done, 1 a check or a condition failed, 2 wrong recipe or usage, 10 to 12 of `judge`, 100 failed, "
     "101 not finished, 102 not found, 103 cancelled, 104 diverged, 130 and 143 interrupted."
 )

@@ -27,7 +27,7 @@ Probing = Annotated[
     typer.Option(
         "--probe",
         help="Also load model and data here and rehearse the first step: its cost against dense, what a kept token "
-        "must be worth, and what choosing could gain at most. Nothing is trained.",
+        "must count for, and what choosing could gain at most. Nothing is trained.",
     ),
 ]
 

@@ -237,7 +237,7 @@ def _notes(runs: Sequence[LoadedRun], groups: Sequence[Group]) -> list[str]:
                 groups_by_text.setdefault(text, {})[labels[run.group]] = None
     lines = [f"{', '.join(where)}: {text}" for text, where in groups_by_text.items()]
     more = len(lines) - MOST_NOTES
-    return lines if more <= 0 else [*lines[:MOST_NOTES], f"{more} more warnings are in the journals of the runs"]
+    return lines if more <= 0 else [*lines[:MOST_NOTES], f"{more} more warnings are in the event logs of the runs"]
 
 
 def _recipe_warning(group: Group) -> str:

@@ -74,7 +74,7 @@ def main() -> None:
         told = complete(event)
         notices = [one for one in load_settings().notify if told is not None and told.event in one.on]
     except RecipeError as error:
-        write_log(f"nobody is told: {error.file}:{error.line}: {error.key}: {error.text}")
+        write_log(f"nothing is sent: {error.file}:{error.line}: {error.key}: {error.text}")
         return
     if told is None:
         return

@@ -85,7 +85,7 @@ class Settings(BaseModel):
 
     model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="forbid")
 
-    notify: tuple[Notice, ...] = Field((), description="Who is told of what; nobody by default.")
+    notify: tuple[Notice, ...] = Field((), description="Receivers of events; none by default.")
 
 
 def check_address(address: str) -> str:

@@ -57,7 +57,7 @@ class SelectedTokens(ScoredTokenSelector):
 
     card: ClassVar[MethodCard | None] = MethodCard(
         use="With mode exact where a part of the labels is trained, best beside lossless, which computes what these "
-        "need. detach and stop where a shorter step is worth a bias. The largest losses are often noise.",
+        "need. detach and stop where a shorter step may cost a bias. The largest losses are often noise.",
         year=2024,
         saves=("time", "memory"),
         work="(1 + 2 * carried) / 3",

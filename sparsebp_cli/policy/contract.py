@@ -279,7 +279,8 @@ class GradientSelector(Policy):
         "decoder's. Other layers stay dense. null: everywhere.",
     )
     keep_warmup_steps: NonNegativeInt = Field(
-        0, description="Optimizer steps over which the kept share falls from 1 to keep, by the same factor each step."
+        0,
+        description="Optimizer steps over which the fraction kept falls from 1 to keep, by the same factor each step.",
     )
     error_feedback: bool = Field(
         False,

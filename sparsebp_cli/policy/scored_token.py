@@ -36,7 +36,8 @@ class ScoredTokenSelector(TokenSelector):
         "[0.2, 0.7].",
     )
     keep_warmup_steps: NonNegativeInt = Field(
-        0, description="Optimizer steps over which the kept share falls from 1 to keep, by the same factor each step."
+        0,
+        description="Optimizer steps over which the fraction kept falls from 1 to keep, by the same factor each step.",
     )
     mask_column: str | None = Field(
         None, description="Column of the data that marks the trainable tokens; null: all tokens with a label."

@@ -317,7 +317,7 @@ def describe_unreadable(places: Sequence[str]) -> str:
     if not places:
         return ""
     parts = ", ".join(places[:3]) + ", ..." * (len(places) > 3)
-    return f"{parts} of its journal cannot be read and {'are' if len(places) > 1 else 'is'} left out"
+    return f"{parts} of its event log cannot be read and {'are' if len(places) > 1 else 'is'} left out"
 
 
 HEAD = {"attempt": 1, "time": 0.0}  # common fields of records from a store, which does not keep these

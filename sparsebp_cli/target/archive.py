@@ -205,7 +205,7 @@ def _append_whole_lines(file: Path, stream: IO[bytes]) -> None:
         rest += chunk
         rest = rest[append_lines(file, rest) :]
         if len(rest) > LONGEST_LINE:
-            raise _refuse("a line of its journal has more bytes than one can have")
+            raise _refuse("a line of its event log has more bytes than one can have")
 
 
 def _begins_with(stream: IO[bytes], file: Path) -> bool:

@@ -85,7 +85,7 @@ class DockerEngine(TargetEngine):
         found = self._tool.read_json(answer)
         if found["State"]["Status"] in {"created", "configured", "initialized"}:
             if found["Config"]["Labels"].get("sparsebp.start") != self._token and _age(found) < HALF_MADE_SECONDS:
-                raise RunBusyError(f"run {run.run_id}: another dispatcher is starting it on {self._place}")
+                raise RunBusyError(f"run {run.run_id}: another remote runner is starting it on {self._place}")
             self._run("rm", "--force", "--volumes", name)
             return None
         # With the engine's id: a container is gone only on the engine that had it. See decision 9.
@@ -104,7 +104,7 @@ class DockerEngine(TargetEngine):
         answer = self._tool.run(create_command(options, run.run_id, image, labels))
         if answer.code != 0:
             if "already in use" in answer.err:
-                raise RunBusyError(f"run {run.run_id} is on {self._place} already, started by another dispatcher")
+                raise RunBusyError(f"run {run.run_id} is on {self._place} already, started by another remote runner")
             raise self._refused(answer)
         found = {"name": options.image, "id": image, "digest": digest}
         durable.write_file(run.path / "image.json", json.dumps(found))

@@ -101,7 +101,7 @@ class KubernetesEngine(TargetEngine):
         words = [*self._words, "create", "--filename", "-", "--output", "jsonpath={.metadata.uid}"]
         answer = self._tool.run(words, given=to_text(manifest).encode())
         if "(AlreadyExists)" in answer.err:
-            raise RunBusyError(f"run {run.run_id} is on {self._place} already, started by another dispatcher")
+            raise RunBusyError(f"run {run.run_id} is on {self._place} already, started by another remote runner")
         if answer.code != 0:
             raise RunFailedError(f"{self._place} refused the run: {answer.problem}")
         handle = _make_handle(kind, container_name(run.run_id), answer.text)

@@ -324,7 +324,7 @@ class SlurmEngine(TargetEngine):
                 f"the run is submitted again after {ASKING_MINUTES} minutes without one"
             )
         if answer.code == BUSY:
-            raise RunBusyError(f"run {run.run_id} is on {self._place} already, submitted by another dispatcher")
+            raise RunBusyError(f"run {run.run_id} is on {self._place} already, submitted by another remote runner")
         if answer.code != 0:
             raise RunFailedError(f"{self._place} refused the run: {answer.problem}")
 

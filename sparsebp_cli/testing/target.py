@@ -94,7 +94,7 @@ def _check_finish(suite: _Suite) -> None:
     history = History.load(run.path)
     losses = {step: 4.0 / (1 + 0.01 * step) for step in range(1, NUM_STEPS + 1)}
     _require(history.series("train/loss") == losses, "every number arrives, none twice, none changed")
-    _require([end["status"] for end in history.ends] == ["finished"], "the journal has one end")
+    _require([end["status"] for end in history.ends] == ["finished"], "the event log has one end")
     _require(job.exit_code() == 0, "the exit code of a run that ends well is 0")
     _require((job.fetch() / "model" / "state.json").read_text() == str(NUM_STEPS), "the model is fetched")
     _require(suite.target.reattach(run).status() is State.FINISHED, "reattach() knows a run that is over")
@@ -167,8 +167,8 @@ def _check_dispatcher_lost(suite: _Suite) -> None:
     process = launch.watcher(run) if launch else None
     if process is not None:  # a target inside this process has no dispatcher process
         process.kill()
-        _until(lambda: not run.is_locked("target"), "the lock of a dead dispatcher is free")
-        _require(not run.state().over, "a run whose dispatcher was killed is not over")
+        _until(lambda: not run.is_locked("target"), "the lock of a dead remote runner is free")
+        _require(not run.state().over, "a run whose remote runner was killed is not over")
     job = suite.target.reattach(run)
     reached = max(History.load(run.path).series("train/loss"))
     if isinstance(suite.target, RemoteTarget):  # a local run needs no dispatcher to copy its journal

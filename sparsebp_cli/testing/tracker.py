@@ -84,7 +84,7 @@ class _Suite:
         lost = sorted(finite - counts.keys())
         _require(not lost, f"{promise}: {len(lost)} numbers are lost, such as {lost[:1]}")
         more = sorted(counts.keys() - wanted.keys())
-        _require(not more, f"{promise}: {len(more)} numbers are of nothing in the journal, such as {more[:1]}")
+        _require(not more, f"{promise}: {len(more)} numbers are of nothing in the event log, such as {more[:1]}")
         for metric, step, value in found:
             expected = wanted[metric, step]
             if math.isfinite(expected):

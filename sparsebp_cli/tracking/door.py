@@ -186,7 +186,7 @@ class DoorThread:
         if not self.problem:
             return ""
         send = f"`sparsebp sync {self._door.run.run_id} --to {self.name}` sends it later"
-        return f"{self.problem}; the journal keeps everything, {send}"
+        return f"{self.problem}; the event log keeps everything, {send}"
 
     def _follow(self) -> None:
         if sys.platform == "linux":

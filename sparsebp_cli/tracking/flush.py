@@ -81,7 +81,7 @@ class SyncResult:
         if self.complete:
             return ""
         send = self.elsewhere(run_id) if self.is_refused else f"`sparsebp sync {run_id}` sends it later"
-        return f"{self.problem}; the journal keeps everything, {send}"
+        return f"{self.problem}; the event log keeps everything, {send}"
 
     def elsewhere(self, run_id: str) -> str:
         """Return the command for a run whose own address is refused: it can be sent to another store alone."""

@@ -93,7 +93,7 @@ def test_a_damaged_plan_is_refused_and_a_damaged_line_is_kept(call: Cli, two: li
     journal.write_text("garbage\n" + journal.read_text())
     done = call("archive", two[0].run_id, "--to", "one.tar.gz")
     assert done.returncode == 0
-    assert "line 1 of its journal cannot be read" in done.stderr
+    assert "line 1 of its event log cannot be read" in done.stderr
     assert call("show", two[0].run_id, "--from", "one.tar.gz").returncode == 0
     two[1].plan_file.write_text("{")
     done = call("archive", "topk-rows", two[1].run_id, "--to", "two.tar.gz")

@@ -324,7 +324,7 @@ def test_what_runs_warned_of_themselves_is_said_once(make_run: MakeRun) -> None:
     assert warnings[-6:] == (
         "dense: slow kernel",
         *(f"b: text {n}" for n in range(4)),
-        "5 more warnings are in the journals of the runs",
+        "5 more warnings are in the event logs of the runs",
     )
 
 

@@ -83,7 +83,7 @@ def test_hostile_content_of_a_store_is_text_in_the_report(hostile: Comparison, t
 
 
 def test_parts_of_a_stored_journal_that_are_odd_cost_one_line(hostile: Comparison) -> None:
-    lines = [line for line in hostile.warnings if "of its journal cannot be read" in line]
+    lines = [line for line in hostile.warnings if "of its event log cannot be read" in line]
     assert len(lines) == 1
     assert "facts, ends, layers" in lines[0]
 

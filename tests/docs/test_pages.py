@@ -63,7 +63,7 @@ def test_recorded_numbers_take_their_place_in_the_readme(tmp_path: Path, monkeyp
     record.parent.mkdir(parents=True)
     record.write_text("### Recipe differences\n\nno\n\n### Speed\n\n| step |\n\nnote\n\n### In words\n\n- x\n")
     assert readme.page(tmp_path) == "a\n<!-- numbers: quickstart -->\n- x\n<!-- end of numbers -->\nb\n"
-    assert readme.page(tmp_path, "README.md", readme.TABLES) == (
+    assert readme.page(tmp_path, "README.md", ("Speed", "In words")) == (
         "a\n<!-- numbers: quickstart -->\n**Speed**\n\n| step |\n\nnote\n\n**In words**\n\n- x\n"
         "<!-- end of numbers -->\nb\n"
     )

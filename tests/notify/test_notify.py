@@ -293,7 +293,7 @@ def test_wrong_settings_cost_a_line_in_the_log(settings: Path, monkeypatch: pyte
     with given.open() as stream:
         monkeypatch.setattr(sys, "stdin", stream)
         main()
-    assert "nobody is told: " in log()
+    assert "nothing is sent: " in log()
 
 
 def test_doctor_says_what_is_set_and_sends_nothing(server: Server, settings: Path) -> None:

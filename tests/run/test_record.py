@@ -64,11 +64,11 @@ def test_an_odd_line_costs_one_line_of_output_and_nothing_else(make_run: MakeRun
     damage(bad, line)
     found = describe_run(bad)
     assert (found.state, found.eval_loss, found.step) == ("finished", whole.last("eval/loss"), 20)
-    assert found.problem == "line 6 of its journal cannot be read and is left out"
+    assert found.problem == "line 6 of its event log cannot be read and is left out"
     assert bad.state() is State.FINISHED
     comparison = compare_runs(load_all(local_candidates())[0])
     assert [warning for warning in comparison.warnings if "cannot be read" in warning] == [
-        f"run {bad.run_id}: line 6 of its journal cannot be read and is left out"
+        f"run {bad.run_id}: line 6 of its event log cannot be read and is left out"
     ]
     assert all(run.counts for run in comparison.runs)
     assert table(comparison)
@@ -100,7 +100,7 @@ def test_runs_lists_a_store_with_an_odd_run_and_says_so_in_one_line(
     runs(limit=20)
     printed = capsys.readouterr().out
     assert printed.count("cannot be read") == 1
-    assert f"run {bad.run_id}: line 6, line 10 of its journal cannot be read" in printed
+    assert f"run {bad.run_id}: line 6, line 10 of its event log cannot be read" in printed
     assert printed.count("is not a plan") == 1
     assert "good" in printed
 

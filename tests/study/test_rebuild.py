@@ -127,7 +127,7 @@ def test_a_trial_that_was_changed_is_named(cli: Cli, archived: Path) -> None:
     change(archived, edit)
     done = cli("study", "study.yaml", "--from", archived)
     assert done.returncode == 1
-    assert "fault: tune topk learning_rate=0.0005 seed 0: the journal of run " in done.stdout
+    assert "fault: tune topk learning_rate=0.0005 seed 0: the event log of run " in done.stdout
     assert "dense: 20 steps, learning_rate=0.001, as chosen" not in done.stdout  # one arm's edge extends all
     assert "; reported with 40 steps, learning_rate=0.001" in done.stdout
 
@@ -158,7 +158,7 @@ def test_another_price_of_a_step_is_another_number_of_steps(cli: Cli, archived: 
     done = cli("study", "study.yaml", "--from", archived)
     assert done.returncode == 1
     assert "topk: no choice follows from these trials; reported with 40 steps, learning_rate=0.001" in done.stdout
-    assert "fault: rehearse topk seed 0: the journal of run " in done.stdout
+    assert "fault: rehearse topk seed 0: the event log of run " in done.stdout
 
 
 def test_an_archive_of_runs_alone_says_how_to_make_one(cli: Cli, write_study: Write) -> None:

@@ -96,7 +96,7 @@ def test_a_run_on_several_nodes_is_a_job_set_that_brings_its_own_service(
     assert names(cluster) == {f"{SET}/{name}", f"pod/{name}-node-0-0"}
     assert engine.find(run) == handle
     assert engine.status(run, handle).phase is Phase.WAITING
-    with pytest.raises(RunBusyError, match="started by another dispatcher"):
+    with pytest.raises(RunBusyError, match="started by another remote runner"):
         engine.start([run], 1)
     engine.release(run, handle)
     assert names(cluster) == set()

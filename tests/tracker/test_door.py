@@ -124,7 +124,7 @@ def test_a_tracker_that_fails_is_one_warning_and_hurts_no_other(make_run: MakeRu
     advice = follower.stop().advice(run.run_id)
     told = [text for text in said if "tracker" in text]
     assert told == [
-        "tracker 'down' failed: http://***@tracker does not answer; the journal keeps everything, "
+        "tracker 'down' failed: http://***@tracker does not answer; the event log keeps everything, "
         f"`sparsebp sync {run.run_id} --to down` sends it later"
     ]
     assert told[0] in advice

@@ -1,4 +1,4 @@
-"""Each kind of bad server is one warning with the command that sends the rest; the journal keeps everything."""
+"""Each kind of bad server is one warning with the command that sends the rest; the event log keeps everything."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_a_bad_server_costs_one_warning_and_no_number(
         result = Follower(run, every=1000.0, within=2.0, warn=said.append).start().stop()
     assert not result.complete
     line = result.advice(run.run_id)
-    assert line.endswith(f"; the journal keeps everything, `sparsebp sync {run.run_id}` sends it later")
+    assert line.endswith(f"; the event log keeps everything, `sparsebp sync {run.run_id}` sends it later")
     assert "\n" not in line
     assert len(said) <= 1  # what hangs is told by the result alone
     monkeypatch.delenv("MLFLOW_TRACKING_URI")

@@ -113,7 +113,7 @@ class SkyEngine(TargetEngine):
             for job in mine:
                 self._queue.cancel(job)
             self._bucket.remove(name)
-            raise RunBusyError(f"run {run.run_id} is at SkyPilot already, started by another dispatcher")
+            raise RunBusyError(f"run {run.run_id} is at SkyPilot already, started by another remote runner")
         return [name]
 
     def status(self, run: RunFolder, handle: str) -> WorkerStatus:  # noqa: ARG002 - the handle says which

@@ -163,7 +163,7 @@ def test_of_two_machines_that_start_a_run_at_once_one_succeeds(sky: Sky, monkeyp
     engine = sky.engine()
     (first,) = engine.start([run], 1)
     monkeypatch.setattr("socket.gethostname", lambda: "another")
-    with pytest.raises(RunBusyError, match="started by another dispatcher"):
+    with pytest.raises(RunBusyError, match="started by another remote runner"):
         engine.start([run], 1)
     until(lambda: sky.statuses() == ["PENDING", "CANCELLED"])
     assert [path.name for path in (sky.bucket / "sparsebp").iterdir()] == [first]

@@ -171,7 +171,7 @@ class JudgeSession:
         effect = run_spread if self.terms.effect is None else self.terms.effect
         if not effect:
             raise UsageError(
-                "the runs of the baseline do not differ from seed to seed, so nobody knows which gain is worth finding:"
+                "the runs of the baseline do not differ from seed to seed, so the smallest gain to find is not known:"
                 " give --effect"
             )
         spread = book.find_squares(baseline).find_spread(run_spread) or effect

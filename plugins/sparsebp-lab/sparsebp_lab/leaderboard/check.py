@@ -175,7 +175,7 @@ def check_archive(
     yield _check_data(runs, rule.data)
     yield _check_budget(runs, rule.flops)
     unpriced = [_name(one) for one in runs if one.trial.role == "report" and not one.loaded.series(STEP_FLOPS.name)]
-    yield decide("price", unpriced, "every step of the report has its FLOPs, update included", hint="no price of steps")
+    yield decide("price", unpriced, "every step of the report has its FLOPs, update included", hint="no cost of steps")
 
 
 def read_runs(record: StudyRecord, archive: Path) -> list[ArchivedRun]:

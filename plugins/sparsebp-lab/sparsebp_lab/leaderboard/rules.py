@@ -32,7 +32,7 @@ class SeedsRule(Section):
 class TaskRule(Section):
     """What is known of a task beside its study."""
 
-    data: str = Field("", description="Digest of its examples, as every journal has it; empty: not known yet.")
+    data: str = Field("", description="Digest of its examples, as every event log has it; empty: not known yet.")
     flops: Annotated[float, Field(gt=0.0)] | None = Field(
         None, description="What each run may spend; null: not known yet."
     )

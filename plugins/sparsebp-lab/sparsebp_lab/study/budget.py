@@ -202,7 +202,7 @@ def read_price(run: LoadedRun, budget: BudgetSection) -> tuple[StepPrice | None,
         case "tokens":
             seen = run.series(TRAIN_TOKENS.name)
             return (StepPrice(max(seen.values()) / max(seen), "tokens") if seen else None), "no count of tokens"
-    return _read_flops(run), "no price of its steps"
+    return _read_flops(run), "no cost of its steps"
 
 
 def _read_flops(run: LoadedRun) -> StepPrice | None:

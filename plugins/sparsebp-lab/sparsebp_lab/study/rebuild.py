@@ -92,7 +92,7 @@ def _find_changed(record: StudyRecord, archive: Path) -> Iterator[str]:
         run = RunFolder(archive / "runs" / one.run_id)
         try:
             if digest_journal(run) != record.digests.get(one.run_id):
-                yield f"{_describe(one)}: the journal of run {one.run_id} is not the one that was archived"
+                yield f"{_describe(one)}: the event log of run {one.run_id} is not the one that was archived"
         except (OSError, RunNotFoundError):
             yield f"{_describe(one)}: run {one.run_id} is not in the archive"
 

@@ -34,7 +34,7 @@ CANDIDATE = "A recipe, or a policy in the baseline's recipe; default: the baseli
 SCRIPT = "Judge your own command at two commits: 'python train.py --seed {seed}', which logs to MLflow."
 METRIC = "With --script: what decides, and which way: val_loss:lower."
 BUDGET = "What this question may spend in all: a time of its runs (30m, 2h), or FLOPs (3e15)."
-EFFECT = "The least gain worth finding, in the metric's unit; default: a standard deviation of a run."
+EFFECT = "The smallest gain to find, in the metric's unit; default: a standard deviation of a run."
 MARGIN = "Go on until better, worse or equal within this is shown: eval/loss=0.01."
 WORST = "Most that a seed may lose, in the metric's unit; one that loses more ends better. Default: 20 deviations."
 FINAL = "Open the test split, once for these data: fresh pairs of a candidate that was kept."

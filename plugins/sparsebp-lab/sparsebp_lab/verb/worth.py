@@ -26,7 +26,7 @@ SHORT = {"cannot beat a smaller batch": "cannot", "decide by training": "train"}
 LESSON = {
     "dense": "dense itself",
     "cannot beat a smaller batch": "dense with a smaller batch has as little noise and costs less: no training needed",
-    "could": "costs less than dense with a batch of as much noise: worth a training",
+    "could": "costs less than dense with a batch of as much noise: train it",
     "decide by training": "the interval includes 1, or its bias does not average out, which the law does not count",
 }
 

@@ -9,8 +9,8 @@ subtracts what it has added, which leaves rounding behind. And for both we hold 
 gradient, is as large as the trained weights, and with accumulation there are two; the paper holds neither. Several
 directions are averaged, as in its appendix.
 
-Cost: two forwards for each direction and no backward, so nothing is saved for one. Use it as the control that bounds
-from below what a backward is worth, or where no backward fits into memory: with adapters, the copy is that of adapters.
+Cost: two forwards for each direction and no backward, so nothing is saved for one. Use it as the control that shows
+what a backward adds, or where no backward fits into memory: with adapters, the copy is that of adapters.
 Do not use it to train faster: the error of one estimate grows with the number of trained weights, its cosine with the
 gradient is about 1 / sqrt(weights), and it needs far smaller learning rates and many times the steps. In float16 and
 bfloat16 weights, shifts smaller than their rounding are lost, so the estimate is biased there.
@@ -35,7 +35,7 @@ class MeZO(GradientEstimator):
     """Estimate the gradient from the losses on both sides of the weights along random directions."""
 
     card: ClassVar[MethodCard | None] = MethodCard(
-        use="As the control that bounds from below what a backward is worth, or where no backward fits into "
+        use="As the control that shows what a backward adds, or where no backward fits into "
         "memory. Not to train faster.",
         year=2023,
         saves=("memory",),

@@ -26,7 +26,7 @@ class DropIT(InputSaver):
     """Keep the entries of largest size; the gradient is biased."""
 
     card: ClassVar[MethodCard | None] = MethodCard(
-        use="To see what the largest entries alone are worth. An unbiased saver of the same size is safer: gact "
+        use="To see what the largest entries alone train. An unbiased saver of the same size is safer: gact "
         "or wta-crs.",
         year=2023,
         saves=("memory",),

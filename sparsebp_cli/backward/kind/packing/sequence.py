@@ -56,9 +56,7 @@ def refuse_bounds(inputs: Mapping[str, Any], begins_BT: Bools | None, size: tupl
     for name, value in given.items():
         told_BT = _told_by(name, value, size)
         if told_BT is None or not np.array_equal(told_BT[:, 1:], begins_BT[:, 1:]):
-            return (
-                f"{name} and position_ids do not say the same about where sequences begin: attention goes by the latter"
-            )
+            return f"{name} and position_ids disagree on where sequences begin: attention goes by position_ids"
     return ""
 
 
