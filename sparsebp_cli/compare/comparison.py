@@ -236,7 +236,7 @@ class Comparison:
         published: A publication's numbers beside the measured ones, for a study that names one; else None.
     """
 
-    schema: Literal[4]
+    schema: Literal[5]
     metric: str
     course: str
     unit: str

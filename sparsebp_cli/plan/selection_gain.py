@@ -65,8 +65,8 @@ class SelectionGain:
         if self.share is None and abs(self.cost_ratio - 1.0) < 0.005:
             return ""
         text = (
-            f"cost: {self.cost_ratio:.2f} dense steps in FLOPs of forward and backward, {self.seconds_ratio:.2f} in "
-            "time (taken in turn, at the first step)"
+            f"the first step costs {self.cost_ratio:.2f} dense steps in FLOPs of forward and backward, "
+            f"{self.seconds_ratio:.2f} in time (taken in turn)"
         )
         if self.share is None or self.unit is None or self.share >= 1.0:
             return text

@@ -194,4 +194,4 @@ def _speed(proof: Proof, dense_seconds: float, policy_seconds: float) -> dict[st
         return speed
     highest = ceiling(forward, dense, proof.claimed_flops, proof.claimed_forward_flops)
     share = realised_share(dense_seconds, policy_seconds, highest)
-    return speed | {metric.CEILING.name: highest, metric.REALISED_SHARE.name: share}
+    return speed | {metric.LIMIT.name: highest, metric.REACHED_SHARE.name: share}
