@@ -19,7 +19,9 @@ def answer_grid(comparison: Comparison) -> Grid:
     columns = ("group", "mean", "to baseline", "cost", "speed", "limit", "memory")
     gains: tuple[tuple[Subject, int], ...] = (("quality", 2), ("step time", 4), ("memory", 6))
     bold = [find_gains(comparison, comparison.groups, subject, column) for subject, column in gains]
-    return Grid(f"{comparison.metric}, {comparison.reducer}{way}", columns, rows, bold=frozenset().union(*bold))
+    kind = comparison.interval_kind
+    title = f"{comparison.metric}, {comparison.reducer}{way}{kind and f' [{kind}]'}"
+    return Grid(title, columns, rows, bold=frozenset().union(*bold))
 
 
 def _row(comparison: Comparison, group: Group) -> tuple[str, ...]:

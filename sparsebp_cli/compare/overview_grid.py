@@ -160,9 +160,9 @@ def _memory(comparison: Comparison) -> Grid:
     columns = ("group", "held", "to baseline", "weights", "gradients", "optimizer", "saved", "peak")
     note = (
         "Held: the most that a step holds, by the allocator of CUDA, else by the tensors of a watched step; "
-        "the ratio is paired by seed. Saved: what autograd holds between forward and backward, "
-        "parameters left out. Peak: the largest of all runs; that of a process also holds libraries, data and what it "
-        "kept from before, and is compared with nothing."
+        "the ratio is paired by seed, its interval simultaneous as that of quality is. Saved: what autograd holds "
+        "between forward and backward, parameters left out. Peak: the largest of all runs; that of a process also "
+        "holds libraries, data and what it kept from before, and is compared with nothing."
     )
     return Grid("Memory", columns, tuple(rows), note, bold=find_gains(comparison, shown, "memory", 2))
 
@@ -320,7 +320,7 @@ def _margin(comparison: Comparison) -> Grid:
             anytime = decision.answer if decision.looks else decision.anytime
             cells = (decision.answer, show.of_p_value(p), decision.equivalent, anytime, more)
             rows.append((group.label, *cells))
-    title = "" if comparison.margin is None else f"Not worse by more than {comparison.margin:g}?"
+    title = "" if comparison.margin is None else f"{comparison.metric}: not worse by more than {comparison.margin:g}?"
     note = (
         "p: that the true difference is the margin, corrected for the number of groups. Equal within: neither worse "
         "nor better by more than the margin. Both answers are of one look at a number of seeds that was fixed "

@@ -105,8 +105,8 @@ def make_board(comparison: Comparison) -> Board:
         for group in groups
     ]
     plain: list[tuple[str, list[Difference | None], Subject | None]] = [
-        (f"{_course(comparison)}at equal cost", [_at_equal(group, base) for group in groups], None),
         (f"to {base.label}", [group.quality.difference for group in groups], "quality"),
+        (f"{_course(comparison)}at equal cost", [_at_equal(group, base) for group in groups], None),
         ("step time", [group.speed.step_ratio for group in groups], "step time"),
         ("memory held", [group.cost.held_ratio for group in groups], "memory"),
     ]
@@ -120,10 +120,11 @@ def make_board(comparison: Comparison) -> Board:
         columns.insert(0, ("cost", [_cost(group) for group in groups]))
     titles = (comparison.metric, *(title for title, _ in columns))
     rows = zip(own, *(cells for _, cells in columns), strict=True)
+    kind = comparison.interval_kind or "95% interval, from three seeds up"
     note = (
-        f"Differences to {base.label}, paired by seed [95% interval, from three seeds up]; the dashed line is no "
-        "difference. Cost: FLOPs of all steps over the baseline's (of older runs by their probes). At equal cost: at "
-        "the evaluation nearest to the cost, or else the time, of the cheaper one; each of its intervals is for itself."
+        f"Differences to {base.label}, paired by seed [{kind}]; the dashed line is no difference. Cost: FLOPs of all "
+        "steps over the baseline's (of older runs by their probes). At equal cost: at the evaluation nearest to the "
+        "cost, or else the time, of the cheaper one; each of its intervals is for itself."
     )
     return Board(titles, tuple(BoardRow(n, groups[n].label, cells) for n, cells in enumerate(rows)), note)
 
