@@ -260,7 +260,7 @@ def _controls(controls: Sequence[Control], speed: Speed, way: Way) -> list[State
     if speed.step_cost is None:
         return [*found, *_note("what a step costs is not known (no probe), so there is no dense at equal cost")]
     if speed.step_cost > SAVES:
-        return [*found, *_note("a step costs about as much as a dense one: nothing is saved that dense could use")]
+        return [*found, *_note("a step saves less than 2 % of a dense one: nothing that dense could use")]
     equal = [control for control in controls if control.kind in EQUAL_COST]
     if best := [control for control in equal if control.is_best]:
         found.append(_against_best(best[0], speed, way))
