@@ -214,7 +214,7 @@ def make_row(
         training["per_device_train_batch_size"],
         training["learning_rate"],
         training["max_steps"],
-        1.0 if group["baseline"] else (speed["spent_ratio"] or {}).get("mean"),
+        1.0 if group["baseline"] else (speed.get("cost", speed.get("spent_ratio")) or {}).get("mean"),
         1.0 if group["baseline"] else (speed["seconds_ratio"] or {}).get("mean"),
         "" if group["baseline"] else find_reach(comparison, label, training["max_steps"]),
         worth.get(label, {}),

@@ -177,9 +177,21 @@ def write_data(tasks: list[Task]) -> str:
 def cost_of(task: Task, group: dict[str, Any]) -> float:
     """Return what a run of a group costs, in dense steps of the task's own batch; by FLOPs where steps have a price."""
     dense = next(g for g in task.comparison["groups"] if g["label"] == "dense")
-    if (spent := group["speed"]["spent_flops"]) is not None and (paid := dense["speed"]["spent_flops"]) is not None:
+    if (spent := flops_of(group)) is not None and (paid := flops_of(dense)) is not None:
         return float(dense["recipe"]["training"]["max_steps"] * spent / paid)
     return float(group["recipe"]["training"]["max_steps"] * units_of(group) / units_of(dense))
+
+
+def flops_of(group: dict[str, Any]) -> float | None:
+    """Return the FLOPs of a run, also of a comparison of schema 4."""
+    found: float | None = group["speed"].get("flops", group["speed"].get("spent_flops"))
+    return found
+
+
+def step_cost_of(group: dict[str, Any]) -> float | None:
+    """Return what a step costs in dense steps, also of a comparison of schema 4, which has quartiles."""
+    found = group["speed"]["step_cost"]
+    return found.get("median") if isinstance(found, dict) else found
 
 
 def units_of(group: dict[str, Any]) -> float:
@@ -187,7 +199,7 @@ def units_of(group: dict[str, Any]) -> float:
     the passes by the probes, and the update by its share of the passes' time in the same runs."""
     speed = group["speed"]
     update = speed["update_share"]
-    cost = (speed["step_cost"] or {"median": 1.0})["median"]  # passes (1 + update) / (1 + passes update)
+    cost = step_cost_of(group) or 1.0  # passes (1 + update) / (1 + passes update)
     passes = cost / (1.0 + update - cost * update)
     return float(group["recipe"]["training"]["per_device_train_batch_size"] * passes * (1.0 + update))
 
@@ -208,7 +220,7 @@ def make_row(task: Task, group: dict[str, Any]) -> dict[str, Any]:
         "steps": training["max_steps"],
         "batch": training["per_device_train_batch_size"],
         "rate": training["learning_rate"],
-        "step_cost": (group["speed"]["step_cost"] or {}).get("median"),
+        "step_cost": step_cost_of(group),
         "cost": cost_of(task, group),
         "saved": _ratio(counts["saved_bytes"], (dense["saved_bytes"] or 0.0) * batches),
         "cosine": counts["cosine"],
@@ -284,7 +296,7 @@ def render(tasks: list[Task]) -> str:
         rates = sorted({row["rate"] for row in rows})
         good = {"lower": "lower", "higher": "higher"}[task.comparison["better"]]
         paths = {"study": task.file.relative_to(ROOT), "archive": f"{place_of(task.file).relative_to(ROOT)}.tar.gz"}
-        is_priced = all(group["speed"]["spent_flops"] is not None for group in task.comparison["groups"])
+        is_priced = all(flops_of(group) is not None for group in task.comparison["groups"])
         shown.append(
             {"task": task, "rows": rows, "counts": counts, "missing": missing, "rates": rates, "good": good, **paths}
             | {"later": None if task.later is None else describe_later(task), "is_priced": is_priced}

@@ -91,7 +91,7 @@ def read_arm(group: dict[str, Any], found: dict[str, Any], home: Path) -> dict[s
         "mean": final["mean"],
         "sd": final["sd"],
         "held_bytes": group["cost"]["held_bytes"],
-        "flops": group["speed"]["spent_flops"],
+        "flops": group["speed"].get("flops", group["speed"].get("spent_flops")),
         "cpu_seconds": round(sum(cpu_seconds(home / "runs" / run["run_id"]) for run in runs), 1),
         "states": group["states"],
         "verdict": group["verdict"],

@@ -30,7 +30,7 @@ import sparsebp_cli as sbp
 from sparsebp_cli.backward import ModuleTrace, PassCount, Proof, count_flops, saved_bytes
 from sparsebp_cli.backward.observe.flops import DensePass
 from sparsebp_cli.bench import RoundQuartiles
-from sparsebp_cli.plan import ceiling, realised_share
+from sparsebp_cli.plan import reached_share, speedup_limit
 from sparsebp_cli.worker.bench.row import quartiles
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -123,7 +123,7 @@ class Case:
             proof = Proof.of(self.model, dense, policy, engine.report(), claims)
             assert proof.claimed_flops is not None
             forward, backward = dense.flops.forward.total(), dense.flops.backward.total()
-            highest = ceiling(forward, backward, proof.claimed_flops, proof.claimed_forward_flops)
+            highest = speedup_limit(forward, backward, proof.claimed_flops, proof.claimed_forward_flops)
             return policy.flops.total, policy.saved.total, highest
 
     def _count(self, way: str, engine: Any) -> tuple[PassCount, DensePass]:
@@ -175,7 +175,7 @@ def rows_of(case: Case, name: tuple[str, str, int], seconds: dict[str, list[floa
     for way in WAYS:
         flops, saved, highest = case.count(way)
         ratio = quartiles([mine / dense for mine, dense in zip(seconds[way], seconds["dense"], strict=True)])
-        share = realised_share(1.0, ratio.median, highest)
+        share = reached_share(1.0, ratio.median, highest)
         speedup = round(1.0 / ratio.median, 3)
         rounded = None if share is None else round(share, 3)
         rows.append(Row(*name, way, quartiles(seconds[way]), ratio, speedup, round(highest, 3), rounded, flops, saved))

@@ -30,7 +30,7 @@ import torch
 from transformers import TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 
-from sparsebp_cli.plan import realised_share
+from sparsebp_cli.plan import reached_share
 from sparsebp_cli.run import metric
 from sparsebp_cli.trainer import PolicyTrainer
 from tests.trainer import case
@@ -188,7 +188,7 @@ def _measure(way: Way, folder: Path, args: argparse.Namespace) -> None:
 def _row(way: Way, control: Way) -> dict[str, Any]:
     """Return the results of one way against the unchanged script; steps on the same batch are compared."""
     highest = (control.forward_flops + control.backward_flops) / (way.forward_flops + way.backward_flops)
-    share = realised_share(median(control.pass_seconds), median(way.pass_seconds), highest)
+    share = reached_share(median(control.pass_seconds), median(way.pass_seconds), highest)
     ratios = {
         name: [before / after for before, after in zip(getattr(control, name), getattr(way, name), strict=True)]
         for name in ("pass_seconds", "step_seconds")

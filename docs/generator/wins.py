@@ -80,9 +80,9 @@ def show(task: str, comparison: dict[str, Any]) -> list[str]:
         _mean(quality["final"]),
         f"{gap['mean']:+.3f} ({gap['family_low']:+.3f} to {gap['family_high']:+.3f})",
         _same_order(comparison["runs"]),
-        _ratio(own["speed"]["spent_ratio"]),
+        _ratio(own["speed"].get("cost", own["speed"].get("spent_ratio"))),
         _ratio(own["speed"]["seconds_ratio"]),
-        f"{own['speed']['step_price']:.2f}",
+        f"{own['speed'].get('step_price', own['speed'].get('step_cost')):.2f}",
         quality["not_worse"]["answer"],
     ]
 

@@ -116,6 +116,16 @@ def find_need(found: Forecast, remedy: Remedy, step: StepForecast) -> int:
     return found.need(step, with_probes=found.has_probes and not remedy.saves_probes)
 
 
+def describe(found: Forecast) -> str:
+    """Return a forecast in one line."""
+    need = found.need(found.policy)
+    parts = [f"needs {show_count(need, 'B')}{' at least' if found.process_bytes else ''}: {found.fit(need)}"]
+    parts.append(f"{show_count(found.step_flops(found.policy), 'FLOP')} a step")
+    if hours := _show_hours(found.hours(found.policy)):
+        parts.append(f"{found.max_steps} steps in {hours}")
+    return f"{found.name}: {', '.join(parts)}"
+
+
 def tables(found: Forecast) -> Iterator[Table | str]:
     """Yield the tables of a forecast, and lines beside them."""
     batch = found.batch

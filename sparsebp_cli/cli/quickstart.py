@@ -45,15 +45,13 @@ def quickstart(
 def describe_lesson(comparison: Comparison, ids: Sequence[str]) -> list[str]:
     """Return what was seen, in words of the comparison's statements; how to use it; and where the rest stands. ``ids``
     are those of the runs, the baseline's first."""
-    from sparsebp_cli.compare.report.board import find_time
+    from sparsebp_cli.compare.report.board import find_main
     from sparsebp_cli.compare.words import say
 
     group = comparison.groups[-1]
-    executed, dense = group.cost.executed_flops, group.cost.dense_flops
-    share = f", and its backward executed {executed / dense:.0%} of the multiplications" if executed and dense else ""
-    seen = "; ".join(say(found) for found in (group.find("quality"), find_time(group)) if found)
+    seen = "; ".join(map(say, find_main(group)))
     return [
-        f"Seen: beside dense, which computes every gradient, {group.label} is {seen}{share}.",
+        f"Seen: beside dense, which computes every gradient, {group.label} is {seen}.",
         'Use: `policy: lossless` in a recipe, `sbp.attach(model, "lossless")` in your own loop.',
         f"Next: `sparsebp compare {' '.join(ids)}` (every number), `sparsebp show {ids[-1]}` (the run and its notes), "
         "`sparsebp init study` (your model and data).",

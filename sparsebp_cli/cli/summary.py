@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparsebp_cli.cli.quantity import show_clock, show_count, show_seconds, show_share
 from sparsebp_cli.recipe.description import describe_policies
-from sparsebp_cli.run import History, RunFolder, metric
+from sparsebp_cli.run import History, RunFolder, State, metric
 from sparsebp_cli.run.journal import list_asked
 from sparsebp_cli.run.metric import Metric
 from sparsebp_cli.run.policy_phase import Phases, is_dense, read_phases, weigh_series
@@ -56,7 +56,6 @@ SHOWN = 20  # characters of a text that the saved model was asked or answered
 BROKEN = "a policy left less out than it claimed; `show RUN --all` has the proof"
 # Rows of the short summary: the first word of a label, and how many rows begin with it.
 BRIEF = {"eval": 2, "test": 2, "asked": 1, "training": 1, "cost": 1, "speed": 1, "memory": 1}
-UNLIKE = 0.1  # probes whose share of work differs more from that of all steps say little of them
 
 
 def summarise(
@@ -78,7 +77,7 @@ def summarise(
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
-    rows = summary_rows(history, read_phases(recipe), brief=not everything)
+    rows = summary_rows(history, recipe, brief=not everything)
     for label, text in rows if everything else _choose(rows):
         grid.add_row(label, Text(text))
     broken = BROKEN if _is_broken(history) and not everything else ""
@@ -108,9 +107,10 @@ def _choose(rows: Iterator[tuple[str, str]]) -> Iterator[tuple[str, str]]:
             yield label, text
 
 
-def summary_rows(history: History, phases: Phases[dict[str, Any]], *, brief: bool = False) -> Iterator[tuple[str, str]]:
+def summary_rows(history: History, recipe: dict[str, Any], *, brief: bool = False) -> Iterator[tuple[str, str]]:
     """Yield the known values of a run as label and text. What probes tell of each phase is averaged over the steps.
     ``brief`` shortens cost and memory."""
+    phases = read_phases(recipe)
     for key, label in zip(DURING, JUDGED, strict=True):
         if values := list(history.series(key.name).values()):
             yield f"eval {label}", f"first {values[0]:.4f}, last {values[-1]:.4f}"
@@ -126,7 +126,7 @@ def summary_rows(history: History, phases: Phases[dict[str, Any]], *, brief: boo
         yield "training", _training(history)
     if text := _cost(history, phases, brief=brief):
         yield "cost", text
-    if text := _speed(history, phases):
+    if text := _speed(history, recipe):
         yield "speed", text
     if text := _memory(history, brief=brief):
         yield "memory", text
@@ -214,32 +214,15 @@ def _training(history: History) -> str:
 
 
 def _cost(history: History, phases: Phases[dict[str, Any]], *, brief: bool) -> str:
-    """Return what all steps cost; with the share that the probed steps cost where that is another, since what probes
-    tell then holds for a part of the steps."""
-    names = (metric.STEP_FLOPS, metric.DENSE_STEP_FLOPS, metric.UPDATE_FLOPS, metric.DENSE_UPDATE_FLOPS)
-    all_series = [history.series(name.name) for name in names]
-    flops, dense, update, dense_update = (sum(series.values()) for series in all_series)
-    if not flops or dense <= dense_update:
+    """Return the FLOPs of all steps, and their share of dense's."""
+    steps, dense = (history.series(name.name) for name in (metric.STEP_FLOPS, metric.DENSE_STEP_FLOPS))
+    flops = sum(steps.values())
+    if not flops or not dense:
         return ""
-    text = f"{show_count(flops, 'FLOP')} for {len(all_series[0])} steps" + ("" if brief else ", updates included")
+    text = f"{show_count(flops, 'FLOP')} for {len(steps)} steps" + ("" if brief else ", updates included")
     if is_dense(phases):
         return text
-    text += f", {show_share(flops / dense)} of dense's" + ("" if brief else " on the same batches")
-    trials = sum(history.series(metric.PROBING_FLOPS.name).values())
-    share, probed = (flops - update - trials) / (dense - dense_update), _probed_share(history)
-    if len(phases) > 1 or probed is None or abs(probed - share) <= UNLIKE * share:
-        return text
-    if brief:
-        return f"{text} ({show_share(probed)} at probes)"
-    return f"{text}; probes fell on steps of {show_share(probed)}: speed, backward and proof are those of such steps"
-
-
-def _probed_share(history: History) -> float | None:
-    """Return the FLOPs of probed passes over dense's; None without probes."""
-    names = (metric.FORWARD_FLOPS, metric.BACKWARD_EXECUTED, metric.DENSE_FORWARD, metric.BACKWARD_DENSE)
-    forward, backward, dense_forward, dense_backward = (sum(history.series(name.name).values()) for name in names)
-    dense = dense_forward + dense_backward
-    return (forward + backward) / dense if dense else None
+    return f"{text}, {flops / sum(dense.values()):.2f} of dense's" + ("" if brief else " on the same batches")
 
 
 def _after_warmup(history: History, key: Metric) -> list[float]:
@@ -249,23 +232,19 @@ def _after_warmup(history: History, key: Metric) -> list[float]:
     return [value for step, value in series.items() if step not in cold] or list(series.values())
 
 
-def _speed(history: History, phases: Phases[dict[str, Any]]) -> str:
-    """Describe the median over the probes, which time dense and policy in turn: a single one may be disturbed."""
-    from sparsebp_cli.plan.selection_gain import realised_share
+def _speed(history: History, recipe: dict[str, Any]) -> str:
+    """Describe the limit and how much of it was reached, as a comparison does."""
+    from sparsebp_cli.compare.loaded import LoadedRun
+    from sparsebp_cli.compare.saving import find_saving
 
-    if is_dense(phases):
+    if is_dense(read_phases(recipe)):
         return ""  # dense against dense measures the machine
-    speedup = weigh_series(history.series(metric.SPEEDUP.name), phases, median, is_speedup=True)
-    ceilings = history.series(metric.CEILING.name)
-    ceiling = weigh_series(ceilings, phases, lambda values: values[-1], is_speedup=True)
-    share = median(shares) if (shares := list(history.series(metric.REALISED_SHARE.name).values())) else None
-    if len(phases) > 1 and speedup is not None and ceiling is not None:
-        share = realised_share(speedup, 1.0, ceiling)
-    parts = [f"a step {speedup:.2f}x as fast as dense (median)"] if speedup is not None else []
-    if ceiling is not None:
-        parts.append(f"limit {ceiling:.2f}x")
-    if share is not None:
-        parts.append(f"{show_share(share) if share > 0 else 'nothing'} of it reached")
+    steps = int(recipe["training"]["max_steps"])
+    found = find_saving([LoadedRun("", "", None, "", recipe, 0.0, history, State.FINISHED, steps)])
+    parts = [f"limit {found.limit:.2f}x"] if found.limit is not None else []
+    if found.speed is not None:
+        how = f"by the time of a FLOP in {found.probes} probe{'s' * (found.probes > 1)}"
+        parts.append(f"about {found.speed:.2f}x as fast as dense {how}")
     return ", ".join(parts)
 
 

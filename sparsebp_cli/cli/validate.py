@@ -135,7 +135,8 @@ def _print_checked(found: CheckedRecipe) -> None:
 def show_memory(
     recipes: Sequence[Path], changes: Sequence[str], gpu: str | None, rate: str | None, form: Output
 ) -> None:
-    """Print what a step of each recipe would need; exit code 2 when one is wrong. Weights and data need not be here."""
+    """Print what a step of each recipe would need: of one its tables, of several a line each. Exit code 2 when one is
+    wrong. Weights and data need not be here."""
     from sparsebp_cli.cli import forecast
     from sparsebp_cli.cli.answer.forecast_record import ForecastAnswer, ForecastProblem
     from sparsebp_cli.cli.study_check import make_plans
@@ -146,23 +147,28 @@ def show_memory(
     if gpu is not None:
         find_accelerator(gpu)  # before any recipe is read: the error is not about one
     facts, problems = [], []
+    every: list[tuple[Path, Plan]] = []
     for file in recipes:
         try:
             plans = make_plans(file) if is_study(file) else [make_plan(_load_counted(file, changes), file)]
         except SparseBPError as error:
             print_line(f"error: {error}", stderr=True)
             problems.append(ForecastProblem(file=str(file), error=Problem.of(error)))
+        else:
+            every += [(file, plan) for plan in plans]
+    several = len(every) > 1
+    for file, plan in every:
+        try:
+            found = forecast.forecast_plan(plan, gpu, rate)
+        except SparseBPError as error:
+            print_line(f"error: {plan.recipe.name}: {error}" if several else f"error: {error}", stderr=True)
+            problems.append(ForecastProblem(file=str(file), error=Problem.of(error)))
             continue
-        for plan in plans:
-            try:
-                found = forecast.forecast_plan(plan, gpu, rate)
-            except SparseBPError as error:
-                print_line(f"error: {plan.recipe.name}: {error}" if len(plans) > 1 else f"error: {error}", stderr=True)
-                problems.append(ForecastProblem(file=str(file), error=Problem.of(error)))
-                continue
-            facts.append(forecast.make_facts(found, file))
-            for part in forecast.tables(found):
-                console().print(part, soft_wrap=isinstance(part, str))
+        facts.append(forecast.make_facts(found, file))
+        for part in [forecast.describe(found)] if several else forecast.tables(found):
+            console().print(part, soft_wrap=isinstance(part, str))
+    if several:
+        print_line("more: one recipe alone has its tables, -o json has all")
     tell(ForecastAnswer(recipes=facts, problems=problems), form, lambda _: None)  # each was printed when it was made
     if problems:
         raise typer.Exit(UsageError.exit_code)

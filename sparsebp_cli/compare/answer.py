@@ -8,39 +8,34 @@ from sparsebp_cli.compare.grid import Grid
 from sparsebp_cli.compare.number import BYTES, NONE
 from sparsebp_cli.compare.overview_grid import WITHHELD, find_gains, over_shared_seeds
 from sparsebp_cli.compare.statement import Subject
-from sparsebp_cli.compare.statistics import Difference
 
 LONGEST_LABEL = 20  # characters; the whole label is in the verdict above the table
 
 
 def answer_grid(comparison: Comparison) -> Grid:
     """Return quality, cost, speed with its limit, and memory of each group."""
-    spent = any(group.speed.spent_ratio is not None for group in comparison.groups)
-    rows = tuple(_row(comparison, group, spent=spent) for group in comparison.groups)
+    rows = tuple(_row(comparison, group) for group in comparison.groups)
     way = f", {comparison.better} is better" if comparison.better else ""
-    columns = ("group", "mean", "to baseline", "cost" if spent else "step cost", "speed", "limit", "memory")
+    columns = ("group", "mean", "to baseline", "cost", "speed", "limit", "memory")
     gains: tuple[tuple[Subject, int], ...] = (("quality", 2), ("step time", 4), ("memory", 6))
     bold = [find_gains(comparison, comparison.groups, subject, column) for subject, column in gains]
-    return Grid(f"{comparison.metric}, {comparison.reducer}{way}", columns, rows, bold=frozenset().union(*bold))
+    kind = comparison.interval_kind
+    title = f"{comparison.metric}, {comparison.reducer}{way}{kind and f' [{kind}]'}"
+    return Grid(title, columns, rows, bold=frozenset().union(*bold))
 
 
-def _row(comparison: Comparison, group: Group, *, spent: bool) -> tuple[str, ...]:
+def _row(comparison: Comparison, group: Group) -> tuple[str, ...]:
     quality, speed, mean = group.quality, group.speed, over_shared_seeds(comparison, group)
-    cost = _mean(group, speed.spent_ratio) if spent else speed.relative_cost
-    ratio = _mean(group, speed.step_ratio)
+    ratio = 1.0 if group.baseline and speed.step else None if speed.step_ratio is None else speed.step_ratio.mean
     return (
         _cut(group.label),
         show.of_plain(None if mean is None else mean.mean, 4),
         "" if group.baseline else show.of_difference(quality.difference),
-        NONE if cost is None else f"{cost:.2f}",
+        NONE if speed.cost is None else f"{speed.cost.mean:.2f}",
         WITHHELD if speed.withheld else show.of_factor(1.0 / ratio if ratio else None),
-        show.of_factor(speed.ceiling),
+        show.of_factor(speed.limit),
         show.scaled(group.cost.held_bytes, BYTES),
     )
-
-
-def _mean(group: Group, ratio: Difference | None) -> float | None:
-    return 1.0 if group.baseline else None if ratio is None else ratio.mean
 
 
 def _cut(label: str) -> str:

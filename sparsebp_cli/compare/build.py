@@ -111,7 +111,7 @@ class _Builder:
         groups = [self._compare_at_equal(group, groups[0], controls) for group in groups]
         groups = [self._add_verdict(group, groups[0], controls) for group in groups]
         return Comparison(
-            schema=4,
+            schema=5,
             metric=self.metric,
             course=self.course,
             unit=self.known.unit if self.known is not None else "",

@@ -236,7 +236,7 @@ class Comparison:
         published: A publication's numbers beside the measured ones, for a study that names one; else None.
     """
 
-    schema: Literal[4]
+    schema: Literal[5]
     metric: str
     course: str
     unit: str
@@ -261,6 +261,14 @@ class Comparison:
         with_seeds = [set(group.seeds) for group in self.groups if base & set(group.seeds)]
         shared = base.intersection(*with_seeds)
         return () if all(seeds == shared for seeds in with_seeds) else tuple(sorted(shared))
+
+    @property
+    def interval_kind(self) -> str:
+        """The kind of the intervals to the baseline, in words; empty without any."""
+        found = [group.quality.difference for group in self.groups if group.quality.difference is not None]
+        if any(difference.family_low is not None for difference in found):
+            return "simultaneous 95% interval"
+        return "95% interval" if any(difference.low is not None for difference in found) else ""
 
     def is_gain(self, group: Group, subject: Subject) -> bool:
         """Whether a statement shows a gain of a group over the baseline: such numbers are bold wherever they stand."""

@@ -274,12 +274,12 @@ def _claim_warning(group: Group, runs: Sequence[LoadedRun]) -> str:
 
 def _saving_warning(group: Group) -> str:
     """Warn of more time saved than possible, beyond the spread of the probes: the limit or the clock is wrong."""
-    share = group.speed.realised_share
-    if share is None or share.low <= 1.0:
+    share, low = group.speed.reached, group.speed.reached_low
+    if share is None or low is None or low <= 1.0:
         return ""
     return (
-        f"{group.label}: its probes saved {share.median:.0%} of what its policy can save [{share.low:.0%}, "
-        f"{share.high:.0%}], which is more than all of it: the limit or the clock is wrong"
+        f"{group.label}: its probes reached {share:.0%} of the time that its policy can save, which is more than "
+        "all of it: the limit or the clock is wrong"
     )
 
 

@@ -17,7 +17,7 @@ from functools import cache, partial
 from pydantic import ValidationError
 
 from sparsebp_cli.compare.comparison import Control, ControlRuns, Kind
-from sparsebp_cli.compare.cost import SAVES, StepCost, count_examples, find_price, find_step_cost, is_near, whole
+from sparsebp_cli.compare.cost import SAVES, StepCost, count_examples, find_step_cost, find_step_flops, is_near, whole
 from sparsebp_cli.compare.example import have_other_examples
 from sparsebp_cli.compare.grid import tidy
 from sparsebp_cli.compare.loaded import POLICY_KEYS, LoadedRun
@@ -117,7 +117,7 @@ def _find(group: str, search: ControlSearch) -> list[Control]:
         random = next((g for g, some in others.items() if _is_random_at_budget(some[-1], newest, drawn)), "")
         controls.append(search.control("random", group, random, lambda: _run_random(runs, drawn)))
     cost = find_step_cost(search.counted[group])
-    if cost is None or _in_dense_steps(cost) > SAVES:
+    if cost is None or cost.dense_steps > SAVES:
         return controls
     return controls + _find_equal(group, search, cost, dense, search.members[plain][-1] if plain else None)
 
@@ -175,9 +175,9 @@ def _relative_cost(
     if not steps or not num_steps or not examples:
         return None
     size = int(some[-1].flat["training.per_device_train_batch_size"])
-    own = find_price(counted)
-    if cost.price is not None and own is not None:  # in FLOPs, whatever the batches are
-        relative = num_steps * own.flops / (steps * cost.price.flops)
+    own = find_step_flops(counted)
+    if cost.counted is not None and own is not None:  # in FLOPs, whatever the batches are
+        relative = num_steps * own.flops / (steps * cost.counted.flops)
         if num_steps == steps:
             less = 1.0 - (own.dense_flops - own.dense_update) / own.dense_flops / size
         else:
@@ -217,10 +217,10 @@ def _num_train(run: LoadedRun) -> float:
 def _ways(run: LoadedRun, cost: StepCost) -> dict[Kind, list[str]]:
     """The ways in which dense can spend the cost of a run, each as changes to its recipe."""
     steps, size = run.steps_to_end or 1, int(run.flat["training.per_device_train_batch_size"])
-    fewer = whole(steps * _in_dense_steps(cost))
+    fewer = whole(steps * cost.dense_steps)
     shorter = [f"training.max_steps={fewer}", *_warmup(run, fewer / steps)]
     ways: dict[Kind, list[str]] = {"fewer_steps": shorter}
-    share = (cost.units - cost.update) / cost.examples if cost.price is None else cost.price.same_passes
+    share = (cost.units - cost.update) / cost.examples if cost.counted is None else cost.counted.same_passes
     smaller = math.ceil(share * size - 1e-9)
     if 1 <= smaller < size:
         ways["smaller_batch"] = [f"training.per_device_train_batch_size={smaller}"]
@@ -230,10 +230,6 @@ def _ways(run: LoadedRun, cost: StepCost) -> dict[Kind, list[str]]:
     rate = float(run.flat.get("training.learning_rate") or 0.0)
     ways["own_learning_rate"] = [*shorter, f"training.learning_rate={2 * rate:g}"]
     return ways
-
-
-def _in_dense_steps(cost: StepCost) -> float:
-    return cost.dense_steps if cost.price is None else cost.price.dense_steps
 
 
 def _warmup(run: LoadedRun, share: float) -> list[str]:

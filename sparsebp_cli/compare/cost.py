@@ -1,18 +1,19 @@
 """The cost of a run, so that dense can be given as much and not less.
 
-Runs have the price of each of their steps in FLOPs of forward, backward, update and trial passes
-(:mod:`sparsebp_cli.worker.price`), and a run costs the sum. So whatever makes a batch, a model or an update smaller is
+Runs have the FLOPs of each of their steps: forward, backward, update and trial passes
+(:mod:`sparsebp_cli.worker.price`). A run costs the sum. So whatever makes a batch, a model or an update smaller is
 part of the cost. Seconds stand beside it and decide nothing: they are those of one machine and one implementation.
 
-Older runs have no price. Their cost is a ratio on the same batch: ``B P + u`` a step, in units of dense forward and
-backward of one example: B examples a step, P the time of forward and backward with the policy over that of dense, u the
-update. A dense step of b examples costs ``b + u``, and a run its steps times that. P is the median over all probes of
-all seeds; with a schedule, the mean of that over its phases. In a probe, dense and policy alternate on one batch, so
-that a busy machine slows down both. Without probes, counted FLOPs stand in. Trial passes before a step add their FLOPs,
-over those of a dense step, spread over all steps. Work that was counted as equal to dense costs as much as dense: if
-two clocks disagree about equal work, they measured the machine. u is the time of the update over that of forward and
-backward in the same steps. Seconds of different runs are never compared there. What changes the batch itself, such as
-``training.group_by``, is outside of such a ratio, so older runs that differ in it are never controls of each other.
+Older runs did not count each step. Their cost is a ratio on the same batch: ``B P + u`` a step, in units of dense
+forward and backward of one example: B examples a step, P the time of forward and backward with the policy over that of
+dense, u the update. A dense step of b examples costs ``b + u``, and a run its steps times that. P is the median over
+all probes of all seeds; with a schedule, the mean of that over its phases. In a probe, dense and policy alternate on
+one batch, so that a busy machine slows down both. Without probes, counted FLOPs stand in. Trial passes before a step
+add their FLOPs, over those of a dense step, spread over all steps. Work that was counted as equal to dense costs as
+much as dense: if two clocks disagree about equal work, they measured the machine. u is the time of the update over that
+of forward and backward in the same steps. Seconds of different runs are never compared there. What changes the batch
+itself, such as ``training.group_by``, is outside of such a ratio, so older runs that differ in it are never controls of
+each other.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from statistics import fmean, median
 from typing import Literal
 
 from sparsebp_cli.compare.loaded import LoadedRun
-from sparsebp_cli.compare.statistics import Quartiles
-from sparsebp_cli.compare.whole import whole_quartiles
+from sparsebp_cli.compare.statistics import Difference, Quartiles, paired_ratio
+from sparsebp_cli.compare.whole import whole_median, whole_quartiles
 from sparsebp_cli.run import metric
 
 MOST_OVER = 0.02  # a control may cost this share more than the policy, and nothing less
@@ -34,7 +35,7 @@ EQUAL_WORK = 1e-3  # FLOPs that differ by less are the same work
 
 
 @dataclass(frozen=True)
-class Price:
+class StepFlops:
     """FLOPs of an optimizer step, on average over all steps of all runs of a group."""
 
     flops: float  # forward, backward, update and trial passes
@@ -43,7 +44,7 @@ class Price:
 
     @property
     def dense_steps(self) -> float:
-        """The price as a multiple of that of a dense step over the same batches."""
+        """The FLOPs as a multiple of those of a dense step over the same batches."""
         return self.flops / self.dense_flops
 
     @property
@@ -61,7 +62,7 @@ class StepCost:
     by: Literal["probe", "flops", "dense"]
     update: float  # the update, in units of dense forward and backward of one example
     examples: int  # examples a step
-    price: Price | None = None  # in FLOPs; None of older runs
+    counted: StepFlops | None = None  # over all steps; None of older runs
 
     @property
     def units(self) -> float:
@@ -70,17 +71,10 @@ class StepCost:
 
     @property
     def dense_steps(self) -> float:
-        """The cost as a multiple of a dense step of the same batch."""
+        """The cost as a multiple of a dense step on the same batches."""
+        if self.counted is not None:
+            return self.counted.dense_steps
         return self.units / (self.examples + self.update)
-
-    @property
-    def spread(self) -> Quartiles:
-        """``dense_steps`` with quartiles over probes; the update is added to each."""
-        dense, fixed = self.examples + self.update, self.update
-        low, middle, high = (
-            (self.examples * x + fixed) / dense for x in (self.ratio.low, self.ratio.median, self.ratio.high)
-        )
-        return Quartiles(middle, low, high, self.ratio.n)
 
     def relative(self, steps: int, examples: int, num_steps: int, ratio: float = 1.0) -> float:
         """Return the cost of another run as a multiple of this policy's over ``steps``; 1.0 is equal cost. The other
@@ -98,20 +92,20 @@ def find_step_cost(runs: Sequence[LoadedRun]) -> StepCost | None:
     ratio, by = found
     updates = [share for run in runs if (share := _update_share(run)) is not None]
     update = examples * ratio.median * (median(updates) if updates else 0.0)
-    return StepCost(ratio, by, update, examples, find_price(runs))
+    return StepCost(ratio, by, update, examples, find_step_flops(runs))
 
 
-def find_price(runs: Sequence[LoadedRun]) -> Price | None:
-    """Return the price of a step of a group's runs; None where a run has none."""
+def find_step_flops(runs: Sequence[LoadedRun]) -> StepFlops | None:
+    """Return the FLOPs of a step of a group's runs; None where a run did not count them."""
     names = (metric.STEP_FLOPS, metric.DENSE_STEP_FLOPS, metric.DENSE_UPDATE_FLOPS)
     found = [[run.values(name.name) for name in names] for run in runs]
     if not found or not all(all(values) for values in found):
         return None
-    return Price(*(fmean(fmean(values) for values in some) for some in zip(*found, strict=True)))
+    return StepFlops(*(fmean(fmean(values) for values in some) for some in zip(*found, strict=True)))
 
 
 def sum_flops(run: LoadedRun) -> float | None:
-    """Return what a run has spent in FLOPs; None where its steps have no price."""
+    """Return the FLOPs of all steps of a run; None where it did not count them."""
     return sum(run.series(metric.STEP_FLOPS.name).values()) or None
 
 
@@ -120,9 +114,9 @@ def count_work(runs: Sequence[LoadedRun], others: Sequence[LoadedRun]) -> tuple[
     older runs the ratio on the same batch. None if no unit fits both."""
     if not runs or not others:
         return None
-    prices = find_price(runs), find_price(others)
-    if prices[0] is not None and prices[1] is not None:
-        return prices[0].flops, prices[1].flops, prices[0].dense_flops
+    mine, theirs = find_step_flops(runs), find_step_flops(others)
+    if mine is not None and theirs is not None:
+        return mine.flops, theirs.flops, mine.dense_flops
     models = [
         {key: value for key, value in some[-1].flat.items() if key.startswith("model.")} for some in (runs, others)
     ]
@@ -138,6 +132,21 @@ def find_relative_cost(runs: Sequence[LoadedRun], baseline: Sequence[LoadedRun])
     """Return the cost of a group's step in dense steps of the baseline's batch; None where it is not known."""
     found = count_work(baseline, runs)
     return None if found is None else found[1] / found[2]
+
+
+def compare_cost(runs: Sequence[LoadedRun], baseline: Sequence[LoadedRun]) -> Difference | None:
+    """Return the FLOPs of all steps of a group's runs over those of the baseline's, paired by seed. Older runs have the
+    ratio of what their steps cost in the probes, without an interval. None where it is not known."""
+    there, here = (
+        {run.seed: cost for run in some if run.seed is not None and (cost := sum_flops(run))}
+        for some in (baseline, runs)
+    )
+    if here and there:
+        return paired_ratio(here, there)
+    if (found := count_work(baseline, runs)) is None:
+        return None
+    steps = [max(run.steps_to_end or run.steps for run in some) for some in (runs, baseline)]
+    return Difference(found[1] * steps[0] / (found[0] * steps[1])) if all(steps) and found[0] else None
 
 
 def count_examples(run: LoadedRun) -> int | None:
@@ -163,7 +172,7 @@ def whole(needed: float) -> int:
 
 
 def _ratio(runs: Sequence[LoadedRun]) -> tuple[Quartiles, Literal["probe", "flops", "dense"]] | None:
-    counted = whole_quartiles((run, _counted(run)) for run in runs)
+    counted = whole_quartiles((run, count_probed(run)) for run in runs)
     if runs[-1].exact and counted is not None and abs(counted.median - 1.0) < EQUAL_WORK:
         return Quartiles(1.0, 1.0, 1.0, counted.n), "dense"
     trials = _trial_share(runs)
@@ -186,17 +195,23 @@ def _trial_share(runs: Sequence[LoadedRun]) -> float:
 
 def probe_ratio(runs: Iterable[LoadedRun]) -> Quartiles | None:
     """Return the time of forward and backward over that of dense in the same probe, over all probes of all runs."""
-    found = []
-    for run in runs:
-        dense, policy = (run.series(x.name) for x in (metric.PROBE_DENSE_SECONDS, metric.PROBE_POLICY_SECONDS))
-        ratios = {step: policy[step] / dense[step] for step in policy if dense.get(step, 0.0) > 0.0}
-        found.append((run, {step: ratio for step, ratio in ratios.items() if ratio > 0.0}))
-    return whole_quartiles(found)
+    return whole_quartiles((run, time_probes(run)) for run in runs)
 
 
-def _counted(run: LoadedRun) -> dict[int, float]:
-    """FLOPs of forward and backward over those of dense, by step. Older runs lack the dense forward, but have the ratio
-    of the first step of each phase."""
+def time_probes(run: LoadedRun) -> dict[int, float]:
+    """Return the time of forward and backward over that of dense in the same probe, by step."""
+    dense, policy = (run.series(x.name) for x in (metric.PROBE_DENSE_SECONDS, metric.PROBE_POLICY_SECONDS))
+    return {step: policy[step] / dense[step] for step in policy if dense.get(step, 0.0) > 0.0 and policy[step] > 0.0}
+
+
+def find_limit(runs: Iterable[LoadedRun]) -> float | None:
+    """Return the largest speed-up of forward and backward that the policies could give on the batches of the probes."""
+    return whole_median(((run, run.series(metric.LIMIT.name)) for run in runs), is_speedup=True)
+
+
+def count_probed(run: LoadedRun) -> dict[int, float]:
+    """Return the FLOPs of forward and backward over those of dense, by step of a probe. Older runs lack the dense
+    forward, but have the ratio of the first step of each phase."""
     if not run.series(metric.DENSE_FORWARD.name) and (first := run.series(metric.CHOICE_COST.name)):
         return {max(1, step): ratio for step, ratio in first.items()}
     forward, executed = (run.series(x.name) for x in (metric.FORWARD_FLOPS, metric.BACKWARD_EXECUTED))

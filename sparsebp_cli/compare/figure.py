@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 from typing import Literal, TypeVar
 
-from sparsebp_cli.compare.cost import find_relative_cost, find_step_cost, probe_ratio, sum_flops
+from sparsebp_cli.compare.cost import compare_cost, find_limit, find_relative_cost, find_step_cost, sum_flops
 from sparsebp_cli.compare.loaded import LoadedRun
 from sparsebp_cli.compare.measured import Busy, Choice, Cost, Layers, Speed, StepMemory
+from sparsebp_cli.compare.saving import find_saving
 from sparsebp_cli.compare.statistics import Difference, Quartiles, paired_ratio, spread
 from sparsebp_cli.compare.whole import whole_median, whole_quartiles
-from sparsebp_cli.plan import realised_share
 from sparsebp_cli.run import metric
 from sparsebp_cli.run.memory import MemoryCurve, MemorySplit
 from sparsebp_cli.run.metric import Metric
@@ -25,7 +25,8 @@ Item = TypeVar("Item")
 
 def measure_speed(runs: Sequence[LoadedRun], baseline: Sequence[LoadedRun]) -> Speed:
     """Return a group's speed; ``baseline`` is empty for the baseline itself."""
-    cost = find_step_cost(runs)
+    cost, saving = find_step_cost(runs), find_saving(runs)
+    counted = None if cost is None else cost.counted
     return Speed(
         step=_times(runs, metric.STEP_SECONDS),
         forward=_times(runs, metric.FORWARD_SECONDS),
@@ -35,24 +36,23 @@ def measure_speed(runs: Sequence[LoadedRun], baseline: Sequence[LoadedRun]) -> S
         training_seconds=spread([run.training_seconds for run in runs if run.training_seconds]),
         step_ratio=_ratio(runs, baseline, lambda run: median_time(run, metric.STEP_SECONDS)),
         backward_ratio=_ratio(runs, baseline, lambda run: median_time(run, metric.BACKWARD_SECONDS)),
-        ceiling=_ceiling(runs),
-        realised_share=_realised_share(runs),
-        probe_ratio=probe_ratio(runs),
+        limit=saving.limit,
+        reached=saving.reached,
+        reached_low=saving.reached_low,
         update_share=_update_share(runs),
-        step_cost=None if cost is None else cost.spread,
-        cost_by="" if cost is None else cost.by,
+        cost=compare_cost(runs, baseline or runs),
+        flops=None if counted is None else fmean(sum_flops(run) or 0.0 for run in runs),
+        step_cost=None if cost is None else cost.dense_steps,
+        cost_by="" if cost is None else cost.by if counted is None else "steps",
         relative_cost=find_relative_cost(runs, baseline or runs),
-        step_price=None if cost is None or cost.price is None else cost.price.dense_steps,
-        spent_flops=None if cost is None or cost.price is None else fmean(sum_flops(run) or 0.0 for run in runs),
-        spent_ratio=_ratio(runs, baseline, sum_flops),
         seconds_ratio=_ratio(runs, baseline, _spent_seconds),
         busy=find_busy(runs),
     )
 
 
 def _spent_seconds(run: LoadedRun) -> float | None:
-    """Return the CPU seconds of all steps of a run with prices, on CUDA their seconds; steps of warm-up, and those
-    without a time of their own, count as the mean of the others."""
+    """Return the CPU seconds of all steps of a run that counted each step, on CUDA their seconds. Steps of warm-up, and
+    those without a time of their own, count as the mean of the others."""
     which = metric.STEP_SECONDS if run.series(metric.PEAK_ALLOCATED_BYTES.name) else metric.STEP_CPU_SECONDS
     values = run.values(which.name, after_warmup=True)
     return fmean(values) * run.steps if values and sum_flops(run) is not None else None
@@ -129,14 +129,14 @@ def _choice(runs: Sequence[LoadedRun]) -> Choice | None:
 def _claimed_flops(runs: Sequence[LoadedRun]) -> float | None:
     """The FLOPs that the policy claims to leave of the whole backward. A proof has the claimed and executed shares of
     the same part of the backward; the size of that part follows from the work that was saved. Where none was saved, or
-    without a proof, it follows from the ceiling, (F + B) / (F + claimed), if the policy leaves the forward alone."""
+    without a proof, it follows from the limit, (F + B) / (F + claimed), if the policy leaves the forward alone."""
     if (proven := whole_median((run, _proven_claims(run)) for run in runs)) is not None:
         return proven
     forward, dense = _median(runs, metric.FORWARD_FLOPS), _median(runs, metric.BACKWARD_DENSE)
-    ceiling = _ceiling(runs)
-    if forward is None or dense is None or not ceiling:
+    limit = find_limit(runs)
+    if forward is None or dense is None or not limit:
         return None
-    return (forward + dense) / ceiling - forward
+    return (forward + dense) / limit - forward
 
 
 def _proven_claims(run: LoadedRun) -> dict[int, float]:
@@ -156,21 +156,6 @@ def _times(runs: Iterable[LoadedRun], which: Metric) -> Quartiles | None:
 
 def _median(runs: Iterable[LoadedRun], which: Metric) -> float | None:
     return whole_median((run, run.series(which.name)) for run in runs)
-
-
-def _ceiling(runs: Iterable[LoadedRun]) -> float | None:
-    return whole_median(((run, run.series(metric.CEILING.name)) for run in runs), is_speedup=True)
-
-
-def _realised_share(runs: Sequence[LoadedRun]) -> Quartiles | None:
-    """The realised share of the saving; with a schedule, that of its whole time in the saving of its whole work."""
-    if all(len(run.phases) < 2 for run in runs):
-        return whole_quartiles((run, run.series(metric.REALISED_SHARE.name)) for run in runs)
-    ratio, highest = probe_ratio(runs), _ceiling(runs)
-    if ratio is None or highest is None:
-        return None
-    high, middle, low = (realised_share(1.0, value, highest) for value in (ratio.low, ratio.median, ratio.high))
-    return None if low is None or middle is None or high is None else Quartiles(middle, low, high, ratio.n)
 
 
 def _largest(runs: Iterable[LoadedRun], which: Metric) -> float | None:

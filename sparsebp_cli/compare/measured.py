@@ -165,19 +165,19 @@ class Speed:
         training_seconds: Seconds of all steps of a run; those of warm-up count as the median of the others.
         step_ratio: A run's median step as a multiple of the baseline's, paired by seed; None for the baseline.
         backward_ratio: The same of the backward passes of a step alone.
-        ceiling: The largest speed-up of forward and backward that the policy could give.
-        realised_share: Share of the saving in time that was realised, from dense and policy timed in turn.
-        probe_ratio: Forward and backward over those of dense, timed in turn in each run's probes.
+        limit: The largest speed-up of forward and backward, over all steps, by what the policy declares.
+        reached: Share of the time that the limit would save, by the time that a FLOP takes in the probes.
+        reached_low: The same by the slower quartile of the probes.
         update_share: The update's time over that of forward and backward in the same runs.
-        step_cost: Cost of a whole step in dense steps of the same batch: median and quartiles over probes, else over
-            counts of FLOPs.
-        cost_by: Source of the cost: ``probe``, ``flops``, or ``dense`` (the same work was counted); empty: unknown.
+        cost: FLOPs of all steps of a run, updates included, as a multiple of the baseline's, paired by seed; 1 for the
+            baseline. Of older runs the ratio of what steps cost in probes, without an interval. None where unknown.
+        flops: FLOPs of all steps of a run, on average; None for older runs.
+        step_cost: FLOPs of a whole step, update included, over those of a dense step on the same batches; controls at
+            equal cost are chosen by it. Of older runs the ratio that the probes timed, or counted.
+        cost_by: Source of the cost: ``steps`` (counted at all steps); of older runs ``probe`` (timed), ``flops``
+            (counted at probes), or ``dense`` (the same work was counted); empty: unknown.
         relative_cost: FLOPs of a whole step, update included, over those of a dense step of the baseline; of older runs
-            the ratio of ``step_cost``, where their models are the same. None where either cost is unknown.
-        step_price: FLOPs of a whole step, update included, over those of a dense step of the same batches; controls at
-            equal cost are chosen by FLOPs. None for older runs, where ``step_cost`` chooses them.
-        spent_flops: FLOPs of all steps of a run, on average; None for older runs.
-        spent_ratio: The same as a multiple of the baseline's, paired by seed; None for the baseline.
+            as ``step_cost``, where their models are the same. None where either cost is unknown.
         seconds_ratio: CPU seconds of all steps (on CUDA: seconds) as a multiple of the baseline's, paired by seed.
         busy: Whether the machine had other work; None without a sign of it.
         withheld: Why times of whole steps, or their ratios, are not given; empty where none is withheld.
@@ -191,16 +191,15 @@ class Speed:
     training_seconds: Spread | None = None
     step_ratio: Difference | None = None
     backward_ratio: Difference | None = None
-    ceiling: float | None = None
-    realised_share: Quartiles | None = None
-    probe_ratio: Quartiles | None = None
+    limit: float | None = None
+    reached: float | None = None
+    reached_low: float | None = None
     update_share: float | None = None
-    step_cost: Quartiles | None = None
-    cost_by: Literal["probe", "flops", "dense", ""] = ""
+    cost: Difference | None = None
+    flops: float | None = None
+    step_cost: float | None = None
+    cost_by: Literal["steps", "probe", "flops", "dense", ""] = ""
     relative_cost: float | None = None
-    step_price: float | None = None
-    spent_flops: float | None = None
-    spent_ratio: Difference | None = None
     seconds_ratio: Difference | None = None
     busy: Busy | None = None
     withheld: str = ""
@@ -208,9 +207,9 @@ class Speed:
     @property
     def currencies_disagree(self) -> bool:
         """Whether seconds and FLOPs name costs that differ by more than a tenth."""
-        if self.spent_ratio is None or self.seconds_ratio is None:
+        if self.cost is None or self.seconds_ratio is None:
             return False
-        return abs(self.seconds_ratio.mean / self.spent_ratio.mean - 1.0) > CURRENCIES_AGREE
+        return abs(self.seconds_ratio.mean / self.cost.mean - 1.0) > CURRENCIES_AGREE
 
 
 @dataclass(frozen=True)
@@ -252,7 +251,7 @@ class Cost:
         step_peak: Parts of the live memory at the peak of a watched step; of the run and step with the highest peak.
         executed_flops: FLOPs of one backward pass, counted.
         dense_flops: FLOPs of one dense backward pass.
-        claimed_flops: FLOPs that the policy claims to leave; None without a ceiling.
+        claimed_flops: FLOPs that the policy claims to leave; None without a limit.
         kept_share: Kept entries over all entries of the gradient, at the policy's sites.
         cosine: Cosine of the angle between the gradient and the dense one.
         relative_error: Norm of their difference over the norm of the dense one.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sparsebp_cli.compare.statistics import SAME, Difference, Quartiles, Spread
+from sparsebp_cli.compare.statistics import FEWEST_PAIRS, SAME, Difference, Quartiles, Spread
 
 NONE = "-"
 MOST_PLACES = 8  # after the point; smaller numbers are written with a power of ten
@@ -76,10 +76,12 @@ def _places(value: float) -> int:
 
 
 def of_quartiles(value: Quartiles | None, units: Units) -> str:
-    """Return ``182 ms [180, 185]``, the quartiles in the unit of the median."""
+    """Return ``182 ms [180, 185]``, the quartiles in the unit of the median; none of fewer than three values."""
     if value is None:
         return NONE
     size, name = next((unit for unit in units if value.median >= unit[0]), units[-1])
+    if value.n < FEWEST_PAIRS:
+        return f"{_short(value.median / size)} {name}"
     low, high = _short(value.low / size), _short(value.high / size)
     return f"{_short(value.median / size)} {name} [{low}, {high}]"
 
@@ -107,11 +109,14 @@ def of_factor(value: float | None) -> str:
     return NONE if value is None else f"{value:.2f}x"
 
 
-def of_cost(value: Quartiles | None) -> str:
-    """Return ``0.58 [0.57, 0.60]``; without quartiles where they are equal."""
-    if value is None:
-        return NONE
-    return f"{value.median:.2f}" + (f" [{value.low:.2f}, {value.high:.2f}]" if value.low < value.high else "")
+def show_ratio(mean: float, low: float | None, high: float | None) -> str:
+    """Return a ratio as ``0.58 [0.57, 0.60]``; without an interval where there is none, or where it has no width."""
+    return f"{mean:.2f}" + (f" [{low:.2f}, {high:.2f}]" if low is not None and high is not None and low < high else "")
+
+
+def of_ratio(value: Difference | None) -> str:
+    """Return a ratio as :func:`show_ratio` does; a dash for None."""
+    return NONE if value is None else show_ratio(value.mean, *value.shown)
 
 
 def split_change(value: Difference | None) -> tuple[str, str]:

@@ -73,19 +73,18 @@ def _speed(comparison: Comparison) -> Grid:
                 WITHHELD if s.withheld and s.step is None else show.of_quartiles(s.step, SECONDS),
                 show.of_phases([q.median if q else None for q in (s.forward, s.backward, s.optimizer)], s.step),
                 "" if group.baseline else WITHHELD if s.withheld else show.of_change(s.step_ratio),
-                show.of_cost(s.step_cost),
-                show.of_factor(s.ceiling),
-                show.of_share(s.realised_share.median if s.realised_share else None),
+                show.of_factor(s.limit),
+                show.of_share(s.reached),
             )
         )
-    columns = ("group", "step", "fwd + bwd + opt", "to baseline", "cost", "limit", "reached")
+    columns = ("group", "step", "fwd + bwd + opt", "to baseline", "limit", "reached")
     note = (
         "Step: median [quartiles], without warm-up, evaluation and checkpoints; beside it the medians of forward, "
         "backward and optimizer. To baseline: geometric mean of the ratios of whole steps, paired by seed [95% "
         "interval on the logarithm, simultaneous as that of quality is]; withheld: the machine was busy, or drifted. "
-        "Cost: of a step in dense steps of its batch, by probes inside each run, where dense and policy take turns. "
-        "Limit: the factor by which forward and backward would be faster if time fell as the work does. Reached: "
-        "the share of that saving which was measured, by the same probes. Dense: every gradient is computed."
+        "Limit: how much faster forward and backward of all steps would be if time fell as their FLOPs do. Reached: "
+        "the share of the time that the limit would save. It follows from the time of a FLOP in probes, where dense "
+        "and policy take turns."
     )
     return Grid("Speed", columns, tuple(rows), note, bold=find_gains(comparison, comparison.groups, "step time", 3))
 
@@ -101,26 +100,26 @@ def find_gains(
 
 
 def _spent(comparison: Comparison) -> Grid:
-    """Return the table of what runs have spent; without rows where steps have no price."""
+    """Return the table of what all steps cost; without rows where runs did not count each step."""
     rows = [
         (
             group.label,
-            show.scaled(s.spent_flops, FLOPS),
-            "" if group.baseline else show.of_change(s.spent_ratio),
-            "" if group.baseline else show.of_change(s.seconds_ratio),
+            show.scaled(s.flops, FLOPS),
+            show.of_ratio(s.cost),
+            "" if group.baseline else show.of_ratio(s.seconds_ratio),
             "differ" if s.currencies_disagree else "",
         )
         for group in comparison.groups
-        if (s := group.speed).spent_flops is not None
+        if (s := group.speed).flops is not None
     ]
     note = (
-        "FLOPs of all steps of a run: forward, backward, update and trial passes over the batches that it had. To "
-        "baseline: ratios, paired by seed [95% interval]. Seconds: of the CPU, on CUDA of the steps; they are those of "
-        "this machine, these kernels and this optimizer. Differ: by more than a tenth, so other controls are of equal "
-        "cost in seconds."
+        "FLOPs of all steps of a run: forward, backward, update and trial passes over the batches that it had. Cost: "
+        "these over the baseline's, paired by seed [95% interval]. Step seconds: the same of the CPU, on CUDA of the "
+        "clock, on this machine with these kernels. Differ: by more than a tenth, so other controls are of equal cost "
+        "in seconds."
     )
-    columns = ("group", "FLOPs", "to baseline", "seconds to baseline", "FLOPs and seconds")
-    return Grid("Spent", columns, tuple(rows), note)
+    columns = ("group", "FLOPs", "cost", "step seconds", "FLOPs and seconds")
+    return Grid("Cost of all steps", columns, tuple(rows), note)
 
 
 def memory_grids(comparison: Comparison) -> list[Grid]:
@@ -161,9 +160,9 @@ def _memory(comparison: Comparison) -> Grid:
     columns = ("group", "held", "to baseline", "weights", "gradients", "optimizer", "saved", "peak")
     note = (
         "Held: the most that a step holds, by the allocator of CUDA, else by the tensors of a watched step; "
-        "the ratio is paired by seed. Saved: what autograd holds between forward and backward, "
-        "parameters left out. Peak: the largest of all runs; that of a process also holds libraries, data and what it "
-        "kept from before, and is compared with nothing."
+        "the ratio is paired by seed, its interval simultaneous as that of quality is. Saved: what autograd holds "
+        "between forward and backward, parameters left out. Peak: the largest of all runs; that of a process also "
+        "holds libraries, data and what it kept from before, and is compared with nothing."
     )
     return Grid("Memory", columns, tuple(rows), note, bold=find_gains(comparison, shown, "memory", 2))
 
@@ -220,9 +219,9 @@ def _choice(comparison: Comparison) -> Grid:
         for group in comparison.groups
         if (c := group.cost.choice) is not None
     )
-    columns = ("group", "cost", "trained", "worth", "pays below", "targets", "examples", "rows")
+    columns = ("group", "first step", "trained", "worth", "pays below", "targets", "examples", "rows")
     note = (
-        "Medians, measured before the first step. Cost: FLOPs of a step, forward and backward, over dense. Trained: of "
+        "Estimates before training. First step: FLOPs of its forward and backward over dense. Trained: of "
         "the units that the policy chooses among. Worth: how many dense units each of them must be worth, since dense "
         "with that part of the batch costs the same. Targets, examples, rows: effective sample size of the gradients "
         "over their number. Choosing by norm can pay only where that of its units is below the column pays below, and "
@@ -321,7 +320,7 @@ def _margin(comparison: Comparison) -> Grid:
             anytime = decision.answer if decision.looks else decision.anytime
             cells = (decision.answer, show.of_p_value(p), decision.equivalent, anytime, more)
             rows.append((group.label, *cells))
-    title = "" if comparison.margin is None else f"Not worse by more than {comparison.margin:g}?"
+    title = "" if comparison.margin is None else f"{comparison.metric}: not worse by more than {comparison.margin:g}?"
     note = (
         "p: that the true difference is the margin, corrected for the number of groups. Equal within: neither worse "
         "nor better by more than the margin. Both answers are of one look at a number of seeds that was fixed "

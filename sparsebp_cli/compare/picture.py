@@ -153,7 +153,7 @@ def draw_layers(figure: Figure, comparison: Comparison) -> None:
 
 
 COSTS = {
-    "dense_steps": ("cost of a step, in dense steps of the baseline", "quality and cost", 1.0),
+    "cost": ("cost, in FLOPs of the baseline", "quality and cost", 1.0),
     "step_seconds": ("milliseconds a step (median)", "quality and time", 1000.0),
     "held_bytes": ("memory that a step holds (MB)", "quality and memory", 1e-6),
 }
@@ -274,17 +274,17 @@ def _bar_label(group: Group, sum_megabytes: float) -> str:
 
 
 def draw_overview(figure: Figure, comparison: Comparison) -> None:
-    """Draw curves at equal steps and at equal cost, and what a step costs; where no cost is known, time instead."""
+    """Draw curves at equal steps and at equal cost, and the cost; where none is known, time instead."""
     figure.set_size_inches(11, 3.8 + legend_room(comparison, 4) + 0.2 * max(0, len(comparison.groups) - 12))
     steps, costs, bars = figure.subplots(1, 3, width_ratios=(1, 1, 0.9))
-    course, is_priced = comparison.course, any(g.speed.relative_cost for g in comparison.groups)
-    along: Along = "cost" if is_priced else "wall_time"
+    course, is_counted = comparison.course, any(g.speed.cost for g in comparison.groups)
+    along: Along = "cost" if is_counted else "wall_time"
     draw_curves(steps, comparison, course, "step")
     draw_curves(costs, comparison, course, along)
-    _draw_costs(bars, comparison) if is_priced else _draw_phases(bars, comparison)
+    _draw_costs(bars, comparison) if is_counted else _draw_phases(bars, comparison)
     _cut_the_start(steps, costs, comparison)
     steps.set(xlabel=AXES["step"], ylabel=quality_label(comparison, course), title="at equal steps")
-    costs.set(xlabel=AXES[along], title="at equal cost" if is_priced else "at equal time")
+    costs.set(xlabel=AXES[along], title="at equal cost" if is_counted else "at equal time")
     handles, labels = steps.get_legend_handles_labels()
     if handles:
         figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)), frameon=False)
@@ -304,14 +304,13 @@ def _cut_the_start(steps: Axes, costs: Axes, comparison: Comparison) -> None:
 
 
 def _draw_costs(axes: Axes, comparison: Comparison) -> None:
-    """Draw what a step costs, and write the change of whole steps beside it where it is not withheld."""
-    groups = [group for group in comparison.groups if group.speed.relative_cost is not None]
-    for row, group in enumerate(groups):
-        cost = group.speed.relative_cost or 0.0
+    """Draw the cost of all steps, and write the change of whole steps beside it where it is not withheld."""
+    groups = [(group, group.speed.cost.mean) for group in comparison.groups if group.speed.cost is not None]
+    for row, (group, cost) in enumerate(groups):
         axes.barh([row], [cost], color=COLOURS[comparison.groups.index(group) % len(COLOURS)], height=0.55)
         axes.text(cost, row, f" {cost:.2f}{_describe_time(comparison, group)}", va="center", fontsize=8)
-    _name_rows(axes, groups)
-    axes.set(xlabel="dense steps of the baseline's batch", title="what a step costs")
+    _name_rows(axes, [group for group, _ in groups])
+    axes.set(xlabel="FLOPs of all steps over the baseline's", title="cost")
 
 
 def _draw_phases(axes: Axes, comparison: Comparison) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from sparsebp_cli.compare.statistics import Difference, Quartiles
+from sparsebp_cli.compare.statistics import Difference
 
 LEVEL = 0.05
 
@@ -36,8 +36,8 @@ Subject = Literal[
     "common step",  # of trainings of unequal length or batch: the metric at the last step that both evaluated
     "examples",  # two trained models on the same held-out examples
     "margin",  # whether it is not worse by more than the margin
+    "cost",  # FLOPs of all steps
     "step time",  # whole steps of two runs
-    "passes",  # forward and backward, timed in turns with dense in a run's probes
     "memory",  # what a step holds
     "random",  # against the control that draws at random
     "equal cost",  # against the best dense of equal cost
@@ -67,9 +67,9 @@ class Number:
     Args:
         name: Name of the metric or figure; of a control, its label.
         value: A difference, a ratio, or a plain number.
-        low: Lower end of its interval, or lower quartile of probes; None without.
-        high: Upper end of the interval, or upper quartile of probes; None without.
-        count: Seeds, probes or examples behind it; 0 for a plain number.
+        low: Lower end of its interval; None without.
+        high: Upper end of the interval; None without.
+        count: Seeds or examples behind it; 0 for a plain number.
         p: The p value that decides, corrected; None without a test.
         simultaneous: Whether the interval holds together with those of the whole family.
     """
@@ -88,11 +88,6 @@ class Number:
         low, high = difference.shown
         simultaneous = difference.family_low is not None
         return cls(name, difference.mean, low, high, difference.n, difference.decisive_p, simultaneous)
-
-    @classmethod
-    def of_quartiles(cls, name: str, found: Quartiles) -> Number:
-        """Take median and quartiles."""
-        return cls(name, found.median, found.low, found.high, found.n)
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
 Means over different seeds are not comparable: dense with three harder seeds looks worse than a policy that lost every
 pair. So a group's quality is the baseline's mean plus its paired difference, its times and memory are the baseline's
-times their paired ratio, and one group beats another over the seeds that both have. The first cost is that of the
-probes, which hold on a busy machine as well; what is withheld is unknown here.
+times their paired ratio, and one group beats another over the seeds that both have. The first cost is that in FLOPs,
+which hold on a busy machine as well; what is withheld is unknown here.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from statistics import fmean
 
 from sparsebp_cli.compare.comparison import Comparison, Group
 
-# Of a step: in dense steps of the baseline's batch; median seconds; the most that it holds.
-COSTS = ("dense_steps", "step_seconds", "held_bytes")
+# FLOPs of all steps over the baseline's; of a step the median seconds, and the most that it holds.
+COSTS = ("cost", "step_seconds", "held_bytes")
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def _place(group: Group, base: Group) -> Trade:
         quality = base.quality.final.mean + (0.0 if _is_exact(group) else difference.mean)
     costs, bases = (
         {
-            "dense_steps": some.speed.relative_cost,
+            "cost": None if some.speed.cost is None else some.speed.cost.mean,
             "step_seconds": some.speed.step.median if some.speed.step else None,
             "held_bytes": some.cost.held_bytes,
         }

@@ -45,9 +45,9 @@ def _find_drift(speed: Speed, quality: Quality, baseline: Speed) -> float | None
         for some in (speed, baseline)
     )
     same_batch = quality.unequal is None or quality.unequal.same_batch
-    if own is None or not there or not speed.ceiling or not same_batch or not _seems_faster(speed, baseline):
+    if own is None or not there or not speed.limit or not same_batch or not _seems_faster(speed, baseline):
         return None
-    limit = 1.0 / speed.ceiling
+    limit = 1.0 / speed.limit
     return limit if own / there < limit else None
 
 

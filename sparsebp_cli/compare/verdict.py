@@ -13,7 +13,7 @@ from sparsebp_cli.compare.measured import Cost, ExampleDifference, Quality, Spee
 from sparsebp_cli.compare.number import of_factor
 from sparsebp_cli.compare.question import Way
 from sparsebp_cli.compare.statement import LEVEL, Number, Outcome, Statement, Subject, is_shown
-from sparsebp_cli.compare.statistics import FEWEST_PAIRS, Difference, Quartiles
+from sparsebp_cli.compare.statistics import FEWEST_PAIRS, Difference
 from sparsebp_cli.run import metric as names
 
 # See decision 10.
@@ -22,6 +22,7 @@ ROUNDING = 0.005  # of the metric's value: the mean over seeds of what training 
 ROUNDING_OF_A_SEED = 0.025
 SAME_MEMORY = 5e-4  # a change of memory that would be written as 0.0 %
 SURVIVORS = "of the seeds that did not diverge"
+BY = {"steps": "FLOPs, update included", "probe": "timed in turns", "flops": "FLOPs counted"}  # of a cost
 STEP_RATIO = f"{names.STEP_SECONDS.name}.ratio"
 
 
@@ -60,7 +61,7 @@ def give_verdict(
         found += _examples(quality)
     if quality.not_worse is not None and not doubts.other_examples:
         found.append(_margin(quality.not_worse))
-    found += [_step_time(speed, baseline, doubts.hardware), *_passes(speed), *_memory(cost)]
+    found += [*_cost(speed), _step_time(speed, baseline, doubts.hardware), *_memory(cost)]
     if quality.difference is not None:
         found += _controls(controls, speed, way)
     found += _note(*doubts.sources)
@@ -202,7 +203,7 @@ def _margin_reasons(decision: NotWorse) -> tuple[str, ...]:
 
 
 def _step_time(speed: Speed, baseline: Speed, hardware: Sequence[str]) -> Statement:
-    """Compare the whole steps of two runs; what the probes found of one run is another statement."""
+    """Compare the times of whole steps of two runs."""
     why = speed.withheld or baseline.withheld
     if why or speed.step is None or baseline.step is None:
         return Statement("no statement", "step time", (), (why,) if why else ())
@@ -231,20 +232,13 @@ def _judge_ratio(number: Number) -> Outcome:
     return "lower" if number.value < 1.0 else "higher"
 
 
-def _passes(speed: Speed) -> list[Statement]:
-    """Compare forward and backward with dense's, as the probes timed them in turns."""
-    ratio, share = speed.probe_ratio, speed.realised_share
-    if ratio is None or speed.cost_by == "dense":
+def _cost(speed: Speed) -> list[Statement]:
+    """Compare the counted FLOPs of all steps. They are no sample, so the number decides, not its interval."""
+    if speed.cost is None or speed.cost_by != "steps":
         return []
-    numbers = (Number.of_quartiles("probe ratio", ratio), *_realised(share))
-    outcome: Outcome = "lower" if ratio.high < 1.0 else "higher" if ratio.low > 1.0 else "no difference shown"
-    return [Statement(outcome, "passes", numbers)]
-
-
-def _realised(share: Quartiles | None) -> tuple[Number, ...]:
-    if share is None or share.median <= 0.0:
-        return ()
-    return (Number.of_quartiles(names.REALISED_SHARE.name, share),)
+    number = Number.of("cost", speed.cost)
+    outcome: Outcome = "lower" if number.value < SAVES else "higher" if number.value > 2 - SAVES else "identical"
+    return [Statement(outcome, "cost", (number,))]
 
 
 def _memory(cost: Cost) -> list[Statement]:
@@ -265,10 +259,8 @@ def _controls(controls: Sequence[Control], speed: Speed, way: Way) -> list[State
         return found
     if speed.step_cost is None:
         return [*found, *_note("what a step costs is not known (no probe), so there is no dense at equal cost")]
-    price = speed.step_cost.median if speed.step_price is None else speed.step_price
-    if price > SAVES:
-        cost = f"a step costs {price:.2f} dense steps"
-        return [*found, *_note(f"{cost}: nothing is saved that dense could use")]
+    if speed.step_cost > SAVES:
+        return [*found, *_note("a step saves less than 2 % of a dense one: nothing that dense could use")]
     equal = [control for control in controls if control.kind in EQUAL_COST]
     if best := [control for control in equal if control.is_best]:
         found.append(_against_best(best[0], speed, way))
@@ -280,8 +272,7 @@ def _controls(controls: Sequence[Control], speed: Speed, way: Way) -> list[State
 
 
 def _against_best(control: Control, speed: Speed, way: Way) -> Statement:
-    by = {"probe": "timed in turns", "flops": "FLOPs counted"}.get(speed.cost_by, "counted")
-    by = "FLOPs, update included" if speed.step_price is not None else by
+    by = BY.get(speed.cost_by, "counted")
     what = f"{WORDS[control.kind]} ({control.found}, {of_factor(control.cost)} the policy's cost, {by})"
     statement = _against("equal cost", control, f"the best dense of equal cost, {what}", way)
     cost = () if control.cost is None else (Number("cost", control.cost),)

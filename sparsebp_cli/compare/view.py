@@ -49,7 +49,7 @@ def view_grids(comparison: Comparison, view: View) -> list[Grid]:
 
 
 SHOW_COST: dict[str, tuple[str, Callable[[float | None], str]]] = {
-    "dense_steps": ("cost of a step", lambda value: show.NONE if value is None else f"{value:.2f}"),
+    "cost": ("cost", lambda value: show.NONE if value is None else f"{value:.2f}"),
     "step_seconds": ("step", lambda value: show.scaled(value, SECONDS)),
     "held_bytes": ("memory held", lambda value: show.scaled(value, BYTES)),
 }
@@ -68,8 +68,8 @@ def _pareto(comparison: Comparison) -> Grid:
     note = (
         "Beaten by: nowhere worse and somewhere better in these numbers over the shared seeds, whether by chance or "
         "not. A group stands at the baseline's mean plus its paired difference, and at the baseline's time and memory "
-        "times their paired ratio; ± is the standard deviation over its own seeds. Cost of a step: in dense steps of "
-        "the baseline's batch, FLOPs with the update (of older runs time by probes). A dash: not measured, or "
+        "times their paired ratio; ± is the standard deviation over its own seeds. Cost: FLOPs of all steps over the "
+        "baseline's (of older runs by their probes). A dash: not measured, or "
         "withheld because the machine was busy."
     )
     columns = ("group", comparison.metric, *(SHOW_COST[cost][0] for cost in costs), "beaten by")

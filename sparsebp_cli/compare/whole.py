@@ -22,7 +22,7 @@ Measured = tuple[LoadedRun, Mapping[int, float]]  # a run, and ascending optimiz
 
 def whole_quartiles(measured: Iterable[Measured]) -> Quartiles | None:
     """Return median and quartiles over all runs of one recipe; None without values."""
-    by_phase, phases = _split(measured)
+    by_phase, phases = split_runs(measured)
     found = {number: q for number, values in by_phase.items() if (q := quartiles(values)) is not None}
     if len(found) < 2:
         return next(iter(found.values()), None)
@@ -35,12 +35,12 @@ def whole_quartiles(measured: Iterable[Measured]) -> Quartiles | None:
 def whole_median(measured: Iterable[Measured], *, is_speedup: bool = False) -> float | None:
     """Return the median over all runs of one recipe; None without values. ``is_speedup`` as in
     :func:`~sparsebp_cli.run.policy_phase.weigh`."""
-    by_phase, phases = _split(measured)
+    by_phase, phases = split_runs(measured)
     found = {number: statistics.median(values) for number, values in by_phase.items()}
     return weigh(found, phases, is_speedup=is_speedup) if found else None
 
 
-def _split(measured: Iterable[Measured]) -> tuple[dict[int, array[float]], list[PolicyPhase[dict[str, Any]]]]:
+def split_runs(measured: Iterable[Measured]) -> tuple[dict[int, array[float]], list[PolicyPhase[dict[str, Any]]]]:
     """Return the finite values of all runs by phase, and the phases of the run that came furthest."""
     by_phase: dict[int, array[float]] = {}
     phases: list[PolicyPhase[dict[str, Any]]] = []

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from sparsebp_cli.compare.number import show_change, show_ends
+from sparsebp_cli.compare.number import show_change, show_ends, show_ratio
 from sparsebp_cli.compare.statement import Number, Outcome, Statement, Subject
 from sparsebp_cli.compare.statistics import FEWEST_PAIRS
-from sparsebp_cli.run import metric as names
 
 COUNTS = {1: "one seed", 2: "two seeds"}
 LONGEST = 140  # characters of a short verdict with its label: two lines of a terminal
@@ -27,7 +26,7 @@ def say_all(statements: Sequence[Statement]) -> str:
 
 def say_briefly(label: str, statements: Sequence[Statement]) -> str:
     """Return one sentence on a group: quality, margin, equal cost, and as many doubts as two lines hold, the gravest
-    first. Intervals are left to the table beside it."""
+    first. Intervals are left to the table beside it. The rest stands where the sentence says."""
     asked = [say_without_interval(one) for one in statements if one.subject in BRIEF]
     doubts = [say(one) for one in reversed(statements) if one.subject == "circumstance"]
     said = (asked or doubts)[:1]
@@ -36,7 +35,7 @@ def say_briefly(label: str, statements: Sequence[Statement]) -> str:
         if len("; ".join([label, *said, text])) <= LONGEST:
             said.append(text)
     left = len(rest) + 1 - len(said)
-    return "; ".join(said) + (f"; {left} more doubt{'s' * (left > 1)}" if left > 0 else "") + "."
+    return "; ".join(said) + (f"; --all has {left} more remark{'s' * (left > 1)}" if left > 0 else "") + "."
 
 
 def say_without_interval(statement: Statement) -> str:
@@ -153,21 +152,9 @@ def _ratio(what: str, statement: Statement) -> str:
     return f"{what} {change}" if number.low is not None else f"{what} {change} in these runs"
 
 
-def _passes(statement: Statement) -> str:
-    number, share = statement.numbers[0], statement.number(names.REALISED_SHARE.name)
-    low, high = (f"{100 * ((x or 0.0) - 1.0):+.0f}" for x in (number.low, number.high))
-    change = f"{100 * (number.value - 1.0):+.0f} % [{low}, {high}]"
-    how = f"median and quartiles of {number.count} probes"
-    text = f"timed in turns with dense, forward and backward take {change} ({how})"
-    return text if share is None else f"{text}, {_realised(share)}"
-
-
-def _realised(share: Number) -> str:
-    if share.low is not None and share.low > 1.0:  # beyond the spread of the probes
-        return f"more than the policy can save ({share.value:.0%} of the possible saving): one of the two is wrong"
-    if share.value > 1.0:
-        return "all of the possible saving, as far as the probes can tell"
-    return f"{share.value:.0%} of the possible saving"
+def _cost(statement: Statement) -> str:
+    number = statement.numbers[0]
+    return f"cost {show_ratio(number.value, number.low, number.high)} of the baseline's FLOPs"
 
 
 def _against(statement: Statement) -> str:
@@ -189,8 +176,8 @@ SAY: dict[Subject, Callable[[Statement], str]] = {
     "common step": _quality,
     "examples": _examples,
     "margin": _margin,
+    "cost": _cost,
     "step time": _step_time,
-    "passes": _passes,
     "memory": lambda statement: _ratio("memory held by a step", statement),
     "random": _against,
     "equal cost": _against,

@@ -1,4 +1,4 @@
-"""Bounds on the gain of selection, known before training: the ceiling, what a kept unit must be worth, and at most is.
+"""Bounds on the gain of selection, before training: the speed-up limit, what a kept unit must be worth, and at most is.
 
 A step that trains a share p of its targets, examples or rows costs a share r of a dense step; dense on a share r of the
 batch costs the same. So a kept unit must be worth r / p dense ones. Units drawn uniformly are worth one each: if the
@@ -65,8 +65,8 @@ class SelectionGain:
         if self.share is None and abs(self.cost_ratio - 1.0) < 0.005:
             return ""
         text = (
-            f"cost: {self.cost_ratio:.2f} dense steps in FLOPs of forward and backward, {self.seconds_ratio:.2f} in "
-            "time (taken in turn, at the first step)"
+            f"the first step costs {self.cost_ratio:.2f} dense steps in FLOPs of forward and backward, "
+            f"{self.seconds_ratio:.2f} in time (taken in turn)"
         )
         if self.share is None or self.unit is None or self.share >= 1.0:
             return text
@@ -96,7 +96,7 @@ class SelectionGain:
         )
 
 
-def ceiling(
+def speedup_limit(
     forward_flops: float,
     backward_flops: float,
     claimed_backward_flops: float,
@@ -111,9 +111,9 @@ def ceiling(
     return (forward_flops + backward_flops) / (forward + claimed_backward_flops)
 
 
-def realised_share(dense_seconds: float, policy_seconds: float, ceiling_speedup: float) -> float | None:
-    """Return the realised share of the theoretical saving in time: 1.0 for all of it, 0.0 for none, negative if the
-    policy is slower. None if the policy claims no saving (a ceiling below 1.001)."""
-    if ceiling_speedup < 1.001:
+def reached_share(dense_seconds: float, policy_seconds: float, limit: float) -> float | None:
+    """Return the reached share of the theoretical saving in time: 1.0 for all of it, 0.0 for none, negative if the
+    policy is slower. None if the policy claims no saving (a limit below 1.001)."""
+    if limit < 1.001:
         return None
-    return (1.0 - policy_seconds / dense_seconds) / (1.0 - 1.0 / ceiling_speedup)
+    return (1.0 - policy_seconds / dense_seconds) / (1.0 - 1.0 / limit)

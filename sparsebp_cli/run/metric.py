@@ -60,9 +60,9 @@ DENSE_SAVED_BYTES = Metric("memory/dense_saved_for_backward_bytes", "B", "lower"
 FORWARD_FLOPS = Metric("flops/forward", "FLOP", "lower")
 SCORING_FLOPS = Metric("flops/scoring", "FLOP", "lower")  # of the forward's: only to choose what is trained
 DENSE_FORWARD = Metric("flops/forward_dense", "FLOP", "lower")  # the forward of the same batch without the policy
-UPDATE_FLOPS = Metric("flops/update", "FLOP", "lower")  # of the price of a step: clipping and optimizer
+UPDATE_FLOPS = Metric("flops/update", "FLOP", "lower")  # of the FLOPs of a step: clipping and optimizer
 DENSE_UPDATE_FLOPS = Metric("flops/update_dense", "FLOP", "lower")  # the same of a dense step
-STEP_FLOPS = Metric("flops/step", "FLOP", "lower")  # the price of a step: passes, update and trial passes
+STEP_FLOPS = Metric("flops/step", "FLOP", "lower")  # the cost of a step: passes, update and trial passes
 DENSE_STEP_FLOPS = Metric("flops/step_dense", "FLOP", "lower")  # the same of a dense step over the same batch
 PROBING_FLOPS = Metric("flops/probing", "FLOP", "lower")  # of trial passes that a policy wanted before a step
 BACKWARD_EXECUTED = Metric("flops/backward_executed", "FLOP", "lower")
@@ -77,9 +77,9 @@ MOVED_TENSORS = Metric("proof/moved_tensors", "tensors")  # trained parameters t
 MOVED_SHARE = Metric("proof/moved_share", "share")  # entries of trained parameters that the step changed
 PROBE_DENSE_SECONDS = Metric("probe/dense_seconds", "s", "lower", timing=True)  # forward + backward, one micro-batch
 PROBE_POLICY_SECONDS = Metric("probe/policy_seconds", "s", "lower", timing=True)
-CEILING = Metric("speed/ceiling", "x", "higher")
+LIMIT = Metric("speed/ceiling", "x", "higher")
 SPEEDUP = Metric("speed/speedup", "x", "higher", timing=True)  # forward + backward against dense, in the same run
-REALISED_SHARE = Metric("speed/realised_share", "share", "higher", timing=True)
+REACHED_SHARE = Metric("speed/realised_share", "share", "higher", timing=True)
 COSINE = Metric("fidelity/cosine", "", "higher")
 INDEPENDENT_COSINE = Metric("fidelity/independent_cosine", "", "higher")  # with the dense gradient of other examples
 DENSE_INDEPENDENT_COSINE = Metric("fidelity/dense_independent_cosine", "", "higher")  # of dense at the policy's cost

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 RUN_ID = "sparsebp.run_id"
 TRIAL = "sparsebp.trial"
 TAGS, NOTE = "sparsebp.tags", "sparsebp.note"
-SHOWN = (metric.EVAL_LOSS, metric.EVAL_ACCURACY, metric.TEST_LOSS, metric.CEILING, metric.REALISED_SHARE, metric.COSINE)
+SHOWN = (metric.EVAL_LOSS, metric.EVAL_ACCURACY, metric.TEST_LOSS, metric.LIMIT, metric.REACHED_SHARE, metric.COSINE)
 LONGEST_VALUE = 6000  # of a parameter, in MLflow 3.17
 LONGEST_TAG = 5000
 LONGEST_KEY = 250

@@ -1,7 +1,7 @@
 """The probe: dense and policy passes over one batch, in turn, within the run itself.
 
-It measures what a policy gains on this machine and model (the ceiling, the speed-up, and the realised share of the
-ceiling) and counts what was executed and stored, module by module.
+It measures what a policy gains on this machine and model (the limit, the speed-up, and the share of the limit that was
+reached) and counts what was executed and stored, module by module.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from statistics import median
 from sparsebp_cli.backward import Engine, ModuleTrace, PassCount, Proof, Report, count_flops, saved_bytes, tensor_bytes
 from sparsebp_cli.backward.observe.flops import DensePass, PassEstimate
 from sparsebp_cli.backward.observe.saved_bytes import SavedBytes
-from sparsebp_cli.plan import ceiling, realised_share
+from sparsebp_cli.plan import reached_share, speedup_limit
 from sparsebp_cli.run import metric
 from sparsebp_cli.worker.price import CountedPass, Shape
 from sparsebp_cli.worker.step_kind import StepKind, describe_pass
@@ -191,6 +191,6 @@ def _speed(proof: Proof, dense_seconds: float, policy_seconds: float) -> dict[st
     }
     if proof.claimed_flops is None:  # routers at graph nodes claim nothing in advance
         return speed
-    highest = ceiling(forward, dense, proof.claimed_flops, proof.claimed_forward_flops)
-    share = realised_share(dense_seconds, policy_seconds, highest)
-    return speed | {metric.CEILING.name: highest, metric.REALISED_SHARE.name: share}
+    highest = speedup_limit(forward, dense, proof.claimed_flops, proof.claimed_forward_flops)
+    share = reached_share(dense_seconds, policy_seconds, highest)
+    return speed | {metric.LIMIT.name: highest, metric.REACHED_SHARE.name: share}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,20 @@ def test_two_layers_of_8b_by_their_config_alone(cli: Cli, recipe: Path) -> None:
     assert (need["fit"], facts["dense"]["fit"]) == ("fits", "fits")
     assert need["hours"] == pytest.approx(need["step_flops"] * 100 / 200e12 / 3600)
     assert any(one["changes"][0] == "measure.probe_every=null" for one in found["remedies"])
+
+
+@pytest.mark.slow
+def test_of_several_recipes_each_has_one_line(cli: Cli, recipe: Path) -> None:
+    small = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "vocab_size": 256}
+    (recipe.parent / "model" / "config.json").write_text(json.dumps(CONFIG | small | {"num_key_value_heads": 2}))
+    other = recipe.with_name("other.yaml")
+    other.write_text(json.dumps(RECIPE | {"name": "another"}))
+    done = cli("validate", recipe, other, "--memory", "--gpu", "24gb", "--rate", "200", real=True)
+    assert done.returncode == 0, done.stderr
+    first, second, last = done.stdout.splitlines()
+    assert re.fullmatch(r"large: needs [\d.]+ MB: fits, [\d.]+ MFLOP a step, 100 steps in .+", first)
+    assert second.startswith("another: needs ")
+    assert last == "more: one recipe alone has its tables, -o json has all"
 
 
 def test_words_that_are_no_device_or_no_rate_are_refused_before_anything_starts(cli: Cli, recipe: Path) -> None:

@@ -153,17 +153,15 @@ def write_priced(recipe: Path, shares: list[float], probed: list[float], *change
     return run
 
 
-def test_the_summary_has_the_cost_and_says_where_probes_are_unlike_the_steps(cli: Cli, write_recipe: Write) -> None:
+def test_the_summary_has_the_cost_of_all_steps_whatever_probes_fell_on(cli: Cli, write_recipe: Write) -> None:
     def show(shares: list[float], probed: list[float], *changes: str) -> str:
         run = write_priced(write_recipe(), shares, probed, *changes)
         return " ".join(cli("show", run.run_id, "--all").stdout.split())
 
     alternating = show([0.25, 1.0] * 4, [1.0] * 8)
-    assert "cost 5.80 GFLOP for 8 steps, updates included, 65.9 % of dense's on the same batches; probes" in alternating
-    assert "probes fell on steps of 100 %: speed, backward and proof are those of such steps" in alternating
+    assert "cost 5.80 GFLOP for 8 steps, updates included, 0.66 of dense's on the same batches" in alternating
     even = show([0.5] * 8, [0.5, 0.52] * 4)
-    assert "cost 4.80 GFLOP for 8 steps, updates included, 54.5 % of dense's on the same batches" in even
-    assert "probes fell" not in even
+    assert "cost 4.80 GFLOP for 8 steps, updates included, 0.55 of dense's on the same batches" in even
     dense = show([1.0] * 8, [1.0] * 8, "policy=dense")
     assert "cost 8.80 GFLOP for 8 steps, updates included" in dense
     assert "of dense's on the same batches" not in dense

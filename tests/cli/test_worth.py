@@ -32,3 +32,26 @@ def test_no_number_is_folded_in_a_narrow_terminal(
     assert ("rate 0.78" in printed) is (width >= 98)
     assert "tune it before a policy is judged" in " ".join(printed.split())
     assert ("No room for noise, by curvature" in printed) is (width < 98)
+
+
+@pytest.mark.parametrize("num_policies", [2, 8])
+def test_several_policies_are_answered_on_one_screen(
+    num_policies: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    numbers = {"price": 0.52, "noise": 12.61, "noise_curved": 0.32, "bias": 0.42, "product": 0.82, "rate": 0.78}
+    policies = [
+        POLICY
+        | {key: interval(value + number / 100) for key, value in numbers.items()}
+        | {"name": f"largest-rows-{number} keep=0.5", "verdict": "cannot beat a smaller batch", "as_at_step": number}
+        for number in range(num_policies)
+    ]
+    found = WorthAnswer(**{key: value for key, value in WORTH.items() if key != "format"} | {"policies": policies})
+    print_worth(found)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 80
+    assert sum("largest-rows" in line and "keep=0.5" in line and "cannot" in line for line in lines) == num_policies
+    print_worth(found, everything=True)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f"largest-rows-{num_policies - 1} keep=0.5: leaves nothing out so early" in printed

@@ -39,7 +39,7 @@ def add(run: RunFolder, name: str, values: list[float]) -> None:
 # A busy machine
 
 
-def test_on_a_busy_machine_the_verdict_gives_the_probes_ratio_not_step_times(make_run: MakeRun) -> None:
+def test_on_a_busy_machine_the_verdict_gives_no_step_times(make_run: MakeRun) -> None:
     runs = pair(make_run, seconds=0.1, claimed=0.1, executed=0.1)
     assert "step time -50.0 %" in sparse(runs).verdict
     for run in runs[3:]:
@@ -49,7 +49,8 @@ def test_on_a_busy_machine_the_verdict_gives_the_probes_ratio_not_step_times(mak
     assert "step time -50" not in group.verdict
     told = "the machine was busy in 3 of its 3 runs (30% of the CPU time of a quiet one, load 9.8 a CPU)"
     assert f"no statement about step time: {told}" in group.verdict
-    assert "forward and backward take -40 % [-40, -40] (median and quartiles of 6 probes)" in group.verdict
+    assert "-40" not in group.verdict, "a probe is not the training"
+    assert group.speed.reached == pytest.approx(0.4 / 0.6)
     assert group.speed.busy is not None
     found = compare_runs(runs)
     assert [trade.costs["step_seconds"] is None for trade in find_trades(found)] == [False, True]
@@ -158,23 +159,21 @@ def test_the_best_of_more_evaluations_finds_nothing_in_nothing(make_run: MakeRun
 
 
 @pytest.mark.parametrize(
-    ("shares", "said"),
-    [
-        ((1.9, 1.85), "more than the policy can save (190% of the possible saving): one of the two is wrong"),
-        ((1.1, 0.8), "all of the possible saving, as far as the probes can tell"),
-        ((0.7, 0.7), "take -20 % [-20, -20] (median and quartiles of 6 probes), 70% of the possible saving"),
-    ],
+    ("seconds", "is_impossible"), [((0.05, 0.055), True), ((0.05, 0.18), False), ((0.16, 0.16), False)]
 )
-def test_a_share_above_all_is_never_stated_plainly(make_run: MakeRun, shares: tuple[float, float], said: str) -> None:
-    probed = {"probe/dense_seconds": 0.2, "probe/policy_seconds": 0.16, "speed/realised_share": shares[0]}
+def test_more_time_saved_than_there_is_gives_a_warning(
+    make_run: MakeRun, seconds: tuple[float, float], is_impossible: bool
+) -> None:
+    """The policy leaves 47 % of the work; the warning needs more than the spread of the probes."""
+    probed = {"probe/dense_seconds": 0.2, "probe/policy_seconds": seconds[0]}
     runs = pair(make_run, seconds=0.15, executed=0.2, claimed=0.2, metrics=probed)
     for run in runs[3:]:
         with JournalWriter(run.path, durable=False) as journal:
-            journal.write("metrics", step=15, values={"speed/realised_share": shares[1]})
-    found = compare_runs(runs)
-    assert said in found.groups[1].verdict
-    impossible = [line for line in found.warnings if "more than all" in line]
-    assert bool(impossible) is (shares[1] > 1.0)
+            for step in (15, 16):
+                values = probed | {"probe/policy_seconds": seconds[1]}
+                journal.write("metrics", step=step, values=values)
+    impossible = [line for line in compare_runs(runs).warnings if "more than all" in line]
+    assert bool(impossible) is is_impossible
 
 
 # The test split
@@ -213,7 +212,7 @@ def test_what_choosing_could_gain_is_a_table_where_runs_measured_it(make_run: Ma
     values = {"choice/cost_ratio": 0.5, "choice/share": 0.25, "choice/worth": 2.0, "choice/ess": 0.87}
     found = compare_runs(pair(make_run, metrics=values | {"choice/row_ess": 0.31}))
     (grid,) = (grid for grid in grids(found) if grid.title == title)
-    assert grid.columns[1:] == ("cost", "trained", "worth", "pays below", "targets", "examples", "rows")
+    assert grid.columns[1:] == ("first step", "trained", "worth", "pays below", "targets", "examples", "rows")
     assert [row[1:] for row in grid.rows] == [("50%", "25%", "2.00x", "0.50", "0.87", "-", "0.31")]
     choice = found.groups[1].cost.choice
     assert choice is not None

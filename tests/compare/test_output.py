@@ -135,7 +135,7 @@ def test_text_of_a_failed_run_is_never_read_as_markup(comparison: Comparison) ->
 
 def test_json_holds_everything_and_is_strict(comparison: Comparison) -> None:
     found = json.loads(render(comparison, "json"), parse_constant=pytest.fail)
-    assert found["schema"] == 4
+    assert found["schema"] == 5
     assert [group["label"] for group in found["groups"]][:2] == ["dense", "topk-rows"]
     assert found["groups"][1]["quality"]["difference"]["n"] == 5
     assert len(found["runs"]) == 12
@@ -145,7 +145,7 @@ def test_json_holds_everything_and_is_strict(comparison: Comparison) -> None:
 
 def test_json_is_what_the_committed_schema_says(comparison: Comparison, make_run: MakeRun) -> None:
     schema = json.loads((ROOT / "docs" / "comparison.schema.json").read_text())
-    assert schema["properties"]["schema"]["const"] == 4
+    assert schema["properties"]["schema"]["const"] == 5
     empty = compare_runs([make_run(end="failed", steps=0)])
     for each in (comparison, empty):
         found = json.loads(render(each, "json"))
@@ -213,7 +213,7 @@ def test_the_picture_is_drawn_with_every_group_in_it(comparison: Comparison, tmp
     svg = picture(comparison, tmp_path / "a.svg").read_text()
     assert ET.fromstring(svg).tag.endswith("svg")
     assert svg == picture(comparison, tmp_path / "b.svg").read_text()
-    words = ("at equal steps", "at equal cost", "topk-rows (1 seed)", "what a step costs", "eval/loss (nats/token)")
+    words = ("at equal steps", "at equal cost", "topk-rows (1 seed)", "cost", "eval/loss (nats/token)")
     for text in words:
         assert text in svg
 

@@ -53,10 +53,10 @@ def test_the_figures_of_a_schedule_are_those_of_its_phases_weighted_by_their_ste
     share = (5 * 1.0 + 15 * 0.1) / 20
     assert found.cost.executed_flops == pytest.approx(share * DENSE)
     assert found.cost.claimed_flops == pytest.approx(share * DENSE)
-    assert found.speed.ceiling == pytest.approx((FORWARD + DENSE) / (FORWARD + share * DENSE))
+    assert found.speed.limit == pytest.approx((FORWARD + DENSE) / (FORWARD + share * DENSE))
     ratio = (FORWARD + share * DENSE) / (FORWARD + DENSE)
     update = ratio / 9  # a tenth of the step's time, beside nine tenths of forward and backward
-    assert found.speed.step_cost.median == pytest.approx((ratio + update) / (1 + update))
+    assert found.speed.step_cost == pytest.approx((ratio + update) / (1 + update))
     assert found.policies == ("dense", "topk")
     assert found.exact is False
 

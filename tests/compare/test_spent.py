@@ -1,14 +1,27 @@
-"""What runs have spent, in FLOPs and in seconds, each over the baseline's with its interval."""
+"""What all steps of runs cost, in FLOPs and in seconds, each over the baseline's: one number in every output."""
 
 from __future__ import annotations
 
+import html
+import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sparsebp_cli.compare import compare_runs
+from sparsebp_cli.cli.summary import summary_rows
+from sparsebp_cli.compare import View, compare_runs, picture, render
+from sparsebp_cli.compare.answer import answer_grid
+from sparsebp_cli.compare.number import SECONDS, of_quartiles
 from sparsebp_cli.compare.overview_grid import grids
-from sparsebp_cli.run import JournalWriter, RunFolder
+from sparsebp_cli.compare.report import render_report
+from sparsebp_cli.compare.report.board import make_board
+from sparsebp_cli.compare.statistics import Quartiles
+from sparsebp_cli.compare.view import view_grids
+from sparsebp_cli.plan import Plan
+from sparsebp_cli.release.figure import compare_here
+from sparsebp_cli.run import History, JournalWriter, RunFolder
 
 from .conftest import MakeRun
 
@@ -39,16 +52,16 @@ def test_flops_and_seconds_that_differ_by_more_than_a_tenth_are_named(
         runs.append(spend(topk, 0.8e9, 0.1 * seconds))
     comparison = compare_runs(runs)
     speed = next(group for group in comparison.groups if group.label == "topk").speed
-    assert speed.spent_flops == pytest.approx(20 * 0.8e9)
-    assert speed.spent_ratio is not None
+    assert speed.flops == pytest.approx(20 * 0.8e9)
+    assert speed.cost is not None
     assert speed.seconds_ratio is not None
-    assert speed.spent_ratio.mean == pytest.approx(0.8)
+    assert speed.cost.mean == pytest.approx(0.8)
     assert speed.seconds_ratio.mean == pytest.approx(seconds, rel=0.02)
     low, high = speed.seconds_ratio.shown
     assert low is not None
     assert high is not None
     assert low < seconds / 1.01 < high
-    (spent,) = [grid for grid in grids(comparison) if grid.title == "Spent"]
+    (spent,) = [grid for grid in grids(comparison) if grid.title == "Cost of all steps"]
     assert [(row[0], row[4]) for row in spent.rows] == [("dense", ""), ("topk", word)]
 
 
@@ -68,3 +81,56 @@ def test_equal_cost_is_that_in_flops_whatever_probes_say(
     assert group.speed.relative_cost == pytest.approx(flops / 1e9)
     assert (entry.by, entry.amount) == ("cost", pytest.approx(after))
     assert entry.quality == group.quality.final
+
+
+def test_every_output_gives_the_same_cost_whatever_the_probes_saw(make_run: MakeRun, tmp_path: Path) -> None:
+    """Probes fell on batches in which the policy saves twice as much, and timed them at a tenth of dense."""
+    probed = {"probe/dense_seconds": 0.2, "probe/policy_seconds": 0.02, "speed/speedup": 10.0}
+    runs = [spend(make_run("plain"), 1e9, 0.1)]
+    exact = {"policy": [{"name": "lossless"}], "executed": 0.1, "claimed": 0.1, "metrics": probed}
+    runs.append(spend(make_run("mine", **exact), 0.61e9, 0.07))
+    found = compare_runs(runs)
+    board = {row.label: row.cells[1].text for row in make_board(found).rows}
+    (headline,) = re.findall(r"<p class=headline>(.*?)</p>", render_report(found))
+    (mine,) = [line for line in render(found, "latex").splitlines() if line.startswith("mine & ")]
+    (cost,) = [grid for grid in grids(found) if grid.title == "Cost of all steps"]
+    answered = answer_grid(found)
+    drawn = picture(found, tmp_path / "a.svg").read_text()
+    summary = dict(summary_rows(History.load(runs[1].path), runs[1].read_plan()["recipe"], brief=True))
+    said = {
+        "board": board["mine"],
+        "latex": mine.split(" & ")[2],
+        "table": cost.rows[1][2],
+        "answer": answered.rows[1][answered.columns.index("cost")],
+        "pareto": view_grids(found, View("pareto"))[0].rows[1][2],
+    }
+    assert said == dict.fromkeys(said, "0.61")
+    for text in (headline, found.groups[1].verdict, compare_here(runs[1], Plan.load(runs[1].plan_file)).verdict):
+        assert "cost 0.61 of the baseline" in html.unescape(text)
+        assert not re.findall(r"timed in turns|probe|-90|saving", text)
+    assert " 0.61" in drawn
+    assert summary["cost"].endswith("0.61 of dense's")
+    assert json.loads(render(found, "json"))["groups"][1]["speed"]["cost"]["mean"] == pytest.approx(0.61)
+
+
+def test_the_limit_is_that_of_all_steps_and_probes_give_the_time_of_a_flop(make_run: MakeRun) -> None:
+    """In probes a tenth of the backward is left: 1.2 of 3 parts. All steps cost 0.8, so the probes saw rare batches."""
+    topk = {"policy": [{"name": "topk", "keep": 0.1}], "exact": False, "executed": 0.1, "claimed": 0.1}
+    runs = []
+    for seed in range(2):
+        runs.append(spend(make_run("dense", seed), 1e9, 0.1))
+        probed = {"probe/dense_seconds": 0.2, "probe/policy_seconds": 0.1}
+        runs.append(spend(make_run("topk", seed, metrics=probed, **topk), 0.8e9, 0.1))
+    speed = compare_runs(runs).groups[1].speed
+    passes = 0.8e9 / 0.9e9
+    assert speed.limit == pytest.approx(1 / passes)
+    per_flop = 0.5 / 0.4
+    assert speed.reached == pytest.approx((1 - passes * per_flop) / (1 - passes))
+    summary = dict(summary_rows(History.load(runs[1].path), runs[1].read_plan()["recipe"]))
+    speed_up = f"about {1 / passes / per_flop:.2f}x as fast as dense by the time of a FLOP in 2 probes"
+    assert summary["speed"] == f"limit {1 / passes:.2f}x, {speed_up}"
+
+
+def test_one_measurement_has_no_interval() -> None:
+    assert of_quartiles(Quartiles(0.182, 0.18, 0.185, 2), SECONDS) == "182 ms"
+    assert of_quartiles(Quartiles(0.182, 0.18, 0.185, 3), SECONDS) == "182 ms [180, 185]"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sparsebp_cli.errors import RecipeError, RunNotFoundError
-from sparsebp_cli.plan import Plan, ceiling, make_plan, realised_share
+from sparsebp_cli.plan import Plan, make_plan, reached_share, speedup_limit
 from sparsebp_cli.plan.identity import find_data
 from sparsebp_cli.plan.plan import find_sources, group_content
 from sparsebp_cli.plan.seal import Seal
@@ -60,20 +60,20 @@ def test_local_paths_become_absolute_beside_the_recipe_first(tmp_path, monkeypat
 
 @pytest.mark.parametrize("share", [1.0, 0.5, 0.25, 0.1])
 def test_the_ceiling_of_the_whole_backward_is_three_over_one_plus_two_p(share) -> None:
-    assert ceiling(1.0, 2.0, 2.0 * share) == pytest.approx(3 / (1 + 2 * share))
+    assert speedup_limit(1.0, 2.0, 2.0 * share) == pytest.approx(3 / (1 + 2 * share))
 
 
 def test_the_ceiling_refuses_nonsense() -> None:
     for counts in ((-1.0, 1.0, 1.0), (0.0, 0.0, 0.0)):
         with pytest.raises(ValueError, match="FLOP"):
-            ceiling(*counts)
+            speedup_limit(*counts)
 
 
 def test_the_realised_share_is_all_none_or_negative() -> None:
-    assert realised_share(3.0, 1.5, 2.0) == pytest.approx(1.0)
-    assert realised_share(3.0, 3.0, 2.0) == pytest.approx(0.0)
-    assert realised_share(3.0, 3.3, 2.0) < 0
-    assert realised_share(3.0, 2.9, 1.0) is None
+    assert reached_share(3.0, 1.5, 2.0) == pytest.approx(1.0)
+    assert reached_share(3.0, 3.0, 2.0) == pytest.approx(0.0)
+    assert reached_share(3.0, 3.3, 2.0) < 0
+    assert reached_share(3.0, 2.9, 1.0) is None
 
 
 def test_a_relative_recipe_path_works(tmp_path, monkeypatch) -> None:

@@ -42,7 +42,7 @@ def test_a_run_counts_two_forwards_no_backward_and_nothing_saved(tiny_recipe: An
     assert last(metric.BACKWARD_EXECUTED) == last(metric.SAVED_BYTES) == 0.0
     assert last(metric.BACKWARD_DENSE) == last(metric.BACKWARD_EXECUTED, dense) > 0.0
     assert last(metric.EXECUTED_SHARE) == last(metric.CLAIMED_SHARE) == last(metric.EXCESS_SHARE) == 0.0
-    assert last(metric.CEILING) == pytest.approx(1.5, abs=0.1)  # two forwards for three
+    assert last(metric.LIMIT) == pytest.approx(1.5, abs=0.1)  # two forwards for three
     assert abs(last(metric.COSINE)) < 0.2
     assert last(metric.GRADIENT_BYTES) == last(metric.GRADIENT_BYTES, dense)
 

@@ -89,7 +89,7 @@ def test_what_a_kept_token_must_be_worth_and_where_choosing_can_pay(keep: float,
         assert found.unit_worth == pytest.approx(worth)
         assert found.can_pay is (effective < highest)
         cost, choice = found.lines()
-        assert f"cost: {ratio:.2f} dense steps in FLOPs" in cost
+        assert f"the first step costs {ratio:.2f} dense steps in FLOPs" in cost
         assert "`sparsebp worth RECIPE`" in cost
         assert f"has to be below {highest:.2f}, so it {'can' if found.can_pay else 'cannot'} pay" in choice
         assert "an upper bound, as if the sizes were known and free" in choice

@@ -29,4 +29,4 @@ def test_a_killed_run_resumes_identically_and_its_forward_is_shorter(policy: Any
     forward = history.series(metric.FORWARD_FLOPS.name).values()
     assert len(set(forward)) > 1  # another number of blocks at another step
     assert set(history.series(metric.EXCESS_SHARE.name).values()) == {0.0}
-    assert max(history.series(metric.CEILING.name).values()) > 1.3
+    assert max(history.series(metric.LIMIT.name).values()) > 1.3

@@ -175,7 +175,7 @@ def _data(comparison: Comparison) -> dict[str, object]:
         "units": {name: known.unit for name, known in metric.METRICS.items() if known.unit}
         | ({comparison.metric: comparison.unit, comparison.course: comparison.unit} if comparison.unit else {}),
         "groups": [group.label for group in comparison.groups],
-        "prices": [group.speed.relative_cost for group in comparison.groups],
+        "costs": [group.speed.relative_cost for group in comparison.groups],
         "runs": [
             {"group": number[run.group], "seed": run.seed, "id": run.run_id, "curves": run.curves}
             | {"quality": run.quality, "step": run.step_seconds}

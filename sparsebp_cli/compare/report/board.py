@@ -69,9 +69,7 @@ def make_headline(comparison: Comparison) -> str:
     if not others:
         return f"{base.label} alone: there is nothing to compare it with."
     if len(others) == 1:
-        quality, time = others[0].find("quality"), find_time(others[0])
-        found = [quality, *([time] if quality and quality.outcome == "exact" else [])]
-        return f"{others[0].label} against {base.label}: {'; '.join(say(one) for one in found if one)}."
+        return f"{others[0].label} against {base.label}: {'; '.join(map(say, find_main(others[0])))}."
     labels: dict[Outcome, list[str]] = {}
     for group in others:
         if (quality := group.find("quality")) is not None:
@@ -80,10 +78,12 @@ def make_headline(comparison: Comparison) -> str:
     return f"Against {base.label} in {comparison.metric}: {'; '.join(parts)}."
 
 
-def find_time(group: Group) -> Statement | None:
-    """Return what an exact policy is for: its time in turns with dense, which holds on a busy machine, too, else that
-    of whole steps."""
-    return group.find("passes") or group.find("step time")
+def find_main(group: Group) -> list[Statement]:
+    """Return the statement on quality, and of an exact policy those on what it is for: cost and step time. All of them
+    are of all steps."""
+    quality = group.find("quality")
+    saved = (group.find("cost"), group.find("step time")) if quality and quality.outcome == "exact" else ()
+    return [one for one in (quality, *saved) if one is not None and (one.numbers or one is quality)]
 
 
 def join_names(names: Sequence[str]) -> str:
@@ -105,8 +105,8 @@ def make_board(comparison: Comparison) -> Board:
         for group in groups
     ]
     plain: list[tuple[str, list[Difference | None], Subject | None]] = [
-        (f"{_course(comparison)}at equal cost", [_at_equal(group, base) for group in groups], None),
         (f"to {base.label}", [group.quality.difference for group in groups], "quality"),
+        (f"{_course(comparison)}at equal cost", [_at_equal(group, base) for group in groups], None),
         ("step time", [group.speed.step_ratio for group in groups], "step time"),
         ("memory held", [group.cost.held_ratio for group in groups], "memory"),
     ]
@@ -116,15 +116,15 @@ def make_board(comparison: Comparison) -> Board:
         for title, values, subject in plain
         if any(values)
     ]
-    if any(group.speed.relative_cost is not None for group in groups):
-        columns.insert(0, ("cost of a step", [_cost(group) for group in groups]))
+    if any(group.speed.cost is not None for group in groups):
+        columns.insert(0, ("cost", [_cost(group) for group in groups]))
     titles = (comparison.metric, *(title for title, _ in columns))
     rows = zip(own, *(cells for _, cells in columns), strict=True)
+    kind = comparison.interval_kind or "95% interval, from three seeds up"
     note = (
-        f"Differences to {base.label}, paired by seed [95% interval, from three seeds up]; the dashed line is no "
-        "difference. Cost of a step: in dense steps of the baseline's batch, FLOPs with the update (of older runs "
-        "time by probes). At equal cost: at the evaluation nearest to the cost, or else the time, of the cheaper one; "
-        "each of its intervals is for itself."
+        f"Differences to {base.label}, paired by seed [{kind}]; the dashed line is no difference. Cost: FLOPs of all "
+        "steps over the baseline's (of older runs by their probes). At equal cost: at the evaluation nearest to the "
+        "cost, or else the time, of the cheaper one; each of its intervals is for itself."
     )
     return Board(titles, tuple(BoardRow(n, groups[n].label, cells) for n, cells in enumerate(rows)), note)
 
@@ -144,8 +144,8 @@ def _mark(comparison: Comparison, cells: list[Cell], subject: Subject | None) ->
 
 
 def _cost(group: Group) -> Cell:
-    cost = group.speed.relative_cost
-    return Cell(show.NONE) if cost is None else Cell(f"{cost:.2f}", cost)
+    cost = group.speed.cost
+    return Cell(show.of_ratio(cost), None if cost is None else cost.mean)
 
 
 def _mean(group: Group) -> float | None:

@@ -114,7 +114,7 @@ function legend(bar, hidden, changed) {
 const AXES = { 0: "optimizer steps", 1: "tokens seen", 2: "seconds of training, evaluation left out", cost: "cost in dense steps" };
 /* Where a point [step, tokens, seconds, value] of a group stands along an axis; null where that is unknown or withheld. */
 function place(p, along, g) {
-  if (along === "cost") return data.prices[g] === null ? null : p[0] * data.prices[g];
+  if (along === "cost") return data.costs[g] === null ? null : p[0] * data.costs[g];
   return p[along];
 }
 
@@ -190,8 +190,8 @@ function curves(host) {
   return paint;
 }
 function pareto(host) {
-  const costs = [["dense_steps", "cost of a step"], ["step_seconds", "time of a step"], ["held_bytes", "memory held"]].filter(([key]) => data.trades.some(t => t.costs[key] !== null));
-  const WORDS = { dense_steps: [1, "dense steps of the baseline"], step_seconds: [1000, "milliseconds a step"], held_bytes: [1e-6, "memory held by a step, MB"] };
+  const costs = [["cost", "cost"], ["step_seconds", "time of a step"], ["held_bytes", "memory held"]].filter(([key]) => data.trades.some(t => t.costs[key] !== null));
+  const WORDS = { cost: [1, "FLOPs of the baseline"], step_seconds: [1000, "milliseconds a step"], held_bytes: [1e-6, "memory held by a step, MB"] };
   if (!costs.length || !data.trades.some(t => t.quality !== null)) { host.append(make("p", { class: "note" }, "Nothing to draw: quality or costs are missing.")); return; }
   const bar = make("div", { class: "bar" }), figure = make("figure"), lens = makeLens();
   const [pick, cost] = select("Quality against", costs, () => { Object.assign(lens, makeLens()); paint(); });

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from sparsebp_cli.bench import BenchmarkRow, BreakEven, Form, RoundQuartiles, find_break_even
-from sparsebp_cli.plan.selection_gain import SelectionGain, ceiling, realised_share
+from sparsebp_cli.plan.selection_gain import SelectionGain, reached_share, speedup_limit
 from sparsebp_cli.policy import GradientSelector
 from sparsebp_cli.worker.bench.subject import Count, Pass, Subject
 from sparsebp_cli.worker.bench.variant import Variant
@@ -64,8 +64,8 @@ def bound(count: Count, plain: Count, ratio: float) -> tuple[float | None, float
     if not count.dense_flops:
         return None, None
     left = plain.backward_flops - count.dense_flops + count.claimed_flops
-    highest = ceiling(plain.forward_flops, plain.backward_flops, left)
-    share = realised_share(1.0, ratio, highest)
+    highest = speedup_limit(plain.forward_flops, plain.backward_flops, left)
+    share = reached_share(1.0, ratio, highest)
     return round(highest, 4), None if share is None else round(share, 4)
 
 

@@ -15,7 +15,7 @@ from sparsebp_cli.asset.checkpointing import checkpoint_activations
 from sparsebp_cli.backward import Engine, ModuleTrace, PassCount, Proof, count_flops, saved_bytes
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
 from sparsebp_cli.backward.observe.flops import DensePass, PassEstimate
-from sparsebp_cli.plan import ceiling
+from sparsebp_cli.plan import speedup_limit
 from tests.backward.families import DECODERS
 
 from .case import Batch, Marked, make_batch
@@ -100,7 +100,9 @@ def test_the_ceiling_of_a_detached_prompt_is_that_of_its_rows() -> None:
     proof = prove(model, even("prompt"), Marked(mode="detach"))
     flops, share = proof.dense.flops, 6 / 16
     assert proof.claimed_flops is not None
-    highest = ceiling(flops.forward.total(), flops.backward.total(), proof.claimed_flops, proof.claimed_forward_flops)
+    highest = speedup_limit(
+        flops.forward.total(), flops.backward.total(), proof.claimed_flops, proof.claimed_forward_flops
+    )
     assert 3 / (1 + 2 * share) < highest < 1.4 * 3 / (1 + 2 * share)  # more than its rows alone: last layer and head
 
 

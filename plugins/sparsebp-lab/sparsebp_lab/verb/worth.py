@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,7 +14,7 @@ import typer
 from sparsebp_cli.cli.answer import tell
 from sparsebp_cli.cli.option import Changes
 from sparsebp_cli.cli.quantity import show_count
-from sparsebp_cli.cli.screen import Output, console, make_table
+from sparsebp_cli.cli.screen import Output, console, make_table, print_screenful
 from sparsebp_lab.answer.worth_record import Interval, PolicyWorth, WorthAnswer
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 NUMBERS = ("cost", "noise", "by curvature", "bias", "(1 + noise) x cost", "like dense with")
 DECISIVE = ("cost", "bias", "(1 + noise) x cost")  # where a terminal has no room for all
+MOST_TALL = 4  # rows of two lines; more would leave no room on a screen
 WIDE = 98  # characters: below it numbers would be folded
 SHORT = {"cannot beat a smaller batch": "cannot", "decide by training": "train"}  # verdicts, as wide as a column may be
 LESSON = {
@@ -56,49 +58,60 @@ def worth(
         plan_file = make_plan(checked, origin).save(Path(folder))
         found = measure_apart("sparsebp_lab.worth", json.dumps({"plan": str(plan_file), "all": every}))
     found.pop("format")  # of the worker's answer; the document has a version of its own
-    tell(WorthAnswer(**found), output, print_worth)
+    tell(WorthAnswer(**found), output, partial(print_worth, everything=every))
 
 
-def print_worth(found: WorthAnswer) -> None:
-    """Print a table, what its verdicts mean, and what was not measured."""
+def print_worth(found: WorthAnswer, *, everything: bool = False) -> None:
+    """Print a table, what its verdicts mean, and what was not measured: on one screen, unless it has ``everything``."""
+    is_narrow = console().width < WIDE
+    table = worth_table(found.policies, DECISIVE if is_narrow else NUMBERS)
+    notes = [*(_explain(found, is_narrow=is_narrow) if found.policies else ()), *_list_exceptions(found)]
+    if everything:
+        console().print(*([table] if found.policies else []), *notes, sep="\n")
+    else:
+        print_screenful([table] if found.policies else [], notes, "more: -o json")
+
+
+def _explain(found: WorthAnswer, *, is_narrow: bool) -> Iterator[str]:
+    for verdict in dict.fromkeys(policy.verdict for policy in found.policies):
+        short = f"{SHORT[verdict]}: {verdict}: " if verdict in SHORT else f"{verdict}: "
+        yield short + LESSON[verdict]
+    if any(map(_is_slower, found.policies)):
+        yield (
+            "rate: the noise shortens Adam's steps to that share. A higher learning rate gives a part of it back: "
+            "tune it before a policy is judged by training."
+        )
+    if is_narrow:
+        left_out = ", ".join(name for name in NUMBERS if name not in DECISIVE)
+        yield f"No room for {left_out}: widen the terminal to {WIDE} characters, or give -o json."
     steps = ", ".join(map(str, found.steps))
     metric = "in AdamW's metric" if found.metric == "adam" else "of plain gradients"
-    screen = console()
-    if found.policies:
-        is_narrow = screen.width < WIDE
-        screen.print(worth_table(found.policies, DECISIVE if is_narrow else NUMBERS))
-        if is_narrow:
-            left_out = ", ".join(name for name in NUMBERS if name not in DECISIVE)
-            screen.print(f"No room for {left_out}: widen the terminal to {WIDE} characters, or give -o json.")
-        for verdict in dict.fromkeys(policy.verdict for policy in found.policies):
-            short = f"{SHORT[verdict]}: {verdict}: " if verdict in SHORT else f"{verdict}: "
-            screen.print(short + LESSON[verdict])
-        screen.print(
-            f"Cost: in dense steps of {found.batch} examples, {show_count(found.dense_step_flops, 'FLOP')}. Noise and "
-            f"bias: {metric}. 95 % intervals over {found.batches} batches at steps {steps}. "
-            "docs/guide/worth.md explains the columns."
-        )
-        if any(map(_is_slower, found.policies)):
-            screen.print(
-                "rate: the noise shortens Adam's steps to that share. A higher learning rate gives a part of it back: "
-                "tune it before a policy is judged by training."
-            )
+    yield (
+        f"Cost: in dense steps of {found.batch} examples, {show_count(found.dense_step_flops, 'FLOP')}. Noise and "
+        f"bias: {metric}. 95 % intervals over {found.batches} batches at steps {steps}. "
+        "docs/guide/worth.md explains the columns."
+    )
+
+
+def _list_exceptions(found: WorthAnswer) -> Iterator[str]:
     if any(policy.remembers for policy in found.policies):
-        screen.print("*: chooses by what it remembers of earlier steps; measured as at its first step.")
+        yield "*: chooses by what it remembers of earlier steps; measured as at its first step."
     for one in found.policies:
         if one.as_at_step is not None:
-            screen.print(f"{one.name}: leaves nothing out so early; measured as if at step {one.as_at_step}.")
+            yield f"{one.name}: leaves nothing out so early; measured as if at step {one.as_at_step}."
     for other in found.left_out:
-        screen.print(f"not measured: {other.name}: {other.why}")
+        yield f"not measured: {other.name}: {other.why}"
 
 
 def worth_table(policies: Sequence[PolicyWorth], numbers: Sequence[str] = NUMBERS) -> Table:
-    """Return a row for each policy, the best first, with the columns of these numbers."""
+    """Return a row for each policy, the best first, with the columns of these numbers. Many rows take a line each."""
+    is_tall = len(policies) <= MOST_TALL
+    gap, last = ("\n", "\n") if is_tall else ("", " ")  # of many policies only the product has its interval
     table = make_table("policy", *numbers, "verdict", numbers=numbers)
     for one in sorted(policies, key=lambda policy: policy.product.value):
-        curved = "-" if one.noise_curved is None else _show(one.noise_curved)
-        product = _show(one.product)
-        every = (_show(one.price), _show(one.noise), curved, _show(one.bias), product, _show_batches(one))
+        curved = "-" if one.noise_curved is None else _show(one.noise_curved, gap)
+        values = [*(_show(each, gap) for each in (one.price, one.noise, one.bias)), _show(one.product, last)]
+        every = (*values[:2], curved, *values[2:], _show_batches(one))
         shown = [cell for name, cell in zip(NUMBERS, every, strict=True) if name in numbers]
         table.add_row(one.name + " *" * one.remembers, *shown, SHORT.get(one.verdict, one.verdict))
     return table
@@ -118,10 +131,10 @@ def _is_slower(one: PolicyWorth) -> bool:
     return one.rate is not None and one.rate.high < 1.0
 
 
-def _show(interval: Interval) -> str:
-    """Return a value, and its interval below, unless that has no width."""
+def _show(interval: Interval, gap: str) -> str:
+    """Return a value, and its interval after the gap, unless that has no width or there is no gap."""
     value, low, high = (_round(end) for end in (interval.value, interval.low, interval.high))
-    return value if low == high else f"{value}\n{low}-{high}"
+    return value if low == high or not gap else f"{value}{gap}{low}-{high}"
 
 
 def _round(value: float) -> str:
