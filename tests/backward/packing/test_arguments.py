@@ -188,7 +188,7 @@ def test_an_own_loss_may_read_the_padding_that_predicts_the_first_label(name: st
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_a_model_that_calls_the_attention_interface_is_packed_whatever_its_class_says(side: str) -> None:
+def test_a_model_that_calls_the_attention_interface_is_packed_whatever_its_flag_is(side: str) -> None:
     model = _make("stablelm")
     assert not model._supports_attention_backend
     engine = _compare(model, lambda m, b: m(**b).loss, [_make_batch(side)], verify="always")
