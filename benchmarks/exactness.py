@@ -7,7 +7,7 @@
 tests/exactness/axis.py lists the axes: options, losses, labels, batches, architectures, adapters, wrappers, entry
 paths, accumulation, policies beside it, and the order of batches. The draw prefers pairs of values that met least.
 Each gradient is compared with that of a copy that the engine never sees. A failure is shrunk and printed as a script.
-The exit code is 1 if anything was wrong. Nothing is measured by the clock.
+The exit code is 1 if anything was wrong. A case that hangs is wrong. With --write the file is written every minute.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import argparse
 import contextlib
 import io
 import json
-import multiprocessing
+import signal
 import sys
 import time
 import warnings
 from collections import Counter
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from itertools import combinations, count
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +35,26 @@ import transformers
 
 from tests.exactness.axis import AXES, Case, Draw, pairs_of
 from tests.exactness.judge import Outcome, Subject, judge
+from tests.exactness.judging import Pool
 from tests.exactness.shrink import shrink, write_script
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "exactness.json"
 CLASSES = ("right", "plain", "refused", "wrong")
-# A run with its seed and outcomes; of a new failure the smallest case, what is wrong with it, and its script.
-Judged = tuple[Case, int, list[Outcome], Case | None, str, str]
+TELL_SECONDS = 60  # between two lines, and two files
+LAST_SECONDS = 50  # after the end for the cases under way: longer than one that hangs may be idle
+
+
+@dataclass
+class Failure:
+    """The smallest case so far that shows a failure."""
+
+    case: Case
+    text: str
+    script: str = ""  # made of the last one
+
+
+Found = list[Outcome] | Failure | None  # what a judge says of a case; None: that it makes it smaller
 
 
 @dataclass
@@ -63,7 +76,7 @@ class Tally:
             self.total["alone"] += outcome.alone
             for axis, value in case.items():
                 self.axes[axis][value][outcome.verdict] += 1
-            if outcome.verdict in ("plain", "refused"):
+            if outcome.verdict in ("plain", "refused", "unjudged"):
                 self.reasons[f"{outcome.verdict}: {outcome.text[:150]}"] += 1
         judged = sum(outcome.verdict in CLASSES for outcome in outcomes)
         self.pairs.update(dict.fromkeys(pairs_of(case), judged) if judged else {})
@@ -122,29 +135,37 @@ def main() -> None:
 
 
 def run(tally: Tally, draw: Draw, asked: argparse.Namespace) -> None:
-    """Judge cases for some minutes."""
-    end, waiting = time.monotonic() + 60 * asked.minutes, set[Future[Judged]]()
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(asked.processes, context, initializer=prepare) as pool:
-        for number in count():
-            if time.monotonic() > end:
-                break
-            known = [one["case"] for one in tally.wrong]
-            waiting.add(pool.submit(judge_case, draw.next(), 1_000_000 * asked.seed + number, known))
-            while len(waiting) > asked.processes:
-                done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-                for one in done:
-                    take(tally, one.result())
-            if number % 50 == 49:
-                print(f"{number + 1} runs: {dict(tally.total)}", flush=True)
+    """Judge cases until the time is over, and then at most a minute until those under way are."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the counts are written then, too
+    pool, number = Pool(asked.processes, prepare, judge_case), 0
+    try:
+        while not pool.free:
+            list(pool.listen())
+        told = time.monotonic()
+        end = told + 60 * asked.minutes
+        while (now := time.monotonic()) < end or (now < end + LAST_SECONDS and not pool.is_idle):
+            for judging in pool.free if now < end else ():
+                known = [one["case"] for one in tally.wrong]
+                judging.ask(draw.next(), 1_000_000 * asked.seed + number, known)
+                number += 1
+            for (case, seed, _), found in pool.listen():
+                take(tally, case, seed, found)
+            if now > told + TELL_SECONDS:
+                told = now
+                print(f"{number} runs: {dict(tally.total)}", flush=True)
                 write(tally, asked)
-        for one in waiting:
-            take(tally, one.result())
+        for case, seed, _ in pool.end():  # it computes still, so it is no failure yet
+            if all(one["seed"] != seed for one in tally.wrong):
+                tally.add(case, [Outcome("unjudged", f"the time was over in the case of seed {seed}")])
+    finally:
+        pool.end()
         write(tally, asked)
 
 
 def prepare() -> None:
     """Prepare a process that judges."""
+    import tests.exactness.trainer  # noqa: F401 - takes seconds, which are no case's
+
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
@@ -153,33 +174,49 @@ def prepare() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
 
 
-def judge_case(case: Case, seed: int, known: list[Case]) -> Judged:
-    """Judge a run, and make a script of what is wrong, unless it has the values of a known failure."""
+def judge_case(case: Case, seed: int, known: list[Case]) -> Iterator[Found]:
+    """Judge a run, and make small what is wrong, unless it has the values of a known failure."""
     with contextlib.redirect_stderr(io.StringIO()):  # bars of progress
         subject = Subject(case, seed)
         outcomes = judge(subject)
-        if all(one.verdict != "wrong" for one in outcomes):
-            return case, seed, outcomes, None, "", ""
-        if any(one.items() <= case.items() for one in known):
-            return case, seed, outcomes, None, "", ""
-        smallest, text = shrink(subject)
-        return case, seed, outcomes, smallest.case, text, write_script(smallest, text)
+        yield outcomes
+        text = next((one.text for one in outcomes if one.verdict == "wrong"), "")
+        if not text or any(one.items() <= case.items() for one in known):
+            return
+        yield Failure(case, text)
+        for found in shrink(subject):
+            subject, text = found or (subject, text)
+            yield Failure(subject.case, text) if found else None
+        yield Failure(subject.case, text, write_script(subject, text))
 
 
-def take(tally: Tally, judged: Judged) -> None:
-    """Count a run, and print what is wrong."""
-    case, seed, outcomes, smallest, text, script = judged
-    tally.add(case, outcomes)
-    if smallest is not None:
-        found = {axis: value for axis, value in smallest.items() if value != AXES[axis][0]}
-        tally.wrong.append({"case": found, "seed": seed, "text": text})
-        print(f"WRONG {found}: {text}\n\n{script}", flush=True)
+def take(tally: Tally, case: Case, seed: int, found: Found | str) -> None:
+    """Count a run; note and print what is wrong. A text says how its process was lost."""
+    failure = next((one for one in tally.wrong if one["seed"] == seed), None)
+    if isinstance(found, str):
+        if failure is not None:  # lost while it made a failure smaller
+            return
+        tally.add(case, [Outcome("wrong", found)])
+        found = Failure(case, found)
+    if isinstance(found, list):
+        tally.add(case, found)
+    elif found is not None:
+        if failure is None:
+            failure = {"seed": seed}
+            tally.wrong.append(failure)
+            print(f"WRONG, seed {seed}: {found.text}", flush=True)
+        smallest = {axis: value for axis, value in found.case.items() if value != AXES[axis][0]}
+        failure |= {"case": smallest, "text": found.text}
+        if found.script:
+            print(f"WRONG {smallest}: {found.text}\n\n{found.script}", flush=True)
 
 
 def write(tally: Tally, asked: argparse.Namespace) -> None:
     """Write the counts, if asked."""
     if asked.write:
-        asked.out.write_text(json.dumps(tally.record(asked.seed), indent=1) + "\n", encoding="utf-8")
+        whole = asked.out.with_suffix(".part")  # a kill leaves the file of the minute before
+        whole.write_text(json.dumps(tally.record(asked.seed), indent=1) + "\n", encoding="utf-8")
+        whole.replace(asked.out)
 
 
 def show(tally: Tally) -> None:

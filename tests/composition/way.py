@@ -87,10 +87,6 @@ _QUANTIZED = (
     "no part of a quantised weight is trained"
 )
 _PARTS = "parts of weights and reentrant checkpointing (at 'model'): enable checkpointing with use_reentrant=False"
-_COMPARED = (
-    "reentrant checkpointing (at 'model') computes no gradient that could be compared: enable checkpointing with "
-    "use_reentrant=False, or give verify: never"
-)
 _CHECKPOINTED = (
     "segments and activation checkpointing (at 'model') in one model are not built: switch checkpointing off, segments "
     "compute layers again as well"
@@ -125,7 +121,6 @@ def find_refusal(way: Way, composition: str, wrapped: str = "after") -> str:
         ("PartSelector", "reentrant checkpointing"): _PARTS,
         ("PartSelector", "QLoRA"): _QUANTIZED.format(name=_class_of(way)),
         ("ParameterSelector", "reentrant checkpointing"): _REENTRANT,
-        ("BatchPacker", "reentrant checkpointing"): _COMPARED,
         ("BlockDropper", "reentrant checkpointing"): _DROPPED.format(name=_class_of(way)),
         ("segments", "checkpointing"): _CHECKPOINTED,
         ("segments", "reentrant checkpointing"): _CHECKPOINTED,

@@ -32,7 +32,16 @@ AXES: dict[str, tuple[str, ...]] = {
         *("model", "items", "logits", "given labels", "token weights", "example weights", "smoothing", "z-loss"),
         *("distillation", "margin of targets", "margin everywhere", "variance everywhere", "hinge everywhere"),
         *("entropy everywhere", "clipped ratio", "scored ratio", "hidden states", "several outputs", "last token"),
-        *("mean pooling", "max pooling", "shift_labels", "logits_to_keep", "inputs_embeds", "tuple", "two forwards"),
+        *(
+            "attentions",
+            "mean pooling",
+            "max pooling",
+            "shift_labels",
+            "logits_to_keep",
+            "inputs_embeds",
+            "tuple",
+            "two forwards",
+        ),
     ),
     "labels": ("ids", "others", "completion", "scattered", "one column", "an unlabelled row", "shifted", "padding too"),
     "padding": ("none", "right", "left", "both", "holes", "an empty row"),
@@ -55,7 +64,8 @@ LIKELY: dict[str, dict[str, float]] = {
     "beside": {"none": 8},
     "loss": {"model": 12, "items": 3, "logits": 3, "given labels": 3, "token weights": 3, "example weights": 2}
     | dict.fromkeys(("margin everywhere", "variance everywhere", "hinge everywhere", "entropy everywhere"), 0.4)
-    | dict.fromkeys(("hidden states", "several outputs", "shift_labels"), 0.5),
+    | dict.fromkeys(("hidden states", "several outputs", "shift_labels"), 0.5)
+    | {"attentions": 0.1},
     "labels": {"ids": 4, "completion": 3, "padding too": 0.5},
     "padding": {"none": 3, "right": 5, "left": 3, "holes": 0.5},
     "positions": {"none": 6, "restarting": 0.5, "shuffled": 0.5},
@@ -89,6 +99,8 @@ IMPOSSIBLE: tuple[Callable[[Case], bool], ...] = (
     lambda c: c["beside"] == "tokens" and c["loss"] not in ("model", "items"),
     # Scores of tokens come from a forward of their own, which draws other masks.
     lambda c: c["beside"] == "tokens" and c["adapter"] == "lora with dropout",
+    # The layer that this policy freezes trains nothing then.
+    lambda c: c["beside"] == "frozen" and c["adapter"] == "frozen",
     # A mask says that a row is one text.
     lambda c: c["padding"] != "none" and c["positions"] == "restarting",
 )

@@ -102,6 +102,9 @@ def judge_loop(subject: Subject) -> list[Outcome]:
     model = deepcopy(plain)
     try:
         oracle = Loop(plain, case, beside)
+    except SparseBPError as error:  # the policy beside it refuses this model
+        return [Outcome("unjudged", str(error)) for _ in subject.updates]
+    try:
         own = Loop(model, case, [*beside, policy_of(case)])
     except SparseBPError as error:
         return [Outcome("refused", str(error)) for _ in subject.updates]

@@ -185,6 +185,12 @@ def hidden_states(script: Script, batch: Batch, _seed: int) -> Tensor:
     return output.loss + sizes.sum() / 10
 
 
+def attentions(script: Script, batch: Batch, _seed: int) -> Tensor:
+    """The model's loss, in a forward that is asked for attention weights."""
+    loss: Tensor = script.model(**batch, output_attentions=True).loss
+    return loss
+
+
 def several_outputs(script: Script, batch: Batch, _seed: int) -> Tensor:
     """The model's loss and its logits where no padding is."""
     output = script.model(**batch)
@@ -255,7 +261,16 @@ LOSSES: dict[str, Callable[[Script, Batch, int], Tensor]] = {
         for function in (
             *(model, items, logits, given_labels, token_weights, example_weights, smoothing, distillation),
             *(margin_of_targets, margin_everywhere, variance_everywhere, hinge_everywhere, entropy_everywhere),
-            *(clipped_ratio, scored_ratio, hidden_states, several_outputs, last_token, mean_pooling, max_pooling),
+            *(
+                clipped_ratio,
+                scored_ratio,
+                hidden_states,
+                attentions,
+                several_outputs,
+                last_token,
+                mean_pooling,
+                max_pooling,
+            ),
             two_forwards,
         )
     },

@@ -12,6 +12,7 @@ import warnings
 from concurrent.futures import ProcessPoolExecutor
 from copy import deepcopy
 from functools import cache
+from multiprocessing.util import Finalize
 from typing import Any
 
 import torch
@@ -42,7 +43,11 @@ def judge_ranks(subject: Subject) -> list[Outcome]:
 def _pools() -> list[ProcessPoolExecutor]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.exactness.rank"])
-    return [ProcessPoolExecutor(1, mp_context=context) for _ in range(NUM_RANKS)]
+    pools = [ProcessPoolExecutor(1, mp_context=context) for _ in range(NUM_RANKS)]
+    for pool in pools:
+        # A child of multiprocessing joins its own children at its end, before executors end theirs: it would not end.
+        Finalize(pool, pool.shutdown, exitpriority=1)
+    return pools
 
 
 def _run(case: Case, seed: int, rank: int, port: int) -> list[Outcome]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -39,21 +40,18 @@ for outcome in judge(Subject(case, {seed}, updates)):
 '''
 
 
-def shrink(subject: Subject) -> tuple[Subject, str]:
-    """Return the smallest failing subject that was found, and what is wrong there."""
-    text, left = fails(subject), MOST
-    assert text
-    is_smaller = True
+def shrink(subject: Subject) -> Iterator[tuple[Subject, str] | None]:
+    """Judge smaller subjects; yield each that fails and is smaller than the last, with what is wrong, and else None."""
+    left, is_smaller = MOST, True
     while is_smaller and left > 0:
         is_smaller = False
-        for candidate in _candidates(subject):
+        for candidate in islice(_candidates(subject), left):
             left -= 1
-            if found := fails(candidate):
-                subject, text, is_smaller = candidate, found, True
+            found = fails(candidate)
+            yield (candidate, found) if found else None
+            if found:
+                subject, is_smaller = candidate, True
                 break
-            if left <= 0:
-                break
-    return subject, text
 
 
 def fails(subject: Subject) -> str:

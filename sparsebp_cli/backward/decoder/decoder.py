@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any, cast
 
 import torch
@@ -193,6 +193,20 @@ def find_reentrant(model: nn.Module) -> str | None:
         if getattr(module, "gradient_checkpointing", False) and options.get("use_reentrant", True):
             return str(name)
     return None
+
+
+@contextmanager
+def without_reentrance(model: nn.Module) -> Iterator[None]:
+    """Checkpoint the layers of a model in the other way, through which ``torch.autograd.grad`` goes."""
+    name = "_gradient_checkpointing_func"
+    found: dict[nn.Module, Any] = {module: vars(module)[name] for module in model.modules() if name in vars(module)}
+    for module, function in found.items():
+        module.__dict__[name] = partial(function, use_reentrant=False)
+    try:
+        yield
+    finally:
+        for module, function in found.items():
+            module.__dict__[name] = function
 
 
 @contextmanager

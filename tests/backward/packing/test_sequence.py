@@ -160,5 +160,5 @@ def test_bounds_of_several_rows_at_once_are_refused_for_a_batch_of_several_rows(
 
 def test_what_packing_does_not_know_is_still_refused() -> None:
     model = make_model()
-    with sbp.attach(model, "lossless") as engine, pytest.raises(UnsupportedError, match="output_hidden_states"):
-        gradients(model, engine, collate(make_texts()) | {"output_hidden_states": True})
+    with sbp.attach(model, "lossless") as engine, pytest.raises(UnsupportedError, match="head_mask"):
+        gradients(model, engine, collate(make_texts()) | {"head_mask": True})

@@ -5,11 +5,12 @@ Shape letters: B examples, T positions.
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -24,6 +25,9 @@ from sparsebp_cli.backward.kind.packing.layout import PackedLayout
 BATCH = ("input_ids", "inputs_embeds", "token_type_ids")  # (B, T, ...): taken apart by row
 KNOWN = {*BATCH, "attention_mask", "position_ids", "labels", "num_items_in_batch", "logits_to_keep"}
 KNOWN |= {"use_cache", "return_dict"}
+ATTENTIONS = "output_attentions"
+STATES = "output_hidden_states"  # the caller may read the hidden states of every position that is not padding
+SHIFTED = "shift_labels"  # labels by the position that predicts them, as context parallelism gives them
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,7 @@ class BatchRows:
     begins_BT: Bools | None  # where another sequence begins in an example; None: nowhere
     facts: BatchFacts
     balances: bool  # whether the loss balances experts over all positions that are not padding
+    states: bool  # whether the hidden states of all of them are returned
 
     @cached_property
     def sources(self) -> list[Ints]:
@@ -241,7 +246,7 @@ def read_positions(stack: nn.Module, inputs: Mapping[str, Any], size: tuple[int,
             return None
         positions: Ints = given.expand(size).cpu().numpy().astype(np.int64)
         return positions
-    for module in stack.modules():
+    for owner, module in [(parent, child) for parent in stack.modules() for child in parent.children()]:
         # As RoBERTa and its family: the token that stands for padding is not counted.
         make = getattr(module, "create_position_ids_from_input_ids", None)
         if make is not None:
@@ -252,10 +257,18 @@ def read_positions(stack: nn.Module, inputs: Mapping[str, Any], size: tuple[int,
             return counted
         # As OPT and its family: what the mask covers is not counted.
         mask = inputs.get("attention_mask")
-        if mask is not None and isinstance(module, nn.Embedding) and "attention_mask" in argument_names(module):
+        counts = isinstance(module, nn.Embedding) and "attention_mask" in argument_names(module)
+        if counts and mask is not None and "arange" not in inspect.unwrap(type(owner).forward).__code__.co_names:
             covered: Ints = (mask.long().cumsum(1) * mask - 1).long().cpu().numpy()
             return covered
     return np.broadcast_to(np.arange(size[1]), size).copy()
+
+
+def find_before(real_BT: Bools) -> Bools:
+    """Return the padding right before the first position of each example that is none."""
+    started_BT, before_BT = real_BT.cumsum(1) > 0, np.zeros(real_BT.shape, bool)
+    before_BT[:, :-1] = started_BT[:, 1:] & ~started_BT[:, :-1]
+    return before_BT
 
 
 def find_places(real_BT: Bools, position_BT: Ints, begins_BT: Bools | None) -> Ints:
@@ -269,17 +282,26 @@ def find_places(real_BT: Bools, position_BT: Ints, begins_BT: Bools | None) -> I
     return places
 
 
-def find_predicting(labels_BT: Tensor) -> Bools:
+def find_targets(given: Mapping[str, Any], labels_BT: Tensor | None = None) -> Tensor | None:
+    """Return the label (B, T) that each position predicts; None where a forward is given none, nor has ``labels_BT``
+    of its script."""
+    own_BT, shifted = given.get("labels"), given.get(SHIFTED)
+    if own_BT is not None and shifted is not None:
+        return cast("Tensor", shifted).reshape(own_BT.shape)
+    labels_BT = labels_BT if own_BT is None else own_BT
+    return None if labels_BT is None else nn.functional.pad(labels_BT, (0, 1), value=IGNORED)[:, 1:]
+
+
+def find_predicting(target_BT: Tensor) -> Bools:
     """Return the positions (B, T) that predict a label."""
-    read = np.zeros(labels_BT.shape, bool)
-    read[:, :-1] = (labels_BT[:, 1:] != IGNORED).cpu().numpy()
+    read: Bools = (target_BT != IGNORED).cpu().numpy()
     return read
 
 
 def find_labelled(batch: Mapping[str, Any]) -> Bools | None:
     """Return the positions (B, T) of a coming batch whose output is read; None: all that are not padding."""
-    labels, weight_BT, weight_B = (batch.get(name) for name in ("labels", LOSS_WEIGHT, "example_weight"))
-    read = None if labels is None else find_predicting(labels)
+    target_BT, weight_BT, weight_B = find_targets(batch), batch.get(LOSS_WEIGHT), batch.get("example_weight")
+    read = None if target_BT is None else find_predicting(target_BT)
     if read is not None and weight_BT is not None:
         read[:, :-1] &= (weight_BT[:, 1:] != 0).cpu().numpy()
     if read is not None and weight_B is not None:

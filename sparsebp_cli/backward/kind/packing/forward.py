@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sparsebp_cli.backward.decoder.decoder import argument_names, find_reentrant
+from sparsebp_cli.backward.decoder.decoder import argument_names, find_reentrant, without_reentrance
 from sparsebp_cli.backward.decoder.kv_cache import CACHE_NAMES
 from sparsebp_cli.backward.isolation import compare_with_alone
 from sparsebp_cli.backward.kind.fused_head import ARGUMENT
@@ -28,20 +28,29 @@ from sparsebp_cli.backward.kind.packing.balance import (
 from sparsebp_cli.backward.kind.packing.batch import (
     BATCH,
     KNOWN,
+    SHIFTED,
     Counts,
     PackedBatch,
     find_predicting,
+    find_targets,
 )
 from sparsebp_cli.backward.kind.packing.fused import run_fused
 from sparsebp_cli.backward.kind.packing.groups import Bools
-from sparsebp_cli.backward.kind.packing.head import kept_columns, read_rows, run_head, spread_logits
+from sparsebp_cli.backward.kind.packing.head import (
+    kept_columns,
+    read_rows,
+    run_head,
+    spread_logits,
+    spread_states,
+    states_of,
+)
 from sparsebp_cli.backward.kind.packing.layout import PackedLayout
 from sparsebp_cli.backward.kind.packing.loss import labels_at, run_loss, weigh_labels
 from sparsebp_cli.backward.kind.packing.pair import ARGUMENTS, PairBatch
 from sparsebp_cli.backward.kind.packing.planner import PackingPlanner
 from sparsebp_cli.backward.kind.packing.prompt import make_table
 from sparsebp_cli.backward.kind.packing.refusal import (
-    find_picture,
+    find_whole,
     refuse_arguments,
 )
 from sparsebp_cli.backward.kind.packing.scoring import run_scored
@@ -61,6 +70,8 @@ from sparsebp_cli.backward.patch.forward import (
 )
 from sparsebp_cli.backward.patch.rng import capture_generators, generators_at
 from sparsebp_cli.errors import UnsupportedError, UsageError
+
+LOSS_ARGUMENTS = {"labels", "num_items_in_batch", SHIFTED}
 
 
 class PackedForward(ForwardOverride):
@@ -124,8 +135,9 @@ class PackedForward(ForwardOverride):
         plain = partial(self.run_covered, self._model, **arguments)
         fused = {ARGUMENT} if self.covered is not None and extension.pair is None else set[str]()
         known = extension.known_arguments | fused
-        if picture := find_picture(self._model, given, known):
-            counts.refuse(f"they have {picture}, and a batch with pictures or sound is computed whole")
+        known -= {SHIFTED} if given.get(ARGUMENT) else set()
+        if reason := find_whole(self._model, given, known):
+            counts.refuse(reason)
             return self._run_whole(given, plain)
         refuse_arguments(given, known=known)
         hook = find_hook(self._model, inside=True)
@@ -174,6 +186,9 @@ class PackedForward(ForwardOverride):
         ``labels`` are those of the script, for a forward that is given none.
         """
         extension = self.extension
+        if extension.pair is not None and find_reentrant(self._model) is not None:
+            counts.refuse("they are of an encoder and a decoder with reentrant checkpointing: give use_reentrant=False")
+            return None
         if extension.pair is not None:
             return extension.pair.plan(given)
         read = self._read(given, labels)
@@ -204,9 +219,9 @@ class PackedForward(ForwardOverride):
         """Return the positions of a causal language model whose logits are read; None: all that are not padding."""
         if self.extension.head is None:
             return None
-        labels = given.get("labels", labels)
-        if labels is not None:
-            return find_predicting(labels)
+        target_BT = find_targets(given, labels)
+        if target_BT is not None:
+            return find_predicting(target_BT)
         kept = given.get("logits_to_keep", 0)
         if isinstance(kept, int) and kept == 0:
             return None
@@ -220,6 +235,8 @@ class PackedForward(ForwardOverride):
     def _verify(self, batch: PackedBatch, given: dict[str, Any]) -> None:
         """Compare the packed step of this batch with the plain one, and note if it cannot be used."""
         extension = self.extension
+        if find_reentrant(self._model) is not None:  # the comparison runs without
+            extension.shortens = False
         whole, inputs = given, _copy_computed(given)
         tokens = None if extension.prompt is None else extension.prompt.find_tokens(given)
         given = given | inputs
@@ -234,7 +251,7 @@ class PackedForward(ForwardOverride):
         enabled = extension.engine.enabled
         extension.engine.enabled, self._is_comparing = False, True
         try:
-            with extension.scoring.paused():
+            with extension.scoring.paused(), without_reentrance(self._model):
                 check = self._compare(batch, given, leaves)
             if not check.passed and extension.pair is None:
                 check = self.decide(check, whole)
@@ -263,6 +280,7 @@ class PackedForward(ForwardOverride):
             self._model,
             leaves,
             rows,
+            batch.layout.computed_BT,
             lambda: run(self._run_kept),
             lambda: run(partial(self.compute, batch)),
         )
@@ -274,12 +292,13 @@ class PackedForward(ForwardOverride):
             self._plain = {"logits": output.logits.detach()}
         elif isinstance(hidden := getattr(output, "last_hidden_state", None), Tensor):
             self._plain = {"hidden states": hidden.detach()}
+        self._plain |= {name: state.detach() for name, state in states_of(output).items()}
         return output
 
     def decide(self, check: Check, given: dict[str, Any]) -> Check:
         """Ask which of two passes that differ computes each example as if it were alone, as both claim."""
         extension = self.extension
-        inputs = {n: v for n, v in given.items() if n not in {"labels", "num_items_in_batch", "return_dict", ARGUMENT}}
+        inputs = {n: v for n, v in given.items() if n not in LOSS_ARGUMENTS | {"return_dict", ARGUMENT}}
         batch = extension.plan(inputs, None, whole=True)
         if batch is None:
             return check
@@ -295,7 +314,8 @@ class PackedForward(ForwardOverride):
 
     def compute(self, batch: PackedBatch, given: dict[str, Any]) -> Any:
         extension = self.extension
-        options = {name: value for name, value in given.items() if name not in KNOWN | ARGUMENTS | SEQUENCES} | {
+        known = KNOWN | ARGUMENTS | SEQUENCES | {SHIFTED}
+        options = {name: value for name, value in given.items() if name not in known} | {
             "return_dict": True,
             "use_cache": False,
         }
@@ -321,7 +341,8 @@ class PackedForward(ForwardOverride):
                 output = extension.run_stack(
                     batch, kwargs, lambda taken: call_module(stack, **inside | taken | {"return_dict": True})
                 )
-            return replace(output, last_hidden_state=batch.layout.spread(output.last_hidden_state[0]))
+            states = spread_states(output, batch.layout)
+            return replace(output, last_hidden_state=batch.layout.spread(output.last_hidden_state[0]), **states)
 
         if stack is self._model:
             return run_stack(**given | options)
@@ -344,7 +365,7 @@ class PackedForward(ForwardOverride):
             index = rows.new_zeros(1)
         head = extension.head
         assert head is not None
-        labels, tiles = given.get("labels"), self._start_tiles(batch, given, index, inverse)
+        target_BT, tiles = find_targets(given), self._start_tiles(batch, given, index, inverse)
         forward = partial(run_head, head, head.__dict__.get("forward")) if tiles is None else tiles
         cut = partial(forward, partial(take, row_R=index))
         with replace_forwards([(head, cut)]):
@@ -352,19 +373,20 @@ class PackedForward(ForwardOverride):
                 batch, given, lambda taken: call_module(self._model, **options | taken), before=before
             )
         logits, kept = output.logits[0], given.get("logits_to_keep")
-        if labels is None:
+        spread_rows = {**spread_routers(output, batch.layout), **spread_states(output, batch.layout)}
+        if target_BT is None:
             spread_out = spread_logits(logits, inverse, batch, kept)
-            return _changed(output, logits=spread_out, **spread_routers(output, batch.layout))
+            return _changed(output, logits=spread_out, **spread_rows)
         if tiles is None:
             chosen = logits.index_select(0, inverse) if batch.layout.num_shared and len(rows) else logits
-            loss, read = run_loss(self._model, chosen, labels, batch.place_R, given), logits.detach().detach
+            loss, read = run_loss(self._model, chosen, target_BT, batch.place_R, given), logits.detach().detach
         else:
             loss = tiles.loss
             read = extension.tiles.reader(tiles, extension.scoring.later, extension.note if self._trains else None)
         balancing = getattr(output, "aux_loss", None)
         if isinstance(balancing, Tensor):
             loss = loss + (find_coefficient(self._model) or 0.0) * balancing
-        output = _changed(output, loss=loss, logits=None, **spread_routers(output, batch.layout))
+        output = _changed(output, loss=loss, logits=None, **spread_rows)
 
         def spread() -> Tensor:
             return spread_logits(read(), inverse, batch, kept)
@@ -420,7 +442,7 @@ class PackedForward(ForwardOverride):
 
     def _all_logits(self, given: Mapping[str, Any]) -> Tensor:
         """Return the logits of the plain forward: somebody reads those of labels without a weight."""
-        inputs = {name: value for name, value in given.items() if name not in {"labels", "num_items_in_batch"}}
+        inputs = {name: value for name, value in given.items() if name not in LOSS_ARGUMENTS}
         logits: Tensor = self.run_plain(**inputs).logits
         return logits
 
@@ -433,8 +455,8 @@ class PackedForward(ForwardOverride):
         self, batch: PackedBatch, given: Mapping[str, Any], index_U: Tensor, inverse_R: Tensor
     ) -> TiledRun | None:
         """Return the head in tiles, with the model's loss; None: the plain head."""
-        extension, labels_BT, place_R = self.extension, given.get("labels"), batch.place_R
-        if labels_BT is None or not len(place_R):
+        extension, target_BT, place_R = self.extension, find_targets(given), batch.place_R
+        if target_BT is None or not len(place_R):
             return None
         keeps, reading = self._is_comparing or (self._trains and extension.tiles.was_read), extension.scoring.reading
         if not torch.is_grad_enabled():
@@ -442,8 +464,8 @@ class PackedForward(ForwardOverride):
         return extension.tiles.start(
             index_U,
             inverse_R if batch.layout.num_shared else None,
-            labels_at(labels_BT, place_R),
-            partial(weigh_labels, self._model, labels_BT, place_R, given),
+            labels_at(target_BT, place_R),
+            partial(weigh_labels, self._model, target_BT, place_R, given),
             keeps=keeps,
         )
 
@@ -510,7 +532,9 @@ class PackedForward(ForwardOverride):
             run_model = partial(self.run_covered, self._model, **options, shift_labels=shift_labels)
             return extension.run_stack(batch, given, lambda taken: run_model(**taken), before=before)
 
-        return run_fused(extension.stack, batch, row_R, given["labels"], run, partial(self._take, batch, before))
+        target_BT = find_targets(given)
+        assert target_BT is not None
+        return run_fused(extension.stack, batch, row_R, target_BT, run, partial(self._take, batch, before))
 
 
 def _copy_computed(given: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -536,6 +560,6 @@ def _spread_first(stack: nn.Module, batch: PackedBatch) -> list[tuple[nn.Module,
     return [(pooler, run)]
 
 
-def _changed(output: Any, **changes: Tensor | tuple[Tensor, ...] | None) -> Any:
+def _changed(output: Any, **changes: Tensor | tuple[Tensor | None, ...] | None) -> Any:
     """Return a copy of a transformers output with other values, without what has the shape of the packed rows."""
     return replace(output, **changes, **{name: None for name in CACHE_NAMES if name in vars(output)})

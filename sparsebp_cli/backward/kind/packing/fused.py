@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from sparsebp_cli.backward.kind.fused_head import IGNORED
 from sparsebp_cli.backward.kind.packing.batch import PackedBatch
+from sparsebp_cli.backward.kind.packing.loss import labels_at
 from sparsebp_cli.backward.patch.forward import call_module, replace_forwards
 
 
@@ -23,7 +24,7 @@ def run_fused(
     stack: nn.Module,
     batch: PackedBatch,
     row_R: Tensor,
-    labels_BT: Tensor,
+    target_BT: Tensor,
     run: Callable[[Tensor], Any],
     take: Callable[[Tensor, Tensor], Tensor],
 ) -> Any:
@@ -33,10 +34,10 @@ def run_fused(
     ``take`` returns rows of what the last layer returned.
     """
     size, place_R = batch.read_BT.shape, batch.place_R
-    target_R = labels_BT.flatten()[1:].index_select(0, place_R)
+    target_R = labels_at(target_BT, place_R)
     if not len(place_R):  # one row without a label: the loss is zero and still has a gradient
         place_R = row_R = place_R.new_zeros(1)
-        target_R = labels_BT.new_full((1,), IGNORED)
+        target_R = target_BT.new_full((1,), IGNORED)
 
     def cut(*args: object, **kwargs: object) -> Any:
         output = call_module(stack, *args, **kwargs)

@@ -5,15 +5,17 @@ Shape letters: B examples, T positions, N computed rows, R rows that are read, D
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sparsebp_cli.backward.kind.packing.batch import PackedBatch
+from sparsebp_cli.backward.kind.packing.layout import PackedLayout
 from sparsebp_cli.backward.patch.boundary import fill
 from sparsebp_cli.backward.patch.forward import call_module
+from sparsebp_cli.errors import UnsupportedError
 
 
 def run_head(
@@ -43,6 +45,22 @@ def spread_logits(logits_RV: Tensor, inverse: Tensor, batch: PackedBatch, kept: 
     number_BT, read_BT = number_BT[:, columns], batch.read_BT[:, columns]
     logits = logits_RV.index_select(0, number_BT.flatten()).view(*number_BT.shape, -1)
     return fill(logits, read_BT, "logits")
+
+
+def states_of(output: Any) -> dict[str, Tensor]:
+    """Return the hidden states of each layer that an output has, by what an error calls them."""
+    states: Sequence[Tensor | None] = getattr(output, "hidden_states", None) or ()
+    return {f"hidden states {n} of the model": state for n, state in enumerate(states) if state is not None}
+
+
+def spread_states(output: Any, layout: PackedLayout) -> dict[str, tuple[Tensor | None, ...]]:
+    """Return the hidden states of each layer as the plain forward has them, (B, T, D), if the output has any."""
+    named = {id(state): name for name, state in states_of(output).items()}
+    if any(state.shape[:2] != (1, layout.num_rows) for state in states_of(output).values()):
+        raise UnsupportedError("the hidden states of this model are not one row a position: leave them out")
+    states: Sequence[Tensor | None] = getattr(output, "hidden_states", None) or ()
+    spread = tuple(None if h is None else layout.spread(h[0], named[id(h)]) for h in states)
+    return {"hidden_states": spread} if spread else {}
 
 
 def kept_columns(kept: int | Tensor | None) -> Any:

@@ -114,10 +114,10 @@ class PackedLayout:
             row_R = self.read.number_N.index_select(0, row_R)
         return hidden_1ND[:, row_R]
 
-    def spread(self, hidden_N: Tensor) -> Tensor:
-        """Return rows (N, ...) as (B, T, ...), zeros where a position was not computed."""
+    def spread(self, hidden_N: Tensor, what: str = "hidden states") -> Tensor:
+        """Return rows (N, ...) as (B, T, ...), zeros where a position was not computed; ``what`` they are."""
         spread_BT = hidden_N.index_select(0, self.row_BT.flatten()).view(*self.shape, *hidden_N.shape[1:])
-        return fill(spread_BT, self.computed_BT, "hidden states")
+        return fill(spread_BT, self.computed_BT, what)
 
 
 def make_layout(  # noqa: PLR0913 - the facts of a batch

@@ -15,11 +15,11 @@ from sparsebp_cli.backward.core.loss_weight import forward_weights, weights_at
 from sparsebp_cli.backward.kind.fused_head import IGNORED
 
 
-def run_loss(model: Any, logits_RV: Tensor, labels_BT: Tensor, place_R: Tensor, given: Mapping[str, Any]) -> Tensor:
+def run_loss(model: Any, logits_RV: Tensor, target_BT: Tensor, place_R: Tensor, given: Mapping[str, Any]) -> Tensor:
     """Return the loss by the model's own function; ``place_R`` are the positions of the rows."""
-    target_R, count = labels_at(labels_BT, place_R), _count(model, labels_BT, given)
+    target_R, count = labels_at(target_BT, place_R), _count(model, target_BT, given)
     if not len(place_R):  # the plain loss of a batch without a label: no number for a mean, 0 for a share of others
-        place_R, target_R = place_R.new_zeros(1), labels_BT.new_full((1,), IGNORED)
+        place_R, target_R = place_R.new_zeros(1), target_BT.new_full((1,), IGNORED)
     loss: Tensor = model.loss_function(
         logits_RV[None],
         target_R[None],
@@ -31,23 +31,23 @@ def run_loss(model: Any, logits_RV: Tensor, labels_BT: Tensor, place_R: Tensor, 
     return loss
 
 
-def labels_at(labels_BT: Tensor, place_R: Tensor) -> Tensor:
+def labels_at(target_BT: Tensor, place_R: Tensor) -> Tensor:
     """Return the labels that rows predict."""
-    return labels_BT.flatten()[1:].index_select(0, place_R)
+    return target_BT.flatten().index_select(0, place_R)
 
 
-def weigh_labels(model: Any, labels_BT: Tensor, place_R: Tensor, given: Mapping[str, Any]) -> Tensor:
+def weigh_labels(model: Any, target_BT: Tensor, place_R: Tensor, given: Mapping[str, Any]) -> Tensor:
     """Return by what transformers' mean or sum of cross entropies multiplies that of each row, in float32."""
-    weight_R, count = weights_at(model, place_R), _count(model, labels_BT, given)
+    weight_R, count = weights_at(model, place_R), _count(model, target_BT, given)
     if weight_R is None:
         weight_R = torch.ones_like(place_R, dtype=torch.float32)
     count = len(place_R) if count is None else count
     return weight_R.float() / (count.to(weight_R.device) if isinstance(count, Tensor) else count)
 
 
-def _count(model: Any, labels_BT: Tensor, given: Mapping[str, Any]) -> Any:
+def _count(model: Any, target_BT: Tensor, given: Mapping[str, Any]) -> Any:
     """Return by how many labels the loss divides; None: by those that have a row."""
     count = given.get("num_items_in_batch")
     if count is None and forward_weights(model) is not None:  # labels of weight 0 count, and have no row here
-        count = (labels_BT[:, 1:] != IGNORED).sum()
+        count = (target_BT != IGNORED).sum()
     return count

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sparsebp_cli.backward.decoder.decoder import bind_arguments, find_reentrant
+from sparsebp_cli.backward.decoder.decoder import bind_arguments
 from sparsebp_cli.backward.decoder.kv_cache import CACHE_NAMES
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
 from sparsebp_cli.backward.kind.fused_head import IGNORED
@@ -112,11 +112,6 @@ class PairPacking:
 
     def plan(self, given: Mapping[str, Any]) -> PairBatch | None:
         """Arrange the rows of a batch; None if the plain forward does as little, or its masks are not known."""
-        if find_reentrant(self.model) is not None:
-            raise UnsupportedError(
-                f"{type(self.model).__name__} is an encoder and a decoder: reentrant checkpointing of these is not "
-                "built, enable checkpointing with use_reentrant=False"
-            )
         source = self._plan_source(given)
         labels = given.get("labels")
         ids = given.get("decoder_input_ids")

@@ -28,10 +28,13 @@ from sparsebp_cli.backward.kind.packing.balance import (
 )
 from sparsebp_cli.backward.kind.packing.batch import (
     BATCH,
+    SHIFTED,
+    STATES,
     BatchFacts,
     BatchRows,
     Counts,
     PackedBatch,
+    find_before,
     find_labelled,
     find_places,
     read_mask,
@@ -147,7 +150,7 @@ class PackingPlanner(EngineExtension):
         if self.pair is not None:
             return frozenset(ARGUMENTS)
         balances = self.head is not None and find_coefficient(self.model) is not None
-        return SEQUENCES | ({OPTION} if balances else set())
+        return SEQUENCES | {STATES} | ({OPTION} if balances else set()) | (set() if self.head is None else {SHIFTED})
 
     def plan(
         self,
@@ -163,7 +166,7 @@ class PackingPlanner(EngineExtension):
         even if nothing is left out; so does a head that runs in tiles, which holds less. ``counts`` gets a batch that
         is refused; None: those of training.
         """
-        rows = self._find_rows(inputs, read_BT, counts)
+        rows = self._find_rows(inputs, read_BT, counts, reads_first_label=not whole)
         if rows is None:
             return None
         first = next(inputs[name] for name in ("input_ids", "inputs_embeds") if inputs.get(name) is not None)
@@ -176,7 +179,7 @@ class PackingPlanner(EngineExtension):
             place_BT=rows.place_BT,
             alone_BT=rows.alone_BT,
             begins_BT=rows.begins_BT,
-            read_BT=None if self.most_read is None or rows.balances else rows.read_BT,
+            read_BT=None if self.most_read is None or rows.balances or rows.states else rows.read_BT,
             most_read=self.most_read or 0.0,
         )
         batch = self._to_batch(rows, layout)
@@ -203,10 +206,16 @@ class PackingPlanner(EngineExtension):
         return PackedBatch(layout, *place, padding, unread, facts=rows.facts, count_N=count)
 
     def _find_rows(
-        self, inputs: Mapping[str, Any], read_BT: Bools | None, counts: Counts | None = None
+        self,
+        inputs: Mapping[str, Any],
+        read_BT: Bools | None,
+        counts: Counts | None = None,
+        *,
+        reads_first_label: bool = False,
     ) -> BatchRows | None:
         """Return the positions of a batch that are computed; None where none can be left out, for the reason that
-        ``counts`` gets."""
+        ``counts`` gets. ``reads_first_label``: what is said to be read does not name the padding that predicts the
+        first label, on the left, and a loss of the script's own reads it all the same."""
         first = next(inputs[name] for name in ("input_ids", "inputs_embeds") if inputs.get(name) is not None)
         size = (int(first.shape[0]), int(first.shape[1]))
         real, position = read_mask(inputs, size), read_positions(self.stack, inputs, size)
@@ -220,15 +229,19 @@ class PackingPlanner(EngineExtension):
             )
             return None
         read = real if read_BT is None else read_BT
+        takes_padding = causal and self._switch.zeroes_padding
+        if read_BT is None and self.head is not None and takes_padding and reads_first_label:
+            read = real | find_before(real)
         # Only masks that look back alone are split where position numbers restart.
         begins = find_begins(inputs, position, uses_cache=self.uses_cache(inputs)) if causal else None
         facts = BatchFacts.of(inputs, real, read, position, begins)
         alone = read & ~real  # padding that is trained: the first token's label, with padding on the left
-        if alone.any() and not (causal and self._switch.zeroes_padding):
+        if alone.any() and not takes_padding:
             return None
         # The loss that balances experts reads the routers at every position that is not padding.
         balances = self.head is not None and balances_experts(self.model, inputs)
-        needed = self._needed(real, real if balances else read, alone, begins, causal=causal)
+        states = self.returns_states(inputs)
+        needed = self._needed(real, real if balances or states else read, alone, begins, causal=causal)
         reason = refuse_bounds(inputs, begins, size, causal=causal)
         if reason := reason or refuse_batch(self.model, facts, int(position[needed | alone].max())):
             (self.counts if counts is None else counts).refuse(reason)
@@ -241,7 +254,7 @@ class PackingPlanner(EngineExtension):
         if shares and ids is None and self.prompt is not None:
             tokens = self.prompt.find_tokens(inputs)
         places = find_places(real, position, begins)
-        return BatchRows(needed, tokens, position, places, real, read, alone, begins, facts, balances)
+        return BatchRows(needed, tokens, position, places, real, read, alone, begins, facts, balances, states)
 
     @override
     def expect(self, batches: Sequence[Mapping[str, Any]]) -> bool:
@@ -291,7 +304,7 @@ class PackingPlanner(EngineExtension):
             return None
         rows = self.update.batches[number].rows
         read = rows.real_BT if read_BT is None else read_BT
-        if (read & ~rows.read_BT).any():
+        if (read & ~rows.read_BT).any() or self.returns_states(inputs):  # of rows that ran before, none are kept
             self.update.withdraw(number)
             self._held.alone += 1
             return None
@@ -329,6 +342,11 @@ class PackingPlanner(EngineExtension):
         begins = find_begins(inputs, position, uses_cache=self.uses_cache(inputs)) if causal else None
         return examples_at(inputs, torch.from_numpy(real), None if begins is None else torch.from_numpy(begins))
 
+    def returns_states(self, inputs: Mapping[str, Any]) -> bool:
+        """Return whether the forward returns the hidden states of its layers."""
+        given = inputs.get(STATES)
+        return bool(getattr(self.model.config.get_text_config(), STATES, False) if given is None else given)
+
     def uses_cache(self, inputs: Mapping[str, Any]) -> bool:
         """Return whether the plain forward makes a key/value cache."""
         given = False if inputs.get(ARGUMENT) else inputs.get("use_cache")  # trl's fused head makes none
@@ -353,12 +371,6 @@ class PackingPlanner(EngineExtension):
         # A measurement of a step does not measure the comparison, which few steps have.
         if self.policy.verify == "never" or (self.engine.is_probing and self.policy.verify != "always"):
             return False
-        name = find_reentrant(self.model)
-        if name is not None:
-            raise UnsupportedError(
-                f"reentrant checkpointing (at {name!r}) computes no gradient that could be compared: enable "
-                "checkpointing with use_reentrant=False, or give verify: never"
-            )
         if self.policy.verify == "always":
             return True
         size, seen = batch.layout.shape, self._seen.get(batch.signature, (0, 0))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from sparsebp_cli.backward.decoder.decoder import ROUTER_OPTIONS, argument_names
 from sparsebp_cli.backward.kind.packing.balance import OPTION, find_coefficient
-from sparsebp_cli.backward.kind.packing.batch import KNOWN, BatchFacts
+from sparsebp_cli.backward.kind.packing.batch import ATTENTIONS, KNOWN, STATES, BatchFacts
 from sparsebp_cli.backward.kind.packing.dropout import find_adapter_dropout
 from sparsebp_cli.backward.observe.internals import is_batch_norm
 from sparsebp_cli.errors import UnsupportedError
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 # Other types, such as convolutions and recurrences, mix neighbouring rows.
 LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 
+OUTPUTS = {ATTENTIONS, STATES}  # what a forward may be asked for: without a row a position, the batch runs plainly
 
 # For models whose rows cannot be left out at all.
 WAY_OUT = (
@@ -38,9 +39,7 @@ def refuse_inexact(model: PreTrainedModel) -> None:
     if is_pair and (getattr(config, "num_experts", None) or getattr(config, "expert_capacity", None)):
         raise UnsupportedError(f"{name} has experts with a capacity: its routers depend on the whole batch")
     if not is_pair and not getattr(model, "_supports_attention_backend", False):
-        raise UnsupportedError(
-            f"{name} does not compute attention through transformers' attention interface: {WAY_OUT}"
-        )
+        _refuse_attention(model, name)
     others = sorted(set(getattr(config.get_text_config(), "layer_types", None) or ()) - LAYERS)
     if others:
         raise UnsupportedError(f"{name} has layers of the type {others[0]}, which mix neighbouring rows: {WAY_OUT}")
@@ -63,6 +62,18 @@ def refuse_inexact(model: PreTrainedModel) -> None:
                 )
 
 
+def _refuse_attention(model: PreTrainedModel, name: str) -> None:
+    """Raise :class:`UnsupportedError` unless rows meet each other in attention that calls the interface alone."""
+    modules = list(find_text(model).modules())
+    cores = [module for module in modules if is_attention(module)]
+    if not cores or not all(map(calls_interface, cores)) or any(isinstance(module, nn.Conv1d) for module in modules):
+        raise UnsupportedError(
+            f"{name} does not compute attention through transformers' attention interface: {WAY_OUT}"
+        )
+    if "position_ids" not in argument_names(model):
+        raise UnsupportedError(f"{name} takes no position_ids, which packed rows need: {WAY_OUT}")
+
+
 def _knows_balance(model: PreTrainedModel) -> bool:
     """Return whether the loss that balances experts can be computed from the rows."""
     return find_coefficient(model) is not None and find_head(model) is not None
@@ -71,7 +82,7 @@ def _knows_balance(model: PreTrainedModel) -> bool:
 def refuse_arguments(given: Mapping[str, Any], known: Collection[str] = ()) -> None:
     """Raise :class:`UnsupportedError` for an argument of the forward that may say something about single positions."""
     for name, value in given.items():
-        if name not in KNOWN and name not in known and (isinstance(value, Tensor) or value):
+        if name not in KNOWN | OUTPUTS and name not in known and (isinstance(value, Tensor) or value):
             raise UnsupportedError(
                 f"packing does not know what to do with {name} in training: leave it out of the batch, or train this "
                 "model without lossless"
@@ -160,6 +171,14 @@ def _has_text_part(model: PreTrainedModel) -> bool:
     """Return whether a model has a part for text beside others."""
     config = model.config
     return config.get_text_config() is not config and not getattr(config, "is_encoder_decoder", False)
+
+
+def find_whole(model: PreTrainedModel, given: Mapping[str, Any], known: Collection[str]) -> str:
+    """Return why the plain forward runs on a batch with these arguments; empty: it need not."""
+    if picture := find_picture(model, given, known):
+        return f"they have {picture}, and a batch with pictures or sound is computed whole"
+    asked = (name for name in sorted(OUTPUTS - set(known)) if given.get(name, getattr(model.config, name, False)))
+    return next((f"their forward is asked for {name}, which packed rows do not have" for name in asked), "")
 
 
 def find_picture(model: PreTrainedModel, given: Mapping[str, Any], known: Collection[str]) -> str:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from sparsebp_cli.backward.decoder.kv_cache import CACHE_NAMES
 from sparsebp_cli.backward.kind.fused_head import ARGUMENT
 from sparsebp_cli.backward.kind.packing.attention import LooksAheadError
-from sparsebp_cli.backward.kind.packing.batch import BATCH, KNOWN, Counts, PackedBatch
+from sparsebp_cli.backward.kind.packing.batch import BATCH, KNOWN, SHIFTED, STATES, Counts, PackedBatch
 from sparsebp_cli.backward.kind.packing.head import kept_columns
 from sparsebp_cli.backward.kind.packing.output import defer_values
 from sparsebp_cli.backward.kind.packing.packed_model import PackedModel
@@ -122,8 +122,8 @@ class Scoring:
 
     def _knows_arguments(self, given: Mapping[str, Any]) -> bool:
         """Return whether nothing among the arguments is a cache, or may say something about single positions."""
-        known = KNOWN | ({ARGUMENT} if given.get(ARGUMENT) else set())
-        known |= self._extension.known_arguments
+        known = KNOWN | self._extension.known_arguments - {STATES}
+        known = known - {SHIFTED} | {ARGUMENT} if given.get(ARGUMENT) else known
         unknown = (v for name, v in given.items() if name not in known and (isinstance(v, Tensor) or v))
         if any(True for _ in unknown) or given.get("use_cache") or given.get("return_dict") is False:
             return False

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sparsebp_cli.backward.kind.packing.head import states_of
+
 # Relative errors of the whole gradient that rounding explains, by the coarsest dtype in the computation. Wrong masks or
 # positions give errors above 1e-2 in every dtype.
 LIMITS = {torch.float64: 1e-8, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 2e-2}
@@ -80,7 +82,12 @@ class Check:
 
 
 def compare_passes(
-    model: nn.Module, leaves: list[Tensor], rows: Tensor, plain: Callable[[], Any], packed: Callable[[], Any]
+    model: nn.Module,
+    leaves: list[Tensor],
+    rows: Tensor,
+    computed: Tensor,
+    plain: Callable[[], Any],
+    packed: Callable[[], Any],
 ) -> Check:
     """Compare two ways to run a batch: outputs, row by row, and the gradients of one scalar.
 
@@ -88,7 +95,8 @@ def compare_passes(
 
     A loss that reads other rows is refused in the backward
     (:func:`~sparsebp_cli.backward.patch.boundary.fill`), and what it does with these is linear in their
-    gradient, so this holds for any loss. ``rows`` (B, T) are those that are read, ``leaves`` what has a gradient.
+    gradient, so this holds for any loss. ``rows`` (B, T) are those that are read, ``leaves`` what has a gradient, and
+    ``computed`` (B, T) those that have hidden states, which join the scalar where they are returned.
     """
     generator = torch.Generator().manual_seed(0)
     weight: Tensor | None = None
@@ -103,15 +111,18 @@ def compare_passes(
         if tensor is not None:
             found.append(tensor.detach()[rows] if by_row else tensor.detach())
         balancing: Tensor | None = getattr(output, "aux_loss", None)  # its coefficient may be tiny: compared whole
+        beside = 0.0 if balancing is None else balancing
+        for number, state in enumerate(states_of(output).values()):
+            weights = torch.randn(state.shape, generator=torch.Generator().manual_seed(number)).to(state)
+            beside = beside + (state * weights).masked_fill(~computed[..., None], 0).sum() / state.numel() ** 0.5
         if loss is not None:
-            return loss if balancing is None else loss + balancing
+            return loss + beside
         assert tensor is not None
         if weight is None:
             weight = torch.randn(tensor.shape, generator=generator).to(tensor)
         if by_row:
             tensor = tensor.masked_fill(~rows.view(*rows.shape, *[1] * (tensor.dim() - 2)), 0)
-        total = (tensor * weight).sum()
-        return total if balancing is None else total + balancing
+        return (tensor * weight).sum() + beside
 
     return _compare_gradients(model, leaves, lambda: scalar(plain()), lambda: scalar(packed()), found)
 
