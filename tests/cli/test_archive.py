@@ -180,3 +180,57 @@ def test_an_archive_that_unpacks_to_too_much_is_refused(tmp_path: Path, monkeypa
     path = write_tar(tmp_path / "a.tar.gz", **{"runs/a/other": bytes(1_000_000)})
     with pytest.raises(UsageError, match="this one has more"):
         store.open_archive(path)
+
+
+@pytest.mark.parametrize("name", ["plan.json", "journal.jsonl", "labels.json"])
+def test_a_member_that_is_too_large_is_refused_by_its_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    limits = {"plan.json": 3000, "journal.jsonl": 8000, "labels.json": 1000}
+    for limit, value in zip(("LARGEST_PLAN", "LARGEST_BYTES", "LARGEST_SMALL"), limits.values(), strict=True):
+        monkeypatch.setattr(store, limit, value)
+    monkeypatch.setattr(store._Limited, "read", lambda self, size=-1: gzip.GzipFile.read(self, size))
+    store.open_archive(write_tar(tmp_path / "a.tar.gz", **{f"runs/a/{name}": bytes(limits[name])}))
+    path = write_tar(tmp_path / "b.tar.gz", **{f"runs/a/{name}": bytes(limits[name] + 1)})
+    with pytest.raises(UsageError, match=f"{name} may have {limits[name]} bytes, this one has {limits[name] + 1}"):
+        store.open_archive(path)
+
+
+@pytest.mark.parametrize("form", ["map", "size"])
+def test_a_member_with_holes_is_not_unpacked(tmp_path: Path, form: str) -> None:
+    member = tarfile.TarInfo("runs/a/plan.json")
+    member.pax_headers = {"GNU.sparse.size": "2000", "GNU.sparse.realsize": "2000"}
+    member.pax_headers |= {"GNU.sparse.map": "0,2"} if form == "map" else {"GNU.sparse.numblocks": "1"}
+    if form == "size":
+        member.pax_headers |= {"GNU.sparse.offset": "0", "GNU.sparse.numbytes": "2"}
+    member.size = 2
+    with tarfile.open(tmp_path / "a.tar.gz", "w:gz", format=tarfile.PAX_FORMAT) as archive:
+        archive.addfile(member, io.BytesIO(b"{}"))
+    with tarfile.open(tmp_path / "a.tar.gz") as archive:
+        assert archive.next().issparse()  # type: ignore[union-attr]
+    assert [file for file in store.open_archive(tmp_path / "a.tar.gz").rglob("*") if file.is_file()] == []
+
+
+def test_an_archive_has_neither_name_nor_time_of_its_making(tmp_path: Path) -> None:
+    store.write_archive(tmp_path / "a.tar.gz", [("runs/a/plan.json", b"{}")])
+    header = (tmp_path / "a.tar.gz").read_bytes()[:10]
+    assert (header[3], header[4:8]) == (0, bytes(4))
+    with tarfile.open(tmp_path / "a.tar.gz") as archive:
+        member = archive.next()
+    assert member is not None
+    assert (member.mtime, member.mode, member.uid, member.uname) == (0, 0o644, 0, "")
+
+
+@pytest.mark.parametrize("owner", ["this user", "another user"])
+def test_what_killed_processes_unpacked_is_removed_if_it_is_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: str
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    if owner == "another user":
+        monkeypatch.setattr("os.getuid", lambda: tmp_path.stat().st_uid + 1)
+    names = {"gone": "4194999-a", "living": "1-a", "no number": "x-a"}
+    for name in names.values():
+        (tmp_path / f"{store.PREFIX}{name}" / "runs").mkdir(parents=True)
+    store._remove_left()
+    left = {kind for kind, name in names.items() if (tmp_path / f"{store.PREFIX}{name}").exists()}
+    assert left == {*names} - ({"gone"} if owner == "this user" else set())
