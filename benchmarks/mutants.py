@@ -3,13 +3,13 @@
     python benchmarks/mutants.py                          # every named mutant, and a draw of 6 others of each module
     python benchmarks/mutants.py --only notify --draw 30  # one module; the result file stays as it is
 
-``mutants.yaml`` names the modules, their tests, mutants by hand, and drawn mutants that no test can kill. A drawn mutant
-changes one place: it negates a condition, moves a bound, swaps a constant or ``and`` and ``or``, drops a call, a
-``raise`` or a keyword argument, or returns at once; in a function. The commit's hash decides which ones are drawn.
+``mutants.yaml`` names the modules, their tests, mutants by hand, and drawn mutants that no test can kill. A drawn
+mutant changes one place in a function: it negates a condition, moves a bound, swaps a constant or ``and`` and ``or``,
+drops a call, a ``raise`` or a keyword argument, or returns at once. The commit's hash decides which ones are drawn.
 
-Each mutant is tested in a fork of a process that has imported torch, but nothing of the package, in a copy of the
-checkout. Child processes of a test thus meet the mutant, too. mutmut 3.8 mutates no function with a decorator, which
-every context manager of the guards has, and cosmic-ray 8.7 imports torch anew for every mutant.
+Each mutant is tested in a fork of a process that has imported libraries such as torch, but nothing of the package, in a
+copy of the checkout. Child processes of a test thus meet the mutant, too. mutmut 3.8 mutates no function with a
+decorator, which every context manager of the guards has, and cosmic-ray 8.7 starts Python anew for every mutant.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import ast
 import hashlib
+import importlib
 import json
 import os
 import platform
@@ -26,8 +27,9 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
-from compileall import compile_dir
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -38,7 +40,18 @@ import yaml
 ROOT = Path(__file__).resolve().parent.parent
 TABLE, RESULT = ROOT / "benchmarks/mutants.yaml", ROOT / "benchmarks/results/mutants.json"
 PLUGINS = ("plugins/sparsebp-lab", "plugins/sparsebp-shelf")
-OPTIONS = ("-x", "-q", "-p", "no:cacheprovider", "-m", "not slow and not chaos and not long", "--no-header")
+QUIET = "ignore:Module already imported so cannot be rewritten:pytest.PytestAssertRewriteWarning"
+OPTIONS = (
+    "-W",
+    QUIET,
+    "-x",
+    "-q",
+    "-p",
+    "no:cacheprovider",
+    "-m",
+    "not slow and not chaos and not long",
+    "--no-header",
+)
 PLAIN, KILLED, TOO_LATE = 0, 1, -signal.SIGKILL  # exit codes of pytest: all passed, some failed; and of a timeout
 BOUNDS = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "=="}
 BOUNDS |= {ast.In: "not in", ast.NotIn: "in", ast.Is: "is not", ast.IsNot: "is"}  # type: ignore[dict-item]
@@ -72,18 +85,17 @@ def mutate(source: str) -> Iterator[tuple[str, str]]:
             yield _describe(content, begin, end, text), changed
 
 
-def _edits(node: ast.AST, place: Callable[[Any], tuple[int, int]], content: bytes) -> Iterator[tuple[int, int, str]]:
-    """Yield the changes of one node: begin, end, and the text between."""
-    if isinstance(node, ast.If | ast.While | ast.IfExp | ast.Assert) and ast.unparse(node.test) != "TYPE_CHECKING":
-        begin, end = place(node.test)
-        yield begin, end, f"not ({content[begin:end].decode()})"
+Edit = tuple[int, int, str]  # begin, end, the text that is put between
+
+
+def _edits(node: ast.AST, place: Callable[[Any], tuple[int, int]], content: bytes) -> Iterator[Edit]:
+    """Yield the changes of one node."""
+    if isinstance(node, ast.If | ast.While | ast.IfExp | ast.Assert):
+        yield _negate(*place(node.test), content)
     if isinstance(node, ast.comprehension):
-        for condition in node.ifs:
-            begin, end = place(condition)
-            yield begin, end, f"(not ({content[begin:end].decode()}))"
+        yield from (_negate(*place(condition), content) for condition in node.ifs)
     if isinstance(node, ast.Compare):
-        begin, end = place(node.left)[1], place(node.comparators[0])[0]
-        yield begin, end, f" {BOUNDS[type(node.ops[0])]} "
+        yield place(node.left)[1], place(node.comparators[0])[0], f" {BOUNDS[type(node.ops[0])]} "
     if isinstance(node, ast.BoolOp):
         begin, end = place(node.values[0])[1], place(node.values[1])[0]
         old, new = ("and", "or") if isinstance(node.op, ast.And) else ("or", "and")
@@ -93,18 +105,23 @@ def _edits(node: ast.AST, place: Callable[[Any], tuple[int, int]], content: byte
     if isinstance(node, ast.Raise) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)):
         yield *place(node), "pass"
     if isinstance(node, ast.Call):
-        for keyword in node.keywords:
+        for keyword in [keyword for keyword in node.keywords if keyword.arg is not None]:
             begin, end = place(keyword)
-            rest = content[end:].lstrip(b", \n")
-            if keyword.arg is not None:
-                yield begin, len(content) - len(rest), ""
+            yield begin, len(content) - len(content[end:].lstrip(b", \n")), ""
     if isinstance(node, ast.FunctionDef):
-        first = node.body[0]
-        if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and len(node.body) > 1:
-            first = node.body[1]
-        begin = place(first)[0]
-        if not isinstance(first, ast.Return) and not isinstance(first, ast.Expr | ast.FunctionDef):
-            yield begin, begin, f"return\n{' ' * first.col_offset}"
+        yield from _return_at_once(node, place)
+
+
+def _negate(begin: int, end: int, content: bytes) -> Edit:
+    return begin, end, f"(not ({content[begin:end].decode()}))"
+
+
+def _return_at_once(node: ast.FunctionDef, place: Callable[[Any], tuple[int, int]]) -> Iterator[Edit]:
+    """Yield the change, if the first statement is not all that there is: other mutants drop that one."""
+    has_text = isinstance(node.body[0], ast.Expr) and isinstance(node.body[0].value, ast.Constant)
+    first = node.body[int(has_text and len(node.body) > 1)]
+    if not isinstance(first, ast.Return | ast.Expr | ast.FunctionDef):
+        yield place(first)[0], place(first)[0], f"return\n{' ' * first.col_offset}"
 
 
 def _describe(content: bytes, begin: int, end: int, text: str) -> str:
@@ -133,14 +150,15 @@ def list_mutants(module: str, row: dict[str, Any], seed: str, limit: int) -> lis
 
 
 def copy_checkout(folder: Path) -> None:
-    """Copy every file that git knows or would add, and compile the modules."""
+    """Copy every file that git knows or would add, and what Python has compiled."""
     listed = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     for name in subprocess.run(listed, check=True, capture_output=True, text=True).stdout.split("\0"):
         if name and (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
-    for part in ("sparsebp_cli", "tests", *PLUGINS):
-        compile_dir(folder / part, quiet=2)
+    for part in ("sparsebp_cli", "tests", *PLUGINS):  # compiled modules: copied files keep their times
+        for compiled in (ROOT / part).rglob("__pycache__"):
+            shutil.copytree(compiled, folder / compiled.relative_to(ROOT), dirs_exist_ok=True)
 
 
 def start_tests(folder: Path, tests: Sequence[str], log: Path) -> int:
@@ -163,6 +181,8 @@ def start_tests(folder: Path, tests: Sequence[str], log: Path) -> int:
         import pytest
 
         code = int(pytest.main([*OPTIONS, "--basetemp", str(temporary / "pytest"), "--rootdir", str(folder), *tests]))
+    except BaseException:
+        traceback.print_exc()
     finally:
         sys.stdout.flush()
         os._exit(code)
@@ -200,10 +220,8 @@ def run_all(jobs: Sequence[Mutant], table: dict[str, Any], args: argparse.Namesp
 
 
 def _end_group(process: int) -> None:
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(process, signal.SIGKILL)  # what tests of a mutant started and left
-    except ProcessLookupError:
-        pass
 
 
 def main() -> None:
@@ -222,10 +240,9 @@ def main() -> None:
     first = [Mutant(name, table[name]["files"][0], "", (ROOT / table[name]["files"][0]).read_text()) for name in chosen]
     jobs = [job for name in chosen for job in list_mutants(name, table[name], args.seed or commit, args.draw)]
     os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", MKL_CBWR="COMPATIBLE", HF_HUB_OFFLINE="1")
-    import peft  # noqa: F401 - with torch and transformers: each fork has them
-    import pydantic  # noqa: F401
-
-    rows: dict[str, Any] = {name: {"named": 0, "drawn": 0, "killed": 0, "survivors": []} for name in chosen}
+    for library in {library for name in chosen for library in table[name]["imports"]}:
+        importlib.import_module(library)
+    rows: dict[str, Any] = {name: {"named": 0, "drawn": 0, "tried": 0, "killed": 0, "survivors": []} for name in chosen}
     with tempfile.TemporaryDirectory(prefix="sparsebp-mutants-") as made:
         for job, is_killed in zip(first, run_all(first, table, args, Path(made)), strict=True):
             if is_killed:
@@ -234,6 +251,7 @@ def main() -> None:
         for job, is_killed in zip(jobs, run_all(jobs, table, args, Path(made)), strict=True):
             row, is_named = rows[job.module], any(one["says"] == job.change for one in table[job.module]["named"])
             row["named" if is_named else "drawn"] += 1
+            row["tried"] += 1
             row["killed"] += is_killed
             row["survivors"] += [] if is_killed else [f"{job.file}: {job.change}"]
             print("killed  " if is_killed else "SURVIVED", f"{job.file}: {job.change}", flush=True)
@@ -245,11 +263,9 @@ def main() -> None:
 
 def print_scores(rows: dict[str, Any]) -> None:
     """Print the scores of the modules and of all."""
-    killed, tried = 0, 0
     for name, row in rows.items():
-        number = row["named"] + row["drawn"]
-        killed, tried = killed + row["killed"], tried + number
-        print(f"{name}: {row['killed']} of {number} killed ({row['named']} named, {row['drawn']} drawn)")
+        print(f"{name}: {row['killed']} of {row['tried']} killed ({row['named']} named, {row['drawn']} drawn)")
+    killed, tried = (sum(row[key] for row in rows.values()) for key in ("killed", "tried"))
     print(f"all: {killed} of {tried} killed, {100 * killed / max(1, tried):.0f} %")
 
 

@@ -164,9 +164,14 @@ def test_a_filled_folder_takes_the_place_of_nothing(tmp_path: Path, kind: str) -
 
 def test_a_folder_that_is_not_filled_to_its_end_is_removed(tmp_path: Path) -> None:
     (tmp_path / "place").mkdir()  # an empty folder may be there
-    with pytest.raises(KeyboardInterrupt), durable.filling(tmp_path / "place") as folder:
-        (folder / "a").touch()
-        raise KeyboardInterrupt
+
+    def fill() -> None:
+        with durable.filling(tmp_path / "place") as folder:
+            (folder / "a").touch()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fill()
     assert [file.name for file in tmp_path.rglob("*")] == ["place"]
     with durable.filling(tmp_path / "place") as folder:
         (folder / "a").touch()
