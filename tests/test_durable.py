@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import ast
-import os
 import re
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 import sparsebp_cli
 import sparsebp_lab
-from sparsebp_cli import interpreter
 
 PACKAGE, LAB = (Path(package.__file__).parent for package in (sparsebp_cli, sparsebp_lab))
 # Files that write by themselves, and why a power cut may take what they write.
@@ -114,19 +109,3 @@ def test_git_is_called_through_one_module() -> None:
     """A second way to call it once ran what a repository configures."""
     git = re.compile(r"""["'](/[^"' ]*/)?git["']""")
     assert [name for name, source in list_modules() if git.search(source)] == ["plan/repository.py"]
-
-
-@pytest.mark.parametrize("entries", ["", ".", ":/srv/x", "/srv/x::relative", "../up"])
-def test_no_entry_of_the_path_of_children_is_the_working_folder(monkeypatch: pytest.MonkeyPatch, entries: str) -> None:
-    monkeypatch.setenv("PYTHONPATH", entries)
-    found = interpreter.environment({"A": "b"})
-    kept = ["/srv/x"] if "/srv/x" in entries else []
-    assert found.get("PYTHONPATH", "").split(os.pathsep) == (kept or [""])
-    assert (found["A"], found["PYTHONSAFEPATH"]) == ("b", "1")
-
-
-def test_a_child_takes_no_module_from_the_working_folder(tmp_path: Path) -> None:
-    (tmp_path / "trap.py").write_text("")
-    command = interpreter.command("-c", "import trap")
-    done = subprocess.run(command, cwd=tmp_path, env={}, check=False, capture_output=True, text=True)
-    assert "No module named 'trap'" in done.stderr
