@@ -127,7 +127,10 @@ def _return_at_once(node: ast.FunctionDef, place: Callable[[Any], tuple[int, int
 def _describe(content: bytes, begin: int, end: int, text: str) -> str:
     """Return the lines that change and what they become, with single spaces."""
     first, last = content.rfind(b"\n", 0, begin) + 1, content.find(b"\n", end)
-    before, after = content[first:last].decode(), (content[first:begin] + text.encode() + content[end:last]).decode()
+    before, after = (
+        content[first:last].decode(),
+        (content[first:begin] + text.replace("\n", ";").encode() + content[end:last]).decode(),
+    )
     return f"{' '.join(before.split())} -> {' '.join(after.split())}"
 
 
