@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN = .venv/bin
 
-.PHONY: coverage test-fast wheel-test bare-test test-long test-oldest test-k8s quickstart picture leaderboard results results-study results-masked setup test chaos browser latex check style fix docs site screenshots bench image clean help
+.PHONY: coverage test-fast wheel-test bare-test test-long test-oldest test-k8s quickstart picture leaderboard results results-study results-masked setup test chaos mutants browser latex check style fix docs site screenshots bench image clean help
 
 BASE ?= python:3.12-slim
 IMAGE ?= sparsebp:latest
@@ -68,6 +68,10 @@ test-long: .venv/develop  ## all cases of all tests, and the longest tests, each
 chaos: .venv/develop  ## faults in large numbers, counted into docs/reference/promises.md (two hours, with lossless in the second)
 	$(BIN)/pytest -m "chaos or promise" -n 2 --dist loadgroup --trials=docs/reference/promises.json
 	$(BIN)/python benchmarks/exactness.py --minutes 60 --processes 2 --write
+	$(BIN)/python docs/generate.py
+
+mutants: .venv/develop  ## change guard code in one place at a time, and count what its tests notice (half an hour; DRAW=6)
+	$(BIN)/python benchmarks/mutants.py $(if $(DRAW),--draw $(DRAW))
 	$(BIN)/python docs/generate.py
 
 browser: .venv/develop  ## the report of compare in a headless chromium, which has to be installed

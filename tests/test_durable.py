@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import ast
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 import sparsebp_cli
 from benchmarks import house
-from sparsebp_cli import durable, interpreter
 
 ROOT = Path(sparsebp_cli.__file__).parents[1]
 # Files that write by themselves, and why a power cut may take what they write.
@@ -113,69 +109,3 @@ def test_git_is_called_through_one_module() -> None:
     """A second way to call it once ran what a repository configures."""
     git = re.compile(r"""["'](/[^"' ]*/)?git["']""")
     assert [name for name, source in list_modules() if git.search(source)] == ["plan/repository.py"]
-
-
-@pytest.mark.parametrize("entries", ["", ".", ":/srv/x", "/srv/x::relative", "../up"])
-def test_no_entry_of_the_path_of_children_is_the_working_folder(monkeypatch: pytest.MonkeyPatch, entries: str) -> None:
-    monkeypatch.setenv("PYTHONPATH", entries)
-    found = interpreter.environment({"A": "b"})
-    kept = ["/srv/x"] if "/srv/x" in entries else []
-    assert found.get("PYTHONPATH", "").split(os.pathsep) == (kept or [""])
-    assert (found["A"], found["PYTHONSAFEPATH"]) == ("b", "1")
-
-
-def test_a_write_that_fails_leaves_the_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "report.html"
-    durable.write_file(file, "before")
-
-    def fail(_: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(OSError, match="No space"):
-        durable.write_file(file, "after")
-    assert ([*tmp_path.iterdir()], file.read_text()) == ([file], "before")
-
-
-@pytest.mark.parametrize("links", [True, False])
-def test_a_new_file_is_whole_and_takes_the_place_of_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, links: bool
-) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(1, "Operation not permitted")
-
-    if not links:
-        monkeypatch.setattr(os, "link", refuse)
-    file = tmp_path / "request"
-    with monkeypatch.context() as full:
-        full.setattr(os, "fsync", refuse)
-        with pytest.raises(OSError, match="not permitted"):
-            durable.write_new(file, "stop")
-    assert [*tmp_path.iterdir()] == []  # an empty one would keep every later request out
-    assert durable.write_new(file, "kill")
-    assert not durable.write_new(file, "stop")
-    assert ([*tmp_path.iterdir()], file.read_text()) == ([file], "kill")
-
-
-def test_content_and_name_are_synced_in_this_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    order: list[str] = []
-    fsync, rename = os.fsync, Path.replace
-
-    def note(descriptor: int) -> None:
-        order.append(f"sync {Path(f'/proc/self/fd/{descriptor}').readlink().name.split('.')[0] or 'part'}")
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", note)
-    monkeypatch.setattr(Path, "replace", lambda self, place: (order.append("rename"), rename(self, place))[1])
-    durable.write_file(tmp_path / "plan", "x")
-    assert order == ["sync part", "rename", f"sync {tmp_path.name}"]
-
-
-def test_a_link_stays_a_link_and_a_device_a_device(tmp_path: Path) -> None:
-    real, link = tmp_path / "real", tmp_path / "link"
-    link.symlink_to(real)
-    durable.write_file(link, "x")
-    durable.write_file(Path("/dev/null"), "x")
-    assert link.is_symlink()
-    assert real.read_text() == "x"
-    assert Path("/dev/null").is_char_device()

@@ -9,6 +9,7 @@ from typing import Any
 from generator.markdown import code, head, table
 
 TRIALS = Path("docs/reference/promises.json")
+MUTANTS = Path("benchmarks/results/mutants.json")
 PROMISES = {
     "R1": (
         "kill -9 at a random moment, several times in a row, also during a resume and inside a save",
@@ -159,7 +160,27 @@ def page(root: Path) -> str:
     assert not unknown, f"{TRIALS} counts trials of {unknown}, which docs/generator/promise.py does not name"
     rows = [(name, *texts, *_counted(found.get(name))) for name, texts in PROMISES.items()]
     columns = ("", "fault", "promise", "trials", "failures", "counted", "tests")
-    return "\n".join([head("Guarantees under faults", TEXT), table(columns, rows), _versions(found)])
+    parts = [head("Guarantees under faults", TEXT), table(columns, rows), _versions(found), _mutants(root)]
+    return "\n".join(parts)
+
+
+def _mutants(root: Path) -> str:
+    """Return how many changes of the guards their tests notice."""
+    if not (root / MUTANTS).exists():
+        return "## Tests of the guards\n\nNot counted yet: `make mutants` counts them.\n"
+    found: dict[str, Any] = json.loads((root / MUTANTS).read_text(encoding="utf-8"))
+    rows = [
+        (name, str(row["named"]), str(row["drawn"]), f"{row['killed']} of {row['tried']}")
+        for name, row in found["modules"].items()
+    ]
+    killed, tried = (sum(row[key] for row in found["modules"].values()) for key in ("killed", "tried"))
+    text = f"""## Tests of the guards
+
+`make mutants` changes one place of the code that keeps these promises, and runs the tests of its module. It tries
+mutants by hand, and others that the commit's hash draws. Tests killed {killed} of {tried}, {100 * killed // tried} %,
+on {found["date"]} at commit `{found["commit"][:12]}` ({found["machine"]}).
+"""
+    return "\n".join([text, table(("module", "by hand", "drawn", "killed"), rows)])
 
 
 def _counted(row: dict[str, Any] | None) -> tuple[str, ...]:

@@ -85,9 +85,12 @@ def main() -> None:
 
 def deliver(notice: Notice, event: Event) -> bool:
     """Tell one, and return whether that was possible; write why not to the log."""
-    body = json.dumps(
-        {"event": event.event, "id": event.id, "time": event.time, "facts": event.facts}, allow_nan=False, default=str
-    ).encode()
+    told = {"event": event.event, "id": event.id, "time": event.time, "facts": event.facts}
+    try:
+        body = json.dumps(told, allow_nan=False, default=str).encode()
+    except ValueError:
+        write_log(f"{event.event}: has a number that JSON does not know")
+        return False
     try:
         problem = _run(notice, body) if notice.command is not None else _post(notice, event, body)
     except UsageError as error:  # of a secret, which it does not contain

@@ -49,6 +49,11 @@ class Server:
                 self.send_response(answer)
                 self.end_headers()
 
+            def do_GET(self) -> None:
+                outer.received.append(({}, b"followed"))
+                self.send_response(200)
+                self.end_headers()
+
             def log_message(self, *_: object) -> None:
                 return
 
@@ -69,10 +74,14 @@ class Server:
             except OSError:
                 return
 
-    def redirect(self, handler: BaseHTTPRequestHandler) -> None:
-        handler.send_response(307)
+    def redirect(self, handler: BaseHTTPRequestHandler, code: int = 302) -> None:
+        """Lead elsewhere. urllib refuses 307 after POST by itself, and follows 301 to 303 with GET."""
+        handler.send_response(code)
         handler.send_header("Location", self.address)
         handler.end_headers()
+
+    def redirect_the_post(self, handler: BaseHTTPRequestHandler) -> None:
+        self.redirect(handler, 307)
 
     def talk_nonsense(self, handler: BaseHTTPRequestHandler) -> None:
         handler.wfile.write(b"this is no HTTP\r\n\r\n")
@@ -135,7 +144,8 @@ def test_a_server_that_fails_is_tried_again_with_the_same_id(server: Server, set
         (503, 3, "HTTP 503, attempt 3 of 3"),
         (401, 1, "HTTP 401, attempt 1 of 3"),
         (404, 1, "HTTP 404"),
-        ("redirect", 1, "HTTP 307"),
+        ("redirect", 1, "HTTP 302"),
+        ("redirect_the_post", 1, "HTTP 307"),
         ("talk_nonsense", 3, "BadStatusLine"),
     ],
 )
@@ -149,6 +159,7 @@ def test_what_is_refused_for_good_is_not_tried_again(
     assert "of-mine" not in log()  # the rest of an address may be a secret
 
 
+@pytest.mark.timeout(60)  # a server that drips would be waited for until its header is too long
 @pytest.mark.parametrize("how", ["hang", "drip"])
 def test_a_server_that_hangs_or_drips_is_given_up(server: Server, settings: Path, how: str) -> None:
     server.answers = [getattr(server, how)]
@@ -186,6 +197,13 @@ def test_an_address_and_a_key_from_files_are_in_no_log(server: Server, settings:
     (tmp_path / "address").write_text("ftp://of-mine\n")
     assert not deliver(notice(server, **ways), EVENT)
     assert "of-mine" not in log()
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_a_number_that_json_does_not_know_is_sent_to_nobody(server: Server, settings: Path, number: float) -> None:
+    assert not deliver(notice(server), Event("judged", {"gain": number}))
+    assert "judged: has a number that JSON does not know" in log()
+    assert server.received == []
 
 
 def test_a_command_gets_the_event_and_its_failures_are_logged(settings: Path, tmp_path: Path) -> None:

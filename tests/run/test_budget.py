@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import os
+import resource
 import subprocess
 import sys
 import tarfile
@@ -14,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from sparsebp_cli.run import History
-from sparsebp_cli.run.budget import LARGEST_PLAN, LONGEST_LINE, read_bounded, read_lines
+from sparsebp_cli.run import History, budget
+from sparsebp_cli.run.budget import LARGEST_PLAN, LONGEST_LINE, BudgetError, read_bounded, read_lines
 
 pytestmark = pytest.mark.promise("R32")
 
@@ -114,6 +115,119 @@ def test_lines_are_split_where_they_end(extra: int) -> None:
     found = [*read_lines(io.BytesIO(content))]
     assert [size for _, size in found] == [2, LONGEST_LINE + extra, 2, 3]
     assert (found[1][0] is None) == (extra > 0)
+
+
+def make_tar(*members: tuple[bytes, bytes], name: str = "runs/a/plan.json") -> io.BytesIO:
+    """Return a tar of members, each by its type and its content."""
+    content = b"".join(
+        header(name, len(text), kind) + text.ljust(-len(text) // 512 * -512, b"\0") for kind, text in members
+    )
+    return io.BytesIO(content + bytes(1024))
+
+
+def read_tar(stream: io.BytesIO) -> list[str]:
+    with budget.open_tar(stream) as archive:
+        return [member.name for member in budget.read_members(archive)]
+
+
+FILE = (tarfile.REGTYPE, b"{}")
+
+
+def test_an_archive_has_no_more_members_than_are_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget, "MOST_MEMBERS", 3)
+    for _ in range(2):  # each archive is counted by itself
+        assert read_tar(make_tar(FILE, FILE, FILE)) == ["runs/a/plan.json"] * 3
+    with pytest.raises(BudgetError, match="an archive may have 3 members, this one has more"):
+        read_tar(make_tar(FILE, FILE, FILE, FILE))
+
+
+@pytest.mark.parametrize("kind", sorted(budget.EXTENDED))
+def test_headers_are_no_larger_than_allowed_each_and_in_all(kind: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    def long(size: int) -> tuple[bytes, bytes]:
+        record = f"{size} comment="
+        return kind, (record + "a" * (size - len(record) - 1) + "\n").encode()
+
+    monkeypatch.setattr(budget, "LARGEST_HEADER", 600)
+    monkeypatch.setattr(budget, "LARGEST_HEADERS", 1000)
+    assert len(read_tar(make_tar(long(600), FILE, long(400), FILE))) == 2
+    for members in ([long(601), FILE], [long(600), FILE, long(401), FILE]):
+        with pytest.raises(BudgetError, match="the name or the header of a member has"):
+            read_tar(make_tar(*members))
+
+
+def test_a_member_with_holes_is_refused() -> None:
+    with pytest.raises(BudgetError, match="a file with holes"):
+        read_tar(make_tar((tarfile.GNUTYPE_SPARSE, b"")))
+    member = tarfile.TarInfo("runs/a/plan.json")
+    member.pax_headers = {"GNU.sparse.major": "1", "GNU.sparse.minor": "0", "GNU.sparse.realsize": "2000"}
+    with pytest.raises(BudgetError, match="a file with holes"):
+        read_tar(io.BytesIO(member.tobuf(tarfile.PAX_FORMAT) + bytes(1024)))
+
+
+def test_a_file_is_read_up_to_its_limit(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"abc")
+    assert read_bounded(tmp_path / "file", 3) == b"abc"
+    with pytest.raises(ValueError, match="it has more than 2 bytes"):
+        read_bounded(tmp_path / "file", 2)
+
+
+@pytest.mark.parametrize("odd", ["pipe", "pipe with a reader", "device", "folder"])
+def test_what_is_no_regular_file_is_opened_for_nothing(tmp_path: Path, odd: str) -> None:
+    place = Path("/dev/null") if odd == "device" else tmp_path / "odd"
+    if odd == "folder":
+        place.mkdir()
+    if "pipe" in odd:
+        os.mkfifo(place)
+    reader = os.open(place, os.O_RDONLY | os.O_NONBLOCK) if odd == "pipe with a reader" else None
+    before = len([*Path("/proc/self/fd").iterdir()])
+    with pytest.raises(io.UnsupportedOperation, match="is not a regular file"):
+        budget.open_regular(place)
+    with pytest.raises(OSError, match=r"is not a regular file|Is a directory"):
+        budget.open_to_append(place)
+    assert len([*Path("/proc/self/fd").iterdir()]) == before
+    if reader is not None:
+        os.close(reader)
+
+
+def test_a_file_is_appended_to_or_made_and_a_missing_folder_is_an_error(tmp_path: Path) -> None:
+    for text in (b"a", b"b"):
+        with budget.open_to_append(tmp_path / "file") as stream:
+            stream.write(text)
+            assert not os.get_inheritable(stream.fileno())
+    assert (tmp_path / "file").read_bytes() == b"ab"
+    with budget.open_regular(tmp_path / "file") as opened:
+        assert not os.get_inheritable(opened.fileno())
+    with pytest.raises(FileNotFoundError):
+        budget.open_to_append(tmp_path / "none" / "file")
+
+
+def test_files_are_limited_by_the_largest_block_and_as_before_after_it(tmp_path: Path) -> None:
+    def write(size: int) -> None:
+        (tmp_path / "file").write_bytes(bytes(size))
+
+    with budget.limit_files(1000):
+        write(1000)
+        with pytest.raises(OSError, match="File too large"):
+            write(1001)
+        with budget.limit_files(2000):
+            write(2000)
+            with pytest.raises(OSError, match="File too large"):
+                write(2001)
+        with pytest.raises(OSError, match="File too large"):
+            write(1001)
+    write(5000)
+    assert resource.getrlimit(resource.RLIMIT_FSIZE) == budget._given_limit
+
+
+def test_a_lower_limit_of_the_process_stays_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = budget._given_limit
+    monkeypatch.setattr(budget, "_given_limit", (500, given[1]))
+    try:
+        with budget.limit_files(1000):
+            assert resource.getrlimit(resource.RLIMIT_FSIZE) == (500, given[1])
+        assert resource.getrlimit(resource.RLIMIT_FSIZE) == (500, given[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, given)
 
 
 def test_a_large_plan_and_an_endless_one_are_not_read(tmp_path: Path) -> None:
