@@ -92,9 +92,7 @@ def named_targets() -> dict[str, Node]:
         if name in kinds:
             raise (node.key_place or node.place).error("is the name of a kind; choose another", name)
         if not isinstance(node.content, dict):
-            raise node.place.error(
-                f"must be a mapping such as {{kind: docker}}, got {describe_kind(node.plain)}", name
-            )
+            raise node.place.error(f"must be a mapping such as {{kind: docker}}, got {describe_kind(node.plain)}", name)
     return tree.content
 
 

@@ -27,7 +27,7 @@ from sparsebp_cli.plan.plan import find_sources, group_content
 from sparsebp_cli.plan.seal import Seal
 from sparsebp_cli.recipe import Recipe
 from sparsebp_cli.run import RunFolder, State, home, read
-from sparsebp_cli.run.budget import LARGEST_ARTIFACT, LARGEST_JOURNAL, LARGEST_PLAN, read_bounded
+from sparsebp_cli.run.budget import LARGEST_ARTIFACT, LARGEST_JOURNAL, LARGEST_PLAN, read_bounded, read_json
 from sparsebp_cli.run.folder import list_folders
 from sparsebp_cli.run.journal import FILE as JOURNAL
 from sparsebp_cli.study.disk import DiskUse, measure_disk
@@ -138,7 +138,7 @@ def _index_runs(runs: Path) -> dict[tuple[int, int], list[Path]]:
     found: dict[tuple[int, int], list[Path]] = {}
     for folder in list_folders(runs):
         try:
-            training = json.loads(read_bounded(folder / "plan.json", LARGEST_PLAN))["recipe"]["training"]
+            training = read_json(folder / "plan.json", LARGEST_PLAN)["recipe"]["training"]
             found.setdefault((int(training["seed"]), int(training["max_steps"])), []).append(folder)
         except (OSError, ValueError, LookupError, TypeError):
             continue
@@ -178,9 +178,7 @@ class StudyRecord:
     def load(cls, name: str, place: Path | None = None) -> StudyRecord | None:
         """Read the list of a study on this machine, or in the folder of an archive; None if there is none."""
         try:
-            content: dict[str, Any] = json.loads(
-                read_bounded((place or home()) / "studies" / f"{name}.json", LARGEST_ARTIFACT)
-            )
+            content: dict[str, Any] = read_json((place or home()) / "studies" / f"{name}.json", LARGEST_ARTIFACT)
             trials = tuple(Listed(**entry) for entry in content["trials"])
             digests = {str(run): str(digest) for run, digest in content.get("digests", {}).items()}
             paper = None if content.get("paper") is None else Paper.from_json(content["paper"])
