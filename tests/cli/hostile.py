@@ -324,8 +324,8 @@ ROWS: dict[str, tuple[str, ...]] = {
     "audit": ("audit true", "audit RECIPE.yaml", "audit TEXT"),
     "bench": ("bench topk --sites nowhere", "bench topk --recipe RECIPE", "bench TEXT", "bench topk --model TEXT"),
     "cancel": ("cancel RUN", "cancel TEXT"),
-    "compare": ("compare RUN OTHER", "compare", "compare --from ARCHIVE", "compare TEXT", "compare OTHER --where TEXT",
-                "compare RUN OTHER --html page.html"),
+    "compare": ("compare RUN OTHER", "compare fake", "compare --from ARCHIVE", "compare TEXT",
+                "compare OTHER --where TEXT", "compare RUN OTHER --html page.html"),
     "data": (f"data FAKE {ABSENT}", "data RECIPE", "data DATA", "data MODEL", "data FAKE --set TEXT"),
     "datasets": ("datasets",),
     "doctor": ("doctor",),
@@ -364,7 +364,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     "worth": (f"worth FAKE {ABSENT}", "worth RECIPE", "worth DATA", "worth MODEL"),
 }  # fmt: skip
 LISTING = {
-    "compare",
+    "compare fake",
     "prune",
     "prune --dry-run",
     "runs",
