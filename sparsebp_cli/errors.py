@@ -217,6 +217,8 @@ _SYSTEM = {
     errno.EOPNOTSUPP: "the file system cannot do this, such as lock a file: set SPARSEBP_HOME to a local disk",
     errno.ESTALE: "the file server has lost this file: mount it again, then repeat it",
     errno.EXDEV: "it lies on two file systems: keep the folder of runs, not its parts, on one",
+    errno.ENAMETOOLONG: "the name is too long for a file",
+    errno.ELOOP: "the link leads back to itself: remove it",
     errno.EBUSY: "it is in use, such as a mount point: unmount it first",
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,15 @@ generated script. Each row is counted by the tests that it names, when `make cha
 trials of each. A failure is a trial that broke the promise. Counts are of the last run, on two CPU cores. In R2 to R4
 the memory curve of a single step is no part of the result: the first step of a process allocates a little more."""
 
+INPUTS = """## Hostile inputs
+
+`tests/cli/test_hostile_input.py` and `tests/cli/test_hostile_folder.py` run every verb on every kind of input that it
+reads. Each command must end, with at most one line of error. It must run nothing of the input, quote no secret, and
+change no file outside of the run store and the working folder. The numbers count commands; a dash means that the verb
+does not read such an input. `doctor` imports torch, so only the working folder is tried. A verb without a row fails a
+test. So does a parameter that names a file, if no command reads it.
+`python -m tests.cli.hostile` prints this table."""
+
 
 def page(root: Path) -> str:
     """Return the page."""
@@ -161,7 +171,7 @@ def page(root: Path) -> str:
     rows = [(name, *texts, *_counted(found.get(name))) for name, texts in PROMISES.items()]
     columns = ("", "fault", "promise", "trials", "failures", "counted", "tests")
     parts = [head("Guarantees under faults", TEXT), table(columns, rows), _versions(found), _mutants(root)]
-    return "\n".join(parts)
+    return "\n".join([*parts, "", INPUTS, "", *_inputs(root)])
 
 
 def _mutants(root: Path) -> str:
@@ -181,6 +191,15 @@ mutants by hand, and others that the commit's hash draws. Tests killed {killed} 
 on {found["date"]} at commit `{found["commit"][:12]}` ({found["machine"]}).
 """
     return "\n".join([text, table(("module", "by hand", "drawn", "killed"), rows)])
+
+
+def _inputs(root: Path) -> list[str]:
+    """Return the table of verbs by inputs, and the forms of each kind of input."""
+    found = runpy.run_path(str(root / "tests" / "cli" / "hostile.py"), run_name="hostile")
+    rows = [(code(verb), *(str(count or "-") for count in counts)) for verb, counts in found["count_cells"]()]
+    kinds = found["KINDS"]
+    forms = [f"- {kind}: {', '.join(found['name_forms'](kind))}" for kind in kinds]
+    return [table(("", *kinds), rows), "\n".join(forms) + "\n"]
 
 
 def _counted(row: dict[str, Any] | None) -> tuple[str, ...]:

@@ -5,7 +5,6 @@ The tables are MLflow's and may change: a file without the expected columns is r
 
 from __future__ import annotations
 
-import json
 import math
 import sqlite3
 import tempfile
@@ -20,7 +19,7 @@ from urllib.parse import unquote, urlsplit
 
 from sparsebp_cli.compare.stored import MetricRow, Point, StoredRun
 from sparsebp_cli.errors import RunNotFoundError
-from sparsebp_cli.run.budget import LARGEST_ARTIFACT, LARGEST_PLAN, limit_files, read_bounded
+from sparsebp_cli.run.budget import LARGEST_ARTIFACT, LARGEST_PLAN, limit_files, read_json
 from sparsebp_cli.tracking.store import open_client, restore_infinity
 
 if TYPE_CHECKING:
@@ -205,7 +204,7 @@ def _read_object(file: Path) -> dict[str, object] | None:
     """Return the JSON object in a file; None without one."""
     _refuse_large(file)
     try:
-        content = json.loads(read_bounded(file, LARGEST.get(file.name, LARGEST_ARTIFACT)))
+        content = read_json(file, LARGEST.get(file.name, LARGEST_ARTIFACT))
     except (OSError, ValueError, RecursionError):
         return None
     return content if isinstance(content, dict) else None

@@ -16,6 +16,7 @@ from sparsebp_cli.errors import UsageError
 from sparsebp_cli.policy.field_error import describe_errors
 from sparsebp_cli.recipe.check import find_place
 from sparsebp_cli.recipe.document import Place, read_document
+from sparsebp_cli.run.budget import read_bounded
 
 LARGEST_BYTES = 64 * 1024
 ADDRESS = "must be an https:// or http:// address without user and password, or {env: NAME}, or {file: PATH}"
@@ -42,7 +43,7 @@ class Secret(BaseModel):
             found = os.environ.get(self.env, "")
         else:
             try:
-                found = Path(str(self.file)).expanduser().read_text(encoding="utf-8").strip()
+                found = read_bounded(Path(str(self.file)).expanduser(), LARGEST_BYTES).decode().strip()
             except (OSError, ValueError) as error:
                 raise UsageError(f"the secret's file {self.file} cannot be read: {type(error).__name__}") from None
         if not found:
@@ -112,11 +113,7 @@ def load_settings() -> Settings:
     file that is wrong."""
     file = settings_file()
     try:
-        with file.open("rb") as stream:
-            content = stream.read(LARGEST_BYTES + 1)
-        if len(content) > LARGEST_BYTES:
-            raise Place(str(file)).error(f"too large: more than {LARGEST_BYTES // 1024} KiB")
-        tree = read_document(content.decode("utf-8-sig"), str(file))
+        tree = read_document(read_bounded(file, LARGEST_BYTES).decode("utf-8-sig"), str(file))
     except FileNotFoundError:
         return Settings()
     except (OSError, ValueError) as error:

@@ -20,7 +20,7 @@ from sparsebp_cli.plan.provenance import Provenance, find_provenance
 from sparsebp_cli.policy import ReferenceReader, make_policy
 from sparsebp_cli.recipe.loader import rename_in_plan
 from sparsebp_cli.recipe.schema import LoraSection, PolicyEntry, Recipe
-from sparsebp_cli.run.budget import LARGEST_PLAN, read_bounded
+from sparsebp_cli.run.budget import LARGEST_PLAN, read_bounded, read_json
 from sparsebp_cli.source import DATASETS, MODELS, find_path
 from sparsebp_cli.source.conversation import read_template
 
@@ -76,7 +76,7 @@ def _tell_version(file: Path) -> str:
     """Name the two versions if another one made the plan: the image of a worker may be older than its client."""
     mine = version("sparsebp")
     try:
-        theirs = json.loads(read_bounded(file, LARGEST_PLAN))["provenance"]["sparsebp_version"]
+        theirs = read_json(file, LARGEST_PLAN)["provenance"]["sparsebp_version"]
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return ""
     return f"; sparsebp {theirs} made it, this is {mine}" if theirs and theirs != mine else ""

@@ -15,11 +15,12 @@ from pydantic import ValidationError
 
 from sparsebp_cli.entry_point import entry_points, find_source
 from sparsebp_cli.errors import RecipeError, UsageError, did_you_mean
-from sparsebp_cli.policy.error_text import shorten, show_with_type
+from sparsebp_cli.policy.error_text import describe_kind, shorten
 from sparsebp_cli.policy.field_error import FieldError, describe_errors
 from sparsebp_cli.policy.option import validate_options
 from sparsebp_cli.recipe.document import Node, Place, read_document
 from sparsebp_cli.recipe.schema import TargetOptions, TargetSection
+from sparsebp_cli.run.budget import read_bounded
 
 GROUP = "sparsebp.targets"
 LARGEST_BYTES = 64 * 1024
@@ -77,11 +78,7 @@ def named_targets() -> dict[str, Node]:
     Raise RecipeError if the file has another form, or a name is that of a kind."""
     file = targets_file()
     try:
-        with file.open("rb") as stream:
-            text = stream.read(LARGEST_BYTES + 1)
-        if len(text) > LARGEST_BYTES:
-            raise Place(str(file)).error(f"too large: more than {LARGEST_BYTES // 1024} KiB")
-        tree = read_document(text.decode("utf-8-sig"), str(file))
+        tree = read_document(read_bounded(file, LARGEST_BYTES).decode("utf-8-sig"), str(file))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
@@ -89,15 +86,13 @@ def named_targets() -> dict[str, Node]:
     if tree is None:
         return {}
     if not isinstance(tree.content, dict):
-        raise tree.place.error(f"must be a mapping of names to targets, got {show_with_type(tree.plain)}")
+        raise tree.place.error(f"must be a mapping of names to targets, got {describe_kind(tree.plain)}")
     kinds = entry_points(group=GROUP).names
     for name, node in tree.content.items():
         if name in kinds:
             raise (node.key_place or node.place).error("is the name of a kind; choose another", name)
         if not isinstance(node.content, dict):
-            raise node.place.error(
-                f"must be a mapping such as {{kind: docker}}, got {show_with_type(node.plain)}", name
-            )
+            raise node.place.error(f"must be a mapping such as {{kind: docker}}, got {describe_kind(node.plain)}", name)
     return tree.content
 
 

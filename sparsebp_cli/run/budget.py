@@ -8,6 +8,7 @@ and a device has no end: so files of a run are opened by this module, to which a
 from __future__ import annotations
 
 import errno
+import json
 import os
 import resource
 import stat
@@ -17,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BufferedReader, FileIO, UnsupportedOperation
 from pathlib import Path
-from typing import IO, ClassVar, NoReturn, Protocol, Self
+from typing import IO, Any, ClassVar, NoReturn, Protocol, Self
 
 from sparsebp_cli.errors import UsageError
 
@@ -78,6 +79,15 @@ def read_bounded(file: Path, largest: int) -> bytes:
     if len(content) > largest:
         raise ValueError(f"it has more than {largest} bytes")
     return content
+
+
+def read_json(file: Path, largest: int) -> Any:
+    """Return what a file of JSON of at most so many bytes holds. Raises as :func:`read_bounded` does, and
+    ``ValueError`` for what is no JSON or is nested too deeply."""
+    try:
+        return json.loads(read_bounded(file, largest))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 _limit_lock = threading.Lock()

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import os
 import tempfile
 from collections.abc import Iterator
@@ -37,7 +36,7 @@ from filelock import FileLock, Timeout
 
 from sparsebp_cli import durable
 from sparsebp_cli.errors import RunBusyError, RunNotFoundError, did_you_mean
-from sparsebp_cli.run.budget import LARGEST_PLAN, LARGEST_SMALL, read_bounded
+from sparsebp_cli.run.budget import LARGEST_PLAN, LARGEST_SMALL, read_json
 from sparsebp_cli.run.journal import FILE as JOURNAL
 from sparsebp_cli.run.journal import find_outline
 from sparsebp_cli.run.label import Labels
@@ -122,7 +121,7 @@ class RunFolder:
         """Return the content of ``plan.json``, without its schema: runs of other versions and of plugins that are not
         here stay readable. Raise ``RunNotFoundError`` if it is missing, or damaged in what every reader needs."""
         try:
-            plan: dict[str, Any] = json.loads(read_bounded(self.plan_file, LARGEST_PLAN))
+            plan: dict[str, Any] = read_json(self.plan_file, LARGEST_PLAN)
             for keys, kind in NEEDED.items():
                 value = reduce(getitem, keys, plan)
                 if not isinstance(value, kind):
@@ -141,7 +140,7 @@ class RunFolder:
     def brief(self) -> tuple[str, float]:
         """Return name and creation time (seconds since 1970), also of a plan that is damaged elsewhere."""
         try:
-            plan = json.loads(read_bounded(self.plan_file, LARGEST_PLAN))
+            plan = read_json(self.plan_file, LARGEST_PLAN)
             return str(plan["recipe"]["name"]), float(plan["created"])
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return "?", 0.0
@@ -179,7 +178,7 @@ class RunFolder:
     def _read_launch(self) -> tuple[int | None, str]:
         """Return the number of attempts before the newest start (None: there was none), and its last sight."""
         try:
-            launch = json.loads(read_bounded(self.target_file, LARGEST_SMALL))
+            launch = read_json(self.target_file, LARGEST_SMALL)
             sight = launch.get("sight")
             if sight is None and self.is_elsewhere():
                 raise KeyError("sight")
@@ -193,7 +192,7 @@ class RunFolder:
     def is_elsewhere(self) -> bool:
         """Return whether the plan names a target other than this machine; False for a plan that cannot be read."""
         try:
-            return bool(json.loads(read_bounded(self.plan_file, LARGEST_PLAN))["recipe"]["target"]["kind"] != "local")
+            return bool(read_json(self.plan_file, LARGEST_PLAN)["recipe"]["target"]["kind"] != "local")
         except (OSError, ValueError, LookupError, TypeError, RecursionError):
             return False
 

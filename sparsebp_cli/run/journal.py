@@ -41,7 +41,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from sparsebp_cli.durable import sync
-from sparsebp_cli.run.budget import LARGEST_SMALL, open_regular, open_to_append, read_bounded, read_lines
+from sparsebp_cli.run.budget import LARGEST_SMALL, open_regular, open_to_append, read_json, read_lines
 from sparsebp_cli.run.metric import EVAL_LOSS, Metric, find_known
 from sparsebp_cli.run.record import ENDS, State, from_json, is_count, is_figure, is_record, parse_record, to_json
 from sparsebp_cli.run.record_type import CurveValues, EndRecord, Facts, ProofValues, Record
@@ -399,7 +399,7 @@ def read_stamp(run_folder: Path) -> list[int]:
 def read_outline(run_folder: Path, stamp: list[int]) -> Outline | None:
     """Return the cached outline if it is valid for the journal's stamp; None if the journal has to be read."""
     try:
-        kept = json.loads(read_bounded(run_folder / OUTLINE, LARGEST_SMALL))
+        kept = read_json(run_folder / OUTLINE, LARGEST_SMALL)
         if not isinstance(kept, dict) or (kept.pop("version"), kept.pop("journal")) != (VERSION, stamp):
             return None
         kept["eval_loss"] = from_json(kept["eval_loss"])

@@ -13,7 +13,7 @@ from typing import Self
 
 from sparsebp_cli import durable
 from sparsebp_cli.errors import UsageError
-from sparsebp_cli.run.budget import LARGEST_SMALL, read_bounded
+from sparsebp_cli.run.budget import LARGEST_SMALL, read_json
 
 FILE = "labels.json"
 TAG = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,39}")
@@ -31,7 +31,7 @@ class Labels:
     def load(cls, run_folder: Path) -> Self:
         """Read the labels of a run; a missing or damaged file counts as none."""
         try:
-            content = json.loads(read_bounded(run_folder / FILE, LARGEST_SMALL))
+            content = read_json(run_folder / FILE, LARGEST_SMALL)
             found = {tag for tag in content["tags"] if TAG.fullmatch(tag)}
             return cls(tuple(sorted(found)), make_note(str(content["note"])))
         except (OSError, ValueError, KeyError, TypeError, UsageError):

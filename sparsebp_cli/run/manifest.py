@@ -9,7 +9,7 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 
-from sparsebp_cli.run.budget import LARGEST_PLAN, open_regular, read_bounded
+from sparsebp_cli.run.budget import LARGEST_PLAN, open_regular, read_json
 
 MANIFEST = "manifest.json"
 OUTPUTS = "outputs"  # key of the manifest: what the trained model gives for a batch
@@ -32,7 +32,7 @@ def find_damage(folder: Path) -> str:
     folder without a manifest cannot be verified, and so counts as damaged. So does one with a link, a pipe or a device,
     which no run writes: whatever reads the folder next may follow it, or wait for ever."""
     try:
-        listed: dict[str, str] = json.loads(read_bounded(folder / MANIFEST, LARGEST_PLAN))["sha256"]
+        listed: dict[str, str] = read_json(folder / MANIFEST, LARGEST_PLAN)["sha256"]
         if odd := _find_odd(folder):
             return f"{odd} is neither a regular file nor a folder"
         for name, expected in listed.items():

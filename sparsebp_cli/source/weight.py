@@ -14,7 +14,7 @@ from pathlib import Path
 
 from sparsebp_cli.errors import DataError
 from sparsebp_cli.policy.error_text import shorten
-from sparsebp_cli.run.budget import LARGEST_ARTIFACT, open_regular, read_bounded
+from sparsebp_cli.run.budget import LARGEST_ARTIFACT, open_regular, read_json
 
 LARGEST_JSON = 256 * 1024 * 1024
 LARGEST_HEADER = 100_000_000  # bytes, of safetensors; the library refuses larger ones itself
@@ -110,7 +110,7 @@ def _name_files(folder: Path) -> list[str]:
 
 def _read_object(file: Path) -> dict[str, object]:
     try:
-        content = json.loads(read_bounded(file, LARGEST_ARTIFACT))
+        content = read_json(file, LARGEST_ARTIFACT)
     except (OSError, ValueError, RecursionError):
         content = None
     if not isinstance(content, dict):

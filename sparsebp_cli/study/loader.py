@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from sparsebp_cli.compare.published import Claim, Paper
 from sparsebp_cli.errors import RecipeError, did_you_mean
-from sparsebp_cli.policy.error_text import show_with_type
+from sparsebp_cli.policy.error_text import describe_kind
 from sparsebp_cli.policy.field_error import FieldError, Location, describe_errors
 from sparsebp_cli.recipe import PlacedRecipe
 from sparsebp_cli.recipe.check import check_recipe, first_error
@@ -120,7 +120,7 @@ def load_study(file: Path, *, scaled: bool = False) -> LoadedStudy:
     if tree is None:
         raise Place(str(file), 1, 1).error("empty: a study needs at least version, study, base, arms and seeds")
     if not isinstance(tree.content, dict):
-        raise tree.place.error(f"a study must be a mapping, got {show_with_type(tree.plain)}")
+        raise tree.place.error(f"a study must be a mapping, got {describe_kind(tree.plain)}")
     study = _check(tree)
     base_file, base = read_base(file, tree)
     other: tuple[str, ...] = ()

@@ -21,7 +21,7 @@ from sparsebp_cli import durable
 from sparsebp_cli.compare.published import Paper
 from sparsebp_cli.errors import RunNotFoundError, UsageError, did_you_mean
 from sparsebp_cli.run import RunFolder, home
-from sparsebp_cli.run.budget import LARGEST_ARTIFACT, LARGEST_JOURNAL, read_bounded
+from sparsebp_cli.run.budget import LARGEST_ARTIFACT, LARGEST_JOURNAL, read_bounded, read_json
 from sparsebp_cli.run.journal import FILE as JOURNAL
 from sparsebp_cli.study.thin import thin_journal
 
@@ -59,9 +59,7 @@ class StudyRecord:
     def load(cls, name: str, place: Path | None = None) -> StudyRecord | None:
         """Read the list of a study on this machine, or in the folder of an archive; None if there is none."""
         try:
-            content: dict[str, Any] = json.loads(
-                read_bounded((place or home()) / "studies" / f"{name}.json", LARGEST_ARTIFACT)
-            )
+            content: dict[str, Any] = read_json((place or home()) / "studies" / f"{name}.json", LARGEST_ARTIFACT)
             trials = tuple(Listed(**entry) for entry in content["trials"])
             digests = {str(run): str(digest) for run, digest in content.get("digests", {}).items()}
             paper = None if content.get("paper") is None else Paper.from_json(content["paper"])

@@ -20,7 +20,7 @@ from sparsebp_cli.plan import Plan
 from sparsebp_cli.policy.error_text import shorten
 from sparsebp_cli.recipe.schema import TargetOptions
 from sparsebp_cli.run import RunFolder
-from sparsebp_cli.run.budget import LARGEST_SMALL, open_to_append, read_bounded
+from sparsebp_cli.run.budget import LARGEST_SMALL, open_to_append, read_json
 from sparsebp_cli.run.journal import FILE as JOURNAL
 from sparsebp_cli.target.archive import append_lines, merge_into_run, pack, receive, size_of
 from sparsebp_cli.target.confinement import check_remote_mounts, mount_query
@@ -298,7 +298,7 @@ class LogPosition:
     def load(cls, run: RunFolder) -> Self:
         """Read the position from a run's folder."""
         try:
-            return cls(**json.loads(read_bounded(run.path / FILE, LARGEST_SMALL)))
+            return cls(**read_json(run.path / FILE, LARGEST_SMALL))
         except (OSError, ValueError, TypeError):
             return cls()
 

@@ -24,7 +24,7 @@ import psutil
 from sparsebp_cli import durable, errors, interpreter
 from sparsebp_cli.errors import RunBusyError, RunFailedError, SparseBPError, UnreachableError
 from sparsebp_cli.run import RunFolder, State
-from sparsebp_cli.run.budget import LARGEST_SMALL, LONGEST_LINE, open_regular, open_to_append, read_bounded
+from sparsebp_cli.run.budget import LARGEST_SMALL, LONGEST_LINE, open_regular, open_to_append, read_json
 from sparsebp_cli.run.journal import FILE as JOURNAL
 from sparsebp_cli.target.contract import Job
 from sparsebp_cli.target.end_record import write_end_record
@@ -60,7 +60,7 @@ class Launch:
         """Read the newest start of a run; None when there was none. Of one that cannot be read nothing is known but
         that there was one: elsewhere its worker may be alive, and the engine finds it by its label."""
         try:
-            return cls(**json.loads(read_bounded(run.target_file, LARGEST_SMALL)))
+            return cls(**read_json(run.target_file, LARGEST_SMALL))
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError):

@@ -23,7 +23,7 @@ from sparsebp_cli import durable
 from sparsebp_cli.errors import SparseBPError, TrackingError
 from sparsebp_cli.plan import Plan, content_hash
 from sparsebp_cli.run import History, RunFolder, read
-from sparsebp_cli.run.budget import LARGEST_SMALL, read_bounded
+from sparsebp_cli.run.budget import LARGEST_SMALL, read_bounded, read_json
 from sparsebp_cli.run.journal import FILE as JOURNAL
 from sparsebp_cli.run.label import Labels
 from sparsebp_cli.run.visible import mask
@@ -113,7 +113,7 @@ class Sent:
     def load(cls, run_folder: Path, uri: str) -> Self:
         """Read the file; a missing, damaged or foreign one means that nothing was sent."""
         try:
-            kept = cls(**json.loads(read_bounded(run_folder / FILE, LARGEST_SMALL)))
+            kept = cls(**read_json(run_folder / FILE, LARGEST_SMALL))
         except (OSError, ValueError, TypeError):
             return cls(uri)
         if kept.uri != uri:
@@ -132,7 +132,7 @@ def send_again(run_folder: Path) -> None:
     """Note that the journal was replaced: the next send begins at its start. A point that the store has stays one."""
     with FileLock(run_folder / "tracking.lock", timeout=LOCK_SECONDS):
         try:
-            kept = Sent(**json.loads(read_bounded(run_folder / FILE, LARGEST_SMALL)))
+            kept = Sent(**read_json(run_folder / FILE, LARGEST_SMALL))
         except (OSError, ValueError, TypeError):
             return  # nothing was sent
         kept.offset = 0
@@ -323,7 +323,7 @@ def delete_record(run: RunFolder) -> str:
     """Mark a run as deleted in its store, which `mlflow gc` then erases; a run that was never sent needs nothing.
     Return why its record stays, in one line; empty if it is deleted."""
     try:
-        kept = Sent(**json.loads(read_bounded(run.path / FILE, LARGEST_SMALL)))
+        kept = Sent(**read_json(run.path / FILE, LARGEST_SMALL))
         uri = resolve_uri(Plan.load(run.plan_file).recipe.tracking.uri)
     except (OSError, ValueError, TypeError):
         return ""

@@ -24,7 +24,7 @@ from torch import Tensor
 from sparsebp_cli import durable
 from sparsebp_cli.durable import PART
 from sparsebp_cli.errors import CheckpointError
-from sparsebp_cli.run.budget import LARGEST_JOURNAL, LARGEST_PLAN, read_bounded
+from sparsebp_cli.run.budget import LARGEST_JOURNAL, LARGEST_PLAN, read_json
 from sparsebp_cli.run.manifest import MANIFEST, find_damage, write_manifest
 from sparsebp_cli.worker.ending import name_refusal
 
@@ -183,7 +183,7 @@ def _write(part: Path, snapshot: Snapshot) -> None:
 
 
 def _read(place: Path) -> Snapshot:
-    state = json.loads(read_bounded(place / "state.json", LARGEST_JOURNAL))
+    state = read_json(place / "state.json", LARGEST_JOURNAL)
     by_number: dict[int, dict[str, object]] = {}
     for key, value in (load_file(place / "optimizer.safetensors") | state["optimizer_plain"]).items():
         number, _, name = key.partition(".")
@@ -196,7 +196,7 @@ def _read(place: Path) -> Snapshot:
         optimizer={"state": by_number, "param_groups": state["optimizer_groups"]},
         rest=state["rest"],
         ranks=[_read_rank(place, rank, state[_of_rank("random", rank)]) for rank in range(num_ranks)],
-        seal=json.loads(read_bounded(seal, LARGEST_PLAN)) if seal.exists() else None,
+        seal=read_json(seal, LARGEST_PLAN) if seal.exists() else None,
     )
 
 

@@ -46,6 +46,7 @@ def models() -> tuple[nn.Module, nn.Module]:
     return build(FEW), build(MANY)
 
 
+@pytest.mark.promise("R36")
 @pytest.mark.always("topk rows", "subnet", "dropbp", "frozen in turn, at random", "max-child", "two policies")
 @pytest.mark.parametrize("way", sorted(WITH_POLICY.keys() - ELSEWHERE))
 def test_four_times_the_linears_take_four_times_the_calls(way: str, models: tuple[nn.Module, nn.Module]) -> None:

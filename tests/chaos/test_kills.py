@@ -15,6 +15,7 @@ from sparsebp_cli.policy.discovery import find_policies
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run import State
 from sparsebp_cli.worker.model import build_model, build_tokenizer
+from tests import tier
 from tests.chaos.kill import difference, kill_at_random, outcome
 from tests.chaos.way import WAYS
 from tests.worker.conftest import LLAMA, work
@@ -66,6 +67,26 @@ def test_a_killed_run_of_any_policy_ends_as_if_left_alone(
     record_property("trials", kills)
     record_property("of which", ("inside a save", inside))
     assert not different
+
+
+@pytest.mark.promise("R1", "R16")
+@pytest.mark.slow
+def test_a_killed_run_of_policies_that_the_commit_draws_ends_as_if_left_alone(
+    tiny_recipe, prepared, reference, pytestconfig, record_property
+) -> None:
+    commit, kills = tier.find_commit(pytestconfig.rootpath), 0
+    for way in tier.draw(WAYS, 2, commit):
+        given = sections(way, reference) | {"measure": {"eval_every": 5, "probe_every": 6}}
+        recipe, chance = tiny_recipe(**given | {"training": given["training"] | {"max_steps": 12}}), random.Random(way)
+        straight, killed = prepared(recipe), prepared(recipe)
+        assert work(straight) == 0, straight.log_file.read_text()
+        kills += sum(kill_at_random(killed, chance, longest=6) is not None for _ in range(2))
+        assert work(killed) == 0, killed.log_file.read_text()
+        # As in test_every_way.py: the step whose memory is traced may be the first of its process.
+        found = [name for name in difference(outcome(straight), outcome(killed)) if "memory/step_peak_" not in name]
+        assert not found, (way, found)
+    record_property("trials", kills)
+    assert kills
 
 
 def test_every_registered_policy_is_killed() -> None:

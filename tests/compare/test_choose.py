@@ -133,8 +133,8 @@ def test_no_text_makes_the_parser_do_anything_but_read_or_refuse(text: str) -> N
 
 def test_selecting_reads_each_plan_once_and_no_journal(runs: list[RunFolder], monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[Path] = []
-    original = folder.read_bounded
-    monkeypatch.setattr(folder, "read_bounded", lambda path, largest: (read.append(path), original(path, largest))[1])
+    original = folder.read_json
+    monkeypatch.setattr(folder, "read_json", lambda path, largest: (read.append(path), original(path, largest))[1])
     monkeypatch.setattr(History, "load", lambda folder: pytest.fail("a journal was read"))
     assert len(pick("dense", "topk", where="policy=topk or seed<9")) == 5
     assert sorted(read) == sorted(run.plan_file for run in runs)

@@ -229,8 +229,10 @@ def check_mutants(folder: Path, seed: int, count: int) -> None:
 
 @pytest.mark.always("0")
 @pytest.mark.slow
+@pytest.mark.promise("R11")
 @pytest.mark.parametrize("seed", range(4))
-def test_two_thousand_mutated_recipes_load_or_give_one_line(folder: Path, seed: int) -> None:
+def test_two_thousand_mutated_recipes_load_or_give_one_line(folder: Path, seed: int, record_property) -> None:
+    record_property("trials", 500)
     check_mutants(folder, seed, 500)
 
 

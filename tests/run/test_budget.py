@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -236,3 +237,10 @@ def test_a_large_plan_and_an_endless_one_are_not_read(tmp_path: Path) -> None:
     for file in (tmp_path / "plan.json", tmp_path / "pipe", Path("/dev/zero")):
         with pytest.raises(ValueError, match=r"more than|not a regular file"):
             read_bounded(file, LARGEST_PLAN)
+
+
+def test_files_of_json_are_read_by_the_one_function_that_bounds_their_depth() -> None:
+    root = Path(__file__).parents[2]
+    files = [*(root / "sparsebp_cli").rglob("*.py"), *(root / "plugins" / "sparsebp-lab").rglob("*.py")]
+    found = [file for file in files if re.search(r"json\.loads\(\s*read_bounded", file.read_text(encoding="utf-8"))]
+    assert [file.name for file in found] == ["budget.py"]

@@ -14,7 +14,8 @@ from sparsebp_cli.target.launch import Launch
 
 pytestmark = pytest.mark.promise("R28")
 
-DAMAGES = {"emptied": b"", "zeroed": bytes(100), "cut": b'{"after_attempt": 0, "watcher', "a list": b"[]"}
+DAMAGES = {"emptied": b"", "zeroed": bytes(100), "cut": b'{"after_attempt": 0, "watcher', "a list": b"[]",
+           "nested deeply": b"[" * 60_000}  # fmt: skip
 
 
 def make_run(**target: object) -> RunFolder:

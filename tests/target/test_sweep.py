@@ -123,7 +123,7 @@ def test_targets_lists_kinds_and_names_and_checks_one(sparsebp: Sparsebp, tmp_pa
     ("text", "problem"),
     [
         ("local: {kind: local}", "targets.yaml:1:1: local: is the name of a kind; choose another"),
-        ("a: docker", "targets.yaml:1:4: a: must be a mapping such as {kind: docker}, got 'docker' (text)"),
+        ("a: docker", "targets.yaml:1:4: a: must be a mapping such as {kind: docker}, got text"),
         ("[a]", "targets.yaml:1:1: must be a mapping of names to targets, got a list"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,20 @@ def test_an_update_that_overflows_reaches_no_checkpoint(tiny_recipe, prepared, m
     for name in ("weights", "optimizer"):
         assert all(tensor.isfinite().all() for tensor in load_file(newest / f"{name}.safetensors").values())
     assert not (run.path / "model").exists()
+
+
+@pytest.mark.promise("R7")
+@pytest.mark.parametrize("optim", ["sgd", "adamw"])
+def test_a_loss_or_gradient_that_is_not_finite_stops_the_run_before_the_update(optim, tiny_recipe, prepared) -> None:
+    # The first update leaves weights that are finite, and too large for the forward or the backward of the next step.
+    training = {"max_steps": 4, "learning_rate": 1e20, "optim": optim, "max_grad_norm": None}
+    run = prepared(tiny_recipe(training=training, checkpoint={"every": 1}))
+    assert work(run) == 3
+    text = History.load(run.path).ends[-1]["text"]
+    assert re.match(r"diverged: the (loss|gradient) .*\bstep 2\b.*nothing was updated", text), text
+    (newest,) = (run.path / "checkpoints").glob("step-*")
+    assert newest.name == "step-00000001"
+    assert all(tensor.isfinite().all() for tensor in load_file(newest / "weights.safetensors").values())
 
 
 def test_a_last_step_without_a_checkpoint_is_looked_at_too(tiny_recipe, prepared) -> None:

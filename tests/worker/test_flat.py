@@ -24,7 +24,7 @@ CASES = [(policy, (14, 26)) for policy in STEPS] + [(policy, (34, 50)) for polic
 LONG = [pytest.param(policy, (44, 500), marks=pytest.mark.long) for policy in STEPS + EPOCHS]
 
 
-@pytest.mark.promise("R34")
+@pytest.mark.promise("R25", "R34")
 @pytest.mark.parametrize(("policy", "at"), [*CASES, *LONG])
 def test_the_worker_gathers_nothing_over_steps_of_changing_shapes(
     tiny_recipe: Callable[..., Recipe],

@@ -61,8 +61,11 @@ def run_trials(
 
 
 @pytest.mark.slow
-def test_a_killed_run_resumes_to_identical_weights_and_metrics(tiny_recipe, prepared) -> None:
+@pytest.mark.promise("R1")
+def test_a_killed_run_resumes_to_identical_weights_and_metrics(tiny_recipe, prepared, record_property) -> None:
     total, inside = run_trials(4, tiny_recipe, prepared)
+    record_property("trials", total)
+    record_property("of which", ("inside a save", inside))
     assert total >= 4
     assert inside >= 1
 
@@ -115,6 +118,7 @@ def damage_ways(file: Path) -> dict[str, Callable[[], object]]:
 
 
 @pytest.mark.slow
+@pytest.mark.promise("R2")
 def test_a_damaged_newest_checkpoint_is_passed_over_with_one_warning(tiny_recipe, prepared) -> None:
     from sparsebp_cli.worker.checkpoint import CheckpointFolder
 

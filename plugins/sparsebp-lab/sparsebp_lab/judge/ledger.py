@@ -31,7 +31,7 @@ from sparsebp_cli import durable
 from sparsebp_cli.errors import RunBusyError, UsageError
 from sparsebp_cli.plan import LedgerMark
 from sparsebp_cli.run import home
-from sparsebp_cli.run.budget import LARGEST_ARTIFACT, LARGEST_PLAN, LARGEST_SMALL, read_bounded
+from sparsebp_cli.run.budget import LARGEST_ARTIFACT, LARGEST_PLAN, LARGEST_SMALL, read_json
 from sparsebp_cli.run.folder import check_locks, list_folders
 from sparsebp_lab.judge.level import find_free, find_level, find_needed
 from sparsebp_lab.judge.move import WORST, Aim, Bar, Outcome, Stage
@@ -312,16 +312,16 @@ def _find_marks(folder: Path) -> Iterator[tuple[str, LedgerMark]]:
     as good as none; answers are written as a whole, so that one that cannot be read was damaged."""
     for file in sorted((folder / "answers").glob("*.json")):
         try:
-            facts = json.loads(read_bounded(file, LARGEST_ARTIFACT))["ledger"]
+            facts = read_json(file, LARGEST_ARTIFACT)["ledger"]
             yield str(file), LedgerMark(questions=facts["asked"], lines=facts["lines"], digest=facts["digest"])
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise UsageError(f"{file}: the answer was changed or damaged ({error}); put it back from a copy") from None
     for file in sorted((folder / "scripts").glob("*/process.json")):
         with suppress(OSError, ValueError, LookupError, TypeError):
-            yield str(file), LedgerMark.model_validate(json.loads(read_bounded(file, LARGEST_SMALL))["ledger"])
+            yield str(file), LedgerMark.model_validate(read_json(file, LARGEST_SMALL)["ledger"])
     for run in list_folders(folder.parent / "runs"):
         with suppress(OSError, ValueError, LookupError, TypeError):
-            plan = json.loads(read_bounded(run / "plan.json", LARGEST_PLAN))
+            plan = read_json(run / "plan.json", LARGEST_PLAN)
             yield str(run / "plan.json"), LedgerMark.model_validate(plan["provenance"]["ledger"])
 
 

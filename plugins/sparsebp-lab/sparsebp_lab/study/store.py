@@ -13,7 +13,7 @@ from sparsebp_cli.plan.plan import find_sources, group_content
 from sparsebp_cli.plan.seal import Seal
 from sparsebp_cli.recipe import Recipe
 from sparsebp_cli.run import RunFolder, State, home, read
-from sparsebp_cli.run.budget import LARGEST_PLAN, read_bounded
+from sparsebp_cli.run.budget import LARGEST_PLAN, read_json
 from sparsebp_cli.run.folder import list_folders
 from sparsebp_lab.study.disk import DiskUse, measure_disk
 from sparsebp_lab.study.trial import StudyTrial, TrialMaker
@@ -122,7 +122,7 @@ def _index_runs(runs: Path) -> dict[tuple[int, int], list[Path]]:
     found: dict[tuple[int, int], list[Path]] = {}
     for folder in list_folders(runs):
         try:
-            training = json.loads(read_bounded(folder / "plan.json", LARGEST_PLAN))["recipe"]["training"]
+            training = read_json(folder / "plan.json", LARGEST_PLAN)["recipe"]["training"]
             found.setdefault((int(training["seed"]), int(training["max_steps"])), []).append(folder)
         except (OSError, ValueError, LookupError, TypeError):
             continue
