@@ -2,7 +2,7 @@
 
 `make screenshots`. Everything shown is of the study in `docs/results`, read back from its archive and its report, so
 that the pictures are made again without training anything. Both are in the history: first
-`git checkout results-0.5 -- docs/results/quickstart.tar.gz docs/results/quickstart.html`.
+`git checkout a6c6be72 -- docs/results/quickstart.tar.gz docs/results/quickstart.html`.
 """
 
 from __future__ import annotations

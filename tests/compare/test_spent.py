@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sparsebp_cli.release.figure import compare_here
 
 from sparsebp_cli.cli.summary import summary_rows
 from sparsebp_cli.compare import View, compare_runs, picture, render
@@ -20,7 +21,6 @@ from sparsebp_cli.compare.report.board import make_board
 from sparsebp_cli.compare.statistics import Quartiles
 from sparsebp_cli.compare.view import view_grids
 from sparsebp_cli.plan import Plan
-from sparsebp_cli.release.figure import compare_here
 from sparsebp_cli.run import History, JournalWriter, RunFolder
 
 from .conftest import MakeRun

@@ -23,7 +23,7 @@ from tests.docs.block import ROOT
 RESULTS = ROOT / "docs" / "results"
 MOST_BYTES = 3_000_000
 VALUES = sorted(RESULTS.rglob("*.parquet"))
-TAG = "git checkout results-0.5 -- "
+TAG = "git checkout a6c6be72 -- "
 
 
 @pytest.fixture
