@@ -6,7 +6,7 @@
 
 A parquet file has one row a record of a journal, in its order: a column a metric, all else as text. Plans, and what was
 evaluated, are as they were archived; FLOPs are whole, and times are rounded. The file has the digest of the archive.
-Whole event logs stay in the history, under the tag `a6c6be72`.
+Whole event logs stay in the history, at commit a6c6be72.
 """
 
 from __future__ import annotations
