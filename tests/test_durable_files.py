@@ -178,7 +178,7 @@ def test_a_folder_that_is_not_filled_to_its_end_is_removed(tmp_path: Path) -> No
     assert (tmp_path / "place" / "a").exists()
 
 
-def test_what_a_killed_process_left_of_a_folder_is_removed_and_no_part_of_a_living_one(tmp_path: Path) -> None:
+def test_what_a_killed_process_left_of_a_folder_goes_and_no_part_of_a_living_one(tmp_path: Path) -> None:
     left = tmp_path / f"{durable.PART}place.1-1"
     (left / "below").mkdir(parents=True)
     (tmp_path / f"{durable.PART}place.2-2").symlink_to(tmp_path)

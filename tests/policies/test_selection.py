@@ -202,7 +202,7 @@ def test_weighted_random_pairs_of_four_count_twice() -> None:
         assert selection.weight == weight
 
 
-def test_examples_are_selected_between_two_points_of_the_training_but_at_interruptions() -> None:
+def test_examples_are_selected_between_two_points_but_at_interruptions() -> None:
     def chosen_at(num_steps: int | None, **options: Any) -> list[int]:
         policy = SelectiveBackprop(**{"keep": 0.5, "start": 0.25, "end": 0.75, "interrupt": 0, **options})
         return [step for step in range(12) if policy.is_choosing(Step(step, num_steps=num_steps))]
@@ -214,7 +214,7 @@ def test_examples_are_selected_between_two_points_of_the_training_but_at_interru
     assert chosen_at(12, keep=1.0) == chosen_at(12, interrupt=1) == []
 
 
-def test_whether_examples_are_selected_depends_on_the_number_of_steps_unless_always_or_never() -> None:
+def test_selecting_examples_depends_on_the_number_of_steps_unless_always_or_never() -> None:
     def needs(**options: Any) -> bool:
         return SelectiveBackprop(**{"keep": 0.5, "start": 0.0, "end": 1.0, **options}).needs_num_steps
 
