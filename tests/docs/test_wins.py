@@ -119,7 +119,7 @@ def test_a_row_says_what_the_comparison_says(generator: ModuleType) -> None:
     gap = {"mean": -0.05, "family_low": -0.08, "family_high": 0.031}
     final = {"mean": 1.5, "sd": 0.04}
     quality = {"final": final, "difference": gap, "not_worse": {"answer": "yes"}}
-    speed = {"spent_ratio": ratio, "seconds_ratio": None, "step_price": 0.314}
+    speed = {"cost": ratio, "seconds_ratio": None, "step_price": 0.314}
     dense = group("dense", 100, 1.5, quality={"final": final}) | {"baseline": True}
     runs = [
         {"label": arm, "seed": seed, "quality": loss + seed / 10}
