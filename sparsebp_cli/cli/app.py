@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version as installed_version
 from typing import Annotated, Any
@@ -159,14 +159,25 @@ def main() -> None:
                 code = _answer_in_json()
             sys.exit(code)
         try:
+            _refuse_bytes(sys.argv[1:])
             app(prog_name="sparsebp")
         except Exception as error:
             sys.exit(_print_error(error).exit_code)
 
 
+def _refuse_bytes(words: Sequence[str]) -> None:
+    """Raise UsageError for an argument that is no text: plans and answers are JSON, which cannot hold it."""
+    for word in words:
+        try:
+            word.encode()
+        except UnicodeEncodeError:
+            raise UsageError(f"arguments must be text in UTF-8, got {word[:100]!a}; rename the file") from None
+
+
 def _answer_in_json() -> int:
     """Run the verb, answer with an error if it raises one, and return the exit code."""
     try:
+        _refuse_bytes(sys.argv[1:])
         code = int(app(prog_name="sparsebp", standalone_mode=False) or 0)
     except Exception as error:
         problem = _print_error(error)
