@@ -239,7 +239,8 @@ class PackedForward(ForwardOverride):
             extension.shortens = False
         whole, inputs = given, _copy_computed(given)
         tokens = None if extension.prompt is None else extension.prompt.find_tokens(given)
-        given = given | inputs
+        # Not the leaves themselves: a model may change its inputs in place, as CTRL scales inputs_embeds.
+        given = given | {name: partial(torch.clone, leaf) for name, leaf in inputs.items()}
         if tokens is not None and "inputs_embeds" in inputs:
             # A row that examples share has the gradient of all of them: compared by token, not by position.
             table_UD, number_BT = make_table(inputs["inputs_embeds"].detach(), tokens)
