@@ -6,8 +6,11 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from pydantic import ValidationError
+
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.plan import Plan
+from sparsebp_cli.policy.error_text import shorten
 from sparsebp_cli.recipe import Recipe
 from sparsebp_cli.recipe.schema import TargetSection
 from sparsebp_cli.recipe.target import named_target_section
@@ -53,9 +56,13 @@ def find_places(loaded: LoadedStudy) -> list[TrialPlace]:
 
 def move(loaded: LoadedStudy, target: str) -> LoadedStudy:
     """Return a study of which all runs at one place. Raise UsageError for a target that is unknown or cannot."""
-    moved = loaded.study.model_copy(update={"where": [PlaceSection(target=target)]})
+    try:
+        section = PlaceSection(target=target)
+    except ValidationError:
+        raise UsageError(f"--target must be a kind or a name of targets.yaml, got {shorten(target)!r}") from None
+    moved = loaded.study.model_copy(update={"where": [section]})
     base = next(iter(loaded.firsts.values())).recipe.target
-    place = _make_place(PlaceSection(target=target), base)
+    place = _make_place(section, base)
     for arm in moved.arms:
         check_place(place, loaded.firsts[arm].recipe)
     return replace(loaded, study=moved, options=(*loaded.options, "--target", target))
