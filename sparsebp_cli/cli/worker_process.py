@@ -81,8 +81,9 @@ def _follow(process: subprocess.Popen[str], interrupts: Interrupts) -> dict[str,
 
 def _read(process: subprocess.Popen[str], records: queue.Queue[dict[str, Any] | None]) -> None:
     assert process.stdout is not None
-    for line in process.stdout:
-        records.put(json.loads(line))
+    with process.stdout as lines:
+        for line in lines:
+            records.put(json.loads(line))
     records.put(None)
 
 

@@ -322,7 +322,7 @@ SHORT = "--set dataset.max_seq_length=32"  # as the model allows, so that its ot
 ROWS: dict[str, tuple[str, ...]] = {
     "archive": ("archive RUN --to a.tar.gz", "archive RUN OTHER --to a.tar.gz", "archive TEXT --to a.tar.gz"),
     "audit": ("audit true", "audit RECIPE.yaml", "audit TEXT"),
-    "bench": ("bench topk --sites nowhere", "bench topk --recipe RECIPE", "bench TEXT", "bench topk --model TEXT"),
+    "bench": ("bench topk --sites nowhere", "bench topk --recipe RECIPE", "bench TEXT"),  # a process for each --model
     "cancel": ("cancel RUN", "cancel TEXT"),
     "compare": ("compare RUN OTHER", "compare fake", "compare --from ARCHIVE", "compare TEXT",
                 "compare OTHER --where TEXT", "compare RUN OTHER --html page.html"),
