@@ -220,7 +220,7 @@ def test_a_preview_measures_each_phase_and_the_whole(tiny_recipe, prepared) -> N
     assert all(torch.equal(before[name], parameter) for name, parameter in training.bare.named_parameters())
     lines, values = found["lines"], found["values"]
     assert lines[-1].startswith("the whole schedule executes ")
-    assert any(line.startswith("phase 2: cost: ") for line in lines)
+    assert any(line.startswith("phase 2: the first step costs ") for line in lines)
     alone = prepared(tiny_recipe(policy=ROWS, measure={"fidelity_every": None}))
     with JournalWriter(alone.path, durable=False) as journal:
         ((_, gain),) = Training.build(Plan.load(alone.plan_file), alone, journal, stop).measure_gains()

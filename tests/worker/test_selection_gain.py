@@ -130,7 +130,7 @@ def test_a_run_says_before_its_first_step_what_a_kept_unit_must_be_worth(
     run = prepared(tiny_recipe(policy=[policy], measure=measure, training={"max_steps": 1}))
     assert work(run) == 0, run.log_file.read_text()
     history = History.load(run.path)
-    notes = [text for _, level, text in history.notes if level == "info" and text.startswith("cost:")]
+    notes = [text for _, level, text in history.notes if level == "info" and text.startswith("the first step costs")]
     details = [text for _, level, text in history.notes if level == "detail"]  # for show alone
     for name in ("choice/ess", "choice/example_ess", "choice/row_ess"):
         assert list(history.series(name)) == [0]
@@ -171,6 +171,6 @@ def test_a_preview_tells_the_same_as_the_run_and_trains_nothing(tiny_recipe: Any
     for name, value in told["values"].items():
         if name != "choice/seconds_ratio" and value is not None:
             assert value == pytest.approx(history.last(name), rel=1e-6), name
-    assert [line.partition(" ")[0] for line in told["lines"]] == ["cost:", "what"]
+    assert [line.partition(" ")[0] for line in told["lines"]] == ["the", "what"]
     assert not History.load(looked.path).metrics
     assert not (looked.path / "model").exists()

@@ -16,7 +16,7 @@ from sparsebp_audit.report import SCHEMA, AuditReport
 from sparsebp_cli.cli.app import app
 from sparsebp_cli.errors import SparseBPError
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 Audit = Callable[..., subprocess.CompletedProcess[str]]
 N = 8
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import sparsebp_audit
 from sparsebp_audit.auditor.parameter import ParameterHistory
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 class Scanned(dict[Tensor, ParameterHistory]):

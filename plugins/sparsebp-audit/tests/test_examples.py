@@ -19,7 +19,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 import sparsebp_audit
 from sparsebp_audit.report import AuditReport, IsolationReport
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 pytestmark = pytest.mark.filterwarnings("ignore")  # trl warns of its own defaults, and transformers of trl's
 PACKED = """
 import torch
