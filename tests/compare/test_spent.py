@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sparsebp_cli.release.figure import compare_here
+from sparsebp_tools.release.figure import compare_here
 
 from sparsebp_cli.cli.summary import summary_rows
 from sparsebp_cli.compare import View, compare_runs, picture, render

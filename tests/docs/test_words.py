@@ -44,7 +44,6 @@ WORDS = {
 }
 # Places that may keep a word, with the reason.
 ALLOWED = {
-    ("sparsebp_cli/compare/words.py", "possible saving"): "stored reports repeat the verdict word for word",
     ("sparsebp_cli/compare/overview_grid.py", "worth"): "a column of stored reports",
     ("sparsebp_cli/cli/bench_table.py", "worth"): "a column of the bench, and a field of its JSON",
 }
