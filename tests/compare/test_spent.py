@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sparsebp_tools.release.figure import compare_here
 
 from sparsebp_cli.cli.summary import summary_rows
 from sparsebp_cli.compare import View, compare_runs, picture, render
@@ -22,6 +21,7 @@ from sparsebp_cli.compare.statistics import Quartiles
 from sparsebp_cli.compare.view import view_grids
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.run import History, JournalWriter, RunFolder
+from sparsebp_tools.release.figure import compare_here
 
 from .conftest import MakeRun
 
