@@ -25,6 +25,7 @@ import difflib
 import errno
 import re
 from collections.abc import Iterable, Sequence
+from io import UnsupportedOperation
 from typing import ClassVar
 
 __all__ = [
@@ -218,6 +219,7 @@ _SYSTEM = {
     errno.ESTALE: "the file server has lost this file: mount it again, then repeat it",
     errno.EXDEV: "it lies on two file systems: keep the folder of runs, not its parts, on one",
     errno.ENAMETOOLONG: "the name is too long for a file",
+    errno.EISDIR: "is a folder, where a file is expected",
     errno.ELOOP: "the link leads back to itself: remove it",
     errno.EBUSY: "it is in use, such as a mount point: unmount it first",
 }
@@ -225,6 +227,8 @@ _SYSTEM = {
 
 def explain_system_error(error: OSError) -> str:
     """Return what the system refused and the way out, in one sentence; empty for an error without a known one."""
+    if isinstance(error, UnsupportedOperation):  # names the file, and that it is a pipe, a device or a folder
+        return str(error)
     text = _SYSTEM.get(error.errno or 0, "")
     place = str(error.filename or "")
     folder, _, name = place.rpartition("/")

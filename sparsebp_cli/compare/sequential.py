@@ -104,7 +104,7 @@ class Looks:
                 tuple(map(int, found["seeds"])),
                 tuple(map(int, found["made"])),
             )
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             return None
 
     def answer(self, values: Mapping[str, Mapping[int, float]], *, worse_is_up: bool) -> dict[str, NotWorse | None]:

@@ -38,8 +38,11 @@ class Labels:
             return cls()
 
     def save(self, run_folder: Path) -> None:
-        """Write the labels, atomically."""
-        durable.write_file(run_folder / FILE, json.dumps({"tags": self.tags, "note": self.note}) + "\n")
+        """Write the labels, atomically. Raises ``UsageError`` where something else than a file of the run's own is."""
+        file = run_folder / FILE
+        if file.is_symlink() or (file.exists() and not file.is_file()):
+            raise UsageError(f"{file} is not a regular file")
+        durable.write_file(file, json.dumps({"tags": self.tags, "note": self.note}) + "\n")
 
 
 def check_tag(tag: str) -> str:

@@ -155,6 +155,8 @@ class RunHandle(Job):
 
 
 def _read_from(file: Path, offset: int) -> bytes:
+    if file.is_symlink():  # a folder of somebody else's would show a file of this user
+        raise UnsupportedOperation(f"{file} is a link")
     try:
         with open_regular(file) as log:
             log.seek(offset)

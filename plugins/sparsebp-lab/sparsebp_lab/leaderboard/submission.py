@@ -9,6 +9,7 @@ from typing import Annotated
 from pydantic import Field, ValidationError
 
 from sparsebp_cli.errors import RecipeError
+from sparsebp_cli.policy.error_text import describe_kind
 from sparsebp_cli.policy.field_error import describe_errors
 from sparsebp_cli.recipe.check import first_error
 from sparsebp_cli.recipe.document import read_document
@@ -52,6 +53,8 @@ def read_submission(folder: Path) -> Submission:
     if tree is None:
         raise RecipeError(f"empty: it needs at least {', '.join(_required())}", file=str(file), line=1, column=1)
     data = tree.plain
+    if not isinstance(data, dict):  # the value may be somebody's secret
+        raise tree.place.error(f"a submission must be a mapping, got {describe_kind(data)}")
     try:
         about = About.model_validate(data)
     except ValidationError as error:
