@@ -82,7 +82,8 @@ class Verbs(TyperGroup):
             raise UsageError(f"`sparsebp {args[0]}` cannot be loaded: {BROKEN[args[0]]}")
         if args and args[0] in HOMES and args[0] not in known:
             home = HOMES[args[0]]
-            raise UsageError(f"`sparsebp {args[0]}` is in the package {home}: python -m pip install {home}")
+            way = f"python -m pip install {home}, or plugins/{home} of a checkout"
+            raise UsageError(f"`sparsebp {args[0]}` is in the package {home}: {way}")
         if args and args[0] not in known and not args[0].startswith("-") and not ctx.resilient_parsing:
             meant = f"; did you mean {MEANT[args[0]]}?" if args[0] in MEANT else did_you_mean(args[0], known)
             raise UsageError(f"No such verb: {args[0]}; `sparsebp --help` lists them{meant}")
