@@ -51,7 +51,8 @@ def test_a_sparse_and_a_dense_run_are_trained_tracked_and_compared(
         "eval loss  first 5.",
         "step 8/8",
         "kept 10",
-        "as fast as dense (median), limit ",
+        "limit ",
+        "x as fast as dense by the time of a FLOP in ",
         "next: sparsebp compare",
     ):
         assert words in done.stdout
