@@ -123,6 +123,59 @@ def test_a_loss_that_reads_hidden_states_of_padding_is_refused(number: int) -> N
             engine.backward(output.loss + output.hidden_states[number].square().mean())
 
 
+def _empty(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    batch["input_ids"][1], batch["attention_mask"][1] = 0, 0
+    batch["labels"] = batch["labels"].masked_fill(batch["attention_mask"] == 0, -100)
+    return batch
+
+
+@pytest.mark.parametrize("verify", ["always", "never"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "base"])
+def test_an_example_without_a_token_keeps_the_batch_packed(name: str, verify: str) -> None:
+    batch = _empty(_make_batch("right"))
+    if name == "base":
+        del batch["labels"]
+    engine = _compare(_make(name), _states_loss, [batch], verify=verify)
+    assert "in 1 of 1 batches" in engine.notes["packing"]
+
+
+def test_the_row_of_an_example_without_a_token_is_not_read_in_silence() -> None:
+    model, batch = _make("llama"), _empty(_make_batch("right"))
+    with sbp.attach(model, [sbp.make_policy("lossless", verify="never")]) as engine:
+        output = model(**batch, output_hidden_states=True)
+        with pytest.raises(UnsupportedError, match="positions? that w(ere|as) not computed"):
+            engine.backward(output.loss + output.hidden_states[1][:, 0].square().sum())
+
+
+@pytest.mark.parametrize("verify", ["first", "always", "never"])
+def test_a_head_that_reads_an_example_without_a_token_runs_plainly(verify: str) -> None:
+    batch = _make_batch("right") | {"labels": torch.tensor([0, 1, 1])}
+    batch["attention_mask"][1] = 0
+
+    def loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
+        found: Tensor = model(**batch).loss
+        return found
+
+    _compare(_make("classifier"), loss, [batch], verify=verify)
+
+
+@pytest.mark.parametrize("verify", ["always", "never"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "base", "classifier"])
+def test_a_model_may_answer_with_a_tuple(name: str, verify: str) -> None:
+    batch = _make_batch("right")
+    if name == "base":
+        del batch["labels"]
+    if name == "classifier":
+        batch["labels"] = torch.tensor([0, 1, 1])
+
+    def loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
+        first: Tensor = model(**batch, return_dict=False)[0]
+        return first if first.dim() == 0 else first[batch["attention_mask"].bool()].square().mean()
+
+    engine = _compare(_make(name), loss, [batch], verify=verify)
+    assert "in 1 of 1 batches" in engine.notes["packing"]
+
+
 def test_a_configuration_that_asks_for_hidden_states_gets_them_by_position() -> None:
     model, batch = _make("llama"), _make_batch("left")
     model.config.output_hidden_states = True

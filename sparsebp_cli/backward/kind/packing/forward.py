@@ -241,6 +241,7 @@ class PackedForward(ForwardOverride):
         tokens = None if extension.prompt is None else extension.prompt.find_tokens(given)
         # Not the leaves themselves: a model may change its inputs in place, as CTRL scales inputs_embeds.
         given = given | {name: partial(torch.clone, leaf) for name, leaf in inputs.items()}
+        given |= {"return_dict": True}  # a tuple does not say which of its parts is the loss
         if tokens is not None and "inputs_embeds" in inputs:
             # A row that examples share has the gradient of all of them: compared by token, not by position.
             table_UD, number_BT = make_table(inputs["inputs_embeds"].detach(), tokens)
