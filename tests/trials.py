@@ -3,14 +3,18 @@
 
 A test marked ``promise("R12")`` is one trial of promise R12, and a failure of it where it fails. A test that makes many
 trials says how many by ``record_property("trials", 1000)``, and what kind some of them
-were by ``record_property("of which", ("inside a save", 160))``. The page of promises is generated from the file.
+were by ``record_property("of which", ("inside a save", 160))``. The page of promises is generated from the file, and
+marks the counts of code that has changed since.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import json
+import os
 import platform
+import subprocess
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,7 +22,47 @@ from typing import Any
 
 import pytest
 
+ROOT = Path(__file__).resolve().parents[1]
 VERSIONS = ("sparsebp", "torch", "transformers", "mlflow", "pydantic")
+# The folders and files of sparsebp_cli that keep each promise. A count is of what they were.
+TRAINS, KEEPS = ("worker", "run", "durable.py"), ("run", "durable.py")
+COVERED: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("R1", "R2", "R4", "R7", "R9", "R16", "R17", "R23", "R24", "R25", "R38"), TRAINS),
+    **dict.fromkeys(("R3", "R26", "R27", "R39"), (*TRAINS, "target")),
+    **dict.fromkeys(("R5", "R6"), ("tracking", "run")),
+    **dict.fromkeys(("R10", "R28", "R30"), ("target", *KEEPS)),
+    **dict.fromkeys(("R14", "R15", "R19", "R21", "R29"), ("target",)),
+    **dict.fromkeys(("R11", "R33"), ("recipe",)),
+    "R12": ("source", "worker", "target", "run"),
+    "R13": ("plan", "recipe", "target", "tracking", "worker"),
+    **dict.fromkeys(("R18", "R34", "R36"), ("backward", "policies", "policy")),
+    "R20": ("plan/repository.py", "interpreter.py", "cli"),
+    "R22": (*KEEPS, "compare", "cli"),
+    "R31": ("cli", "errors.py"),
+    "R32": ("source", "run", "target", "compare"),
+    "R35": ("kernel", "backward"),
+    "R37": ("compare", "tracking"),
+}
+
+
+def find_digest(promise: str, root: Path = ROOT) -> str:
+    """Return a digest of the code that keeps a promise."""
+    found = hashlib.sha256()
+    for name in COVERED[promise]:
+        place = root / "sparsebp_cli" / name
+        for file in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
+            found.update(file.relative_to(root).as_posix().encode() + b"\0" + file.read_bytes() + b"\0")
+    return found.hexdigest()[:16]
+
+
+def find_commit() -> str:
+    """Return the commit that is tried, with ``+`` behind it if files differ from it; nothing without a history."""
+    asked = (["rev-parse", "--short=12", "HEAD"], ["status", "--porcelain", "--", "sparsebp_cli"])
+    commit, changed = (
+        subprocess.run(["git", "-C", str(ROOT), *words], check=False, capture_output=True, text=True).stdout.strip()
+        for words in asked
+    )
+    return commit + "+" * bool(changed)
 
 
 def is_built_for_cuda() -> bool:
@@ -76,8 +120,10 @@ class TrialCount:
             "date": datetime.now(UTC).date().isoformat(),
             "python": platform.python_version(),
             "versions": {name: importlib.metadata.version(name) for name in VERSIONS},
+            "commit": find_commit(),
+            "machine": f"{os.cpu_count()} CPU cores, {platform.machine()}",
         }
-        rows = before | {promise: row | now for promise, row in self.found.items()}
+        rows = before | {name: row | now | {"digest": find_digest(name)} for name, row in self.found.items()}
         ordered = dict(sorted(rows.items(), key=lambda item: int(item[0].removeprefix("R"))))
         self.file.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
 

@@ -150,7 +150,8 @@ PROMISES = {
 TEXT = """This page lists what SparseBP guarantees when something goes wrong, and how often tests tried it. A trial is
 one fault put into a real component: a worker process that is killed, a file that is damaged, a shell that runs a
 generated script. Each row is counted by the tests that it names, when `make chaos` runs them; `make test` runs a few
-trials of each. A failure is a trial that broke the promise. Counts are of the last run, on two CPU cores. In R2 to R4
+trials of each. A failure is a trial that broke the promise. *Counted* is the day and the commit. *Changed since* means
+that the code which keeps the promise is no longer what was counted (`tests/trials.py` lists the files). In R2 to R4
 the memory curve of a single step is no part of the result: the first step of a process allocates a little more."""
 
 INPUTS = """## Hostile inputs
@@ -168,7 +169,8 @@ def page(root: Path) -> str:
     found: dict[str, dict[str, Any]] = json.loads((root / TRIALS).read_text(encoding="utf-8"))
     unknown = sorted(found.keys() - PROMISES.keys())
     assert not unknown, f"{TRIALS} counts trials of {unknown}, which docs/generator/promise.py does not name"
-    rows = [(name, *texts, *_counted(found.get(name))) for name, texts in PROMISES.items()]
+    digest = runpy.run_path(str(root / "tests" / "trials.py"))["find_digest"]
+    rows = [(name, *texts, *_counted(found.get(name), digest(name, root))) for name, texts in PROMISES.items()]
     columns = ("", "fault", "promise", "trials", "failures", "counted", "tests")
     parts = [head("Guarantees under faults", TEXT), table(columns, rows), _versions(found), _mutants(root)]
     return "\n".join([*parts, "", INPUTS, "", *_inputs(root)])
@@ -202,16 +204,23 @@ def _inputs(root: Path) -> list[str]:
     return [table(("", *kinds), rows), "\n".join(forms) + "\n"]
 
 
-def _counted(row: dict[str, Any] | None) -> tuple[str, ...]:
+def _counted(row: dict[str, Any] | None, digest: str) -> tuple[str, ...]:
     if row is None:
         return ("not counted", "", "", "")
     kinds = "".join(f"; {kind}: {count}" for kind, count in row["of which"].items())
     skipped = f"; {row['skipped']} skipped" if row["skipped"] else ""
     tests = ", ".join(code(test.removeprefix("tests/")) for test in row["tests"])
-    return (f"{row['trials']:,}{kinds}{skipped}", str(row["failures"]), row["date"], tests)
+    when = f"{row['date']}, {code(row['commit'])}" if "commit" in row else row["date"]
+    when += "" if row.get("digest") == digest else "; *changed since*"
+    return (f"{row['trials']:,}{kinds}{skipped}", str(row["failures"]), when, tests)
 
 
 def _versions(found: dict[str, dict[str, Any]]) -> str:
-    versions = {json.dumps({"Python": row["python"]} | row["versions"], sort_keys=True) for row in found.values()}
+    versions = {
+        json.dumps(
+            {"Python": row["python"]} | row["versions"] | {"on": row.get("machine", "2 CPU cores")}, sort_keys=True
+        )
+        for row in found.values()
+    }
     lines = [", ".join(f"{name} {version}" for name, version in json.loads(one).items()) for one in sorted(versions)]
     return "Versions: " + "; ".join(lines) + ".\n"
