@@ -203,7 +203,7 @@ class PackingPlanner(EngineExtension):
         unread = int((rows.real_BT & ~rows.needed_BT).sum())
         place = to_place(rows.read_BT, layout.source_N.device)
         count = count_positions(layout, rows.real_BT) if rows.balances else None
-        empty_B: Bools = ~rows.real_BT.any(1)
+        empty_B = np.asarray(~rows.real_BT.any(1))
         if empty_B.any():  # the row that it has all the same is not the plain one, which attends to its padding
             plain_BT = torch.from_numpy(~empty_B[:, None] | rows.alone_BT).to(layout.computed_BT.device)
             layout = replace(layout, computed_BT=layout.computed_BT & plain_BT)
