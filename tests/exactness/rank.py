@@ -27,6 +27,7 @@ from tests.exactness.subject import make_model
 
 NUM_RANKS = 2
 OTHER = 500_000  # between the seeds of ranks
+LOST = "the other rank ended"
 
 
 def judge_ranks(subject: Subject) -> list[Outcome]:
@@ -36,7 +37,14 @@ def judge_ranks(subject: Subject) -> list[Outcome]:
         port = free.getsockname()[1]
     waiting = [pool.submit(_run, subject.case, subject.seed, rank, port) for rank, pool in enumerate(_pools())]
     found = [one.result() for one in waiting]
-    return found[0] if all(o.verdict != "wrong" for o in found[1]) else found[1]
+    # What is wrong on one rank is wrong; a rank that refuses leaves the other alone, which loses its connection.
+    for verdict in ("wrong", "refused"):
+        for outcomes in found:
+            if any(outcome.verdict == verdict for outcome in outcomes):
+                return outcomes
+    if any(outcomes[0].text.startswith(LOST) for outcomes in found):
+        return [Outcome("wrong", f"a rank lost the other, which refused nothing: {found}"[:300])] * NUM_UPDATES
+    return found[0]
 
 
 @cache
@@ -70,6 +78,8 @@ def _run(case: Case, seed: int, rank: int, port: int) -> list[Outcome]:
     except SparseBPError as error:
         return [Outcome("refused", str(error))] * NUM_UPDATES
     except Exception as error:
+        if "gloo" in str(error):
+            return [Outcome("unjudged", f"{LOST}: {error}"[:120])] * NUM_UPDATES
         return [Outcome("wrong", f"{type(error).__name__}: {error}"[:300])] * NUM_UPDATES
     finally:
         dist.destroy_process_group()

@@ -95,6 +95,13 @@ def test_a_batch_has_what_was_drawn() -> None:
     assert set(DRAWN) < set(AXES)
 
 
+@pytest.mark.slow
+def test_a_rank_that_refuses_is_a_refusal_of_both() -> None:
+    drawn = {"wrapper": "two ranks", "policy": "never", "loss": "logits", "labels": "completion", "padding": "left"}
+    kind = {"architecture": "XLMRobertaForCausalLM", "prefixes": "nested", "order": "plain first"}
+    assert {outcome.verdict for outcome in judge(Subject(PLAIN | drawn | kind, 201))} == {"refused"}
+
+
 def test_an_error_in_one_row_is_an_error() -> None:
     grad = torch.randn(50, 8, generator=torch.Generator().manual_seed(0))
     other = grad.clone()
