@@ -117,8 +117,9 @@ class PackedForward(ForwardOverride):
                 "engine.disabled()"
             )
         given = {name: value for name, value in arguments.items() if value is not None}
-        # The loss that balances experts is one of the whole batch, which is not cut then.
-        if not given.get(ARGUMENT) or balances_experts(self._model, given):
+        # The loss that balances experts is one of the whole batch, and masks of dropout are drawn for the whole batch:
+        # it is not cut then.
+        if not given.get(ARGUMENT) or balances_experts(self._model, given) or self.extension.dropout:
             return self._pack_part(arguments)
         output = self.extension.dead.run(given, self._pack_part, self._score)
         self.extension.note()
