@@ -69,8 +69,9 @@ class Alone:
 
     def __call__(self, **batch: Any) -> CausalLMOutput:
         """Return logits (0 at padding) and, with labels, the mean cross-entropy."""
-        ids = batch["input_ids"]
-        real = batch.get("attention_mask", torch.ones_like(ids)).bool()
+        name = "input_ids" if "input_ids" in batch else "inputs_embeds"
+        ids = batch[name][..., 0] if batch[name].dim() == 3 else batch[name]  # or of their shape
+        real = batch.get("attention_mask", torch.ones(ids.shape)).bool()
         given = batch.get("position_ids")
         given = None if given is None else given.expand(ids.shape)  # one row may stand for all
         rows = []
@@ -83,12 +84,36 @@ class Alone:
             for part in columns.tensor_split(cuts):
                 if len(part):
                     own = {} if given is None else {"position_ids": given[row, part][None]}
-                    parts.append((part, self._model(input_ids=ids[row, part][None], use_cache=False, **own).logits[0]))
+                    own[name] = batch[name][row, part][None]
+                    parts.append((part, self._model(use_cache=False, **own).logits[0]))
             rows.append(_place(parts, ids.shape[1]))
         width = max(row.shape[1] for row in rows)
         logits = torch.stack([row if row.shape[1] else row.new_zeros(len(row), width) for row in rows])
         labels = batch.get("labels")
         return CausalLMOutput(loss=None if labels is None else _loss(logits, labels, batch), logits=logits)
+
+
+class AloneWhereRestarting(Alone):
+    """Runs the texts of rows in which positions restart by themselves, and every other batch as it is."""
+
+    def __call__(self, **batch: Any) -> Any:
+        """Return what the model does, or the logits of each text."""
+        return super().__call__(**batch) if restarts(batch) else self._model(**batch)
+
+    def mixes(self, batch: dict[str, Any]) -> bool:
+        """Return whether the plain forward lets texts of a row read each other."""
+        if not restarts(batch):
+            return False
+        given = {name: value for name, value in batch.items() if name != "labels"}
+        with torch.no_grad():
+            plain, own = self._model(**given).logits.float(), super().__call__(**given).logits.float()
+        return float((plain - own).norm()) > 1e-3 * float(own.norm())
+
+
+def restarts(batch: dict[str, Any]) -> bool:
+    """Return whether positions of a batch do not follow each other, and no mask says that a row is one text."""
+    given = batch.get("position_ids")
+    return given is not None and "attention_mask" not in batch and bool((given.diff() != 1).any())
 
 
 def _place(parts: list[tuple[Tensor, Tensor]], length: int) -> Tensor:
