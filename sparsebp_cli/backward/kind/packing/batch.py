@@ -264,6 +264,11 @@ def read_positions(stack: nn.Module, inputs: Mapping[str, Any], size: tuple[int,
     return np.broadcast_to(np.arange(size[1]), size).copy()
 
 
+def renew(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return inputs for one of several passes: a model may change them in place, as CTRL scales inputs_embeds."""
+    return {n: v.clone() if isinstance(v, Tensor) and v.is_floating_point() else v for n, v in given.items()}
+
+
 def find_before(real_BT: Bools) -> Bools:
     """Return the padding right before the first position of each example that is none."""
     started_BT, before_BT = real_BT.cumsum(1) > 0, np.zeros(real_BT.shape, bool)

@@ -75,7 +75,10 @@ class AdapterDropout:
                 "that see some rows alone, such as experts, out of target_modules, or set lora_dropout to 0"
             )
         before = self._waiting.setdefault(layout.num_rows, layout)
-        if before is not None and before is not layout and not torch.equal(before.source_N, layout.source_N):
+        is_same = before is None or before is layout
+        if not is_same and before.shape == layout.shape:
+            is_same = torch.equal(before.source_N, layout.source_N)
+        if not is_same:
             self._waiting[layout.num_rows] = None
         return layout
 

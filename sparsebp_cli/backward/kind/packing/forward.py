@@ -33,6 +33,7 @@ from sparsebp_cli.backward.kind.packing.batch import (
     PackedBatch,
     find_predicting,
     find_targets,
+    renew,
 )
 from sparsebp_cli.backward.kind.packing.fused import run_fused
 from sparsebp_cli.backward.kind.packing.groups import Bools
@@ -240,9 +241,7 @@ class PackedForward(ForwardOverride):
             extension.shortens = False
         whole, inputs = given, _copy_computed(given)
         tokens = None if extension.prompt is None else extension.prompt.find_tokens(given)
-        # Not the leaves themselves: a model may change its inputs in place, as CTRL scales inputs_embeds.
-        given = given | {name: partial(torch.clone, leaf) for name, leaf in inputs.items()}
-        given |= {"return_dict": True}  # a tuple does not say which of its parts is the loss
+        given = given | inputs | {"return_dict": True}  # a tuple does not say which of its parts is the loss
         if tokens is not None and "inputs_embeds" in inputs:
             # A row that examples share has the gradient of all of them: compared by token, not by position.
             table_UD, number_BT = make_table(inputs["inputs_embeds"].detach(), tokens)
@@ -275,9 +274,8 @@ class PackedForward(ForwardOverride):
 
         def run(forward: Callable[[dict[str, Any]], Any]) -> Any:
             with again():
-                return forward(
-                    {name: value() if isinstance(value, partial) else value for name, value in given.items()}
-                )
+                made = {name: value() if isinstance(value, partial) else value for name, value in given.items()}
+                return forward(renew(made))
 
         return compare_passes(
             self._model,
@@ -307,7 +305,7 @@ class PackedForward(ForwardOverride):
             return check
         # Below the hooks of the model, as both passes are: its outer forward has not ended, and hooks hold its state.
         plain_forward = partial(self.run_covered, self._model)
-        passes = (partial(plain_forward, **inputs), partial(self.compute, batch, inputs))
+        passes = (partial(plain_forward, **renew(inputs)), partial(self.compute, batch, renew(inputs)))
         try:
             with extension.scoring.paused():
                 plain, packed = compare_with_alone(self._model, extension.find_examples(inputs), passes, plain_forward)

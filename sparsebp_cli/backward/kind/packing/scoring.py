@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from sparsebp_cli.backward.decoder.kv_cache import CACHE_NAMES
 from sparsebp_cli.backward.kind.fused_head import ARGUMENT
 from sparsebp_cli.backward.kind.packing.attention import LooksAheadError
-from sparsebp_cli.backward.kind.packing.batch import BATCH, KNOWN, SHIFTED, STATES, Counts, PackedBatch
+from sparsebp_cli.backward.kind.packing.batch import BATCH, KNOWN, SHIFTED, STATES, Counts, PackedBatch, renew
 from sparsebp_cli.backward.kind.packing.head import kept_columns
 from sparsebp_cli.backward.kind.packing.output import defer_values
 from sparsebp_cli.backward.kind.packing.packed_model import PackedModel
@@ -160,7 +160,7 @@ class Scoring:
             self.note()
             return plain()
         try:
-            output = passes.compute(batch, given)
+            output = passes.compute(batch, renew(given))
             # What is returned does not depend on whether it was compared: a resumed run compares at other batches.
             if self._must_compare(batch) and not self._passes(batch, given, passes, output):
                 return plain()
@@ -228,7 +228,7 @@ class Scoring:
         if extension.head is not None:
             rows = batch.read_BT[:, kept_columns(given.get("logits_to_keep"))]
         with self.paused():
-            check = compare_outputs(extension.model, rows, partial(passes.run_plain, **given), packed)
+            check = compare_outputs(extension.model, rows, partial(passes.run_plain, **renew(given)), packed)
             if not check.passed and extension.pair is None:
                 check = passes.decide(check, given)
         self.counts.checks += 1
