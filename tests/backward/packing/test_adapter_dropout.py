@@ -79,3 +79,47 @@ def test_other_dropout_stays_refused() -> None:
     bert = BertForSequenceClassification(BertConfig(**sizes, num_attention_heads=2))
     with pytest.raises(UnsupportedError, match=r"has dropout 0.1"):
         sbp.attach(bert.train(), ["lossless"])
+
+
+def test_examples_without_an_advantage_leave_the_masks_of_the_others() -> None:
+    from trl.trainer.utils import add_fused_lm_head
+
+    weights = torch.tensor([1.0, 0.0, -0.5, 0.0])
+    grads = []
+    for own in (False, True):
+        model = _adapted()
+        add_fused_lm_head(model.get_base_model(), outputs=("log_probs", "entropy"))  # type: ignore[operator]
+        batch = make_batch("right", "completion", "groups")
+        batch = {name: value[:4] for name, value in batch.items()}
+        engine = sbp.attach(model, [sbp.make_policy("lossless", verify="never")]) if own else None
+        for _ in range(3):  # whether a gradient arrives at them is known from the first step on
+            torch.manual_seed(7)
+            model.zero_grad()
+            if engine is not None:
+                engine.columns(example_weight=weights)
+            output = model(**batch, fused_lm_head=True)
+            loss = -(output.log_probs * weights[:, None]).sum() / 100
+            loss.backward() if engine is None else engine.backward(loss)
+            grads.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+        if engine is not None:
+            engine.detach()
+    for plain, packed in zip(grads[:3], grads[3:], strict=True):
+        assert error(plain, packed) < LIMIT
+
+
+@pytest.mark.parametrize("order", ["packed first", "plain first"])
+def test_a_plain_forward_of_as_many_rows_is_told_from_a_packed_one(order: str) -> None:
+    two = {"input_ids": torch.tensor([[42, 15], [7, 15]]), "labels": torch.tensor([[42, 15], [7, 15]])}
+    one = {name: value[:1] for name, value in two.items()}
+    one["labels"] = torch.tensor([[-100, -100]])  # of two rows, as the first has when it is packed
+    model = _adapted(0.3, checkpointing=True)
+    with sbp.attach(model, [sbp.make_policy("lossless", verify="never", labels=True)]) as engine:
+        batches = [two, one] if order == "packed first" else [one, two]
+        torch.manual_seed(7)
+        outputs = [
+            model(input_ids=b["input_ids"], labels=b["labels"]) if b is two else model(b["input_ids"]) for b in batches
+        ]
+        loss = sum(o.loss if o.loss is not None else o.logits.square().mean() for o in outputs)
+        assert isinstance(loss, Tensor)
+        with pytest.raises(UnsupportedError, match="before the next one"):
+            engine.backward(loss)

@@ -131,8 +131,11 @@ def test_texts_in_a_row_are_kept_apart_where_the_plain_step_mixes_them() -> None
     [
         ({"position_ids": None}, "give position_ids that restart there"),
         ({"attention_mask": torch.ones(1, sum(LENGTHS), dtype=torch.long)}, "and no attention_mask"),
-        ({"cu_seq_lens_k": torch.tensor([0, 5, sum(LENGTHS)])}, "cu_seq_lens_k and position_ids do not say the same"),
-        ({"seq_idx": torch.zeros(1, sum(LENGTHS))}, "seq_idx and position_ids do not say the same"),
+        (
+            {"cu_seq_lens_k": torch.tensor([0, 5, sum(LENGTHS)])},
+            "cu_seq_lens_k and position_ids disagree on where sequences begin",
+        ),
+        ({"seq_idx": torch.zeros(1, sum(LENGTHS))}, "seq_idx and position_ids disagree on where sequences begin"),
     ],
 )
 def test_a_batch_whose_bounds_are_not_those_of_its_position_numbers_runs_plainly(
@@ -155,10 +158,27 @@ def test_bounds_of_several_rows_at_once_are_refused_for_a_batch_of_several_rows(
     batch = {"input_ids": ids, "position_ids": positions, "labels": labels, "cu_seq_lens_q": torch.tensor([0, 6, 12])}
     with sbp.attach(model, "lossless") as engine:
         gradients(model, engine, batch)
-        assert "do not say the same" in engine.notes["packing"]
+        assert "disagree on where sequences begin" in engine.notes["packing"]
 
 
 def test_what_packing_does_not_know_is_still_refused() -> None:
     model = make_model()
     with sbp.attach(model, "lossless") as engine, pytest.raises(UnsupportedError, match="head_mask"):
         gradients(model, engine, collate(make_texts()) | {"head_mask": True})
+
+
+@pytest.mark.parametrize("uses_cache", [False, True])
+def test_a_mask_that_is_made_before_the_cache_knows_of_texts_in_a_row(uses_cache: bool) -> None:
+    from transformers import MoshiConfig
+    from transformers.models.moshi.modeling_moshi import MoshiForCausalLM
+
+    torch.manual_seed(0)
+    config = MoshiConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, ffn_dim=48)
+    model = MoshiForCausalLM(config).train()
+    ids, position = torch.tensor([[14, 55, 35, 23, 9]]), torch.tensor([[4, 5, 10, 12, 13]])
+    batch = {"input_ids": ids, "labels": ids, "position_ids": position, "use_cache": uses_cache}
+    model(**batch).loss.backward()
+    expected = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
+    with sbp.attach(model, [sbp.make_policy("lossless", verify="never")]) as engine:
+        _, grads = gradients(model, engine, batch)
+    assert error(grads, expected) < 1e-5

@@ -9,12 +9,14 @@ Shape letters: B examples, T positions, N computed rows, D width.
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout
 
+from sparsebp_cli.backward.decoder.decoder import find_reentrant
 from sparsebp_cli.backward.kind.packing.attention import layout_now
 from sparsebp_cli.backward.kind.packing.layout import PackedLayout
 from sparsebp_cli.backward.observe.module_trace import is_in_backward
@@ -31,15 +33,23 @@ def find_adapter_dropout(stack: nn.Module) -> list[nn.Dropout]:
     ]
 
 
+class Rows(Enum):
+    """What has a number of rows, where it is no single packed batch."""
+
+    PLAIN = 1  # a plain batch of one example
+    SEVERAL = 2  # batches that are not arranged alike
+
+
 @final
 class AdapterDropout:
     """The dropout of a model's adapters while its batches are packed."""
 
     def __init__(self, stack: nn.Module) -> None:
         self._modules = find_adapter_dropout(stack)
+        self._stack = stack
         # Activation checkpointing runs a layer again inside of the backward, where no forward is under way: by number
-        # of rows, the layouts of the forwards whose backward has not begun; None: of several.
-        self._waiting: dict[int, PackedLayout | None] = {}
+        # of rows, what had them in the forwards whose backward has not begun.
+        self._waiting: dict[int, PackedLayout | Rows] = {}
         self._has_run_again = False
 
     def __bool__(self) -> bool:
@@ -56,31 +66,35 @@ class AdapterDropout:
         layout = layout_now()
         if layout is None and is_in_backward():
             self._has_run_again = True
-            if x.dim() != 3 or len(x) != 1 or x.shape[1] not in self._waiting:
-                return None
-            layout = self._waiting[x.shape[1]]
-            if layout is None:
+            waiting = self._waiting.get(x.shape[1], Rows.PLAIN) if x.dim() == 3 and len(x) == 1 else Rows.PLAIN
+            if waiting is Rows.SEVERAL:
                 raise UnsupportedError(
                     "packing with lora_dropout and activation checkpointing: run the backward of each forward before "
                     "the next one"
                 )
-            return layout
+            return None if isinstance(waiting, Rows) else waiting
         if self._has_run_again:
             self._waiting, self._has_run_again = {}, False
         if layout is None:
+            if x.dim() == 3 and len(x) == 1 and (torch.is_grad_enabled() or find_reentrant(self._stack) is not None):
+                self._wait(x.shape[1], Rows.PLAIN)
             return None
         if x.dim() != 3 or x.shape[:2] != (1, layout.num_rows):
             raise UnsupportedError(
                 f"packing with lora_dropout reads rows (1, {layout.num_rows}, D), got {tuple(x.shape)}: leave modules "
                 "that see some rows alone, such as experts, out of target_modules, or set lora_dropout to 0"
             )
-        before = self._waiting.setdefault(layout.num_rows, layout)
-        is_same = before is None or before is layout
-        if not is_same and before.shape == layout.shape:
-            is_same = torch.equal(before.source_N, layout.source_N)
-        if not is_same:
-            self._waiting[layout.num_rows] = None
+        self._wait(layout.num_rows, layout)
         return layout
+
+    def _wait(self, num_rows: int, new: PackedLayout | Rows) -> None:
+        """Remember what has so many rows until they run again."""
+        before = self._waiting.setdefault(num_rows, new)
+        if before is new:
+            return
+        is_alike = isinstance(before, PackedLayout) and isinstance(new, PackedLayout) and before.has_rows_of(new)
+        if not is_alike:
+            self._waiting[num_rows] = Rows.SEVERAL
 
 
 class _RowDropout(ForwardOverride):

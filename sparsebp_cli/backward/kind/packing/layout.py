@@ -98,6 +98,10 @@ class PackedLayout:
         """Pairs of a query and a key of its attention."""
         return self.num_pairs if self.read is None else count_pairs(self.read.groups)
 
+    def has_rows_of(self, other: PackedLayout) -> bool:
+        """Return whether each row is of the same position as in another layout."""
+        return self.shape == other.shape and torch.equal(self.source_N, other.source_N)
+
     def take(self, hidden_1ND: Tensor, row_R: Tensor, before: Sequence[Tensor] = ()) -> Tensor:
         """Return rows (1, R, D) of what the last layer returned, by their numbers among the computed rows.
 
