@@ -254,3 +254,48 @@ def test_a_decoder_without_position_numbers_is_refused_when_it_is_attached() -> 
     )
     with pytest.raises(UnsupportedError, match="BartForCausalLM takes no position_ids"):
         sbp.attach(BartForCausalLM(config).train(), "lossless")
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+@pytest.mark.parametrize("verify", ["always", "never"])
+def test_a_model_that_changes_its_embeddings_in_place_is_given_new_ones_for_each_pass(
+    verify: str, *, is_frozen: bool
+) -> None:
+    from transformers import CTRLConfig, CTRLLMHeadModel
+
+    torch.manual_seed(0)
+    options = {"n_embd": 16, "n_layer": 2, "n_head": 2, "dff": 24, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+    model = CTRLLMHeadModel(CTRLConfig(vocab_size=60, **options)).train()
+    model.get_input_embeddings().requires_grad_(not is_frozen)
+
+    def loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
+        # Scaled in place: a leaf that has a gradient is refused by PyTorch.
+        embedded = model.get_input_embeddings()(batch["input_ids"]) * 1
+        found: Tensor = model(
+            inputs_embeds=embedded, attention_mask=batch["attention_mask"], labels=batch["labels"]
+        ).loss
+        return found
+
+    engine = _compare(model, loss, [_make_batch("right"), _make_batch("right", 1)], verify=verify)
+    assert "in 2 of 2 batches" in engine.notes["packing"]
+
+
+def test_a_score_of_a_model_that_changes_its_embeddings_in_place_is_that_of_the_plain_forward() -> None:
+    from transformers import CTRLConfig, CTRLLMHeadModel
+
+    torch.manual_seed(0)
+    options = {"n_embd": 16, "n_layer": 2, "n_head": 2, "dff": 24, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+    model, batch = CTRLLMHeadModel(CTRLConfig(vocab_size=60, **options)).train(), _make_batch("right")
+
+    def score() -> Tensor:
+        embedded = model.get_input_embeddings()(batch["input_ids"])
+        with torch.no_grad():
+            found: Tensor = model(
+                inputs_embeds=embedded.detach().clone(), attention_mask=batch["attention_mask"], labels=batch["labels"]
+            ).loss
+        return found
+
+    expected = score()
+    with sbp.attach(model, [sbp.make_policy("lossless", verify="always")]) as engine:
+        assert float(score()) == pytest.approx(float(expected), rel=1e-5)
+        assert "differ" not in str(engine.notes)
