@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from sparsebp_cli.policy import Step
 
-PACKAGE = "/sparsebp_cli/"
+PACKAGES = "/sparsebp_cli/", "/sparsebp_shelf/"
 CPU = torch.device("cpu")
 UNKNOWN_SIZE = frozenset({"nonzero", "bincount"})  # the host has to know how many there are
 WAITING = UNKNOWN_SIZE | {"masked_select", "unique_dim", "unique_consecutive", "equal", "_local_scalar_dense"}
@@ -148,10 +148,11 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None 
 
 
 def _find_line() -> str:
-    """Return the innermost line of the package on the stack, or else of another package that is not torch."""
+    """Return the innermost line of our packages on the stack, or else of another package that is not torch."""
     frames = traceback.extract_stack()
     for frame in reversed(frames):
-        if PACKAGE in frame.filename:
-            return f"{frame.filename.rpartition(PACKAGE)[2]}:{frame.lineno}"
+        for package in PACKAGES:
+            if package in frame.filename:
+                return f"{frame.filename.rpartition(package)[2]}:{frame.lineno}"
     outside = [f for f in frames if "site-packages" in f.filename and "/torch/" not in f.filename]
     return f"{outside[-1].filename.rpartition('site-packages/')[2]}:{outside[-1].lineno}" if outside else "?"

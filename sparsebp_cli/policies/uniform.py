@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, ClassVar, final
 
 from typing_extensions import override
 
-from sparsebp_cli.policies.sampled import SampledExamples
-from sparsebp_cli.policy import Examples, MethodCard, Step
+from sparsebp_cli.policy import Examples, MethodCard, SampledExamples, Step
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -30,6 +30,7 @@ from sparsebp_cli.policy.packer import BatchPacker, PackedSize
 from sparsebp_cli.policy.parameter import Parameter, ParameterSelector
 from sparsebp_cli.policy.reference import ReferenceReader
 from sparsebp_cli.policy.router import Edge, EdgeRouter
+from sparsebp_cli.policy.sampled_example import SampledExamples
 from sparsebp_cli.policy.saved import (
     Saved,
     SavedCodes,
@@ -91,6 +92,7 @@ __all__ = [
     "ReferenceReader",
     "ResidualBlock",
     "Rows",
+    "SampledExamples",
     "Saved",
     "SavedCodes",
     "SavedColumns",

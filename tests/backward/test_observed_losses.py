@@ -11,7 +11,6 @@ from torch import Tensor
 
 from sparsebp_cli.backward.attachment import attach
 from sparsebp_cli.errors import UnsupportedError
-from sparsebp_cli.policies.selective_backprop import SelectiveBackprop, rank
 from sparsebp_cli.policy import (
     BlockDropper,
     BlockGradient,
@@ -31,6 +30,7 @@ from sparsebp_cli.policy import (
     Tokens,
     choice,
 )
+from sparsebp_shelf.policies.selective_backprop import SelectiveBackprop, rank
 from sparsebp_shelf.token_router import RandomLTD
 from tests.backward.families import tiny_decoder
 from tests.promise import Nothing

@@ -11,10 +11,10 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from sparsebp_cli.policies.selective_backprop import SelectiveBackprop
 from sparsebp_cli.policies.uniform import Uniform
 from sparsebp_cli.policy import Examples, ExampleSelector, Step
 from sparsebp_cli.testing import check_policy
+from sparsebp_shelf.policies.selective_backprop import SelectiveBackprop
 from tests.promise import Nothing
 
 ALWAYS: dict[str, Any] = {"start": 0.0, "end": 1.0, "interrupt": 0}

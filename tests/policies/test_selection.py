@@ -10,9 +10,9 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from sparsebp_cli.policies.random import Random
-from sparsebp_cli.policies.selective_backprop import SelectiveBackprop
 from sparsebp_cli.policies.topk import TopK
 from sparsebp_cli.policy import Blocks, Columns, Elements, Groups, Rows, Selection, Site, Split, Step, TwoToFour, Values
+from sparsebp_shelf.policies.selective_backprop import SelectiveBackprop
 
 GRAD_NO = torch.randn(6, 10, generator=torch.Generator().manual_seed(0))
 SITE = Site("linear", 10, (2, 3))

@@ -13,10 +13,10 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 from sparsebp_cli.backward import attach, count_flops
 from sparsebp_cli.errors import UnsupportedError, UsageError
 from sparsebp_cli.policies.max_child import MaxChild
-from sparsebp_cli.policies.selective_backprop import SelectiveBackprop
 from sparsebp_cli.policies.topk import TopK
 from sparsebp_cli.policies.uniform import Uniform
 from sparsebp_cli.policy import Examples, ExampleSelector, Step
+from sparsebp_shelf.policies.selective_backprop import SelectiveBackprop
 from tests.backward.conftest import FAMILIES
 from tests.backward.families import tiny_decoder
 from tests.backward.score.test_scorer import batch

@@ -32,7 +32,7 @@ from sparsebp_cli.policy import (
 )
 
 if TYPE_CHECKING:
-    from sparsebp_cli.policy.contract import State
+    from sparsebp_cli.policy import State
 
 
 class _Draw:

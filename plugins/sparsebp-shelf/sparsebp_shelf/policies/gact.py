@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self, final
 
 from pydantic import Field, PositiveInt, model_validator
 
-from sparsebp_cli.policies.bit_sharing import FEWEST, MOST, find_sensitivity, share_bits
 from sparsebp_cli.policy import (
     InputSaver,
     Measure,
@@ -36,11 +35,12 @@ from sparsebp_cli.policy import (
     TrialPass,
     sample_gradient,
 )
+from sparsebp_shelf.policies.bit_sharing import FEWEST, MOST, find_sensitivity, share_bits
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from sparsebp_cli.policy.contract import State
+    from sparsebp_cli.policy import State
 
 
 @final

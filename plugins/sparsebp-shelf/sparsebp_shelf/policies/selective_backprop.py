@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, final
 
 from pydantic import Field, NonNegativeInt
 
-from sparsebp_cli.policies.sampled import SampledExamples
 from sparsebp_cli.policy import (
     Examples,
     Measure,
@@ -32,6 +31,7 @@ from sparsebp_cli.policy import (
     Observation,
     Observed,
     ReadExamples,
+    SampledExamples,
     Stateful,
     Step,
 )
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from sparsebp_cli.policy.contract import State
+    from sparsebp_cli.policy import State
 
 
 @final

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 import sparsebp_cli as sbp
 from sparsebp_cli.backward import ModuleTrace, count_flops
 from sparsebp_cli.errors import PolicyError, UnsupportedError
-from sparsebp_cli.policies.grades import GradES
 from sparsebp_cli.policy import Observation, Parameter, Step, make_policy
 from sparsebp_cli.testing.promise import equal
+from sparsebp_shelf.policies.grades import GradES
 
 NUM_STEPS = 8
 GRACE = 0.25  # two steps

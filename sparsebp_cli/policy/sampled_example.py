@@ -8,7 +8,8 @@ from typing import Annotated, ClassVar, Self
 from pydantic import Field, NonNegativeInt, model_validator
 from typing_extensions import override
 
-from sparsebp_cli.policy import KeptExamples, Step
+from sparsebp_cli.policy.contract import Step
+from sparsebp_cli.policy.kept_example import KeptExamples
 
 
 class SampledExamples(KeptExamples):

@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from sparsebp_cli.policy import (
     Examples,
+    KeptExamples,
     Measure,
     MethodCard,
     Observation,
@@ -29,14 +30,13 @@ from sparsebp_cli.policy import (
     Step,
     WeightedExamples,
 )
-from sparsebp_cli.policy.kept_example import Keep, KeptExamples
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from sparsebp_cli.policy.contract import State
+    from sparsebp_cli.policy import State
 
 
 @final
@@ -55,7 +55,9 @@ class Importance(Stateful[object], KeptExamples):
         code="idiap/importance-sampling, MIT, Keras; not read.",
     )
 
-    keep: Keep = 1 / 3
+    keep: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
+        1 / 3, description="Share of each batch's examples that is backpropagated, in (0, 1]; 1.0 is dense."
+    )
     threshold: Annotated[float, Field(ge=0.0)] | None = Field(
         None,
         description="Gain, as a factor of the batch, above which examples are drawn by their gradients; 0: always; "

@@ -1,6 +1,7 @@
 """How the bits of saved inputs are shared out: more for those whose rounding changes the gradient more.
 
-After Xiaoxuan Liu et al., "GACT" (ICML 2022), https://arxiv.org/abs/2206.11357, for :mod:`~sparsebp_cli.policies.gact`.
+After Xiaoxuan Liu et al., "GACT" (ICML 2022), https://arxiv.org/abs/2206.11357, for
+:mod:`~sparsebp_shelf.policies.gact`.
 Shape letters: K entries of a gradient, J inputs.
 """
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsebp_cli.policies.wta_crs import WTACRS, count_winners, draw_published
 from sparsebp_cli.policy import SavedRows, Site, Step, choice, make_policies, sampling
 from sparsebp_cli.testing.promise import equal, train_network
+from sparsebp_shelf.policies.wta_crs import WTACRS, count_winners, draw_published
 
 DRAWS = 2_000
 Draw = Literal["fixed", "published"]
@@ -65,7 +65,7 @@ def test_the_published_draw_has_the_variance_of_the_worked_example(winners: int,
             return torch.tensor([0] * (number - free) + list(drawn))  # noqa: B023
 
         with (
-            patch("sparsebp_cli.policies.wta_crs.count_winners", lambda *_: torch.tensor(winners)),
+            patch("sparsebp_shelf.policies.wta_crs.count_winners", lambda *_: torch.tensor(winners)),
             patch.object(torch, "multinomial", choose),
         ):
             places, weight = draw_published(share, 3, torch.Generator())

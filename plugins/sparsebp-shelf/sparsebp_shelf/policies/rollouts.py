@@ -4,8 +4,8 @@ Yixuan Even Xu, Yash Savani, Fei Fang and J. Zico Kolter, "Not All Rollouts are 
 Reinforcement Learning" (2025), https://arxiv.org/abs/2504.13818, after the abstract: an update on those answers of a
 group whose rewards vary most. We differ: theirs is a fixed choice that changes the gradient; ours is drawn with
 probabilities in proportion to the size of the advantage, whose square is the answer's share of the variance of the
-reward, and weighted by 1 / probability, as :mod:`~sparsebp_cli.policies.importance` draws by gradients. An answer whose
-advantage is zero, as all of a group without variance, has no gradient and is drawn last.
+reward, and weighted by 1 / probability, as :mod:`~sparsebp_shelf.policies.importance` draws by gradients. An
+answer whose advantage is zero, as all of a group without variance, has no gradient and is drawn last.
 
 Shape letters: B answers of a batch, K drawn.
 """
@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, ClassVar, final
 
 from typing_extensions import override
 
-from sparsebp_cli.policy import Examples, MethodCard, Step, WeightedExamples
-from sparsebp_cli.policy.kept_example import KeptExamples
+from sparsebp_cli.policy import Examples, KeptExamples, MethodCard, Step, WeightedExamples
 
 if TYPE_CHECKING:
     from torch import Tensor

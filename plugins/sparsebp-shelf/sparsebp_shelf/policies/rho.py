@@ -11,10 +11,11 @@ Shape letters: B examples of a batch, K kept.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, final
+from typing import TYPE_CHECKING, Annotated, ClassVar, final
 
-from sparsebp_cli.policy import Examples, MethodCard, ReferenceReader, Step, choice
-from sparsebp_cli.policy.kept_example import Keep, KeptExamples
+from pydantic import Field
+
+from sparsebp_cli.policy import Examples, KeptExamples, MethodCard, ReferenceReader, Step, choice
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,7 +37,9 @@ class Rho(KeptExamples, ReferenceReader):
         code="OATML/RHO-Loss, Apache-2.0; not read.",
     )
 
-    keep: Keep = 0.1
+    keep: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
+        0.1, description="Share of each batch's examples that is backpropagated, in (0, 1]; 1.0 is dense."
+    )
 
     @property
     def unbiased(self) -> bool:
