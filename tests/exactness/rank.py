@@ -11,6 +11,7 @@ import socket
 import warnings
 from concurrent.futures import ProcessPoolExecutor
 from copy import deepcopy
+from datetime import timedelta
 from functools import cache
 from multiprocessing.util import Finalize
 from typing import Any
@@ -28,15 +29,16 @@ from tests.exactness.subject import make_model
 NUM_RANKS = 2
 OTHER = 500_000  # between the seeds of ranks
 LOST = "the other rank ended"
+WAIT_SECONDS = 15  # of a rank for the other
 
 
 def judge_ranks(subject: Subject) -> list[Outcome]:
     """Judge a loop in two processes."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    waiting = [pool.submit(_run, subject.case, subject.seed, rank, port) for rank, pool in enumerate(_pools())]
+    pools, port = _start()
+    waiting = [pool.submit(_run, subject.case, subject.seed, rank, port) for rank, pool in enumerate(pools)]
     found = [one.result() for one in waiting]
+    if any(o.verdict in ("wrong", "refused") or o.text.startswith(LOST) for outcomes in found for o in outcomes):
+        _end()  # the ranks may be in different places of their step
     # What is wrong on one rank is wrong; a rank that refuses leaves the other alone, which loses its connection.
     for verdict in ("wrong", "refused"):
         for outcomes in found:
@@ -48,20 +50,37 @@ def judge_ranks(subject: Subject) -> list[Outcome]:
 
 
 @cache
-def _pools() -> list[ProcessPoolExecutor]:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.exactness.rank"])
+def _start() -> tuple[list[ProcessPoolExecutor], int]:
+    """Return the processes of the ranks, and the port at which they meet: one group for all of their cases, since the
+    end of a group may wait for ever in PyTorch."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("spawn")  # a fork of what has imported PyTorch may wait for a lost thread
     pools = [ProcessPoolExecutor(1, mp_context=context) for _ in range(NUM_RANKS)]
     for pool in pools:
         # A child of multiprocessing joins its own children at its end, before executors end theirs: it would not end.
-        Finalize(pool, pool.shutdown, exitpriority=1)
-    return pools
+        Finalize(pool, _kill, (pool,), exitpriority=1)
+    return pools, port
+
+
+def _end() -> None:
+    for pool in _start()[0]:
+        _kill(pool)
+    _start.cache_clear()
+
+
+def _kill(pool: ProcessPoolExecutor) -> None:  # an executor only asks its processes to end
+    for process in list((pool._processes or {}).values()):
+        process.kill()
+    pool.shutdown(wait=True, cancel_futures=True)
 
 
 def _run(case: Case, seed: int, rank: int, port: int) -> list[Outcome]:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # else it looks up the machine's name, which may take a minute
     subjects = [Subject(case, seed + OTHER * number) for number in range(NUM_RANKS)]
     plain = make_model(case)
     model = deepcopy(plain)
@@ -70,7 +89,9 @@ def _run(case: Case, seed: int, rank: int, port: int) -> list[Outcome]:
         expected = [[oracle.run(s.updates[n], s.seed + n) for s in subjects] for n in range(NUM_UPDATES)]
     except Exception as error:  # whatever a model or a loss thinks of such a batch: on both ranks, then
         return [Outcome("unjudged", f"{type(error).__name__}: {error}"[:120])] * NUM_UPDATES
-    dist.init_process_group("gloo", rank=rank, world_size=NUM_RANKS)
+    if not dist.is_initialized():
+        # A rank that refuses amid its backward waits for the other, which waits for it.
+        dist.init_process_group("gloo", rank=rank, world_size=NUM_RANKS, timeout=timedelta(seconds=WAIT_SECONDS))
     try:
         own = Loop(model, case, [policy_of(case)])
         own.wrap(DistributedDataParallel(model, find_unused_parameters=True))
@@ -81,8 +102,6 @@ def _run(case: Case, seed: int, rank: int, port: int) -> list[Outcome]:
         if "gloo" in str(error):
             return [Outcome("unjudged", f"{LOST}: {error}"[:120])] * NUM_UPDATES
         return [Outcome("wrong", f"{type(error).__name__}: {error}"[:300])] * NUM_UPDATES
-    finally:
-        dist.destroy_process_group()
 
 
 def _judge(own: Loop, subject: Subject, number: int, expected: list[Step]) -> Outcome:
