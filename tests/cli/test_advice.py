@@ -453,7 +453,7 @@ ELSEWHERE = {
         "plugins/sparsebp-audit/tests/test_apply.py::test_a_script_trains_to_the_same_losses_with_less_work"
     ),
     ("backward/kind/packing/verify.py", "sparsebp audit --examples"): (
-        "plugins/sparsebp-audit/tests/test_examples.py::test_trainers_and_collators_are_judged"
+        "plugins/sparsebp-audit/tests/test_shown_examples.py::test_trainers_and_collators_are_judged"
     ),
     ("cli/bench_table.py", "sparsebp validate --probe RECIPE"): (
         "cli/test_app.py::test_validate_with_probe_prints_what_a_step_costs_and_what_choosing_may_gain"
