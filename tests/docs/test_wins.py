@@ -60,10 +60,16 @@ def test_the_page_says_which_tasks_have_no_report_yet(wins: ModuleType) -> None:
     assert {file.name for file in FOLDER.glob("*-study.yaml")} == {f"{task}-study.yaml" for task in wins.TASKS}
 
 
+def shorten(text: str) -> Any:
+    """Return JSON with 12 digits of each number: processors differ in the last bits of a sum."""
+    return json.loads(text, parse_float=lambda digits: float(f"{float(digits):.12g}"))
+
+
 @pytest.mark.parametrize("task", TASKS)
 def test_the_reports_come_again_from_the_values(wins: ModuleType, task: str) -> None:
     for name, text in (wins.report(task) if is_trained(task) else {}).items():
-        assert text == (RESULTS / name).read_text(encoding="utf-8")
+        kept = (RESULTS / name).read_text(encoding="utf-8")
+        assert (shorten(text) == shorten(kept)) if name.endswith(".json") else text == kept
 
 
 @pytest.mark.parametrize("task", TASKS)
