@@ -258,9 +258,7 @@ def test_a_decoder_without_position_numbers_is_refused_when_it_is_attached() -> 
 
 @pytest.mark.parametrize("is_frozen", [False, True])
 @pytest.mark.parametrize("verify", ["always", "never"])
-def test_a_model_that_changes_its_embeddings_in_place_is_given_new_ones_for_each_pass(
-    verify: str, *, is_frozen: bool
-) -> None:
+def test_embeddings_that_a_model_changes_in_place_are_new_for_each_pass(verify: str, *, is_frozen: bool) -> None:
     from transformers import CTRLConfig, CTRLLMHeadModel
 
     torch.manual_seed(0)
@@ -280,7 +278,7 @@ def test_a_model_that_changes_its_embeddings_in_place_is_given_new_ones_for_each
     assert "in 2 of 2 batches" in engine.notes["packing"]
 
 
-def test_a_score_of_a_model_that_changes_its_embeddings_in_place_is_that_of_the_plain_forward() -> None:
+def test_a_score_of_embeddings_that_change_in_place_is_the_plain_one() -> None:
     from transformers import CTRLConfig, CTRLLMHeadModel
 
     torch.manual_seed(0)
