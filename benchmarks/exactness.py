@@ -23,6 +23,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from importlib.metadata import version
 from itertools import combinations
 from pathlib import Path
@@ -37,9 +38,11 @@ from tests.exactness.axis import AXES, Case, Draw, pairs_of
 from tests.exactness.judge import Outcome, Subject, judge
 from tests.exactness.judging import Pool
 from tests.exactness.shrink import shrink, write_script
+from tests.trials import find_commit
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "exactness.json"
+COMMIT = find_commit()  # at the begin: the files may change meanwhile
 CLASSES = ("right", "plain", "refused", "wrong")
 TELL_SECONDS = 60  # between two lines, and two files
 LAST_SECONDS = 50  # after the end for the cases under way: longer than one that hangs may be idle
@@ -90,6 +93,8 @@ class Tally:
         """Return the counts for a file."""
         return {
             "about": {name: version(name) for name in ("torch", "transformers", "peft", "trl")} | {"seed": seed},
+            "date": datetime.now(UTC).date().isoformat(),
+            "commit": COMMIT,
             "comparisons": self.judged,
             "total": {name: self.total[name] for name in (*CLASSES, "alone", "unjudged")},
             "pairs": self._count_pairs(),

@@ -52,6 +52,28 @@ def _lossless(record: Any) -> str:
     return head + table(["batch", "lossless", "FLOPs", "peak of memory", "best plain form"], rows)
 
 
+def _exactness(record: Any) -> str:
+    """Return how many comparisons each axis of the draw had, by value and by pairs of values."""
+    names, total = ("right", "plain", "refused", "wrong"), record["total"]
+    rows = []
+    for axis, values in record["axes"].items():
+        count = [sum(found[place] for found in values.values()) for place in range(len(names))]
+        tried = {value: found for value, found in values.items() if sum(found)}
+        least = min(tried, key=lambda value: tried[value][0] / sum(tried[value]))
+        share = f"{tried[least][0] / sum(tried[least]):.0%} of {sum(tried[least]):,} with {least}"
+        rows.append([axis, f"{len(tried)} of {len(values)}", f"{count[0] / sum(count):.0%}", share, str(count[3])])
+    pairs = record["pairs"].values()
+    met, possible = (sum(pair[place] for pair in pairs) for place in (1, 0))
+    about = record["about"]
+    head = (
+        f"{record['comparisons']:,} updates were compared on {record['date']} at commit `{record['commit']}` (torch "
+        f"{about['torch'].partition('+')[0]}, transformers {about['transformers']}, peft {about['peft']}, trl "
+        f"{about['trl']}): {total['right']:,} packed and right, {total['plain']:,} run plainly, {total['refused']:,} "
+        f"refused by name, {total['wrong']:,} wrong. Of {possible:,} pairs of values {met:,} met.\n\n"
+    )
+    return head + table(["axis", "values", "packed and right", "least often", "wrong"], rows)
+
+
 def _waste(record: Any) -> str:
     rows = [
         [
@@ -182,6 +204,7 @@ def _gpu_steps(record: Any) -> str:
 
 TABLES: dict[str, Callable[[Any], str]] = {
     "lossless": _lossless,
+    "exactness": _exactness,
     "updates": _updates,
     "policy_updates": _policy_updates,
     "waste": _waste,
@@ -192,7 +215,7 @@ TABLES: dict[str, Callable[[Any], str]] = {
     "gpu_forms": _gpu_forms,
     "gpu_steps": _gpu_steps,
 }
-FILES = {"gpu_forms": "gpu-modelled", "gpu_steps": "gpu-modelled"}  # else by the table's name
+FILES = {"exactness": "exactness", "gpu_forms": "gpu-modelled", "gpu_steps": "gpu-modelled"}  # else by the table's name
 
 POLICIES = """Whole training steps of every policy that changes a step, beside dense ones: forward, backward and AdamW.
 Written from `benchmarks/results/policies-cpu.json`, which `python benchmarks/policies.py` measures anew,
