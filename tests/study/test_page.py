@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import io
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from rich.console import Console, RenderableType
 
 from sparsebp_cli.recipe import with_stop
+from sparsebp_cli.run import RunFolder
 from sparsebp_cli.study.loader import LoadedStudy, load_study
 from sparsebp_lab.study.course import plan_course
-from sparsebp_lab.study.disk import measure_disk
+from sparsebp_lab.study.disk import DiskUse, measure_disk
 from sparsebp_lab.study.driver import Status
 from sparsebp_lab.study.place import find_places
 from sparsebp_lab.study.store import TrialStore
@@ -104,3 +107,21 @@ def test_looks_at_many_trials_are_rarer() -> None:
     assert find_pause(0.0) == 0.2
     assert find_pause(0.03) == pytest.approx(1.5)
     assert find_pause(10.0) == 5.0
+
+
+def test_a_file_that_is_renamed_meanwhile_does_not_end_the_measurement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "checkpoints" / "step-00000020").mkdir(parents=True)
+    for name in ("checkpoints/step-00000020/weights", "model", ".part-target.json.1-2"):
+        (tmp_path / name).write_bytes(bytes(300))
+    (tmp_path / "link").symlink_to(tmp_path / "model")
+    listed = os.walk
+
+    def walk(folder: Path) -> Iterator[tuple[str, list[str], list[str]]]:
+        for found in listed(folder):
+            (tmp_path / ".part-target.json.1-2").unlink(missing_ok=True)
+            yield found
+
+    monkeypatch.setattr(os, "walk", walk)
+    assert measure_disk(RunFolder(tmp_path)) == DiskUse(300.0, 300.0)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import stat
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,4 +36,11 @@ def measure_disk(run: RunFolder) -> DiskUse:
 
 
 def _size(folder: Path) -> float:
-    return float(sum(file.lstat().st_size for file in folder.rglob("*") if file.is_file() and not file.is_symlink()))
+    """Return the bytes of the files of a folder, while other processes may write and rename some."""
+    size = 0
+    for place, _, names in os.walk(folder):  # which passes over folders that are gone
+        for name in names:
+            with suppress(FileNotFoundError):
+                found = Path(place, name).lstat()
+                size += found.st_size if stat.S_ISREG(found.st_mode) else 0
+    return float(size)
