@@ -186,13 +186,16 @@ def bind_arguments(module: nn.Module, args: tuple[object, ...], kwargs: dict[str
 
 def find_reentrant(model: nn.Module) -> str | None:
     """Return the name of a module whose layers are checkpointed with ``use_reentrant=True``; None: there is none."""
-    for name, module in model.named_modules():
-        # transformers keeps its options nowhere else: this is a partial of torch.utils.checkpoint.checkpoint.
-        function = module.__dict__.get("_gradient_checkpointing_func")
-        options: dict[str, object] = getattr(function, "keywords", {})
-        if getattr(module, "gradient_checkpointing", False) and options.get("use_reentrant", True):
-            return str(name)
-    return None
+    return next((str(name) for name, module in model.named_modules() if is_reentrant(module)), None)
+
+
+def is_reentrant(module: nn.Module | None) -> bool:
+    """Return whether the layers of a module itself are checkpointed with ``use_reentrant=True``."""
+    if module is None or not getattr(module, "gradient_checkpointing", False):
+        return False
+    # transformers keeps its options nowhere else: this is a partial of torch.utils.checkpoint.checkpoint.
+    options: dict[str, object] = getattr(module.__dict__.get("_gradient_checkpointing_func"), "keywords", {})
+    return bool(options.get("use_reentrant", True))
 
 
 @contextmanager

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout
 
-from sparsebp_cli.backward.decoder.decoder import find_reentrant
+from sparsebp_cli.backward.decoder.decoder import is_reentrant
 from sparsebp_cli.backward.kind.packing.attention import layout_now
 from sparsebp_cli.backward.kind.packing.layout import PackedLayout
 from sparsebp_cli.backward.observe.module_trace import is_in_backward
@@ -46,7 +46,8 @@ class AdapterDropout:
 
     def __init__(self, stack: nn.Module) -> None:
         self._modules = find_adapter_dropout(stack)
-        self._stack = stack
+        # The first module that can be checkpointed speaks for all: transformers sets them alike.
+        self._checkpointed = next((m for m in stack.modules() if hasattr(m, "gradient_checkpointing")), None)
         # Activation checkpointing runs a layer again inside of the backward, where no forward is under way: by number
         # of rows, what had them in the forwards whose backward has not begun.
         self._waiting: dict[int, PackedLayout | Rows] = {}
@@ -76,7 +77,8 @@ class AdapterDropout:
         if self._has_run_again:
             self._waiting, self._has_run_again = {}, False
         if layout is None:
-            if x.dim() == 3 and len(x) == 1 and (torch.is_grad_enabled() or find_reentrant(self._stack) is not None):
+            # A reentrant forward has no gradient either, but runs again; a generation does not.
+            if x.dim() == 3 and len(x) == 1 and (torch.is_grad_enabled() or is_reentrant(self._checkpointed)):
                 self._wait(x.shape[1], Rows.PLAIN)
             return None
         if x.dim() != 3 or x.shape[:2] != (1, layout.num_rows):

@@ -9,7 +9,7 @@ import inspect
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -353,12 +353,21 @@ class PackingPlanner(EngineExtension):
         given = inputs.get(STATES)
         return bool(getattr(self.model.config.get_text_config(), STATES, False) if given is None else given)
 
+    @cached_property
+    def _makes_mask_first(self) -> bool:
+        """Whether the stack makes its mask before its cache, as Moshi's does: then the mask knows of no cache."""
+        try:
+            text = inspect.getsource(type(self.stack).forward)
+        except (OSError, TypeError):
+            return False
+        return 0 <= text.find("create_causal_mask(") < text.find("DynamicCache(")
+
     def uses_cache(self, inputs: Mapping[str, Any]) -> bool:
         """Return whether the plain forward makes a key/value cache."""
         given = False if inputs.get(ARGUMENT) else inputs.get("use_cache")  # trl's fused head makes none
         if given is None:
             given = getattr(self.model.config.get_text_config(), "use_cache", False)
-        if _makes_mask_first(type(self.stack).forward):
+        if self._makes_mask_first:
             return False
         # transformers makes no cache in training under checkpointing.
         return bool(given) and not (self.stack.training and getattr(self.stack, "gradient_checkpointing", False))
@@ -477,13 +486,3 @@ class PackingPlanner(EngineExtension):
                 f"{num_calls} run through transformers' attention interface: its rows cannot be packed"
             )
         self.calls_of_layer = num_calls // self._attention_layers
-
-
-@cache
-def _makes_mask_first(forward: Callable[..., Any]) -> bool:
-    """Return whether a stack makes its mask before its cache, as Moshi's does: then the mask knows of no cache."""
-    try:
-        text = inspect.getsource(forward)
-    except (OSError, TypeError):
-        return False
-    return 0 <= text.find("create_causal_mask(") < text.find("DynamicCache(")
