@@ -56,7 +56,8 @@ def _start() -> tuple[list[ProcessPoolExecutor], int]:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    context = multiprocessing.get_context("spawn")  # a fork of what has imported PyTorch may wait for a lost thread
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.exactness.rank"])
     pools = [ProcessPoolExecutor(1, mp_context=context) for _ in range(NUM_RANKS)]
     for pool in pools:
         # A child of multiprocessing joins its own children at its end, before executors end theirs: it would not end.
@@ -70,7 +71,8 @@ def _end() -> None:
     _start.cache_clear()
 
 
-def _kill(pool: ProcessPoolExecutor) -> None:  # an executor only asks its processes to end
+def _kill(pool: ProcessPoolExecutor) -> None:
+    """End the processes of a pool: an executor only asks them to end."""
     for process in list((pool._processes or {}).values()):
         process.kill()
     pool.shutdown(wait=True, cancel_futures=True)
@@ -80,7 +82,6 @@ def _run(case: Case, seed: int, rank: int, port: int) -> list[Outcome]:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # else it looks up the machine's name, which may take a minute
     subjects = [Subject(case, seed + OTHER * number) for number in range(NUM_RANKS)]
     plain = make_model(case)
     model = deepcopy(plain)

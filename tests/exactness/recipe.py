@@ -39,7 +39,8 @@ def judge_recipe(subject: Subject) -> list[Outcome]:
                 return [Outcome("unjudged" if policy is None else "refused", str(error)[:200])]
         if any(isinstance(one, str) for one in moved):
             is_plain, text = isinstance(moved[0], str), next(one for one in moved if isinstance(one, str))
-            is_refused = "error: " in text and "Traceback" not in text  # one line, of a policy
+            said = text.splitlines()[-1] if text else ""
+            is_refused = said.startswith("error: ") and "traceback" not in said  # one line, of a policy
             return [Outcome("unjudged" if is_plain else "refused" if is_refused else "wrong", text)]
         (plain, _), (own, journal) = moved
         if (error := plain.error(own)) > WRONG:
