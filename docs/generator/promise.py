@@ -216,11 +216,8 @@ def _counted(row: dict[str, Any] | None, digest: str) -> tuple[str, ...]:
 
 
 def _versions(found: dict[str, dict[str, Any]]) -> str:
-    versions = {
-        json.dumps(
-            {"Python": row["python"]} | row["versions"] | {"on": row.get("machine", "2 CPU cores")}, sort_keys=True
-        )
-        for row in found.values()
-    }
-    lines = [", ".join(f"{name} {version}" for name, version in json.loads(one).items()) for one in sorted(versions)]
-    return "Versions: " + "; ".join(lines) + ".\n"
+    lines = set()
+    for row in found.values():
+        versions = {"Python": row["python"]} | row["versions"]
+        lines.add(", ".join(filter(None, (row.get("machine"), *(f"{name} {n}" for name, n in versions.items())))))
+    return "Counted on: " + "; ".join(sorted(lines)) + ".\n"
