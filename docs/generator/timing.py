@@ -71,7 +71,7 @@ def _exactness(record: Any) -> str:
         f"{about['trl']}): {total['right']:,} packed and right, {total['plain']:,} run plainly, {total['refused']:,} "
         f"refused by name, {total['wrong']:,} wrong. Of {possible:,} pairs of values {met:,} met.\n\n"
     )
-    return head + table(["axis", "values", "packed and right", "least often", "wrong"], rows)
+    return head + table(["axis", "values drawn", "packed and right", "smallest share", "wrong"], rows)
 
 
 def _waste(record: Any) -> str:
