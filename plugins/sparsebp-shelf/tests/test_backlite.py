@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
+import sparsebp_cli as sbp
+from sparsebp_cli.backward import count_flops
 from sparsebp_cli.policy import Step
 from sparsebp_shelf.tile import AttentionTiles, BackLite
 from sparsebp_shelf.tile.suite import check_tile_selector
@@ -64,3 +67,18 @@ def test_it_keeps_the_promises_of_its_kind(negligible: float) -> None:
 def test_a_share_of_all_is_refused() -> None:
     with pytest.raises(ValueError, match="less than 1"):
         BackLite(negligible=1.0)
+
+
+def test_a_measured_step_does_not_count_the_check_that_the_first_step_makes() -> None:
+    """Else a run that was resumed would count other FLOPs than one that was left alone."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    model, ids = LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes)).train(), torch.randint(0, 64, (2, 24))
+    counts = []
+    with sbp.attach(model, BackLite(negligible=0.3, tile=8)) as engine:
+        for _ in range(2):
+            with engine.probing(), count_flops() as count:
+                engine.backward(model(input_ids=ids, labels=ids).loss)
+            counts.append(count.total)
+            engine.backward(model(input_ids=ids, labels=ids).loss)
+    assert counts[0] == counts[1]

@@ -106,7 +106,8 @@ class TileExtension(EngineExtension):
         def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             return own(module, query, key, value, mask, **options)[0]
 
-        if module not in self._checked:
+        # What a step costs is measured without this, which few steps have: a resumed run would count others.
+        if module not in self._checked and not self.engine.is_probing:
             self._check(module, tensors, attention, run)
         return attend(*tensors, attention, run, _Tiles(self, module)), None
 
