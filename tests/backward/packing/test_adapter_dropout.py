@@ -123,3 +123,14 @@ def test_a_plain_forward_of_as_many_rows_is_told_from_a_packed_one(order: str) -
         assert isinstance(loss, Tensor)
         with pytest.raises(UnsupportedError, match="before the next one"):
             engine.backward(loss)
+
+
+@pytest.mark.parametrize("verify", ["first", "always", "never"])
+def test_a_comparison_leaves_what_waits_for_its_backward(verify: str) -> None:
+    model = _adapted(0.3, checkpointing=True)
+    batches = [make_batch("right", "completion", "none"), make_batch("left", "dense", "none")]
+    batches[1] = {name: value[:2] for name, value in batches[1].items()}
+    expected, _ = _step(model, None, batches)
+    with sbp.attach(model, {"name": "lossless", "verify": verify}) as engine:
+        got, _ = _step(model, engine, batches)
+    assert error(expected, got) < LIMIT

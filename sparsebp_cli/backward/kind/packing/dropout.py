@@ -9,6 +9,8 @@ Shape letters: B examples, T positions, N computed rows, D width.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import Enum
 from typing import Any, final
 
@@ -61,6 +63,16 @@ class AdapterDropout:
         """Override the modules."""
         for module in self._modules:
             patches.install(module, _RowDropout(self, module))
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Keep what waits for its backward, while a comparison runs forwards and backwards of its own."""
+        before = self._waiting, self._has_run_again
+        self._waiting, self._has_run_again = {}, False
+        try:
+            yield
+        finally:
+            self._waiting, self._has_run_again = before
 
     def find_layout(self, x: Tensor) -> PackedLayout | None:
         """Return the layout of the rows that a module reads; None: they are a plain batch."""

@@ -253,10 +253,10 @@ class PackedForward(ForwardOverride):
         enabled = extension.engine.enabled
         extension.engine.enabled, self._is_comparing = False, True
         try:
-            with extension.scoring.paused(), without_reentrance(self._model):
+            with extension.scoring.paused(), without_reentrance(self._model), extension.dropout.apart():
                 check = self._compare(batch, given, leaves)
-            if not check.passed and extension.pair is None:
-                check = self.decide(check, whole)
+                if not check.passed and extension.pair is None:
+                    check = self.decide(check, whole)
         except ReadsUncomputedError:
             extension.refuse(batch, "the model's own loss reads positions of padding")
             extension.note()
