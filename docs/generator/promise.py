@@ -212,7 +212,8 @@ def _counted(row: dict[str, Any] | None, digest: str) -> tuple[str, ...]:
     tests = ", ".join(code(test.removeprefix("tests/")) for test in row["tests"])
     when = f"{row['date']}, {code(row['commit'])}" if "commit" in row else row["date"]
     when += "" if row.get("digest") == digest else "; *changed since*"
-    return (f"{row['trials']:,}{kinds}{skipped}", str(row["failures"]), when, tests)
+    failures = f"{row['failures']}: {row['note']}" if "note" in row else str(row["failures"])  # the next count has none
+    return (f"{row['trials']:,}{kinds}{skipped}", failures, when, tests)
 
 
 def _versions(found: dict[str, dict[str, Any]]) -> str:
