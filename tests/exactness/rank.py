@@ -99,9 +99,9 @@ def _run(case: Case, seed: int, rank: int, port: int) -> list[Outcome]:
         return [_judge(own, subjects[rank], number, expected[number]) for number in range(NUM_UPDATES)]
     except SparseBPError as error:
         return [Outcome("refused", str(error))] * NUM_UPDATES
+    except RuntimeError as error:  # of torch.distributed, in many words; wrong if the other rank refused nothing
+        return [Outcome("unjudged", f"{LOST}: {error}"[:120])] * NUM_UPDATES
     except Exception as error:
-        if "gloo" in str(error):
-            return [Outcome("unjudged", f"{LOST}: {error}"[:120])] * NUM_UPDATES
         return [Outcome("wrong", f"{type(error).__name__}: {error}"[:300])] * NUM_UPDATES
 
 
