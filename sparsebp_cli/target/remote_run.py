@@ -132,7 +132,13 @@ class RemoteRun:
     def mark_unreachable(self, problem: str) -> None:
         """Record that nothing is known of the worker, with the problem as the run's warning."""
         self.failures += 1
-        self._save(sight=UNREACHABLE, warning=problem)
+        try:
+            self._save(sight=UNREACHABLE, warning=problem)
+        except OSError as error:  # no room for this either: the dispatcher of the other runs goes on
+            print(f"{self.run.run_id}: {problem} ({error})", flush=True)
+            if not self.run.path.exists():  # deleted by the user: there is nowhere left to fetch to
+                self._launch = replace(self._launch, sight=OVER)
+                self._lock.release()
         if self.failures == TOLD_AFTER:
             tell("unreachable", {"run_id": self.run.run_id, "name": self.run.brief()[0], "text": problem})
 

@@ -180,6 +180,8 @@ def target_story(disk: Disk) -> None:
     while (target.engine.there / made.run_id).exists():
         time.sleep(0.01)
     tell(disk, [made], "released")
+    while made.is_locked("target"):  # until its last word is on the disk
+        time.sleep(0.01)
 
 
 def training_story(recipe: Path) -> Callable[[Disk], None]:

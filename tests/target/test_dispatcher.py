@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -321,3 +322,37 @@ def test_a_disk_that_is_full_here_leaves_everything_there(fake: FakeTarget, monk
     full[0] = False
     assert job.wait(60) is State.FINISHED
     assert (run.path / "model").is_dir()
+
+
+def test_one_run_that_cannot_even_note_its_problem_leaves_the_dispatcher_to_the_others(
+    fake: FakeTarget, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sparsebp_cli.target.dispatcher.LONGEST_PAUSE", 0.05)
+    full, other, really, is_full = make_run("slow"), make_run(), Launch.save, [False]
+
+    def save(launch: Launch, run: RunFolder) -> None:
+        if is_full[0] and run == full:
+            raise OSError(28, "No space left on device")
+        really(launch, run)
+
+    monkeypatch.setattr(Launch, "save", save)
+    dispatcher = Dispatcher([full, other], fake.engine, max_parallel=2)
+    dispatcher.begin()
+    until(lambda: dispatcher.poll() or History.load(full.path).series("train/loss"))
+    is_full[0] = True
+    until(lambda: dispatcher.poll() or other.state() is State.FINISHED)
+    assert f"{full.run_id}: " in capsys.readouterr().out
+    is_full[0] = False
+    fake.reattach(full).stop()
+    dispatcher.run_to_end()
+    assert full.state() is State.INTERRUPTED
+
+
+def test_a_run_whose_folder_is_deleted_is_followed_no_more(fake: FakeTarget) -> None:
+    deleted, other = make_run("slow"), make_run()
+    dispatcher = Dispatcher([deleted, other], fake.engine, max_parallel=2)
+    dispatcher.begin()
+    until(lambda: dispatcher.poll() or History.load(deleted.path).series("train/loss"))
+    shutil.rmtree(deleted.path)
+    dispatcher.run_to_end()
+    assert other.state() is State.FINISHED
