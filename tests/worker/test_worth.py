@@ -114,10 +114,17 @@ def test_what_asks_for_no_random_numbers_is_drawn_once_on_a_batch(
 
     monkeypatch.setattr(TrialStep, "run", watch)
     found({"name": "topk", "keep": 0.25}, pairs=2)
-    assert drawn == [1, 5] * 3
+    assert len(drawn) == len(set(drawn)) == 6  # each batch has numbers of its own
     drawn.clear()
     found({"name": "crs", "keep": 0.5}, pairs=2)
-    assert drawn == [1, 2, 5, 6] * 3
+    assert len(drawn) == len(set(drawn)) == 12
+    firsts = [*drawn]
+    drawn.clear()
+    found({"name": "crs", "keep": 0.5}, pairs=2, training={"learning_rate": 2e-2})
+    assert drawn == firsts  # of the examples alone
+    drawn.clear()
+    found({"name": "crs", "keep": 0.5}, pairs=2, dataset={"max_seq_length": 15})
+    assert not set(drawn) & set(firsts)  # another task, other draws
 
 
 def test_positions_that_are_padding_in_all_examples_change_no_dense_gradient(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -132,12 +133,22 @@ class DenseRun:
     def trial(self, engine: Engine, number: int, most: int | None = None, *, trims: bool = False) -> TrialStep:
         """Return a trial step of a micro-batch, or of its first examples: padded as in the whole one, since policies
         may choose padding, or with ``trims`` without the positions that are padding in all of them."""
-        training = self.training
-        batch = {name: tensor[:most] for name, tensor in training.order.rank_part(number)[0].items()}
+        training, batch = self.training, self._first_of(number, most)
         batch = _trim(batch) if trims else batch
         targets = max(1, num_targets(batch, training.order.candidates))
         loss = partial(training.loss_of, number, batch, targets)
         return TrialStep(training.bare, engine, loss, training.accelerator.backward)
+
+    def number_draws(self, number: int, most: int) -> int:
+        """Return the number of a policy's first draw on the first examples of a micro-batch, from their values. A draw
+        is the same for all batches and all tasks otherwise, and an unlucky one would be wrong on every task at once."""
+        digest = hashlib.blake2b(digest_size=4)
+        for tensor in self._first_of(number, most).values():
+            digest.update(tensor.cpu().numpy().tobytes())
+        return 1 + 2 * int.from_bytes(digest.digest(), "little")
+
+    def _first_of(self, number: int, most: int | None) -> dict[str, Tensor]:
+        return {name: tensor[:most] for name, tensor in self.training.order.rank_part(number)[0].items()}
 
 
 def _trim(batch: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -68,6 +68,7 @@ class Point:
         self._dense: list[dict[str, Tensor | None]] = []
         # Policies are measured on the first batch of each pair: all share dense's gradients, and none its own.
         self._measured = range(0, 2 * pairs, 2)
+        self._draws = [run.number_draws(number, EXAMPLES) for number in self._numbers]
         with run.attached([make_policy("dense")]) as engine:
             for number in self._numbers:
                 run.tell(f"step {step}: dense", 1)
@@ -157,10 +158,10 @@ class Point:
     def _measure_batch(self, candidate: Candidate, engine: Engine, index: int, first: Draw | None = None) -> BatchError:
         dense = self._dense[index]
         with self._run.trial(engine, self._numbers[index], EXAMPLES) as trial:
-            first = first or self._draw(engine, trial, 2 * index + 1)
+            first = first or self._draw(engine, trial, self._draws[index])
             other = first
             if first.is_random and not candidate.is_exact:
-                other = self._draw(engine, trial, 2 * index + 2)
+                other = self._draw(engine, trial, self._draws[index] + 1)
         draws = first.gradients, other.gradients
         noise, bias = square_errors(dense, draws, self._metric, self._run.part_of)
         is_noisy = _total(noise, "plain") > ROUNDING * _square(dense)
@@ -219,10 +220,10 @@ class Point:
 
     def _draw_first(self, engine: Engine) -> Draw:
         with self._run.trial(engine, self._numbers[0], EXAMPLES) as trial:
-            return self._draw(engine, trial, 1)
+            return self._draw(engine, trial, self._draws[0])
 
     def _draw(self, engine: Engine, trial: TrialStep, number: int) -> Draw:
-        """Draw on a batch. Each batch has numbers of its own, since a step's draws are the same on every batch."""
+        """Draw on a batch."""
         before = engine.num_draws
         gradients = trial.run("policy", number).gradients
         _refuse_other_shapes(self._dense[0], gradients)
