@@ -444,13 +444,6 @@ def _drop(module: nn.Module) -> None:
         module.p = 0.5
 
 
-@pytest.mark.parametrize("option", ["output_hidden_states", "output_attentions"])
-def test_an_argument_that_asks_for_every_position_is_refused(option: str) -> None:
-    model, batch = llama(), make_batch("right", "completion", "groups")
-    with sbp.attach(model, "lossless"), pytest.raises(UnsupportedError, match=option):
-        model(**batch, **{option: True})
-
-
 def test_an_unknown_name_of_a_policy_is_refused_by_attach() -> None:
     with pytest.raises(PolicyError, match="did you mean lossless"):
         sbp.attach(llama(), "losless")

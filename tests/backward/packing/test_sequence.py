@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 from transformers import GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import sparsebp_cli as sbp
 from sparsebp_cli.errors import UnsupportedError
+from tests.exactness.axis import AXES
+from tests.exactness.subject import make_model as make_family
 
 from .case import IGNORED, count_flops, error, gradients
 
@@ -52,7 +55,7 @@ def alone(model: PreTrainedModel, texts: list[Tensor]) -> tuple[Tensor, list[Ten
     number, total = sum(len(text) - PROMPT for text in texts), torch.zeros(())
     for text in texts:
         logits = model(input_ids=text[None], use_cache=False).logits[0, PROMPT - 1 : -1]
-        loss = torch.nn.functional.cross_entropy(logits, text[PROMPT:], reduction="sum") / number
+        loss = cross_entropy(logits, text[PROMPT:], reduction="sum") / number
         loss.backward()
         total += loss.detach()
     grads = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
@@ -181,4 +184,33 @@ def test_a_mask_that_is_made_before_the_cache_knows_of_texts_in_a_row(uses_cache
     expected = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
     with sbp.attach(model, [sbp.make_policy("lossless", verify="never")]) as engine:
         _, grads = gradients(model, engine, batch)
+    assert error(grads, expected) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["OPTForCausalLM", "BioGptForCausalLM", "AfmoeForCausalLM"])
+def test_a_model_whose_mask_mixes_texts_holds_them_apart_in_every_batch(name: str) -> None:
+    """In one of two batches nothing can be left out, and no comparison has told of the mixing."""
+    model = make_family({axis: values[0] for axis, values in AXES.items()} | {"architecture": name})
+    ids, position = torch.tensor([[14, 55, 35, 23, 9, 7]]), torch.tensor([[0, 1, 2, 0, 1, 2]])
+    for labelled in (6, 5):
+        labels = ids.masked_fill((torch.arange(6) >= labelled) | (position == 0), IGNORED)
+        model.zero_grad()
+        for part in (slice(3), slice(3, None)):
+            logits = model(input_ids=ids[:, part], use_cache=False).logits[0, :-1]
+            size = int((labels != IGNORED).sum())
+            cross_entropy(logits, labels[0, part][1:], ignore_index=IGNORED, reduction="sum").div(size).backward()
+        expected = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
+        batch = {"input_ids": ids, "labels": labels, "position_ids": position, "use_cache": False}
+        with sbp.attach(model, [sbp.make_policy("lossless", verify="never")]) as engine:
+            _, grads = gradients(model, engine, batch)
+        assert error(grads, expected) < 1e-5
+
+
+def test_a_model_that_looks_ahead_is_known_where_each_text_has_one_position() -> None:
+    model = make_family({axis: values[0] for axis, values in AXES.items()} | {"architecture": "BertGenerationDecoder"})
+    ids = torch.tensor([[52, 3]])
+    model(input_ids=ids, labels=ids).loss.backward()
+    expected = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
+    with sbp.attach(model, [sbp.make_policy("lossless", verify="never")]) as engine:
+        _, grads = gradients(model, engine, {"input_ids": ids, "labels": ids})
     assert error(grads, expected) < 1e-5

@@ -60,6 +60,46 @@ class PackedState:
 _state: ContextVar[PackedState | None] = ContextVar("state", default=None)
 
 
+_asks: ContextVar[bool] = ContextVar("asks", default=False)
+
+
+@dataclass(frozen=True)
+class AttentionRule:
+    """What a model's own masks allow where none is given; None: it makes none, or not of such inputs."""
+
+    looks_ahead: bool | None  # whether a position attends to later ones
+    splits: bool | None  # whether one attends to none from before a restart of the position numbers
+
+
+class MaskMadeError(Exception):
+    """A model that is asked for its rule makes a mask."""
+
+    def __init__(self, allowed: MaskFunction) -> None:
+        super().__init__()
+        self.allowed = allowed
+
+
+def ask_rule(stack: nn.Module, *, uses_cache: bool) -> AttentionRule:
+    """Let a switched base model begin a forward of four positions, two in each of two texts, until it makes a mask."""
+    token = _asks.set(True)
+    try:
+        weight: Tensor = stack.get_input_embeddings().weight  # type: ignore[operator]
+        inputs = torch.zeros(1, 4, weight.shape[1], dtype=weight.dtype, device=weight.device)
+        position = torch.tensor([[0, 1, 0, 1]], device=weight.device)
+        # A layer of embeddings may have dropout. Without hooks: those of a sharded model wait for the other processes.
+        with torch.no_grad(), torch.random.fork_rng(devices=[weight.device] if weight.is_cuda else []):
+            type(stack).forward(stack, inputs_embeds=inputs, position_ids=position, use_cache=uses_cache)
+    except MaskMadeError as made:
+        zero, one, two = (torch.tensor(place, device=weight.device) for place in range(3))
+        ahead, over = made.allowed(zero, zero, zero, one), made.allowed(zero, zero, two, one)
+        return AttentionRule(bool(ahead), not bool(over))
+    except Exception:  # whatever a model raises for so few inputs
+        return AttentionRule(None, None)
+    finally:
+        _asks.reset(token)
+    return AttentionRule(None, None)
+
+
 class LooksAheadError(UnsupportedError):
     """Positions attend to later ones, so none can be left out or shared."""
 
@@ -258,6 +298,8 @@ def _register(implementation: str) -> None:
 
     def mask(*args: object, **kwargs: object) -> object:
         state = _state.get()
+        if _asks.get():
+            raise MaskMadeError(cast("MaskFunction", kwargs["mask_function"]))
         if state is None:
             return own_mask(*args, **kwargs)
         # The one mask of a decoder that is not causal is that of the encoder's rows.

@@ -5,11 +5,9 @@ Shape letters: B examples, T positions, N computed rows.
 
 from __future__ import annotations
 
-import inspect
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,7 +19,7 @@ from sparsebp_cli.backward.core.extension import EngineExtension
 from sparsebp_cli.backward.decoder.decoder import argument_names, find_reentrant
 from sparsebp_cli.backward.isolation import Examples, examples_at
 from sparsebp_cli.backward.kind.fused_head import ARGUMENT, has_fused_head
-from sparsebp_cli.backward.kind.packing.attention import Switch, packed
+from sparsebp_cli.backward.kind.packing.attention import AttentionRule, Switch, ask_rule, packed
 from sparsebp_cli.backward.kind.packing.balance import (
     OPTION,
     balances_experts,
@@ -126,6 +124,7 @@ class PackingPlanner(EngineExtension):
         if not self._attention_layers:
             raise UnsupportedError(f"{type(self.model).__name__} has no attention layers that packing knows")
         self.is_causal: bool | None = None  # of the attention; None before the first forward
+        self._rules: dict[bool, AttentionRule] = {}  # by whether a forward makes a cache
         self.counts, self.failure = Counts(), ""
         self.failed: dict[tuple[bool, ...], str] = {}  # kinds of batches that run plainly, by what a comparison found
         self._seen: dict[tuple[bool, ...], tuple[int, int]] = {}
@@ -162,7 +161,7 @@ class PackingPlanner(EngineExtension):
         whole: bool = False,
         counts: Counts | None = None,
     ) -> PackedBatch | None:
-        """Arrange the rows of a batch; None if the plain forward does as little.
+        """Arrange the rows of a batch; None if the plain forward does as little and the same.
 
         ``read_BT`` marks the positions that the caller reads; None: all that are not padding. ``whole`` arranges them
         even if nothing is left out; so does a head that runs in tiles, which holds less. ``counts`` gets a batch that
@@ -188,7 +187,10 @@ class PackingPlanner(EngineExtension):
         head_rows = int(rows.read_BT.sum()) if self.head is not None else rows.needed_BT.size
         last_rows = layout.num_rows if layout.read is None else len(layout.read.row_M)
         packed_size = PackedSize(rows.needed_BT.size, layout.num_rows, head_rows, last_rows, *self._shares)
-        return batch if whole or self.policy.packs(packed_size) or self._has_tiles(batch, inputs) else None
+        if whole or self.policy.packs(packed_size) or self._has_tiles(batch, inputs):
+            return batch
+        # Other batches of this training hold texts apart, so all do.
+        return batch if rows.begins_BT is not None and self._mixes(inputs) else None
 
     def _has_tiles(self, batch: PackedBatch, inputs: Mapping[str, Any]) -> bool:
         """Return whether the head of a batch runs in tiles, of which the model's own forward knows nothing."""
@@ -227,6 +229,9 @@ class PackingPlanner(EngineExtension):
         real, position = read_mask(inputs, size), read_positions(self.stack, inputs, size)
         if real is None or position is None:
             return None
+        # Not left to the first packed mask: where each text is one position, nothing in it looks ahead.
+        if self.is_causal is None and self.pair is None and self._rule(uses_cache=False).looks_ahead:
+            self.is_causal = False
         causal = self.is_causal is not False
         if not causal and self._reads_first and not real[:, 0].all():
             self.engine.notes["first position"] = (
@@ -239,7 +244,7 @@ class PackingPlanner(EngineExtension):
         if read_BT is None and self.head is not None and takes_padding and reads_first_label:
             read = real | find_before(real)
         # Only masks that look back alone are split where position numbers restart.
-        begins = find_begins(inputs, position, uses_cache=self.uses_cache(inputs)) if causal else None
+        begins = find_begins(inputs, position, self._holds_texts) if causal else None
         facts = BatchFacts.of(inputs, real, read, position, begins)
         alone = read & ~real  # padding that is trained: the first token's label, with padding on the left
         if alone.any() and not takes_padding:
@@ -345,7 +350,7 @@ class PackingPlanner(EngineExtension):
         assert real is not None
         assert position is not None
         causal = self.is_causal is not False
-        begins = find_begins(inputs, position, uses_cache=self.uses_cache(inputs)) if causal else None
+        begins = find_begins(inputs, position, self._holds_texts) if causal else None
         return examples_at(inputs, torch.from_numpy(real), None if begins is None else torch.from_numpy(begins))
 
     def returns_states(self, inputs: Mapping[str, Any]) -> bool:
@@ -353,22 +358,24 @@ class PackingPlanner(EngineExtension):
         given = inputs.get(STATES)
         return bool(getattr(self.model.config.get_text_config(), STATES, False) if given is None else given)
 
-    @cached_property
-    def _makes_mask_first(self) -> bool:
-        """Whether the stack makes its mask before its cache, as Moshi's does: then the mask knows of no cache."""
-        try:
-            text = inspect.getsource(type(self.stack).forward)
-        except (OSError, TypeError):
-            return False
-        return 0 <= text.find("create_causal_mask(") < text.find("DynamicCache(")
+    def _holds_texts(self, inputs: Mapping[str, Any]) -> bool:
+        """Return whether a row whose position numbers restart holds several texts."""
+        return not self.uses_cache(inputs) or self._rule(uses_cache=True).splits is True
+
+    def _mixes(self, inputs: Mapping[str, Any]) -> bool:
+        """Return whether the plain forward lets the texts of a row read each other all the same, as OPT's does."""
+        return self._rule(uses_cache=self.uses_cache(inputs)).splits is False
+
+    def _rule(self, *, uses_cache: bool) -> AttentionRule:
+        if uses_cache not in self._rules:
+            self._rules[uses_cache] = ask_rule(self.stack, uses_cache=uses_cache)
+        return self._rules[uses_cache]
 
     def uses_cache(self, inputs: Mapping[str, Any]) -> bool:
         """Return whether the plain forward makes a key/value cache."""
         given = False if inputs.get(ARGUMENT) else inputs.get("use_cache")  # trl's fused head makes none
         if given is None:
             given = getattr(self.model.config.get_text_config(), "use_cache", False)
-        if self._makes_mask_first:
-            return False
         # transformers makes no cache in training under checkpointing.
         return bool(given) and not (self.stack.training and getattr(self.stack, "gradient_checkpointing", False))
 

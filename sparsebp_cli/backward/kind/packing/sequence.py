@@ -9,7 +9,7 @@ Shape letters: B examples, T positions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -23,18 +23,20 @@ NUMBERS = "seq_idx"  # number of the sequence of each position
 SEQUENCES = frozenset({*BOUNDS, NUMBERS, "max_length_q", "max_length_k"})
 
 
-def find_begins(inputs: Mapping[str, Any], position_BT: Ints, *, uses_cache: bool) -> Bools | None:
+def find_begins(
+    inputs: Mapping[str, Any], position_BT: Ints, holds_texts: Callable[[Mapping[str, Any]], bool]
+) -> Bools | None:
     """Return where another sequence begins inside of an example; None: nowhere.
 
     As transformers does: without a mask and a key/value cache, an example holds several sequences where the given
-    position numbers restart. Where bounds are given, the script has said that it does, whatever a cache does.
+    position numbers restart; ``holds_texts`` says whether this model does so. Where bounds are given, the script has
+    said that it does, whatever a cache does.
     """
     if inputs.get("attention_mask") is not None or inputs.get("position_ids") is None:
         return None
-    if uses_cache and not any(inputs.get(name) is not None for name in (*BOUNDS, NUMBERS)):
-        return None
     begins: Bools = np.diff(position_BT, axis=1, prepend=position_BT[:, :1] - 1) != 1
-    return begins
+    is_told = any(inputs.get(name) is not None for name in (*BOUNDS, NUMBERS))
+    return begins if is_told or (begins.any() and holds_texts(inputs)) else None
 
 
 def refuse_bounds(inputs: Mapping[str, Any], begins_BT: Bools | None, size: tuple[int, int], *, causal: bool) -> str:
