@@ -58,7 +58,7 @@ WHOLE = {"run", "seed", "step", "eval/loss"}  # ids are copied, and numbers are 
 
 def runs(
     output: Format = Output.TABLE,
-    limit: Annotated[int, typer.Option(min=1, metavar="N", help="Show the first so many.")] = 20,
+    limit: Annotated[int, typer.Option(min=1, metavar="N", help="Show at most this many runs.")] = 20,
     where: Annotated[str | None, typer.Option(metavar="CONDITION", help=WHERE)] = None,
     sort: Annotated[str | None, typer.Option(metavar="COLUMN", help=SORT, show_default="newest first")] = None,
     columns: Annotated[str | None, typer.Option(metavar="COLUMN,...", help=COLUMNS)] = None,

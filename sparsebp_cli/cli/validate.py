@@ -72,7 +72,7 @@ def validate(
     rate: Rate = None,
     output: Format = Output.TABLE,
 ) -> None:
-    """Check recipes and studies, what goes together in them, and the files that they name; exit code 2 when one is
+    """Check recipes and studies: each key, keys that conflict, and the files that they name; exit code 2 when one is
     wrong."""
     from sparsebp_cli.cli.study_check import check_study, describe
     from sparsebp_cli.plan import make_plan

@@ -14,7 +14,7 @@ REMOVED = {
     "diff": "`sparsebp compare RUN OTHER` shows what differs",
     "note": "`sparsebp tag RUN NAME` marks a run; notes that are there stay",
     "top": "`sparsebp runs --watch` shows what is running",
-    "ui": "`sparsebp runs` ends with the command that opens MLflow's pages",
+    "ui": "the last line of `sparsebp runs` is the command that opens MLflow's pages",
 }
 # Words of other tools for what a verb of ours does.
 MEANT = {

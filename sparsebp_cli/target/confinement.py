@@ -82,7 +82,8 @@ def check_source(written: str, real: str, sockets: Iterable[str] = ()) -> None:
         raise ValueError(f"{named} is not mounted: it holds settings or keys of a user")
     for socket in sockets:
         if PurePosixPath(socket).is_relative_to(path):
-            raise ValueError(f"{named} is not mounted: the socket {socket} in it reaches a program of the host")
+            what = f"through its socket {socket} a container could control a program of the host"
+            raise ValueError(f"{named} is not mounted: {what}")
     if path.suffix in {".sock", ".socket"} or _is_special(path):
         raise ValueError(f"{named} is not mounted: it is a socket or a device")
     allowed = (*PLACES, *filter(None, os.environ.get(VARIABLE, "").split(":")))
@@ -107,7 +108,7 @@ def check_user(text: str) -> None:
             f"{what}give your own numbers, or one number from {FIRST_ORDINARY_ID} on for both, such as {NOBODY}"
         )
     if name := _user_name(user) or _group_name(group):
-        raise ValueError(f"{what}it is {name} on this machine")
+        raise ValueError(f"{what}on this machine it belongs to {name}; such as {NOBODY} belongs to nobody")
 
 
 def mount_query(mounts: Sequence[str]) -> str:

@@ -168,7 +168,7 @@ def check_gpus(options: TargetOptions, gpus: int | str | None) -> None:
     here = options.processes // options.nodes
     if gpus is not None and int(str(gpus).rpartition(":")[2]) != here:
         raise ValueError(
-            f"gpus are those of each node: processes: {options.processes} on nodes: {options.nodes} take {here} on "
+            f"gpus counts the GPUs of one node: {options.processes} processes on {options.nodes} nodes need {here} on "
             f"each, got {gpus}"
         )
 

@@ -309,8 +309,8 @@ def refuse_scaling(backward: Callable[..., object] | None) -> None:
     owner = getattr(backward, "__self__", None)
     if isinstance(owner, GradStore):
         raise UnsupportedError(
-            "update='eager' with the backward of a GradStore: the store takes the gradients that parameters would be "
-            "updated by; use update='deferred'"
+            "update='eager' does not work with a GradStore: the store takes the gradients, and none are left for an "
+            "update; use update='deferred'"
         )
     if getattr(owner, "scaler", None) is not None:  # accelerate's: before the first pass that only measures
         refuse_scale()
