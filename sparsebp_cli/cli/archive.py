@@ -35,9 +35,8 @@ def archive(
 ) -> None:
     """Write runs into one file: plans, event logs, labels, environments and their report, without models.
 
-    `compare --from FILE` and `show --from FILE` read it. `archive @STUDY` has rehearsals and tuning as well, of which
-    `study YAML --from FILE` rebuilds what was chosen. A run that is alive or damaged is refused, and then nothing is
-    written.
+    `compare --from FILE` and `show --from FILE` read it. `archive @STUDY` has rehearsals and tuning as well, from
+    which `study YAML --from FILE` finds its choices again. If a run is active or damaged, nothing is written.
     """
     from sparsebp_cli.compare.archive import check_archive_path, write_archive
 

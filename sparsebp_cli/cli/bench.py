@@ -47,7 +47,7 @@ def bench(  # noqa: PLR0913, PLR0917 - one parameter an option
         typer.Option(
             "--set",
             metavar="OPTION=VALUE",
-            help="An option of the policy: within=example. Repeat.",
+            help="An option of the policy: within=example. Can be repeated.",
             rich_help_panel=WHAT,
         ),
     ] = None,

@@ -123,7 +123,7 @@ def compare(  # noqa: PLR0913, PLR0917 - one parameter an option
             autocompletion=complete_metric,
         ),
     ] = None,
-    x: Annotated[Axis, typer.Option(help="With --curves: along what.", rich_help_panel=SHOW)] = Axis.STEP,
+    x: Annotated[Axis, typer.Option(help="With --curves: what the x axis shows.", rich_help_panel=SHOW)] = Axis.STEP,
     pareto: Annotated[
         bool, typer.Option("--pareto", help="Only quality against time and memory.", rich_help_panel=SHOW)
     ] = False,

@@ -26,7 +26,7 @@ def resume(
         list[str] | None,
         typer.Option(
             metavar="FIELD",
-            help="Continue although this field, or this section, is not as it was: training.seed, code, data. Repeat.",
+            help="Continue although this field or section has changed: training.seed, code, data. Can be repeated.",
         ),
     ] = None,
     cancelled: Annotated[bool, typer.Option("--cancelled", help="Continue cancelled runs too.")] = False,

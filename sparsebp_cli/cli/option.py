@@ -53,7 +53,7 @@ Changes = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="Change a key: training.max_steps=50; ~KEY takes it out. Repeat.",
+        help="Change a key: training.max_steps=50; ~KEY takes it out. Can be repeated.",
         autocompletion=complete_change,
     ),
 ]

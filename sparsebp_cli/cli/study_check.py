@@ -24,7 +24,8 @@ def check_study(file: Path, changes: list[str], look: Look) -> Iterator[CheckedS
     from sparsebp_cli.study.loader import load_study
 
     if changes:
-        raise UsageError(f"--set is for recipes, and {file} is a study: change it there; --scaled runs it small")
+        what = f"{file} is a study: edit the file; --scaled runs a small version of it"
+        raise UsageError(f"--set works with recipes, and {what}")
     whole = load_study(file)
     yield _check(whole, file, look)
     if whole.study.scale is not None:

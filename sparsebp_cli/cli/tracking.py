@@ -19,7 +19,7 @@ from sparsebp_cli.plan import Plan
 from sparsebp_cli.run import RunFolder, list_runs
 from sparsebp_cli.tracker.contract import STORE
 
-TO_HELP = "mlflow, tensorboard, trackio, or the tracker of a package. Repeat. Default: mlflow and tracking.also."
+TO_HELP = "mlflow, tensorboard, trackio, or a package's tracker. Can be repeated. Default: mlflow and tracking.also."
 
 
 def sync(

@@ -127,7 +127,8 @@ class DockerEngine(TargetEngine):
         if answer.code != 0:
             self._require_absent(answer)
             if engine_id and self._engine_id() != engine_id:
-                raise UnreachableError(f"{self._place} is another engine than the one that run {run.run_id} is on")
+                where = f"{self._place} is not the Docker engine that run {run.run_id} was started on"
+                raise UnreachableError(f"{where}: use that one")
             return WorkerStatus(Phase.OVER, text=f"its container is gone from {self._place}", gone=True)
         return _read_state(self._tool.read_json(answer))
 

@@ -132,7 +132,7 @@ def test_an_architecture_without_a_layout_is_refused_by_name() -> None:
     )
     with pytest.raises(UnsupportedError, match="does not know BertLayer: its layers are an encoder's"):
         sbp.attach(AutoModelForMaskedLM.from_config(config), [ROWS], sites="branches")
-    with pytest.raises(UnsupportedError, match="knows no layout of Sequential"):
+    with pytest.raises(UnsupportedError, match="does not know where the branches of Sequential are"):
         sbp.attach(nn.Sequential(nn.Linear(3, 3)), [ROWS], sites="branches")
 
 

@@ -104,8 +104,8 @@ def _find_branches(model: nn.Module) -> list[Branch]:
         if reason is not None:
             raise UnsupportedError(f"sites='branches' does not know {layer}: {reason}")
         raise UnsupportedError(
-            f"sites='branches' knows no layout of {layer}, but those of {len(layouts)} other layers; a plugin can add "
-            "it through the entry-point group sparsebp.layouts"
+            f"sites='branches' does not know where the branches of {layer} are, as it does for {len(layouts)} other "
+            "layers; a plugin can add it through the entry-point group sparsebp.layouts"
         )
     return branches
 

@@ -135,7 +135,7 @@ def test_a_reference_takes_the_layout_of_the_model_and_is_given_back() -> None:
 
 def test_a_reference_that_is_the_model_is_refused_and_one_that_mixes_is_plain() -> None:
     model = tiny_model("llama")
-    with pytest.raises(UsageError, match="reference is the model itself"):
+    with pytest.raises(UsageError, match="reference must be another model"):
         sbp.attach(model, "lossless", reference=model)
     with sbp.attach(model, "lossless", reference=nn.Linear(2, 2)) as engine:
         assert engine.notes[OF_REFERENCE].startswith("runs plainly: rows are packed in a model of transformers")

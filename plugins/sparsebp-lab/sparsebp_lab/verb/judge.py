@@ -60,7 +60,7 @@ def judge(  # noqa: PLR0913, PLR0917 - one parameter an option
     script: Annotated[str | None, typer.Option(metavar="COMMAND", help=SCRIPT)] = None,
     metric: Annotated[str | None, typer.Option(metavar="NAME:lower|higher", help=METRIC)] = None,
     both: Annotated[
-        list[str] | None, typer.Option("--both", metavar="KEY=VALUE", help="The same for both sides. Repeat.")
+        list[str] | None, typer.Option("--both", metavar="KEY=VALUE", help="The same for both sides. Can be repeated.")
     ] = None,
     effect: Annotated[float | None, typer.Option(metavar="NUMBER", help=EFFECT)] = None,
     margin: Annotated[str | None, typer.Option(metavar="METRIC=NUMBER", help=MARGIN)] = None,

@@ -54,8 +54,8 @@ class PackedReference:
             return None
         if {id(module) for module in reference.modules()} & {id(module) for module in trained.model.modules()}:
             raise UsageError(
-                "reference is the model itself, or shares modules with it: forwards of the model without a gradient "
-                "are packed anyway"
+                "reference must be another model, but it is the trained one or shares modules with it: leave it out; "
+                "forwards of the trained model without a gradient are packed anyway"
             )
         try:
             extension: PackedForwards = make(trained.policy, reference, Given())
