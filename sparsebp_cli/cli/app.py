@@ -32,7 +32,7 @@ from sparsebp_cli.cli.rerun import rerun
 from sparsebp_cli.cli.run import export, run
 from sparsebp_cli.cli.runs import runs
 from sparsebp_cli.cli.schema import schema
-from sparsebp_cli.cli.screen import print_line
+from sparsebp_cli.cli.screen import print_error, print_line
 from sparsebp_cli.cli.show import show
 from sparsebp_cli.cli.starter import init, new, recipes
 from sparsebp_cli.cli.targets import doctor, targets
@@ -188,10 +188,12 @@ def _answer_in_json() -> int:
 
 
 def _print_error(error: Exception) -> Problem:
-    """Print one line to standard error, and return the facts."""
+    """Print what is wrong to standard error, and return the facts."""
     if isinstance(error, OSError) and not crash.shown and (deleted := find_deleted(error)):
         error = RunNotFoundError(deleted)
     problem = describe_error(error)
-    line = " ".join(str(error).split()) if isinstance(error, SparseBPError) else problem.text
-    print_line(f"error: {line}", stderr=True)
+    if isinstance(error, SparseBPError):
+        print_error(error)
+    else:
+        print_line(f"error: {problem.text}", stderr=True)
     return problem
