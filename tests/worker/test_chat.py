@@ -262,7 +262,7 @@ def test_other_names_are_read_by_the_mapping_alone(tokenizer: PreTrainedTokenize
         ([{"conversations": shared}], "no column 'messages'.*format: chat and columns: {messages: conversations, role"),
         (
             alpaca,
-            r"these are read with dataset.format: chat and columns: {user: \[instruction, input\], assistant: output}",
+            r"these are read with dataset.format: chat, columns: {user: \[instruction, input\], assistant: output}",
         ),
         (
             [{"messages": shared}],
