@@ -38,7 +38,7 @@ from sparsebp_cli.cli.starter import init, new, recipes
 from sparsebp_cli.cli.targets import doctor, targets
 from sparsebp_cli.cli.tracking import sync
 from sparsebp_cli.cli.validate import validate
-from sparsebp_cli.cli.verb_help import Verb, Verbs
+from sparsebp_cli.cli.verb_help import EXAMPLES, Verb, Verbs
 from sparsebp_cli.errors import RunNotFoundError, SparseBPError, UsageError, explain_system_error
 from sparsebp_cli.run import find_deleted, home, keep_private
 
@@ -102,11 +102,14 @@ WRITING = {
     "doctor",
 }
 for name, entry, function in load_verbs():
+    EXAMPLES[name] = entry.example
     VERBS[entry.panel] = (*VERBS.get(entry.panel, ()), function)
     WRITING.update({name} if entry.writes else ())
 for panel, verbs in VERBS.items():
     for verb in verbs:
-        app.command(cls=Verb, rich_help_panel=panel)(verb)
+        example = EXAMPLES.get(verb.__name__)
+        epilog = f"Example: sparsebp {example}" if example else None
+        app.command(cls=Verb, rich_help_panel=panel, epilog=epilog)(verb)
 
 
 def show_version(requested: bool) -> None:
