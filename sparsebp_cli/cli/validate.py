@@ -100,7 +100,8 @@ def validate(
                         print_line(line)
                 continue
             recipe, origin, unknown = load_checked(file, changes or [])
-            notes = [*warn_of_data(recipe, origin, unknown), *(preview(make_plan(recipe, file)) if probe else [])]
+            notes = [*warn_of_device(recipe), *warn_of_data(recipe, origin, unknown)]
+            notes += preview(make_plan(recipe, file)) if probe else []
         except SparseBPError as error:
             print_error(error)
             checked.append(CheckedRecipe(file=str(file), is_right=False, error=Problem.of(error)))
@@ -191,6 +192,15 @@ def preview(plan: Plan) -> list[str]:
     trained. Raises ``UsageError`` if model or data cannot be loaded as the recipe says, ``RunFailedError`` if the
     process failed."""
     return [str(line) for line in ask_worker("preview", plan, "rehearses a step")["lines"]]
+
+
+def warn_of_device(recipe: Recipe) -> list[str]:
+    """Return a line where a recipe asks for a GPU of this machine and there is none."""
+    from sparsebp_cli.target.local import list_gpus
+
+    if recipe.target.kind != HERE or recipe.target.device != "cuda" or Path("/dev/kfd").exists() or list_gpus():
+        return []
+    return ["warning: target.device: cuda, and nvidia-smi lists no GPU on this machine: the run would fail"]
 
 
 def warn_of_data(recipe: Recipe, origin: Path, unknown: Sequence[str]) -> list[str]:
