@@ -81,7 +81,7 @@ def validate(
     from sparsebp_cli.study.loader import is_study
 
     for file in filter(is_targets_file, recipes):
-        print_line(f"passed over {file}: targets, which `sparsebp targets` lists")
+        print_line(f"passed over {file}: named targets and no recipe")
     recipes = [file for file in recipes if not is_targets_file(file)]
     if memory:
         show_memory(recipes, changes or [], gpu, rate, output)

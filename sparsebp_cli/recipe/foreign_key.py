@@ -77,7 +77,7 @@ ANSWERS = {
     "wandb_project": "tracking.uri, or tracking.also,",
     "evals_per_epoch": "measure.eval_every",
     "saves_per_epoch": "checkpoint.every",
-    "plot_loss": "nothing: `sparsebp compare` draws it",
+    "plot_loss": "nothing: every report draws it",
     # the data
     "datasets": "dataset.name (one set of data)",
     "dataset_name": "dataset.name",
@@ -107,7 +107,7 @@ ANSWERS = {
     "_component_": "nothing: keys name what is used, and no Python classes",
     "adapter": "model.lora, or for one that was trained before model.adapter,",
     "checkpointer": "model.name",
-    "do_train": "nothing: `sparsebp run` trains",
+    "do_train": "nothing: a recipe is for training",
     "do_eval": "measure.eval_every",
     "finetuning_type": "model.lora, or leaving it out (full),",
     "flash_attention": "model.attention: flash_attention_2",

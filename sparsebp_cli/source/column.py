@@ -99,8 +99,8 @@ def find_readings(columns: Collection[str]) -> Iterator[dict[str, object]]:
     asked, answered = (next((name for name in names if name in columns), None) for names in (ASKED, ANSWERED))
     if asked and answered:
         user = [asked, "input"] if "input" in columns else asked
-        chat = {"format": "chat", "columns": {"user": user, "assistant": answered}}
-        pair = {"format": "completion", "prompt_column": asked, "completion_column": answered}
+        chat: dict[str, object] = {"format": "chat", "columns": {"user": user, "assistant": answered}}
+        pair: dict[str, object] = {"format": "completion", "prompt_column": asked, "completion_column": answered}
         yield from [chat] if "input" in columns else [pair, chat] if asked == "prompt" else [chat, pair]
     if {"text", "label"} <= set(columns):
         yield {"format": "classification"}

@@ -124,9 +124,9 @@ def make_starter(
         more.append("chat_template: chat.jinja  # leave it out for a model that has its own")
     if task is Task.CHAT and data != default_data(task) and not is_own:
         length = LENGTH_OF_OWN_CHATS
-    usual = OF_GLUE if task is Task.GLUE else None
-    keys = name_columns(task, columns or usual) if columns or usual else find_columns(task, data)
-    found = "" if columns or usual else "  # found in the data"
+    given = columns or (OF_GLUE if task is Task.GLUE else ())
+    keys = name_columns(task, given) if given else find_columns(task, data)
+    found = "" if given else "  # found in the data"
     keys = {key: value for key, value in keys.items() if value != DatasetSection.model_fields[key].default}
     more += [f"{write_keys({key: value})}{found}" for key, value in keys.items()]
     held_out = "eval_split: validation" if task is Task.GLUE else "eval_fraction: 0.1"

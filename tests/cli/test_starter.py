@@ -236,12 +236,12 @@ def test_a_wrong_request_is_one_line_and_leaves_nothing(
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_all_files_of_a_starter_folder_are_valid_at_once_and_the_targets_passed_over(call: Cli, tmp_path: Path) -> None:
+def test_files_of_a_starter_folder_are_valid_and_targets_passed_over(call: Cli, tmp_path: Path) -> None:
     call("init", "sums", "--task", "completion")
     done = call("validate", *sorted((tmp_path / "sums").glob("*.yaml")))
     lines = done.stdout.splitlines()
     assert (done.returncode, done.stderr, len(lines)) == (0, "", 3)
-    assert lines[0].endswith("targets.yaml: targets, which `sparsebp targets` lists")
+    assert lines[0].endswith("targets.yaml: named targets and no recipe")
 
 
 def test_a_folder_with_something_in_it_is_refused(call: Cli, tmp_path: Path) -> None:
