@@ -78,6 +78,7 @@ class RecipeError(UsageError):
         self.line: int = line
         self.column: int = column
         self.key: str = key
+        self.others: Sequence[RecipeError] = ()  # what else is wrong with the recipe, in the order of the file
         place = ":".join(str(part) for part in (file, line, column) if part)
         super().__init__(": ".join(part for part in (place, key, text) if part))
 

@@ -13,6 +13,7 @@ from typer.models import ArgumentInfo, OptionInfo
 
 from generator.markdown import code, head, table, unwrap
 from sparsebp_cli.cli.app import VERBS, _main
+from sparsebp_cli.cli.verb_help import EXAMPLES
 
 TEXT = """This page lists every verb with its arguments and options. `sparsebp VERB --help` prints the same in a
 terminal; every verb has `-h`. Exit codes: [errors and exit codes](errors.md).
@@ -34,7 +35,19 @@ def _verb(verb: Callable[..., None]) -> str:
     name = verb.__name__
     words = [_argument(*parts) for parts in _signature(verb) if _is_argument(parts[1])]
     usage = " ".join(["sparsebp", name, "[OPTIONS]", *words])
-    return "\n".join([f"### {name}\n", unwrap(verb.__doc__), "", "```text", usage, "```", "", _parameters(verb)])
+    return "\n".join(
+        [
+            f"### {name}\n",
+            unwrap(verb.__doc__),
+            "",
+            "```text",
+            usage,
+            f"sparsebp {EXAMPLES[name]}",
+            "```",
+            "",
+            _parameters(verb),
+        ]
+    )
 
 
 def _argument(name: str, info: Any, annotation: Any, default: Any) -> str:

@@ -32,13 +32,13 @@ from sparsebp_cli.cli.rerun import rerun
 from sparsebp_cli.cli.run import export, run
 from sparsebp_cli.cli.runs import runs
 from sparsebp_cli.cli.schema import schema
-from sparsebp_cli.cli.screen import print_line
+from sparsebp_cli.cli.screen import print_error, print_line
 from sparsebp_cli.cli.show import show
 from sparsebp_cli.cli.starter import init, new, recipes
 from sparsebp_cli.cli.targets import doctor, targets
 from sparsebp_cli.cli.tracking import sync
 from sparsebp_cli.cli.validate import validate
-from sparsebp_cli.cli.verb_help import Verb, Verbs
+from sparsebp_cli.cli.verb_help import EXAMPLES, Verb, Verbs
 from sparsebp_cli.errors import RunNotFoundError, SparseBPError, UsageError, explain_system_error
 from sparsebp_cli.run import find_deleted, home, keep_private
 
@@ -102,11 +102,14 @@ WRITING = {
     "doctor",
 }
 for name, entry, function in load_verbs():
+    EXAMPLES[name] = entry.example
     VERBS[entry.panel] = (*VERBS.get(entry.panel, ()), function)
     WRITING.update({name} if entry.writes else ())
 for panel, verbs in VERBS.items():
     for verb in verbs:
-        app.command(cls=Verb, rich_help_panel=panel)(verb)
+        example = EXAMPLES.get(verb.__name__)
+        epilog = f"Example: sparsebp {example}" if example else None
+        app.command(cls=Verb, rich_help_panel=panel, epilog=epilog)(verb)
 
 
 def show_version(requested: bool) -> None:
@@ -188,10 +191,12 @@ def _answer_in_json() -> int:
 
 
 def _print_error(error: Exception) -> Problem:
-    """Print one line to standard error, and return the facts."""
+    """Print what is wrong to standard error, and return the facts."""
     if isinstance(error, OSError) and not crash.shown and (deleted := find_deleted(error)):
         error = RunNotFoundError(deleted)
     problem = describe_error(error)
-    line = " ".join(str(error).split()) if isinstance(error, SparseBPError) else problem.text
-    print_line(f"error: {line}", stderr=True)
+    if isinstance(error, SparseBPError):
+        print_error(error)
+    else:
+        print_line(f"error: {problem.text}", stderr=True)
     return problem

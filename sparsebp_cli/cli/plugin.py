@@ -25,6 +25,7 @@ class VerbEntry:
         answers: For each kind of document that it answers with, ``module:name`` of the record, and its version;
             None: the record has a field ``schema``.
         writes: Whether it writes runs or the store.
+        example: A use of it, without the word ``sparsebp``; ``--help`` ends with it.
         described: Further modules of the records' classes, whose docstrings describe the fields.
     """
 
@@ -32,6 +33,7 @@ class VerbEntry:
     panel: str
     answers: Mapping[str, tuple[str, int | None]] = field(default_factory=dict)
     writes: bool = False
+    example: str = ""
     described: tuple[str, ...] = ()
 
     def load(self) -> Callable[..., None]:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from rich.segment import Segment
     from rich.table import Table
 
+    from sparsebp_cli.errors import SparseBPError
+
 WIDTH_WITHOUT_TERMINAL = 100
 MOST_LINES = 24  # of an answer
 
@@ -44,6 +46,12 @@ def console(*, stderr: bool = False) -> Console:
 def print_line(text: str, *, stderr: bool = False) -> None:
     """Print plain text that is never wrapped, because it may go into a pipe."""
     print(make_visible(text), file=sys.stderr if stderr else sys.stdout, flush=True)
+
+
+def print_error(error: SparseBPError) -> None:
+    """Print what is wrong to standard error: a line, or of a recipe a line for each thing."""
+    for one in (error, *getattr(error, "others", ())):
+        print_line(f"error: {' '.join(str(one).split())}", stderr=True)
 
 
 def print_json(content: object, stream: TextIO | None = None) -> None:

@@ -80,6 +80,12 @@ def init(
         str | None,
         typer.Option(metavar="NAME", help="The same for the data.", show_default="of the package, for the task"),
     ] = None,
+    columns: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAMES", help="Columns of the data, as question,reply.", show_default="usual names, if there are"
+        ),
+    ] = None,
     output: Format = Output.TABLE,
 ) -> None:
     """Write a starter folder: two recipes, targets, a policy of your own with its test, a README."""
@@ -93,7 +99,9 @@ def init(
         model = model or typer.prompt("Model (installed name, hub id or path)", default="austen-llama")
         usual = default_data(task)
         data = data or typer.prompt("Data (installed name, hub id, file or folder)", default=usual)
-    files = make_starter(folder, task, _absolute(model or "austen-llama"), None if data is None else _absolute(data))
+    names = None if columns is None else [name.strip() for name in columns.split(",")]
+    data = None if data is None else _absolute(data)
+    files = make_starter(folder, task, _absolute(model or "austen-llama"), data, names)
     _check_recipes(files)
     write_files(folder, files)
     command = f"cd {shlex.quote(str(folder))}; README.md has the commands"

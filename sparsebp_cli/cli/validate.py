@@ -11,7 +11,7 @@ import typer
 from sparsebp_cli.cli.answer import Problem, tell
 from sparsebp_cli.cli.answer.recipe_record import CheckedRecipe, CheckedRecipes
 from sparsebp_cli.cli.option import Changes, Format, Recipes, Seeds
-from sparsebp_cli.cli.screen import Output, console, print_line
+from sparsebp_cli.cli.screen import Output, console, print_error, print_line
 from sparsebp_cli.cli.worker_answer import ask_worker
 from sparsebp_cli.errors import SparseBPError, UsageError
 from sparsebp_cli.recipe.description import describe_policies
@@ -77,8 +77,12 @@ def validate(
     from sparsebp_cli.cli.study_check import check_study, describe
     from sparsebp_cli.plan import make_plan
     from sparsebp_cli.recipe import parse_seeds
+    from sparsebp_cli.recipe.loader import is_targets_file
     from sparsebp_cli.study.loader import is_study
 
+    for file in filter(is_targets_file, recipes):
+        print_line(f"passed over {file}: named targets and no recipe")
+    recipes = [file for file in recipes if not is_targets_file(file)]
     if memory:
         show_memory(recipes, changes or [], gpu, rate, output)
         return
@@ -96,9 +100,10 @@ def validate(
                         print_line(line)
                 continue
             recipe, origin, unknown = load_checked(file, changes or [])
-            notes = [*warn_of_data(recipe, origin, unknown), *(preview(make_plan(recipe, file)) if probe else [])]
+            notes = [*warn_of_device(recipe), *warn_of_data(recipe, origin, unknown)]
+            notes += preview(make_plan(recipe, file)) if probe else []
         except SparseBPError as error:
-            print_line(f"error: {error}", stderr=True)
+            print_error(error)
             checked.append(CheckedRecipe(file=str(file), is_right=False, error=Problem.of(error)))
             continue
         one = CheckedRecipe(
@@ -152,7 +157,7 @@ def show_memory(
         try:
             plans = make_plans(file) if is_study(file) else [make_plan(_load_counted(file, changes), file)]
         except SparseBPError as error:
-            print_line(f"error: {error}", stderr=True)
+            print_error(error)
             problems.append(ForecastProblem(file=str(file), error=Problem.of(error)))
         else:
             every += [(file, plan) for plan in plans]
@@ -187,6 +192,15 @@ def preview(plan: Plan) -> list[str]:
     trained. Raises ``UsageError`` if model or data cannot be loaded as the recipe says, ``RunFailedError`` if the
     process failed."""
     return [str(line) for line in ask_worker("preview", plan, "rehearses a step")["lines"]]
+
+
+def warn_of_device(recipe: Recipe) -> list[str]:
+    """Return a line where a recipe asks for a GPU of this machine and there is none."""
+    from sparsebp_cli.target.local import list_gpus
+
+    if recipe.target.kind != HERE or recipe.target.device != "cuda" or Path("/dev/kfd").exists() or list_gpus():
+        return []
+    return ["warning: target.device: cuda, and nvidia-smi lists no GPU on this machine: the run would fail"]
 
 
 def warn_of_data(recipe: Recipe, origin: Path, unknown: Sequence[str]) -> list[str]:
@@ -228,17 +242,15 @@ def load_checked(file: Path, changes: Sequence[str]) -> tuple[Recipe, Path, list
 def check_sources(placed: PlacedRecipe, folders: Sequence[Path]) -> list[str]:
     """Check the model and the data of a recipe, whose relative paths are searched in the folders in order. Returns a
     sentence on each thing that cannot be checked from this machine; raises ``RecipeError`` for what is wrong."""
+    from sparsebp_cli.policy.field_error import FieldError
+    from sparsebp_cli.recipe.check import first_error
     from sparsebp_cli.recipe.composition import has_own_worker
     from sparsebp_cli.source import inspect_sources
 
     if not has_own_worker(placed.recipe):
         return ["model and data: not checked, because another worker reads them"]
-    unknown = []
-    for found in inspect_sources(
-        placed.recipe, list(dict.fromkeys(folders)), is_here=placed.recipe.target.kind == HERE
-    ):
-        error = placed.error(found.location, found.text)
-        if found.kind == "wrong":
-            raise error
-        unknown.append(f"{error.key}: {found.text}")
-    return unknown
+    is_here = placed.recipe.target.kind == HERE
+    problems = list(inspect_sources(placed.recipe, list(dict.fromkeys(folders)), is_here=is_here))
+    if wrong := [FieldError(found.location, found.text) for found in problems if found.kind == "wrong"]:
+        raise first_error(placed.tree, wrong)
+    return [f"{FieldError(found.location, '').key}: {found.text}" for found in problems]

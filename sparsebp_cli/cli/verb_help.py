@@ -44,6 +44,38 @@ HOMES = {
     "worth": "sparsebp-lab",
 }
 
+# A use of each verb; a package says those of its own.
+EXAMPLES = {
+    "quickstart": "quickstart --set training.max_steps=20",
+    "init": "init sums --task completion --data sums.jsonl",
+    "validate": "validate sums/*.yaml",
+    "data": "data sums/dense.yaml",
+    "run": "run quickstart --set training.max_steps=20 --seeds 0-2",
+    "compare": "compare @2 --html report.html",
+    "show": "show @last",
+    "new": "new policy peak-rows",
+    "recipes": "recipes copy topk-rows here",
+    "policies": "policies topk",
+    "models": "models",
+    "datasets": "datasets",
+    "fetch": "fetch minilm-l6 movie-snippets",
+    "schema": "schema --all",
+    "export": "export topk-rows --format sbatch",
+    "runs": "runs --watch",
+    "logs": "logs @last",
+    "resume": "resume @last",
+    "rerun": "rerun @last",
+    "cancel": "cancel @last",
+    "tag": "tag @2 figure-2",
+    "archive": "archive @figure-2 --to figure-2.tar.gz",
+    "prune": "prune --dry-run",
+    "rm": "rm @last --yes",
+    "sync": "sync --all",
+    "doctor": "doctor",
+    "bench": "bench topk --recipe topk-rows",
+    "targets": "targets check gpu1",
+}
+
 
 def name_values(parameters: list[Any]) -> list[Any]:
     """Make the column of types say nothing of flags, and of arguments that have a word of their own."""

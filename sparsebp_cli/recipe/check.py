@@ -1,4 +1,4 @@
-"""Validation of a tree of located values into a resolved recipe, or into the first error."""
+"""Validation of a tree of located values into a resolved recipe, or into its errors."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ from sparsebp_cli.run.policy_phase import find_empty
 from sparsebp_cli.run.visible import mask
 from sparsebp_cli.tracker import find_tracker
 
+MOST_ERRORS = 30
+
 
 @dataclass(frozen=True)
 class PlacedRecipe:
@@ -38,9 +40,9 @@ class PlacedRecipe:
 
 def check_recipe(tree: Node) -> PlacedRecipe:
     """Validate a recipe's tree (short forms expanded, base and overrides merged) against the schema and the options of
-    its policies, and fill in every default. Raise RecipeError for the first error: those in the recipe's own file
-    before those in its base and in ``--set``, then by line and column. A missing key comes last, since a misspelt key
-    explains it."""
+    its policies, and fill in every default. Raise RecipeError for the first error, with all others: those in the
+    recipe's own file before those in its base and in ``--set``, then by line and column. A missing key comes last,
+    since a misspelt key explains it."""
     tree = merge_named_target(tree)
     data = tree.plain
     field_errors: list[FieldError] = []
@@ -65,11 +67,15 @@ def check_recipe(tree: Node) -> PlacedRecipe:
 
 
 def first_error(tree: Node, field_errors: Sequence[FieldError]) -> RecipeError:
-    """Return the error to be raised of several: those in the tree's own file first, then by line and column; a missing
-    key comes last."""
+    """Return the error to be raised of several, with the others: those in the tree's own file first, then by line and
+    column; a missing key comes last."""
     placed = [(find_place(tree, field_error), field_error) for field_error in field_errors]
-    place, first = min(placed, key=lambda pair: _rank(*pair, own_file=tree.place.file))
-    return place.error(first.text, first.key)
+    placed.sort(key=lambda pair: _rank(*pair, own_file=tree.place.file))
+    first, *others = [place.error(found.text, found.key) for place, found in placed]
+    if len(others) > MOST_ERRORS:
+        others[MOST_ERRORS:] = [tree.place.error(f"and {len(others) - MOST_ERRORS} more")]
+    first.others = others
+    return first
 
 
 def _check_all_policies(data: Mapping[str, Any], field_errors: list[FieldError]) -> list[list[PolicyEntry]]:

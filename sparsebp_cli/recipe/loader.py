@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from sparsebp_cli.errors import RecipeError
 from sparsebp_cli.policy.error_text import describe_kind, shorten, show_with_type
 from sparsebp_cli.recipe.check import PlacedRecipe, check_recipe
 from sparsebp_cli.recipe.document import Node, Place, read_document
@@ -70,6 +71,19 @@ def _read_file(file: Path, named_by: Node | None = None) -> Node:
     if {"study", "arms"} <= tree.content.keys():
         raise tree.place.error(f"is a study and no recipe: `sparsebp study {file}` runs it")
     return expand_shorthand(tree)
+
+
+def is_targets_file(file: Path) -> bool:
+    """Whether a file holds named targets; one that cannot be read holds none, and whoever reads it next says why."""
+    try:
+        tree = read_document(read_text(file), str(file))
+    except RecipeError:
+        return False
+    named = tree.content if tree is not None and isinstance(tree.content, dict) else {}
+    return bool(named) and all(
+        isinstance(node.content, dict) and "kind" in node.content and name not in Recipe.model_fields
+        for name, node in named.items()
+    )
 
 
 def read_text(file: Path, named_by: Node | None = None) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+
+import yaml
 
 from sparsebp_cli.errors import DataError, did_you_mean
 from sparsebp_cli.policy.error_text import describe_kind, shorten
@@ -11,20 +13,10 @@ from sparsebp_cli.source.reader import Row
 
 KINDS: dict[type, str] = {str: "text", bool: "a boolean", int: "a number", float: "a number"}  # bool is an int
 Rows = Sequence[Row]
-SHAREGPT = "columns: {messages: conversations, role: from, content: value, user: human, assistant: gpt}"
-# Kinds of data by their columns, and what a recipe says of them.
-USUAL = {
-    ("messages",): "format: chat",
-    ("conversations",): f"format: chat and {SHAREGPT}",
-    ("prompt", "completion"): "format: completion",
-    ("prompt", "response"): "format: completion and completion_column: response",
-    ("instruction", "input", "output"): "format: chat and columns: {user: [instruction, input], assistant: output}",
-    ("instruction", "output"): "format: chat and columns: {user: instruction, assistant: output}",
-    ("instruction", "response"): "format: chat and columns: {user: instruction, assistant: response}",
-    ("question", "answer"): "format: chat and columns: {user: question, assistant: answer}",
-    ("text", "label"): "format: classification",
-    ("text",): "format: text",
-}
+SHAREGPT = {"messages": "conversations", "role": "from", "content": "value", "user": "human", "assistant": "gpt"}
+# Usual names of columns.
+ASKED = ("prompt", "instruction", "question", "query")
+ANSWERED = ("completion", "response", "output", "answer", "reply")
 
 
 def read_column(rows: Rows, column: str) -> list[object]:
@@ -92,16 +84,33 @@ def name_classes(labels: Iterable[str]) -> list[str]:
 
 def missing_column(name: str, columns: Collection[str]) -> DataError:
     """Return the error for a missing column."""
-    near = did_you_mean(name, columns) or _find_format(columns)
+    near = did_you_mean(name, columns)
+    for keys in () if near else find_readings(columns):
+        near = near or f"; these are read with dataset.{write_keys(keys)}"
     return DataError(f"the dataset has no column {name!r}; it has {_list(columns)}{near}")
 
 
-def _find_format(columns: Collection[str]) -> str:
-    """Return the settings of a recipe that read columns of a usual kind of data; nothing is set by itself."""
-    for needed, settings in USUAL.items():
-        if set(needed) <= set(columns):
-            return f"; these are read with dataset.{settings}"
-    return ""
+def find_readings(columns: Collection[str]) -> Iterator[dict[str, object]]:
+    """Yield the keys of a recipe's dataset that read columns of usual names, those of the usual format first."""
+    if "messages" in columns:
+        yield {"format": "chat"}
+    if "conversations" in columns:
+        yield {"format": "chat", "columns": SHAREGPT}
+    asked, answered = (next((name for name in names if name in columns), None) for names in (ASKED, ANSWERED))
+    if asked and answered:
+        user = [asked, "input"] if "input" in columns else asked
+        chat: dict[str, object] = {"format": "chat", "columns": {"user": user, "assistant": answered}}
+        pair: dict[str, object] = {"format": "completion", "prompt_column": asked, "completion_column": answered}
+        yield from [chat] if "input" in columns else [pair, chat] if asked == "prompt" else [chat, pair]
+    if {"text", "label"} <= set(columns):
+        yield {"format": "classification"}
+    if "text" in columns:
+        yield {"format": "text"}
+
+
+def write_keys(keys: Mapping[str, object]) -> str:
+    """Return keys as a recipe has them, in one line."""
+    return yaml.safe_dump(dict(keys), default_flow_style=True, sort_keys=False, allow_unicode=True, width=10**9)[1:-2]
 
 
 def missing_split(name: str, splits: Collection[str]) -> DataError:

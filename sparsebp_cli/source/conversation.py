@@ -15,7 +15,7 @@ from typing import Literal
 from sparsebp_cli.errors import DataError
 from sparsebp_cli.policy.error_text import shorten, show_with_type
 from sparsebp_cli.run.budget import LARGEST_SMALL, read_bounded
-from sparsebp_cli.source.column import SHAREGPT, Rows, read_column
+from sparsebp_cli.source.column import SHAREGPT, Rows, read_column, write_keys
 from sparsebp_cli.source.reader import Row
 
 ASSISTANT = "assistant"
@@ -154,7 +154,11 @@ def read_messages(
         if isinstance(calls := message.get("tool_calls"), list):
             message["tool_calls"] = [_parse_arguments(call) for call in calls]
         if role_key not in message:
-            hint = f"; dataset.{SHAREGPT} reads these" if {"from", "value"} <= message.keys() else ""
+            hint = (
+                f"; dataset.{write_keys({'columns': SHAREGPT})} reads these"
+                if {"from", "value"} <= message.keys()
+                else ""
+            )
             raise DataError(
                 f"{place}: has no {role_key!r}; it has {', '.join(map(shorten, message)) or 'nothing'}{hint}"
             )
@@ -167,6 +171,9 @@ def read_messages(
             raise DataError(f"{place}: has no {content_key!r}")
         if content is not None and not isinstance(content, str | list):
             raise DataError(f"{place}: {content_key} must be text or a list of parts, got {show_with_type(content)}")
+        kinds = [part.get("type", "text") for part in content if isinstance(part, Mapping)] if content else []
+        if other := next((kind for kind in kinds if kind != "text"), None):
+            raise DataError(f"{place}: has a part of type {shorten(repr(other))}; recipes train on text alone")
         messages.append({"role": role} | ({} if content is None else {"content": content}) | message)
     return messages
 

@@ -6,16 +6,28 @@ import json
 import re
 import shlex
 import sys
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 
-from sparsebp_cli.errors import UsageError
+from sparsebp_cli.errors import SparseBPError, UsageError
+from sparsebp_cli.recipe.schema import DatasetSection
+from sparsebp_cli.source import DATASETS, find_source
+from sparsebp_cli.source.column import find_readings, write_keys
+from sparsebp_cli.source.split import find_splits, take_rows
 from sparsebp_cli.starter.package import make_package
 from sparsebp_cli.starter.template import fill
 
 OWN_MODEL = "austen-llama"
-# Columns and splits of GLUE's pairs, as MRPC, RTE, STS-B and WNLI have them; other tasks name other columns.
-OF_GLUE = ("text_column: sentence1", "text_pair_column: sentence2")
+# Keys of the columns of a row, in the order in which ``--columns`` names them.
+KEYS = {
+    "completion": ("prompt_column", "completion_column"),
+    "text": ("text_column",),
+    "classification": ("text_column", "label_column"),
+    "glue": ("text_column", "text_pair_column", "label_column"),
+}
+# Of GLUE's pairs, as MRPC, RTE, STS-B and WNLI have them; other tasks name other columns.
+OF_GLUE = ("sentence1", "sentence2", "label")
 DATA = {"completion": "cmudict", "chat": "cmudict", "text": "python-docs"}
 LENGTH = {"completion": 64, "chat": 96, "text": 128, "classification": 128, "glue": 128}
 LENGTH_OF_OWN_CHATS = 1024
@@ -56,7 +68,35 @@ def default_data(task: Task) -> str | None:
     return DATA.get(task.value)
 
 
-def make_starter(folder: Path, task: Task, model: str, data: str | None) -> dict[str, str]:
+def name_columns(task: Task, names: Sequence[str]) -> dict[str, object]:
+    """Return the keys of ``dataset`` for columns in the order of a task. Raise UsageError for another number."""
+    if task is Task.CHAT and len(names) == 1:
+        return {"columns": {"messages": names[0]}}
+    if task is Task.CHAT and len(names) == 2:
+        return {"columns": dict(zip(("user", "assistant"), names, strict=True))}
+    if len(names) != len(KEYS.get(task.value, ())):
+        raise UsageError(f"--columns of {task}: {COLUMNS[task]}; got {len(names)}: {','.join(names)}")
+    return dict(zip(KEYS[task.value], names, strict=True))
+
+
+def find_columns(task: Task, data: str) -> dict[str, object]:
+    """Return the keys of ``dataset`` that read columns of usual names, by the first rows of data on this machine."""
+    try:
+        if not isinstance(find_source(data, DATASETS), Path) and data not in DATA.values():
+            return {}
+        section = DatasetSection(name=data)
+        rows = take_rows(find_splits(section), section.split, 20)
+    except SparseBPError:
+        return {}  # the check of the recipes says what is wrong
+    for keys in find_readings(dict.fromkeys(name for row in rows for name in row)):
+        if keys.pop("format") == task.value:
+            return keys
+    return {}
+
+
+def make_starter(
+    folder: Path, task: Task, model: str, data: str | None, columns: Sequence[str] | None = None
+) -> dict[str, str]:
     """Return the files of a starter folder by their paths in it.
 
     Args:
@@ -64,12 +104,13 @@ def make_starter(folder: Path, task: Task, model: str, data: str | None) -> dict
         task: What the model learns from a row of the data, such as ``chat``.
         model: An installed name, an id of the hub, or a path.
         data: The same for the data; None: those of the package for this task.
+        columns: Names of the columns in the order of the task; None: the usual names that the data have.
 
     Returns:
         Texts by file name.
 
     Raises:
-        UsageError: The task has no data in the package and ``data`` is None.
+        UsageError: The task has no data in the package and ``data`` is None, or it has another number of columns.
     """
     data = data if data is not None else default_data(task)
     if data is None:
@@ -81,17 +122,19 @@ def make_starter(folder: Path, task: Task, model: str, data: str | None) -> dict
     more, length = [], LENGTH[task]
     if task is Task.CHAT and is_own:
         more.append("chat_template: chat.jinja  # leave it out for a model that has its own")
-    if task is Task.CHAT and data == default_data(task):
-        more.append("columns: {user: prompt, assistant: completion}  # leave it out for a column messages")
-    elif task is Task.CHAT and not is_own:
+    if task is Task.CHAT and data != default_data(task) and not is_own:
         length = LENGTH_OF_OWN_CHATS
-    more += OF_GLUE if task is Task.GLUE else ()
+    given = columns or (OF_GLUE if task is Task.GLUE else ())
+    keys = name_columns(task, given) if given else find_columns(task, data)
+    found = "" if given else "  # found in the data"
+    keys = {key: value for key, value in keys.items() if value != DatasetSection.model_fields[key].default}
+    more += [f"{write_keys({key: value})}{found}" for key, value in keys.items()]
     held_out = "eval_split: validation" if task is Task.GLUE else "eval_fraction: 0.1"
     words = {
         "task": "classification" if task is Task.GLUE else task.value,
         "model": _quote(model),
         "data": _quote(data),
-        "columns": COLUMNS[task],
+        "columns": COLUMNS[task].partition(": ")[2] if keys else COLUMNS[task],
         "more": "".join(f"\n  {line}" for line in more),
         "length": str(length),
         "batch": str(BATCH[task]),

@@ -280,6 +280,17 @@ def test_validate_says_what_a_recipe_would_do(call: Cli, write_recipe: Write) ->
     assert done.stderr.startswith(f"error: {bad}:8:1: extra: ")
 
 
+def test_validate_says_that_the_gpu_is_not_here(
+    call: Cli, write_recipe: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sparsebp_cli.target.local.list_gpus", list)
+    done = call("validate", write_recipe(), "--set", "target.device=cuda")
+    assert done.returncode == 0
+    assert done.stdout.splitlines()[-1].endswith("nvidia-smi lists no GPU on this machine: the run would fail")
+    monkeypatch.setattr("sparsebp_cli.target.local.list_gpus", lambda: ["one"])
+    assert "nvidia-smi" not in call("validate", write_recipe(), "--set", "target.device=cuda").stdout
+
+
 def test_validate_with_probe_prints_what_a_step_costs_and_what_choosing_may_gain(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -146,6 +146,64 @@ def test_every_recipe_of_a_starter_folder_is_valid(call: Cli, tmp_path: Path, ro
     assert policies[0] == "dense" != policies[1]
 
 
+@pytest.mark.parametrize(
+    ("task", "rows", "given", "keys"),
+    [
+        (
+            "chat",
+            [{"conversations": [{"from": "human", "value": "a kind"}, {"from": "gpt", "value": "word"}]}],
+            "",
+            {
+                "columns": {
+                    "messages": "conversations",
+                    "role": "from",
+                    "content": "value",
+                    "user": "human",
+                    "assistant": "gpt",
+                }
+            },
+        ),
+        (
+            "chat",
+            [{"instruction": "say", "input": "a", "output": "word"}],
+            "",
+            {"columns": {"user": ["instruction", "input"], "assistant": "output"}},
+        ),
+        ("chat", [{"q": "say", "a": "word"}], "q,a", {"columns": {"user": "q", "assistant": "a"}}),
+        (
+            "completion",
+            [{"question": "say", "reply": " word"}],
+            "",
+            {"prompt_column": "question", "completion_column": "reply"},
+        ),
+        (
+            "classification",
+            [{"body": "word", "kind": 1}, {"body": "a", "kind": 2}],
+            "body,kind",
+            {"text_column": "body", "label_column": "kind"},
+        ),
+    ],
+)
+def test_columns_of_usual_names_are_found_and_others_given(
+    call: Cli, tmp_path: Path, task: str, rows: list[dict[str, object]], given: str, keys: dict[str, object]
+) -> None:
+    (tmp_path / "rows.json").write_text(json.dumps(rows * 40))
+    done = call("init", "mine", "--task", task, "--data", "rows.json", *(["--columns", given] if given else []))
+    assert done.returncode == 0, done.stderr
+    text = (tmp_path / "mine" / "dense.yaml").read_text()
+    assert keys.items() <= yaml.safe_load(text)["dataset"].items()
+    assert ("# found in the data" in text) == (not given)
+
+
+def test_rows_with_images_are_refused_before_a_folder_is_written(call: Cli, tmp_path: Path) -> None:
+    parts = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "what is it?"}]
+    row = {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "a cat"}]}
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 40)
+    said = call("init", "mine", "--task", "chat", "--data", "rows.jsonl").stderr
+    assert "line 1: column 'messages', message 0: has a part of type 'image'; recipes train on text alone" in said
+    assert not (tmp_path / "mine").exists()
+
+
 def test_the_folder_names_the_data_of_the_package_where_none_are_given(call: Cli, tmp_path: Path) -> None:
     for task, data in (("completion", "cmudict"), ("chat", "cmudict"), ("text", "python-docs")):
         assert call("init", task, "--task", task).returncode == 0
@@ -158,6 +216,10 @@ def test_the_folder_names_the_data_of_the_package_where_none_are_given(call: Cli
     [
         ([], "init needs --task where no terminal can be asked; allowed: completion, chat, text, classification, glue"),
         (["--task", "classification"], "needs --data"),
+        (
+            ["--task", "completion", "--columns", "a"],
+            "columns prompt and completion: the prompt is not trained on; got",
+        ),
         (["--task", "completion", "--data", "python-docs"], "dataset.prompt_column: the dataset has no column"),
         (["--task", "text", "--model", "./none"], "model.name: no file or folder ./none"),
     ],
@@ -172,6 +234,14 @@ def test_a_wrong_request_is_one_line_and_leaves_nothing(
     assert re.fullmatch(r"error: [^\n]+\n", done.stderr)
     assert text in done.stderr
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_files_of_a_starter_folder_are_valid_and_targets_passed_over(call: Cli, tmp_path: Path) -> None:
+    call("init", "sums", "--task", "completion")
+    done = call("validate", *sorted((tmp_path / "sums").glob("*.yaml")))
+    lines = done.stdout.splitlines()
+    assert (done.returncode, done.stderr, len(lines)) == (0, "", 3)
+    assert lines[0].endswith("targets.yaml: named targets and no recipe")
 
 
 def test_a_folder_with_something_in_it_is_refused(call: Cli, tmp_path: Path) -> None:

@@ -144,6 +144,22 @@ def test_the_first_error_is_named_and_a_misspelt_key_before_the_one_missing(refu
     assert refuse(SMALL.replace("model", "modle")).startswith("r.yaml:3:1: modle: unknown key")
 
 
+def test_every_error_is_said_each_at_its_line(read: Read) -> None:
+    axolotl = "base_model: x\nsequence_len: 8\nlora_r: 8\nwandb_project: mine\n"
+    with pytest.raises(RecipeError) as caught:
+        read(TRAINING + "seed: x\n  lr: 1\nbackward: {sites: 3}\n" + axolotl)
+    found = [(error.line, error.key) for error in (caught.value, *caught.value.others)]
+    assert found == [
+        (6, "training.seed"),
+        (7, "training.lr"),
+        (8, "backward.sites"),
+        *((9, "base_model"), (10, "sequence_len"), (11, "lora_r"), (12, "wandb_project")),
+    ]
+    with pytest.raises(RecipeError) as caught:
+        read(SMALL + "".join(f"k{number}: 1\n" for number in range(99)))
+    assert str(caught.value.others[-1]).endswith("and 68 more")
+
+
 def test_long_values_are_cut(refuse: Refuse) -> None:
     line = refuse(TRAINING + "seed: " + "x" * 5000)
     assert "'xxxxxxxxxx" in line

@@ -259,10 +259,10 @@ def test_other_names_are_read_by_the_mapping_alone(tokenizer: PreTrainedTokenize
     found = [one.messages for one in read_conversations(as_rows(alpaca, "f, row"), columns)]
     assert [[m["content"] for m in one] for one in found] == [["Add.\n\n2 2", "4"], ["Say hi.", "hi"]]
     for rows, words in (
-        ([{"conversations": shared}], "no column 'messages'.*format: chat and columns: {messages: conversations, role"),
+        ([{"conversations": shared}], "no column 'messages'.*format: chat, columns: {messages: conversations, role"),
         (
             alpaca,
-            r"these are read with dataset.format: chat and columns: {user: \[instruction, input\], assistant: output}",
+            r"these are read with dataset.format: chat, columns: {user: \[instruction, input\], assistant: output}",
         ),
         (
             [{"messages": shared}],

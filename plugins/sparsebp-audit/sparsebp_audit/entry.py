@@ -7,5 +7,6 @@ AUDIT = VerbEntry(
     "sparsebp_audit.verb.audit:audit",
     "Everyday",
     {"audit": (f"{REPORT}.report:AuditReport", None)},
+    example="audit --steps 8 python train.py",
     described=tuple(f"{REPORT}.{name}" for name in ("report", "applied", "isolation")),
 )

@@ -8,7 +8,11 @@ EVALUATE = VerbEntry(
     "More: results",
     {"evaluation": (f"{TOOLS}.answer.evaluation_record:Evaluation", 1)},
     writes=True,
+    example="evaluate @last --lm-eval hellaswag --limit 100",
 )
 MODEL = VerbEntry(
-    f"{TOOLS}.verb.model:model", "More: results", {"model": (f"{TOOLS}.answer.model_record:ModelFolder", 1)}
+    f"{TOOLS}.verb.model:model",
+    "More: results",
+    {"model": (f"{TOOLS}.answer.model_record:ModelFolder", 1)},
+    example="model @last --to mine",
 )

@@ -53,6 +53,8 @@ class Problem(Answer):
     """The accepted name that is nearest to the one that was given."""
     changes: tuple[FieldChange, ...] = ()
     """What differs, where a run is not what it was."""
+    others: tuple[Problem, ...] = ()
+    """What else is wrong with a recipe, in the order of the file."""
 
     @classmethod
     def of(cls, error: SparseBPError) -> Problem:
@@ -62,7 +64,7 @@ class Problem(Answer):
         if isinstance(error, RecipeError):
             text = " ".join(error.text.split())
             facts |= {"file": error.file or None, "line": error.line or None, "column": error.column or None}
-            facts |= {"key": error.key or None}
+            facts |= {"key": error.key or None, "others": tuple(map(cls.of, error.others))}
         changes = getattr(error, "changes", ())
         facts["changes"] = tuple(FieldChange(field=field, then=then, now=now) for field, then, now in changes)
         return cls(type=type(error).__name__, exit_code=error.exit_code, text=text, **facts)

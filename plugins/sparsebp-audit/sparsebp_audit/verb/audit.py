@@ -120,6 +120,8 @@ def audit(  # noqa: PLR0913, PLR0917 - one parameter an option
     if audited.exit_code or not is_written:
         raise typer.Exit(audited.exit_code or CHECK_FAILED)
     assert audited.report is not None
+    if not write and output is Output.TABLE:
+        _print_next(audited.report, audited.script, is_recipe=is_recipe)
     _check_gates(audited.report, fail_if_waste, fail_if_mixed=fail_if_mixed)
 
 
@@ -131,6 +133,14 @@ def _check_gates(report: AuditReport, fail_if_waste: float | None, *, fail_if_mi
     if fail_if_waste is not None and report.waste_share > fail_if_waste:
         print_line(f"failed: {report.waste_share:.2%} could be left out, allowed {fail_if_waste:.2%}", stderr=True)
         raise typer.Exit(CHECK_FAILED)
+
+
+def _print_next(report: AuditReport, script: Path | None, *, is_recipe: bool) -> None:
+    """Print the line that puts lossless into what was audited, where it leaves work out."""
+    from sparsebp_audit.verb.script_line import describe_change, find_objection
+
+    if not find_objection(report):
+        print_line(f"next: {'write policy: lossless in the recipe' if is_recipe else describe_change(script)}")
 
 
 def _write_line(audited: AuditedCommand, *, quiet: bool) -> bool:

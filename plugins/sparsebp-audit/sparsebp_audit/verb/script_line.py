@@ -96,6 +96,16 @@ def find_change(file: Path) -> ScriptChange:
     return ScriptChange(file, before, "".join(lines).encode(encoding), encoding)
 
 
+def describe_change(file: Path | None) -> str:
+    """Return what to write into a script, and where, in one line; of a command without a script, by hand."""
+    try:
+        added = [] if file is None else find_change(file).diff().splitlines()[2:]
+    except UnsupportedError as error:
+        return str(error)
+    lines = "; ".join(line[1:].strip() for line in added if line.startswith("+"))
+    return f"`--write` puts into {file}: {lines}" if lines else _by_hand()
+
+
 def _by_hand(name: str = "trainer") -> str:
     line = f'sbp.PolicyCallback("lossless").join({name})'
     return f"write by hand, after the trainer is made: import {OURS} as sbp; {line}"
