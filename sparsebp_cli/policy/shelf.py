@@ -17,6 +17,7 @@ MOVED = frozenset(
         "compact",
         "crs",
         "dither",
+        "dropbp",
         "dropit",
         "evolved-pruning",
         "evolved-sampling",
