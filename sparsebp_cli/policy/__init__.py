@@ -31,7 +31,6 @@ from sparsebp_cli.policy.router import Edge, EdgeRouter
 from sparsebp_cli.policy.sampled_example import SampledExamples
 from sparsebp_cli.policy.saved import (
     Saved,
-    SavedCodes,
     SavedColumns,
     SavedDirection,
     SavedElements,
@@ -88,7 +87,6 @@ __all__ = [
     "Rows",
     "SampledExamples",
     "Saved",
-    "SavedCodes",
     "SavedColumns",
     "SavedDirection",
     "SavedElements",
