@@ -94,7 +94,7 @@ def test_a_kind_is_listed_with_its_policies(depth: Any) -> None:
     [
         ("a_package_that_nobody_has:KIND", "ModuleNotFoundError: No module named 'a_package_that_nobody_has'"),
         ("sparsebp_depth:DepthSelector", "it is a ModelMetaclass, not a Kind"),
-        ("sparsebp_cli.policy.block:BLOCK_DROPPER", "BlockDropper derives from BlockDropper, which is a kind"),
+        ("sparsebp_cli.policy.saver:INPUT_SAVER", "InputSaver derives from InputSaver, which is a kind"),
         ("sparsebp_cli.policy.layer:LAYER_SAMPLER", "LayerSampler is not a Policy class"),
     ],
 )
@@ -219,7 +219,6 @@ def _kind(name: str) -> Kind:
 @pytest.mark.parametrize(
     ("kind", "policies"),
     [
-        ("BlockDropper", [{"name": "dropbp", "keep": 0.5}, {"name": "layerdrop", "keep": 0.5}]),
         ("ParameterSelector", [{"name": "frozen", "turn": "layers"}, {"name": "grass", "every": 1, "at_once": 1}]),
         ("InputSaver", [{"name": "wta-crs", "keep": 0.5}]),
     ],
@@ -229,13 +228,13 @@ def test_our_own_kinds_keep_every_promise(kind: str, policies: list[Any]) -> Non
 
 
 def test_a_policy_of_another_kind_is_refused() -> None:
-    with pytest.raises(AssertionError, match="is of another kind than BlockDropper"):
-        check_kind(_kind("BlockDropper"), ["dense"])
+    with pytest.raises(AssertionError, match="is of another kind than ParameterSelector"):
+        check_kind(_kind("ParameterSelector"), ["dense"])
 
 
 def test_a_policy_that_cannot_be_made_is_named() -> None:
     with pytest.raises(PolicyError, match="unknown policy 'nobody'"):
-        check_kind(_kind("BlockDropper"), ["nobody"])
+        check_kind(_kind("ParameterSelector"), ["nobody"])
 
 
 @pytest.mark.parametrize("kind", [*INSTALLED, *ASPECTS], ids=lambda kind: kind.name)

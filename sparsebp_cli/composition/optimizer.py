@@ -15,6 +15,7 @@ from pathlib import Path
 
 from sparsebp_cli.entry_point import entry_points
 from sparsebp_cli.errors import UsageError, did_you_mean
+from sparsebp_cli.policy.shelf import OPTIMIZERS, tell_home
 
 GROUP = "sparsebp.optimizers"
 NO_ORDINARY_GRADIENTS = ("SparseAdam",)  # of torch.optim; it takes sparse gradients alone, and no training here has any
@@ -43,7 +44,8 @@ class OptimizerEntry:
 
 def list_optimizers() -> list[str]:
     """Return every name that ``training.optim`` can have on this machine, sorted."""
-    return sorted({*entry_points(group=GROUP).names, *_torch_classes()})
+    installed = entry_points(group=GROUP).names
+    return sorted({*installed, *_torch_classes()} - (OPTIMIZERS - installed))
 
 
 def find_optimizer(name: str) -> OptimizerEntry:
@@ -62,6 +64,8 @@ def find_optimizer(name: str) -> OptimizerEntry:
         if not isinstance(loaded, OptimizerEntry):
             raise UsageError(f"{name!r} is broken: {value} is no OptimizerEntry")
         return loaded
+    if home := tell_home(name, OPTIMIZERS):  # before torch.optim, which has another muon
+        raise UsageError(f"{name!r} is not installed: {home}")
     if name in _torch_classes():
         return find_in_torch(name)
     names = list_optimizers()

@@ -1,4 +1,4 @@
-"""PUBLIC. The entry of an optimizer, and those that ship, as the group ``sparsebp.optimizers`` names them.
+"""PUBLIC. The entry of an optimizer, those that ship, as the group ``sparsebp.optimizers`` has them, and a base class.
 
 Of PyTorch's own, those are listed whose state can be cut into parts; the others are found by their names alone.
 Importing this package does not import torch.
@@ -6,10 +6,40 @@ Importing this package does not import torch.
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from sparsebp_cli.composition.optimizer import OptimizerEntry, find_in_torch
 
-__all__ = ["OptimizerEntry"]
-_PACKAGE = ("pytorch-optimizer", "optimizers")
+__all__ = [
+    "OptimizerEntry",
+    "SeparateOptimizer",
+    "adam_step",
+    "check_betas",
+    "check_not_negative",
+    "evaluate",
+    "keep_precision",
+    "refuse_complex",
+    "wide_dtype",
+]
+
+if TYPE_CHECKING:
+    from sparsebp_cli.optimizers.separate import (
+        SeparateOptimizer,
+        adam_step,
+        check_betas,
+        check_not_negative,
+        evaluate,
+        keep_precision,
+        refuse_complex,
+        wide_dtype,
+    )
+else:
+
+    def __getattr__(name):
+        if name in __all__:
+            return getattr(import_module(f"{__name__}.separate"), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def _apollo(**implied: object) -> OptimizerEntry:
@@ -22,19 +52,3 @@ ADAM, ADAMAX, ADAMW, NADAM, RADAM, RMSPROP, SGD = (
 )
 APOLLO = _apollo(scale_type="channel")
 APOLLO_MINI = _apollo(scale_type="tensor", rank=1, scale=128.0)  # the paper's: rank 1, a factor of the root of 128
-_PROJECTED = ("betas", "eps", "weight_decay", "rank", "scale", "update_proj_gap")
-GALORE = OptimizerEntry("sparsebp_cli.optimizers.projection:GaLore", _PROJECTED, extra=_PACKAGE)
-FIRA = OptimizerEntry("sparsebp_cli.optimizers.projection:Fira", _PROJECTED, extra=_PACKAGE)
-ADALOMO = OptimizerEntry(
-    "sparsebp_cli.optimizers.adalomo:AdaLomo",
-    ("weight_decay", "clip_threshold", "decay_rate", "eps1", "eps2"),
-    extra=_PACKAGE,
-)
-_ADAMW = ("betas", "eps", "weight_decay")
-LORA_FA = OptimizerEntry("sparsebp_cli.optimizers.lora_fa:LoRAFA", _ADAMW, takes_model=True, of_adapters=True)
-COMPACT = OptimizerEntry("sparsebp_cli.optimizers.compact:CompActAdamW", _ADAMW, of_projections=True)
-MUON = OptimizerEntry(
-    "sparsebp_cli.optimizers.muon:MuonAdamW",
-    (*_ADAMW, "momentum", "nesterov", "ns_steps"),
-    takes_model=True,
-)

@@ -1,7 +1,6 @@
 """PUBLIC. The contract between policies and the engine, and discovery of policies. A plugin imports nothing else."""
 
 from sparsebp_cli.policy import choice, rule, sampling
-from sparsebp_cli.policy.block import BlockDropper, DropDraw, ResidualBlock
 from sparsebp_cli.policy.card import MethodCard
 from sparsebp_cli.policy.contract import Budget, GradientSelector, Policy, Site, State, Step
 from sparsebp_cli.policy.discovery import FoundPolicy, PolicyLike, find_policies, make_policies, make_policy
@@ -14,7 +13,6 @@ from sparsebp_cli.policy.kept_output import KeptOutputs
 from sparsebp_cli.policy.kind import Kind
 from sparsebp_cli.policy.layer import LayerOutput, LayerSampler
 from sparsebp_cli.policy.measure import (
-    BlockGradient,
     LayerGradient,
     LinearInput,
     Measure,
@@ -33,7 +31,6 @@ from sparsebp_cli.policy.router import Edge, EdgeRouter
 from sparsebp_cli.policy.sampled_example import SampledExamples
 from sparsebp_cli.policy.saved import (
     Saved,
-    SavedCodes,
     SavedColumns,
     SavedDirection,
     SavedElements,
@@ -50,12 +47,9 @@ from sparsebp_cli.policy.token import Score, TokenChoice, Tokens, TokenSelector
 
 __all__ = [
     "BatchPacker",
-    "BlockDropper",
-    "BlockGradient",
     "Blocks",
     "Budget",
     "Columns",
-    "DropDraw",
     "Edge",
     "EdgeRouter",
     "Elements",
@@ -90,11 +84,9 @@ __all__ = [
     "ReaderGradients",
     "Reading",
     "ReferenceReader",
-    "ResidualBlock",
     "Rows",
     "SampledExamples",
     "Saved",
-    "SavedCodes",
     "SavedColumns",
     "SavedDirection",
     "SavedElements",

@@ -8,7 +8,6 @@ from functools import lru_cache
 from importlib.metadata import EntryPoint
 
 from sparsebp_cli.entry_point import entry_points, find_source
-from sparsebp_cli.policy.block import BLOCK_DROPPER
 from sparsebp_cli.policy.contract import GRADIENT_SELECTOR, Policy
 from sparsebp_cli.policy.epoch import EPOCH_SELECTOR
 from sparsebp_cli.policy.error_text import shorten
@@ -34,7 +33,6 @@ KINDS = (
     EPOCH_SELECTOR,
     PARAMETER_SELECTOR,
     BATCH_PACKER,
-    BLOCK_DROPPER,
     INPUT_SAVER,
 )
 ASPECTS = (INFORMED_SELECTOR, LAYER_SAMPLER, REFERENCE_READER)

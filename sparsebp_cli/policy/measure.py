@@ -76,20 +76,6 @@ class SiteGradient(Observed):
 
 
 @dataclass(frozen=True)
-class BlockGradient(Observed):
-    """The gradient of what a residual block adds to the residual stream, for a
-    :class:`~sparsebp_cli.policy.BlockDropper`. There is none of a block that is dropped; where one module computes
-    several blocks, each has that of their sum.
-
-    Args:
-        name: Name of the block.
-        gradient: The gradient, in the shape of the block's output.
-    """
-
-    gradient: Tensor
-
-
-@dataclass(frozen=True)
 class LayerGradient(Observed):
     """The gradient at a layer's output, by example, for a :class:`~sparsebp_cli.policy.LayerSampler`.
 

@@ -17,12 +17,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Self, final
 
 if TYPE_CHECKING:
-    import torch
-    from torch import Generator, Tensor
+    from torch import Tensor
 
 INDEX_BYTES = 8  # of a row's or a column's number
 _SMALL_INDEX_BYTES, _SMALL_INDEX = 4, 2**31  # of an entry's number, below so many entries
-_GRID_BYTES = 4  # of a group's offset and of its step, which are float32 at least
 
 
 @dataclass(frozen=True)
@@ -297,74 +295,3 @@ class SavedRepresentatives(Saved):
 
     def restore(self) -> Tensor:
         return self.row_KD.index_select(0, self.index_N) * self.factor_N[:, None]
-
-
-@final
-@dataclass(frozen=True)
-class SavedCodes(Saved):
-    """Every entry in a few bits, on a grid of its own for each group of neighbours.
-
-    Args:
-        code_GC: uint8, (G, group * bits / 8): the codes of a group, packed.
-        low_G: The smallest entry of each group, float32, or float64 for a float64 input.
-        step_G: The distance between two codes, of the same dtype.
-        bits: Bits of a code: 1, 2, 4 or 8.
-        group: Entries of a group, a multiple of 8; the last one may stand for fewer.
-        dtype: Floating-point dtype of the input.
-    """
-
-    code_GC: Tensor
-    low_G: Tensor
-    step_G: Tensor
-    bits: int
-    group: int
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, x_ND: Tensor, bits: int, group: int, generator: Generator | None) -> Self:
-        """Round an input to codes.
-
-        Args:
-            x_ND: Input of a linear, all leading dimensions flattened to N rows.
-            bits: Bits of a code: 1, 2, 4 or 8.
-            group: Entries of a group, a multiple of 8.
-            generator: Rounds up or down at random, so that the mean is the entry; None rounds to the nearest.
-
-        Returns:
-            The codes.
-        """
-        import torch
-
-        flat = x_ND.reshape(-1).to(torch.promote_types(x_ND.dtype, torch.float32))
-        missing = -flat.numel() % group
-        if missing:
-            # Filled up with the last entry, which widens no grid.
-            flat = torch.cat([flat, flat[-1:].expand(missing)])
-        flat = flat.view(-1, group)
-        low_G, high_G = flat.amin(1), flat.amax(1)
-        step_G = (high_G - low_G) / (2**bits - 1)
-        place = (flat - low_G[:, None]) / torch.where(step_G == 0.0, 1.0, step_G)[:, None]
-        shift: Tensor | float = 0.5
-        if generator is not None:
-            shift = torch.rand(place.shape, dtype=place.dtype, generator=generator, device=place.device)
-        code = (place + shift).floor_().clamp_(0, 2**bits - 1).to(torch.uint8)
-        parts = code.view(len(code), -1, 8 // bits)
-        packed = parts[..., 0]
-        for number in range(1, 8 // bits):
-            packed = packed | parts[..., number] << number * bits
-        shape = (x_ND.shape[0], x_ND.shape[1])
-        return cls(shape, packed.contiguous(), low_G, step_G, bits, group, x_ND.dtype)
-
-    @staticmethod
-    def count_bytes(num_entries: int, bits: int, group: int, itemsize: int) -> int:
-        """Return the bytes of the codes of so many entries of ``itemsize`` bytes."""
-        return -(-num_entries // group) * (group * bits // 8 + 2 * max(itemsize, _GRID_BYTES))
-
-    def restore(self) -> Tensor:
-        import torch
-
-        mask = 2**self.bits - 1
-        parts = [self.code_GC >> number * self.bits & mask for number in range(8 // self.bits)]
-        code = torch.stack(parts, dim=-1).view(len(self.low_G), self.group)
-        flat = torch.addcmul(self.low_G[:, None], code.to(self.step_G.dtype), self.step_G[:, None]).view(-1)
-        return flat[: self.shape[0] * self.shape[1]].view(self.shape).to(self.dtype)

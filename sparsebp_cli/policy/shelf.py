@@ -1,4 +1,4 @@
-"""Policies that were built in once and are on the shelf now, a package of its own under the same version.
+"""Policies and optimizers that were built in once, and are on the shelf now, a package of the same version.
 
 Names alone: what is known of them is known of a policy of any package. A policy that is new on the shelf needs no line
 here.
@@ -17,6 +17,7 @@ MOVED = frozenset(
         "compact",
         "crs",
         "dither",
+        "dropbp",
         "dropit",
         "evolved-pruning",
         "evolved-sampling",
@@ -45,18 +46,20 @@ MOVED = frozenset(
         "wta-crs",
     }
 )
+OPTIMIZERS = frozenset({"adalomo", "compact", "fira", "galore", "lora-fa", "muon"})
 
 
-def tell_home(name: str) -> str:
+def tell_home(name: str, moved: Collection[str] = MOVED) -> str:
     """Return how to get a policy that is not installed; empty if it was never built in.
 
     Args:
         name: Name of a policy, as a recipe has it.
+        moved: Names that were built in, ``OPTIMIZERS`` for an optimizer.
 
     Returns:
         The end of a sentence.
     """
-    if name not in MOVED:
+    if name not in moved:
         return ""
     return f"it is in the package {SHELF}: {_INSTALL}"
 

@@ -15,7 +15,7 @@ from typing import Generic, TypeVar, final
 from sparsebp_cli.policy.contract import State, Step
 from sparsebp_cli.policy.measure import Measure, Observation, Observed
 
-Place = TypeVar("Place")  # where the policy decides: a Site, a Parameter, a ResidualBlock
+Place = TypeVar("Place")  # where the policy decides: a Site, a Parameter
 
 
 @dataclass(frozen=True)

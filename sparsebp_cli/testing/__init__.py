@@ -33,6 +33,7 @@ __all__ = [
     "check_state",
     "check_target",
     "check_tracker",
+    "enough",
     "name_of",
     "require",
 ]
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from sparsebp_cli.testing.fake import FakeTarget
     from sparsebp_cli.testing.kind import check_kind
     from sparsebp_cli.testing.policy import check_policy
-    from sparsebp_cli.testing.promise import name_of, require
+    from sparsebp_cli.testing.promise import enough, name_of, require
     from sparsebp_cli.testing.state import check_state
     from sparsebp_cli.testing.suite import check_draws, check_repeatable
     from sparsebp_cli.testing.target import check_target
@@ -57,6 +58,7 @@ else:
         "check_state": "state",
         "check_target": "target",
         "check_tracker": "tracker",
+        "enough": "promise",
         "name_of": "promise",
         "require": "promise",
     }

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from sparsebp_cli.backward.core.policy_state import PolicyStates
 from sparsebp_cli.policy import (
-    BlockGradient,
     Examples,
     LayerGradient,
     LinearInput,
@@ -161,9 +160,7 @@ def _show(places: Sequence[Named | int], seed: int) -> list[Observed]:
             LinearInput(site.name, draw(NUM_ROWS, size)),
         ]
     shown += [LayerGradient(str(layer), draw(NUM_ROWS)) for layer in sorted({str(site.layer) for site in sites})]
-    for place in others:
-        shown += [ParameterGradient(place.name, draw(NUM_ROWS)), BlockGradient(place.name, draw(NUM_ROWS))]
-    return shown
+    return [*shown, *(ParameterGradient(place.name, draw(NUM_ROWS)) for place in others)]
 
 
 def _layout(state: Values) -> dict[str, object]:

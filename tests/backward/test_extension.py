@@ -13,8 +13,8 @@ from typing_extensions import override
 from sparsebp_cli import PolicyError, attach
 from sparsebp_cli.backward import EngineExtension
 from sparsebp_cli.backward.core.extension import HOOKS, PassRunner
-from sparsebp_cli.policies.dropbp import DropBP
 from sparsebp_cli.policy import known_kind
+from sparsebp_shelf.block import DropBP
 from tests.backward.eager_case import MODELS
 
 

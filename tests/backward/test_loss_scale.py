@@ -14,18 +14,16 @@ import sparsebp_cli as sbp
 from sparsebp_cli.backward.core.loss_scale import ScaleFinder, remove_scale
 from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.policy import (
-    BlockDropper,
-    BlockGradient,
     Measure,
     Observation,
     Observed,
     Policy,
-    ResidualBlock,
     Stateful,
     Step,
     choice,
 )
 from sparsebp_cli.policy.discovery import find_policies, make_policies
+from sparsebp_shelf.block import BlockDropper, BlockGradient, ResidualBlock
 from tests.backward.families import tiny_decoder
 from tests.backward.test_policy_state import Momentum
 

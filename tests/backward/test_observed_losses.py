@@ -12,8 +12,6 @@ from torch import Tensor
 from sparsebp_cli.backward.attachment import attach
 from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.policy import (
-    BlockDropper,
-    BlockGradient,
     Examples,
     ExampleSelector,
     Measure,
@@ -21,7 +19,6 @@ from sparsebp_cli.policy import (
     Observed,
     ReadExamples,
     ReadTokens,
-    ResidualBlock,
     Score,
     ScoredTokenSelector,
     SiteGradient,
@@ -30,6 +27,7 @@ from sparsebp_cli.policy import (
     Tokens,
     choice,
 )
+from sparsebp_shelf.block import BlockDropper, BlockGradient, ResidualBlock
 from sparsebp_shelf.policies.selective_backprop import SelectiveBackprop, rank
 from sparsebp_shelf.token_router import RandomLTD
 from tests.backward.families import tiny_decoder

@@ -17,7 +17,6 @@ from sparsebp_cli.errors import PolicyError, UnsupportedError, UsageError
 from sparsebp_cli.policy import (
     InputSaver,
     Saved,
-    SavedCodes,
     SavedColumns,
     SavedDirection,
     SavedElements,
@@ -29,6 +28,7 @@ from sparsebp_cli.policy import (
     Step,
     choice,
 )
+from sparsebp_shelf.policies.saved_codes import SavedCodes
 from tests.promise import Nothing
 from tests.saver import saving_by_hand
 

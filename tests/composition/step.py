@@ -12,12 +12,10 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 import sparsebp_cli as sbp
-from sparsebp_cli.backward.kind.block.layout import find_blocks
 from sparsebp_cli.backward.kind.parameter.extension import find_parameters
 from sparsebp_cli.backward.linear.function import weight_of
 from sparsebp_cli.backward.linear.site import find_linears
 from sparsebp_cli.policy import (
-    BlockDropper,
     Examples,
     ExampleSelector,
     InputSaver,
@@ -31,6 +29,8 @@ from sparsebp_cli.policy import (
     Step,
     TokenSelector,
 )
+from sparsebp_shelf.block import BlockDropper
+from sparsebp_shelf.block.layout import find_blocks
 from sparsebp_shelf.part import PartSelector
 from sparsebp_shelf.part.extension import find_divisible, show_weights
 from sparsebp_shelf.tile import TileSelector

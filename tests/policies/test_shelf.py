@@ -11,13 +11,14 @@ import pytest
 import yaml
 
 from sparsebp_cli import entry_point
+from sparsebp_cli.composition import find_optimizer, list_optimizers
 from sparsebp_cli.errors import PolicyError, RecipeError
 from sparsebp_cli.plan import identity
 from sparsebp_cli.plan.identity import find_code
 from sparsebp_cli.plan.seal import Seal
 from sparsebp_cli.policy import find_policies, make_policy
 from sparsebp_cli.policy.known_kind import find_kinds
-from sparsebp_cli.policy.shelf import MOVED, SHELF
+from sparsebp_cli.policy.shelf import MOVED, OPTIMIZERS, SHELF
 from sparsebp_cli.recipe import Recipe, load_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -78,6 +79,29 @@ def test_a_recipe_of_what_is_new_on_the_shelf_says_where_more_policies_are(witho
     )
     with pytest.raises(PolicyError, match=r"did you mean topk\?$"):
         make_policy("topq")
+
+
+def test_the_optimizers_that_left_are_on_the_shelf() -> None:
+    assert set(list_optimizers()) >= OPTIMIZERS
+    assert {find_optimizer(name).place.partition(".")[0] for name in OPTIMIZERS} == {"sparsebp_shelf"}
+
+
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
+def test_an_optimizer_without_the_shelf_says_in_one_line_how_to_get_it(
+    without: None, name: str, tmp_path: Path
+) -> None:
+    assert not OPTIMIZERS & set(list_optimizers())  # muon neither, which torch.optim has in another form
+    recipe = tmp_path / "recipe.yaml"
+    sources = "model: {name: austen-llama}\ndataset: {name: austen}"
+    recipe.write_text(f"version: 1\nname: left\n{sources}\ntraining: {{optim: {name}}}\n")
+    with pytest.raises(RecipeError) as raised:
+        load_recipe(recipe)
+    text = str(raised.value)
+    assert text.endswith(
+        f"training.optim: {name!r} is not installed: it is in the package sparsebp-shelf: "
+        "pip install sparsebp-shelf, or plugins/sparsebp-shelf of a checkout"
+    )
+    assert "\n" not in text
 
 
 def test_with_the_shelf_an_unknown_policy_is_nowhere() -> None:

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsebp_cli.policy import SavedCodes, Site, Step, make_policies
+from sparsebp_cli.policy import Site, Step, make_policies
 from sparsebp_cli.testing.promise import equal, train_network
 from sparsebp_shelf.policies.gact import GACT
+from sparsebp_shelf.policies.saved_codes import SavedCodes
 
 DRAWS = 2_000
 Bits = Literal[2, 4, 8, 32]

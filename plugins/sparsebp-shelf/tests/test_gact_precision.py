@@ -16,9 +16,10 @@ import sparsebp_cli as sbp
 from sparsebp_cli.asset.checkpointing import checkpoint_activations
 from sparsebp_cli.backward import count_flops
 from sparsebp_cli.composition import PolicyFacts
-from sparsebp_cli.policy import Observation, SavedCodes, Site, Step, TrialPass, make_policies
+from sparsebp_cli.policy import Observation, Site, Step, TrialPass, make_policies
 from sparsebp_shelf.policies.bit_sharing import find_sensitivity, share_bits
 from sparsebp_shelf.policies.gact import GACT
+from sparsebp_shelf.policies.saved_codes import SavedCodes
 from tests.backward.conftest import tiny_model
 from tests.saver import saving_by_hand
 

@@ -13,6 +13,7 @@ from tests.backward.families import tiny_decoder
 from tests.test_check_kind import _loss
 
 KINDS_HERE: dict[str, list[dict[str, Any]]] = {
+    "BlockDropper": [{"name": "dropbp", "keep": 0.5}, {"name": "layerdrop", "keep": 0.5}],
     "GradientEstimator": [{"name": "mezo"}],
     "PartSelector": [{"name": "subnet", "keep": 0.3, "by": "random"}],
     "TileSelector": [{"name": "backlite", "tile": 4, "negligible": 0.5}],

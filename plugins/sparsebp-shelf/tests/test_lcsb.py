@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from sparsebp_cli.policy import ResidualBlock, Step, make_policy
-from sparsebp_shelf.policies.lcsb import LCSB
+from sparsebp_cli.policy import Step, make_policy
+from sparsebp_shelf.block import LCSB, ResidualBlock
 
 
 def active(num_layers: int, keep: float, index: int) -> set[int]:

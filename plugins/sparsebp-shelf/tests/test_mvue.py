@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sparsebp_cli.policy import Groups, Seen, Site, Split, Step, sampling
 from sparsebp_cli.testing.promise import equal, train_network
+from sparsebp_shelf.policies.group_sampling import draw_groups, fill_groups
 from sparsebp_shelf.policies.mvue import MVUE
 
 DRAWS = 20_000
@@ -36,7 +37,7 @@ def choose(policy: MVUE, grad: Tensor, draw: int = 0) -> Split:
 )
 def test_probabilities_and_variance_are_those_of_the_paper(group, kept, probability, variance) -> None:
     value = torch.tensor(group, dtype=torch.float64)
-    found = sampling.fill_groups(value[None], kept)[0]
+    found = fill_groups(value[None], kept)[0]
     torch.testing.assert_close(found, torch.tensor(probability, dtype=torch.float64), atol=1e-10, rtol=1e-10)
     assert float(sampling.variance(value, found)) == pytest.approx(variance, abs=1e-9)
 
@@ -45,7 +46,7 @@ def test_groups_of_rows_are_filled_as_one_group_is() -> None:
     score = torch.rand(50, 6, generator=generator()) ** 4
     for kept in range(1, 7):
         alone = torch.stack([sampling.water_fill(row, kept) for row in score])
-        torch.testing.assert_close(sampling.fill_groups(score, kept), alone, atol=1e-9, rtol=1e-9)
+        torch.testing.assert_close(fill_groups(score, kept), alone, atol=1e-9, rtol=1e-9)
 
 
 def test_where_no_entry_is_certain_every_kept_value_is_half_the_sum() -> None:
@@ -59,8 +60,8 @@ def test_where_no_entry_is_certain_every_kept_value_is_half_the_sum() -> None:
 
 @pytest.mark.parametrize(("kept", "size"), [(1, 2), (2, 4), (3, 5), (4, 8)])
 def test_draws_have_the_given_probabilities_and_size(kept, size) -> None:
-    probability = sampling.fill_groups(torch.rand(1, size, generator=generator(3)) ** 3, kept)
-    drawn = sampling.draw_groups(probability.expand(DRAWS, size), kept, generator())
+    probability = fill_groups(torch.rand(1, size, generator=generator(3)) ** 3, kept)
+    drawn = draw_groups(probability.expand(DRAWS, size), kept, generator())
     assert bool((drawn.sum(1) == kept).all())
     error = (drawn.double().mean(0) - probability[0]).abs()
     assert bool((error <= 4 * (probability[0] * (1 - probability[0]) / DRAWS).sqrt() + 1e-9).all())
@@ -74,7 +75,7 @@ def test_the_mean_of_a_draw_is_the_group_and_its_variance_the_formula(group) -> 
     split = choose(MVUE(products="dgrad"), grad)
     assert split.dgrad is not None
     kept = split.dgrad.apply(grad).double()
-    formula = float(sampling.variance(value.double(), sampling.fill_groups(value[None], 2)[0]))
+    formula = float(sampling.variance(value.double(), fill_groups(value[None], 2)[0]))
     assert bool(((kept.mean(0) - value).abs() <= 4 * kept.std(0) / DRAWS**0.5 + 1e-9).all())
     assert float(kept.var(0).sum()) == pytest.approx(formula, rel=0.05)
 
@@ -82,7 +83,7 @@ def test_the_mean_of_a_draw_is_the_group_and_its_variance_the_formula(group) -> 
 def test_the_mean_over_every_offset_and_order_of_one_group_is_the_group() -> None:
     """By enumeration: of all orders and a fine grid of offsets, what a systematic draw takes."""
     value, kept = (0.5, 1.0, 2.0, 4.5), 2
-    probability = [float(p) for p in sampling.fill_groups(torch.tensor([value]), kept)[0]]
+    probability = [float(p) for p in fill_groups(torch.tensor([value]), kept)[0]]
     mean, number, offsets = [0.0] * 4, 0, 400
     for order in itertools.permutations(range(4)):
         ends = list(itertools.accumulate(probability[place] for place in order))

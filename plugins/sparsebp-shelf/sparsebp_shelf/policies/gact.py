@@ -28,7 +28,6 @@ from sparsebp_cli.policy import (
     Observation,
     Observed,
     ReaderGradients,
-    SavedCodes,
     Site,
     Stateful,
     Step,
@@ -36,6 +35,7 @@ from sparsebp_cli.policy import (
     sample_gradient,
 )
 from sparsebp_shelf.policies.bit_sharing import FEWEST, MOST, find_sensitivity, share_bits
+from sparsebp_shelf.policies.saved_codes import SavedCodes
 
 if TYPE_CHECKING:
     from torch import Tensor

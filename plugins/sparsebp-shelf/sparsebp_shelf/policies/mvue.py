@@ -33,8 +33,8 @@ from sparsebp_cli.policy import (
     Split,
     SplitTypes,
     Step,
-    sampling,
 )
+from sparsebp_shelf.policies.group_sampling import draw_groups, fill_groups
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor
@@ -124,8 +124,8 @@ class MVUE(InformedSelector):
             score_GM = grad[:, start:end].reshape(-1, size).abs()
             if self.by == "random":
                 score_GM = torch.ones_like(score_GM)
-            probability_GM = sampling.fill_groups(score_GM, self.kept)
-            drawn_GM = sampling.draw_groups(probability_GM, self.kept, generator)
+            probability_GM = fill_groups(score_GM, self.kept)
+            drawn_GM = draw_groups(probability_GM, self.kept, generator)
             weight_GM = torch.where(drawn_GM, probability_GM.reciprocal(), 0.0).float()
             weight[:, start:end] = weight_GM.view(len(grad), end - start)
         return Groups(weight, (self.kept, self.group))

@@ -13,16 +13,14 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import sparsebp_cli as sbp
-from sparsebp_cli.backward.kind.block.layout import find_blocks
 from sparsebp_cli.errors import UnsupportedError
-from sparsebp_cli.policy import BlockDropper, ResidualBlock, Step
-from sparsebp_cli.testing.block import check_block_dropper
-from sparsebp_shelf.policies.layerdrop import LayerDrop
-from sparsebp_shelf.policies.pld import PLD
-
-from .conftest import VOCABULARY, tiny_model, tokens
-from .families import DECODERS, tiny_decoder
-from .test_blocks import _prove, attach, check_equal, gradients, tiny_encoder
+from sparsebp_cli.policy import Step
+from sparsebp_shelf.block import PLD, BlockDropper, LayerDrop, ResidualBlock
+from sparsebp_shelf.block.layout import find_blocks
+from sparsebp_shelf.block.suite import check_block_dropper
+from tests.backward.conftest import VOCABULARY, tiny_model, tokens
+from tests.backward.families import DECODERS, tiny_decoder
+from tests.block import attach, check_equal, gradients, prove_blocks, tiny_encoder
 
 FACTOR = 1.25
 
@@ -146,7 +144,7 @@ class _Times:
 @pytest.mark.parametrize("texts", [("",), ("mlp",), (".0.",), ("0.self_attn", "1.mlp")])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "phi"])
 def test_what_is_claimed_of_forward_and_backward_is_executed(family: str, texts: Any, checkpointing: bool) -> None:
-    proof, dropped = _prove(tiny_decoder(family, checkpointing=checkpointing), Skipping(texts=texts))
+    proof, dropped = prove_blocks(tiny_decoder(family, checkpointing=checkpointing), Skipping(texts=texts))
     assert dropped
     assert proof.excess_share == 0.0
     assert proof.policy.flops.forward.total() == pytest.approx(proof.claimed_forward_flops, rel=1e-12)

@@ -14,7 +14,7 @@ from pytorch_optimizer import AdaLOMO
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
-from sparsebp_cli.optimizers.separate import SeparateOptimizer
+from sparsebp_cli.optimizers import SeparateOptimizer
 
 _STATE = ("exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col")
 _OPTIONS = ("weight_decay", "clip_threshold", "decay_rate", "eps1", "eps2")

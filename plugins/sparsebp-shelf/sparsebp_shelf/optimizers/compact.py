@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from sparsebp_cli.errors import UnsupportedError
-from sparsebp_cli.optimizers.separate import SeparateOptimizer, adam_step, check_betas, check_not_negative, wide_dtype
+from sparsebp_cli.optimizers import SeparateOptimizer, adam_step, check_betas, check_not_negative, wide_dtype
 from sparsebp_cli.policy import SavedProjection
 
 Find = Callable[[Tensor], tuple[SavedProjection, int] | None]

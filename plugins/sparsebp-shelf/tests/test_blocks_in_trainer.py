@@ -9,10 +9,12 @@ import torch
 from transformers import Trainer
 
 import sparsebp_cli as sbp
-from sparsebp_cli.backward.kind.block.layout import find_blocks
-from sparsebp_cli.policy import BlockDropper, Step
+from sparsebp_cli.policy import Step
+from sparsebp_shelf.block import BlockDropper
+from sparsebp_shelf.block.layout import find_blocks
+from tests.trainer.conftest import Make, door, make_arguments, make_examples, make_model
 
-from .conftest import Make, make_arguments, make_examples, make_model
+__all__ = ["door"]  # a fixture
 
 
 def test_a_trainer_moves_what_is_not_dropped_at_some_step(door: Make, tmp_path: Path) -> None:

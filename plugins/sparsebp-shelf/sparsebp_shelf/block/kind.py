@@ -5,21 +5,12 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, final
+from typing import TYPE_CHECKING, ClassVar, Literal, final
 
-from sparsebp_cli.policy.contract import Policy, Step
-from sparsebp_cli.policy.kind import Kind
-from sparsebp_cli.policy.rule import (
-    GIVEN,
-    Conditions,
-    at_linears,
-    in_trainer_not_with,
-    needs_optimizer,
-    not_beside,
-    not_compiled,
-    not_with,
-    whole_weights,
-)
+from sparsebp_cli.policy import Kind, Observed, Policy, Step, rule
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -122,7 +113,20 @@ class BlockDropper(Policy):
         """
 
 
-_SKIPS: Conditions = {"skips": (True,)}  # leaves blocks out of the forward, too
+@dataclass(frozen=True)
+class BlockGradient(Observed):
+    """The gradient of what a residual block adds to the residual stream. There is none of a block that is dropped;
+    where one module computes several blocks, each has that of their sum.
+
+    Args:
+        name: Name of the block.
+        gradient: The gradient, in the shape of the block's output.
+    """
+
+    gradient: Tensor
+
+
+_SKIPS: rule.Conditions = {"skips": (True,)}  # leaves blocks out of the forward, too
 _AGAIN = "other blocks are dropped at each step, and each choice would be compiled again"
 BLOCK_DROPPER = Kind(
     BlockDropper,
@@ -130,31 +134,31 @@ BLOCK_DROPPER = Kind(
     "for what is missing in the gradient, even where the mean of each output is the dense one. Parameters of a "
     "dropped block have no gradient at that step. "
     "[Drop residual blocks](../guide/blocks.md)\n",
-    extensions=((400, "sparsebp_cli.backward.kind.block.extension:BlockExtension"),),
-    places="sparsebp_cli.backward.kind.block.layout:find_places",
-    suite="sparsebp_cli.testing.block:check_block_dropper",
+    extensions=((400, "sparsebp_shelf.block.extension:BlockExtension"),),
+    places="sparsebp_shelf.block.layout:find_places",
+    suite="sparsebp_shelf.block.suite:check_block_dropper",
     leaves_out_gradients=True,
     makes_trials=True,
     facts=lambda policy: {"skips": policy.skips_forward},
     limits=(
-        at_linears(
+        rule.at_linears(
             "A branch that recomputes rows runs its norm later than the forward does, and nodes are known by the graph "
             "of every block."
         ),
-        whole_weights(),
-        not_beside(
+        rule.whole_weights(),
+        rule.not_beside(
             ("TokenSelector", "BatchPacker"),
             "Positions are selected and packed through the attention of every layer, which may be left out.",
             facts=_SKIPS,
         ),
-        not_with(
+        rule.not_with(
             "segments",
-            GIVEN,
+            rule.GIVEN,
             "segments run the layers without gradients first, where no block is left out",
             facts=_SKIPS,
         ),
-        needs_optimizer("one choice of blocks holds for all backward passes of a step"),
-        not_compiled(_AGAIN),
-        in_trainer_not_with("torch_compile", (True,), f"torch_compile: {_AGAIN}"),
+        rule.needs_optimizer("one choice of blocks holds for all backward passes of a step"),
+        rule.not_compiled(_AGAIN),
+        rule.in_trainer_not_with("torch_compile", (True,), f"torch_compile: {_AGAIN}"),
     ),
 )

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from sparsebp_cli.backward.kind.block.layout import BlockPart
 from sparsebp_cli.errors import UnsupportedError
+from sparsebp_shelf.block.layout import BlockPart
 
 
 def skip(part: BlockPart, args: Sequence[object], kwargs: Mapping[str, object]) -> Any:

@@ -23,21 +23,27 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from sparsebp_cli.backward.core.extension import EngineExtension, refuse_uncalled
-from sparsebp_cli.backward.decoder.decoder import find_reentrant
-from sparsebp_cli.backward.kind.block.layout import BlockPart, find_blocks, refuse_norms_of_the_stream
-from sparsebp_cli.backward.kind.block.skip import scale, skip
-from sparsebp_cli.backward.kind.required_grads import claim_needed
-from sparsebp_cli.backward.observe.flops import DensePass, PassEstimate
-from sparsebp_cli.backward.observe.internals import misses_gradients
-from sparsebp_cli.backward.observe.module_trace import is_in_backward
-from sparsebp_cli.backward.patch.forward import ForwardOverride, ForwardPatches, uncompiled
+from sparsebp_cli.backward import (
+    DensePass,
+    EngineExtension,
+    ForwardOverride,
+    ForwardPatches,
+    PassEstimate,
+    claim_needed,
+    find_reentrant,
+    is_in_backward,
+    misses_gradients,
+    refuse_uncalled,
+    uncompiled,
+)
 from sparsebp_cli.errors import PolicyError, UnsupportedError, UsageError
-from sparsebp_cli.policy import BlockDropper, BlockGradient, ResidualBlock, Step
+from sparsebp_cli.policy import Step
+from sparsebp_shelf.block.kind import BlockDropper, BlockGradient, ResidualBlock
+from sparsebp_shelf.block.layout import BlockPart, find_blocks, refuse_norms_of_the_stream
+from sparsebp_shelf.block.skip import scale, skip
 
 if TYPE_CHECKING:
-    from sparsebp_cli.backward.core.extension import EngineView
-    from sparsebp_cli.backward.core.given import Given
+    from sparsebp_cli.backward import EngineView, Given
 
 
 @final

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 import sparsebp_cli as sbp
-from sparsebp_cli.backward.kind.block.layout import find_blocks
 from sparsebp_cli.errors import PolicyError, UsageError
-from sparsebp_cli.policies.dropbp import DropBP, share_out
-from sparsebp_cli.policy import Observation, ResidualBlock, Step
+from sparsebp_cli.policy import Observation, Step
 from sparsebp_cli.testing import check_policy
 from sparsebp_cli.testing.promise import equal
+from sparsebp_shelf.block import DropBP, ResidualBlock
+from sparsebp_shelf.block.dropbp import share_out
+from sparsebp_shelf.block.layout import find_blocks
 from tests.backward.conftest import tiny_model, tokens
 
 NUM_STEPS, AT = 6, 2

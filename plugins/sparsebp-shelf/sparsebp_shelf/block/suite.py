@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from math import isfinite, sqrt
 from typing import TYPE_CHECKING
 
 import torch
 
-from sparsebp_cli.policy import BlockDropper, ParameterGradient, ResidualBlock, Stateful, Step, TrialPass
-from sparsebp_cli.testing.promise import enough, name_of, require
-from sparsebp_cli.testing.state import check_state
-from sparsebp_cli.testing.suite import check_repeatable
+from sparsebp_cli.policy import Observed, ParameterGradient, Stateful, Step, TrialPass
+from sparsebp_cli.testing import check_repeatable, check_state, enough, name_of, require
+from sparsebp_shelf.block.kind import BlockDropper, BlockGradient, ResidualBlock
 
 if TYPE_CHECKING:
-    from sparsebp_cli.policy.contract import State
+    from sparsebp_cli.policy import State
 
 NUM_STEPS, MOST_STEPS = 400, 20_000
 _NUM_SIGMAS = 6.0  # the draws are fixed by the seed; a good policy fails for one seed in 500 million
@@ -38,9 +38,15 @@ def check_block_dropper(policy: BlockDropper) -> None:
     """Check a block dropper against every promise of the contract, with models of one, four and seven layers, each of
     an attention ``layers.0.self_attn`` and an MLP ``layers.0.mlp``."""
     for blocks in MODELS:
-        check_state(policy, blocks)
+        check_state(policy, blocks, partial(_show, blocks))
     for check in _CHECKS:
         check(policy)
+
+
+def _show(blocks: Sequence[ResidualBlock], seed: int) -> list[Observed]:
+    generator = torch.Generator().manual_seed(seed)
+    kinds = (ParameterGradient, BlockGradient)
+    return [kind(block.name, torch.rand(6, generator=generator)) for block in blocks for kind in kinds]
 
 
 def _cases(policy: BlockDropper) -> Iterator[tuple[Sequence[ResidualBlock], State]]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsebp_cli.errors import UnsupportedError
-from sparsebp_cli.optimizers.separate import SeparateOptimizer, adam_step, check_betas, check_not_negative, wide_dtype
+from sparsebp_cli.optimizers import SeparateOptimizer, adam_step, check_betas, check_not_negative, wide_dtype
 
 _RIDGE = 1e-8  # added to the Gram matrix's diagonal
 

@@ -24,7 +24,7 @@ from pytorch_optimizer.optimizer.utils.galore import GaLoreProjector
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from sparsebp_cli.optimizers.separate import evaluate
+from sparsebp_cli.optimizers import evaluate
 
 
 class Projected:

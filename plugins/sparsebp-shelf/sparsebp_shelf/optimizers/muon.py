@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparsebp_cli.optimizers.separate import evaluate, keep_precision, refuse_complex
+from sparsebp_cli.optimizers import evaluate, keep_precision, refuse_complex
 
 
 class MuonAdamW(torch.optim.Optimizer):

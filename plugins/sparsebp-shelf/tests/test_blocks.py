@@ -11,18 +11,16 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForSequenceClassification
 
 import sparsebp_cli as sbp
 from sparsebp_cli.asset.checkpointing import checkpoint_activations
-from sparsebp_cli.backward import ModuleTrace, PassCount, Proof, count_flops, saved_bytes
-from sparsebp_cli.backward.kind.block.layout import find_blocks
-from sparsebp_cli.backward.observe.flops import DensePass
 from sparsebp_cli.errors import PolicyError, UnsupportedError, UsageError
-from sparsebp_cli.policy import BlockDropper, ResidualBlock, Step
-
-from .conftest import tiny_model, tokens
-from .families import DECODERS, tiny_decoder
+from sparsebp_cli.policy import Step
+from sparsebp_shelf.block import BlockDropper, ResidualBlock
+from sparsebp_shelf.block.layout import find_blocks
+from tests.backward.conftest import tiny_model, tokens
+from tests.backward.families import DECODERS, tiny_decoder
+from tests.block import attach, check_equal, gradients, prove_blocks, tiny_encoder
 
 # Where an encoder adds inside of a module, the last module of the block is not the block.
 ENCODERS: dict[str, dict[str, str]] = {
@@ -57,24 +55,6 @@ def dropbp(keep: float = 0.5) -> BlockDropper:
     return policy
 
 
-def attach(model: nn.Module, policy: Any, **options: Any) -> Any:
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1)
-    return sbp.attach(model, policy, optimizer=optimizer, **{"seed": 1} | options)
-
-
-def tiny_encoder(family: str) -> nn.Module:
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    more = {"num_attention_heads": 4, "max_position_embeddings": 40, "dim": 32, "hidden_dim": 48, "n_layers": 2}
-    config = AutoConfig.for_model(family, **sizes, **more, n_heads=4, pad_token_id=0)
-    model: nn.Module = AutoModelForSequenceClassification.from_config(config)
-    return model.train()
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
 def reference(model: nn.Module, dropped: Iterable[str], last: dict[str, str], forward: Any) -> dict[str, Tensor]:
     """Return the gradients of plain autograd with the outputs of some blocks detached."""
     model = copy.deepcopy(model)
@@ -87,12 +67,6 @@ def reference(model: nn.Module, dropped: Iterable[str], last: dict[str, str], fo
 
 def _detach(module: nn.Module, args: object, output: Any) -> Any:
     return (output[0].detach(), *output[1:]) if isinstance(output, tuple) else output.detach()
-
-
-def check_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
-    assert ours.keys() == theirs.keys()
-    for name, gradient in ours.items():
-        assert torch.equal(gradient, theirs[name]), name
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -268,32 +242,11 @@ def test_the_choice_is_made_once_a_step_and_another_one_at_the_next() -> None:
     assert asked == [Step(index, seed=3, num_steps=9) for index in range(4)]
 
 
-def _prove(model: nn.Module, policy: BlockDropper) -> tuple[Proof, list[str]]:
-    ids = tokens(0)
-    engine = attach(model, policy)
-    extension = next(part for part in engine.extensions if hasattr(part, "parts"))
-
-    def count(backward: Any) -> tuple[PassCount, DensePass]:
-        with ModuleTrace(model) as trace, count_flops(trace) as flops:
-            with saved_bytes(model.parameters(), trace) as saved:
-                loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-            backward(loss)
-        return PassCount(flops, saved), DensePass(loss, trace, flops)
-
-    with engine, engine.probing():
-        engine.backward(model(input_ids=ids, labels=ids, use_cache=False).loss)  # its choice is the one that is claimed
-        with engine.disabled():
-            dense, graph = count(torch.Tensor.backward)
-        claims = [extension.claim(graph)]
-        ours, _ = count(engine.backward)
-        return Proof.of(model, dense, ours, engine.report(), claims), sorted(extension._dropped)
-
-
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("texts", [("",), ("mlp",), (".0.",), ("0.self_attn", "1.mlp")])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "phi"])
 def test_what_is_claimed_is_executed_and_nothing_of_a_dropped_block_is_kept(family, texts, checkpointing) -> None:
-    proof, dropped = _prove(tiny_decoder(family, checkpointing=checkpointing), Named(texts=texts))
+    proof, dropped = prove_blocks(tiny_decoder(family, checkpointing=checkpointing), Named(texts=texts))
     assert dropped
     assert proof.excess_share == 0.0
     if not checkpointing:  # which ends a repeated forward at the last tensor, not at the last product
@@ -306,7 +259,7 @@ def test_what_is_claimed_is_executed_and_nothing_of_a_dropped_block_is_kept(fami
 
 
 def test_a_layer_with_both_blocks_dropped_is_not_computed_again() -> None:
-    proof, _ = _prove(tiny_decoder("llama", checkpointing=True), Named(texts=(".0.",)))
+    proof, _ = prove_blocks(tiny_decoder("llama", checkpointing=True), Named(texts=(".0.",)))
     assert not any(count for name, count in proof.policy.flops.recomputed.items() if ".0." in name)
     assert any(count for name, count in proof.policy.flops.recomputed.items() if ".1." in name)
 

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 import sparsebp_cli as sbp
 from sparsebp_cli.errors import RecipeError, UnsupportedError
-from sparsebp_cli.optimizers.lora_fa import LoRAFA, project
 from sparsebp_cli.recipe import load_recipe
 from sparsebp_cli.recipe.schema import TrainingSection
 from sparsebp_cli.run import History
 from sparsebp_cli.worker.optimizer import build_optimizer
+from sparsebp_shelf.optimizers.lora_fa import LoRAFA, project
 from tests.worker.conftest import LLAMA, work
 
 X_ND = torch.randn(12, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Literal
 
 from torch import nn
 
-from sparsebp_cli.backward.decoder.layers import LayerNumbers
-from sparsebp_cli.backward.decoder.layout import GROUP, BranchLayout, find_layouts
+from sparsebp_cli.backward import BranchLayout, LayerNumbers, find_layouts
 from sparsebp_cli.errors import UnsupportedError
-from sparsebp_cli.policy import BlockDropper, ResidualBlock
+from sparsebp_shelf.block.kind import BlockDropper, ResidualBlock
 
 if TYPE_CHECKING:
-    from sparsebp_cli.backward.core.given import Given
+    from sparsebp_cli.backward import Given
 
 Role = Literal["before", "core", "after"]
 
@@ -113,7 +112,7 @@ def find_blocks(model: nn.Module, asker: str) -> tuple[tuple[ResidualBlock, ...]
         if layout is None:
             raise UnsupportedError(
                 f"{asker} does not know the residual blocks of {kind}; known: "
-                f"{', '.join(sorted(_ENCODERS | branches))}; others come through the entry-point group {GROUP}"
+                f"{', '.join(sorted(_ENCODERS | branches))}; others come through the entry-point group sparsebp.layouts"
             )
         if all(block.kind == "attention" for block in layout):
             raise UnsupportedError(f"{asker} drops residual blocks, and the MLP of {kind} is no module of its own")

@@ -22,7 +22,8 @@ from typing import Annotated, ClassVar, final
 from pydantic import Field
 from typing_extensions import override
 
-from sparsebp_cli.policy import BlockDropper, DropDraw, MethodCard, ResidualBlock, Step
+from sparsebp_cli.policy import MethodCard, Step
+from sparsebp_shelf.block.kind import BlockDropper, DropDraw, ResidualBlock
 
 
 @final

@@ -20,22 +20,20 @@ from pydantic import Field, model_validator
 
 from sparsebp_cli.errors import PolicyError
 from sparsebp_cli.policy import (
-    BlockDropper,
-    DropDraw,
     Measure,
     MethodCard,
     Observation,
     Observed,
     ParameterGradient,
-    ResidualBlock,
     Stateful,
     Step,
     choice,
     sampling,
 )
+from sparsebp_shelf.block.kind import BlockDropper, DropDraw, ResidualBlock
 
 if TYPE_CHECKING:
-    from sparsebp_cli.policy.contract import State
+    from sparsebp_cli.policy import State
 
 UNIT = 10  # rates are tenths, at most nine of them
 

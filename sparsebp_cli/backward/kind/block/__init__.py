@@ -1,1 +1,0 @@
-"""Dropping residual blocks from the backward, by a block dropper."""
