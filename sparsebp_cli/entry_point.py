@@ -25,6 +25,11 @@ def find_version(package: str) -> str:
     return _read_version(package, _state())
 
 
+def tell_home(package: str) -> str:
+    """Return where something is that a package of this repository brings, and how to get it: the end of a sentence."""
+    return f"in the package {package}: python -m pip install {package}, or plugins/{package} of a checkout"
+
+
 def find_source(entry: metadata.EntryPoint) -> str:
     """Return the distribution of an entry point and its version, such as ``sparsebp 0.2.0``."""
     return "unknown" if entry.dist is None else _describe(entry.dist)

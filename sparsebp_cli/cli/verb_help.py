@@ -7,6 +7,7 @@ from typing import Any
 from typer.core import TyperCommand, TyperGroup
 
 from sparsebp_cli.cli.plugin import BROKEN
+from sparsebp_cli.entry_point import tell_home
 from sparsebp_cli.errors import UsageError, did_you_mean
 
 # Verbs of 0.5, and what does their work now.
@@ -81,9 +82,7 @@ class Verbs(TyperGroup):
         if args and args[0] in BROKEN:
             raise UsageError(f"`sparsebp {args[0]}` cannot be loaded: {BROKEN[args[0]]}")
         if args and args[0] in HOMES and args[0] not in known:
-            home = HOMES[args[0]]
-            way = f"python -m pip install {home}, or plugins/{home} of a checkout"
-            raise UsageError(f"`sparsebp {args[0]}` is in the package {home}: {way}")
+            raise UsageError(f"`sparsebp {args[0]}` is {tell_home(HOMES[args[0]])}")
         if args and args[0] not in known and not args[0].startswith("-") and not ctx.resilient_parsing:
             meant = f"; did you mean {MEANT[args[0]]}?" if args[0] in MEANT else did_you_mean(args[0], known)
             raise UsageError(f"No such verb: {args[0]}; `sparsebp --help` lists them{meant}")
