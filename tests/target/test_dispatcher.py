@@ -324,7 +324,7 @@ def test_a_disk_that_is_full_here_leaves_everything_there(fake: FakeTarget, monk
     assert (run.path / "model").is_dir()
 
 
-def test_one_run_that_cannot_even_note_its_problem_leaves_the_dispatcher_to_the_others(
+def test_a_run_that_cannot_note_its_problem_leaves_the_dispatcher_to_the_others(
     fake: FakeTarget, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sparsebp_cli.target.dispatcher.LONGEST_PAUSE", 0.05)
