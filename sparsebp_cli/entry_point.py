@@ -11,6 +11,7 @@ from contextlib import suppress
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 State = tuple[tuple[str, int], ...]  # of sys.path: each folder, and when it changed
 
@@ -28,6 +29,12 @@ def find_version(package: str) -> str:
 def tell_home(package: str) -> str:
     """Return where something is that a package of this repository brings, and how to get it: the end of a sentence."""
     return f"in the package {package}: python -m pip install {package}, or plugins/{package} of a checkout"
+
+
+def find_tool(name: str) -> Any:
+    """Return what ``plugins/sparsebp-tools`` offers by a name of the group ``sparsebp.tools``; None if it is not
+    installed."""
+    return next((entry.load() for entry in entry_points("sparsebp.tools").select(name=name)), None)
 
 
 def find_source(entry: metadata.EntryPoint) -> str:

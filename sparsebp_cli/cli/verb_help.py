@@ -38,6 +38,7 @@ MEANT = {
 HOMES = {
     "audit": "sparsebp-audit",
     "evaluate": "sparsebp-tools",
+    "fetch": "sparsebp-tools",
     "judge": "sparsebp-lab",
     "leaderboard": "sparsebp-lab",
     "model": "sparsebp-tools",

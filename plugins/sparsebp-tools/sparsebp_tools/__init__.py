@@ -9,6 +9,12 @@ EVALUATE = VerbEntry(
     {"evaluation": (f"{TOOLS}.answer.evaluation_record:Evaluation", 1)},
     writes=True,
 )
+FETCH = VerbEntry(
+    f"{TOOLS}.verb.fetch:fetch",
+    "More: write and check recipes",
+    {"fetched": (f"{TOOLS}.answer.fetched_record:FetchedAssets", 1)},
+    writes=True,
+)
 MODEL = VerbEntry(
     f"{TOOLS}.verb.model:model", "More: results", {"model": (f"{TOOLS}.answer.model_record:ModelFolder", 1)}
 )

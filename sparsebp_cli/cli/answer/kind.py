@@ -64,7 +64,6 @@ KINDS: tuple[Kind, ...] = (
     Kind("recipes", f"{HERE}.recipe_record:ShippedList", ("recipes",)),
     Kind("policies", f"{HERE}.recipe_record:PolicyList", ("policies",)),
     Kind("assets", f"{HERE}.recipe_record:AssetList", ("models", "datasets")),
-    Kind("fetched", f"{HERE}.recipe_record:FetchedAssets", ("fetch",)),
     Kind("schemas", f"{HERE}.recipe_record:SchemaList", ("schema",)),
     Kind("checks", f"{HERE}.machine_record:CheckReport", ("doctor", "targets")),
     Kind("targets", f"{HERE}.machine_record:TargetList", ("targets",)),
