@@ -33,8 +33,11 @@ def tell_home(package: str) -> str:
 
 def find_tool(name: str) -> Any:
     """Return what ``plugins/sparsebp-tools`` offers by a name of the group ``sparsebp.tools``; None if it is not
-    installed."""
-    return next((entry.load() for entry in entry_points("sparsebp.tools").select(name=name)), None)
+    installed, or broken, which its verbs tell."""
+    for entry in entry_points("sparsebp.tools").select(name=name):
+        with suppress(Exception):
+            return entry.load()
+    return None
 
 
 def find_source(entry: metadata.EntryPoint) -> str:
