@@ -9,6 +9,13 @@ EVALUATE = VerbEntry(
     {"evaluation": (f"{TOOLS}.answer.evaluation_record:Evaluation", 1)},
     writes=True,
 )
+# What `sparsebp validate --memory` calls.
+FORECAST = VerbEntry(
+    f"{TOOLS}.forecast.show:show_memory",
+    "",
+    {"forecast": (f"{TOOLS}.forecast.answer:ForecastAnswer", 1)},
+    described=(f"{TOOLS}.forecast.record",),
+)
 FETCH = VerbEntry(
     f"{TOOLS}.verb.fetch:fetch",
     "More: write and check recipes",
