@@ -15,7 +15,7 @@ SPARSEBP = [sys.executable, "-c", "from sparsebp_cli.cli.app import main; main()
 
 def fetch(recipe: Path, environment: Mapping[str, str]) -> None:
     """Download the model and the data that a recipe names, if they can be fetched; what is here stays."""
-    from sparsebp_cli.asset.fetched import FETCHED
+    from sparsebp_tools.asset.fetched import FETCHED
 
     keys = yaml.safe_load(recipe.read_text(encoding="utf-8"))
     if wanted := [name for name in (keys["model"]["name"], keys["dataset"]["name"]) if name in FETCHED]:

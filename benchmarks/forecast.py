@@ -27,7 +27,7 @@ from checkout import use_checkout
 PRELOADED = [
     "sparsebp_cli.worker.training",
     "sparsebp_cli.worker.build",
-    "sparsebp_cli.worker.forecast.measure",
+    "sparsebp_tools.forecast.measure",
     "sparsebp_cli.policies.topk",
     "peft",
     *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2", "bert")),
@@ -241,8 +241,8 @@ def apart(work: Callable[[Path], Any], plan_file: Path) -> Any:
 def forecast_plan(plan_file: Path) -> int:
     """Return the peak that is forecast of a plan, in bytes."""
     from sparsebp_cli.plan import Plan
-    from sparsebp_cli.plan.forecast import ForecastRequest
-    from sparsebp_cli.worker.forecast.measure import forecast
+    from sparsebp_tools.forecast.measure import forecast
+    from sparsebp_tools.forecast.record import ForecastRequest
 
     request = ForecastRequest(plan=Plan.load(plan_file), gpu=False, flops_per_second=1.0, remedies=False)
     return forecast(request, lambda *_: None).policy.largest_bytes

@@ -28,8 +28,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from sparsebp_cli import kernel
 from sparsebp_cli.backward.linear.function import LinearLayout, Needs, run_kernel
 from sparsebp_cli.kernel import operation
-from sparsebp_cli.memory.fake.attention import attend
 from sparsebp_cli.policy import Blocks, GradientSelector, Site, Step, make_policy
+from sparsebp_tools.forecast.fake.attention import attend
 
 NUM_ROWS = 8192
 FORMS: list[tuple[str, dict[str, Any]]] = [

@@ -39,7 +39,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE, RESULT = ROOT / "benchmarks/mutants.yaml", ROOT / "benchmarks/results/mutants.json"
-PLUGINS = ("plugins/sparsebp-lab", "plugins/sparsebp-shelf")
+PLUGINS = ("plugins/sparsebp-lab", "plugins/sparsebp-shelf", "plugins/sparsebp-tools")
 QUIET = "ignore:Module already imported so cannot be rewritten:pytest.PytestAssertRewriteWarning"
 OPTIONS = (
     "-W",

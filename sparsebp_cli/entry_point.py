@@ -11,6 +11,7 @@ from contextlib import suppress
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 State = tuple[tuple[str, int], ...]  # of sys.path: each folder, and when it changed
 
@@ -23,6 +24,20 @@ def entry_points(group: str) -> metadata.EntryPoints:
 def find_version(package: str) -> str:
     """Return the version of an installed package, empty where it is not installed."""
     return _read_version(package, _state())
+
+
+def tell_home(package: str) -> str:
+    """Return where something is that a package of this repository brings, and how to get it: the end of a sentence."""
+    return f"in the package {package}: python -m pip install {package}, or plugins/{package} of a checkout"
+
+
+def find_tool(name: str) -> Any:
+    """Return what ``plugins/sparsebp-tools`` offers by a name of the group ``sparsebp.tools``; None if it is not
+    installed, or broken, which its verbs tell."""
+    for entry in entry_points("sparsebp.tools").select(name=name):
+        with suppress(Exception):
+            return entry.load()
+    return None
 
 
 def find_source(entry: metadata.EntryPoint) -> str:

@@ -62,8 +62,6 @@ def test_names_of_tests_have_at_most_80_characters() -> None:
 
 # Texts of other programs, paths and addresses, which have no other form: each with whose it is.
 FOREIGN = {
-    "npm error": "npm's output",
-    "npm error ": "npm's output",
     "already in use": "docker's output",
     "response from daemon": "docker's output",
     "model name": "/proc/cpuinfo",
@@ -76,7 +74,6 @@ FOREIGN = {
     "lower half": "the name of a case of a benchmark, given on its command line",
 }
 PATHS = {  # files that take a path or an address apart at a slash
-    "sparsebp_cli/asset/fetched.py",
     "sparsebp_cli/cli/completion.py",
     "sparsebp_cli/errors.py",
     "sparsebp_cli/recipe/json_schema.py",

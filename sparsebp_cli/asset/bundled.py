@@ -1,7 +1,7 @@
 """The model and the datasets in the package: ``austen-llama``, ``austen``, ``cmudict`` and ``python-docs``.
 
 ``austen-llama`` is a llama of 3.7 million parameters, pretrained on five of Jane Austen's novels. Its folder also holds
-model card, training log and sha256 of the inputs. ``python -m sparsebp_cli.asset.pretrain`` made it.
+model card, training log and sha256 of the inputs. ``python -m sparsebp_tools.asset.pretrain`` made it.
 
 Source of ``austen``: the texts of the R package janeaustenr (Julia Silge), which come from Project Gutenberg. Both
 novels were published in 1817 and are in the public domain. *Northanger Abbey* is the split ``train``. *Persuasion* is

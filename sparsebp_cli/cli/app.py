@@ -16,7 +16,7 @@ import typer
 
 from sparsebp_cli.cli.answer import ErrorAnswer, Problem, speech, wants_json
 from sparsebp_cli.cli.archive import archive
-from sparsebp_cli.cli.assets import datasets, fetch, models
+from sparsebp_cli.cli.assets import datasets, models
 from sparsebp_cli.cli.bench import bench
 from sparsebp_cli.cli.compare import compare
 from sparsebp_cli.cli.control import cancel, logs, resume
@@ -82,7 +82,7 @@ crash: Crash = Crash()
 # The first panel is what a user needs on the first day; each of its verbs works without reading about the others.
 VERBS: dict[str, tuple[Callable[..., None], ...]] = {
     "Everyday": (quickstart, init, validate, data, run, compare, show),
-    "More: write and check recipes": (new, recipes, policies, models, datasets, fetch, schema, export),
+    "More: write and check recipes": (new, recipes, policies, models, datasets, schema, export),
     "More: runs": (runs, logs, resume, rerun, cancel, tag, archive, prune, rm, sync),
     "More: results": (),  # of packages
     "More: this machine and others": (doctor, bench, targets),
@@ -90,7 +90,6 @@ VERBS: dict[str, tuple[Callable[..., None], ...]] = {
 # Verbs that write runs or the store; keep_private() applies to them. Other verbs write only files that the user names.
 WRITING = {
     "run",
-    "fetch",
     "quickstart",
     "resume",
     "rerun",

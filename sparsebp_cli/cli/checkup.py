@@ -143,18 +143,14 @@ def check_store() -> CheckResult:
 
 
 def check_notices() -> list[CheckResult]:
-    """Whether the settings say in a usable way who is told of what; nothing is sent. Nothing without such settings."""
-    from sparsebp_cli.notify import Secret, load_settings
+    """What the tool that reads the settings says of them; a warning if it is not installed and there are some."""
+    from sparsebp_cli.entry_point import find_tool, tell_home
+    from sparsebp_cli.notify import settings_file
 
-    try:
-        notices = load_settings().notify
-        for secret in (each for notice in notices for each in (notice.webhook, notice.secret)):
-            if isinstance(secret, Secret):
-                secret.read()
-    except SparseBPError as error:
-        return [CheckResult("warn", "notify", str(error), "nothing is sent until it is corrected")]
-    ways = ["command" if notice.command is not None else "webhook" for notice in notices]
-    return [CheckResult("ok", "notify", f"{', '.join(ways)}; nothing was sent")] if ways else []
+    if (tool := find_tool("notify")) is not None:
+        return list(tool.check())
+    text = f"nothing reads {settings_file()}: `notify` is {tell_home('sparsebp-tools')}"
+    return [CheckResult("warn", "notify", text)] if settings_file().exists() else []
 
 
 def check_policies() -> list[CheckResult]:

@@ -11,8 +11,9 @@ import typer
 from sparsebp_cli.cli.answer import Problem, tell
 from sparsebp_cli.cli.answer.recipe_record import CheckedRecipe, CheckedRecipes
 from sparsebp_cli.cli.option import Changes, Format, Recipes, Seeds
-from sparsebp_cli.cli.screen import Output, console, print_error, print_line
+from sparsebp_cli.cli.screen import Output, print_error, print_line
 from sparsebp_cli.cli.worker_answer import ask_worker
+from sparsebp_cli.entry_point import find_tool, tell_home
 from sparsebp_cli.errors import SparseBPError, UsageError
 from sparsebp_cli.recipe.description import describe_policies
 from sparsebp_cli.run import RunFolder
@@ -84,7 +85,9 @@ def validate(
         print_line(f"passed over {file}: named targets and no recipe")
     recipes = [file for file in recipes if not is_targets_file(file)]
     if memory:
-        show_memory(recipes, changes or [], gpu, rate, output)
+        if (tool := find_tool("forecast")) is None:
+            raise UsageError(f"--memory is {tell_home('sparsebp-tools')}")
+        tool.load()(recipes, changes or [], gpu, rate, output)
         return
     given = {"--gpu": gpu, "--rate": rate}
     for option, value in given.items():
@@ -135,56 +138,6 @@ def _print_checked(found: CheckedRecipe) -> None:
         print_line(f"   not known from here: {text}")
     for line in found.notes:
         print_line(f"   {line}")
-
-
-def show_memory(
-    recipes: Sequence[Path], changes: Sequence[str], gpu: str | None, rate: str | None, form: Output
-) -> None:
-    """Print what a step of each recipe would need: of one its tables, of several a line each. Exit code 2 when one is
-    wrong. Weights and data need not be here."""
-    from sparsebp_cli.cli import forecast
-    from sparsebp_cli.cli.answer.forecast_record import ForecastAnswer, ForecastProblem
-    from sparsebp_cli.cli.study_check import make_plans
-    from sparsebp_cli.plan import make_plan
-    from sparsebp_cli.plan.accelerator import find_accelerator
-    from sparsebp_cli.study.loader import is_study
-
-    if gpu is not None:
-        find_accelerator(gpu)  # before any recipe is read: the error is not about one
-    facts, problems = [], []
-    every: list[tuple[Path, Plan]] = []
-    for file in recipes:
-        try:
-            plans = make_plans(file) if is_study(file) else [make_plan(_load_counted(file, changes), file)]
-        except SparseBPError as error:
-            print_error(error)
-            problems.append(ForecastProblem(file=str(file), error=Problem.of(error)))
-        else:
-            every += [(file, plan) for plan in plans]
-    several = len(every) > 1
-    for file, plan in every:
-        try:
-            found = forecast.forecast_plan(plan, gpu, rate)
-        except SparseBPError as error:
-            print_line(f"error: {plan.recipe.name}: {error}" if several else f"error: {error}", stderr=True)
-            problems.append(ForecastProblem(file=str(file), error=Problem.of(error)))
-            continue
-        facts.append(forecast.make_facts(found, file))
-        for part in [forecast.describe(found)] if several else forecast.tables(found):
-            console().print(part, soft_wrap=isinstance(part, str))
-    if several:
-        print_line("more: one recipe alone has its tables, -o json has all")
-    tell(ForecastAnswer(recipes=facts, problems=problems), form, lambda _: None)  # each was printed when it was made
-    if problems:
-        raise typer.Exit(UsageError.exit_code)
-
-
-def _load_counted(file: Path, changes: Sequence[str]) -> Recipe:
-    """Return a recipe with its number of steps: only one in epochs needs its data here."""
-    from sparsebp_cli.recipe import load_placed
-
-    recipe = load_placed(file, changes).recipe
-    return recipe if recipe.training.num_train_epochs is None else load_checked(file, changes)[0]
 
 
 def preview(plan: Plan) -> list[str]:

@@ -7,6 +7,7 @@ from typing import Any
 from typer.core import TyperCommand, TyperGroup
 
 from sparsebp_cli.cli.plugin import BROKEN
+from sparsebp_cli.entry_point import tell_home
 from sparsebp_cli.errors import UsageError, did_you_mean
 
 # Verbs of 0.5, and what does their work now.
@@ -37,6 +38,7 @@ MEANT = {
 HOMES = {
     "audit": "sparsebp-audit",
     "evaluate": "sparsebp-tools",
+    "fetch": "sparsebp-tools",
     "judge": "sparsebp-lab",
     "leaderboard": "sparsebp-lab",
     "model": "sparsebp-tools",
@@ -58,7 +60,6 @@ EXAMPLES = {
     "policies": "policies topk",
     "models": "models",
     "datasets": "datasets",
-    "fetch": "fetch minilm-l6 movie-snippets",
     "schema": "schema --all",
     "export": "export topk-rows --format sbatch",
     "runs": "runs --watch",
@@ -113,9 +114,7 @@ class Verbs(TyperGroup):
         if args and args[0] in BROKEN:
             raise UsageError(f"`sparsebp {args[0]}` cannot be loaded: {BROKEN[args[0]]}")
         if args and args[0] in HOMES and args[0] not in known:
-            home = HOMES[args[0]]
-            way = f"python -m pip install {home}, or plugins/{home} of a checkout"
-            raise UsageError(f"`sparsebp {args[0]}` is in the package {home}: {way}")
+            raise UsageError(f"`sparsebp {args[0]}` is {tell_home(HOMES[args[0]])}")
         if args and args[0] not in known and not args[0].startswith("-") and not ctx.resilient_parsing:
             meant = f"; did you mean {MEANT[args[0]]}?" if args[0] in MEANT else did_you_mean(args[0], known)
             raise UsageError(f"No such verb: {args[0]}; `sparsebp --help` lists them{meant}")

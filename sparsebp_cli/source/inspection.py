@@ -36,7 +36,7 @@ FEWEST_BLOCKS = 100  # of packed text: with fewer, in bytes, a side may have non
 MOST_SPECIAL = 16  # tokens around an example
 MOST_ROWS = 100_000  # of each split are inspected; the run reads all, with the same reader
 CONTROL_TOKEN = re.compile(r"<[^<>\s]{1,40}>|\[[A-Z]{2,}\]")  # what may be one, such as <eos>, <|end|>, [SEP]
-OWN = "sparsebp"  # the distribution whose datasets are small and local, and so may be loaded here
+OWN = ("sparsebp", "sparsebp-tools")  # whose datasets are small and local, and so may be loaded here
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ def _inspect_data(recipe: Recipe, folders: Sequence[Path]) -> Iterator[Problem]:
 
 def _is_own(name: str) -> bool:
     entry = next(entry for entry in entry_points(group=DATASETS) if entry.name == name)
-    return entry.dist is not None and entry.dist.name == OWN
+    return entry.dist is not None and entry.dist.name in OWN
 
 
 def _inspect_splits(section: DatasetSection, splits: Splits, spans: Collection[str]) -> Iterator[Problem]:

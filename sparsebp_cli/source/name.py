@@ -8,13 +8,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from sparsebp_cli.entry_point import entry_points
+from sparsebp_cli.entry_point import entry_points, tell_home
 from sparsebp_cli.errors import AbsentDataError, DataError, did_you_mean
 from sparsebp_cli.policy.error_text import shorten
 
 MODELS = "sparsebp.models"
 DATASETS = "sparsebp.datasets"
 PACKAGE = "package:"
+# Names that were built in, and are in sparsebp-tools.
+TOOLS = {MODELS: ("minilm-l6", "smollm2-135m"), DATASETS: ("brown-genres", "movie-snippets")}
 MOST_NAMES = 10_000  # compared with a misspelt one
 
 
@@ -35,6 +37,8 @@ def find_source(name: str, group: str, folders: Sequence[Path] = ()) -> str | Pa
     found = find_path(name, folders)
     if found is not None:
         return found
+    if name in TOOLS.get(group, ()):
+        raise AbsentDataError(f"{name} is {tell_home('sparsebp-tools')}")
     if is_path(name):
         raise AbsentDataError(f"no file or folder {shorten(name)}{search_hint(name, group, folders)}")
     return name

@@ -9,12 +9,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
 
-from sparsebp_cli.entry_point import entry_points, find_source
+from sparsebp_cli.entry_point import entry_points, find_source, tell_home
 from sparsebp_cli.errors import UsageError, did_you_mean
 
 GROUP = "sparsebp.trackers"
 NAME = re.compile(r"[a-z][a-z0-9_-]{0,39}")  # also a part of the name of a lock
 STORE = "mlflow"
+TOOLS = ("tensorboard", "trackio")  # that were built in, and are in sparsebp-tools
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,8 @@ def find_tracker(name: str) -> Tracker:
         UsageError: No package offers it, several do, or its entry is broken.
     """
     found = {entry.value: entry for entry in entry_points(group=GROUP).select(name=name)}
+    if not found and name in TOOLS:
+        raise UsageError(f"tracker {name!r} is {tell_home('sparsebp-tools')}")
     if not found:
         names = list_trackers()
         more = " (MLflow has every run without being named)" if name == STORE else did_you_mean(name, names)

@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sparsebp_cli.asset import bundled, pretrain
+from sparsebp_cli.asset import bundled
+from sparsebp_tools.asset import pretrain
 
 
 @pytest.fixture(scope="module")

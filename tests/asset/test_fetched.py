@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from sparsebp_cli.asset import fetched
-from sparsebp_cli.asset.fetched import (
+from sparsebp_cli.errors import DataError
+from sparsebp_tools.asset import fetched
+from sparsebp_tools.asset.fetched import (
     BROWN,
     GENRES,
     MINILM,
@@ -22,7 +23,6 @@ from sparsebp_cli.asset.fetched import (
     load_brown_genres,
     load_movie_snippets,
 )
-from sparsebp_cli.errors import DataError
 
 FILES = {"config.json": b"{}", "model.safetensors": b"w", "tokenizer.json": b"{}"}
 FILES |= {"tokenizer_config.json": b"{}", "README.md": b"card"}

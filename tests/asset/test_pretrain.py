@@ -5,7 +5,8 @@ import json
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sparsebp_cli.asset import bundled, pretrain
+from sparsebp_cli.asset import bundled
+from sparsebp_tools.asset import pretrain
 
 
 @pytest.fixture

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import json
+from importlib import metadata
 from pathlib import Path
 
-from sparsebp_cli.asset.fetched import MOVIES, SNIPPETS
+import pytest
+
+from sparsebp_cli.cli.assets import describe_assets
+from sparsebp_cli.errors import AbsentDataError
+from sparsebp_cli.source.name import MODELS, TOOLS, find_source
+from sparsebp_tools.asset.fetched import FETCHED, MOVIES, SNIPPETS
 
 from .conftest import Cli
 
@@ -30,6 +36,21 @@ def test_what_cannot_be_fetched_is_refused_by_name(call: Cli) -> None:
         "error: 'minilm' cannot be fetched; known: minilm-l6, smollm2-135m, movie-snippets, brown-genres; "
         "did you mean minilm-l6?\n"
     )
+
+
+@pytest.mark.parametrize("group", TOOLS)
+def test_a_name_whose_package_is_not_installed_says_which_it_is(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sparsebp_cli.source.name.entry_points", lambda group: metadata.EntryPoints())
+    for name in TOOLS[group]:
+        with pytest.raises(AbsentDataError, match=f"^{name} is in the package sparsebp-tools: python -m pip install"):
+            find_source(name, group)
+    assert {each for names in TOOLS.values() for each in names} == {*FETCHED}
+
+
+def test_lists_do_without_the_package_of_what_can_be_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sparsebp_cli.entry_point.find_tool", lambda name: None)
+    found = {one.name: one for one in describe_assets(MODELS)}
+    assert (found["austen-llama"].where, found["minilm-l6"].bytes) == ("package", None)
 
 
 def test_a_recipe_with_a_model_that_is_not_here_says_how_to_get_it(call: Cli, tmp_path: Path) -> None:

@@ -127,7 +127,7 @@ def machine(write_recipe: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(sparsebp_cli.cli.worker_process, "measure_apart", lambda module, _: dict(measured[module]))
     monkeypatch.setattr(sparsebp_cli.cli.worker_answer, "ask_worker", lambda *_: dict(CENSUS))
     monkeypatch.setattr(audit_process, "run_audited", give_report)
-    monkeypatch.setattr("sparsebp_cli.asset.fetched.fetch", lambda asset: tmp_path / asset.name)
+    monkeypatch.setattr("sparsebp_tools.asset.fetched.fetch", lambda asset: tmp_path / asset.name)
     write_recipe()
     (tmp_path / "study.yaml").write_text(
         "version: 1\nstudy: tiny\nbase: fake.yaml\narms: {dense: {}, topk: {policy: [{name: topk, keep: 0.5}]}}\n"

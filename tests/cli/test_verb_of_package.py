@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks import house
-from sparsebp_cli.cli import plugin
+from sparsebp_cli.cli import plugin, validate
 from sparsebp_cli.cli.verb_help import HOMES, Verbs
 from sparsebp_cli.errors import UsageError
 
@@ -42,6 +42,13 @@ def test_a_verb_whose_package_is_missing_says_how_to_get_it(verb: str) -> None:
     home = HOMES[verb]
     with pytest.raises(UsageError, match=f"`sparsebp {verb}` is in the package {home}: python -m pip install {home}"):
         Verbs(name="sparsebp", commands={}).resolve_command(type("Context", (), {"resilient_parsing": False})(), [verb])
+
+
+def test_a_forecast_whose_package_is_missing_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(validate, "find_tool", lambda name: None)
+    line = "--memory is in the package sparsebp-tools: python -m pip install sparsebp-tools"
+    with pytest.raises(UsageError, match=f"^{line}"):
+        validate.validate([Path("recipe.yaml")], memory=True)
 
 
 @pytest.mark.parametrize(

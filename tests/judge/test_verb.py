@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from sparsebp_cli.cli.app import main
-from sparsebp_cli.notify import event
 from sparsebp_cli.run import State, list_runs, read
 from sparsebp_lab.judge.ledger import Ledger
+from sparsebp_tools.notify import event
 
 from .conftest import Cli, Start
 from .here import HereDriver, write_recipe

@@ -15,9 +15,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import sparsebp_cli as sbp
 from sparsebp_cli.backward import count_flops
-from sparsebp_cli.memory.fake import FakeRecord, pretend
 from sparsebp_cli.memory.watch import MemoryWatch
 from sparsebp_cli.run.memory import PHASES, MemoryCurve
+from sparsebp_tools.forecast.fake import FakeRecord, pretend
 
 WIDTH = 512  # of the vocabulary
 LLAMA = LlamaConfig(

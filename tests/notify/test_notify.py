@@ -16,11 +16,12 @@ from typing import Any
 
 import pytest
 
+from sparsebp_cli import notify
 from sparsebp_cli.cli.checkup import check_notices
 from sparsebp_cli.errors import RecipeError, UsageError
-from sparsebp_cli.notify import Event, Notice, event, load_settings, tell, tell_end
-from sparsebp_cli.notify.deliver import complete, deliver, main
 from sparsebp_cli.run import JournalWriter, RunFolder, home
+from sparsebp_tools.notify import Event, Notice, event, load_settings, tell, tell_end
+from sparsebp_tools.notify.deliver import complete, deliver, main
 from tests.cli.conftest import Cli, Write, cli, write_recipe, write_run  # noqa: F401 - fixtures
 
 KEY = "a key that nobody may see"
@@ -322,6 +323,31 @@ def test_doctor_says_what_is_set_and_sends_nothing(server: Server, settings: Pat
     settings.write_text("notify: [{command: [notify-send]}]\n")
     assert [found.text for found in check_notices()] == ["command; nothing was sent"]
     assert server.received == []
+
+
+def test_the_core_hands_events_to_the_package_and_does_without_it(
+    settings: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Event] = []
+    monkeypatch.setattr(event, "_start", told.append)
+    run = RunFolder(home() / "runs" / "gone")
+    notify.tell("judged", {})  # nobody asked
+    settings.write_text("notify: [{command: [notify-send]}]\n")
+    notify.tell("judged", {"answer": "better"})
+    notify.tell_end(run, 1, is_asked=True)
+    assert [(one.event, one.facts.get("exit_code")) for one in told] == [("judged", None), ("", 1)]
+    monkeypatch.setattr("sparsebp_cli.entry_point.find_tool", lambda name: None)
+    monkeypatch.setattr(notify, "find_tool", lambda name: None)
+    notify.tell_end(run, None, is_asked=False)
+    assert len(told) == 2
+    (found,) = check_notices()
+    assert (found.level, found.text) == (
+        "warn",
+        f"nothing reads {settings}: `notify` is in the package sparsebp-tools: python -m pip install sparsebp-tools, "
+        "or plugins/sparsebp-tools of a checkout",
+    )
+    settings.unlink()
+    assert check_notices() == []
 
 
 def test_a_secret_that_is_not_there_is_named_by_its_place() -> None:

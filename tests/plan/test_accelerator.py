@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sparsebp_cli.errors import UsageError
-from sparsebp_cli.plan.accelerator import KNOWN, find_accelerator
+from sparsebp_tools.forecast.accelerator import KNOWN, find_accelerator
 
 
 def test_every_name_says_its_own_memory() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import threading
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,14 @@ def test_a_recipe_that_names_no_tracker_that_can_be_used_is_refused(tmp_path: Pa
     with pytest.raises(UsageError, match="MLflow has every run without being named"):
         find_tracker("mlflow")
     assert load_recipe(file, ["tracking.also=[tensorboard]"]).tracking.also == ["tensorboard"]
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "trackio"])
+def test_a_tracker_that_is_not_installed_says_which_package_has_it(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr("sparsebp_cli.tracker.contract.entry_points", lambda group: metadata.EntryPoints())
+    line = f"tracker '{name}' is in the package sparsebp-tools: python -m pip install sparsebp-tools"
+    with pytest.raises(UsageError, match=f"^{line}"):
+        find_tracker(name)
 
 
 def test_a_run_without_a_plan_or_a_folder_is_one_line(make_run: MakeRun, tmp_path: Path) -> None:

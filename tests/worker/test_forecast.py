@@ -10,14 +10,14 @@ import pytest
 
 from sparsebp_cli.errors import DataError, PolicyError, UnsupportedError
 from sparsebp_cli.plan import make_plan
-from sparsebp_cli.plan.forecast import Forecast, ForecastRequest
 from sparsebp_cli.recipe import load_recipe
 from sparsebp_cli.recipe.schema import Recipe
-from sparsebp_cli.worker.forecast.depth import DEPTHS, extend
-from sparsebp_cli.worker.forecast.material import gather_material
-from sparsebp_cli.worker.forecast.measure import forecast
-from sparsebp_cli.worker.forecast.step import Rehearsal, make_order
 from sparsebp_cli.worker.model import build_tokenizer
+from sparsebp_tools.forecast.depth import DEPTHS, extend
+from sparsebp_tools.forecast.material import gather_material
+from sparsebp_tools.forecast.measure import forecast
+from sparsebp_tools.forecast.record import Forecast, ForecastRequest
+from sparsebp_tools.forecast.step import Rehearsal, make_order
 
 # Of peft.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")

@@ -31,9 +31,9 @@ from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run import History, JournalWriter, RunFolder
 from sparsebp_cli.source.rounded import find_rounded
 from sparsebp_cli.worker.checkpoint import CheckpointFolder
-from sparsebp_cli.worker.checkpoint_model import rebuild
 from sparsebp_cli.worker.model import build_model, build_tokenizer
 from sparsebp_cli.worker.reload import check_again
+from sparsebp_tools.checkpoint_model import rebuild
 from sparsebp_tools.release import ReleasedModel, find_weights, write_model
 from tests.worker.conftest import LLAMA, work
 from tests.worker.ranks import make_run, train_on_two

@@ -9,12 +9,12 @@ import pytest
 
 import sparsebp_cli as sbp
 from sparsebp_cli.plan import Plan
-from sparsebp_cli.plan.forecast import ForecastRequest, StepForecast
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run import JournalWriter, RunFolder
 from sparsebp_cli.worker.ending import StopRequest
-from sparsebp_cli.worker.forecast.measure import forecast
 from sparsebp_cli.worker.training import Training
+from sparsebp_tools.forecast.measure import forecast
+from sparsebp_tools.forecast.record import ForecastRequest, StepForecast
 
 LINEARS = ["model.layers.*"]
 POLICIES: dict[str, dict[str, Any]] = {

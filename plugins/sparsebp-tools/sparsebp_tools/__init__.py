@@ -10,6 +10,20 @@ EVALUATE = VerbEntry(
     writes=True,
     example="evaluate @last --lm-eval hellaswag --limit 100",
 )
+# What `sparsebp validate --memory` calls.
+FORECAST = VerbEntry(
+    f"{TOOLS}.forecast.show:show_memory",
+    "",
+    {"forecast": (f"{TOOLS}.forecast.answer:ForecastAnswer", 1)},
+    described=(f"{TOOLS}.forecast.record",),
+)
+FETCH = VerbEntry(
+    f"{TOOLS}.verb.fetch:fetch",
+    "More: write and check recipes",
+    {"fetched": (f"{TOOLS}.answer.fetched_record:FetchedAssets", 1)},
+    writes=True,
+    example="fetch minilm-l6 movie-snippets",
+)
 MODEL = VerbEntry(
     f"{TOOLS}.verb.model:model",
     "More: results",

@@ -31,7 +31,7 @@ def judge(request: str, tell: Callable[[str, int, int], None]) -> Mapping[str, o
     """Return what the harness says of a model. Raise UsageError for an unknown task, DataError without the harness or
     without weights in safetensors."""
     if find_spec("lm_eval") is None:
-        raise DataError("lm-eval is not installed: pip install 'sparsebp[lm-eval]'")
+        raise DataError("lm-eval is not installed: pip install 'sparsebp-tools[lm-eval]'")
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 

@@ -13,7 +13,8 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from sparsebp_cli.cli.plugin import find_verbs
+from sparsebp_cli.cli.plugin import VerbEntry, find_verbs
+from sparsebp_cli.entry_point import find_tool
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
 HERE = "sparsebp_cli.cli.answer"
@@ -58,21 +59,20 @@ KINDS: tuple[Kind, ...] = (
     Kind("run", f"{HERE}.result_record:RunFacts", ("show",)),
     Kind("sent", f"{HERE}.result_record:SentRuns", ("sync",)),
     Kind("checked-recipes", f"{HERE}.recipe_record:CheckedRecipes", ("validate",)),
-    Kind("forecast", f"{HERE}.forecast_record:ForecastAnswer", ("validate",), 1, ("sparsebp_cli.plan.forecast",)),
     Kind("data", f"{HERE}.recipe_record:DataAnswer", ("data",)),
     Kind("export", f"{HERE}.recipe_record:ExportedRuns", ("export",)),
     Kind("recipes", f"{HERE}.recipe_record:ShippedList", ("recipes",)),
     Kind("policies", f"{HERE}.recipe_record:PolicyList", ("policies",)),
     Kind("assets", f"{HERE}.recipe_record:AssetList", ("models", "datasets")),
-    Kind("fetched", f"{HERE}.recipe_record:FetchedAssets", ("fetch",)),
     Kind("schemas", f"{HERE}.recipe_record:SchemaList", ("schema",)),
     Kind("checks", f"{HERE}.machine_record:CheckReport", ("doctor", "targets")),
     Kind("targets", f"{HERE}.machine_record:TargetList", ("targets",)),
     Kind("benchmark", "sparsebp_cli.bench.result:Benchmark", ("bench",)),
 )
+FORECAST: VerbEntry | None = find_tool("forecast")
 KINDS += tuple(
     Kind(kind, record, (verb,), version, entry.described)
-    for verb, entry in find_verbs().items()
+    for verb, entry in [*find_verbs().items(), *([("validate", FORECAST)] if FORECAST is not None else [])]
     for kind, (record, version) in entry.answers.items()
 )
 BY_NAME = {kind.name: kind for kind in KINDS}

@@ -122,4 +122,4 @@ def _rebuild(planned: ReleasedModel, part: Path) -> None:
     names: Any = planned.history.facts.get("label_names") or []
     labels = {"classification": len(names), "regression": 1}.get(recipe.dataset.format)
     request = {"plan": str(planned.run.plan_file), "labels": labels, "step": planned.weights.step, "folder": str(part)}
-    measure_apart("sparsebp_cli.worker.checkpoint_model", json.dumps(request))
+    measure_apart("sparsebp_tools.checkpoint_model", json.dumps(request))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sparsebp_cli.errors import TrackingError
-from sparsebp_cli.tracker.contract import TrackedRecord, TrackedRun, Tracker
+from sparsebp_cli.tracker import TrackedRecord, TrackedRun, Tracker
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event
@@ -111,4 +111,4 @@ def _encode(events: Sequence[Event]) -> bytes:
     return found.getvalue()
 
 
-TENSORBOARD = Tracker(TensorBoardSession, package="tensorboard", install="sparsebp[tensorboard]")
+TENSORBOARD = Tracker(TensorBoardSession, package="tensorboard", install="sparsebp-tools[tensorboard]")

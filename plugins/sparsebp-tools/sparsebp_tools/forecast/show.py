@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from sparsebp_cli.cli.answer.forecast_record import ForecastFacts, RemedyNeed, StepNeed
+import typer
+
+from sparsebp_cli.cli.answer import Problem, tell
 from sparsebp_cli.cli.quantity import show_count, show_share
-from sparsebp_cli.errors import UsageError
-from sparsebp_cli.plan.accelerator import ASSUMED_SHARE, Accelerator, find_accelerator
+from sparsebp_cli.cli.screen import Output, console, print_error, print_line
+from sparsebp_cli.errors import SparseBPError, UsageError
+from sparsebp_tools.forecast.accelerator import ASSUMED_SHARE, Accelerator, find_accelerator
+from sparsebp_tools.forecast.answer import ForecastAnswer, ForecastFacts, ForecastProblem, RemedyNeed, StepNeed
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from sparsebp_cli.plan import Plan
-    from sparsebp_cli.plan.forecast import Forecast, Parts, Remedy, StepForecast
+    from sparsebp_cli.recipe import Recipe
+    from sparsebp_tools.forecast.record import Forecast, Parts, Remedy, StepForecast
 
 ROWS = (
     ("weights", "weights"),
@@ -29,11 +34,59 @@ ROWS = (
 WARMUP = 3  # steps of a run that its rate leaves out
 
 
+def show_memory(
+    recipes: Sequence[Path], changes: Sequence[str], gpu: str | None, rate: str | None, form: Output
+) -> None:
+    """Print what a step of each recipe would need: of one its tables, of several a line each. Exit code 2 when one is
+    wrong. Weights and data need not be here."""
+    from sparsebp_cli.cli.study_check import make_plans
+    from sparsebp_cli.plan import make_plan
+    from sparsebp_cli.study.loader import is_study
+
+    if gpu is not None:
+        find_accelerator(gpu)  # before any recipe is read: the error is not about one
+    facts, problems = [], []
+    every: list[tuple[Path, Plan]] = []
+    for file in recipes:
+        try:
+            plans = make_plans(file) if is_study(file) else [make_plan(_load_counted(file, changes), file)]
+        except SparseBPError as error:
+            print_error(error)
+            problems.append(ForecastProblem(file=str(file), error=Problem.of(error)))
+        else:
+            every += [(file, plan) for plan in plans]
+    several = len(every) > 1
+    for file, plan in every:
+        try:
+            found = forecast_plan(plan, gpu, rate)
+        except SparseBPError as error:
+            print_line(f"error: {plan.recipe.name}: {error}" if several else f"error: {error}", stderr=True)
+            problems.append(ForecastProblem(file=str(file), error=Problem.of(error)))
+            continue
+        facts.append(make_facts(found, file))
+        for part in [describe(found)] if several else tables(found):
+            console().print(part, soft_wrap=isinstance(part, str))
+    if several:
+        print_line("more: one recipe alone has its tables, -o json has all")
+    tell(ForecastAnswer(recipes=facts, problems=problems), form, lambda _: None)  # each was printed when it was made
+    if problems:
+        raise typer.Exit(UsageError.exit_code)
+
+
+def _load_counted(file: Path, changes: Sequence[str]) -> Recipe:
+    """Return a recipe with its number of steps: only one in epochs needs its data here."""
+    from sparsebp_cli.cli.validate import load_checked
+    from sparsebp_cli.recipe import load_placed
+
+    recipe = load_placed(file, changes).recipe
+    return recipe if recipe.training.num_train_epochs is None else load_checked(file, changes)[0]
+
+
 def forecast_plan(plan: Plan, gpu: str | None, rate: str | None) -> Forecast:
     """Return what a plan takes. ``gpu`` is an accelerator's name or size, None for this machine; ``rate`` is given in
     TFLOP/s, or a run whose rate is taken. Raise UsageError for a word that is neither, and for what cannot be read."""
     from sparsebp_cli.cli.worker_process import measure_apart
-    from sparsebp_cli.plan.forecast import Forecast, ForecastRequest
+    from sparsebp_tools.forecast.record import Forecast, ForecastRequest
 
     device = None if gpu is None else find_accelerator(gpu)
     flops_per_second, note = _read_rate(rate, device, plan)
@@ -43,7 +96,7 @@ def forecast_plan(plan: Plan, gpu: str | None, rate: str | None) -> Forecast:
         capacity_bytes=None if device is None else device.memory_bytes,
         flops_per_second=flops_per_second,
     )
-    found = Forecast.model_validate(measure_apart("sparsebp_cli.worker.forecast", request.model_dump_json()))
+    found = Forecast.model_validate(measure_apart("sparsebp_tools.forecast", request.model_dump_json()))
     update = {"device": found.device if device is None else device.name, "rate_note": note or found.rate_note}
     return found.model_copy(update=update)
 

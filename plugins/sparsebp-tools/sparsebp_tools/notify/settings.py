@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from sparsebp_cli.errors import UsageError
+from sparsebp_cli.notify import settings_file
 from sparsebp_cli.policy.field_error import describe_errors
 from sparsebp_cli.recipe.check import find_place
 from sparsebp_cli.recipe.document import Place, read_document
@@ -97,15 +98,6 @@ def check_address(address: str) -> str:
     if parts.username is not None or parts.password is not None:
         raise ValueError("a webhook's address has no user or password: name one that is a secret by env or file")
     return address
-
-
-def settings_file() -> Path:
-    """Return the file of settings: ``$SPARSEBP_SETTINGS``, else ``settings.yaml`` in the user's config folder."""
-    if chosen := os.environ.get("SPARSEBP_SETTINGS"):
-        return Path(chosen).expanduser()
-    from platformdirs import user_config_path
-
-    return user_config_path("sparsebp", appauthor=False) / "settings.yaml"
 
 
 def load_settings() -> Settings:

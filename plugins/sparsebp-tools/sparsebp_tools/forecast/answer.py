@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sparsebp_cli.cli.answer.record import Answer, Problem
-from sparsebp_cli.plan.forecast import Forecast
+from sparsebp_tools.forecast.record import Forecast
 
 
 class StepNeed(Answer):

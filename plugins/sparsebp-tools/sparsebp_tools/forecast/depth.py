@@ -9,7 +9,7 @@ import copy
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from sparsebp_cli.plan.forecast import Parts, StepForecast
+from sparsebp_tools.forecast.record import Parts, StepForecast
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

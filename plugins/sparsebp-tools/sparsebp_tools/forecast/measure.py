@@ -10,16 +10,16 @@ import psutil
 import torch
 
 from sparsebp_cli.errors import SparseBPError, UnsupportedError, UsageError, first_line
-from sparsebp_cli.plan.forecast import HELD_ON_CPU, Forecast, ForecastRequest, Remedy, StepForecast
 from sparsebp_cli.policy import Policy
 from sparsebp_cli.policy.known_kind import list_kinds
 from sparsebp_cli.recipe.composition import has_own_worker, refuse_unsupported
 from sparsebp_cli.recipe.schema import PolicyEntry, Recipe
-from sparsebp_cli.worker.forecast.depth import Depth, count_layers
-from sparsebp_cli.worker.forecast.material import gather_material, set_aside
-from sparsebp_cli.worker.forecast.remedy import Change, name_comparisons, try_changes, without_comparisons
-from sparsebp_cli.worker.forecast.step import Rehearsal, make_order
 from sparsebp_cli.worker.policy_phase import make_phases
+from sparsebp_tools.forecast.depth import Depth, count_layers
+from sparsebp_tools.forecast.material import gather_material, set_aside
+from sparsebp_tools.forecast.record import HELD_ON_CPU, Forecast, ForecastRequest, Remedy, StepForecast
+from sparsebp_tools.forecast.remedy import Change, name_comparisons, try_changes, without_comparisons
+from sparsebp_tools.forecast.step import Rehearsal, make_order
 
 SECONDS = 0.5  # of products that are timed where no rate was given
 WORTH = 0.99  # of the peak: a change that saves less is not shown

@@ -35,7 +35,7 @@ class _Wide:
 
 class FakeRecord(TorchDispatchMode):
     """Records the life of storages; time is the number of the event. A context manager, entered inside of
-    :func:`~sparsebp_cli.memory.fake.mode.pretend`. ``vocabulary`` is the width of logits."""
+    :func:`~sparsebp_tools.forecast.fake.mode.pretend`. ``vocabulary`` is the width of logits."""
 
     def __init__(self, vocabulary: int | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

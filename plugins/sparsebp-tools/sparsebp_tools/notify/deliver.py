@@ -1,4 +1,4 @@
-"""Delivers one event, which it reads from standard input: ``python -m sparsebp_cli.notify.deliver``.
+"""Delivers one event, which it reads from standard input: ``python -m sparsebp_tools.notify.deliver``.
 
 What cannot be delivered is one line in ``notify.log`` in the home of runs. It names a webhook by its host, since the
 rest of an address may be a secret, and repeats no text of an error that may have address or settings in it.
@@ -23,9 +23,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from sparsebp_cli.errors import RecipeError, UsageError
-from sparsebp_cli.notify.event import Event
-from sparsebp_cli.notify.settings import Notice, check_address, load_settings
 from sparsebp_cli.run import History, RunFolder, State, home
+from sparsebp_tools.notify.event import Event
+from sparsebp_tools.notify.settings import Notice, check_address, load_settings
 
 DIVERGED = 3  # exit code of a worker
 AGAIN = {408, 425, 429}  # answers after which the same may be accepted later; so are all from 500

@@ -27,22 +27,22 @@ from sparsebp_cli.backward.linear.quantized import count_parameters
 from sparsebp_cli.backward.observe.flops import FlopCount
 from sparsebp_cli.backward.observe.update_flops import UpdateFlops
 from sparsebp_cli.errors import PolicyError, UsageError
-from sparsebp_cli.memory.fake import FakeRecord, StandIns, pretend
 from sparsebp_cli.memory.watch import MemoryWatch
-from sparsebp_cli.plan.forecast import Parts, StepForecast
 from sparsebp_cli.policy import Stateful
 from sparsebp_cli.recipe.description import describe_policy
 from sparsebp_cli.recipe.schema import PolicyEntry, Recipe
 from sparsebp_cli.run.memory import PHASES, MemoryCurve, MemoryPoint
 from sparsebp_cli.run.policy_phase import describe_phases
 from sparsebp_cli.worker.batch import BatchOrder, collate, micro_batch_loss
-from sparsebp_cli.worker.forecast.depth import shorten
-from sparsebp_cli.worker.forecast.material import Material
 from sparsebp_cli.worker.model import build_by_config
 from sparsebp_cli.worker.optimizer import build_optimizer
 from sparsebp_cli.worker.policy_phase import PhaseSequence, make_phases
 from sparsebp_cli.worker.probe import SQUARES
 from sparsebp_cli.worker.reference import Reference
+from sparsebp_tools.forecast.depth import shorten
+from sparsebp_tools.forecast.fake import FakeRecord, StandIns, pretend
+from sparsebp_tools.forecast.material import Material
+from sparsebp_tools.forecast.record import Parts, StepForecast
 
 CPU = torch.device("cpu")
 NOWHERE = Path("nowhere")  # a step without data writes nothing

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from sparsebp_cli.errors import SparseBPError
-from sparsebp_cli.plan.forecast import Remedy, StepForecast
 from sparsebp_cli.policy import make_policy
 from sparsebp_cli.recipe import refuse_unsupported
 from sparsebp_cli.recipe.schema import LoraSection, PolicyEntry, Recipe
+from sparsebp_tools.forecast.record import Remedy, StepForecast
 
 SEGMENTS = 2
 RANK = 16

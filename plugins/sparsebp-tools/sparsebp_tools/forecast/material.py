@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sparsebp_cli.errors import DataError, UnsupportedError
-from sparsebp_cli.plan.forecast import BatchForecast
 from sparsebp_cli.policy import Policy, ReferenceReader
 from sparsebp_cli.policy.known_kind import find_columns
 from sparsebp_cli.recipe.schema import Recipe
@@ -21,6 +20,7 @@ from sparsebp_cli.worker.batch import BatchOrder
 from sparsebp_cli.worker.data import IGNORED, Data, Example, build_data
 from sparsebp_cli.worker.model import build_tokenizer, read_model_config
 from sparsebp_cli.worker.price import shape_of
+from sparsebp_tools.forecast.record import BatchForecast
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase

@@ -1,4 +1,4 @@
-"""``python -m sparsebp_cli.worker.forecast``: a request on standard input, lines of JSON on standard output, as in
+"""``python -m sparsebp_tools.forecast``: a request on standard input, lines of JSON on standard output, as in
 :mod:`sparsebp_cli.worker.answer`.
 """
 
@@ -14,10 +14,10 @@ wait_briefly()
 
 def answer_request(line: str, report: Callable[[str, int, int], None]) -> dict[str, object]:
     """Forecast what a plan takes."""
-    from sparsebp_cli.plan.forecast import ForecastRequest
+    from sparsebp_tools.forecast.record import ForecastRequest
 
     request = ForecastRequest.model_validate_json(line)
-    from sparsebp_cli.worker.forecast.measure import forecast
+    from sparsebp_tools.forecast.measure import forecast
 
     return forecast(request, report).model_dump(mode="json")
 

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from sparsebp_cli.memory.fake.attention import attend
+from sparsebp_tools.forecast.fake.attention import attend
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload

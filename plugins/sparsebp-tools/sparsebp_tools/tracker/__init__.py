@@ -1,0 +1,1 @@
+"""Trackers beside MLflow, as entry points of the group ``sparsebp.trackers``."""
