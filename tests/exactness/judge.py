@@ -18,7 +18,7 @@ from sparsebp_cli.errors import SparseBPError
 from tests.exactness.axis import Case
 from tests.exactness.batch import Batch, make_batches
 from tests.exactness.loss import LOSSES, Script
-from tests.exactness.step import Alone, AloneWhereRestarting, Step, restarts
+from tests.exactness.step import Alone, AloneWhereRestarting, AloneWithoutCache, Step, restarts
 from tests.exactness.subject import make_model
 
 Verdict = Literal["right", "plain", "refused", "wrong", "unjudged"]
@@ -171,7 +171,7 @@ def _error(oracle: Loop, subject: Subject, expected: Step, got: Step, number: in
     if error <= WRONG:
         return "", False
     found = float("inf")
-    for kind in (Alone, AloneWhereRestarting):  # where neither runs, the plain step is the judge
+    for kind in (Alone, AloneWhereRestarting, AloneWithoutCache):  # where neither runs, the plain step is the judge
         with suppress(Exception):
             alone = Loop(oracle.model, case, oracle.policies, kind(oracle.model), oracle.engine)
             found = min(found, alone.run(subject.updates[number], subject.seed + number).error(got))

@@ -110,6 +110,14 @@ class AloneWhereRestarting(Alone):
         return float((plain - own).norm()) > 1e-3 * float(own.norm())
 
 
+class AloneWithoutCache(AloneWhereRestarting):
+    """Runs only those of these texts by themselves whose forward is told to make no cache: others are one text."""
+
+    def __call__(self, **batch: Any) -> Any:
+        """Return what the model does, or the logits of each text."""
+        return self._model(**batch) if batch.get("use_cache") is not False else super().__call__(**batch)
+
+
 def restarts(batch: dict[str, Any]) -> bool:
     """Return whether positions of a batch do not follow each other, and no mask says that a row is one text."""
     given = batch.get("position_ids")
