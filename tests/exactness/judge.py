@@ -211,7 +211,10 @@ def _has_no_oracle(oracle: Loop, subject: Subject, number: int) -> bool:
     """Return whether plain forwards let texts of a row read each other, and no text alone says what the script reads:
     it compares forwards, of which those without a gradient may be either, or reads more than logits."""
     case = subject.case
-    if case["loss"] not in ("clipped ratio", "scored ratio", "hidden states") and case["beside"] != "tokens":
+    if (
+        case["loss"] not in ("clipped ratio", "scored ratio", "hidden states", "logits_to_keep")
+        and case["beside"] != "tokens"
+    ):
         return False
     mixed = AloneWhereRestarting(oracle.model)
     return any(mixed.mixes(batch) for batch in subject.updates[number])
