@@ -53,7 +53,7 @@ COLUMN: dict[str, Callable[[RunLine], object]] = {
 USUAL = ("run", "name", "policy", "seed", "state", "step", "eval/loss", "age")
 OF_STUDY = ("arm", "combination", "role")
 USUAL_OF_STUDY = ("run", *OF_STUDY, "seed", "state", "step", "eval/loss", "age")
-WHOLE = {"run", "seed", "step", "eval/loss"}  # ids are copied, and numbers are read: they are never wrapped
+WHOLE = {"run", "state", "seed", "step", "eval/loss"}  # ids are copied, and numbers are read: they are never wrapped
 
 
 def runs(

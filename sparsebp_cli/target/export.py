@@ -24,6 +24,9 @@ from sparsebp_cli.target.container import ContainerOptions, check_paths, contain
 from sparsebp_cli.target.manifest import KubernetesOptions, as_literal, make_job, make_service
 
 END = "END_OF_PLAN"
+NOTE = """# Each node must reach this folder, and have this Python with SparseBP. The keys folder and python of a slurm
+# target in targets.yaml, given by --target NAME, change them.
+"""
 SHARED = set(TargetOptions.model_fields) - {"worker"}  # of a target's options, those that the worker reads
 
 
@@ -41,7 +44,7 @@ def export_sbatch(plans: Sequence[Plan], max_parallel: int) -> str:
             check_paths(plan, reached)
     before = "\n".join(_write_plan(plan, shlex.quote(run)) for plan, run in zip(plans, runs, strict=True))
     before = "".join(_require(key, path) for path, key in wanted.items()) + before
-    return render_script(options, runs, max_parallel, before=before)
+    return render_script(options, runs, max_parallel, before=NOTE + before)
 
 
 def export_kubernetes(plans: Sequence[Plan]) -> str:
