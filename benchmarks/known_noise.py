@@ -9,6 +9,7 @@ twenty on average.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sysconfig
@@ -90,6 +91,7 @@ def measure_task(values: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Measure each task, print and write."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     from tests.trials import find_commit
 
     tasks = []

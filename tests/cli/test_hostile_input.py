@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import re
 import resource
 import shutil
 import signal
@@ -27,6 +28,7 @@ from . import fake_sparsebp, hostile
 from .conftest import RECIPE, TESTS, write_run
 from .hostile import CANARY, KINDS, ROWS, SECRET
 
+OF_A_KEY = re.compile(r"error: \S+:\d+:\d+: ")  # file, line and column
 HANG_SECONDS = 120.0  # of a busy machine, too: a command takes some hundredths
 STUDY = "version: 1\nstudy: s\nbase: fake.yaml\narms: {a: {policy: dense}, b: {policy: dense}}\nseeds: {report: 0-1}\n"
 CELLS = [
@@ -203,7 +205,8 @@ class Ground:
         # A wrong option is told in a frame; of several runs each that goes wrong has its warning.
         errors = [line for line in err.splitlines() if line.startswith(("error: ", "╭─ Error"))]
         is_told = errors or "warning: " in err
-        if len(errors) > 1 or (errors and not code) or (code >= 2 and not is_told):
+        is_one = len(errors) < 2 or all(OF_A_KEY.match(line) for line in errors)  # of a file, all that is wrong with it
+        if not is_one or (errors and not code) or (code >= 2 and not is_told):
             yield f"exit code {code} with {len(errors)} errors"
         if SECRET in out + err:
             yield "quotes a secret"
