@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -138,6 +139,8 @@ class RemoteRun:
             print(f"{self.run.run_id}: {problem} ({error})", flush=True)
             if not self.run.path.exists():  # deleted by the user: there is nowhere left to fetch to
                 self._launch = replace(self._launch, sight=OVER)
+                if self._follower is not None:
+                    self._follower.stop()
                 self._lock.release()
         if self.failures == TOLD_AFTER:
             tell("unreachable", {"run_id": self.run.run_id, "name": self.run.brief()[0], "text": problem})
@@ -207,7 +210,8 @@ class RemoteRun:
     def _warn(self, text: str) -> None:
         print(text, flush=True)
         self._tracking_warning = text
-        self._save(warning=text)
+        with suppress(OSError):  # no room for it, or the folder is deleted: it was printed
+            self._save(warning=text)
 
     def _save(self, **changes: Any) -> None:
         with self._save_lock:  # the follower warns from a thread of its own

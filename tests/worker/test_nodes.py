@@ -177,7 +177,7 @@ def test_a_worker_that_was_started_on_too_few_nodes_is_refused(monkeypatch, envi
         ),
         ({"kind": "docker", "host": "ssh://gpu1", "nodes": 2, "processes": 2}, "nodes", "docker runs on one machine"),
         ({"kind": "slurm", "nodes": 2, "processes": 3}, "processes", "must be a multiple of nodes: 2, got 3"),
-        ({"kind": "slurm", "nodes": 2, "processes": 8, "gpus": 8}, "", "take 4 on each, got 8"),
+        ({"kind": "slurm", "nodes": 2, "processes": 8, "gpus": 8}, "", "need 4 on each, got 8"),
         (
             {"kind": "slurm", "nodes": 2, "processes": 8, "gpus": "a100:4", "peer_timeout_min": 0},
             "peer_timeout_min",
