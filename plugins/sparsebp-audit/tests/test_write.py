@@ -57,7 +57,7 @@ def test_the_changed_script_trains_to_the_same_weights_with_less_work(tmp_path: 
     script.write_text(SCRIPT, encoding="utf-8")
     shown = run_audit("--steps", "2", "--stop", "--", sys.executable, script)
     line = 'import sparsebp_cli as sbp; sbp.PolicyCallback("lossless").join(trainer)'
-    assert shown.stdout.splitlines()[-1] == f"next: `--write` puts into {script}: {line}"
+    assert shown.stdout.splitlines()[-2:] == [f"next: `--write` puts into {script}:", f"   {line}"]
     done = run_audit("--write", "--steps", "2", "--stop", "--", sys.executable, script)
     assert done.returncode == 0, done.stderr[-2000:]
     added = [line for line in done.stdout.splitlines() if line.startswith("+")]

@@ -140,7 +140,8 @@ def _print_next(report: AuditReport, script: Path | None, *, is_recipe: bool) ->
     from sparsebp_audit.verb.script_line import describe_change, find_objection
 
     if not find_objection(report):
-        print_line(f"next: {'write policy: lossless in the recipe' if is_recipe else describe_change(script)}")
+        for line in ("write policy: lossless in the recipe" if is_recipe else describe_change(script)).splitlines():
+            print_line(line if line.startswith(" ") else f"next: {line}")
 
 
 def _write_line(audited: AuditedCommand, *, quiet: bool) -> bool:

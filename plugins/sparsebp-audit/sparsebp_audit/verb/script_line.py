@@ -97,13 +97,14 @@ def find_change(file: Path) -> ScriptChange:
 
 
 def describe_change(file: Path | None) -> str:
-    """Return what to write into a script, and where, in one line; of a command without a script, by hand."""
+    """Return what to write into a script, and below it the line; by hand where `--write` has no script or place."""
     try:
         added = [] if file is None else find_change(file).diff().splitlines()[2:]
-    except UnsupportedError as error:
-        return str(error)
-    lines = "; ".join(line[1:].strip() for line in added if line.startswith("+"))
-    return f"`--write` puts into {file}: {lines}" if lines else _by_hand()
+    except UnsupportedError:
+        added = []
+    line = "; ".join(line[1:].strip() for line in added if line.startswith("+"))
+    text = f"`--write` puts into {file}: {line}" if line else _by_hand()
+    return text.replace(": import", ":\n   import", 1)
 
 
 def _by_hand(name: str = "trainer") -> str:
