@@ -42,7 +42,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 import sparsebp_cli as sbp  # noqa: E402
 from sparsebp_cli.asset.bundled import austen_llama, is_held_out, load_austen, load_cmudict, load_python_docs  # noqa: E402
 from sparsebp_lab.worth.curvature import Curvature  # noqa: E402
-from sparsebp_lab.worth.squares import Metric, inner  # noqa: E402
+from sparsebp_lab.worth.squares import WorthMetric, inner  # noqa: E402
 from sparsebp_lab.worth.step_length import StepLength, share_of_batch  # noqa: E402
 
 FOLDER = ROOT / "docs" / "results" / "cause"
@@ -344,7 +344,7 @@ class Measurement:
     def __init__(self, training: Training, place: int, size: Size, roots: Gradients) -> None:
         self.training, self.size, self.roots = training, size, roots
         self.draw = torch.Generator().manual_seed(place)
-        self.metric = Metric(training.optimizer, training.weights)
+        self.metric = WorthMetric(training.optimizer, training.weights)
         self.curved = training.others(0, CURVED)
         self.curvature = Curvature(training.weights, self.metric, training.gradient(self.curved))
         self.first = CURVED // BATCH + place * 2 * PAIRS  # batch, counted from the end of the order
