@@ -1,1 +1,0 @@
-"""The site `branches`: the outputs of a model's residual branches."""
