@@ -11,23 +11,28 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = {"sparsebp": ROOT} | {
+    f"sparsebp-{name}": ROOT / "plugins" / f"sparsebp-{name}" for name in ("tools", "shelf")
+}
 
 
 def use_checkout() -> None:
-    """Put the checkout first on the path; if it is not installed, write its metadata, too."""
-    sys.path.insert(0, str(ROOT))
-    try:
-        version("sparsebp")
-    except PackageNotFoundError:
-        folder = Path(tempfile.mkdtemp(prefix="sparsebp-metadata-"))
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        _write_metadata(folder)
-        sys.path.append(str(folder))
+    """Put the packages of the checkout first on the path; write the metadata of those that are not installed."""
+    sys.path[:0] = [str(package) for package in PACKAGES.values()]
+    folder = Path(tempfile.mkdtemp(prefix="sparsebp-metadata-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    for name, package in PACKAGES.items():
+        try:
+            version(name)
+        except PackageNotFoundError:
+            _write_metadata(package, folder)
+    sys.path.append(str(folder))
 
 
-def _write_metadata(folder: Path) -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    place = folder / f"{project['name']}-{project['version']}.dist-info"
+def _write_metadata(package: Path, folder: Path) -> None:
+    project = tomllib.loads((package / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    # A hyphen in the folder's name would end the name that importlib.metadata reads.
+    place = folder / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
     place.mkdir()
     (place / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
     lines: list[str] = []

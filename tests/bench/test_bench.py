@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from sparsebp_cli.backward.linear import function
-from sparsebp_cli.bench import Benchmark, BenchmarkRow
+from sparsebp_tools.bench import Benchmark, BenchmarkRow
 
 pytestmark = pytest.mark.xdist_group("bench")  # fixtures of this file take long: one process makes them
 
@@ -43,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Holds a recipe, and what was measured of ``topk`` with it."""
     place = tmp_path_factory.mktemp("bench")
     (place / "tiny.yaml").write_text(RECIPE)
-    options = ["--recipe", "tiny.yaml", "--rounds", 2, "--out", "topk.json", "--png", "topk.png"]
+    options = ["--recipe", "tiny.yaml", "--rounds", 2, "--out", "topk.json"]
     done = _bench(place, "topk", *options)
     assert done.returncode == 0, done.stderr
     (place / "table.txt").write_text(done.stdout)
@@ -66,12 +66,8 @@ def test_the_table_fits_a_hundred_columns_and_names_every_form(folder: Path, fou
     assert max(map(len, table.splitlines())) <= 100
     for row in found.rows:
         assert row.label in table
-    for text in ("at linears", "at branches", "plain PyTorch", "full checkpointing", "is faster than"):
+    for text in ("at linears", "plain PyTorch", "is faster than"):
         assert text in table
-
-
-def test_the_picture_is_one(folder: Path) -> None:
-    assert (folder / "topk.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_every_form_was_measured_at_every_share_in_every_round(found: Benchmark) -> None:
@@ -80,12 +76,7 @@ def test_every_form_was_measured_at_every_share_in_every_round(found: Benchmark)
     assert len(rows) == len(set(rows))
     assert set(rows) == forms
     assert {len(row.passes) for row in found.rows} == {2}
-    assert [row.label for row in found.rows[:4]] == [
-        "plain PyTorch",
-        "full checkpointing",
-        "dense, engine",
-        "dense, engine",
-    ]
+    assert [row.label for row in found.rows[:2]] == ["plain PyTorch", "dense, engine"]
 
 
 def test_the_request_is_the_recipes(found: Benchmark) -> None:
@@ -93,13 +84,13 @@ def test_the_request_is_the_recipes(found: Benchmark) -> None:
     assert (request.batch, request.length, request.threads, request.exclude) == (3, 32, 1, ("lm_head",))
     assert found.model["class"] == "LlamaForCausalLM"
     assert found.machine["threads"] == 1
-    assert found.command == "sparsebp bench topk --recipe tiny.yaml --rounds 2 --out topk.json --png topk.png"
+    assert found.command == "sparsebp bench topk --recipe tiny.yaml --rounds 2 --out topk.json"
 
 
 def test_what_is_executed_falls_with_the_share_and_matches_what_the_ceiling_allows(found: Benchmark) -> None:
     plain = found.rows[0]
     total = plain.forward_flops + plain.backward_flops
-    for site, label in (("linears", "rows"), ("linears", "elements csr"), ("branches", "rows recomputed")):
+    for site, label in (("linears", "rows"), ("linears", "elements csr")):
         rows = [_row(found, site, label, keep) for keep in (0.5, 0.25, 0.1)]
         flops = [row.backward_flops for row in rows]
         assert flops == sorted(set(flops), reverse=True), label
@@ -144,9 +135,7 @@ def test_what_a_kept_unit_must_be_worth_is_its_cost_over_the_share_kept(folder: 
 
 
 def test_memory_is_counted_both_ways(found: Benchmark) -> None:
-    full, recomputed = _row(found, "", "full checkpointing"), _row(found, "branches", "rows recomputed", 0.1)
-    stored = _row(found, "branches", "rows stored", 0.1)
-    assert full.saved_ratio < recomputed.saved_ratio < stored.saved_ratio < 1.0
+    assert {row.saved_ratio for row in found.rows if row.execution == "dense"} == {1.0}
     gradients = 4 * found.model["trained"]
     for row in found.rows:
         assert row.peak_bytes is not None
@@ -155,9 +144,9 @@ def test_memory_is_counted_both_ways(found: Benchmark) -> None:
 
 def test_break_evens_stand_against_plain_pytorch_and_between_executions(found: Benchmark) -> None:
     pairs = [(one.label, one.against) for one in found.break_evens]
-    assert pairs[-2:] == [("elements csr", "elements masked"), ("rows recomputed", "rows stored")]
-    assert {against for _, against in pairs[:-2]} == {"plain PyTorch"}
-    assert [label for label, _ in pairs[:-2]] == [form.label for form in found.request.forms]
+    assert pairs[-1:] == [("elements csr", "elements masked")]
+    assert {against for _, against in pairs[:-1]} == {"plain PyTorch"}
+    assert [label for label, _ in pairs[:-1]] == [form.label for form in found.request.forms]
 
 
 def test_json_for_programs_is_alone_on_standard_output(folder: Path) -> None:
@@ -186,14 +175,13 @@ def test_csr_is_forced_without_touching_the_engines_own_share(found: Benchmark) 
         (["topk", "--keep", "1.0"], "1.0 is dense, which is always measured"),
         (
             ["topk", "--sites", "linear"],
-            "--sites: got 'linear', allowed: linears, branches, nodes; did you mean linears?",
+            "--sites: got 'linear', allowed: linears, nodes; did you mean linears?",
         ),
         (["topk", "--set", "within"], "--set must be OPTION=VALUE"),
         (["topk", "--set", "blok=[8, 8]"], "unknown key 'blok'"),
         (["tpok"], "did you mean topk?"),
         (["topk", "--recipe", "tiny.yaml", "--model", "x"], "give either --recipe or --model, not both"),
         (["topk", "--out", "no/folder.json"], "there is no folder 'no'"),
-        (["topk", "--png", "topk.gif"], "must end in .png, .svg, .pdf"),
         (["topk", "--model", "./no-such-model", "--rounds", 1], "no file or folder"),
         (["topk", "--length", 100000, "--rounds", 1], "--length must be at most"),
     ],

@@ -7,7 +7,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from sparsebp_cli.bench import BreakEven, find_break_even
+from sparsebp_tools.bench import BreakEven, find_break_even
 
 
 def _find(*points: tuple[float, float]) -> BreakEven:

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from sparsebp_cli.bench import find_forms
-from sparsebp_cli.bench.form import FEW_KEEPS, KEEPS
-from sparsebp_cli.bench.request import BATCH, LENGTH, MODEL
 from sparsebp_cli.errors import SparseBPError, UsageError
 from sparsebp_cli.policy import find_policies
 from sparsebp_cli.policy.router import EdgeRouter
 from sparsebp_cli.recipe import load_recipe
+from sparsebp_tools.bench import find_forms
+from sparsebp_tools.bench.form import FEW_KEEPS, KEEPS
+from sparsebp_tools.bench.request import BATCH, LENGTH, MODEL
 from tests.docs.block import ROOT
 
 
@@ -22,9 +22,7 @@ def _labels(name: str, **options: Any) -> list[tuple[str, str]]:
 
 def test_every_kind_of_selection_that_options_lead_to_is_a_form() -> None:
     linears = ["rows", "columns", "blocks", "elements csr", "elements masked", "2:4"]
-    branches = ["rows stored", "rows recomputed"]
-    expected = [("linears", label) for label in linears] + [("branches", label) for label in branches]
-    assert _labels("topk") == _labels("random") == expected
+    assert _labels("topk") == _labels("random") == [("linears", label) for label in linears]
 
 
 def test_shares_that_a_form_refuses_are_not_measured() -> None:
@@ -38,7 +36,7 @@ def test_shares_that_a_form_refuses_are_not_measured() -> None:
 def test_an_option_is_given_to_all_forms_that_take_it() -> None:
     labels = _labels("topk", options={"within": "example", "by": "l1"})
     assert ("linears", "columns") not in labels
-    assert ("branches", "rows recomputed") in labels
+    assert ("linears", "rows") in labels
     assert all(form.options["by"] == "l1" for form in find_forms("topk", options={"by": "l1"}))
     assert _labels("topk", options={"along": "columns"}) == [("linears", "topk")]
 
@@ -64,7 +62,7 @@ AT_SITES = ("GradientSelector", "EdgeRouter")
 
 @pytest.mark.parametrize("name", [name for name, kind in BUILT_IN.items() if kind not in AT_SITES])
 def test_a_policy_that_is_not_asked_at_sites_has_no_forms(name: str) -> None:
-    with pytest.raises(UsageError, match=f"{name!r} is a {BUILT_IN[name]}, which has no forms to measure"):
+    with pytest.raises(UsageError, match=f"{name!r} is a {BUILT_IN[name]}, which the bench cannot time"):
         find_forms(name)
 
 
@@ -82,8 +80,7 @@ def test_every_form_of_every_built_in_policy_can_be_made(name: str) -> None:
         ("tpok", {}, "unknown policy 'tpok'; installed: .*; did you mean topk?"),
         ("topk", {"options": {"withn": "row"}}, "unknown key 'withn'; .*; did you mean within?"),
         ("topk", {"options": {"within": "rows"}}, "within: got 'rows', allowed: 'batch', 'example', 'row'"),
-        ("topk", {"options": {"keep": 0.1}}, "keep is what is varied"),
-        ("topk", {"options": {"along": "columns"}, "sites": ["branches"]}, "no form at branches that multiplies less"),
+        ("topk", {"options": {"keep": 0.1}}, "the bench varies keep"),
         ("dense", {"keeps": [0.5]}, "'dense' has no option keep"),
         ("max-child", {"keeps": [0.5]}, "'max-child' has no option keep"),
         ("max-child", {"sites": ["linears"]}, "routes at graph nodes: needs sites='nodes', got 'linears'"),

@@ -18,8 +18,8 @@ import torch
 
 from sparsebp_cli.backward import count_flops
 from sparsebp_cli.backward.linear import function
-from sparsebp_cli.bench import BenchmarkRow
 from sparsebp_cli.policy import Rows
+from sparsebp_tools.bench import BenchmarkRow
 from tests.docs.block import ROOT
 
 pytestmark = pytest.mark.xdist_group("gpu script")  # it runs once, for minutes, not once a process
@@ -81,9 +81,8 @@ def test_every_way_that_is_to_be_compared_is_a_row(done: Any) -> None:
     rows = [BenchmarkRow.model_validate(row) for row in done[1]["rows"]]
     found = {(row.site, row.label, row.keep) for row in rows}
     ways = {("", label, None) for label in ("plain PyTorch", "compiled", "full checkpointing")}
-    ways |= {(site, "dense, engine", None) for site in ("linears", "branches")}
-    forms = [*(("linears", along) for along in ("rows", "columns", "blocks")), ("branches", "rows recomputed")]
-    forms.append(("branches", "rows stored"))
+    ways |= {("linears", "dense, engine", None)}
+    forms = [("linears", along) for along in ("rows", "columns", "blocks")]
     ways |= {(*form, keep) for form in forms for keep in (0.5, 0.25, 0.1)}
     assert found == ways | {("linears", "2:4", 0.5)}
     for row in rows:
@@ -110,8 +109,7 @@ def test_every_form_is_checked_in_both_precisions(done: Any) -> None:
         for part in ("rows,", "columns,", "blocks,", "elements csr,", "elements masked,", "2:4,"):
             assert any(form.startswith(f"random {part}") for form in forms), part
             assert any(form.startswith(f"topk {part}") for form in forms), part
-        assert {"random rows recomputed, branches, 0.5", "random rows stored, branches, 0.1"} <= forms
-        assert {"dense, linears", "dense, branches", "dense, nodes", "nodes: max-child"} <= forms
+        assert {"dense, linears", "dense, nodes", "nodes: max-child"} <= forms
     assert all(check["error"] < 0.05 for check in checks)
     dense = [c for c in checks if c["form"].startswith("dense") and c["dtype"] == "float32"]
     assert {check["note"] for check in dense} == {"bit for bit as loss.backward()"}
@@ -216,16 +214,18 @@ def test_attention_of_fewer_heads_of_keys_is_counted_as_if_they_were_repeated(ki
     assert counted == [2 * (2 * 8 * 16 * 16) * (32 + 32)] * 2
 
 
-def test_the_metadata_that_stands_in_names_every_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from importlib.metadata import Distribution, PathDistribution, distribution
+@pytest.mark.parametrize("name", ["sparsebp", "sparsebp-tools", "sparsebp-shelf"])
+def test_the_metadata_that_stands_in_names_every_entry_point(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from importlib.metadata import distribution, distributions
 
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     import checkout  # type: ignore[import-not-found]
 
-    checkout._write_metadata(tmp_path)
-    (folder,) = tmp_path.iterdir()
-    made: Distribution = PathDistribution(folder)
-    project = distribution("sparsebp")
+    checkout._write_metadata(checkout.PACKAGES[name], tmp_path)
+    (made,) = distributions(name=name, path=[str(tmp_path)])
+    project = distribution(name)
     assert made.version == project.version
     found = {(entry.group, entry.name, entry.value) for entry in made.entry_points}
     installed = {(e.group, e.name, e.value) for e in project.entry_points if e.group.startswith("sparsebp.")}

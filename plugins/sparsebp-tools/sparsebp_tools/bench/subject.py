@@ -1,4 +1,4 @@
-"""The model and the batch on which all variants are timed and counted."""
+"""The model and the batch with which all variants are timed and counted."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from sparsebp_cli.backward import count_flops, saved_bytes
-from sparsebp_cli.worker.bench.variant import Variant
+from sparsebp_tools.bench.variant import Variant
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Pass:
 
     @property
     def both(self) -> float:
-        """Forward plus backward, which the ceiling refers to."""
+        """Forward plus backward, the time that the speed-up limit refers to."""
         return self.forward + self.backward
 
     @property
@@ -42,12 +42,12 @@ class Pass:
 
 @dataclass(frozen=True)
 class Count:
-    """What one pass executes, stores and claims."""
+    """Counts of one pass: FLOPs, stored bytes and the policy's estimates."""
 
     forward_flops: int
-    backward_flops: int  # executed, recomputation included
-    dense_flops: float  # of the sites' dense backward, by the engine; 0 without one
-    claimed_flops: float  # what the policy claims to leave of dense_flops
+    backward_flops: int  # counted, recomputation included
+    dense_flops: float  # the engine's estimate for the sites' dense backward; 0 without an engine
+    claimed_flops: float  # the policy's estimate of what remains of dense_flops
     saved_bytes: int  # kept between forward and backward
     peak_bytes: int | None  # beyond what was allocated before; None if unknown
     kept_share: float | None  # of the sites' gradient entries; None if no site had a decision
@@ -55,7 +55,7 @@ class Count:
 
 class Subject:
     """A model in training mode, a batch with labels, and an optimizer with learning rate 0, so that every variant
-    computes the same gradients. ``autocast`` is the dtype of matmuls; None: that of the weights."""
+    computes the same gradients. ``autocast`` is the dtype of matmuls; None: the weights' dtype."""
 
     model: nn.Module
     batch: dict[str, Tensor]
@@ -74,7 +74,7 @@ class Subject:
             torch.cuda.synchronize(self.device)
 
     def loss(self, variant: Variant) -> Tensor:
-        """Run the forward of a variant that the model is prepared for, and return the loss."""
+        """Run the forward of a variant for which the model is prepared, and return the loss."""
         run: Callable[..., Any] = self.model
         if variant.compiler is not None:
             if self._compiled is None:
@@ -86,7 +86,7 @@ class Subject:
         return loss
 
     def run(self, variant: Variant) -> Pass:
-        """Time one training step; preparing the model for the variant is not timed."""
+        """Time one training step, without preparing the model for the variant."""
         times, processor = list[float](), list[float]()
 
         def tick() -> None:
@@ -108,11 +108,11 @@ class Subject:
         return Pass(forward, backward, optimizer, processor[2] - processor[0])
 
     def count(self, variant: Variant) -> Count:
-        """Count two passes; they are slower under counters and never timed."""
+        """Count two passes; counters slow them, so they are never timed."""
         with variant.on(self.model) as engine:
             with count_flops() as forward, saved_bytes(self.model.parameters()) as saved:
                 loss = self.loss(variant)
-            stored = saved.total  # while the graph lives
+            stored = saved.total  # while the graph exists
             with count_flops() as backward:
                 loss.backward() if engine is None else engine.backward(loss)
             claim = None if engine is None else engine.claim()
@@ -131,9 +131,9 @@ class Subject:
         )
 
     def count_memory(self, variant: Variant, like: Count) -> Count:
-        """Return ``like`` with this variant's own peak memory, for a compiled variant, which counters would change. Its
-        saved bytes are not known and stay those of ``like``."""
-        self.run(variant)  # compiles
+        """Return ``like`` with this variant's own peak memory. It is for compiled variants, which counters would
+        change; their saved bytes are unknown and stay those of ``like``."""
+        self.run(variant)  # the first run compiles
         return replace(like, peak_bytes=peak_bytes(self.device, lambda: self.run(variant)))
 
     def drop_gradients(self) -> None:
@@ -144,8 +144,8 @@ class Subject:
 
 def peak_bytes(device: torch.device, run: Callable[[], object]) -> int | None:
     """Return the peak bytes of tensors during a pass beyond those allocated before, or None on a device without such a
-    count. On a CPU the pass runs under the profiler, so it must not be timed; memory that libraries allocate themselves
-    (packed matrices, buffers of threads) is not included."""
+    counter. On a CPU the pass runs under the profiler, so it must not be timed. Memory that libraries allocate
+    themselves (packed matrices, thread buffers) is not included."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -158,7 +158,7 @@ def peak_bytes(device: torch.device, run: Callable[[], object]) -> int | None:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         run()
     assert record.profiler is not None
-    # The public lists have memory by operator; a peak needs each allocation by its time.
+    # The profiler's public lists sum memory by operator; a peak needs the time of each allocation.
     events = [e for e in record.profiler.kineto_results.events() if e.name() == "[memory]"]
     live = peak = 0
     for event in sorted(events, key=lambda e: e.start_ns()):

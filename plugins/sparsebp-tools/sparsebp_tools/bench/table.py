@@ -1,10 +1,10 @@
-"""A benchmark as tables of at most 100 columns."""
+"""Show a benchmark as tables of at most 100 columns."""
 
 from __future__ import annotations
 
-from sparsebp_cli.bench import Benchmark, BenchmarkRow
 from sparsebp_cli.cli.quantity import show_count, show_seconds
 from sparsebp_cli.cli.screen import console, make_table, print_line
+from sparsebp_tools.bench import Benchmark, BenchmarkRow
 
 NUMBERS = ("kept", "speed-up", "quartiles", "limit", "reached", "flops", "saved", "peak")
 LEGEND = (

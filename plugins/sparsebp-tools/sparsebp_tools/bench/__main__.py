@@ -1,6 +1,5 @@
-"""``python -m sparsebp_cli.worker.bench``: a request on standard input, lines of JSON on standard output, as in
-:mod:`sparsebp_cli.worker.answer`.
-"""
+"""Run ``python -m sparsebp_tools.bench``: read a request from standard input, write lines of JSON to standard output,
+as in :mod:`sparsebp_cli.worker.answer`."""
 
 from __future__ import annotations
 
@@ -14,10 +13,10 @@ wait_briefly()
 
 def measure_request(line: str, report: Callable[[str, int, int], None]) -> dict[str, object]:
     """Measure a benchmark request."""
-    from sparsebp_cli.bench import Request
+    from sparsebp_tools.bench import Request
 
     request = Request.model_validate_json(line)
-    from sparsebp_cli.worker.bench.measure import measure
+    from sparsebp_tools.bench.measure import measure
 
     return measure(request, report).model_dump(mode="json")
 

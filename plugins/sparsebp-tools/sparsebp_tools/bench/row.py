@@ -1,4 +1,4 @@
-"""Interleaved rounds, in which a busy machine slows all variants alike, and table rows and break-evens from them."""
+"""Run interleaved rounds, so that a busy machine slows all variants equally; compute table rows and break-evens."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from sparsebp_cli.bench import BenchmarkRow, BreakEven, Form, RoundQuartiles, find_break_even
 from sparsebp_cli.plan.selection_gain import SelectionGain, reached_share, speedup_limit
 from sparsebp_cli.policy import GradientSelector
-from sparsebp_cli.worker.bench.subject import Count, Pass, Subject
-from sparsebp_cli.worker.bench.variant import Variant
+from sparsebp_tools.bench import BenchForm, BenchmarkRow, BreakEven, RoundQuartiles, find_break_even
+from sparsebp_tools.bench.subject import Count, Pass, Subject
+from sparsebp_tools.bench.variant import Variant
 
 
 def run_interleaved(
@@ -24,9 +24,9 @@ def run_interleaved(
     on_pass: Callable[[str], None] = lambda _: None,
     deadline: float | None = None,
 ) -> list[list[Pass]]:
-    """Run warm-up and measured rounds, and return the passes of each variant. ``on_pass`` is called with a description
-    before every pass. No round begins that would not end before ``deadline``, by ``time.monotonic()``, but at least one
-    is measured."""
+    """Run warm-up and measured rounds, and return the passes of each variant. ``on_pass`` gets a description before
+    every pass. No round begins that would not end before ``deadline``, by ``time.monotonic()``, but at least one is
+    measured."""
     longest = 0.0
     shuffle, found = random.Random(0), [list[Pass]() for _ in variants]
     for number in range(warmup + rounds):
@@ -34,7 +34,7 @@ def run_interleaved(
         if number > warmup and deadline is not None and begin + longest > deadline:
             break
         order = list(range(len(variants)))
-        # Another order each round, or a variant would always run in the wake of the same other one.
+        # Shuffle each round; otherwise a variant would always follow the same other one.
         shuffle.shuffle(order)
         what = f"warm-up {number + 1} of {warmup}" if number < warmup else f"round {number - warmup + 1} of {rounds}"
         for index in order:
@@ -59,8 +59,8 @@ def ratios(passes: Sequence[Pass], plain: Sequence[Pass], of: Callable[[Pass], f
 
 
 def bound(count: Count, plain: Count, ratio: float) -> tuple[float | None, float | None]:
-    """Return the ceiling, None if nothing is claimed, and the realised share of that saving, None if there is none.
-    ``ratio`` is forward plus backward over that of plain PyTorch."""
+    """Return the speed-up limit, None without an estimate, and the reached fraction of its saving, None without a
+    saving. ``ratio`` is forward plus backward over that of plain PyTorch."""
     if not count.dense_flops:
         return None, None
     left = plain.backward_flops - count.dense_flops + count.claimed_flops
@@ -73,8 +73,8 @@ def _round(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-# Pairs of executions of one form: function.CSR_BELOW selects within the first, checkpointing: sparse within the second.
-RIVALS = {("csr", "masked"), ("recomputed", "stored")}
+# Executions of one form between which function.CSR_BELOW chooses.
+RIVALS = {("csr", "masked")}
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,8 @@ class BenchCase:
     """A variant and its place in the table."""
 
     variant: Variant
-    form: Form | None = None  # of the policy; None: all gradients are kept
-    keep: float | None = None  # share that is kept; None if the form has no such option
+    form: BenchForm | None = None  # of the policy; None: all gradients are kept
+    keep: float | None = None  # kept fraction; None if the form has no such option
 
 
 def make_row(case: BenchCase, count: Count, passes: list[Pass], plain: Count, plain_passes: list[Pass]) -> BenchmarkRow:
@@ -126,7 +126,7 @@ def make_row(case: BenchCase, count: Count, passes: list[Pass], plain: Count, pl
 
 
 def _find_gain(case: BenchCase, count: Count, plain: Count, seconds_ratio: float) -> SelectionGain:
-    """Return what a pass costs and keeps. Its tokens are random, so effective sample sizes mean nothing here."""
+    """Return the cost and kept fraction of a pass; effective sample sizes mean nothing for random tokens."""
     ratio = (count.forward_flops + count.backward_flops) / (plain.forward_flops + plain.backward_flops)
     policy = case.variant.policy
     chooses = isinstance(policy, GradientSelector) and policy.selection is not None
@@ -134,9 +134,9 @@ def _find_gain(case: BenchCase, count: Count, plain: Count, seconds_ratio: float
     return SelectionGain(ratio, seconds_ratio, share, None, {})
 
 
-def break_evens(forms: Sequence[Form], rows: list[BenchmarkRow]) -> list[BreakEven]:
-    """Return the break-evens of forms that keep a share against plain PyTorch, then those between two executions of one
-    form. The first row is plain PyTorch."""
+def break_evens(forms: Sequence[BenchForm], rows: list[BenchmarkRow]) -> list[BreakEven]:
+    """Return the break-evens against plain PyTorch of forms with a kept fraction, then those between two executions of
+    one form. The first row is plain PyTorch."""
     found = [_break_even(form, None, rows) for form in forms]
     for one, other in itertools.permutations(forms, 2):
         same = (one.site, one.options) == (other.site, other.options)
@@ -145,7 +145,7 @@ def break_evens(forms: Sequence[Form], rows: list[BenchmarkRow]) -> list[BreakEv
     return [one for one in found if one is not None]
 
 
-def _break_even(form: Form, other: Form | None, rows: list[BenchmarkRow]) -> BreakEven | None:
+def _break_even(form: BenchForm, other: BenchForm | None, rows: list[BenchmarkRow]) -> BreakEven | None:
     mine = {row.keep: row for row in rows if (row.site, row.label) == (form.site, form.label)}
     points = []
     for keep, row in mine.items():
@@ -158,7 +158,7 @@ def _break_even(form: Form, other: Form | None, rows: list[BenchmarkRow]) -> Bre
     return find_break_even(form.site, form.label, against, points) if points else None
 
 
-def _find(rows: list[BenchmarkRow], form: Form, keep: float | None) -> BenchmarkRow | None:
+def _find(rows: list[BenchmarkRow], form: BenchForm, keep: float | None) -> BenchmarkRow | None:
     return next((row for row in rows if (row.site, row.label, row.keep) == (form.site, form.label, keep)), None)
 
 

@@ -6,10 +6,10 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
-from sparsebp_cli.bench.form import Form
 from sparsebp_cli.recipe.schema import ModelSection, Recipe
+from sparsebp_tools.bench.form import BenchForm
 
-MODEL = "austen-llama"  # model, length and batch are those of recipes/start/python-docs.yaml
+MODEL = "austen-llama"  # model, length and batch of recipes/start/python-docs.yaml
 LENGTH, BATCH = 128, 16
 
 
@@ -19,7 +19,7 @@ class Request(BaseModel):
     model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="forbid")
 
     policy: str  # name of the policy
-    forms: tuple[Form, ...]  # measured in addition to dense
+    forms: tuple[BenchForm, ...]  # measured in addition to dense
     model: ModelSection  # the model, as in a recipe
     classification: bool = False  # whether it has a classification head
     batch: PositiveInt = BATCH  # examples a pass; None: 16, or the recipe's
@@ -30,13 +30,12 @@ class Request(BaseModel):
     threads: PositiveInt | None = None  # CPU threads of torch; None: torch's own choice
     device: Literal["auto", "cpu", "cuda"] = "auto"  # ``auto`` is CUDA where there is one
     rounds: PositiveInt = 9  # measured rounds, in each of which every form runs once
-    warmup: Annotated[int, Field(ge=0)] = 2  # rounds before those
+    warmup: Annotated[int, Field(ge=0)] = 2  # rounds before the measured ones
     seed: int = 0  # of weights, tokens and random policies
 
     @classmethod
-    def of_recipe(cls, recipe: Recipe, policy: str, forms: tuple[Form, ...]) -> Request:
-        """Return the request for a resolved recipe's model, at its shapes and threads; its policies and data are not
-        used."""
+    def of_recipe(cls, recipe: Recipe, policy: str, forms: tuple[BenchForm, ...]) -> Request:
+        """Return the request for a resolved recipe's model, shapes and threads; its policies and data are ignored."""
         return cls(
             policy=policy,
             forms=forms,

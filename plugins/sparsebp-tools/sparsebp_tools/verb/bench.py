@@ -1,4 +1,4 @@
-"""``sparsebp bench``: every form of a policy against dense, on this machine."""
+"""``sparsebp bench``: time every form of a policy against dense, on this machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sparsebp_cli.cli.screen import Output, print_line
 from sparsebp_cli.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
-    from sparsebp_cli.bench import Benchmark, Form, Request
+    from sparsebp_tools.bench import BenchForm, Benchmark, Request
 
 WHAT, HOW, FILE = "What is measured", "How", "Result"
 
@@ -31,7 +31,7 @@ def bench(  # noqa: PLR0913, PLR0917 - one parameter an option
         Path | None,
         typer.Option(
             metavar="RECIPE",
-            help="Model, threads, batch size and length of this recipe.",
+            help="Use model, threads, batch size and length of this recipe.",
             callback=resolve_one,
             rich_help_panel=WHAT,
         ),
@@ -39,7 +39,7 @@ def bench(  # noqa: PLR0913, PLR0917 - one parameter an option
     model: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help="This model, by a name as in a recipe (default: austen-llama).", rich_help_panel=WHAT
+            metavar="NAME", help="Use this model, named as in a recipe (default: austen-llama).", rich_help_panel=WHAT
         ),
     ] = None,
     options: Annotated[
@@ -47,7 +47,7 @@ def bench(  # noqa: PLR0913, PLR0917 - one parameter an option
         typer.Option(
             "--set",
             metavar="OPTION=VALUE",
-            help="An option of the policy: within=example. Can be repeated.",
+            help="Set an option of the policy: within=example. Can be repeated.",
             rich_help_panel=WHAT,
         ),
     ] = None,
@@ -55,7 +55,7 @@ def bench(  # noqa: PLR0913, PLR0917 - one parameter an option
         str | None,
         typer.Option(
             metavar="LIST",
-            help="Shares that are kept (default: 0.5,0.25,0.1; down to 0.005 of single entries).",
+            help="Fractions to keep (default: 0.5,0.25,0.1; for single entries down to 0.005).",
             rich_help_panel=WHAT,
         ),
     ] = None,
@@ -63,21 +63,24 @@ def bench(  # noqa: PLR0913, PLR0917 - one parameter an option
         str | None,
         typer.Option(
             metavar="LIST",
-            help="linears, branches, nodes (default: where the policy has a fast form).",
+            help="Where the policy acts: linears, nodes (default: where it is fast).",
             rich_help_panel=WHAT,
         ),
     ] = None,
     rounds: Annotated[
-        int, typer.Option(min=1, metavar="N", help="In each, every form runs once.", rich_help_panel=HOW)
+        int,
+        typer.Option(
+            min=1, metavar="N", help="Number of rounds; each round times every form once.", rich_help_panel=HOW
+        ),
     ] = 9,
     batch: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Examples a pass (default: the recipe's, or 16).", rich_help_panel=HOW),
+        typer.Option(min=1, metavar="N", help="Examples per pass (default: the recipe's, or 16).", rich_help_panel=HOW),
     ] = None,
     length: Annotated[
         int | None,
         typer.Option(
-            min=8, metavar="N", help="Tokens an example (default: the recipe's, or 128).", rich_help_panel=HOW
+            min=8, metavar="N", help="Tokens per example (default: the recipe's, or 128).", rich_help_panel=HOW
         ),
     ] = None,
     output: Annotated[
@@ -86,53 +89,41 @@ def bench(  # noqa: PLR0913, PLR0917 - one parameter an option
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Also write the JSON into a file.", rich_help_panel=FILE)
     ] = None,
-    png: Annotated[
-        Path | None,
-        typer.Option("--png", metavar="FILE", help="Also draw it (.png, .svg, .pdf).", rich_help_panel=FILE),
-    ] = None,
 ) -> None:
-    """Time every form of a policy against dense training: speed-up, the most that is possible, memory, break-even."""
+    """Time every form of a policy against dense training on this machine: speed-up, limit, memory, break-even."""
     if recipe is not None and model is not None:
         raise UsageError("give either --recipe or --model, not both")
-    from sparsebp_cli.bench import find_forms
+    from sparsebp_tools.bench import find_forms
 
     forms = find_forms(policy, sites=_read_sites(sites), keeps=_read_keeps(keep), options=_read_options(options or []))
     changes = {"batch": batch, "length": length, "rounds": rounds}
     request = _make_request(policy, forms, recipe, model)
     request = request.model_copy(update={key: value for key, value in changes.items() if value is not None})
     if out is not None and not out.parent.is_dir():
-        raise UsageError(f"there is no folder {str(out.parent)!r} for the JSON")
-    if png is not None:
-        from sparsebp_cli.run.picture import check_path
-
-        check_path(png)
-    from sparsebp_cli.bench import Benchmark
+        raise UsageError(f"the folder {str(out.parent)!r} for the JSON does not exist")
     from sparsebp_cli.cli.worker_process import measure_apart
+    from sparsebp_tools.bench import Benchmark
 
-    found = Benchmark.model_validate(measure_apart("sparsebp_cli.worker.bench", request.model_dump_json()))
+    found = Benchmark.model_validate(measure_apart("sparsebp_tools.bench", request.model_dump_json()))
     found = found.model_copy(update={"command": shlex.join(["sparsebp", *sys.argv[1:]])})
-    _write_results(found, output, out, png)
+    _write_results(found, output, out)
 
 
-def _write_results(found: Benchmark, output: Output, out: Path | None, png: Path | None) -> None:
-    """Print a benchmark, and write the files that were requested."""
-    if out is not None:  # before printing: a closed pipe must not lose minutes of measuring
+def _write_results(found: Benchmark, output: Output, out: Path | None) -> None:
+    """Print a benchmark, and write the file that was requested."""
+    if out is not None:  # before printing, because a closed pipe must not lose minutes of measuring
         durable.write_file(out, found.model_dump_json(indent=1) + "\n")
-    from sparsebp_cli.cli.bench_table import print_benchmark
+    from sparsebp_tools.bench.table import print_benchmark
 
     tell(found, output, print_benchmark)
     if out is not None:
         print_line(f"JSON: {out}", stderr=True)
-    if png is not None:
-        from sparsebp_cli.bench.picture import draw
-
-        print_line(f"picture: {draw(found, png)}", stderr=True)
 
 
-def _make_request(policy: str, forms: tuple[Form, ...], recipe: Path | None, model: str | None) -> Request:
-    from sparsebp_cli.bench import Request
-    from sparsebp_cli.bench.request import MODEL
+def _make_request(policy: str, forms: tuple[BenchForm, ...], recipe: Path | None, model: str | None) -> Request:
     from sparsebp_cli.recipe.schema import ModelSection
+    from sparsebp_tools.bench import Request
+    from sparsebp_tools.bench.request import MODEL
 
     if recipe is None:
         return Request(policy=policy, forms=forms, model=ModelSection(name=model or MODEL))
@@ -143,7 +134,7 @@ def _make_request(policy: str, forms: tuple[Form, ...], recipe: Path | None, mod
 
 
 def _read_sites(text: str | None) -> list[str] | None:
-    from sparsebp_cli.bench.form import SITES
+    from sparsebp_tools.bench.form import SITES
 
     if text is None:
         return None

@@ -1,5 +1,4 @@
-"""Measurement of a benchmark request: builds the model, times all variants in interleaved rounds, counts, and
-summarises."""
+"""Measure a benchmark request: build the model, time all variants in interleaved rounds, count, and summarise."""
 
 from __future__ import annotations
 
@@ -12,22 +11,22 @@ from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
 from sparsebp_cli.backward.linear.quantized import count_parameters
-from sparsebp_cli.bench import Benchmark, Request
 from sparsebp_cli.errors import DataError
-from sparsebp_cli.worker.bench.row import BenchCase, break_evens, make_row, run_interleaved
-from sparsebp_cli.worker.bench.subject import Count, Subject
-from sparsebp_cli.worker.bench.variant import CSR_ALWAYS, CSR_NEVER, Variant
 from sparsebp_cli.worker.compiled import BACKEND
 from sparsebp_cli.worker.environment import describe_environment
 from sparsebp_cli.worker.model import build_model, build_tokenizer
+from sparsebp_tools.bench import Benchmark, Request
+from sparsebp_tools.bench.row import BenchCase, break_evens, make_row, run_interleaved
+from sparsebp_tools.bench.subject import Count, Subject
+from sparsebp_tools.bench.variant import CSR_ALWAYS, CSR_NEVER, Variant
 
 COUNT_PASSES = 3  # duration of counting a variant, in timed passes: for the progress display
 CLASSES = 2  # of a classification head; so few cost nothing measurable
 
 
 def measure(request: Request, report: Callable[[str, int, int], None]) -> Benchmark:
-    """Measure every form of a request. ``report`` is called with the current activity and the numbers of finished and
-    total passes."""
+    """Measure every form of a request. ``report`` gets the current activity and the numbers of finished and total
+    passes."""
     load = [round(value, 2) for value in psutil.getloadavg()]  # before this process adds to it
     if request.threads is not None:
         torch.set_num_threads(request.threads)
@@ -42,12 +41,12 @@ def measure(request: Request, report: Callable[[str, int, int], None]) -> Benchm
         report(what, done, total)
         done += 1
 
-    # A model of its own: preparing the other for the next variant would compile it again each time.
+    # A separate model, because preparing a shared one for the next variant would compile it again each time.
     compiled = build_subject(request) if request.compile else subject
     counts: list[Count] = []
     for variant in variants:
         on_pass(f"counting: {variant.label}")
-        is_compiled = variant.compiler is not None  # its counts are those of plain PyTorch, the first
+        is_compiled = variant.compiler is not None  # the first case, plain PyTorch, has its counts
         counts.append(compiled.count_memory(variant, counts[0]) if is_compiled else subject.count(variant))
         done += COUNT_PASSES - 1
     found = run_interleaved(
@@ -71,7 +70,7 @@ def measure(request: Request, report: Callable[[str, int, int], None]) -> Benchm
 
 
 def build_subject(request: Request) -> Subject:
-    """Build the model and a batch of random tokens on their device; which tokens they are does not change times."""
+    """Build the model and a batch of random tokens on their device; the tokens do not affect times."""
     disable_progress_bar()
     if request.device == "cuda" and not torch.cuda.is_available():
         raise DataError("target.device: cuda, but torch finds no CUDA device here; use auto or cpu")
@@ -93,13 +92,11 @@ def build_subject(request: Request) -> Subject:
 
 
 def list_cases(request: Request) -> list[BenchCase]:
-    """Return plain PyTorch, the other variants that keep all gradients, then every form at every share."""
+    """Return plain PyTorch, the other variants that keep all gradients, then every form at every fraction."""
     sites = list(dict.fromkeys(form.site for form in request.forms))
     found = [BenchCase(Variant("plain PyTorch"))]
     if request.compile:
         found.append(BenchCase(Variant("plain PyTorch, compiled", compiler=BACKEND)))
-    if "branches" in sites:
-        found.append(BenchCase(Variant("full checkpointing", checkpointing="full")))
     found += [BenchCase(Variant("dense, engine", site, exclude=request.exclude)) for site in sites]
     for form in request.forms:
         for keep in form.keeps:
@@ -107,7 +104,6 @@ def list_cases(request: Request) -> list[BenchCase]:
                 f"{form.site}, {form.label}" + ("" if keep is None else f" at {keep:g}"),
                 form.site,
                 form.make(request.policy, keep),
-                checkpointing="sparse" if form.execution == "recomputed" else "none",
                 csr_below={"csr": CSR_ALWAYS, "masked": CSR_NEVER}.get(form.execution),
                 exclude=request.exclude,
                 seed=request.seed,

@@ -1,4 +1,4 @@
-"""Variants of computing a step's gradients: plain PyTorch, through the engine, with checkpointing, compiled."""
+"""Define variants of computing a step's gradients: plain PyTorch, with the engine, with checkpointing, compiled."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ CSR_ALWAYS, CSR_NEVER = 2.0, 0.0  # values of csr_below that force or exclude pr
 
 @dataclass(frozen=True)
 class Variant:
-    """One variant of computing a step's gradients."""
+    """A variant of computing a step's gradients."""
 
     label: str
-    sites: Literal["linears", "branches", "nodes"] | None = None  # None: without the engine
+    sites: Literal["linears", "nodes"] | None = None  # None: without the engine
     policy: Policy | None = None  # None: dense
-    checkpointing: Literal["none", "sparse", "full"] = "none"  # full: by transformers; the others are the engine's
+    checkpointing: Literal["none", "full"] = "none"  # full: transformers' own
     execution: Literal["fast", "reference"] = "fast"
-    # share of kept entries below which products are done in CSR; None: the engine's default
+    # Fraction of kept entries below which products are computed in CSR; None: the engine's default.
     csr_below: float | None = None
     exclude: tuple[str, ...] = ()  # sites that stay dense: globs over module names
     seed: int = 0  # of random policies
-    # backend of torch.compile, without the engine; None: eager. Give it a model of its own: preparing the model for
-    # another variant would recompile it every time
+    # Backend of torch.compile, without the engine; None: eager. It needs a model of its own, because preparing the
+    # model for another variant recompiles it.
     compiler: str | None = None
 
     @contextmanager
     def on(self, model: nn.Module) -> Iterator[Engine | None]:
-        """Prepare a model of transformers, yield the engine or None for plain autograd, and restore the model."""
+        """Prepare a transformers model, yield the engine or None for plain autograd, and restore the model."""
         with ExitStack() as stack:
             if self.checkpointing == "full":
                 stack.enter_context(_checkpointing(model))
@@ -45,14 +45,12 @@ class Variant:
             if self.sites is None:
                 yield None
                 return
-            own = "none" if self.checkpointing == "full" else self.checkpointing
             policies = [] if self.policy is None else [self.policy]
             engine = attach(
                 model,
                 policies,
                 sites=self.sites,
                 execution=self.execution,
-                checkpointing=own,
                 exclude=self.exclude,
                 seed=self.seed,
             )

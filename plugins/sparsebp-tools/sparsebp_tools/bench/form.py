@@ -1,7 +1,7 @@
-"""The forms of a policy: the selections that its options allow, and the engine's ways to execute them.
+"""Find the forms of a policy: the selections that its options allow, and the engine's ways to execute them.
 
-No policy is named here. An option whose values change the kind of selection makes one form a value, and so does each
-way to execute one kind of selection.
+The module names no policy. Each value of an option that changes the kind of selection is a form, and so is each way to
+execute a selection.
 """
 
 from __future__ import annotations
@@ -14,34 +14,32 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from sparsebp_cli.composition import PolicyFacts, Setup, refuse
 from sparsebp_cli.errors import PolicyError, UsageError
-from sparsebp_cli.policy import Elements, GradientSelector, Policy, Rows, Selection, make_policy
+from sparsebp_cli.policy import Elements, GradientSelector, Policy, Selection, make_policy
 from sparsebp_cli.policy.discovery import FoundPolicy, find_policy
 from sparsebp_cli.policy.router import EdgeRouter
 
-SITES = ("linears", "branches", "nodes")
+SITES = ("linears", "nodes")
 KEEPS = (0.5, 0.25, 0.1)
-FEW_KEEPS = (0.05, 0.02, 0.01, 0.005)  # single entries pay, if at all, where very few are kept
+FEW_KEEPS = (0.05, 0.02, 0.01, 0.005)  # single entries can be faster only if very few are kept
 
-Execution = Literal["fast", "csr", "masked", "stored", "recomputed"]
+Execution = Literal["fast", "csr", "masked"]
 
 
-class Form(BaseModel):
+class BenchForm(BaseModel):
     """One form of a policy at one kind of site."""
 
     model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="forbid")
 
-    site: Literal["linears", "branches", "nodes"]  # ``linears``, ``branches`` or ``nodes``
-    label: str  # tells it from the other forms there: values of options, and the execution where there is a choice
+    site: Literal["linears", "nodes"]
+    label: str  # distinguishes it from other forms there: option values, and the execution if there is a choice
     options: dict[str, object]  # the policy's options, without ``keep``
-    # how the engine executes it. ``fast``: in its only way; ``csr`` or ``masked``: single entries multiplied as a
-    # sparse matrix or as a dense one with zeros; ``stored`` or ``recomputed``: branches keep what the backward of their
-    # kept rows reads, or compute it again
+    # ``fast``: the only way; ``csr`` or ``masked``: single entries, as a sparse matrix or as a dense one with zeros.
     execution: Execution
-    # shares that are measured, each in (0, 1); one None for a policy without the option
+    # Measured fractions, each in (0, 1); one None for a policy without the option.
     keeps: tuple[Annotated[float, Field(gt=0.0, lt=1.0)] | None, ...] = Field(min_length=1)
 
     def make(self, name: str, keep: float | None) -> Policy:
-        """Return the policy of this name in this form; ``keep`` is one of ``keeps``."""
+        """Return the policy ``name`` in this form; ``keep`` is one of ``keeps``."""
         return make_policy(name, **self.options, **({} if keep is None else {"keep": keep}))
 
 
@@ -51,12 +49,12 @@ def find_forms(
     sites: Sequence[str] | None = None,
     keeps: Sequence[float] | None = None,
     options: Mapping[str, object] | None = None,
-) -> tuple[Form, ...]:
-    """Find the forms of a policy that could be faster than dense somewhere.
+) -> tuple[BenchForm, ...]:
+    """Return the forms of a policy that could be faster than dense somewhere.
 
-    Without ``sites``, every kind of site at which the policy has a fast form; without ``keeps``, a half, a quarter and
-    a tenth, and smaller shares of single entries. ``options`` hold for every form; forms that refuse them are left out.
-    Returns at least one form, in the order of the sites and of the policy's own options.
+    Without ``sites`` these are all kinds of site at which the policy has a fast form. Without ``keeps`` the fractions
+    are a half, a quarter and a tenth, and smaller ones for single entries. ``options`` hold for every form; forms that
+    refuse them are left out. Returns at least one form, in the order of the sites and of the policy's own options.
 
     Raises ``PolicyError`` if the policy is unknown or broken or an option is wrong, and ``UsageError`` for a site where
     the policy does not act or has no faster form.
@@ -64,12 +62,12 @@ def find_forms(
     found, options = find_policy(name), dict(options or {})
     assert found.policy_class is not None
     if "keep" in options:
-        raise UsageError("keep is what is varied: give the shares with --keep")
+        raise UsageError("the bench varies keep: give the fractions by --keep")
     if found.kind == EdgeRouter.__name__:
         return _router_forms(found, sites, keeps, options)
     if not issubclass(found.policy_class, GradientSelector):
-        raise UsageError(f"{name!r} is a {found.kind}, which has no forms to measure")
-    sites = sites or SITES[:2]
+        raise UsageError(f"{name!r} is a {found.kind}, which the bench cannot time")
+    sites = sites or SITES[:1]
     has_keep = "keep" in found.policy_class.model_fields
     if keeps and not has_keep:
         raise UsageError(f"{name!r} has no option keep: leave --keep out")
@@ -84,10 +82,10 @@ def find_forms(
                 valid = tuple(k for k in wanted if _make(found, options | values, k) is not None)
                 if valid:
                     words = [str(value) for value in values.values()]
-                    words += [execution] if execution in ("csr", "masked", "stored", "recomputed") else []
+                    words += [execution] if execution != "fast" else []
                     label = " ".join(words) or name
                     forms.append(
-                        Form(site=site, label=label, options=options | values, execution=execution, keeps=valid)
+                        BenchForm(site=site, label=label, options=options | values, execution=execution, keeps=valid)
                     )
     if not forms:
         raise UsageError(f"{name!r} has no form at {', '.join(sites)} that multiplies less than dense")
@@ -96,8 +94,8 @@ def find_forms(
 
 def _router_forms(
     found: FoundPolicy, sites: Sequence[str] | None, keeps: Sequence[float] | None, options: dict[str, object]
-) -> tuple[Form, ...]:
-    """A router with its defaults, and with each other value of each of its own options."""
+) -> tuple[BenchForm, ...]:
+    """Return a router with its defaults, and with each other value of each option of its own class."""
     for site in sites or ():
         refuse(Setup([PolicyFacts(repr(found.name), {"kind": EdgeRouter.__name__})], {"sites": site}))
     if keeps:
@@ -109,7 +107,7 @@ def _router_forms(
             default = found.policy_class.model_fields[field].default
             variants += [{field: value} for value in values if value != default]
     forms = [
-        Form(
+        BenchForm(
             site="nodes",
             label=" ".join(f"{key} {value}" for key, value in values.items()) or found.name,
             options=options | values,
@@ -142,7 +140,7 @@ def _variants(
             yield variant, made[0].selection
     if not num_yielded:  # no form is possible: raise the error that a recipe would get
         make_policy(found.name, **options, **({} if keeps[0] is None else {"keep": keeps[0]}))
-        raise PolicyError(f"policy {found.name!r}: no form goes with the options {options}")
+        raise PolicyError(f"policy {found.name!r}: no form fits the options {options}")
 
 
 def _selections(
@@ -169,7 +167,7 @@ def _is_required(found: FoundPolicy, field: str) -> bool:
 
 
 def _make(found: FoundPolicy, options: Mapping[str, object], keep: float | None) -> Any:
-    """Return the policy; None where it refuses these options together."""
+    """Return the policy; None if it refuses this combination of options."""
     try:
         return found.make({**options, **({} if keep is None else {"keep": keep})})
     except ValidationError:
@@ -179,6 +177,4 @@ def _make(found: FoundPolicy, options: Mapping[str, object], keep: float | None)
 def _executions(selection: type[Selection] | None, site: str) -> tuple[Execution, ...]:
     if site == "nodes":
         return ("masked",)
-    if site == "branches":
-        return ("stored", "recomputed") if selection is Rows else ()
     return ("csr", "masked") if selection is Elements else ("fast",)

@@ -1,4 +1,4 @@
-"""The result of a benchmark. ``Benchmark.model_json_schema()`` describes the file that is written."""
+"""The result of a benchmark; ``Benchmark.model_json_schema()`` describes the file."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from sparsebp_cli.bench.request import Request
+from sparsebp_tools.bench.request import Request
 
 
 class BreakEven(BaseModel):
-    """The share kept below which a form is faster than another computation."""
+    """The kept fraction below which a form is faster than another computation."""
 
     model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="forbid")
 
     site: str  # of the form
     label: str  # of the form
     against: str  # label of the slower computation: plain PyTorch, or another form at that site
-    # ``at`` a share; ``always`` or ``never`` faster, among the shares measured; ``unclear``: faster at a larger share
-    # than one at which it is slower, because of noise or overhead
+    # ``at`` a fraction; ``always`` or ``never`` faster, among the measured fractions; ``unclear``: faster at a larger
+    # fraction than one at which it is slower, because of noise or overhead.
     kind: Literal["at", "always", "never", "unclear"]
-    # the share, where the kind is ``at``; between two that were measured
+    # The fraction, if the kind is ``at``; between two measured ones.
     keep: float | None = Field(None, gt=0.0, le=1.0)
-    smallest: float  # smallest share measured
-    largest: float  # largest share measured
+    smallest: float  # smallest measured fraction
+    largest: float  # largest measured fraction
 
     @property
     def words(self) -> str:
@@ -38,9 +38,9 @@ class BreakEven(BaseModel):
 
 
 def find_break_even(site: str, label: str, against: str, points: Sequence[tuple[float, float]]) -> BreakEven:
-    """Find the share at which a form takes as long as another, by linear interpolation between the two nearest points.
-    ``points`` are pairs of share kept and time ratio, at least one, in any order, no share twice. Time is interpolated
-    rather than speed-up: as long as it goes with FLOPs, time is linear in the share kept."""
+    """Return the kept fraction at which a form takes as long as another, interpolated between the two nearest points.
+    ``points`` are pairs of kept fraction and time ratio, at least one, in any order, no fraction twice. It interpolates
+    time instead of speed-up, because time is linear in the kept fraction if it is proportional to FLOPs."""
     kind, keep = find_crossing(points)
     shares = [share for share, _ in points]
     return BreakEven(
@@ -55,9 +55,9 @@ def find_break_even(site: str, label: str, against: str, points: Sequence[tuple[
 
 
 def find_crossing(points: Sequence[tuple[float, float]]) -> tuple[Literal["at", "always", "never", "unclear"], float]:
-    """Return the share below which a form is faster, among the shares measured: 1.0 if it always is, 0.0 if it never
-    is. It lies on a straight line in time between two shares. Where a form is faster at a larger share than one at
-    which it is slower, the smaller one counts, and the kind is ``unclear``. No share may occur twice."""
+    """Return the fraction below which a form is faster, among the measured ones: 1.0 if it always is, 0.0 if it never
+    is. Between two fractions, time is interpolated linearly. If a form is faster at a larger fraction than one at which
+    it is slower, the smaller one counts, and the kind is ``unclear``. No fraction may occur twice."""
     if not points:
         raise ValueError("there is nothing to interpolate")
     ordered = sorted(points)
@@ -92,32 +92,32 @@ class BenchmarkRow(Part):
 
     site: str  # kind of site; empty without an engine
     label: str  # of the form, or of the way
-    # how the engine executes it; ``dense`` where every gradient is kept
-    execution: Literal["dense", "fast", "csr", "masked", "stored", "recomputed"]
-    keep: float | None = None  # share that the policy keeps, in (0, 1); None where it has no such option
+    # How the engine executes it; ``dense`` if every gradient is kept.
+    execution: Literal["dense", "fast", "csr", "masked"]
+    keep: float | None = None  # fraction that the policy keeps, in (0, 1); None if it has no such option
     seconds: RoundQuartiles  # forward plus backward
     ratio: RoundQuartiles  # the same over plain PyTorch's in the same round: below 1 is faster
     backward_ratio: RoundQuartiles  # the backward alone over plain PyTorch's
     step_ratio: RoundQuartiles  # with the optimizer's step, plain SGD
     processor_ratio: RoundQuartiles  # forward plus backward in CPU seconds over plain PyTorch's; on a GPU the host's
-    forward_flops: int  # as executed
-    backward_flops: int  # as executed, recomputation included
-    flops_ratio: float  # executed backward over plain PyTorch's
-    # largest speed-up of forward plus backward if time were proportional to FLOPs; None without a claim
+    forward_flops: int  # counted
+    backward_flops: int  # counted, recomputation included
+    flops_ratio: float  # counted backward over plain PyTorch's
+    # Speed-up limit: that of forward plus backward if time were proportional to FLOPs; None without an estimate.
     ceiling: float | None
-    realised_share: float | None  # share of the time saving at the ceiling that was reached; None without a claim
+    realised_share: float | None  # fraction of the limit's time saving that was reached; None without an estimate
     saved_bytes: int  # kept between forward and backward
     saved_ratio: float  # over plain PyTorch's
-    peak_bytes: int | None  # peak use of tensors in one pass, above the use before it; None where unknown
-    peak_ratio: float | None  # over plain PyTorch's
-    kept_share: float | None  # share of the sites' gradient entries that was kept; None where nothing was chosen
+    peak_bytes: int | None  # peak use of tensors in one pass, above the use before it; None if unknown
+    peak_ratio: float | None  # over plain PyTorch's; None if unknown
+    kept_share: float | None  # kept fraction of the sites' gradient entries; None if nothing was chosen
     # FLOPs of forward and backward over plain PyTorch's; None in files of older versions
     cost_ratio: float | None = None
-    # how many dense units (rows, entries) a kept one must be worth, ``cost_ratio / kept_share``: plain PyTorch with
-    # that part of the batch costs the same. Choosing by norm can pay only where the gradients' effective sample size
-    # over their number is below its inverse. None where nothing is chosen
+    # Number of dense units (rows, entries) that a kept one must replace, ``cost_ratio / kept_share``, since plain
+    # PyTorch with that part of the batch costs the same. Choosing by norm can gain only if the gradients' effective
+    # sample size over their number is below its inverse. None if nothing is chosen.
     unit_worth: float | None = None
-    note: str = ""  # A remark about this row; empty for none
+    note: str = ""  # a remark about this row; empty for none
     passes: list[dict[str, float]] = Field(default_factory=list)  # seconds of every measured pass
 
     @property
@@ -135,4 +135,5 @@ class Benchmark(Part):
     model: dict[str, Any]  # class, parameters, dtype and device of the model
     machine: dict[str, Any]  # packages and hardware, threads, load at the start
     rows: list[BenchmarkRow]  # plain PyTorch first
-    break_evens: list[BreakEven]  # one a form with a share to keep, then one a choice between two executions of a form
+    # one for each form with a kept fraction, then one for each choice between two executions of a form
+    break_evens: list[BreakEven]
