@@ -1,7 +1,8 @@
-"""``sparsebp rerun``: train a run exactly again, or say what is no longer the same.
+"""``sparsebp rerun``: train a run exactly again, or list what has changed.
 
-The new run gets the plan of the old one, and its journal begins with the old one's seal: recipe, versions of the code
-and digest of the data. So the worker, wherever it is, compares them before it trains, as it does when a run resumes.
+The new run gets the plan of the old one, and its event log begins with the old config fingerprint: recipe, versions of
+the code and digest of the data. So the worker, on any machine, compares them before it trains, as it does when a run
+resumes.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from sparsebp_cli.run.metric import EVAL_LOSS, TEST_LOSS, TRAIN_LOSS
 
 if TYPE_CHECKING:
     from sparsebp_cli.plan import Plan
-    from sparsebp_cli.plan.seal import FieldChange, Seal
+    from sparsebp_cli.plan.seal import Seal, SealChange
 
 LOSSES = (TRAIN_LOSS.name, EVAL_LOSS.name, TEST_LOSS.name)
 ALLOWED = ("code", "data")  # what may differ with --anyway; the recipe is in the plan
@@ -34,14 +35,14 @@ ALLOWED = ("code", "data")  # what may differ with --anyway; the recipe is in th
 def rerun(
     run: OneRun,
     anyway: Annotated[
-        bool, typer.Option("--anyway", help="Also if versions, code or data are not what they were.")
+        bool, typer.Option("--anyway", help="Train even if packages, code or data have changed.")
     ] = False,
     detach: Detach = False,
     output: Format = Output.TABLE,
 ) -> None:
-    """Train a run exactly again: same plan, seed, code and data, under a new id that records which run it repeats.
+    """Train a run again with the same plan, seed, code and data, under a new id, and compare the losses bit by bit.
 
-    If versions of packages, the code or the data differ, they are listed and nothing is trained.
+    If packages, code or data have changed, the changes are listed and nothing is trained.
     """
     old = find_one(run)
     plan, seal = read_finished(old)
@@ -73,7 +74,8 @@ def _print(found: RunOutcomes) -> None:
 
 
 def read_finished(run: RunFolder) -> tuple[Plan, Seal]:
-    """Return plan and last seal of a run; raise RunBusyError if it is alive, UsageError if it never began to train."""
+    """Return plan and last config fingerprint of a run. Raise RunBusyError if it is alive, UsageError if it never
+    trained."""
     from sparsebp_cli.plan import Plan
     from sparsebp_cli.plan.seal import read_seal
 
@@ -83,14 +85,14 @@ def read_finished(run: RunFolder) -> tuple[Plan, Seal]:
     if (seal := read_seal(run.path)) is None or not seal.data:
         raise UsageError(
             f"run {run.run_id} does not record the code and data it trained with; "
-            f"`sparsebp run --like {run.run_id}` trains its recipe with those of now"
+            f"`sparsebp run --like {run.run_id}` trains its recipe with the present ones"
         )
     return plan, seal
 
 
-def find_changes(plan: Plan, seal: Seal) -> list[FieldChange]:
-    """Return what differs from a seal on this machine, as far as it is known without reading the data; on other
-    machines only the worker knows, and says so before it trains."""
+def find_changes(plan: Plan, seal: Seal) -> list[SealChange]:
+    """Return what differs from a config fingerprint on this machine, without reading the data. On other machines the
+    worker compares, and reports it before it trains."""
     from sparsebp_cli.plan.identity import find_code
     from sparsebp_cli.plan.seal import Seal
 
@@ -101,8 +103,7 @@ def find_changes(plan: Plan, seal: Seal) -> list[FieldChange]:
 
 
 def prepare(plan: Plan, seal: Seal, *, anyway: bool) -> RunFolder:
-    """Write the folder of a run that repeats the one of a plan. ``forms`` is what that one timed of its products, which
-    decides the bits of the new one, too; None if nothing."""
+    """Write the folder of a run that repeats a plan; with ``anyway`` code and data may differ."""
     from sparsebp_cli.plan import Plan
 
     again = Plan(recipe=plan.recipe, provenance=plan.provenance.model_copy(update={"ledger": None}))
@@ -112,12 +113,12 @@ def prepare(plan: Plan, seal: Seal, *, anyway: bool) -> RunFolder:
         journal.write("seal", values=seal.to_json())
         if anyway:
             journal.write("allow", fields=list(ALLOWED))
-    again.save(folder.path)  # last: only with its plan is it a run
+    again.save(folder.path)  # last: a folder is a run only with its plan
     return folder
 
 
 def compare_losses(old: History, new: History) -> Losses:
-    """Say whether two runs have the same losses, and where they first differ."""
+    """Compare the losses of two runs, and find where they first differ."""
     num_values = 0
     for name in LOSSES:
         before, after = old.series(name), new.series(name)

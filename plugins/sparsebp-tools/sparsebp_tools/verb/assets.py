@@ -1,24 +1,24 @@
-"""``sparsebp models`` and ``datasets``: what recipes can name without a hub."""
+"""``sparsebp models`` and ``datasets``: list what recipes can name without a hub."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from sparsebp_cli.cli.answer import tell
-from sparsebp_cli.cli.answer.recipe_record import AssetLine, AssetList
 from sparsebp_cli.cli.option import Format
 from sparsebp_cli.cli.quantity import show_count
 from sparsebp_cli.cli.screen import Output, console, make_table, print_line
 from sparsebp_cli.source.name import DATASETS, MODELS
+from sparsebp_tools.answer.fetched_record import AssetLine, AssetList
 
 
 def models(output: Format = Output.TABLE) -> None:
-    """List the models that a recipe can name without a path or a hub: here, or to be fetched."""
+    """List the models that recipes can use by name: installed, or available through `sparsebp fetch`."""
     tell(AssetList(group="models", assets=describe_assets(MODELS)), output, _print)
 
 
 def datasets(output: Format = Output.TABLE) -> None:
-    """List the datasets that a recipe can name without a path or a hub: here, or to be fetched."""
+    """List the datasets that recipes can use by name: installed, or available through `sparsebp fetch`."""
     tell(AssetList(group="datasets", assets=describe_assets(DATASETS)), output, _print)
 
 
@@ -41,11 +41,10 @@ TO_FETCH = "to fetch"
 def describe_assets(group: str) -> list[AssetLine]:
     """Return every installed name of models or datasets."""
     from sparsebp_cli.asset.bundled import ABOUT as BUNDLED
-    from sparsebp_cli.entry_point import entry_points, find_source, find_tool
+    from sparsebp_cli.entry_point import entry_points, find_source
+    from sparsebp_tools.asset.fetched import describe
 
-    describe = find_tool("assets")
-    fetched: dict[str, dict[str, Any]] = {} if describe is None else describe()  # by value of entry
-    found = []
+    fetched, found = describe(), []  # by value of the entry point
     for entry in sorted(entry_points(group=group), key=lambda entry: entry.name):
         line: dict[str, Any] = {"name": entry.name, "where": find_source(entry), "bytes": None}
         line |= {"licence": None, "summary": None}

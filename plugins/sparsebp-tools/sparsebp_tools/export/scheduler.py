@@ -1,7 +1,7 @@
-"""Files for users who keep their own scheduler: each holds a plan and the lines that run it. Nothing is run here.
+"""Write files for users who use their own scheduler: a plan and the lines that run it. This module runs nothing.
 
-The plan keeps its run id, so a file that is submitted again resumes the run as long as its folder exists;
-``sparsebp sync`` sends the metrics from any machine that reaches a tracking store.
+The plan keeps its run id, so a file that is submitted again resumes the run while its folder exists. ``sparsebp sync``
+sends the metrics from any machine that reaches a tracking store.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ END = "END_OF_PLAN"
 NOTE = """# Each node must reach this folder, and have this Python with SparseBP. The keys folder and python of a slurm
 # target in targets.yaml, given by --target NAME, change them.
 """
-SHARED = set(TargetOptions.model_fields) - {"worker"}  # of a target's options, those that the worker reads
+SHARED = set(TargetOptions.model_fields) - {"worker"}  # the target's options that the worker reads
 
 
 def export_sbatch(plans: Sequence[Plan], max_parallel: int) -> str:
-    """Return a Slurm batch script; several plans are an array. The first plan's ``slurm`` options hold for all."""
+    """Return a Slurm batch script; several plans become an array, with the first plan's ``slurm`` options."""
     options = validate_options(SlurmOptions, _options(plans[0], "slurm"))
     folder = options.folder or str(home())
     runs = [f"{folder}/runs/{plan.run_id}" for plan in plans]
@@ -48,8 +48,8 @@ def export_sbatch(plans: Sequence[Plan], max_parallel: int) -> str:
 
 
 def export_kubernetes(plans: Sequence[Plan]) -> str:
-    """Return a ConfigMap and a Job for each plan, on several nodes also a Service, as YAML for ``kubectl apply``.
-    Without a claim, the files that the run writes are lost with its pod."""
+    """Return a ConfigMap and a Job for each plan, and for several nodes a Service, as YAML for ``kubectl apply``.
+    Without a claim, the run's files are lost with its pod."""
     documents = []
     for plan in plans:
         options = validate_options(KubernetesOptions, _options(plan, "kubernetes"))
@@ -60,7 +60,7 @@ def export_kubernetes(plans: Sequence[Plan]) -> str:
         python = shlex.quote(options.python)
         worker = f"{python} -P -m {options.worker} {folder}/plan.json"
         write = f"mkdir -p {folder} && cp /plan/plan.json {folder}/"
-        if options.nodes > 1:  # one pod writes the plan, whole, and the others wait for it
+        if options.nodes > 1:  # one pod writes the whole plan, and the others wait for it
             wait = f"until [ -e {folder}/plan.json ]; do sleep 1; done"
             move = f"mv {folder}/plan.json.part {folder}/plan.json"
             write = f'if [ "$SPARSEBP_NODE" = 0 ]; then {write}plan.json.part && {move}; else {wait}; fi'
@@ -72,7 +72,7 @@ def export_kubernetes(plans: Sequence[Plan]) -> str:
         text = _plan_text(plan)
         documents.append({"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {"plan.json": text}})
         documents += [*([make_service(plan.run_id)] if options.nodes > 1 else []), job]
-    # So wide that no line of a shell is folded.
+    # So wide that YAML folds no shell line.
     return yaml.dump_all(documents, Dumper=_Plain, sort_keys=False, width=10**6)
 
 
@@ -99,7 +99,7 @@ def export_dstack(plans: Sequence[Plan]) -> str:
 
 
 class _Plain(yaml.SafeDumper):
-    """A YAML dumper that writes multi-line texts as blocks and no aliases."""
+    """A YAML dumper that writes multi-line texts as blocks, and no aliases."""
 
     def ignore_aliases(self, _data: Any) -> bool:
         return True
@@ -143,14 +143,14 @@ def _plan_text(plan: Plan) -> str:
 
 
 def _require(key: str, path: str) -> str:
-    """Return the line of a script that ends a job in words where something that its recipe reads is not there."""
+    """Return a script line that ends a job with a message if a path that its recipe reads is missing."""
     said = shlex.quote(f"{key}: {path} is not on this node: copy it to the same path")
     return f"[ -e {shlex.quote(path)} ] || {{ echo {said} >&2; exit 2; }}\n"
 
 
 def _write_plan(plan: Plan, folder: str) -> str:
     text = _plan_text(plan)
-    # A plan that is there stays: submitted again, the file resumes its run.
+    # Keep an existing plan: if the file is submitted again, it resumes its run.
     return f"mkdir -p {folder}\n[ -e {folder}/plan.json ] || cat > {folder}/plan.json <<'{END}'\n{text}{END}"
 
 
