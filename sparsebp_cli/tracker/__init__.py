@@ -1,6 +1,5 @@
-"""PUBLIC. The entry of a tracker: another program that shows runs beside MLflow, as the group ``sparsebp.trackers``
-names it. It is given the journal of a run, while the run lives or later. Importing this package imports none of them.
-"""
+"""PUBLIC. Trackers: programs besides MLflow that show runs, registered in the entry-point group ``sparsebp.trackers``.
+A tracker gets a run's event log, while the run is alive or later. Importing this package imports no tracker."""
 
 from __future__ import annotations
 

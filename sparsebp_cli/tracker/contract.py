@@ -1,4 +1,4 @@
-"""The contract of trackers, and the packages that offer them."""
+"""Define the contract of trackers, and find the packages that offer them."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from sparsebp_cli.entry_point import entry_points, find_source, tell_home
+from sparsebp_cli.entry_point import entry_points, find_source, find_tool, tell_home
 from sparsebp_cli.errors import UsageError, did_you_mean
 
 GROUP = "sparsebp.trackers"
-NAME = re.compile(r"[a-z][a-z0-9_-]{0,39}")  # also a part of the name of a lock
+NAME = re.compile(r"[a-z][a-z0-9_-]{0,39}")  # also part of a lock's name
 STORE = "mlflow"
-TOOLS = ("tensorboard", "trackio")  # that were built in, and are in sparsebp-tools
+TOOLS = ("tensorboard", "trackio")  # were built in, and are now in sparsebp-tools
 
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """A run as a tracker sees it, from its plan.
+    """The facts about a run that a tracker gets.
 
     Args:
-        run_id: Id of the run, the same after each resume.
+        run_id: Id of the run, unchanged by a resume.
         name: Name of the recipe.
         seed: Seed of the training.
-        experiment: What the recipe's ``tracking.experiment`` says.
-        created: When the plan was made, in seconds since 1970.
+        experiment: The recipe's ``tracking.experiment``.
+        created: Time at which the plan was made, in seconds since 1970.
         recipe: The resolved recipe as plain data, with passwords hidden.
-        home: Folder under which a tracker without a place of its own may write.
+        home: Folder in which a tracker without its own location may write.
     """
 
     run_id: str
@@ -42,22 +42,22 @@ class TrackedRun:
 
     @property
     def title(self) -> str:
-        """The run's name in a list: seeds of one recipe stand together, and no two runs have the same."""
+        """The run's name in a list. It is unique, and seeds of one recipe sort together."""
         return f"{self.name} seed {self.seed} {self.run_id}"
 
 
 @dataclass(frozen=True)
 class TrackedRecord:
-    """A record of the journal.
+    """One record of a run's event log.
 
     Args:
-        id: The same whenever the record is given, and of no other record of the run.
-        kind: ``metrics``, ``note``, ``end``, and the others of the journal. After ``end`` a resumed run goes on.
-        time: When it was written, in seconds since 1970.
-        step: Step of the optimizer; of a record without one that of the record before, 0 at first.
-        metrics: New values of a ``metrics`` record by name; may be infinite or not a number. A value of a step that an
-            attempt repeats is not new and left out, so each metric has one value a step.
-        content: The whole record, as the journal has it.
+        id: Unique in the run, and the same each time the record is sent.
+        kind: ``metrics``, ``note``, ``end``, or another kind of the event log. A resumed run continues after ``end``.
+        time: Time at which it was written, in seconds since 1970.
+        step: Step of the optimizer. A record without a step has the previous record's, 0 at first.
+        metrics: New values of a ``metrics`` record by name; may be infinite or NaN. Values of a step that a later
+            attempt repeats are left out, so each metric has one value a step.
+        content: The whole record, as in the event log.
     """
 
     id: str
@@ -69,34 +69,34 @@ class TrackedRecord:
 
 
 class TrackerSession(Protocol):
-    """One process that sends one run."""
+    """A session in which one process sends the records of one run."""
 
-    place: str  # where the run can be seen, for people
+    place: str  # for people: where they can see the run
 
     def write(self, records: Sequence[TrackedRecord], /) -> None:
-        """Store some records, before this returns. Raise whatever is wrong: a session that raised is closed, and the
-        next one begins anew.
+        """Store records before returning. Raise on any problem: the caller then closes the session, and opens a new one
+        later.
 
-        Every session is given the journal from its first record on, in the same order, in pieces of any size. So after
-        a kill, or from a second process that sends the same run in turn, records come that are stored already: they
-        must be known by their ``id``, or by their place in the order, and not be stored twice.
+        Every session gets the event log from its first record on, in the same order, in pieces of any size. So after a
+        kill, or from a second process that sends the same run in turn, records may already be stored. Recognise these
+        by ``id`` or position, and do not store them twice.
 
         Args:
             records: The next records.
         """
 
     def close(self) -> None:
-        """Release what the session holds. A killed process never calls it."""
+        """Release the session's resources. A killed process never calls it."""
 
 
 @dataclass(frozen=True)
 class Tracker:
-    """A tracker.
+    """A tracker: a function that opens a session for a run.
 
     Args:
-        open: Function that begins a session for a run; it may import the tracker's library.
-        package: The module that it needs beyond the package that offers it; None: none.
-        install: What pip installs to have that module.
+        open: Function that opens a session for a run; it may import the tracker's library.
+        package: Module that it needs in addition to the package that offers it; None if none.
+        install: What to install with pip to get the module.
     """
 
     open: Callable[[TrackedRun], TrackerSession]
@@ -104,7 +104,7 @@ class Tracker:
     install: str = ""
 
     def require(self, name: str) -> None:
-        """Raise UsageError if the module is not installed that the tracker needs, called ``name`` in recipes."""
+        """Raise UsageError if the required module is not installed. ``name`` is the tracker's name in recipes."""
         if self.package is not None and find_spec(self.package) is None:
             raise UsageError(f"tracker {name!r} needs {self.package}: pip install '{self.install or self.package}'")
 
@@ -118,10 +118,10 @@ def find_tracker(name: str) -> Tracker:
     """Return a tracker by its name.
 
     Args:
-        name: Name of the entry point, by which recipes call it.
+        name: Name of the entry point, as in recipes.
 
     Returns:
-        The tracker. Whether its library is installed :meth:`Tracker.require` says.
+        The tracker. Call :meth:`Tracker.require` to check that its library is installed.
 
     Raises:
         UsageError: No package offers it, several do, or its entry is broken.
@@ -134,7 +134,7 @@ def find_tracker(name: str) -> Tracker:
         more = " (MLflow has every run without being named)" if name == STORE else did_you_mean(name, names)
         raise UsageError(f"unknown tracker {name!r}, allowed: {', '.join(names) or 'none is installed'}{more}")
     if len(found) > 1:
-        raise UsageError(f"tracker {name!r} is offered more than once, by {' and '.join(sorted(found))}")
+        raise UsageError(f"tracker {name!r} is registered more than once, by {' and '.join(sorted(found))}")
     (entry,) = found.values()
     broken = f"tracker {name!r} of {find_source(entry)} is broken"
     if not NAME.fullmatch(name) or name == STORE:
@@ -149,8 +149,15 @@ def find_tracker(name: str) -> Tracker:
     return tracker
 
 
+def find_feeder() -> Any:
+    """Return the module that sends event logs to trackers. Raise UsageError if its package is missing."""
+    if (tool := find_tool("trackers")) is None:
+        raise UsageError(f"the code that sends runs to trackers other than {STORE} is {tell_home('sparsebp-tools')}")
+    return tool
+
+
 def find_tracker_problems() -> Iterator[str]:
-    """Yield a line on each installed tracker that is broken. One whose library is not installed is not."""
+    """Yield one line for each installed tracker that cannot be imported. A missing library is not reported."""
     for name in list_trackers():
         try:
             find_tracker(name)

@@ -1,4 +1,4 @@
-"""The parameters, tags, artifacts and status that MLflow gets of a run besides its metrics."""
+"""Build what MLflow gets of a run besides metrics: parameters, tags, artifacts and status."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHOWN = (metric.EVAL_LOSS, metric.EVAL_ACCURACY, metric.TEST_LOSS, metric.LIMIT,
 LONGEST_VALUE = 6000  # of a parameter, in MLflow 3.17
 LONGEST_TAG = 5000
 LONGEST_KEY = 250
-DIGEST_LENGTH = 12  # of the data's digest, where a narrow column shows it; the tag has all of it
+DIGEST_LENGTH = 12  # of the data's digest, for a narrow column; the tag has the whole digest
 
 STATUS = {
     State.QUEUED: "SCHEDULED",
@@ -39,8 +39,7 @@ STATUS = {
 
 
 def find_state(run: RunFolder, history: History) -> State:
-    """Return the run's state, as ``RunFolder.state`` does, but read the journal again only where ``history`` is not
-    enough."""
+    """Return the run's state like ``RunFolder.state``. Read the event log again only if ``history`` is not enough."""
     if run.is_locked("worker"):
         return State.RUNNING
     attempt = history.warm[-1][0] if history.warm else 0
@@ -58,19 +57,19 @@ def clean_name(name: str) -> str:
 
 
 def run_name(plan: Plan) -> str:
-    """Return the run's name in MLflow's list, which sorts its seeds next to each other."""
+    """Return the run's name in MLflow's list. The list sorts by name, so seeds are next to each other."""
     return f"{plan.recipe.name} seed {plan.recipe.training.seed}"
 
 
 def parameters(plan: Plan) -> dict[str, str]:
-    """Return the resolved recipe as flat dotted parameters, cut to MLflow's limits, with passwords hidden."""
+    """Return the resolved recipe as flat dotted parameters, shortened to MLflow's limits, with passwords hidden."""
     flat = _flatten(plan.recipe.model_dump(mode="json"), "")
-    # Hidden before it is cut: half an address with a password would not be recognised.
+    # Hide before shortening: part of an address with a password would not be recognised.
     return {clean_name(key): mask(text)[:LONGEST_VALUE] for key, text in flat}
 
 
 def tags(plan: Plan, history: History, state: State, trial: str = "", labels: Labels | None = None) -> dict[str, str]:
-    """Return the tags of a run. ``trial`` is the content of ``trial.json``, left out if longer than a tag may be."""
+    """Return the tags of a run. ``trial`` is the content of ``trial.json``; it is left out if too long for a tag."""
     labels = labels or Labels()
     text = history.ends[-1].get("text", "") if history.ends and state.over else ""
     found = {clean_name(key): value for key, value in plan.recipe.tracking.tags.items()}
@@ -100,7 +99,7 @@ def read_labels(tags: Mapping[str, str]) -> Labels:
 
 
 def artifacts(plan: Plan, history: History) -> dict[str, str]:
-    """Return the run's artifacts: file name to content. They are texts, not a folder, so no link is followed."""
+    """Return the run's artifacts as file name to content. They are texts, not a folder, so no link is followed."""
     dumped = plan.model_dump(mode="json")
     if uri := dumped["recipe"]["tracking"]["uri"]:
         dumped["recipe"]["tracking"]["uri"] = mask(uri)
@@ -140,21 +139,21 @@ def dataset_input(plan: Plan, history: History) -> DatasetInput | None:
 
 
 def _describe_run(plan: Plan, history: History, state: State) -> str:
-    """The Markdown at the top of the run's page."""
+    """Return the Markdown at the top of the run's page."""
     policies = describe_phases(plan.recipe.phases, lambda entry: entry.name)
     lines = [f"**{plan.recipe.name}**, seed {plan.recipe.training.seed}: {policies}; {state}."]
     shown = [f"{m.name} {value:.4g} {m.unit}".strip() for m in SHOWN if (value := history.last(m.name)) is not None]
     lines += ["", "; ".join(shown) + "."] if shown else []
-    return "\n".join([*lines, "", "`pictures/run.svg` under *Artifacts* draws it; `sparsebp compare` compares it."])
+    return "\n".join([*lines, "", "`sparsebp compare` compares it."])
 
 
 def _describe_history(history: History) -> str:
-    """The content of a journal besides its metrics, so that the run can be read back from the store alone."""
+    """Return the event log's content besides metrics, so that the run can be restored from the store alone."""
     return json.dumps(history.dump(), allow_nan=True) + "\n"
 
 
 def _flatten(value: object, key: str) -> Iterator[tuple[str, str]]:
-    """Yield dotted keys and texts. A list of plain values stays one parameter: betas are read as a pair."""
+    """Yield dotted keys and texts. A list of plain values stays one parameter, such as a pair of betas."""
     if isinstance(value, dict) and value:
         children = list(value.items())
     elif isinstance(value, list) and any(isinstance(item, dict) for item in value):

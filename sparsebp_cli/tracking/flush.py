@@ -1,10 +1,10 @@
-"""Sends a journal to MLflow. However often and in whatever pieces it is sent, the store ends up with one table.
+"""Send an event log to MLflow. The store ends up with the same table, however often and in whatever pieces it is sent.
 
-- The first value of a (metric, step) counts, as in the journal. MLflow drops a row that is identical in key, time,
-  step and value, so sending it again changes nothing.
+- The first value of a (metric, step) counts, as in the event log. MLflow drops a row with identical key, time, step and
+  value, so sending it again changes nothing.
 - The MLflow run is searched by its tag ``sparsebp.run_id`` before one is created.
-- Infinite values are sent as NaN: MLflow would store 1.8e308, a number that was never measured. The tag
-  ``sparsebp.not_finite`` names such metrics, and the journal keeps the sign.
+- Infinite values are sent as NaN, because MLflow would store 1.8e308, a number that was never measured. The tag
+  ``sparsebp.not_finite`` names such metrics, and the event log keeps the sign.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sparsebp_cli import durable
 from sparsebp_cli.errors import SparseBPError, TrackingError
 from sparsebp_cli.plan import Plan, content_hash
 from sparsebp_cli.run import History, RunFolder, read
-from sparsebp_cli.run.budget import LARGEST_SMALL, read_bounded, read_json
+from sparsebp_cli.run.budget import LARGEST_SMALL, read_bounded, read_json, size_of
 from sparsebp_cli.run.journal import FILE as JOURNAL
 from sparsebp_cli.run.label import Labels
 from sparsebp_cli.run.visible import mask
@@ -38,8 +38,6 @@ from sparsebp_cli.tracking.content import (
     run_name,
     tags,
 )
-from sparsebp_cli.tracking.picture import FILE as PICTURE
-from sparsebp_cli.tracking.picture import draw_run
 from sparsebp_cli.tracking.store import (
     default_uri,
     experiment_id,
@@ -57,7 +55,7 @@ if TYPE_CHECKING:
 
 
 FILE = "tracking.json"
-DATASET = "dataset input"  # its place among what was sent; no artifact has this name
+DATASET = "dataset input"  # its key among the parts that were sent; no artifact has this name
 
 
 @dataclass(frozen=True)
@@ -65,16 +63,15 @@ class SyncResult:
     """The result of one synchronisation."""
 
     points_sent: int = 0  # metric values that the store accepted
-    complete: bool = False  # whether the store now has every whole record of the journal
-    problem: str = ""  # why not, in one line; empty when complete
-    uri: str = ""  # the store, without credentials; empty when unknown
-    mlflow_run_id: str = ""  # the run there; empty when it was not reached
-    is_refused: bool = False  # whether the store's address itself cannot be used, whatever happens there
-    also: str = ""  # what other trackers lack, and how they get it, in one line; empty if they lack nothing
+    complete: bool = False  # whether the store now has every complete record of the event log
+    problem: str = ""  # why it is incomplete, in one line; empty if complete
+    uri: str = ""  # the store's address without credentials; empty if unknown
+    mlflow_run_id: str = ""  # the run's id there; empty if it was not reached
+    is_refused: bool = False  # whether the store's address itself is unusable
+    also: str = ""  # what other trackers lack and how to send it, in one line; empty if nothing
 
     def advice(self, run_id: str) -> str:
-        """Return one line on what the store and other trackers lack and the commands that send it; empty when
-        complete."""
+        """Return in one line what the store and other trackers lack, and how to send it; empty if complete."""
         return "; ".join(filter(None, (self._advise(run_id), self.also)))
 
     def _advise(self, run_id: str) -> str:
@@ -84,12 +81,12 @@ class SyncResult:
         return f"{self.problem}; the event log keeps everything, {send}"
 
     def elsewhere(self, run_id: str) -> str:
-        """Return the command for a run whose own address is refused: it can be sent to another store alone."""
+        """Return the command for a run whose address is refused. Such a run can only be sent to another store."""
         return f"`sparsebp sync {run_id} --uri {shlex.quote(default_uri())}` sends it"
 
 
 class SentPoint(NamedTuple):
-    """One metric value, and the byte range of its record in the journal."""
+    """One metric value, and the byte range of its record in the event log."""
 
     name: str
     value: float
@@ -101,26 +98,25 @@ class SentPoint(NamedTuple):
 
 @dataclass
 class Sent:
-    """``tracking.json`` in the run's folder: what the store already has. It holds no credentials."""
+    """What the store already has, kept as ``tracking.json`` in the run's folder. It holds no credentials."""
 
-    uri: str  # the store, masked; for another store everything is sent again
+    uri: str  # the masked address; another store gets everything again
     mlflow_run_id: str = ""  # the run there
-    offset: int = 0  # bytes of the journal that were sent
-    # hash of each part (tags, status, artifacts by name) as it was last sent
+    offset: int = 0  # bytes of the event log that were sent
+    # hash of each part (tags, status, artifacts by name) as last sent
     described: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def load(cls, run_folder: Path, uri: str) -> Self:
-        """Read the file; a missing, damaged or foreign one means that nothing was sent."""
+        """Read the file. A missing, damaged or foreign file means that nothing was sent."""
         try:
             kept = cls(**read_json(run_folder / FILE, LARGEST_SMALL))
         except (OSError, ValueError, TypeError):
             return cls(uri)
         if kept.uri != uri:
             return cls(uri)
-        journal = run_folder / JOURNAL
-        if kept.offset > (journal.stat().st_size if journal.exists() else 0):
-            kept.offset = 0  # another journal was sent
+        if kept.offset > size_of(run_folder / JOURNAL):
+            kept.offset = 0  # another event log was sent
         return kept
 
     def save(self, run_folder: Path) -> None:
@@ -129,7 +125,7 @@ class Sent:
 
 
 def send_again(run_folder: Path) -> None:
-    """Note that the journal was replaced: the next send begins at its start. A point that the store has stays one."""
+    """Record that the event log was replaced: the next send starts at its beginning. The store keeps points once."""
     with FileLock(run_folder / "tracking.lock", timeout=LOCK_SECONDS):
         try:
             kept = Sent(**read_json(run_folder / FILE, LARGEST_SMALL))
@@ -144,14 +140,14 @@ LOCK_SECONDS = 60.0
 
 
 class Flusher:
-    """Sends the new part of one run's journal at each :meth:`flush`. Its position is kept in memory and on disk."""
+    """Sends the new part of a run's event log at each :meth:`flush`. Its position is kept in memory and on disk."""
 
     plan: Plan
     uri: str
     points_sent: int
 
     def __init__(self, run: RunFolder, uri: str | None = None) -> None:
-        """Read the plan; nothing is opened yet. Without ``uri`` the plan and the environment name the store. Raises
+        """Read the plan, without opening the store. Without ``uri``, the plan or the environment names the store. Raise
         ``TrackingError`` if the store's address cannot be used, ``RunNotFoundError`` if the run has no plan."""
         self.run = run
         self.plan = Plan.load(run.plan_file)
@@ -162,13 +158,13 @@ class Flusher:
         self._restart(self._sent)
 
     def flush(self) -> SyncResult:
-        """Send every whole record that was not sent, then the tags, artifacts and status that changed. Raises
-        ``TrackingError`` if the store cannot be used; the next call continues after the part that was sent."""
+        """Send every complete new record, then changed tags, artifacts and status. Raise ``TrackingError`` if the store
+        cannot be used; the next call continues after the part that was sent."""
         before = self.points_sent
-        if self.run.is_gone():  # its lock and its store would make the folder and the home anew
+        if self.run.is_gone():  # locking and opening the store would recreate the folder
             raise TrackingError(f"run {self.run.run_id}: {self.run.describe_move()}")
         try:
-            # The watcher and `sparsebp sync` may send the same run at once.
+            # The local runner and `sparsebp sync` may send the same run at once.
             with FileLock(self.run.path / "tracking.lock", timeout=LOCK_SECONDS):
                 client = self._client or open_client(self.uri)
                 if self._client is None:
@@ -176,13 +172,13 @@ class Flusher:
                     self._client = client
                 kept = Sent.load(self.run.path, mask(self.uri))
                 if kept.mlflow_run_id != self._sent.mlflow_run_id or kept.offset < self._sent.offset:
-                    self._restart(kept)  # this process sent its part to another MLflow run, or of another journal
+                    self._restart(kept)  # this process sent to another MLflow run, or from another event log
                 self._sent = kept
                 mlflow_run = self._attach(client)
                 self._send_points(client)
                 self._describe(client, mlflow_run)
         except Exception as error:
-            # MLflow lets errors of requests, sqlalchemy and the system through: all of them end here.
+            # MLflow does not wrap errors of requests, sqlalchemy and the system, so catch all.
             self._client = None
             raise TrackingError(f"tracking store {mask(self.uri)}: {one_line(error)}") from error
         return SyncResult(self.points_sent - before, True, "", mask(self.uri), self._sent.mlflow_run_id)
@@ -252,17 +248,17 @@ class Flusher:
         batch = [self._pending[index] for index in range(min(BATCH, len(self._pending)))]
         rows = [Metric(p.name, math.nan if math.isinf(p.value) else p.value, p.time_ms, p.step) for p in batch]
         with sqlite_lock(self.uri):
-            # Whatever MLFLOW_ENABLE_ASYNC_LOGGING says: an error has to be seen here, before the offset moves.
+            # Override MLFLOW_ENABLE_ASYNC_LOGGING: errors must surface here, before the offset moves.
             client.log_batch(self._sent.mlflow_run_id, metrics=rows, synchronous=True)
         for _ in batch:
             self._pending.popleft()
         self.points_sent += len(batch)
-        # A record that was sent in part is sent again as a whole, which changes nothing.
+        # A partly sent record is sent again as a whole, which changes nothing.
         self._sent.offset = self._pending[0].start if self._pending else batch[-1].end
         self._sent.save(self.run.path)
 
     def _send_dataset(self, client: MlflowClient) -> None:
-        """Send the training data as an input, once; MLflow takes the same input twice as one."""
+        """Send the training data as an input, once. MLflow merges equal inputs."""
         found = dataset_input(self.plan, self._history)
         if found is None or self._sent.described.get(DATASET) == found.dataset.digest:
             return
@@ -299,16 +295,11 @@ class Flusher:
                 client.log_text(run_id, text, name)
                 self._sent.described[name] = digest
                 self._sent.save(self.run.path)
-        if state.over and self._sent.described.get(PICTURE) != str(self._sent.offset):  # drawn once, at the end
-            if picture := draw_run(self._history, run_name(self.plan)):
-                client.log_text(run_id, picture, PICTURE)
-            self._sent.described[PICTURE] = str(self._sent.offset)
-            self._sent.save(self.run.path)
 
 
 def sync(run: RunFolder, uri: str | None = None) -> SyncResult:
-    """Send the rest of a run's journal to its store; a repeated call changes nothing. The run may still be running.
-    Never raises: a store that cannot be used is the result's ``problem``."""
+    """Send the rest of a run's event log to its store. Repeated calls change nothing, and the run may still be running.
+    Never raise: report an unusable store as ``problem``."""
     flusher = None
     try:
         flusher = Flusher(run, uri)
@@ -320,8 +311,8 @@ def sync(run: RunFolder, uri: str | None = None) -> SyncResult:
 
 
 def delete_record(run: RunFolder) -> str:
-    """Mark a run as deleted in its store, which `mlflow gc` then erases; a run that was never sent needs nothing.
-    Return why its record stays, in one line; empty if it is deleted."""
+    """Mark a run as deleted in its store; `mlflow gc` then erases it. Do nothing for a run that was never sent. Return
+    why its record stays, in one line; empty if it is deleted."""
     try:
         kept = Sent(**read_json(run.path / FILE, LARGEST_SMALL))
         uri = resolve_uri(Plan.load(run.plan_file).recipe.tracking.uri)
@@ -335,9 +326,9 @@ def delete_record(run: RunFolder) -> str:
     try:
         client = open_client(uri)
         with sqlite_lock(uri):
-            # Its address is another one if the store was moved; ids of MLflow are of one run alone.
+            # The address differs if the store was moved; MLflow's ids are unique, so the id suffices.
             if client.get_run(kept.mlflow_run_id).info.lifecycle_stage != "deleted":
                 client.delete_run(kept.mlflow_run_id)
-    except Exception as error:  # the client's errors are of many kinds
+    except Exception as error:  # the client raises many kinds of errors
         return elsewhere or one_line(error)
     return ""

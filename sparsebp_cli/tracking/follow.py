@@ -1,5 +1,5 @@
-"""Sends a journal to MLflow and to the recipe's trackers while the run lives, in threads of the process that supervises
-it. Never raises."""
+"""Send a running run's event log to MLflow and the recipe's trackers, in threads of the supervising process. Never
+raise."""
 
 from __future__ import annotations
 
@@ -9,28 +9,29 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Self
+from typing import Any, Self
 
-from sparsebp_cli.errors import SparseBPError, TrackingError
+from sparsebp_cli.errors import SparseBPError, TrackingError, UsageError
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.run import RunFolder
-from sparsebp_cli.tracking.door import DoorThread
+from sparsebp_cli.tracker.contract import find_feeder
 from sparsebp_cli.tracking.flush import Flusher, SyncResult
 from sparsebp_cli.tracking.store import is_sqlite
 
 LONGEST_PAUSE = 300.0
-NICENESS = 10  # training takes precedence on the CPU
-FILE_PATIENCE = 4  # a database file cannot hang as a server can, and a busy machine takes long to create one
+NICENESS = 10  # training has priority on the CPU
+FILE_PATIENCE = 4  # a database file cannot hang like a server, and a busy machine needs long to create one
 
 
 class Follower:
-    """A thread that sends every few seconds, waits longer while the store is away; another sends the rest at the end.
+    """A thread that sends every few seconds, and less often while the store is unreachable. Another thread sends the
+    rest.
 
         with Follower(run, warn=note) as follower:
             process.wait()
         follower.result   # of the last attempt
 
-    Start the worker before the follower: on systems where niceness belongs to the process, children inherit it.
+    Start the worker before the follower: where niceness belongs to the process, children inherit it.
     """
 
     run: RunFolder
@@ -42,14 +43,14 @@ class Follower:
     def __init__(
         self, run: RunFolder, *, every: float = 10.0, within: float = 30.0, warn: Callable[[str], None] | None = None
     ) -> None:
-        """Prepare; nothing is opened or started yet, and a wrong store does not raise. It sends ``every`` so many
-        seconds, and the last time for at most ``within`` seconds, or four times as long to a database file. ``warn`` is
-        called once, from the follower's thread, with one line when the store cannot be used."""
+        """Prepare without opening or starting anything; a wrong store does not raise. It sends every ``every`` seconds.
+        The last send takes at most ``within`` seconds, or four times as long to a database file. If the store cannot be
+        used, ``warn`` is called once with one line, from the follower's thread."""
         self.run, self.every, self.within, self.warn = run, every, within, warn
         self.result = SyncResult()
         self.warnings: list[str] = []
         self._flusher: Flusher | None = None
-        self._doors: list[DoorThread] = []
+        self._doors: list[Any] = []  # threads of sparsebp-tools
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="tracking", daemon=True)
 
@@ -58,16 +59,17 @@ class Follower:
         self._thread.start()
         try:
             names = Plan.load(self.run.plan_file).recipe.tracking.also
-        except (SparseBPError, OSError):  # the sender to MLflow says so
+        except (SparseBPError, OSError):  # the sender to MLflow reports it
             names = []
-        self._doors = [DoorThread(self.run, name, self.every, self._say) for name in dict.fromkeys(names)]
-        for door in self._doors:
-            door.start()
+        try:
+            self._doors = find_feeder().start_threads(self.run, names, self.every, self._say) if names else []
+        except UsageError as error:
+            self._say(str(error))
         return self
 
     def stop(self) -> SyncResult:
-        """Send the rest after the run is over, and return the result; ``problem`` says so when ``within`` was exceeded.
-        The part that was not sent stays in the journal for ``sparsebp sync``."""
+        """Send the rest after the run is over, and return the result. If this exceeds ``within``, ``problem`` says so,
+        and ``sparsebp sync`` can send the rest from the event log."""
         self._over.set()
         for door in self._doors:
             door.ask_to_end()
@@ -77,7 +79,7 @@ class Follower:
         return replace(result, also="; ".join(filter(None, lacking)))
 
     def _stop_store(self) -> SyncResult:
-        last = threading.Thread(target=self._send_rest, name="tracking", daemon=True)  # has the caller's niceness again
+        last = threading.Thread(target=self._send_rest, name="tracking", daemon=True)  # has the caller's niceness
         last.start()
         limit = self.within
         last.join(limit)
@@ -96,14 +98,14 @@ class Follower:
         self.stop()
 
     def flush(self) -> SyncResult:
-        """Send once, in the caller's thread; the result's ``points_sent`` counts from the start. Never raises."""
+        """Send once, in the caller's thread. ``points_sent`` of the result counts from the start. Never raise."""
         try:
             self._flusher = self._flusher or Flusher(self.run)
             done = self._flusher.flush()
             self.result = SyncResult(self._flusher.points_sent, True, "", done.uri, done.mlflow_run_id)
         except SparseBPError as error:
             self._failed(str(error), refused=self._flusher is None and isinstance(error, TrackingError))
-        except Exception as error:  # a defect in tracking must not end the run
+        except Exception as error:  # a bug in tracking must not end the run
             self._failed(f"tracking: {type(error).__name__}: {error}")
         return self.result
 
@@ -120,7 +122,7 @@ class Follower:
 
     def _follow(self) -> None:
         if sys.platform == "linux":
-            # On Linux each thread has a priority of its own; elsewhere this would be that of the training as well.
+            # On Linux each thread has its own priority; elsewhere this would change the training's too.
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         pause = self.every
         while not self._over.wait(pause):

@@ -1,7 +1,7 @@
-"""Opens an MLflow store, and works around two limits of MLflow 3.17.
+"""Open an MLflow store, and work around two limits of MLflow 3.17.
 
-Processes that create one fresh sqlite database at the same time break it, so a lock serialises them. With the default
-retries a dead server blocks a caller for minutes, so the retries are fewer.
+Processes that create the same sqlite database at the same time break it, so a lock serialises them. With the default
+retries a dead server blocks a caller for minutes, so the number of retries is reduced.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 
-KIND = "mlflow.experimentKind"  # decides which pages MLflow shows first: without it, those of chat applications
+KIND = "mlflow.experimentKind"  # decides which pages MLflow shows first: without it, those for chat applications
 MODEL_DEVELOPMENT = "custom_model_development"
-VIEW = "sparsebp"  # a link with this key shows the columns below; MLflow keeps such views as tags of the experiment
+VIEW = "sparsebp"  # a link with this key shows the columns below; MLflow stores such views as experiment tags
 COLUMNS = (
     "attributes.`Dataset`",
     "tags.`sparsebp.policies`",
@@ -46,9 +46,9 @@ LONGEST_LINE = 300
 
 
 def resolve_uri(plan_uri: str | None) -> str:
-    """Return the URI of the MLflow store: of the recipe, else of ``MLFLOW_TRACKING_URI``, else ``mlflow.db`` in
-    SparseBP's home. It may hold a password: show it through :func:`mask` only. Raises ``TrackingError`` for a folder,
-    an unknown scheme, or a relative sqlite path."""
+    """Return the URI of the MLflow store: the recipe's, else ``MLFLOW_TRACKING_URI``, else ``mlflow.db`` in SparseBP's
+    home. It may hold a password, so show it only through :func:`mask`. Raise ``TrackingError`` for a folder, an unknown
+    scheme, or a relative sqlite path."""
     uri = plan_uri or os.environ.get("MLFLOW_TRACKING_URI")
     if not uri:
         return default_uri()
@@ -63,12 +63,12 @@ def default_uri() -> str:
 
 
 def is_server(uri: str) -> bool:
-    """Whether the store is an MLflow server rather than a database that is opened directly."""
+    """Return whether the store is an MLflow server, not a database that is opened directly."""
     return uri.lower().startswith(SERVERS)
 
 
 def is_sqlite(uri: str) -> bool:
-    """Whether the store is one file."""
+    """Return whether the store is a single file."""
     return uri.lower().startswith("sqlite")
 
 
@@ -79,11 +79,24 @@ def artifact_root(uri: str) -> Path:
 
 
 def one_line(error: BaseException) -> str:
-    """Return the first line of an error's text that is not empty, masked, at most 300 characters; else its class."""
-    return mask(first_line(error))[:LONGEST_LINE]
+    """Return the first non-empty line of an error's text, masked, at most 300 characters; else its class name. Add what
+    the user can do if known: install a driver, or bypass a proxy."""
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        package = {"psycopg": "'psycopg[binary]'", "psycopg2": "psycopg2-binary", "MySQLdb": "mysqlclient"}
+        return f"{error.name} is not installed: python -m pip install {package.get(error.name, error.name)}"
+    line = mask(first_line(error))
+    line = line if len(line) <= LONGEST_LINE else (line[:LONGEST_LINE].rpartition(" ")[0] or line[:LONGEST_LINE])
+    proxy = "proxy" in line.lower() or any("proxy" in type(one).__name__.lower() for one in _causes(error))
+    return f"{line}; a proxy of this shell was asked: NO_PROXY=HOST goes past it" if proxy else line
 
 
-LOCK_SECONDS = 120.0  # creating a fresh database takes about 5 s, and other processes may wait for the same lock
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+LOCK_SECONDS = 120.0  # creating a database takes about 5 s, and other processes may wait for the same lock
 
 ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -98,12 +111,12 @@ ENVIRONMENT = {
 
 
 def open_client(uri: str) -> MlflowClient:
-    """Connect to a store whose URI ``resolve_uri`` returned; create a missing sqlite database, one process at a time.
-    The errors of the client are of many kinds; the caller turns them into one line."""
+    """Connect to a store whose URI ``resolve_uri`` returned. Create a missing sqlite database, one process at a time.
+    The client raises many kinds of errors; the caller must turn them into one line."""
     for name, value in ENVIRONMENT.items():
-        # What the user has set holds.
+        # The user's settings take precedence.
         os.environ.setdefault(name, value)
-    if is_sqlite(uri):  # a place that cannot be made is told before the seconds that the import takes
+    if is_sqlite(uri):  # report an impossible path before the import, which takes seconds
         sqlite_file(uri).parent.mkdir(parents=True, exist_ok=True)
     from mlflow import MlflowClient
 
@@ -117,26 +130,27 @@ def open_client(uri: str) -> MlflowClient:
 
 
 def restore_infinity(value: float) -> float:
-    """Return a value as it was logged: MLflow's databases hold infinity as the largest float."""
+    """Return a value as it was logged: MLflow's databases store infinity as the largest float."""
     return math.copysign(math.inf, value) if abs(value) == sys.float_info.max else value
 
 
 @contextmanager
 def sqlite_lock(uri: str) -> Iterator[None]:
-    """Hold the lock next to a sqlite file, so that a second writer waits; other stores need none."""
+    """Hold the lock next to a sqlite file, so that a second writer waits. Other stores need no lock."""
     if not is_sqlite(uri):
         yield
         return
     file = sqlite_file(uri)
     place = file.with_name(file.name + ".lock")
-    # Where no file can be made, as in /proc, FileLock waits as if somebody else held the lock.
+    # Open the file first: where it cannot be created, as in /proc, FileLock would wait as if another process held the
+    # lock.
     os.close(os.open(place, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600))
     with FileLock(place, timeout=LOCK_SECONDS):
         yield
 
 
 def experiment_tags() -> dict[str, str]:
-    """Return the tags of an experiment: its kind, and the view of its runs. Without every key MLflow's page fails."""
+    """Return an experiment's tags: its kind, and the view of its runs. MLflow's page fails if a view lacks a key."""
     axis = {"xAxisKey": "step", "lineSmoothness": 0, "selectedXAxisMetricKey": ""}
     view = {"orderByKey": "attributes.start_time", "orderByAsc": False, "searchFilter": "", "startTime": "ALL"}
     view |= {"lifecycleFilter": "Active", "modelVersionFilter": "All Runs", "datasetsFilter": []}
@@ -149,8 +163,8 @@ def experiment_tags() -> dict[str, str]:
 
 
 def experiment_id(client: MlflowClient, uri: str, name: str) -> str:
-    """Return the id of an experiment, with its tags; create it where it does not exist. Raises ``TrackingError`` for
-    one that was deleted there, ``MlflowException`` if refused."""
+    """Return an experiment's id, and set its missing tags. Create the experiment if it does not exist. Raise
+    ``TrackingError`` if it was deleted there, ``MlflowException`` if refused."""
     from mlflow.exceptions import MlflowException
 
     if found := client.get_experiment_by_name(name):
@@ -171,21 +185,21 @@ def experiment_id(client: MlflowClient, uri: str, name: str) -> str:
 
 
 def mend_places(uri: str) -> None:
-    """Let a sqlite store that was moved name the folder of artifacts beside it; see ``moved.py``. For those who write
-    artifacts or serve them: reading a store changes nothing in it."""
+    """Make a moved sqlite store name the artifact folder beside it; see ``moved.py``. Call it before writing or serving
+    artifacts: reading a store must not change it."""
     if is_sqlite(uri):
         with sqlite_lock(uri):
             follow_move(sqlite_file(uri), artifact_root(uri))
 
 
 def restore_command(uri: str, kind: str, which: str) -> str:
-    """Return MLflow's command that takes back a deletion, for a shell; a password in ``uri`` is masked."""
+    """Return the shell command of MLflow that undoes a deletion. A password in ``uri`` is masked."""
     return f"MLFLOW_TRACKING_URI={shlex.quote(mask(uri))} mlflow {kind} restore {which}"
 
 
 def _create_database(uri: str) -> None:
-    """Create a missing database. The file appears whole or not at all, so a kill leaves nothing broken behind. Fails at
-    once where MLflow would retry for a minute and a half: no server, no rights, not a database."""
+    """Create a missing database. The file appears atomically, so a kill leaves nothing broken. Fail at once where
+    MLflow would retry for 90 seconds: no server, no rights, or not a database."""
     import sqlalchemy
     from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
@@ -194,7 +208,7 @@ def _create_database(uri: str) -> None:
         file = sqlite_file(uri)
         part = file.with_name(file.name + ".part")
         part.unlink(missing_ok=True)
-        # Its connections are closed before the file is renamed.
+        # Close its connections before renaming the file.
         SqlAlchemyStore(f"sqlite:///{part}", root).engine.dispose()
         durable.move(part, file)
         return

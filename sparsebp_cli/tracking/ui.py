@@ -1,4 +1,4 @@
-"""How a user opens MLflow's own pages on a store."""
+"""Tell the user how to open MLflow's own pages on a store."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from sparsebp_cli.tracking.store import is_server, is_sqlite, resolve_uri
 
 
 def describe_pages(port: int = 5000) -> str:
-    """Return one line that says how to open MLflow's pages on this machine's store, its password hidden; empty where
-    nothing was sent to it yet or its address cannot be used."""
+    """Return one line that says how to open MLflow's pages on this machine's store, with its password hidden. Return an
+    empty text if nothing was sent yet or the store's address cannot be used."""
     try:
         uri = resolve_uri(None)
     except TrackingError:
@@ -21,7 +21,7 @@ def describe_pages(port: int = 5000) -> str:
         return f"MLflow's pages: {mask(uri)}"
     if is_sqlite(uri) and not sqlite_file(uri).exists():
         return ""
-    # A page of another site may resolve its own name to 127.0.0.1 later; its requests still carry that name.
+    # DNS rebinding: another site may resolve its name to 127.0.0.1 later, but its requests still carry that name.
     hosts = f"127.0.0.1:{port},localhost:{port}"
     words = ("mlflow", "server", "--port", str(port), "--allowed-hosts", hosts, "--workers", "1")
     return f"MLflow's pages: {shlex.join((*words, '--backend-store-uri', mask(uri)))}"

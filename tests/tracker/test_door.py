@@ -13,11 +13,11 @@ import pytest
 
 from sparsebp_cli.errors import RecipeError, TrackingError, UsageError
 from sparsebp_cli.plan import Plan
-from sparsebp_cli.recipe import load_recipe
+from sparsebp_cli.recipe import check, load_recipe
 from sparsebp_cli.run import JournalWriter, RunFolder
 from sparsebp_cli.tracker import TrackedRun, find_tracker, find_tracker_problems, list_trackers
-from sparsebp_cli.tracking import Follower, send_to
-from sparsebp_cli.tracking.door import Door, describe_run
+from sparsebp_cli.tracking import Follower
+from sparsebp_tools.tracker.door import Door, describe_run, send_to
 from tests.tracking.material import attempt
 
 from .conftest import Install, MakeRun, load_events, read_lines, read_tensorboard, read_trackio
@@ -188,3 +188,10 @@ def test_a_run_without_a_plan_or_a_folder_is_one_line(make_run: MakeRun, tmp_pat
         with pytest.raises(TrackingError):
             Door(folder, "tensorboard").send()
     assert not (tmp_path / "gone").exists()
+
+
+def test_a_recipe_with_a_tracker_says_how_to_get_what_feeds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sparsebp_cli.tracker.contract.find_tool", lambda name: None)
+    (error,) = check._find_missing_trackers(["tensorboard"])
+    assert error.location == ("tracking", "also", 0)
+    assert "is in the package sparsebp-tools: python -m pip install sparsebp-tools" in error.text

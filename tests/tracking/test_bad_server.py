@@ -9,9 +9,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+import requests
 
 from sparsebp_cli.run import RunFolder
 from sparsebp_cli.tracking import Follower, sync
+from sparsebp_cli.tracking.store import one_line
 from tests.tracking.material import metric_rows
 
 MakeRun = Callable[..., RunFolder]
@@ -137,3 +139,20 @@ def test_eight_runs_at_once_on_a_new_store_have_every_point_there_or_a_warning(
     assert all(sync(run).complete for run in runs)
     print(f"8 runs: {sum(result.complete for result in results)} complete at their end, the others warned")
     assert len(metric_rows(home_folder / "mlflow.db")) == 8000
+
+
+def test_a_line_of_a_store_says_what_the_user_can_do_and_ends_with_a_word() -> None:
+    for name, words in (
+        ("psycopg", "psycopg is not installed: python -m pip install 'psycopg[binary]'"),
+        ("x", "x is"),
+    ):
+        with pytest.raises(ModuleNotFoundError) as missing:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        assert one_line(missing.value).startswith(words)
+    outer = ConnectionError("Max retries exceeded")
+    outer.__cause__ = requests.exceptions.ProxyError("Unable to connect")
+    assert one_line(outer) == "Max retries exceeded; a proxy of this shell was asked: NO_PROXY=HOST goes past it"
+    long = one_line(ValueError("words " * 100))
+    assert 290 < len(long) <= 300
+    assert long.endswith("words")
+    assert len(one_line(ValueError("w" * 400))) == 300

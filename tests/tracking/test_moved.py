@@ -94,7 +94,7 @@ def test_a_home_that_moves_while_a_run_is_followed_is_not_made_again(
     home_folder.rename(tmp_path / "elsewhere")
     result = follower.start().stop()
     assert not home_folder.exists()
-    assert "was moved or deleted while it was at work" in result.problem
+    assert "was moved or deleted during the run" in result.problem
     assert len(said) == 1
 
 

@@ -9,7 +9,6 @@ import random
 import shutil
 import subprocess
 import sys
-import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from pathlib import Path
 
@@ -44,6 +43,18 @@ def only_run(store: Path) -> Run:
     experiments = [e.experiment_id for e in client.search_experiments()]
     (found,) = client.search_runs(experiments)
     return found
+
+
+def test_the_store_has_the_history_of_a_run_that_is_over(store: Path, make_run: MakeRun) -> None:
+    run = make_run(3, end=None)
+    with run.lock("worker"):
+        assert sync(run).complete
+    with JournalWriter(run.path) as journal:
+        journal.write("end", status="finished", step=4, text="")
+    assert sync(run).complete
+    kept = json.loads((Path(artifact_folder(only_run(store))) / "history.json").read_text())
+    assert kept["ends"][0]["status"] == "finished"
+    assert kept["facts"] == {"dataset_digest": "abc"}
 
 
 def test_the_store_holds_exactly_the_journals_points(store: Path, make_run: MakeRun) -> None:
@@ -278,7 +289,6 @@ def test_the_resolved_recipe_becomes_parameters_tags_and_artifacts(store: Path, 
         "environment.json",
         "git.diff",
         "history.json",
-        "pictures",
         "plan.json",
         "recipe.yaml",
     ]
@@ -318,24 +328,6 @@ def test_an_experiment_that_has_a_kind_keeps_it(store: Path, make_run: MakeRun) 
     assert "mlflow.sharedViewState.sparsebp" in tags
 
 
-def test_a_run_that_is_over_has_its_picture_and_a_living_one_has_none(store: Path, make_run: MakeRun) -> None:
-    run = make_run(3, end=None)
-    with run.lock("worker"):
-        assert sync(run).complete
-        folder = Path(artifact_folder(only_run(store)))
-        assert not (folder / "pictures").exists()
-    with JournalWriter(run.path) as journal:
-        journal.write("metrics", step=4, values={"eval/loss": math.nan})
-        journal.write("end", status="finished", step=4, text="")
-    assert sync(run).complete
-    picture = (folder / "pictures" / "run.svg").read_text()
-    assert ET.fromstring(picture).tag.endswith("svg")
-    assert "demo seed 0" in picture
-    kept = json.loads((folder / "history.json").read_text())
-    assert kept["ends"][0]["status"] == "finished"
-    assert kept["facts"] == {"dataset_digest": "abc"}
-
-
 def test_a_very_long_value_is_cut_to_what_mlflow_takes(store: Path, make_run: MakeRun) -> None:
     run = make_run(1, model={"config": {"model_type": "llama", "odd key@": "x" * 9000}, "tokenizer": "t"})
     assert sync(run).complete
@@ -351,7 +343,7 @@ def test_links_in_the_runs_folder_are_never_followed_into_the_store(
     (run.path / "checkpoints").symlink_to(tmp_path)
     sync(run)
     files = [file for file in (store.parent / "mlartifacts").rglob("*") if file.is_file()]
-    assert len(files) == 5
+    assert len(files) == 4
     assert not any(b"CANARY" in file.read_bytes() for file in files)
 
 

@@ -1,9 +1,8 @@
-"""TensorBoard: an event file for each run, which ``tensorboard --logdir`` shows.
+"""Write TensorBoard's event file for each run, which ``tensorboard --logdir`` shows.
 
-The file is a function of the journal: every byte follows from the plan and the records, in their order, and nothing
-from a clock or a process. So a session only adds what the file lacks. A write that a kill cut in two is completed, and
-whatever comes again is there already. TensorBoard reads a file while it grows, which it could not if the file were
-replaced.
+The file is a function of the event log: every byte follows from the plan and the ordered records, not from a clock or a
+process. So a session only appends what the file lacks. It completes a write that a kill interrupted, and skips records
+that are already there. TensorBoard reads a growing file; it could not follow a replaced one.
 """
 
 from __future__ import annotations
@@ -27,18 +26,18 @@ SHOWN = ("info", "warning", "error")  # levels of notes
 
 
 class TensorBoardSession:
-    """Adds to one run's event file what it lacks."""
+    """Append to one run's event file what it lacks."""
 
     place: str
 
     def __init__(self, run: TrackedRun) -> None:
-        """Find the file; it is made by the first write."""
+        """Find the file; the first write creates it."""
         chosen = os.environ.get(FOLDER)
         folder = Path(chosen).expanduser() if chosen else run.home / "tensorboard"
-        # TensorBoard names a run by its folder, and knows the file by a part of its name.
+        # TensorBoard names a run by its folder, and recognises the file by a part of its name.
         self._file = folder / run.title / f"events.out.tfevents.{int(run.created)}.sparsebp"
         self.place = str(folder)
-        self._position = 0  # in the file, behind the last record that was given
+        self._position = 0  # file position after the last given record
         self._head = list(_describe(run))
 
     def write(self, records: Sequence[TrackedRecord]) -> None:
@@ -61,11 +60,11 @@ class TensorBoardSession:
         self._head = []
 
     def close(self) -> None:
-        """Nothing is held between writes."""
+        """Do nothing: a session holds nothing between writes."""
 
 
 def _describe(run: TrackedRun) -> Iterator[Event]:
-    """Yield what stands at the start of a file."""
+    """Yield the events at the start of a file."""
     from tensorboard.compat.proto.event_pb2 import Event
 
     yield Event(wall_time=run.created, file_version="brain.Event:2")
@@ -89,7 +88,7 @@ def _make_events(record: TrackedRecord) -> Iterator[Event]:
 
 
 def _say(tag: str, text: str) -> Summary:
-    """Return a text for the page of texts; Markdown."""
+    """Return a Markdown text for the page of texts."""
     from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
     from tensorboard.compat.proto.tensor_pb2 import TensorProto
     from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto

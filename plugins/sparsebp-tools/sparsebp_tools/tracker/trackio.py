@@ -1,8 +1,8 @@
-"""trackio: rows of its local database, which ``trackio show`` shows, and ``trackio.sync`` sends to a Space.
+"""Write rows to trackio's local database, which ``trackio show`` shows and ``trackio.sync`` sends to a Space.
 
-Its ``log`` gives each row an id and a time of its own, so rows that are sent again would be there twice. We write by
-the function below it, which takes both from us and leaves out a row whose id is there. It is no documented part of
-trackio, so ``pyproject.toml`` allows the versions alone that were tried.
+trackio's ``log`` gives each row a new id and time, so rows sent again would be duplicates. We call the function below
+it, which takes both from us and skips a row whose id exists. That function is not documented, so ``pyproject.toml``
+allows only tested versions.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from sparsebp_cli.tracker import TrackedRecord, TrackedRun, Tracker
 
 
 class TrackioSession:
-    """Adds to the rows of one run; its project is the recipe's ``tracking.experiment``."""
+    """Add rows to one run; its project is the recipe's ``tracking.experiment``."""
 
     place: str
 
     def __init__(self, run: TrackedRun) -> None:
-        """Import trackio, whose environment says where its databases are; nothing is written yet."""
+        """Import trackio, which finds its databases from the environment; nothing is written yet."""
         from trackio.sqlite_storage import SQLiteStorage
 
         self._store = SQLiteStorage
@@ -46,11 +46,11 @@ class TrackioSession:
         self._config = None
 
     def close(self) -> None:
-        """Nothing is held between writes."""
+        """Do nothing: a session holds nothing between writes."""
 
 
 def _flatten(value: object, key: str = "") -> Iterator[tuple[str, object]]:
-    """Yield dotted keys and values, as trackio's table of settings shows them best."""
+    """Yield dotted keys and values, which suit trackio's table of settings."""
     if isinstance(value, dict) and value:
         for name, child in value.items():
             yield from _flatten(child, f"{key}.{name}" if key else str(name))

@@ -1,7 +1,7 @@
-"""Gives the journal of a run to the trackers that were asked for, beside MLflow: while the run lives, or later.
+"""Send the event log of a run to the configured trackers beside MLflow, during the run or later.
 
-A session always begins at the start of the journal. So nothing is kept of what was sent, and whatever happened before,
-a kill in the middle of a write among it, the next session finds out itself what it has.
+A session always begins at the start of the event log. So nothing about earlier sessions is stored, and after any
+failure, even a kill during a write, the next session determines itself what the tracker has.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from filelock import FileLock
 from sparsebp_cli.errors import SparseBPError, TrackingError
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.run import RunFolder, home, read
+from sparsebp_cli.run.budget import size_of
 from sparsebp_cli.run.journal import FILE as JOURNAL
 from sparsebp_cli.run.record_type import Record
 from sparsebp_cli.run.series import Series, add_together
@@ -37,7 +38,7 @@ NICENESS = 10  # training takes precedence on the CPU
 
 
 class Door:
-    """Gives the new part of one run's journal to one tracker at each :meth:`send`."""
+    """Send the new part of one run's event log to one tracker at each :meth:`send`."""
 
     run: RunFolder
     name: str
@@ -45,37 +46,36 @@ class Door:
     place: str
 
     def __init__(self, run: RunFolder, name: str, *, batch: int = BATCH) -> None:
-        """Prepare; nothing is read or opened yet. ``batch`` is the largest number of records in a write."""
+        """Prepare without reading or opening anything; ``batch`` is the largest number of records in a write."""
         self.run, self.name, self._batch = run, name, batch
-        self.points_sent = 0  # values that the tracker took, those among them that it had
-        self.place = ""  # where the run can be seen; empty until a session has begun
+        self.points_sent = 0  # values that the tracker accepted, including known ones
+        self.place = ""  # where the user can see the run; empty before a session
         self._session: TrackerSession | None = None
-        # Of the session: bytes of the journal that it was given, the step reached, and values by step.
+        # State of the session: bytes of the event log that were sent, the step reached, and values by step.
         self._offset, self._step = 0, 0
         self._known: dict[str, Series] = {}
 
     def send(self) -> None:
-        """Give what is new. Raises ``TrackingError`` if the tracker cannot be used or fails; the next call begins a new
-        session."""
-        if self.run.is_gone():  # its lock would make the folder anew
+        """Send new records. Raises ``TrackingError`` if the tracker fails; the next call begins a new session."""
+        if self.run.is_gone():  # its lock would create the folder again
             raise TrackingError(f"run {self.run.run_id}: {self.run.describe_move()}")
         is_first = self._session is None
         try:
-            # The process that watches the run and `sparsebp sync` may send it at once.
+            # The run's local runner and `sparsebp sync` may send at the same time.
             with FileLock(self.run.path / f"tracker-{self.name}.lock", timeout=LOCK_SECONDS):
                 try:
                     self._send()
                 except Exception:
                     if is_first:
                         raise
-                    self._send()  # what an older session found may have been removed meanwhile
+                    self._send()  # the data of an older session may have been removed meanwhile
         except SparseBPError as error:
             raise TrackingError(str(error)) from error
-        except (Exception, SystemExit) as error:  # a plugin may fail in any way
+        except (Exception, SystemExit) as error:  # a plug-in may fail in any way
             raise TrackingError(f"tracker {self.name!r} failed: {one_line(error)}") from error
 
     def close(self) -> None:
-        """End the session, if there is one; whatever it raises is of no interest any more."""
+        """End the session, if there is one, and ignore its errors."""
         session, self._session = self._session, None
         with suppress(Exception, SystemExit):
             if session is not None:
@@ -92,9 +92,8 @@ class Door:
             raise
 
     def _find_session(self) -> TrackerSession:
-        journal = self.run.path / JOURNAL
-        size = journal.stat().st_size if journal.exists() else 0
-        if self._session is not None and size < self._offset:  # another journal was put in its place
+        size = size_of(self.run.path / JOURNAL)
+        if self._session is not None and size < self._offset:  # the event log was replaced
             self.close()
         if self._session is None:
             tracker = find_tracker(self.name)
@@ -115,7 +114,7 @@ class Door:
         step = content.get("step")
         self._step = step if isinstance(step, int) else self._step
         if record["kind"] == "metrics":
-            # As in every reader of a journal, the first value of a step counts. See decision 2.
+            # The first value of a step counts, as in every reader of an event log. See decision 2.
             metrics = add_together(self._known, record["step"], record["time"], record["values"])
         line = json.dumps([end, content], sort_keys=True, default=str)
         if isinstance(content.get("text"), str):
@@ -125,7 +124,7 @@ class Door:
 
 
 def describe_run(plan: Plan) -> TrackedRun:
-    """Return what a tracker is told of a run."""
+    """Return the description of a run that a tracker gets."""
     recipe = plan.recipe
     return TrackedRun(
         run_id=plan.run_id,
@@ -151,18 +150,18 @@ def _hide(value: Any) -> Any:
 
 
 class DoorThread:
-    """A thread that gives a journal to one tracker every few seconds, and the rest when it is asked to end."""
+    """A thread that sends an event log to one tracker every few seconds, and the rest when it is asked to end."""
 
     problem: str
 
     def __init__(self, run: RunFolder, name: str, every: float, warn: Callable[[str], None]) -> None:
-        """Prepare; ``warn`` is called once, with one line, when the tracker cannot be used."""
-        self.problem = ""  # of the last attempt; empty if the tracker has all
+        """Prepare; ``warn`` gets one line, once, when the tracker fails."""
+        self.problem = ""  # of the last attempt; empty if the tracker has everything
         self.name = name
         self._door, self._every, self._warn = Door(run, name), every, warn
         self._is_warned = False
         self._over = threading.Event()
-        # A tracker that hangs keeps no process alive; what it lacks is in the journal.
+        # A daemon, so that a hanging tracker keeps no process alive; the event log has what the tracker lacks.
         self._thread = threading.Thread(target=self._follow, name=f"tracker {name}", daemon=True)
 
     def start(self) -> None:
@@ -170,12 +169,12 @@ class DoorThread:
         self._thread.start()
 
     def ask_to_end(self) -> None:
-        """Let it send the rest and end."""
+        """Request that it sends the rest and ends."""
         self._over.set()
 
     def wait(self, deadline: float, within: float) -> str:
-        """Wait for its end until a moment of ``time.monotonic``, ``within`` so many seconds after it was asked to, and
-        return what the tracker lacks and the command that sends it; empty if it lacks nothing."""
+        """Wait for its end until ``deadline``, a moment of ``time.monotonic``; it was asked to end ``within`` seconds
+        before. Return what the tracker lacks and the command that sends it; empty if it lacks nothing."""
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
             self.problem = f"tracker {self.name!r} took longer than {within:g} s"
@@ -190,7 +189,7 @@ class DoorThread:
 
     def _follow(self) -> None:
         if sys.platform == "linux":
-            # On Linux each thread has a priority of its own; elsewhere this would be that of the training as well.
+            # On Linux each thread has its own priority; elsewhere this would change the training's as well.
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         pause = self._every
         while not self._over.wait(pause):
@@ -213,8 +212,8 @@ class DoorThread:
 
 
 def send_to(run: RunFolder, name: str) -> tuple[Door, str]:
-    """Give the whole journal of a run to a tracker; return the door, and why the tracker lacks something, in one line,
-    empty if it has all. Repeated, it changes nothing."""
+    """Send a run's whole event log to a tracker; return the door, and a line on why the tracker lacks something, empty
+    if it has everything. Repeating it changes nothing."""
     door = Door(run, name)
     try:
         door.send()

@@ -1,4 +1,4 @@
-"""PUBLIC. Conformance suite of trackers: each number of a journal is there once, whatever happens while it is sent."""
+"""Check trackers: each number of an event log must arrive exactly once, whatever happens during sending."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from sparsebp_cli.plan import Plan
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run import JournalWriter, RunFolder, create_run
 from sparsebp_cli.tracker import TrackedRun
-from sparsebp_cli.tracking.door import Door, describe_run
+from sparsebp_tools.tracker.door import Door, describe_run
 
 Point = tuple[str, int, float]
 Read = Callable[[TrackedRun], Iterable[Point]]
 
 NUM_STEPS = 60
 NUM_KILLED = 2  # pairs of processes
-LONGEST_SECONDS = 0.1  # before a kill
+LONGEST_SECONDS = 0.1  # longest time before a kill
 PATIENCE_SECONDS = 120.0
-PRECISION = 1e-6  # relative: TensorBoard keeps 32 bits
+PRECISION = 1e-6  # relative: TensorBoard stores 32 bits
 
 
 def check_tracker(name: str, read: Read) -> None:
-    """Try everything that a tracker promises. Runs are created under ``$SPARSEBP_HOME``: set it to a temporary folder.
+    """Check a tracker against every promise; set ``$SPARSEBP_HOME`` to a temporary folder, which gets runs.
 
     Args:
         name: Name of an installed tracker. Child processes must find it, too.
-        read: Function that returns what the tracker has of a run: metric, step and value of each number that it
-            stores, twice if it is there twice. A value that is not finite may be left out.
+        read: Function that returns the tracker's content for a run: metric, step and value of each stored number, with
+            duplicates. Values that are not finite may be missing.
 
     Raises:
         AssertionError: The tracker breaks a promise; the text says which.
@@ -44,7 +44,7 @@ def check_tracker(name: str, read: Read) -> None:
 
 
 class _Suite:
-    """Makes runs, and compares what a tracker has of them with what their journals say."""
+    """Create runs, and compare a tracker's content with their event logs."""
 
     def __init__(self, name: str, read: Read) -> None:
         self.name, self._read = name, read
@@ -59,7 +59,7 @@ class _Suite:
         return run
 
     def write(self, run: RunFolder, from_step: int, to_step: int, bias: float = 0.0) -> None:
-        """Write what an attempt of a worker writes; ``bias`` is added to its values."""
+        """Write what an attempt of a worker would write, with ``bias`` added to its values."""
         wanted = self._wanted[run.run_id]
         with JournalWriter(run.path, durable=False) as journal:
             journal.write("attempt", from_step=from_step, environment={"python": "3"})
@@ -74,7 +74,7 @@ class _Suite:
             journal.write("end", status="interrupted", step=to_step, text="")
 
     def compare(self, run: RunFolder, promise: str) -> None:
-        """Require that the tracker has what the journal says, each number once."""
+        """Require that the tracker has each number of the event log exactly once."""
         found = [(metric, int(step), float(value)) for metric, step, value in self._read(_describe(run))]
         wanted = self._wanted[run.run_id]
         counts = Counter((metric, step) for metric, step, _ in found)
@@ -138,7 +138,7 @@ def _check_kills(suite: _Suite) -> None:
     for number in range(NUM_KILLED):
         run = suite.make_run(f"killed-{number}")
         suite.write(run, 0, 4 * NUM_STEPS)
-        module = ("-m", "sparsebp_cli.testing.sender", str(run.path), suite.name)
+        module = ("-m", "sparsebp_tools.tracker.sender", str(run.path), suite.name)
         processes = [
             subprocess.Popen(
                 interpreter.command(*module, str(draw.uniform(0.001, LONGEST_SECONDS))),
