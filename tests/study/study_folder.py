@@ -46,7 +46,7 @@ class StudyFolder:
     def run(self, *words: str) -> tuple[int, str, str]:
         """Run the command line to its end; return exit code, standard output and standard error."""
         client = self.start(*words)
-        out, err = client.communicate(timeout=300)
+        out, err = client.communicate()
         return client.returncode, out, err
 
 

@@ -10,11 +10,11 @@ import pytest
 from sparsebp_cli.compare.family import correct_family
 from sparsebp_cli.compare.statistics import add_choice, paired_difference, withhold_statement
 from sparsebp_cli.errors import RecipeError
-from sparsebp_cli.study.choice import find_choice_errors
-from sparsebp_cli.study.loader import LoadedStudy, load_study
-from sparsebp_cli.study.selection import find_tuned_by
+from sparsebp_lab.study.choice import find_choice_errors
 from sparsebp_lab.study.course import Tuned, choose_best
 from sparsebp_lab.study.extension import extend, find_grid
+from sparsebp_lab.study.loader import LoadedStudy, load_study
+from sparsebp_lab.study.selection import find_tuned_by
 
 from .conftest import STUDY, Cli, Write
 from .study_folder import list_trials

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from sparsebp_cli.errors import RecipeError
-from sparsebp_cli.study.loader import load_study
+from sparsebp_lab.study.loader import load_study
 
 from .conftest import STUDY, Write
 
@@ -29,11 +29,11 @@ WRONG = [
     ("training.learning_rate:", "tracking.experiment:", "vary.tracking.experiment: cannot be varied"),
     ("training.learning_rate:", "training.seed:", "vary.training.seed: cannot be varied"),
     ("same: cost", "same: money", "budget.same: got 'money', allowed: 'steps', 'cost', 'time', 'tokens'"),
-    ("same: cost", "same: steps", "budget: as goes with same: cost, time or tokens"),
+    ("same: cost", "same: steps", "budget: as needs same: cost, time or tokens"),
     ("same: cost, as: dense, steps: 20", "same: time", "budget: same: time needs seconds: N, or as: ARM"),
     ("steps: 20", "seconds: 5.0", "budget: seconds goes with same: time, got same: cost"),
     ("same: cost, as: dense, steps: 20", "same: tokens, as: dense, tokens: 5", "tokens: N, or as: ARM, the arm whose"),
-    ("same: cost, as: dense, steps: 20", "seconds: 5.0, steps: 20", "budget: steps are those of the arm under `as`"),
+    ("same: cost, as: dense, steps: 20", "seconds: 5.0, steps: 20", "budget: steps belong to the arm under `as`"),
     ("same: cost, as: dense, steps: 20", "seconds: 0.0", "budget.seconds: must be above 0"),
     (
         "as: dense",
@@ -42,10 +42,10 @@ WRONG = [
     ),
     ("steps: 20", "steps: 20, part: {topk: 1.5}", "budget.part.topk: must be at most 1, got 1.5"),
     ("steps: 20", "steps: 20, part: {tpk: 0.5}", "budget.part.tpk: must be one of the arms (dense, topk), got 'tpk'"),
-    ("same: cost, as: dense", "same: steps, part: {topk: 0.5}", "budget: part goes with same: cost, time or tokens"),
+    ("same: cost, as: dense", "same: steps, part: {topk: 0.5}", "budget: part needs same: cost, time or tokens"),
     ("as: dense, ", "", "budget: same: cost needs as: ARM"),
     ("steps: 20", "steps: 9", "budget.steps: must be at least 10, got 9"),
-    ("tune: [0]", "tune: 2-0", "seeds.tune: a range must rise, got 2-0; did you mean 0-2?"),
+    ("tune: [0]", "tune: 2-0", "seeds.tune: a range must ascend, got 2-0; did you mean 0-2?"),
     ("tune: [0]", "tune: [0, 0]", "seeds.tune: seed 0 is given twice"),
     (
         "tune: [0]",
@@ -57,7 +57,7 @@ WRONG = [
     ("study: tiny", "study: a/b", "2:8: study: must be text that matches"),
     ("base.yaml", "bas.yaml", "3:7: base: "),
     ("budget:", "search: {kind: tpe}\nbudget:", "search: kind: tpe needs trials: N, the combinations of each arm"),
-    ("budget:", "search: {trials: 5}\nbudget:", "search: trials goes with kind: tpe or random"),
+    ("budget:", "search: {trials: 5}\nbudget:", "search: trials needs kind: tpe or random"),
     ("budget:", "search: {kind: cma}\nbudget:", "search.kind: got 'cma', allowed: 'grid'"),
     ("[5e-4, 1e-3]", "{from: 1e-4, to: 1e-2}", "learning_rate: grid needs a list of values"),
     ("[5e-4, 1e-3]", f"{{from: 1e-2, to: 1e-4}}\n{SEARCH}", "rate.to: must be above from, 0.01, got 0.0001"),

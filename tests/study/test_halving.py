@@ -11,8 +11,8 @@ import pytest
 
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.run import State, list_runs, read
-from sparsebp_cli.study.loader import load_study
 from sparsebp_lab.study.halving import Standing, find_rungs, halve
+from sparsebp_lab.study.loader import load_study
 from sparsebp_lab.study.trial import with_steps
 
 from .conftest import STUDY, Cli, Start, Write, count_attempts, count_finishes

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from sparsebp_cli.errors import RecipeError, UsageError
-from sparsebp_cli.recipe.evaluation import find_decisive, without_generation
-from sparsebp_cli.study.loader import LoadedStudy, load_study
+from sparsebp_cli.recipe.evaluation import without_generation
 from sparsebp_lab.study.course import Tuned, choose_best
+from sparsebp_lab.study.decisive import find_decisive
 from sparsebp_lab.study.halving import find_rungs
+from sparsebp_lab.study.loader import LoadedStudy, load_study
 from sparsebp_lab.study.trial import rehearse
 
 from .conftest import STUDY, Write

@@ -12,10 +12,10 @@ from rich.console import Console, RenderableType
 
 from sparsebp_cli.recipe import with_stop
 from sparsebp_cli.run import RunFolder
-from sparsebp_cli.study.loader import LoadedStudy, load_study
 from sparsebp_lab.study.course import plan_course
 from sparsebp_lab.study.disk import DiskUse, measure_disk
 from sparsebp_lab.study.driver import Status
+from sparsebp_lab.study.loader import LoadedStudy, load_study
 from sparsebp_lab.study.place import find_places
 from sparsebp_lab.study.store import TrialStore
 from sparsebp_lab.study.summary import ArmLine, summarise

@@ -25,7 +25,11 @@ from tests.target.conftest import IN_CONTAINER, until
 from .conftest import STUDY, count_attempts, count_finishes
 from .study_folder import IMPATIENT, WORKER, StudyFolder, find_place, list_trials, wait_for_held
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("engines")]  # one daemon, one test at a time
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.xdist_group("engines"),  # one daemon, one test at a time
+    pytest.mark.timeout(3600),  # a study takes minutes where ten processes share a processor
+]
 
 FOUR_RATES = STUDY.replace("[5e-4, 1e-3]", "[1e-4, 5e-4, 1e-3, 1e-2]").replace("report: 1-2", "report: 1-3")
 CONTAINER = {"kind": "docker", "image": service.BASE, "pull": "never", **IN_CONTAINER, **WORKER}
@@ -171,7 +175,7 @@ def test_a_place_that_goes_away_loses_its_trials_and_the_same_command_ends_the_s
     client = study.start(before=IMPATIENT)
     (held,) = wait_for_held("hostc")
     host.stop()
-    out, err = client.communicate(timeout=300)
+    out, err = client.communicate()
     assert client.returncode == 101, err
     assert "tiny: 2 of 8 trials have finished" in out  # those of this machine; neither arm has its best yet
     assert [AWAY in line for line in err.splitlines()] == [True, True]
@@ -194,7 +198,7 @@ def test_ctrl_c_does_not_wait_for_a_place_that_is_away(study: StudyFolder, host:
     host.stop()
     until(lambda: held.state() is State.UNREACHABLE)
     client.send_signal(signal.SIGINT)
-    _, err = client.communicate(timeout=300)
+    _, err = client.communicate()
     assert client.returncode == 130, err
     assert held.state() is State.UNREACHABLE
     assert held.request_file.read_text() == "stop"  # which its dispatcher sees to as soon as the host answers

@@ -13,13 +13,13 @@ import pytest
 
 from sparsebp_cli.compare.loaded import LoadedRun
 from sparsebp_cli.errors import RecipeError, UsageError
-from sparsebp_cli.study.loader import LoadedStudy, load_study
-from sparsebp_cli.study.schema import BudgetSection
 from sparsebp_lab.study import summary
-from sparsebp_lab.study.budget import StepPrice, make_rehearsals, read_price, share_budget
+from sparsebp_lab.study.budget import ArmStepPrice, make_rehearsals, read_price, share_budget
 from sparsebp_lab.study.course import Course, Tuned, choose_best, plan_course
 from sparsebp_lab.study.driver import Status
+from sparsebp_lab.study.loader import LoadedStudy, load_study
 from sparsebp_lab.study.place import deal, find_places
+from sparsebp_lab.study.schema import BudgetSection
 from sparsebp_lab.study.store import TrialStore
 from sparsebp_lab.study.trial import StudyTrial, TrialMaker, with_steps
 
@@ -100,7 +100,7 @@ def test_the_cost_of_a_schedule_is_no_budget_and_its_steps_are(write_study: Writ
     _, course = plan(write_study(text))
     assert {len(trial.recipe.phases) for trial in course.tuning} == {1, 2}
     for budget in ("same: cost, as: dense, steps: 20", "seconds: 9.0"):
-        with pytest.raises(UsageError, match="arm topk: the steps of its schedule do not cost alike"):
+        with pytest.raises(UsageError, match="arm topk: the steps of its schedule differ in cost"):
             plan(write_study(text, more=f"budget: {{{budget}}}\n"))
 
 
@@ -144,37 +144,41 @@ def test_a_schedule_runs_over_the_steps_that_are_run(write_study: Write) -> None
 @pytest.mark.parametrize(("ratio", "steps"), [(1.0, 20), (0.5, 40), (0.3, 66), (1.5, 13), (2.0, 10)])
 def test_an_arm_gets_the_steps_that_the_budget_pays_for(write_study: Write, ratio: float, steps: int) -> None:
     variant = load_study(write_study()).variants[2]
-    assert share_budget(20, StepPrice(8.0), StepPrice(8.0 * ratio), variant, COST) == steps
+    assert share_budget(20, ArmStepPrice(8.0), ArmStepPrice(8.0 * ratio), variant, COST) == steps
 
 
 def test_an_arm_with_a_part_of_the_budget_gets_the_steps_that_the_part_pays_for(write_study: Write) -> None:
     dense, *_, topk = load_study(write_study()).variants
     half = BudgetSection.model_validate({"same": "cost", "as": "dense", "steps": 40, "part": {"topk": 0.5}})
-    assert share_budget(40, StepPrice(8.0), StepPrice(8.0), dense, half) == 40
-    assert share_budget(40, StepPrice(8.0), StepPrice(4.0), topk, half) == 40
+    assert share_budget(40, ArmStepPrice(8.0), ArmStepPrice(8.0), dense, half) == 40
+    assert share_budget(40, ArmStepPrice(8.0), ArmStepPrice(4.0), topk, half) == 40
     with pytest.raises(UsageError, match=r"arm topk: 0\.5 of 40 steps of dense pay for 9 of its steps"):
-        share_budget(40, StepPrice(8.0), StepPrice(16.8), topk, half)
+        share_budget(40, ArmStepPrice(8.0), ArmStepPrice(16.8), topk, half)
 
 
 def test_an_arm_that_gets_too_few_steps_is_refused_by_name(write_study: Write) -> None:
     variant = load_study(write_study()).variants[2]
     with pytest.raises(UsageError, match=r"arm topk: 20 steps of dense pay for 9 of its steps, which cost 2\.10 each"):
-        share_budget(20, StepPrice(8.0), StepPrice(16.8), variant, COST)
+        share_budget(20, ArmStepPrice(8.0), ArmStepPrice(16.8), variant, COST)
 
 
 @pytest.mark.parametrize(
     ("budget", "price", "words"),
     [
-        ({"seconds": 30.0}, StepPrice(4.0, "seconds"), "arm topk: 30 seconds pay for 7 of its steps, which cost 4 sec"),
-        ({"same": "tokens", "tokens": 640}, StepPrice(128.0, "tokens"), "is refused: raise budget.tokens"),
+        (
+            {"seconds": 30.0},
+            ArmStepPrice(4.0, "seconds"),
+            "arm topk: 30 seconds pay for 7 of its steps, which cost 4 sec",
+        ),
+        ({"same": "tokens", "tokens": 640}, ArmStepPrice(128.0, "tokens"), "is refused: raise budget.tokens"),
     ],
 )
 def test_too_few_seconds_or_tokens_are_refused_by_name(
-    write_study: Write, budget: dict[str, object], price: StepPrice, words: str
+    write_study: Write, budget: dict[str, object], price: ArmStepPrice, words: str
 ) -> None:
     variant = load_study(write_study()).variants[2]
     section = BudgetSection.model_validate(budget)
-    assert share_budget(0, None, StepPrice(1.0), variant, section) == section.amount
+    assert share_budget(0, None, ArmStepPrice(1.0), variant, section) == section.amount
     with pytest.raises(UsageError, match=words):
         share_budget(0, None, price, variant, section)
 
@@ -186,7 +190,7 @@ def test_time_and_tokens_of_a_step_are_read_from_the_rehearsal() -> None:
         read_price(cast("LoadedRun", run), BudgetSection.model_validate(given))[0]
         for given in ({"seconds": 9.0}, {"same": "tokens", "as": "dense"})
     ]
-    assert found == [StepPrice(2.5, "seconds"), StepPrice(60.0, "tokens")]
+    assert found == [ArmStepPrice(2.5, "seconds"), ArmStepPrice(60.0, "tokens")]
 
 
 def test_many_trials_are_planned_without_torch_and_without_a_process(

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from sparsebp_cli.compare.loaded import LoadedRun
-from sparsebp_cli.compare.published import Claim, Paper, hold_beside, make_grid
+from sparsebp_cli.compare.published import Paper, PaperClaim, hold_beside, make_grid
 from sparsebp_cli.errors import RecipeError, UsageError
 from sparsebp_cli.recipe.loader import load_recipe
 from sparsebp_cli.run import History, State
 from sparsebp_cli.run.series import Series
-from sparsebp_cli.study.loader import load_study
+from sparsebp_lab.study.loader import load_study
 from sparsebp_lab.study.place import move
 
 from .conftest import Cli, Write
@@ -89,7 +89,7 @@ def test_what_is_wrong_is_one_line_with_its_place(file: Path, old: str, new: str
 SCALED = [
     ("max_steps: 10", "max_steps: 0", "scale.base.training.max_steps: must be at least 1, got 0"),
     ("policy.0.keep: 0.5", "policy.0.keep: 5.5", "scale.arms.topk.policy.0.keep: must be in (0, 1], got 5.5"),
-    (STUDY[STUDY.index("scale:") :], "", "scale: --scaled needs the key scale"),
+    (STUDY[STUDY.index("scale:") :], "", "scale: --scaled needs the study"),
 ]
 
 
@@ -143,7 +143,7 @@ def test_a_section_that_a_dotted_key_of_the_arm_would_hide_is_refused(file: Path
 
 
 def test_a_recipes_verb_says_that_a_study_is_none(file: Path) -> None:
-    with pytest.raises(RecipeError, match=r"is a study and no recipe: `sparsebp study .*` runs it"):
+    with pytest.raises(RecipeError, match=r"is a study, not a recipe: `sparsebp study .*` runs it"):
         load_recipe(file)
 
 
@@ -166,10 +166,10 @@ def test_numbers_are_reduced_by_what_they_are_and_ratios_are_paired_by_seed() ->
     dense = [_run("dense", seed, flops_step={1: 10.0, 2: 30.0}, eval_loss={1: 9.0, 2: 2.0}) for seed in (1, 2, 3)]
     topk = [_run("topk", s, flops_step={1: 5.0, 2: 5.0 + 10.0 * s}, eval_loss={1: 1.0, 2: 2.0 + s}) for s in (1, 2)]
     claims = (
-        Claim("topk", "eval/loss", 3.0, "a"),
-        Claim("topk", "flops/step", 0.5, "b", of="dense"),
-        Claim("topk", "test/loss", 1.0, "c"),
-        Claim("topk", "time/step_seconds", 1.0, "d"),
+        PaperClaim("topk", "eval/loss", 3.0, "a"),
+        PaperClaim("topk", "flops/step", 0.5, "b", of="dense"),
+        PaperClaim("topk", "test/loss", 1.0, "c"),
+        PaperClaim("topk", "time/step_seconds", 1.0, "d"),
     )
     counted = {"dense": dense, "topk": topk}
     found = hold_beside(Paper("T", "https://l", claims), counted, {"topk": "topk#1"}, ["topk"])

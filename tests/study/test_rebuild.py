@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from sparsebp_cli.run import home, list_runs
-from sparsebp_cli.study.thin import NOTE, thin_journal
+from sparsebp_lab.study.thin import NOTE, thin_journal
 from tests.cli.document import read_document
 from tests.study.conftest import STUDY, Cli, Write
 from tests.study.study_folder import list_trials

@@ -8,8 +8,8 @@ from typing import cast
 import numpy as np
 import pytest
 
-from sparsebp_cli.study.loader import load_study
 from sparsebp_lab.study.budget import find_steps, make_rehearsals
+from sparsebp_lab.study.loader import load_study
 from sparsebp_lab.study.store import TrialStore
 from sparsebp_lab.study.trial import StudyTrial, TrialMaker
 

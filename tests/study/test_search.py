@@ -13,8 +13,8 @@ import pytest
 
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.run import home
-from sparsebp_cli.study.loader import Combination, LoadedStudy, load_study
 from sparsebp_lab.study.course import Tuned, plan_course
+from sparsebp_lab.study.loader import Combination, LoadedStudy, load_study
 from sparsebp_lab.study.search import Search, advance
 from sparsebp_lab.study.store import TrialStore
 from sparsebp_lab.study.trial import TrialMaker

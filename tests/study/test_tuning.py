@@ -10,8 +10,8 @@ import pytest
 
 from sparsebp_cli.run import home, list_runs
 from sparsebp_cli.run.label import Labels
-from sparsebp_cli.study.selection import TunedLine
-from sparsebp_cli.study.tuning import find_importances, make_tuning_grids, read_combination
+from sparsebp_lab.study.selection import TunedLine
+from sparsebp_lab.study.tuning import find_importances, make_tuning_grids, read_combination
 
 from .conftest import STUDY, Cli, Write
 
@@ -86,7 +86,7 @@ def test_verbs_for_several_runs_take_a_study_by_its_name(cli: Cli, write_study: 
         assert [run for run in list_runs() if f"newest-{name}" in Labels.load(run.path).tags] == [newest]
     (home() / "studies" / "paper.json").write_text((home() / "studies" / "tiny.json").read_text())
     done = cli("rm", "@paper", "--yes")
-    assert (done.returncode, "@paper is a study and a tag of runs" in done.stderr) == (2, True)
+    assert (done.returncode, "@paper is the name of a study and a tag" in done.stderr) == (2, True)
     assert {run.run_id for run in list_runs()} == runs
     done = cli("rm", "@tiny", "--yes")
     assert done.returncode == 0, done.stderr

@@ -1,1 +1,1 @@
-"""Studies: trials, stages, budget, controls, and the client that trains each trial once."""
+"""Plan studies: trials, stages, budget, controls, and the client that trains each trial once."""

@@ -1,9 +1,9 @@
-"""The steps of each arm: as many, or as many as pay for the same FLOPs, time or tokens.
+"""Compute the steps of each arm: the same number for all, or as many as cost the same FLOPs, time or tokens.
 
-What a step costs is measured by a rehearsal, a short run whose steps are counted; see
-:mod:`sparsebp_cli.worker.price`. Where its batches differ so much that the mean is not known within 2 %, a rehearsal of
-twice as many steps follows, up to as many as the arm itself will train: its own batches differ as much as those of a
-rehearsal of that length. Rehearsals are made once and kept, so the steps of a study do not change while it runs.
+A rehearsal, a short run whose steps are counted, measures the cost of a step; see :mod:`sparsebp_cli.worker.price`. If
+its batches differ so much that the mean is not known within 2 %, a rehearsal of twice as many steps follows. A
+rehearsal is never longer than the arm's own training, whose batches vary as much. Rehearsals run once and are kept, so
+a study's steps do not change while it runs.
 """
 
 from __future__ import annotations
@@ -17,44 +17,44 @@ from sparsebp_cli.compare.loaded import LoadedRun
 from sparsebp_cli.compare.statistics import quantile_t
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.run.metric import DENSE_STEP_FLOPS, DENSE_UPDATE_FLOPS, STEP_FLOPS, STEP_SECONDS, TRAIN_TOKENS
-from sparsebp_cli.study.loader import ArmVariant, LoadedStudy
-from sparsebp_cli.study.schema import FEWEST_STEPS, BudgetSection
+from sparsebp_lab.study.loader import ArmVariant, LoadedStudy
+from sparsebp_lab.study.schema import FEWEST_STEPS, BudgetSection
 from sparsebp_lab.study.store import TrialStore
 from sparsebp_lab.study.trial import REHEARSED_STEPS, StudyTrial, TrialMaker, rehearse
 
 # See decision 22.
-WITHIN = 0.02  # half of the 95% interval of a price, over it
-MOST_REHEARSED = 320  # steps: a price that is not known then is the best there is
-Steps = Mapping[int, int]  # position of a variant in the study to its optimizer steps; without those not known yet
+WITHIN = 0.02  # half of the 95% interval of a step's cost, relative to the cost
+MOST_REHEARSED = 320  # largest number of rehearsed steps; after it the estimate is used as it is
+Steps = Mapping[int, int]  # optimizer steps by position of the variant in the study; unknown ones are missing
 
 
 @dataclass(frozen=True)
-class StepPrice:
-    """What a step takes of the budget."""
+class ArmStepPrice:
+    """The cost of a step in units of the budget."""
 
     amount: float  # FLOPs, seconds, or tokens
-    noun: str = ""  # the unit, as an error names it
-    half_width: float = 0.0  # of the 95% interval of FLOPs, over them
+    noun: str = ""  # the unit, for error messages
+    half_width: float = 0.0  # of the 95% interval of FLOPs, relative to them
 
 
-Rehearsals = Mapping[int, Sequence[StudyTrial]]  # of each variant by its position, the shortest first
+Rehearsals = Mapping[int, Sequence[StudyTrial]]  # by position of the variant, the shortest first
 
 
 def make_rehearsals(loaded: LoadedStudy, maker: TrialMaker, store: TrialStore) -> Rehearsals:
-    """Return the rehearsals of each variant; combinations that cost the same share them. Empty where the budget needs
-    none. Raise UsageError for a schedule, whose cost a rehearsal does not tell."""
+    """Return the rehearsals of each variant; combinations of equal cost share them. Empty if the budget needs none.
+    Raise UsageError for a schedule, because a rehearsal does not measure its cost."""
     budget = loaded.study.budget
     if budget is None or budget.same == "steps":
         return {}
     for variant in loaded.variants:
         if variant.recipe.schedule is not None and budget.same != "tokens":
             raise UsageError(
-                f"arm {variant.arm}: the steps of its schedule do not cost alike, and a rehearsal of {REHEARSED_STEPS} "
-                "steps does not tell the share of each phase; use budget: {same: steps}, or tokens"
+                f"arm {variant.arm}: the steps of its schedule differ in cost, and a rehearsal of {REHEARSED_STEPS} "
+                "steps does not measure each phase; use budget: {same: steps}, or tokens"
             )
     found: dict[int, list[StudyTrial]] = {}
     payer = next((at for at, variant in enumerate(loaded.variants) if variant.arm == budget.as_arm), None)
-    paid = 0.0  # FLOPs; as long as they are not known, no rehearsal but the payer's is made longer
+    paid = 0.0  # FLOPs; until they are known, only the payer's rehearsal is made longer
     if payer is not None:
         num_paid = budget.steps or _steps_of(loaded, loaded.variants[payer].arm)
         found[payer] = [*_rehearse(loaded.variants[payer], loaded, maker, store, lambda _: num_paid)]
@@ -67,8 +67,8 @@ def make_rehearsals(loaded: LoadedStudy, maker: TrialMaker, store: TrialStore) -
     return dict(sorted(found.items()))
 
 
-def _count_steps(amount: float) -> Callable[[StepPrice], float]:
-    """Return how many steps an amount pays for, by the price of a step."""
+def _count_steps(amount: float) -> Callable[[ArmStepPrice], float]:
+    """Return a function that maps the cost of a step to the number of steps that ``amount`` pays for."""
     return lambda price: amount / price.amount
 
 
@@ -77,14 +77,14 @@ def _rehearse(
     loaded: LoadedStudy,
     maker: TrialMaker,
     store: TrialStore,
-    count_own: Callable[[StepPrice], float],
+    count_own: Callable[[ArmStepPrice], float],
 ) -> Iterator[StudyTrial]:
-    """Yield a rehearsal, and a longer one after each that does not tell the price well enough, unless it would be
-    longer than the arm's own run, whose steps ``count_own`` returns."""
+    """Yield a rehearsal, and a longer one after each that leaves the cost too uncertain, but none longer than the arm's
+    own run, whose steps ``count_own`` returns."""
     first, steps, budget = loaded.firsts[variant.arm], REHEARSED_STEPS, loaded.study.budget
     assert budget is not None
     while True:
-        # One seed for all arms, whose prices so are ratios over the same batches. See decision 22.
+        # All arms use one seed, so their costs are ratios over the same batches. See decision 22.
         (trial,) = maker.make("rehearse", variant.arm, "", rehearse(variant.recipe, first.recipe, steps), [0])
         yield trial
         run = store.load(trial)
@@ -96,9 +96,9 @@ def _rehearse(
 
 
 def find_steps(loaded: LoadedStudy, rehearsals: Rehearsals, store: TrialStore) -> Steps:
-    """Return the steps of each variant; variants whose rehearsal has not finished are left out. A value that was added
-    to a grid and of which the budget pays for too few steps has none, 0. Raise UsageError for such a value of the file,
-    or where a rehearsal does not tell the cost."""
+    """Return the steps of each variant; variants whose rehearsal has not finished are missing. A value that was added
+    to a grid has 0 steps if the budget pays for too few. Raise UsageError for such a value of the file, or if a
+    rehearsal does not measure the cost."""
     budget, variants = loaded.study.budget, loaded.variants
     if budget is None:
         return {position: variant.recipe.training.max_steps for position, variant in enumerate(variants)}
@@ -123,27 +123,27 @@ def find_steps(loaded: LoadedStudy, rehearsals: Rehearsals, store: TrialStore) -
 
 
 def _is_added(variant: ArmVariant, loaded: LoadedStudy) -> bool:
-    """Whether a variant has a value that its file does not: one that the edge of a grid asked for."""
+    """Return whether a variant has a value that is not in its file, because the edge of a grid added it."""
     given = loaded.study.vary
     return any(isinstance(given[key], list) and value not in given[key] for key, value in variant.combination)
 
 
-def find_prices(loaded: LoadedStudy, rehearsals: Rehearsals, store: TrialStore) -> dict[int, StepPrice | None]:
-    """Return the price of a step of each variant, by its last rehearsal; None where that has not finished."""
+def find_prices(loaded: LoadedStudy, rehearsals: Rehearsals, store: TrialStore) -> dict[int, ArmStepPrice | None]:
+    """Return the cost of a step of each variant, from its last rehearsal; None if that has not finished."""
     budget = loaded.study.budget
     assert budget is not None
     return {at: _measure(loaded.variants[at], some[-1], store, budget) for at, some in rehearsals.items()}
 
 
 def find_flops(loaded: LoadedStudy, rehearsals: Rehearsals, store: TrialStore) -> float | None:
-    """Return the FLOPs of the whole budget; None where the budget is another one, or not known yet."""
+    """Return the FLOPs of the whole budget; None if the budget has another unit, or is not known yet."""
     if loaded.study.budget is None or loaded.study.budget.same != "cost":
         return None
     payer, steps = _find_payer(loaded, find_prices(loaded, rehearsals, store))
     return None if payer is None else steps * payer.amount
 
 
-def _find_payer(loaded: LoadedStudy, prices: Mapping[int, StepPrice | None]) -> tuple[StepPrice | None, int]:
+def _find_payer(loaded: LoadedStudy, prices: Mapping[int, ArmStepPrice | None]) -> tuple[ArmStepPrice | None, int]:
     budget = loaded.study.budget
     if budget is None or budget.as_arm is None:
         return None, 0
@@ -156,15 +156,15 @@ def _steps_of(loaded: LoadedStudy, arm: str) -> int:
 
 
 def share_budget(
-    steps: int, payer: StepPrice | None, price: StepPrice, variant: ArmVariant, budget: BudgetSection
+    steps: int, payer: ArmStepPrice | None, price: ArmStepPrice, variant: ArmVariant, budget: BudgetSection
 ) -> int:
-    """Return how many steps at a price the payer's steps pay for, or the budget's seconds or tokens without a payer;
-    an arm may have a part of them. Rounded down, so that an arm never gets more. Raise UsageError if these are fewer
-    than ten."""
+    """Return how many steps of cost ``price`` the payer's steps pay for, or the budget's seconds or tokens without a
+    payer; an arm may have a part of them. Rounded down, so that an arm never gets more. Raise UsageError for fewer than
+    ten steps."""
     whole, part = budget.amount if payer is None else steps * payer.amount, budget.part_of(variant.arm)
     assert whole is not None
     amount = part * whole
-    # A quotient that is a whole number may come out a last bit below it.
+    # The addend keeps rounding from reducing a whole number.
     found = math.floor(amount / price.amount + 1e-9)
     if found >= FEWEST_STEPS:
         return found
@@ -180,7 +180,7 @@ def share_budget(
     )
 
 
-def _measure(variant: ArmVariant, trial: StudyTrial, store: TrialStore, budget: BudgetSection) -> StepPrice | None:
+def _measure(variant: ArmVariant, trial: StudyTrial, store: TrialStore, budget: BudgetSection) -> ArmStepPrice | None:
     run = store.load(trial)
     if run is None or not run.finished:
         return None
@@ -193,21 +193,21 @@ def _measure(variant: ArmVariant, trial: StudyTrial, store: TrialStore, budget: 
     return price
 
 
-def read_price(run: LoadedRun, budget: BudgetSection) -> tuple[StepPrice | None, str]:
-    """Return what a step of a rehearsal costs in the budget's currency, and what the run lacks if it does not tell."""
+def read_price(run: LoadedRun, budget: BudgetSection) -> tuple[ArmStepPrice | None, str]:
+    """Return the cost of a rehearsal's step in the budget's unit, or what the run lacks for it."""
     match budget.same:
         case "time":
             seconds = run.values(STEP_SECONDS.name, after_warmup=True)
-            return (StepPrice(median(seconds), "seconds") if seconds else None), "no step times"
+            return (ArmStepPrice(median(seconds), "seconds") if seconds else None), "no step times"
         case "tokens":
             seen = run.series(TRAIN_TOKENS.name)
-            return (StepPrice(max(seen.values()) / max(seen), "tokens") if seen else None), "no count of tokens"
+            return (ArmStepPrice(max(seen.values()) / max(seen), "tokens") if seen else None), "no count of tokens"
     return _read_flops(run), "no cost of its steps"
 
 
-def _read_flops(run: LoadedRun) -> StepPrice | None:
-    """Return the mean price of a step. That of a dense step is known for many batches from their shapes alone, so the
-    mean is their mean times the ratio of the two over the steps that were made, with the ratio's error."""
+def _read_flops(run: LoadedRun) -> ArmStepPrice | None:
+    """Return the mean cost of a step. The cost of a dense step follows from shapes alone, for many batches. So the
+    result is their mean times the measured ratio of both costs, with the ratio's error."""
     flops, dense = (run.values(name.name) for name in (STEP_FLOPS, DENSE_STEP_FLOPS))
     if not flops or len(flops) != len(dense):
         return None
@@ -219,6 +219,6 @@ def _read_flops(run: LoadedRun) -> StepPrice | None:
     else:
         amount, errors = fmean(flops), [one - fmean(flops) for one in flops]
     if len(errors) < FEWEST_STEPS:
-        return StepPrice(amount, "FLOPs")
+        return ArmStepPrice(amount, "FLOPs")
     half = quantile_t(0.975, len(errors) - 1) * stdev(errors) / math.sqrt(len(errors))
-    return StepPrice(amount, "FLOPs", half / fmean(flops))
+    return ArmStepPrice(amount, "FLOPs", half / fmean(flops))

@@ -1,4 +1,4 @@
-"""The controls that a study lacks: those that a comparison of its report names as missing, made as trials."""
+"""Plan the controls that a study lacks: those that its report's comparison names as missing, as trials."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from sparsebp_cli.compare.comparison import ControlRuns, Kind
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.recipe import load_stored
 from sparsebp_cli.run import RunFolder, home
-from sparsebp_cli.study.loader import LoadedStudy
 from sparsebp_lab.study.course import Course
+from sparsebp_lab.study.loader import LoadedStudy
 from sparsebp_lab.study.store import TrialStore
 from sparsebp_lab.study.trial import StudyTrial, TrialMaker
 
@@ -19,8 +19,8 @@ KINDS: tuple[Kind, ...] = ("random", "fewer_steps", "smaller_batch")
 
 
 def plan_controls(loaded: LoadedStudy, course: Course, maker: TrialMaker, store: TrialStore) -> list[StudyTrial]:
-    """Return the trials of all controls that are known by now: none before the report is complete. The controls of one
-    arm may serve the next, so those of the next are known when these have finished."""
+    """Return the trials of all controls known so far; none before the report is complete. The controls of one arm may
+    serve the next arm, so the next arm's controls are known when they have finished."""
     if loaded.study.controls == "none" or len({trial.arm for trial in course.report}) < len(loaded.study.arms):
         return []
     runs = load_named(course.report, store)
@@ -37,7 +37,7 @@ def plan_controls(loaded: LoadedStudy, course: Course, maker: TrialMaker, store:
 
 
 def load_named(trials: Sequence[StudyTrial], store: TrialStore) -> list[LoadedRun]:
-    """Read the runs of trials, each under the name of its arm, whatever the name under which it was made."""
+    """Read the runs of trials, each under the name of its arm."""
     pairs = [(trial, store.load(trial)) for trial in trials]
     return [replace(run, name=trial.arm) for trial, run in pairs if run is not None]
 

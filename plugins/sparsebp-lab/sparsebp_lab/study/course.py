@@ -1,6 +1,6 @@
-"""The course of a study: rehearse, tune, report, control. Each stage follows from the file and from what the store has.
+"""Derive a study's stages: rehearse, tune, report, control. Each follows from the file and the stored runs.
 
-Nothing is remembered between commands. A study that was killed derives the same trials again and finds them done.
+Nothing is stored between commands. A study that was killed derives the same trials again and finds them finished.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 
 from sparsebp_cli.compare.loaded import LoadedRun
 from sparsebp_cli.recipe import Recipe, with_stop
-from sparsebp_cli.recipe.evaluation import find_decisive
 from sparsebp_cli.run.metric import Metric
-from sparsebp_cli.study.loader import ArmVariant, LoadedStudy
 from sparsebp_lab.study.budget import Steps, find_flops, find_steps, make_rehearsals
+from sparsebp_lab.study.decisive import find_decisive
 from sparsebp_lab.study.halving import find_rungs, halve
+from sparsebp_lab.study.loader import ArmVariant, LoadedStudy
 from sparsebp_lab.study.store import TrialStore
 from sparsebp_lab.study.trial import StudyTrial, TrialMaker, with_budget, with_steps
 
@@ -28,10 +28,10 @@ class Tuned:
     """A variant after tuning."""
 
     variant: ArmVariant
-    value: float | None  # mean of the validation metric over the tuning seeds; None where a trial has no result yet
-    diverged: bool = False  # whether a trial's loss was not finite, so that it cannot be chosen
-    pruned: bool = False  # whether halving ended it, so that it cannot be chosen
-    is_dear: bool = False  # whether the budget pays for too few of its steps, so that it is not tried
+    value: float | None  # mean validation metric over the tuning seeds; None if a trial has no result yet
+    diverged: bool = False  # a trial's loss was not finite, so it cannot be chosen
+    pruned: bool = False  # halving ended it, so it cannot be chosen
+    is_dear: bool = False  # the budget pays for too few of its steps, so it is not tried
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,12 @@ class Course:
     rehearsals: tuple[StudyTrial, ...] = ()
     tuning: tuple[StudyTrial, ...] = ()
     tuned: tuple[Tuned, ...] = ()
-    best: dict[str, ArmVariant] = field(default_factory=dict)  # arm to its chosen combination
+    best: dict[str, ArmVariant] = field(default_factory=dict)  # chosen combination by arm
     report: tuple[StudyTrial, ...] = ()
 
     @property
     def trials(self) -> tuple[StudyTrial, ...]:
-        """All of them, in the order in which they run; one that serves two stages is listed once, as the later one."""
+        """All trials in the order in which they run; a trial of two stages counts for the later one."""
         found: dict[str, StudyTrial] = {}
         for trial in (*self.rehearsals, *self.tuning, *self.report):
             found[trial.run_id] = trial
@@ -65,7 +65,7 @@ class Course:
 
 
 def plan_course(loaded: LoadedStudy, maker: TrialMaker, store: TrialStore) -> Course:
-    """Derive every trial that is known by now. Raise UsageError for an arm that cannot afford its budget."""
+    """Derive every trial that is known so far. Raise UsageError for an arm that exceeds its budget."""
     study = loaded.study
     rehearsals = make_rehearsals(loaded, maker, store)
     steps, flops = find_steps(loaded, rehearsals, store), find_flops(loaded, rehearsals, store)
@@ -92,15 +92,14 @@ def lengthen(variant: ArmVariant, steps: int, flops: float | None) -> Recipe:
 
 
 def _own(loaded: LoadedStudy, variant: ArmVariant, flops: float | None) -> float | None:
-    """Return what a variant may spend of the FLOPs of the budget."""
+    """Return the part of the budget's FLOPs that a variant may spend."""
     budget = loaded.study.budget
     return None if flops is None or budget is None else flops * budget.part_of(variant.arm)
 
 
 def choose_best(tuned: Sequence[Tuned]) -> dict[str, ArmVariant]:
-    """Return the best combination of each arm by the validation metric; of equal ones that with the better neighbours.
-    An arm with a trial that has no result yet is left out: the missing one could be the best; so is an arm that always
-    diverged."""
+    """Return the best combination of each arm by the validation metric; ties go to the one with the better neighbours.
+    An arm is missing if a trial has no result yet, which could be the best, or if it always diverged."""
     arms: dict[str, list[Tuned]] = {}
     for one in tuned:
         arms.setdefault(one.variant.arm, []).append(one)
@@ -117,7 +116,7 @@ def choose_best(tuned: Sequence[Tuned]) -> dict[str, ArmVariant]:
 
 
 def _mean_of_neighbours(one: Tuned, sound: Sequence[Tuned]) -> float:
-    """Return the mean validation metric of the combinations that are next to one along a single key."""
+    """Return the mean validation metric of the combinations that differ in one key by one place."""
     here = dict(one.variant.combination)
     found = []
     for key, value in here.items():
@@ -147,7 +146,7 @@ def read_value(run: LoadedRun | None, metric: Metric) -> float | None:
 def _tune(
     loaded: LoadedStudy, steps: Steps, flops: float | None, maker: TrialMaker, store: TrialStore
 ) -> tuple[list[StudyTrial], list[Tuned]]:
-    """Make the tuning trials and read their results. Where nothing is varied there is nothing to choose."""
+    """Make the tuning trials and read their results; without varied values there is nothing to choose."""
     if not needs_tuning(loaded):
         return [], [Tuned(variant, None) for variant in loaded.variants]
     if loaded.study.search.kind == "halving":
@@ -172,7 +171,7 @@ def _tune(
 def _tune_by_halving(
     loaded: LoadedStudy, steps: Steps, flops: float | None, maker: TrialMaker, store: TrialStore
 ) -> tuple[list[StudyTrial], list[Tuned]]:
-    """Make the tuning trials of each arm, each up to the rung that it may reach by now."""
+    """Make the tuning trials of each arm, each up to the rung that it may reach now."""
     trials: list[StudyTrial] = []
     tuned: list[Tuned] = []
     for arm in loaded.study.arms:
@@ -198,7 +197,7 @@ def _tune_by_halving(
 
 
 def _set_test_aside(recipe: Recipe) -> Recipe:
-    """Return the recipe of a tuning trial: nobody sees the test split before the choice."""
+    """Return the recipe of a tuning trial, which leaves out the test split."""
     return recipe.model_copy(update={"measure": recipe.measure.model_copy(update={"test": False})})
 
 
@@ -207,13 +206,13 @@ class _HalvedVariant:
     """A combination with its trials and the steps of its rungs."""
 
     variant: ArmVariant
-    trials: Sequence[StudyTrial]  # one for each seed of tuning
+    trials: Sequence[StudyTrial]  # one for each tuning seed
     store: TrialStore
     rungs: Sequence[int] = ()
 
     def measure(self, rung: int) -> float | None:
-        """Return the mean of the validation metric at a rung, lower being better; infinite if a run diverged, None
-        where one has not come so far."""
+        """Return the mean of the validation metric at a rung, lower being better; infinite if a run diverged, None if a
+        run has not reached it."""
         metric, values = find_decisive(self.variant.recipe), []
         for run in map(self.store.load, self.trials):
             if run is not None and run.broke_down:
@@ -241,10 +240,10 @@ def _read_tuned(variant: ArmVariant, runs: Sequence[LoadedRun | None]) -> Tuned:
 
 
 def needs_tuning(loaded: LoadedStudy) -> bool:
-    """Whether an arm has more than one combination to choose from."""
+    """Return whether an arm has more than one combination."""
     return any(count_combinations(loaded, arm) > 1 for arm in loaded.study.arms)
 
 
 def count_combinations(loaded: LoadedStudy, arm: str) -> int:
-    """Return how many combinations of an arm there will be."""
+    """Return the final number of combinations of an arm."""
     return loaded.study.search.trials or len(loaded.of_arm(arm))

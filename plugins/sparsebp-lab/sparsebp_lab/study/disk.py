@@ -1,4 +1,4 @@
-"""The disk that a trial will take, from that of a finished run of its arm: checkpoints by number, and the rest."""
+"""Predict the disk use of a trial from a finished run of its arm: checkpoints by number, and the rest."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from sparsebp_cli.run import RunFolder
 
 @dataclass(frozen=True)
 class DiskUse:
-    """What the parts of a run take."""
+    """Disk use of a run by part."""
 
     checkpoint_bytes: float  # one checkpoint
-    rest_bytes: float  # model, journal and all else
+    rest_bytes: float  # model, event log and all other files
 
     def predict(self, recipe: Recipe) -> float:
         """Return the bytes of a run of this recipe at its end."""
@@ -29,16 +29,16 @@ class DiskUse:
 
 
 def measure_disk(run: RunFolder) -> DiskUse:
-    """Measure a run that finished. Without checkpoints, which somebody may have deleted, these are counted as none."""
+    """Measure a finished run; missing checkpoints, which a user may have deleted, count as none."""
     folders = [folder for folder in (run.path / "checkpoints").glob("step-*") if folder.is_dir()]
     each = [_size(folder) for folder in folders]
     return DiskUse(max(each, default=0.0), _size(run.path) - sum(each))
 
 
 def _size(folder: Path) -> float:
-    """Return the bytes of the files of a folder, while other processes may write and rename some."""
+    """Return the bytes of a folder's files, while other processes may write and rename some."""
     size = 0
-    for place, _, names in os.walk(folder):  # which passes over folders that are gone
+    for place, _, names in os.walk(folder):  # skips folders that vanished
         for name in names:
             with suppress(FileNotFoundError):
                 found = Path(place, name).lstat()

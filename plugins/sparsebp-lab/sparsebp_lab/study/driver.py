@@ -1,8 +1,8 @@
-"""Starts and follows the trials of a stage: each once, whatever happens to this process and however many there are.
+"""Start and follow the trials of a stage, each once, even with several clients and after crashes.
 
 A client takes a lock in the run's folder, ``study.lock``, before it looks at the run and starts it, and keeps it until
-the run is over. The system releases it when the process dies. So of two clients one starts a trial, and the other waits
-for its result, or takes over when the first is gone. What works on a run is found by the run's own locks.
+the run is over. The system releases the lock when the process dies. So one of two clients starts a trial, and the other
+waits for its result, or takes over when the first has died. The run's own locks show whether a process works on it.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from sparsebp_lab.study.store import TrialStore, has_plan
 from sparsebp_lab.study.trial import StudyTrial
 
 LOCK = "study"  # the role of the lock in a run's folder
-# So long a client waits for places that do not answer when it has nothing else to wait for. A dispatcher asks such a
-# place at least once a minute, so a connection that is cut for some minutes is not noticed.
+# A client without other work waits this long for targets that do not answer. A remote runner contacts such a target at
+# least once a minute, so it tolerates an interruption of some minutes.
 PATIENCE_SECONDS = 600.0
 
 
 class Status(StrEnum):
-    """What a trial is doing, as a study counts it."""
+    """State of a trial as a study counts it."""
 
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
-    DIVERGED = "diverged"  # loss or gradient not finite: a result, which trying again would not change
+    DIVERGED = "diverged"  # loss or gradient not finite: a result that a retry would not change
     FAILED = "failed"
     INTERRUPTED = "interrupted"
     CANCELLED = "cancelled"
-    UNREACHABLE = "unreachable"  # its place did not answer for long; what it does there is not known
-    PAUSED = "paused"  # at a rung of halving, where all others are awaited
-    PRUNED = "pruned"  # at a rung of halving, where others were better
+    UNREACHABLE = "unreachable"  # its target has not answered for long; the run's state is unknown
+    PAUSED = "paused"  # at a rung of halving, waiting for all others
+    PRUNED = "pruned"  # at a rung of halving where others were better
 
     @property
     def over(self) -> bool:
@@ -52,7 +52,7 @@ class Status(StrEnum):
         return self not in {Status.WAITING, Status.RUNNING}
 
 
-WITH_RESULT = (Status.FINISHED, Status.DIVERGED, Status.PAUSED, Status.PRUNED)  # nothing is to be tried again
+WITH_RESULT = (Status.FINISHED, Status.DIVERGED, Status.PAUSED, Status.PRUNED)  # no retry
 STATUSES = {
     State.QUEUED: Status.WAITING,
     State.RUNNING: Status.RUNNING,
@@ -66,28 +66,28 @@ STATUSES = {
 
 @dataclass
 class TrialRun:
-    """A trial, its run, and what this client has done for it."""
+    """A trial, its run, and this client's work on it."""
 
     trial: StudyTrial
     run: RunFolder
     status: Status = Status.WAITING
-    lock: FileLock | None = None  # held by this client from the claim to the end
+    lock: FileLock | None = None  # from the claim to the end
     place: TrialPlace | None = None
-    is_planned: bool = False  # whether the place is that of the run's plan, so that it stays
-    state: State | None = None  # the state of its run at the last look; None without a plan
+    is_planned: bool = False  # whether the run's plan fixes the place
+    state: State | None = None  # state of its run at the last look; None without a plan
     started: bool = False  # whether this client has started it
     was_alive: bool = False  # whether this client has seen it before its end
     problem: str = ""  # why it failed, or could not be started
 
     def claim(self) -> bool:
-        """Take the trial's lock; return whether this client has it."""
+        """Take the trial's lock; return whether this client holds it."""
         if self.lock is None:
             self.run.path.mkdir(mode=0o777 if is_shared() else 0o700, parents=True, exist_ok=True)
-            # Asked first, since to take a lock that another process holds would wait for it.
+            # Check first: taking a lock that another process holds would block.
             if not self.run.is_locked(LOCK):
                 try:
                     self.lock = self.run.lock(LOCK)
-                except RunBusyError:  # another client was faster
+                except RunBusyError:  # another client took it first
                     return False
         return self.lock is not None
 
@@ -98,7 +98,7 @@ class TrialRun:
             self.lock = None
 
     def look(self) -> Status:
-        """Return what the run is doing now."""
+        """Return the current state of the run."""
         if not has_plan(self.run):
             return Status.WAITING
         self.state = self.run.state()
@@ -108,22 +108,22 @@ class TrialRun:
         return Status.DIVERGED if status is Status.FAILED and self._broke_down() else status
 
     def can_start(self) -> bool:
-        """Whether this client is to start it now. While it holds the lock and nothing works on the run, the run stays
-        as it is; so the second is asked before the state, or a worker that just finished would be started again."""
+        """Return whether this client should start it now. The check whether a process works on the run comes before the
+        state; otherwise a worker that just finished would be started again."""
         if self.lock is None or self.started or not _is_idle(self.run):
             return False
         status = self.look()
         return not status.over or not self.is_tried(status)
 
     def is_tried(self, status: Status) -> bool:
-        """Whether nothing is to be started any more for a run that is over: a failure of an earlier command and an
-        interruption by anyone else are tried again, once."""
+        """Return whether a finished run gets no further start. A failure in an earlier command, or an interruption from
+        outside, is retried once."""
         if status in {*WITH_RESULT, Status.CANCELLED}:
             return True
         return self.started or (status is Status.FAILED and self.was_alive)
 
     def expect(self, trial: StudyTrial) -> None:
-        """Take over the trial of a new plan: one of tuning may be one of the report now, and a paused one may go on."""
+        """Replace the trial after a new plan: a tuning trial may become a report trial, and a paused one may go on."""
         self.trial = trial
         if self.status in {Status.PAUSED, Status.PRUNED} and self.look() is Status.INTERRUPTED:
             self.status, self.started, self.was_alive = Status.WAITING, False, False
@@ -132,7 +132,7 @@ class TrialRun:
             self.status = found if found in WITH_RESULT and found is not Status.DIVERGED else self.status
 
     def _has_stopped(self) -> bool:
-        """Whether the run has come to the step at which its trial stops."""
+        """Return whether the run has reached the step at which its trial stops."""
         ends = History.load(self.run.path).ends if self.trial.stop_at is not None else []
         return bool(ends) and ends[-1]["step"] >= (self.trial.stop_at or 0)
 
@@ -144,18 +144,18 @@ class TrialRun:
 
 
 class Driver:
-    """Runs trials at places; each place gets its next trials when it has finished those of this study that it has."""
+    """Run trials at places; a place gets its next trials when it has finished its current ones of this study."""
 
     def __init__(self, places: Sequence[TrialPlace], store: TrialStore, provenance: Provenance) -> None:
         self._places, self._store = places, store
-        self.provenance: Provenance = provenance  # of the plans that are made from now on
+        self.provenance: Provenance = provenance  # of plans made from now on
         self._deal = deal(places)
         self._is_stopping = False
-        self._silent_since: float | None = None  # when all places that are waited for were first found silent
+        self._silent_since: float | None = None  # when all awaited places first stopped answering
         self.runs: dict[str, TrialRun] = {}
 
     def add(self, trials: Iterable[StudyTrial]) -> list[TrialRun]:
-        """Return the entries of trials; those of finished runs are over at once."""
+        """Return the entries of trials; entries of finished runs are over at once."""
         added = []
         for trial in trials:
             if trial.run_id not in self.runs:
@@ -166,7 +166,7 @@ class Driver:
         return added
 
     def drive(self, trials: Sequence[StudyTrial], pause: Callable[[], None]) -> None:
-        """Run trials until each is over, or after :meth:`stop` until nothing works. ``pause`` waits a moment."""
+        """Run trials until all are over, or after :meth:`stop` until all have ended. ``pause`` waits a moment."""
         entries = self.add(trials)
         try:
             while True:
@@ -184,17 +184,17 @@ class Driver:
                 entry.release()
 
     def stop(self) -> None:
-        """Start nothing more, and ask the workers of the trials that this client holds for a checkpoint and an end."""
+        """Start no further trials, and ask the workers of this client's trials for a checkpoint and an end."""
         self._is_stopping = True
-        live = sorted(self._live(), key=lambda entry: not entry.run.is_locked("worker"))  # those that work come first
-        # Reversed, so that of a watcher's runs the first one, which works, is the one that stays.
+        live = sorted(self._live(), key=lambda entry: not entry.run.is_locked("worker"))  # working runs come first
+        # Reversed, so that the first run of each runner, which works, remains in the mapping.
         watchers = {Launch.load(entry.run): entry for entry in reversed(live)}
         by_watcher = {launch.watcher_pid: entry for launch, entry in watchers.items() if launch is not None}
-        for entry in by_watcher.values():  # a watcher passes the request on to all its runs
+        for entry in by_watcher.values():  # a runner passes the request on to all its runs
             _job(entry.run).stop()
 
     def kill(self) -> None:
-        """End the workers of the trials that this client holds at once."""
+        """End the workers of this client's trials at once."""
         for entry in self._live():
             _job(entry.run).kill()
 
@@ -204,18 +204,18 @@ class Driver:
         return [entry for entry in held if entry.run.is_locked("worker") or entry.run.is_locked("target")]
 
     def _are_silent(self, entries: Iterable[TrialRun]) -> bool:
-        """Whether no place of these trials answers: a run there is out of reach, and none is at work. The others of the
-        place wait for their turn."""
+        """Return whether no place of these trials answers: some run is unreachable and none works. The other runs of
+        the place wait for their turn."""
         states: dict[str, set[State | None]] = {}
         for entry in entries:
-            if entry.place is None:  # another client deals it
+            if entry.place is None:  # another client assigns it
                 return False
             states.setdefault(entry.place.key, set()).add(entry.state)
         return all(State.UNREACHABLE in found and State.RUNNING not in found for found in states.values())
 
     def _give_up_silent(self, waiting: Sequence[TrialRun]) -> None:
-        """Wait no longer for places that have not answered for long, once nothing else is waited for. Their workers may
-        go on, and so does the dispatcher that asks for them; any later command finds the results."""
+        """Stop waiting for places that have not answered for long, once nothing else remains. Their workers and their
+        remote runner may continue; any later command finds the results."""
         if not self._are_silent(waiting):
             self._silent_since = None
             return
@@ -233,7 +233,7 @@ class Driver:
         if not status.over:
             entry.status, entry.was_alive = status, True
             if is_mine and has_plan(entry.run) and entry.run.state() is State.UNREACHABLE:
-                _job(entry.run)  # a target elsewhere of which nobody asks: its dispatcher is started again
+                _job(entry.run)  # a remote target without a remote runner: start the runner again
             return
         if entry.is_tried(status) or (not is_mine and status in WITH_RESULT):
             entry.status = status
@@ -244,7 +244,7 @@ class Driver:
             entry.status = Status.WAITING
 
     def _start(self, waiting: Sequence[TrialRun], entries: Sequence[TrialRun]) -> None:
-        """Submit what waits to each place that has nothing of this study to do."""
+        """Submit waiting trials to each place that has no work of this study."""
         free = [entry for entry in waiting if entry.can_start()]
         busy = {self._place_of(entry).key for entry in entries if not entry.status.over and not _is_idle(entry.run)}
         batches: dict[str, list[TrialRun]] = {}
@@ -255,8 +255,8 @@ class Driver:
                 self._submit(batch)
 
     def _place_of(self, entry: TrialRun) -> TrialPlace:
-        """Return where a trial runs: where its plan says if it has one, else the next place in turn. A plan for a place
-        that the study no longer names holds only while something works on the run there."""
+        """Return where a trial runs: at its plan's place, else at the next place in turn. A plan's place that the study
+        no longer names counts only while a process works on the run there."""
         if not entry.is_planned and has_plan(entry.run):
             section = Plan.load(entry.run.plan_file).recipe.target
             known = [place for place in self._places if place.put(entry.trial.recipe).target == section]
@@ -269,10 +269,10 @@ class Driver:
         return entry.place
 
     def _submit(self, batch: Sequence[TrialRun]) -> None:
-        """Write the plans of trials of one place that have none, and submit the trials, those of one target at once."""
+        """Write missing plans for trials of one place, and submit the trials, those of one target together."""
         targets: dict[str, list[TrialRun]] = {}
         for entry in batch:
-            # A new plan could send it to another place while a worker goes on at the one that the lost plan named.
+            # A new plan could move it to another place while a worker continues where the lost plan sent it.
             if len(self._places) > 1 and not has_plan(entry.run) and _may_be_elsewhere(entry.run):
                 self._give_up([entry], f"its plan cannot be read, so nobody knows where it runs: {entry.run.plan_file}")
                 continue
@@ -281,7 +281,7 @@ class Driver:
                 Plan(run_id=entry.trial.run_id, recipe=recipe, provenance=self.provenance).save(entry.run.path)
                 entry.is_planned = True
             plan = Plan.load(entry.run.plan_file)
-            # It may go on beyond the rung where it stopped, and elsewhere if its place is no longer one of the study.
+            # It may go on beyond its rung, and elsewhere if its place no longer belongs to the study.
             target = self._place_of(entry).put(entry.trial.recipe).target
             recipe = with_stop(plan.recipe, entry.trial.stop_at).model_copy(update={"target": target})
             if recipe != plan.recipe:
@@ -297,7 +297,7 @@ class Driver:
             target = make_target(Plan.load(batch[0].run.plan_file).recipe.target)
             target.submit_all([entry.run for entry in batch], max_parallel=self._place_of(batch[0]).slots)
         except RunBusyError:
-            return  # another process has begun to work on one of them; the next look finds out
+            return  # another process works on one of them; the next look shows which
         except RunFailedError as error:
             self._give_up(batch[:1], str(error))  # the others are submitted again at the next look
         except UnreachableError as error:
@@ -315,14 +315,14 @@ class Driver:
 
 
 def _is_idle(run: RunFolder) -> bool:
-    """Whether no process works on a run or has it in its queue."""
+    """Return whether no process works on a run or has queued it."""
     return not (run.is_locked("worker") or run.is_locked("target")) and (
         not has_plan(run) or run.state() is not State.UNREACHABLE
     )
 
 
 def _may_be_elsewhere(run: RunFolder) -> bool:
-    """Whether a worker of this run may be alive at a place that only its plan names."""
+    """Return whether a worker of this run may be alive at a place that only its plan names."""
     launch = Launch.load(run)
     return launch is not None and launch.sight not in {"", "over"}
 

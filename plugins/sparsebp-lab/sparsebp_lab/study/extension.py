@@ -1,8 +1,7 @@
-"""A grid whose best value is at its edge is extended there, for every arm, until the best is inside.
+"""Extend a grid whose best value lies at its edge, for every arm, until the best value is inside.
 
-Each side of a key gets at most ``search.extend`` more values, each by the factor that its last two have. All arms get
-them, so that all have as many trials over the same values. Nothing is remembered: the rule is applied to the results
-anew.
+Each side of a key gets at most ``search.extend`` more values, each by the factor between its last two. All arms get
+them, so all have equally many trials over the same values. Nothing is stored: the rule is applied to the results again.
 """
 
 from __future__ import annotations
@@ -11,20 +10,20 @@ import itertools
 from collections.abc import Mapping, Sequence
 
 from sparsebp_cli.errors import RecipeError
-from sparsebp_cli.study.loader import ArmVariant, Combination, LoadedStudy
 from sparsebp_lab.study.course import Course, Tuned, choose_best, plan_course
+from sparsebp_lab.study.loader import ArmVariant, Combination, LoadedStudy
 from sparsebp_lab.study.store import TrialStore
 from sparsebp_lab.study.trial import TrialMaker
 
-DIGITS = 4  # of a new value
+DIGITS = 4  # digits of a new value
 
 
 def plan_extended(loaded: LoadedStudy, maker: TrialMaker, store: TrialStore) -> tuple[LoadedStudy, Course, list[str]]:
-    """Derive every trial that is known by now, with all values that edges ask for. Return the study with these, its
-    course, and in words the edges that stay."""
+    """Derive every trial known so far, with all values that edges require. Return the extended study, its course, and
+    texts about the edges that remain."""
     course, edges = plan_course(loaded, maker, store), list[str]()
     known: Sequence[ArmVariant] = ()
-    # Once for each value that earlier commands have added: nothing of these is remembered.
+    # One pass for each value that earlier commands have added, because nothing is stored.
     while known != loaded.variants:
         known = loaded.variants
         loaded, edges = extend(loaded, course.tuned)
@@ -33,10 +32,10 @@ def plan_extended(loaded: LoadedStudy, maker: TrialMaker, store: TrialStore) -> 
 
 
 def extend(loaded: LoadedStudy, tuned: Sequence[Tuned]) -> tuple[LoadedStudy, list[str]]:
-    """Return the study with one more value at each edge that an arm has chosen, and in words the edges that stay.
+    """Return the study with one more value at each edge that an arm has chosen, and texts about the edges that remain.
 
-    The same study comes back where nothing is to be added: results are missing, all are inside, or the keys are not
-    numbers. Halving, and searches that propose values themselves, are left alone.
+    The study is unchanged if results are missing, if all choices are inside, or if the keys are not numbers. Halving,
+    and searches that propose values themselves, do not extend grids.
     """
     best = choose_best(tuned)
     arms = [arm for arm in loaded.study.arms if arm not in loaded.study.shares]
@@ -48,7 +47,7 @@ def extend(loaded: LoadedStudy, tuned: Sequence[Tuned]) -> tuple[LoadedStudy, li
     for key, values in grid.items():
         given = loaded.study.vary[key]
         numbers = sorted(value for value in values if isinstance(value, int | float) and not isinstance(value, bool))
-        # New values are a factor away, which leads nowhere from 0 or below.
+        # New values differ by a factor, which does not work from 0 or below.
         if not isinstance(given, list) or len(numbers) < max(2, len(values)) or numbers[0] <= 0:
             continue
         chosen = {arm: dict(best[arm].combination)[key] for arm in arms}
@@ -65,12 +64,12 @@ def extend(loaded: LoadedStudy, tuned: Sequence[Tuned]) -> tuple[LoadedStudy, li
         return loaded, stays
     try:
         return _with(loaded, {key: [*values, *added.get(key, [])] for key, values in grid.items()}), stays
-    except RecipeError as error:  # such as a batch that no recipe allows
+    except RecipeError as error:  # such as a batch size that no recipe allows
         return loaded, [*stays, f"the grid could not be extended: {error.text}"]
 
 
 def find_grid(loaded: LoadedStudy) -> dict[str, list[object]]:
-    """Return the values of each varied key that the variants have, in order."""
+    """Return the sorted values that the variants have for each varied key."""
     found: dict[str, dict[str, object]] = {}
     for variant in loaded.variants:
         for key, value in variant.combination:
@@ -79,7 +78,7 @@ def find_grid(loaded: LoadedStudy) -> dict[str, list[object]]:
 
 
 def _next(edge: float, inner: float) -> float | None:
-    """Return the value beyond an edge; whole numbers stay whole, and None says that there is none."""
+    """Return the value beyond an edge, whole numbers for whole numbers; None if there is none."""
     value = edge * (edge / inner)
     if isinstance(edge, int) and isinstance(inner, int):
         whole = round(value)

@@ -1,4 +1,4 @@
-"""Successive halving: every combination is trained for a part of its steps, and only the best go on from there.
+"""Successive halving: train every combination for a part of its steps, and continue only the best.
 
 Kevin Jamieson, Ameet Talwalkar: Non-stochastic Best Arm Identification and Hyperparameter Optimization, 2016,
 https://arxiv.org/abs/1502.07943. Ours ranks at evaluations that the recipe has anyway, each trial under the schedule of
@@ -14,25 +14,25 @@ from typing import Generic, TypeVar
 
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.recipe import Recipe
-from sparsebp_cli.recipe.evaluation import find_interval
-from sparsebp_cli.study.schema import FEWEST_STEPS
+from sparsebp_lab.study.decisive import find_interval
+from sparsebp_lab.study.schema import FEWEST_STEPS
 
 Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
 class Standing(Generic[Item]):
-    """How far a combination may go by now."""
+    """How far a combination may go now."""
 
     item: Item
-    rung: int | None  # the rung at which it stops; None: it goes to its end
-    is_cut: bool  # whether others were better there, so that it does not go on
+    rung: int | None  # the rung at which it stops; None: none, it trains to its end
+    is_cut: bool  # others were better there, so it does not continue
 
 
 def find_rungs(recipe: Recipe, count: int, reduction: int) -> list[int]:
-    """Return the steps after which a recipe's combinations are ranked, in order: those of its evaluations that are next
-    below a ``reduction``-th of the steps, a ``reduction``-th of that, and so on while combinations are left to cut.
-    Raise UsageError if there is none of at least ten steps."""
+    """Return the steps after which a recipe's combinations are ranked, in order. These are the last evaluations before
+    a ``reduction``-th of the steps, a ``reduction``-th of that, and so on while combinations are left to cut. Raise
+    UsageError if none has at least ten steps."""
     steps, every = recipe.training.max_steps, find_interval(recipe)
     rungs: list[int] = []
     share = reduction
@@ -51,9 +51,9 @@ def find_rungs(recipe: Recipe, count: int, reduction: int) -> list[int]:
 def halve(
     items: Sequence[Item], num_rungs: int, reduction: int, measure: Callable[[Item, int], float | None]
 ) -> list[Standing[Item]]:
-    """Return how far each of an arm's combinations may go. ``measure`` returns its value at a rung, lower is better;
-    infinite for one that diverged, None for one that is not there yet: nobody goes on before all are. Of ``n``, the
-    best ``n / reduction`` go on, rounded up; of equal ones, the first."""
+    """Return how far each of an arm's combinations may go. ``measure`` returns a value at a rung, lower is better;
+    infinite for a diverged one, None for one that has not arrived: all wait for it. Of ``n``, the best ``n /
+    reduction`` continue, rounded up; ties go to the first."""
     left = [*range(len(items))]
     found: dict[int, Standing[Item]] = {}
     for rung in range(num_rungs):

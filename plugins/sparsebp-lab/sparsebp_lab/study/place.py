@@ -1,4 +1,4 @@
-"""The places that share a study's trials, and which trial goes where."""
+"""Assign a study's trials to the places that share them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from sparsebp_cli.policy.error_text import shorten
 from sparsebp_cli.recipe import Recipe
 from sparsebp_cli.recipe.schema import TargetSection
 from sparsebp_cli.recipe.target import named_target_section
-from sparsebp_cli.study.loader import LoadedStudy
-from sparsebp_cli.study.schema import PlaceSection
+from sparsebp_lab.study.loader import LoadedStudy
+from sparsebp_lab.study.schema import PlaceSection
 
 
 @dataclass(frozen=True)
 class TrialPlace:
-    """A target, and how many trials work there at once."""
+    """A target, and how many trials run there at once."""
 
     name: str
     section: TargetSection | None  # None: the target of the trial's own recipe
@@ -28,17 +28,17 @@ class TrialPlace:
 
     @property
     def key(self) -> str:
-        """What tells it from other places."""
+        """Key that identifies the place."""
         return f"{self.name} {'' if self.section is None else self.section.model_dump_json()}"
 
     def put(self, recipe: Recipe) -> Recipe:
-        """Return a recipe that runs here. Nothing that decides a result changes."""
+        """Return a recipe that runs here; nothing that affects its result changes."""
         return recipe if self.section is None else recipe.model_copy(update={"target": self.section})
 
 
 def find_places(loaded: LoadedStudy) -> list[TrialPlace]:
     """Return the places of a study. Raise RecipeError for a target that is unknown, cannot run an arm, or trains with
-    another number of processes than the base, which would multiply the batch."""
+    another number of processes than the base, which would change the batch size."""
     base = next(iter(loaded.firsts.values())).recipe.target
     if loaded.study.where is None:
         return [TrialPlace(base.kind, None)]
@@ -55,7 +55,7 @@ def find_places(loaded: LoadedStudy) -> list[TrialPlace]:
 
 
 def move(loaded: LoadedStudy, target: str) -> LoadedStudy:
-    """Return a study of which all runs at one place. Raise UsageError for a target that is unknown or cannot."""
+    """Return a study that runs at one place only. Raise UsageError for an unknown or unsuitable target."""
     try:
         section = PlaceSection(target=target)
     except ValidationError:
@@ -77,13 +77,13 @@ def check_place(place: TrialPlace, recipe: Recipe) -> None:
 
 
 def deal(places: Sequence[TrialPlace]) -> Iterator[TrialPlace]:
-    """Yield places without end, each as often in a round as it has slots."""
+    """Yield places endlessly, each as often in a round as it has slots."""
     return itertools.cycle([place for place in places for _ in range(place.slots)])
 
 
 def _make_place(entry: str | PlaceSection, base: TargetSection) -> TrialPlace:
     name, slots = (entry, 1) if isinstance(entry, str) else (entry.target, entry.max_parallel)
-    # With the options of the base's own target, which may differ from those of the same name in targets.yaml.
+    # Use the options of the base's own target, which may differ from the same name in targets.yaml.
     if base.kind == name:
         return TrialPlace(name, None, slots)
     section = named_target_section(name)

@@ -1,7 +1,7 @@
-"""Rebuilds what a study chose from an archive of its trials: prices, steps, added values and combinations.
+"""Derive a study's choices again from an archive of its trials: costs, steps, added values and combinations.
 
-The rules are those of the study itself, and so is its file; the archive has the trials and ``studies/NAME.json``, their
-list. A trial is found by its recipe and seed, with names in the place of paths, since code and machine may be others.
+The study's own file and rules apply. The archive has the trials and their list, ``studies/NAME.json``. A trial is found
+by its recipe and seed, with names instead of paths, since code and machine may differ.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from pathlib import Path
 
 from sparsebp_cli.errors import RunNotFoundError, UsageError
 from sparsebp_cli.run import RunFolder
-from sparsebp_cli.study.loader import LoadedStudy
-from sparsebp_cli.study.record import Listed, StudyRecord, digest_journal, find_archived
 from sparsebp_lab.study.course import Course
 from sparsebp_lab.study.extension import plan_extended
+from sparsebp_lab.study.loader import LoadedStudy
+from sparsebp_lab.study.record import Listed, StudyRecord, digest_journal, find_archived
 from sparsebp_lab.study.store import TrialStore, has_plan
 from sparsebp_lab.study.trial import StudyTrial, TrialMaker
 
@@ -24,7 +24,7 @@ from sparsebp_lab.study.trial import StudyTrial, TrialMaker
 class ArmChoice:
     """What an arm was reported with."""
 
-    combination: str  # the varied values in one line; empty where nothing is varied
+    combination: str  # the varied values in one line; empty if nothing is varied
     steps: int
 
     def __str__(self) -> str:
@@ -33,7 +33,7 @@ class ArmChoice:
 
 @dataclass(frozen=True)
 class RebuiltArm:
-    """An arm's choice as the archived trials make it, and as it was reported; None where there is none."""
+    """An arm's choice as derived from the archive, and as reported; None if there is none."""
 
     arm: str
     rebuilt: ArmChoice | None
@@ -52,24 +52,24 @@ class Rebuilt:
     """The choices of a study, rebuilt."""
 
     arms: tuple[RebuiltArm, ...]
-    faults: tuple[str, ...]  # trials that are not as the list or the rules say, in words
-    edges: tuple[str, ...]  # of grids that were extended no more, in words
+    faults: tuple[str, ...]  # texts on trials that differ from the list or the rules
+    edges: tuple[str, ...]  # texts on edges of grids that were not extended further
     num_trials: int
 
     @property
     def is_as_chosen(self) -> bool:
-        """Whether everything is as it was reported."""
+        """Whether every choice equals the reported one."""
         return not self.faults and all(arm.rebuilt == arm.reported for arm in self.arms)
 
 
 def rebuild(loaded: LoadedStudy, archive: Path) -> Rebuilt:
     """Derive the choices of a study from the folder of an unpacked archive. Raise UsageError for an archive without the
-    study, and for a search whose questions depend on when its trials ended."""
+    study, and for a search whose proposals depend on when its trials ended."""
     name = loaded.study.study
     if loaded.study.search.is_sampled:
         raise UsageError(
-            f"{name}: what a search of kind {loaded.study.search.kind} asks follows from when its trials ended, so "
-            "choices are rebuilt of a grid or of halving alone"
+            f"{name}: a search of kind {loaded.study.search.kind} depends on when its trials ended: choices can be "
+            "derived again for a grid or for halving only"
         )
     record = find_archived(name, archive)
     maker = TrialMaker(name, loaded.folders, record.generation)
@@ -87,7 +87,7 @@ def rebuild(loaded: LoadedStudy, archive: Path) -> Rebuilt:
 
 
 def _find_changed(record: StudyRecord, archive: Path) -> Iterator[str]:
-    """Say which listed trials are not in the archive, or not as they were archived."""
+    """Yield texts on listed trials that are missing in the archive, or differ from what was archived."""
     for one in record.trials:
         run = RunFolder(archive / "runs" / one.run_id)
         try:
@@ -98,10 +98,10 @@ def _find_changed(record: StudyRecord, archive: Path) -> Iterator[str]:
 
 
 def _find_others(loaded: LoadedStudy, record: StudyRecord, course: Course, store: TrialStore) -> Iterator[str]:
-    """Say which trials the rules ask for that are not there or not in the list, which are there that they do not ask
-    for, and which are listed as something else: a comparison believes the list."""
+    """Yield texts on trials that the rules require but the archive or the list lacks, trials that they do not require,
+    and trials listed under another name: a comparison relies on the list."""
     needed = [*course.rehearsals, *course.tuning, *course.report]
-    # Combinations that cost the same share a rehearsal, and an arm may be listed with what another has trained.
+    # Combinations of equal cost share a rehearsal, and an arm may be listed with another arm's training.
     asked: dict[tuple[str, str, str, str, int], StudyTrial] = {
         (store.find(trial).run_id, trial.role, trial.arm, trial.combination, trial.seed): trial for trial in needed
     }
@@ -114,7 +114,7 @@ def _find_others(loaded: LoadedStudy, record: StudyRecord, course: Course, store
             yield f"{_describe(trial)}: run {key[0]} is there, and the list of trials does not have it as that"
     for one, key in zip(record.trials, listed, strict=True):
         if one.role == "control" and loaded.study.controls != "none":
-            continue  # what a study makes itself follows from its report
+            continue  # controls that a study adds itself follow from its report
         if key not in asked and (one.run_id not in known or one.role == "control"):
             yield f"{_describe(one)}: run {one.run_id} was made, and the rules of the study do not ask for it"
         elif key not in asked:

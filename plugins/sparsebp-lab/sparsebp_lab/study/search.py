@@ -1,8 +1,8 @@
-"""Combinations that Optuna chooses: asked for one after the other, and told what came out.
+"""Let Optuna propose combinations one after the other, and report their results to it.
 
-Optuna's own database, ``studies/NAME.search.db``, keeps what was asked, so a study that is killed asks nothing twice.
-An arm has a search of its own there, named after all that decides its results: other code, data or ranges begin a new
-one. Each question has a seed of its own, so what is asked follows from the results alone.
+Optuna's database, ``studies/NAME.search.db``, stores the proposals, so a killed study asks nothing twice. Each arm has
+a search there, whose name covers all that affects its results: other code, data or ranges begin a new search. Each
+proposal has its own seed, so proposals follow from the results only.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from filelock import FileLock
 
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.plan.plan import content_hash
-from sparsebp_cli.recipe.evaluation import find_decisive
 from sparsebp_cli.run import home
-from sparsebp_cli.study.loader import Combination, LoadedStudy, describe
-from sparsebp_cli.study.schema import RangeSection
 from sparsebp_lab.study.course import Tuned
+from sparsebp_lab.study.decisive import find_decisive
+from sparsebp_lab.study.loader import Combination, LoadedStudy, describe
+from sparsebp_lab.study.schema import RangeSection
 from sparsebp_lab.study.trial import TrialMaker
 
 if TYPE_CHECKING:
     import optuna
 
-DIGITS = 4  # of a number from a range: more would not fit into a table, and decide nothing
-FEWEST_AT_RANDOM, MOST_AT_RANDOM = 3, 10  # first trials of TPE: a quarter of all, within these
+DIGITS = 4  # digits of a number from a range: more would not fit into a table and make no difference
+FEWEST_AT_RANDOM, MOST_AT_RANDOM = 3, 10  # limits of TPE's first random trials, a quarter of all
 
 
 @dataclass
@@ -38,17 +38,17 @@ class Search:
 
     loaded: LoadedStudy
     maker: TrialMaker
-    parallel: int  # combinations of an arm that may be open at once
+    parallel: int  # combinations of an arm that may be unfinished at once
 
     def advance(self, tuned: Sequence[Tuned], *, asks: bool = True) -> LoadedStudy:
-        """Tell the results that are known, ask for what may be tried next unless ``asks`` is False, and return the
-        study with all combinations that were asked. Raise UsageError if Optuna is not installed."""
+        """Report known results, ask for new combinations unless ``asks`` is False, and return the study with all
+        proposed combinations. Raise UsageError if Optuna is not installed."""
         file = home() / "studies" / f"{self.loaded.study.study}.search.db"
         if not asks and not file.exists():
             _import_optuna()
             return self.loaded
         file.parent.mkdir(parents=True, exist_ok=True)
-        # Two clients at once would both count the open trials before either asks, and ask for too many.
+        # Two clients at once would both count the unfinished trials before either asks, and ask for too many.
         with FileLock(file.with_suffix(".lock")):
             asked = {arm: self._advance_arm(f"sqlite:///{file}", arm, tuned, asks) for arm in self.loaded.study.arms}
         return self.loaded.with_combinations(asked)
@@ -57,7 +57,7 @@ class Search:
         study = _import_optuna().create_study(
             study_name=f"{arm} {self._identify(arm)}", storage=storage, load_if_exists=True
         )
-        # By the line, since Optuna's numbers have more digits than what was trained: see `_read`.
+        # Keyed by label, because Optuna's numbers have more digits than the trained ones: see `_read`.
         results = {one.variant.label: one for one in tuned if one.variant.arm == arm}
         higher = find_decisive(self.loaded.firsts[arm].recipe).better == "higher"
         return advance(study, self.loaded, results, self.parallel if asks else 0, sign=-1.0 if higher else 1.0)
@@ -76,32 +76,33 @@ def advance(
     parallel: int,
     sign: float = 1.0,
 ) -> list[Combination]:
-    """Tell one search its results, by the lines that describe combinations; ask while fewer than ``parallel`` are open
-    and trials are left. Return all in the order in which they were asked. ``sign`` makes lower values better."""
+    """Report results to one search, keyed by the labels of combinations, and ask while fewer than ``parallel`` are
+    unfinished and trials are left. Return all combinations in the order of their proposals. ``sign`` makes lower values
+    better."""
     from optuna.trial import TrialState
 
     search, ranges = loaded.study.search, loaded.study.vary
     assert search.trials is not None
     found: list[Combination] = []
     num_open = 0
-    # deepcopy=False: Optuna would copy every trial at each look, and these are only read.
+    # deepcopy=False: Optuna would copy every trial at each look, and this code only reads them.
     for trial in study.get_trials(deepcopy=False):
-        if len(trial.params) < len(ranges):  # a client was killed between question and answer
+        if len(trial.params) < len(ranges):  # a client was killed while it asked
             if not trial.state.is_finished():
                 study.tell(trial.number, state=TrialState.FAIL)
             continue
         found.append(_read(trial.params, ranges))
         if trial.state.is_finished():
             continue
-        # Two questions may round to one combination, which is trained once and answers both.
+        # Two proposals may round to one combination, which is trained once and answers both.
         result = results.get(describe(found[-1]))
         if result is not None and result.diverged:
-            study.tell(trial.number, state=TrialState.PRUNED)  # worse than all others, for the sampler
+            study.tell(trial.number, state=TrialState.PRUNED)  # the sampler treats it as worse than all others
         elif result is not None and result.value is not None:
             study.tell(trial.number, sign * result.value)
         else:
             num_open += 1
-    # What is drawn without looking depends on no result, so nothing is waited for.
+    # Random draws depend on no result, so they need not wait.
     limit = search.trials if search.kind == "random" and parallel else parallel
     while num_open < limit and len(found) < search.trials:
         study.sampler = _make_sampler(search.kind, search.seed, len(found), search.trials)
@@ -110,19 +111,19 @@ def advance(
             _suggest(trial, key, choice)
         found.append(_read(trial.params, ranges))
         num_open += 1
-    # More may be there: a study that asks for fewer trials by now is still the same search.
+    # The database may hold more, if the study was reduced to fewer trials; it is still the same search.
     return found[: search.trials]
 
 
 def _make_sampler(kind: str, seed: int, number: int, trials: int) -> optuna.samplers.BaseSampler:
     samplers = _import_optuna().samplers
-    # So far apart that no question of one seed has the seed of another's.
+    # The factor keeps the seeds of different searches apart.
     own = 100_003 * seed + number
     if kind == "random":
         return samplers.RandomSampler(seed=own)
     at_random = min(MOST_AT_RANDOM, max(FEWEST_AT_RANDOM, trials // 4))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # constant_liar, which open trials need, is called experimental
+        warnings.simplefilter("ignore")  # constant_liar, which unfinished trials need, is experimental
         return samplers.TPESampler(seed=own, n_startup_trials=at_random, constant_liar=True)
 
 
@@ -136,7 +137,7 @@ def _suggest(trial: optuna.Trial, key: str, choice: RangeSection | Sequence[obje
 
 
 def _read(params: Mapping[str, object], ranges: Mapping[str, RangeSection | Sequence[object]]) -> Combination:
-    """Return the combination of Optuna's parameters: of a list they hold the position, of a range a number."""
+    """Return the combination for Optuna's parameters: positions in lists, numbers in ranges."""
     found = []
     for key, choice in ranges.items():
         value = params[key]
@@ -146,7 +147,7 @@ def _read(params: Mapping[str, object], ranges: Mapping[str, RangeSection | Sequ
         elif isinstance(value, int):
             found.append((key, value))
         else:
-            # Rounding may step over an end of the range.
+            # Clamped, because rounding may leave the range.
             found.append((key, min(max(float(f"{value:.{DIGITS}g}"), float(choice.start)), float(choice.to))))
     return tuple(found)
 

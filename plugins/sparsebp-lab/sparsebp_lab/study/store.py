@@ -1,4 +1,4 @@
-"""Finds the runs of a study's trials in the store of this machine, or in an archive."""
+"""Find the runs of a study's trials on this machine, or in an archive."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from sparsebp_lab.study.trial import StudyTrial, TrialMaker
 
 
 class TrialStore:
-    """Finds the runs of trials: each under the id of its trial, or a finished one that another command made."""
+    """Find the runs of trials: each under its trial's id, or a finished one that another command made."""
 
     def __init__(self, maker: TrialMaker, archive: Path | None = None) -> None:
         self._maker = maker
-        self._archive = archive  # the folder of an unpacked archive, whose runs alone are there
+        self._archive = archive  # folder of an unpacked archive; then only its runs count
         self._runs = (archive or home()) / "runs"
-        self._others: dict[tuple[int, int], list[Path]] | None = None  # seed and steps to folders
+        self._others: dict[tuple[int, int], list[Path]] | None = None  # folders by seed and steps
         self._found: dict[str, RunFolder] = {}
         self._loaded: dict[str, LoadedRun] = {}
         self._disk: dict[str, DiskUse] = {}
 
     def find(self, trial: StudyTrial) -> RunFolder:
-        """Return the folder of a trial's run, which may not exist yet."""
+        """Return the folder of a trial's run; it may not exist yet."""
         if trial.run_id not in self._found:
             own = RunFolder(self._runs / trial.run_id)
             other = None if own.plan_file.is_file() else self._find_other(trial)
@@ -40,19 +40,19 @@ class TrialStore:
         return self._found[trial.run_id]
 
     def is_done(self, trial: StudyTrial) -> bool:
-        """Whether a trial's run has finished."""
+        """Return whether a trial's run has finished."""
         run = self.find(trial)
         return has_plan(run) and run.state() is State.FINISHED
 
     def load(self, trial: StudyTrial) -> LoadedRun | None:
-        """Read the run of a trial; None if there is none yet. A run that is over is read once."""
+        """Read the run of a trial, once if it is over; None if there is none yet."""
         run = self.find(trial)
         if run.run_id in self._loaded:
             return self._loaded[run.run_id]
         if not has_plan(run):
             return None
         loaded = load_folder(run)
-        # One that failed or was interrupted may be tried again, and then there is more to read.
+        # A failed or interrupted run may be tried again, and then changes.
         if loaded.state in {State.FINISHED, State.CANCELLED}:
             self._loaded[run.run_id] = loaded
         return loaded
@@ -64,9 +64,9 @@ class TrialStore:
         return self._disk[trial.run_id]
 
     def _find_other(self, trial: StudyTrial) -> RunFolder | None:
-        """Find the oldest finished run of the same recipe, seed, code and data under another id; in an archive, any of
-        the same recipe and seed, since code and the places of data may be others by now."""
-        if self._maker.generation and self._archive is None:  # these are repeated on purpose
+        """Find the oldest finished run of the same recipe, seed, code and data under another id; in an archive, of the
+        same recipe and seed, since code and data paths may differ."""
+        if self._maker.generation and self._archive is None:  # a new generation repeats runs on purpose
             return None
         if self._others is None:
             self._others = _index_runs(self._runs)
@@ -86,21 +86,21 @@ class TrialStore:
         return min(found)[2] if found else None
 
     def _has_same_code(self, trial: StudyTrial, run: RunFolder, plan: Plan) -> bool:
-        # Every attempt's: a part of the run may have been trained by other code.
+        # Check every attempt, because other code may have trained a part of the run.
         seals = [Seal.from_json(record["values"]) for record, _ in read(run.path) if record["kind"] == "seal"]
         same = bool(seals) and all(
             seal is not None and seal.code == self._maker.find_code(trial.recipe) for seal in seals
         )
         named = [Path(name) for name in find_sources(trial.recipe).values()]
-        # A file that is newer than the plan may not be what the run has read. See decision 39.
+        # A file that is newer than the plan may differ from what the run has read. See decision 39.
         return same and all(
             path.stat().st_mtime <= plan.created for path in named if path.is_absolute() and path.exists()
         )
 
 
 def has_plan(run: RunFolder) -> bool:
-    """Whether a run has a plan that can be read. A trial's plan follows from its study, so that another one, such as an
-    empty file after a power cut, is as good as none: it is made again."""
+    """Return whether a run has a readable plan. A trial's plan follows from its study, so an unreadable one, such as an
+    empty file after a power failure, is written again."""
     try:
         run.read_plan()
     except RunNotFoundError:
@@ -109,7 +109,7 @@ def has_plan(run: RunFolder) -> bool:
 
 
 def _name_sources(recipe: Recipe) -> str:
-    """Return what decides a recipe's result, with the names of local models and data in the place of their paths."""
+    """Return what decides a recipe's result, with names instead of paths of local models and data."""
     text = json.dumps(group_content(recipe), sort_keys=True)
     for name in find_sources(recipe).values():
         if Path(name).is_absolute():

@@ -1,4 +1,4 @@
-"""The state of a study in numbers: for each arm its trials by stage, the best combination so far, and the time left."""
+"""Summarise a study: for each arm its trials by stage, the best combination so far, and the time left."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from dataclasses import dataclass, field
 
 from sparsebp_cli.compare.loaded import LoadedRun
 from sparsebp_cli.recipe import Recipe
-from sparsebp_cli.recipe.evaluation import find_decisive
 from sparsebp_cli.run.metric import STEP_SECONDS, TRAIN_LOSS
-from sparsebp_cli.study.loader import LoadedStudy
 from sparsebp_lab.study.course import Course, Tuned
+from sparsebp_lab.study.decisive import find_decisive
 from sparsebp_lab.study.disk import DiskUse
 from sparsebp_lab.study.driver import Status
+from sparsebp_lab.study.loader import LoadedStudy
 from sparsebp_lab.study.store import TrialStore
 from sparsebp_lab.study.trial import StudyTrial, with_steps
 
-RUNS_TIMED = 3  # of each arm: enough for an estimate
+RUNS_TIMED = 3  # runs of each arm that the time estimate reads
 
 
 @dataclass
@@ -26,13 +26,13 @@ class ArmLine:
     """One arm."""
 
     arm: str
-    steps: str = ""  # optimizer steps, or their range over the combinations; empty until a rehearsal tells
-    total: Counter[str] = field(default_factory=Counter)  # stage to its trials, those not known yet included
+    steps: str = ""  # optimizer steps, or their range over the combinations; empty before a rehearsal
+    total: Counter[str] = field(default_factory=Counter)  # trials by stage, including those not known yet
     done: Counter[str] = field(default_factory=Counter)
     statuses: Counter[Status] = field(default_factory=Counter)
-    best: str = ""  # value of the validation metric and combination
-    seconds_left: float | None = 0.0  # of one trial after the other; None where an arm was never timed
-    bytes_left: float | None = 0.0  # of disk that the runs still to be made will hold; None where none has finished
+    best: str = ""  # best validation metric and its combination
+    seconds_left: float | None = 0.0  # if trials run one after the other; None if an arm was never timed
+    bytes_left: float | None = 0.0  # disk of the runs still to be made; None if no run has finished
 
     @property
     def num_trials(self) -> int:
@@ -41,7 +41,6 @@ class ArmLine:
 
     @property
     def num_done(self) -> int:
-        """Those that have a result."""
         return sum(self.done.values())
 
 
@@ -52,13 +51,13 @@ def summarise(
     statuses: Mapping[str, Status],
     store: TrialStore,
 ) -> list[ArmLine]:
-    """Return one line for each arm, and one for the controls where there are any. ``statuses`` holds what is known of
-    trials by run id; others wait."""
+    """Return one line for each arm, and one for the controls if there are any. ``statuses`` has the known states by run
+    id; other trials wait."""
     lines = {arm: ArmLine(arm) for arm in loaded.study.arms}
     paces = {arm: _time_steps(arm, course, statuses, store) for arm in lines}
     disk = {arm: _measure_arm(arm, course, statuses, store) for arm in lines}
     steps: dict[str, set[int]] = {}
-    whole: dict[str, list[float | None]] = {}  # seconds of each arm's trials from their first step to their last
+    whole: dict[str, list[float | None]] = {}  # seconds of each arm's trials from first to last step
     for trial in (*course.trials, *controls):
         line = lines.setdefault(trial.arm, ArmLine(trial.arm))
         status = statuses.get(trial.run_id, Status.WAITING)
@@ -93,7 +92,7 @@ def _add_unknown(
     disk: Mapping[str, DiskUse | None],
     steps: Mapping[str, set[int]],
 ) -> None:
-    """Count the trials that later stages will have: they wait for the results of earlier ones."""
+    """Count the trials of later stages, which wait for the results of earlier ones."""
     for arm, num in (course.missing_of(loaded)).items():
         for stage, count in num.items():
             lines[arm].total[stage] += count
@@ -115,8 +114,8 @@ def _mean(seconds: Sequence[float | None]) -> float | None:
 
 
 def _predict(paces: Mapping[int, float] | None, recipe: Recipe, steps: int) -> float | None:
-    """Return the seconds of so many steps of a recipe, by the pace of its arm's batches. A batch that was never timed
-    is taken to be in proportion to the nearest one that was; None where none was."""
+    """Return the seconds of ``steps`` steps of a recipe, by the pace of its arm's batch size. An untimed batch size
+    scales the nearest timed one; None if none was timed."""
     if not paces:
         return None
     batch = recipe.training.per_device_train_batch_size
@@ -129,14 +128,14 @@ def _add_bytes(total: float | None, use: DiskUse | None, recipe: Recipe, count: 
 
 
 def _measure_arm(arm: str, course: Course, statuses: Mapping[str, Status], store: TrialStore) -> DiskUse | None:
-    """Measure a finished run of an arm, a whole one rather than a rehearsal."""
+    """Measure a finished run of an arm, preferably a whole one instead of a rehearsal."""
     done = [t for t in course.trials if t.arm == arm and statuses.get(t.run_id) is Status.FINISHED]
     whole = [trial for trial in done if trial.role != "rehearse"] or done
     return store.measure(whole[0]) if whole else None
 
 
 def _time_steps(arm: str, course: Course, statuses: Mapping[str, Status], store: TrialStore) -> Mapping[int, float]:
-    """Return the seconds of a step of an arm by its batch, evaluations included, from runs that finished."""
+    """Return the seconds of an arm's step by batch size, evaluations included, from finished runs."""
     done = [t for t in course.trials if t.arm == arm and statuses.get(t.run_id) is Status.FINISHED]
     whole = [trial for trial in done if trial.role != "rehearse"]
     pace = _pace if whole else _pace_of_steps
@@ -152,7 +151,7 @@ def _time_steps(arm: str, course: Course, statuses: Mapping[str, Status], store:
 
 
 def _pace_of_steps(run: LoadedRun) -> float | None:
-    """Return the median of the steps alone: most of the time of a rehearsal goes to its probes."""
+    """Return the median of the steps only, because probes take most of a rehearsal's time."""
     steps = [seconds for _, seconds in run.history.metrics.get(STEP_SECONDS.name, {}).values()]
     return statistics.median(steps) if steps else None
 

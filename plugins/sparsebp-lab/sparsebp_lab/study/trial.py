@@ -1,4 +1,4 @@
-"""Trials: single runs of a study. What a trial trains decides its id, so the same trial is never trained twice."""
+"""Trials: single runs of a study. A trial's id follows from what it trains, so it is trained only once."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from sparsebp_cli.plan.identity import find_code, find_data, identify
 from sparsebp_cli.plan.plan import content_hash, find_sources, group_content, resolve_paths
 from sparsebp_cli.recipe import Recipe, with_seed
 from sparsebp_cli.recipe.evaluation import without_generation
-from sparsebp_cli.study.loader import ArmVariant
+from sparsebp_lab.study.loader import ArmVariant
 
 Role = Literal["rehearse", "tune", "report", "control"]
 
-REHEARSED_STEPS = 10  # of the first rehearsal of an arm
-NEVER = 1e300  # FLOPs: a limit that is never reached, so that the run counts its steps
+REHEARSED_STEPS = 10  # steps of an arm's first rehearsal
+NEVER = 1e300  # FLOPs: a limit that is never reached, so the run counts its steps
 COST_FREE = (
     "learning_rate",
     "warmup_steps",
@@ -32,36 +32,34 @@ COST_FREE = (
 class StudyTrial:
     """One run that a study needs."""
 
-    run_id: str  # 12 hexadecimal digits that follow from recipe, seed, code and data
+    run_id: str  # 12 hexadecimal digits, derived from recipe, seed, code and data
     role: Role
     arm: str
-    combination: str  # the varied values in one line; empty where nothing is varied
+    combination: str  # the varied values in one line; empty if nothing is varied
     recipe: Recipe  # resolved, with its seed and absolute paths
-    group: str  # the hash that it shares with its repetitions of other seeds, as plans have it
-    is_cut: bool = False  # whether halving has ended it before its last step
+    group: str  # hash that it shares with its repetitions under other seeds, as in plans
+    is_cut: bool = False  # halving ended it before its last step
 
     @property
     def seed(self) -> int:
-        """Its seed."""
         return self.recipe.training.seed
 
     @property
     def steps(self) -> int:
-        """Its optimizer steps."""
         return self.recipe.training.max_steps
 
     @property
     def stop_at(self) -> int | None:
-        """The step at which it stops for now; None where it goes to its end."""
+        """The step at which it stops for now; None: at its end."""
         return self.recipe.checkpoint.stop_at
 
 
 @dataclass
 class TrialMaker:
-    """Makes trials from recipes; reads code and data once."""
+    """Make trials from recipes; read code and data once."""
 
-    study: str  # its name, which becomes a tag of its runs
-    folders: Sequence[Path]  # where relative paths of models and data are searched
+    study: str  # name of the study, a tag of its runs
+    folders: Sequence[Path]  # folders to search for relative paths of models and data
     generation: int = 0  # how often everything was trained again on purpose
     _code: dict[tuple[str, ...], dict[str, str]] = field(default_factory=dict)
     _data: dict[tuple[str, ...], dict[str, str]] = field(default_factory=dict)
@@ -69,7 +67,7 @@ class TrialMaker:
     def make(self, role: Role, arm: str, combination: str, recipe: Recipe, seeds: Sequence[int]) -> list[StudyTrial]:
         """Make a trial for each seed."""
         recipe = resolve_paths(recipe, self.folders)
-        # The recipe's own tags come last, so that they win.
+        # The recipe's own tags come last and override.
         tags = {"study": self.study, **recipe.tracking.tags}
         recipe = recipe.model_copy(update={"tracking": recipe.tracking.model_copy(update={"tags": tags})})
         group, code, data = content_hash(group_content(recipe)), self.find_code(recipe), self._find_data(recipe)
@@ -90,7 +88,7 @@ class TrialMaker:
         return self.make(role, variant.arm, variant.label, recipe, seeds)
 
     def find_code(self, recipe: Recipe) -> Mapping[str, str]:
-        """Return the versions of what decides the results of a recipe."""
+        """Return the versions of the code that affects a recipe's results."""
         names = tuple(entry.name for entry in recipe.policies)
         if names not in self._code:
             self._code[names] = find_code(recipe)
@@ -104,8 +102,8 @@ class TrialMaker:
 
 
 def with_steps(recipe: Recipe, steps: int, *, fixed_warmup: bool = False) -> Recipe:
-    """Return a recipe of another length. Its schedule runs over these steps, and so the warm-up becomes longer or
-    shorter in proportion, unless it was varied on purpose (``fixed_warmup``)."""
+    """Return a recipe of another length. Its schedule and its warm-up scale with the length; ``fixed_warmup`` keeps a
+    warm-up that was varied on purpose."""
     training = recipe.training
     if training.max_steps == steps:
         return recipe
@@ -117,16 +115,16 @@ def with_steps(recipe: Recipe, steps: int, *, fixed_warmup: bool = False) -> Rec
 
 
 def with_budget(recipe: Recipe, flops: float | None) -> Recipe:
-    """Return a recipe that ends when it has spent so many FLOPs; None: by its steps alone. Its price may be off by 2 %,
-    and then the last steps, whose learning rate is almost zero, are left out."""
+    """Return a recipe that ends when it has spent ``flops``; None: by its steps alone. Its estimated cost may be off by
+    2 %; then the last steps, whose learning rate is almost zero, are left out."""
     if flops is None or recipe.measure.probe_every is None:
         return recipe
     return recipe.model_copy(update={"training": recipe.training.model_copy(update={"max_flops": flops})})
 
 
 def rehearse(recipe: Recipe, first: Recipe, steps: int = REHEARSED_STEPS) -> Recipe:
-    """Return the recipe of a short run that measures what a step costs: ten probes, and counts. Combinations that cost
-    the same share it: what costs nothing is taken from the arm's ``first`` combination."""
+    """Return the recipe of a short run that measures the cost of a step: ten probes, and counts. Keys that do not
+    affect the cost come from the arm's ``first`` combination, so combinations of equal cost share a rehearsal."""
     recipe = without_generation(recipe)
     free = {name: getattr(first.training, name) for name in COST_FREE}
     no_limit = {"max_steps": steps, "max_seconds": None, "max_cost": None, "max_flops": NEVER}

@@ -1,4 +1,4 @@
-"""``sparsebp validate`` of a study: every arm, and the small study that its key ``scale`` describes."""
+"""``sparsebp validate`` for a study: check every arm, and the small study of its key ``scale``."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ if TYPE_CHECKING:
 
     Look = Callable[[PlacedRecipe, Sequence[Path]], list[str]]
     from sparsebp_cli.plan import Plan
-    from sparsebp_cli.study.loader import LoadedStudy
+    from sparsebp_lab.study.loader import LoadedStudy
 
 
 def check_study(file: Path, changes: list[str], look: Look) -> Iterator[CheckedStudy]:
-    """Yield what a study and its small form are, both checked. Raise UsageError for what is wrong.
-
-    ``look`` checks the files that a recipe names, and returns what it cannot."""
-    from sparsebp_cli.study.loader import load_study
+    """Yield a study and its small form, both checked. Raise UsageError for an error. ``look`` checks the files that a
+    recipe names, and returns what it cannot check."""
+    from sparsebp_lab.study.loader import load_study
 
     if changes:
         what = f"{file} is a study: edit the file; --scaled runs a small version of it"
@@ -33,7 +32,7 @@ def check_study(file: Path, changes: list[str], look: Look) -> Iterator[CheckedS
 
 
 def describe(found: CheckedStudy) -> Iterator[str]:
-    """Yield the lines on a study that was checked."""
+    """Yield the lines about a checked study."""
     yield (
         f"ok {found.file}{' --scaled' * found.is_scaled}: {found.study}: {', '.join(found.arms)}; model {found.model}, "
         f"data {found.dataset}, {found.max_steps} steps, seeds {', '.join(map(str, found.seeds))}"
@@ -44,7 +43,7 @@ def describe(found: CheckedStudy) -> Iterator[str]:
 def make_plans(file: Path) -> list[Plan]:
     """Return a plan for each arm of a study, with its first combination, in the order of the file."""
     from sparsebp_cli.plan import make_plan
-    from sparsebp_cli.study.loader import load_study
+    from sparsebp_lab.study.loader import load_study
 
     loaded = load_study(file)
     return [make_plan(loaded.firsts[arm].recipe, file) for arm in loaded.study.arms]

@@ -1,4 +1,4 @@
-"""The tuning of a study as tables of a report: the validation metric over the varied keys, and which key mattered."""
+"""Show the tuning of a study as tables of a report: the validation metric over the varied keys, their importance."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from sparsebp_cli.compare.grid import Grid
-from sparsebp_cli.study.selection import TunedLine
+from sparsebp_lab.study.selection import TunedLine
 
-FEWEST = 8  # combinations of an arm from which on shares of its variance are shown
-MOST_COLUMNS = 12  # of a table over two keys
-PAIR = re.compile(r" (?=[A-Za-z_]\w*=)")  # between the keys of a combination's line
+FEWEST = 8  # combinations of an arm that a table of importances needs
+MOST_COLUMNS = 12  # in a table over two keys
+PAIR = re.compile(r" (?=[A-Za-z_]\w*=)")  # separator between the keys of a combination's line
 OF_TUNING = "Means over the seeds of tuning, on validation. They chose what is reported and are in no interval."
 
 
 def make_tuning_grids(lines: Sequence[TunedLine]) -> list[Grid]:
-    """Return a table for each arm, over its keys if these are two, and one of the keys that mattered."""
+    """Return a table for each arm, over its keys if there are two, and one of the keys that mattered."""
     arms: dict[str, list[TunedLine]] = {}
     for line in lines:
         arms.setdefault(line.arm, []).append(line)
@@ -51,7 +51,7 @@ def _show(line: TunedLine) -> str:
 
 
 def _make_importance(arms: dict[str, list[TunedLine]]) -> list[Grid]:
-    """Return a table of the share of the variance that each key explains; none without Optuna, or with few results."""
+    """Return a table of each key's fraction of the variance; none without Optuna or with few results."""
     rows: list[tuple[str, ...]] = []
     for arm, lines in arms.items():
         known = [(read_combination(line.combination), line.value) for line in lines if line.value is not None]
@@ -68,7 +68,7 @@ def _make_importance(arms: dict[str, list[TunedLine]]) -> list[Grid]:
 
 
 def find_importances(results: Sequence[tuple[dict[str, str], float]]) -> dict[str, float]:
-    """Return the share of each key, the largest first; empty without Optuna."""
+    """Return the importance of each key, the largest first; empty without Optuna."""
     try:
         optuna = import_module("optuna")
     except ImportError:
@@ -89,7 +89,7 @@ def find_importances(results: Sequence[tuple[dict[str, str], float]]) -> dict[st
     for values, value in results:
         params = {key: text if key in named else float(text) for key, text in values.items()}
         study.add_trial(optuna.trial.create_trial(params=params, distributions=spaces, value=value))
-    # The forest is random: with a seed the same report each time.
+    # The forest is random; a fixed seed makes the report reproducible.
     evaluator = optuna.importance.FanovaImportanceEvaluator(seed=0)
     return dict(optuna.importance.get_param_importances(study, evaluator=evaluator))
 

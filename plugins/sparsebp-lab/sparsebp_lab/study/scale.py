@@ -1,4 +1,4 @@
-"""The base of a study, a file or a part of the study, and the small study that ``scale`` makes of a large one."""
+"""Read a study's base, from a file or inside the study, and make the small study that ``scale`` describes."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from sparsebp_cli.policy.field_error import FieldError
 from sparsebp_cli.recipe.document import Node, Place
 from sparsebp_cli.recipe.loader import expand_shorthand, find_base, lay_over, load_tree
 from sparsebp_cli.run.metric import METRICS
-from sparsebp_cli.study.schema import ScaleSection, Study
+from sparsebp_lab.study.schema import ScaleSection, Study
 
-SUFFIX = "-scaled"  # of the name of a scaled study: its runs are others
-WITHOUT = ("name", "base")  # of a base inside of a study
-EVALUATED = ("eval/", "test/")  # beginnings of metrics that a package may add
-SAME_RESULT = ("measure", "checkpoint", "tracking", "target")  # sections that change nothing of what is trained
+SUFFIX = "-scaled"  # suffix of a scaled study's name, because its runs differ
+WITHOUT = ("name", "base")  # keys that a base inside a study does not have
+EVALUATED = ("eval/", "test/")  # prefixes of metrics that a package may add
+SAME_RESULT = ("measure", "checkpoint", "tracking", "target")  # sections that do not affect the trained model
 
 
 def read_base(file: Path, tree: Node) -> tuple[Path, Node]:
-    """Return the file of a study's base and its tree, short forms expanded; the study's own where it holds the base."""
+    """Return the file and expanded tree of a study's base; the study's own file if it holds the base."""
     assert isinstance(tree.content, dict)
     node = tree.content["base"]
     if not isinstance(node.content, dict):
@@ -31,12 +31,11 @@ def read_base(file: Path, tree: Node) -> tuple[Path, Node]:
 
 
 def scale_down(tree: Node, base: Node) -> tuple[Node, Node]:
-    """Return a study's tree and that of its base, with what ``scale`` says laid over them. Raise RecipeError where the
-    study has no such key."""
+    """Return the trees of a study and its base with the key ``scale`` applied. Raise RecipeError without that key."""
     assert isinstance(tree.content, dict)
     scale = tree.content.get("scale")
     if scale is None or not isinstance(scale.content, dict):
-        raise tree.place.error("--scaled needs the key scale, which says how the study becomes small", "scale")
+        raise tree.place.error("--scaled needs the study's key scale, which describes the small study", "scale")
     content = dict(tree.content)
     name = content["study"]
     content["study"] = replace(name, content=f"{name.content}{SUFFIX}")
@@ -52,7 +51,7 @@ def scale_down(tree: Node, base: Node) -> tuple[Node, Node]:
 
 
 def _scale_base(base: Node, over: Node) -> Node:
-    """Lay changes over a base. A dataset with a name is another one, so nothing of the old section belongs to it."""
+    """Apply changes to a base. A dataset with another name replaces the old section completely."""
     assert isinstance(base.content, dict)
     assert isinstance(over.content, dict)
     dataset = over.content.get("dataset")
@@ -66,13 +65,13 @@ def _scale_arms(arms: Node, scaled: Node) -> dict[str, Node]:
     assert isinstance(scaled.content, dict)
     found = dict(arms.content)
     for arm, over in scaled.content.items():
-        # The places of the keys stay those of the arms: errors name the arm.
+        # The keys keep the places of the arms, so that errors name the arm.
         found[arm] = replace(lay_over(found[arm], over), key_place=found[arm].key_place)
     return found
 
 
 def find_prefix(content: Mapping[str, Node], error: RecipeError, arm: str) -> str:
-    """Return the keys of a study under which an arm's recipe has the key of an error, by its place."""
+    """Return the study's keys that contain an error's key of an arm's recipe, by the error's place."""
     for prefix in (("scale", "base"), ("scale", "arms", arm), ("base",)):
         node: Node | None = Node(dict(content), Place(""))
         for part in prefix:
@@ -83,8 +82,8 @@ def find_prefix(content: Mapping[str, Node], error: RecipeError, arm: str) -> st
 
 
 def _is_at(node: Node, error: RecipeError) -> bool:
-    """Whether an error is about the node that its key leads to below this one, or about the last one on the way."""
-    # An arm may have the whole key at once, dotted.
+    """Return whether an error concerns the node that its key leads to, or the last node on the way."""
+    # An arm may have the whole dotted key at once.
     whole = node.content.get(error.key) if isinstance(node.content, dict) else None
     for part in () if whole is not None else error.key.split("."):
         below = node.content.get(part) if isinstance(node.content, dict) else None
@@ -97,7 +96,7 @@ def _is_at(node: Node, error: RecipeError) -> bool:
 
 
 def describe_scale(scale: ScaleSection) -> tuple[str, ...]:
-    """Return what a scaled study trains in place of the paper's setting, each as ``key=value``."""
+    """Return what a scaled study changes in the paper's setting, as ``key=value``."""
     parts = {"": scale.base} | {f"{arm} ": changes for arm, changes in scale.arms.items()}
     found = [(before, key, value) for before, part in parts.items() if part for key, value in flatten(part).items()]
     shown = [one for one in found if one[1].split(".")[0] not in SAME_RESULT]
@@ -105,7 +104,7 @@ def describe_scale(scale: ScaleSection) -> tuple[str, ...]:
 
 
 def find_wrong_scale(study: Study) -> Iterator[FieldError]:
-    """Yield what is wrong with the keys ``scale`` and ``paper``, and with a base inside of the study."""
+    """Yield errors in the keys ``scale`` and ``paper``, and in a base inside the study."""
     if isinstance(study.base, Mapping):
         yield from _find_fixed(("base",), study.base)
     for place, claim in enumerate(study.paper.claimed if study.paper is not None else ()):
@@ -122,7 +121,7 @@ def find_wrong_scale(study: Study) -> Iterator[FieldError]:
         if arm not in study.arms:
             yield FieldError(("scale", "arms", arm), _name_arms(arm, study))
             continue
-        # An arm's dotted keys are set after all sections, so a section here would change nothing.
+        # Dotted keys of an arm override sections, so a section here would have no effect.
         hidden = [key for key in flatten(_sections(changes)) if key in study.arms[arm]]
         if hidden:
             text = f"the arm has {hidden[0]} as a dotted key: write it so here, too"

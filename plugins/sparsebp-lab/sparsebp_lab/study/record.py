@@ -4,7 +4,7 @@
      "combination": ..., "seed": ...}], "paper": {"title": ..., "link": ..., "claims": [...], "scaled": [...]},
      "options": [...]}
 
-The list is written again by each command; the runs alone say what is done.
+Each command rewrites the list; only the runs show what is finished.
 """
 
 from __future__ import annotations
@@ -23,41 +23,41 @@ from sparsebp_cli.errors import RunNotFoundError, UsageError, did_you_mean
 from sparsebp_cli.run import RunFolder, home
 from sparsebp_cli.run.budget import LARGEST_ARTIFACT, LARGEST_JOURNAL, read_bounded, read_json
 from sparsebp_cli.run.journal import FILE as JOURNAL
-from sparsebp_cli.study.thin import thin_journal
+from sparsebp_lab.study.thin import thin_journal
 
 
 @dataclass(frozen=True)
 class Listed:
-    """A trial in the list of a study."""
+    """A trial in a study's list."""
 
     run_id: str
     role: str
     arm: str
     combination: str
     seed: int
-    pruned: bool = False  # whether halving has ended it before its last step
+    pruned: bool = False  # halving ended it before its last step
 
 
 @dataclass(frozen=True)
 class StudyRecord:
-    """The list of a study's trials, so that other commands find them by the study's name."""
+    """The list of a study's trials, by which other commands find them."""
 
     study: str
     file: str
     generation: int
     trials: tuple[Listed, ...] = ()
-    digests: Mapping[str, str] = field(default_factory=dict)  # in an archive: run id to the digest of its journal
-    paper: Paper | None = None  # whose setting it is, with its numbers
+    digests: Mapping[str, str] = field(default_factory=dict)  # digest of the event log by run id, in an archive
+    paper: Paper | None = None  # the publication whose setting it has, with its numbers
     options: tuple[str, ...] = ()  # of the command that made it
 
     @property
     def words(self) -> str:
-        """The words after `sparsebp study` that go on with it."""
+        """Words after `sparsebp study` that continue it."""
         return shlex.join([self.file, *self.options])
 
     @classmethod
     def load(cls, name: str, place: Path | None = None) -> StudyRecord | None:
-        """Read the list of a study on this machine, or in the folder of an archive; None if there is none."""
+        """Read the list of a study on this machine, or in an archive's folder; None if there is none."""
         try:
             content: dict[str, Any] = read_json((place or home()) / "studies" / f"{name}.json", LARGEST_ARTIFACT)
             trials = tuple(Listed(**entry) for entry in content["trials"])
@@ -90,16 +90,15 @@ class StudyRecord:
         return content | ({"options": list(self.options)} if self.options else {})
 
     def find_thin(self) -> frozenset[str]:
-        """Return the ids of runs of which a thin archive leaves out single steps: those of tuning alone."""
+        """Return the ids of runs whose single steps a thin archive leaves out: runs that only tuned."""
         kept = {trial.run_id for trial in self.trials if trial.role != "tune"}
         return frozenset(trial.run_id for trial in self.trials) - kept
 
     def pack(self, thin: Collection[str] = ()) -> tuple[str, bytes]:
-        """Return the list as an archive has it, with the name of the member. Of the runs in ``thin`` the archive has
-        thin journals."""
+        """Return the name and content of the list in an archive, which has thin event logs of the runs in ``thin``."""
         begun = [RunFolder(home() / "runs" / trial.run_id) for trial in self.trials]
-        # They show that the archive is the one of its list, and are no signature. See decision 39.
-        # One that was stopped before its worker began has a plan alone.
+        # The digests show that archive and list belong together; they are no signature. See decision 39. A run that was
+        # stopped before its worker began has only a plan.
         begun = [run for run in begun if run.plan_file.is_file() and (run.path / JOURNAL).is_file()]
         digests = {run.run_id: digest_journal(run, is_thin=run.run_id in thin) for run in begun}
         content = self._content | {"file": Path(self.file).name, "digests": digests}
@@ -107,7 +106,7 @@ class StudyRecord:
 
 
 def digest_journal(run: RunFolder, *, is_thin: bool = False) -> str:
-    """Return the digest of a run's journal, which holds all its results, or of its thin form."""
+    """Return the digest of a run's event log, which holds all its results, or of its thin form."""
     journal = read_bounded(run.path / JOURNAL, LARGEST_JOURNAL)
     return hashlib.sha256(thin_journal(journal) if is_thin else journal).hexdigest()
 

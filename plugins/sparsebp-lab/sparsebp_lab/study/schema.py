@@ -11,16 +11,16 @@ from sparsebp_cli.policy.error_text import show
 from sparsebp_cli.recipe import parse_seeds
 from sparsebp_cli.recipe.schema import CountFromZero, Name, PositiveInt, Section
 
-FEWEST_STEPS = 10  # a budget that pays for fewer is refused: a schedule over so few steps says nothing about a method
+FEWEST_STEPS = 10  # a smaller budget is refused: a schedule over so few steps shows nothing about a method
 STEPS_KEY = "training.max_steps"
 FIXED_KEYS = ("name", "base", "version", "training.seed")  # the study itself decides these
-NO_RESULT = ("target", "tracking", "checkpoint")  # varied, they would train the same model several times
+NO_RESULT = ("target", "tracking", "checkpoint")  # varying them would train the same model several times
 
 Value = str | int | float | bool | None | list[object] | dict[str, object]
 
 
 class BudgetSection(BaseModel):
-    """What the arms have in common: their number of steps, or what their steps cost in work, time or tokens."""
+    """What the arms have in common: their number of steps, or the cost of their steps in FLOPs, time or tokens."""
 
     model_config: ClassVar[ConfigDict] = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, serialize_by_alias=True
@@ -57,7 +57,7 @@ class BudgetSection(BaseModel):
     @model_validator(mode="after")
     def _belongs(self) -> Self:
         if self.same == "steps" and self.as_arm is not None:
-            raise ValueError("as goes with same: cost, time or tokens; with same: steps every arm has as many")
+            raise ValueError("as needs same: cost, time or tokens; with same: steps every arm trains the same number")
         for name, same in (("seconds", "time"), ("tokens", "tokens")):
             if getattr(self, name) is not None and self.same != same:
                 raise ValueError(f"{name} goes with same: {same}, got same: {self.same}")
@@ -69,14 +69,14 @@ class BudgetSection(BaseModel):
                 f"same: {self.same} needs {amount}, or as: ARM, the arm whose steps say how much; not both"
             )
         if self.amount is not None and self.steps is not None:
-            raise ValueError("steps are those of the arm under `as`; seconds and tokens already say how much")
+            raise ValueError("steps belong to the arm under `as`; leave them out with seconds or tokens")
         if self.part and self.same == "steps":
-            raise ValueError("part goes with same: cost, time or tokens; with same: steps every arm has as many")
+            raise ValueError("part needs same: cost, time or tokens; with same: steps every arm trains the same number")
         return self
 
     @property
     def amount(self) -> float | None:
-        """The seconds or tokens of each arm; None where an arm's steps say how much, or steps are counted."""
+        """Seconds or tokens of each arm; None if an arm's steps define the amount, or if steps are counted."""
         return self.tokens if self.seconds is None else self.seconds
 
     def part_of(self, arm: str) -> float:
@@ -85,7 +85,7 @@ class BudgetSection(BaseModel):
 
 
 def _read_seeds(value: object) -> object:
-    """Return the list that ``0-4``, ``0,2,5`` or one number stands for."""
+    """Return the list for ``0-4``, ``0,2,5`` or one number."""
     if isinstance(value, int) and not isinstance(value, bool):
         return [value]
     if not isinstance(value, str):
@@ -100,7 +100,7 @@ Seeds = Annotated[list[CountFromZero], BeforeValidator(_read_seeds), Field(min_l
 
 
 class SeedsSection(Section):
-    """The seeds with which arms are tuned, and those with which they are compared."""
+    """The seeds for tuning, and the seeds for the comparison."""
 
     tune: Seeds = Field(
         default_factory=lambda: [0, 1, 2],
@@ -137,7 +137,7 @@ class SearchSection(Section):
 
     @property
     def is_sampled(self) -> bool:
-        """Whether combinations are proposed, not all tried."""
+        """Whether combinations are proposed by a search; otherwise all are tried."""
         return self.kind in {"tpe", "random"}
 
     @model_validator(mode="after")
@@ -145,12 +145,12 @@ class SearchSection(Section):
         if self.is_sampled and self.trials is None:
             raise ValueError(f"kind: {self.kind} needs trials: N, the combinations of each arm")
         if not self.is_sampled and self.trials is not None:
-            raise ValueError(f"trials goes with kind: tpe or random; {self.kind} has every combination")
+            raise ValueError(f"trials needs kind: tpe or random; {self.kind} trains every combination")
         return self
 
 
 class RangeSection(BaseModel):
-    """Numbers between two ends, for a search that proposes them."""
+    """A range of numbers for a search."""
 
     model_config: ClassVar[ConfigDict] = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, serialize_by_alias=True
@@ -169,7 +169,7 @@ class PlaceSection(Section):
 
 
 class ClaimSection(Section):
-    """A number of the publication, to stand beside the one that is measured."""
+    """A number from the publication, to compare with the measured one."""
 
     arm: Name = Field(description="The arm that it is about.")
     metric: str = Field(
@@ -184,7 +184,7 @@ class ClaimSection(Section):
 
 
 class PaperSection(Section):
-    """The publication whose setting the study is."""
+    """The publication whose setting the study reproduces."""
 
     title: Annotated[str, Field(min_length=1)] = Field(description="Authors, title and year, in one line.")
     link: Annotated[str, Field(pattern=r"^https://")] = Field(description="Where it can be read.")
@@ -194,7 +194,7 @@ class PaperSection(Section):
 
 
 class ScaleSection(Section):
-    """What is other in the small study that `study --scaled` runs: it lies over this file, key by key."""
+    """Changes for the small study that `study --scaled` runs, key by key."""
 
     base: dict[str, object] = Field(
         default_factory=dict,
@@ -217,7 +217,7 @@ def _refuse_other_ones(value: object) -> object:
 
 
 class Study(Section):
-    """One question: which of these arms is better, each tuned, at the same budget."""
+    """A study: which of these arms is better, each tuned, at the same budget?"""
 
     version: Annotated[Literal[1], BeforeValidator(_refuse_other_ones)] = Field(
         description="Version of the study format."

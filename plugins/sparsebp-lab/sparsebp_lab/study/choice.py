@@ -1,12 +1,12 @@
-"""The error of what tuning chose: a tuned value is a random variable, and a statement on methods has to include it.
+"""Estimate the error of what tuning chose: a tuned value is random, and a statement about methods must include this.
 
-A bootstrap over the noise of tuning: the mean of each combination over the seeds of tuning is drawn again, and the best
-is chosen again. The error of an arm is the root mean square of the difference, in the means as they were observed,
-between what is chosen then and what was chosen. The noise is that of each combination, pooled over arms, without what
-a seed does to all of them: the corners of a grid may differ sixfold. An arm that is noisier than the others has a noise
-that is larger by that factor. It counts twice, since the means that are drawn around are themselves drawn.
-``benchmarks/tuning.py`` shows that statements are false in at most 5 % of studies so, and in more with the choice left
-out, with a bootstrap of the seeds themselves, and with rates chosen without one seed in turn.
+It is a bootstrap over the noise of tuning. The mean of each combination over the tuning seeds is drawn again, and the
+best combination is chosen again. The error of an arm is the root mean square of the difference between the new and the
+original choice, in the observed means. The noise is that of each combination, pooled over arms, without effects that a
+seed has on all of them: the corners of a grid may differ sixfold. An arm that is noisier than the others gets noise
+scaled by that factor. The noise counts twice, because the means around which it is drawn are themselves drawn. In
+``benchmarks/tuning.py`` at most 5 % of studies make a false statement this way. More do if the choice is ignored, with
+a bootstrap of the seeds, or with rates chosen by leaving out one seed in turn.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 DRAWS = 1000
-FEWEST_SEEDS = 2  # of tuning: one tells nothing of the noise
+FEWEST_SEEDS = 2  # tuning seeds; one seed does not show the noise
 
 
 def find_choice_errors(
@@ -28,11 +28,11 @@ def find_choice_errors(
     values: Mapping[str, np.ndarray],
     combinations: Mapping[str, Sequence[str]] | None = None,
 ) -> dict[str, float]:
-    """Return the standard error of each arm's choice in the unit of ``values``; infinite with one seed of tuning.
+    """Return the standard error of each arm's choice in the unit of ``values``; infinite with one tuning seed.
 
-    Both map an arm to an array of (combinations, seeds): the metric that decides, lower being better, and the
-    validation counterpart of the metric that is reported. ``combinations`` names the rows of each arm; without it
-    they are the same in all arms. Combinations that diverged are left out.
+    Both mappings map an arm to an array of (combinations, seeds): the deciding metric, lower being better, and the
+    validation counterpart of the reported metric. ``combinations`` names the rows of each arm; without it all arms have
+    the same rows. Combinations that diverged are left out.
     """
     import numpy as np
 
@@ -43,7 +43,7 @@ def find_choice_errors(
     if num_seeds < FEWEST_SEEDS:
         return {arm: math.inf if arm in arms else 0.0 for arm in chosen_by}
     rest = {arm: by - by.mean(1, keepdims=True) for arm, by in arms.items()}
-    of_seed = np.concatenate([*rest.values()]).mean(0)  # of all combinations alike: it changes no choice
+    of_seed = np.concatenate([*rest.values()]).mean(0)  # the seed's effect on all combinations changes no choice
     named = {arm: combinations[arm] if combinations else [*map(str, range(len(by)))] for arm, by in arms.items()}
     squares = {arm: ((own - of_seed) ** 2).sum(1) for arm, own in rest.items()}
     total = sum(map(len, arms.values()))
@@ -52,7 +52,7 @@ def find_choice_errors(
     for arm, names in named.items():
         for name, one in zip(names, squares[arm], strict=True):
             of_combination.setdefault(name, []).append(float(one) / freedom)
-    # With a seed of its own: the same report each time it is made.
+    # A fixed seed makes the report reproducible.
     generator, found = np.random.default_rng(0), dict.fromkeys(chosen_by, 0.0)
     for arm, by in arms.items():
         variance = np.array([fmean(of_combination[name]) for name in named[arm]])

@@ -1,7 +1,7 @@
-"""Thin journals of tuning: what choices and budgets follow from, an eighth of the bytes.
+"""Make thin event logs of tuning runs, with what choices and budgets need, in an eighth of the bytes.
 
-A study has ten times as many tuning runs as runs of its report, and most of a journal is what single steps took. Of
-these runs nobody asks for it: their evaluations decide, and the price of their steps is held against the budget.
+A study has ten times as many tuning runs as report runs, and most of an event log are measurements of single steps.
+Only the evaluations of tuning runs decide, and the cost of their steps is checked against the budget.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ import json
 from sparsebp_cli.run.metric import DENSE_STEP_FLOPS, DENSE_UPDATE_FLOPS, STEP_FLOPS, UPDATE_FLOPS
 
 PRICES = {metric.name for metric in (STEP_FLOPS, DENSE_STEP_FLOPS, UPDATE_FLOPS, DENSE_UPDATE_FLOPS)}
-# How names of what single steps measure begin. Any other name stays: a metric of a package may be the one that decides.
+# Prefixes of measurements of single steps. Other names stay: a package's metric may be the deciding one.
 STEPS = (
     *("train/", "time/", "throughput/", "host/", "memory/", "policy/"),
     *("flops/", "proof/", "probe/", "speed/", "fidelity/"),
 )
-OF_STEPS = {"layers", "proof", "memory", "examples", "samples"}  # kinds of records that measure single steps
+OF_STEPS = {"layers", "proof", "memory", "examples", "samples"}  # record kinds that measure single steps
 NOTE = "what single steps took and measured was left out of this archive (--thin), other than their FLOPs"
-DIGITS = 3  # of the seconds at which something was written
+DIGITS = 3  # digits of the seconds at which something was written
 
 
 def thin_journal(journal: bytes) -> bytes:
-    """Return a journal without what single steps took and measured, other than their price, and with a note that says
-    so. Lines that cannot be read stay as they are, and a thin journal is returned as it is."""
+    """Return an event log without measurements of single steps, except their cost, and with a note about it. Unreadable
+    lines stay unchanged, and so does a thin log."""
     return b"".join(filter(None, map(_thin_line, journal.splitlines(keepends=True))))
 
 

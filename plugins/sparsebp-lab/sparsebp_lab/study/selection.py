@@ -1,4 +1,4 @@
-"""The runs of a study that are compared, and those that tuned its arms: these are listed and are in no interval."""
+"""Select the runs of a study for comparison; runs that only tuned are listed, but enter no interval."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from sparsebp_cli.compare.published import Paper
 from sparsebp_cli.errors import RunNotFoundError
 from sparsebp_cli.run import RunFolder, State, home
 from sparsebp_cli.run.metric import EVAL_ACCURACY, EVAL_LOSS, TEST_ACCURACY, TEST_LOSS
-from sparsebp_cli.study.choice import FEWEST_SEEDS, find_choice_errors
-from sparsebp_cli.study.record import Listed, StudyRecord
+from sparsebp_lab.study.choice import FEWEST_SEEDS, find_choice_errors
+from sparsebp_lab.study.record import Listed, StudyRecord
 
-ENOUGH_SEEDS = 3  # of tuning, for statements on methods: benchmarks/tuning.py simulated them with three
+ENOUGH_SEEDS = 3  # tuning seeds for statements on methods; benchmarks/tuning.py simulated three
 OVER = (State.FINISHED, State.FAILED, State.CANCELLED)
 
 
@@ -27,35 +27,35 @@ class TunedLine:
 
     arm: str
     combination: str
-    seeds: tuple[int, ...]  # those of its runs that finished
+    seeds: tuple[int, ...]  # seeds of its finished runs
     metric: str
     value: float | None  # mean over these seeds; None without one
     is_chosen: bool
-    is_pruned: bool = False  # whether halving ended it before its last step
+    is_pruned: bool = False  # halving ended it before its last step
 
 
 @dataclass(frozen=True)
 class StudySelection:
-    """What a comparison of a study reads."""
+    """Runs and errors of a study for a comparison."""
 
-    runs: tuple[LoadedRun, ...]  # of report and controls, each under the name of its arm
+    runs: tuple[LoadedRun, ...]  # of report and controls, each under its arm's name
     tuning: tuple[TunedLine, ...]
     warnings: tuple[str, ...]
-    # reported metric to arm to the standard error of what tuning chose
+    # By reported metric and arm, the standard error of what tuning chose.
     choice: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    tuned_by: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # arm to the arms that tuned its values
-    is_complete: bool = True  # whether every run of the report is over
-    paper: Paper | None = None  # whose numbers stand beside the measured ones
+    tuned_by: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # by arm, the arms that tuned its values
+    is_complete: bool = True  # every report run is over
+    paper: Paper | None = None  # its numbers appear beside the measured ones
 
     @property
     def terms(self) -> dict[str, Any]:
-        """What a comparison's question takes from a study."""
+        """The study's arguments of a comparison."""
         return {"choice": self.choice, "tuned_by": self.tuned_by, "is_complete": self.is_complete}
 
 
 @dataclass(frozen=True)
 class _Runs:
-    """The folder of runs in which a study's trials lie."""
+    """The folder with the runs of a study's trials."""
 
     folder: Path
 
@@ -67,8 +67,8 @@ class _Runs:
 
 
 def select(record: StudyRecord, place: Path | None = None) -> StudySelection:
-    """Read the runs of a study from this machine, or from the folder of an archive. Raise RunNotFoundError if none of
-    its report has begun."""
+    """Read the runs of a study from this machine, or from an archive's folder. Raise RunNotFoundError if no report run
+    has begun."""
     runs_of = _Runs((place or home()) / "runs")
     compared = [trial for trial in record.trials if trial.role in {"report", "control"}]
     found = [(trial, run) for trial in compared if (run := runs_of.load(trial)) is not None]
@@ -99,8 +99,8 @@ def select(record: StudyRecord, place: Path | None = None) -> StudySelection:
 
 
 def find_tuned_by(reported: Set[tuple[str, str]], tuned: Set[str]) -> dict[str, tuple[str, ...]]:
-    """Return which arms tuned the values that each arm is reported with. One without tuning of its own shares those of
-    another, which is among those with the same values: the list of a study does not say which."""
+    """Return which arms tuned the values that each arm is reported with. An arm that was not tuned shares another arm's
+    values; the list of a study does not name it, so all arms with the same values count."""
     found = {}
     for arm, values in reported:
         same = sorted(other for other, theirs in reported if theirs == values and other in tuned)
@@ -108,14 +108,14 @@ def find_tuned_by(reported: Set[tuple[str, str]], tuned: Set[str]) -> dict[str, 
     return found
 
 
-# The validation counterpart of what is reported; the decisive metric is the accuracy where there is one.
+# The validation counterpart of the reported metric; the deciding metric may be the accuracy.
 REPORTED = {one.name: here.name for one, here in ((TEST_LOSS, EVAL_LOSS), (TEST_ACCURACY, EVAL_ACCURACY))}
 
 
 def _find_choice(
     combinations: Mapping[tuple[str, str], Sequence[Listed]], runs_of: _Runs
 ) -> dict[str, dict[str, float]]:
-    """Return the error of each arm's choice for each metric that may be reported; none with one seed of tuning."""
+    """Return the error of each arm's choice for each metric that may be reported; none with one tuning seed."""
     loaded = {key: [runs_of.load(trial) for trial in trials] for key, trials in combinations.items()}
     sound = {key: [run for run in runs if run is not None and run.finished] for key, runs in loaded.items()}
     whole = {key: runs for key, runs in sound.items() if len(runs) == len(combinations[key]) >= FEWEST_SEEDS}
@@ -143,7 +143,7 @@ def _find_choice(
 
 
 def _find_decisive(runs: Sequence[LoadedRun]) -> tuple[str, str]:
-    """Return the validation metric by which runs of tuning were chosen, as their recipes say, and its direction."""
+    """Return the validation metric that chose among the tuning runs, per their recipes, and its direction."""
     for run in runs:
         named = run.flat.get("measure.metric")
         if isinstance(named, str) and (known := run.history.find_metric(named)) is not None:

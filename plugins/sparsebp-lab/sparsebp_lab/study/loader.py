@@ -1,4 +1,4 @@
-"""Reads a study's file: the study, and one checked recipe for each arm and combination, errors with their places."""
+"""Read a study's file: the study, and one checked recipe for each arm and combination, with places for errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from sparsebp_cli.compare.published import Claim, Paper
+from sparsebp_cli.compare.published import Paper, PaperClaim
 from sparsebp_cli.errors import RecipeError, did_you_mean
 from sparsebp_cli.policy.error_text import describe_kind
 from sparsebp_cli.policy.field_error import FieldError, Location, describe_errors
@@ -22,14 +22,14 @@ from sparsebp_cli.recipe.document import Node, Place, read_document
 from sparsebp_cli.recipe.loader import expand_shorthand, lay_over, read_text
 from sparsebp_cli.recipe.override import set_value
 from sparsebp_cli.recipe.schema import Recipe
-from sparsebp_cli.study.scale import describe_scale, find_prefix, find_wrong_scale, read_base, scale_down
-from sparsebp_cli.study.schema import FIXED_KEYS, NO_RESULT, STEPS_KEY, RangeSection, Study
+from sparsebp_lab.study.scale import describe_scale, find_prefix, find_wrong_scale, read_base, scale_down
+from sparsebp_lab.study.schema import FIXED_KEYS, NO_RESULT, STEPS_KEY, RangeSection, Study
 
 MOST_VARIANTS = 10_000
 ENDS = ("from", "to")  # of a range
-FUSED = ("adam", "adamw", "adagrad", "sgd")  # those of torch.optim that have a fused form on each device
+FUSED = ("adam", "adamw", "adagrad", "sgd")  # optimizers of torch.optim with a fused form on each device
 
-Combination = tuple[tuple[str, object], ...]  # key and value of each varied key, in the order of the file
+Combination = tuple[tuple[str, object], ...]  # key and value of each varied key, in the file's order
 
 
 def describe(combination: Combination) -> str:
@@ -43,16 +43,16 @@ class ArmVariant:
 
     arm: str
     combination: Combination
-    placed: PlacedRecipe  # checked; steps and seed are those of the base
+    placed: PlacedRecipe  # checked, with the steps and seed of the base
 
     @property
     def recipe(self) -> Recipe:
-        """Its recipe, named after the arm."""
+        """The recipe, named after the arm."""
         return self.placed.recipe
 
     @property
     def label(self) -> str:
-        """The combination in one line, such as ``learning_rate=0.001 keep=0.25``; empty where nothing is varied."""
+        """The combination in one line, such as ``learning_rate=0.001 keep=0.25``; empty if nothing is varied."""
         return describe(self.combination)
 
 
@@ -63,29 +63,29 @@ class LoadedStudy:
     file: Path
     study: Study
     base_file: Path
-    variants: tuple[ArmVariant, ...]  # arm by arm, in the order of the file; of a search, those that it has proposed
-    firsts: Mapping[str, ArmVariant]  # arm to its first combination, of ranges their lower ends
-    tree: Node  # what the file says, with places
-    base: Node  # the recipe under every arm, with places
-    scaled: tuple[str, ...] = ()  # what the small study has in place of the file's own, as key=value
-    options: tuple[str, ...] = ()  # of `sparsebp study`, that made it of the file
+    variants: tuple[ArmVariant, ...]  # arm by arm, in the file's order; for a search, the proposed ones
+    firsts: Mapping[str, ArmVariant]  # first combination by arm; ranges at their lower ends
+    tree: Node  # content of the file, with places
+    base: Node  # recipe under every arm, with places
+    scaled: tuple[str, ...] = ()  # what the small study changes, as key=value
+    options: tuple[str, ...] = ()  # options of `sparsebp study` that made it from the file
 
     @property
     def words(self) -> str:
-        """The words after `sparsebp study` that go on with it."""
+        """Words after `sparsebp study` that continue it."""
         return shlex.join([str(self.file), *self.options])
 
     @property
     def paper(self) -> Paper | None:
-        """The publication whose setting it is, or whose setting it has made small."""
+        """The publication whose setting the study reproduces, in full or scaled down."""
         paper = self.study.paper
         if paper is None:
             return None
-        claims = [Claim(one.arm, one.metric, one.value, one.where, one.of or "") for one in paper.claimed]
+        claims = [PaperClaim(one.arm, one.metric, one.value, one.where, one.of or "") for one in paper.claimed]
         return Paper(paper.title, paper.link, tuple(claims), self.scaled)
 
     def error(self, location: Location, text: str) -> RecipeError:
-        """Return an error at a key of the file, to be raised."""
+        """Return an error at a key of the file; the caller raises it."""
         return first_error(self.tree, [FieldError(location, text)])
 
     def of_arm(self, arm: str) -> list[ArmVariant]:
@@ -93,8 +93,8 @@ class LoadedStudy:
         return [variant for variant in self.variants if variant.arm == arm]
 
     def with_combinations(self, asked: Mapping[str, Sequence[Combination]]) -> LoadedStudy:
-        """Return the study with the combinations that a search has proposed for each arm. Raise RecipeError for one
-        that makes no recipe."""
+        """Return the study with the combinations that a search has proposed for each arm. Raise RecipeError if one
+        makes no valid recipe."""
         content = self.tree.content
         assert isinstance(content, dict)
         arms, place = content["arms"].content, content["vary"].place
@@ -114,8 +114,8 @@ class LoadedStudy:
 
 
 def load_study(file: Path, *, scaled: bool = False) -> LoadedStudy:
-    """Read and check a study and the recipe of every arm and combination; with ``scaled`` the small study that its key
-    ``scale`` makes of it. Raise RecipeError with ``file:line:column: key:`` for the first thing that is wrong."""
+    """Read and check a study and the recipe of every arm and combination; ``scaled`` reads the small study of its key
+    ``scale``. Raise RecipeError with ``file:line:column: key:`` for the first error."""
     tree = read_document(read_text(file), str(file))
     if tree is None:
         raise Place(str(file), 1, 1).error("empty: a study needs at least version, study, base, arms and seeds")
@@ -133,14 +133,14 @@ def load_study(file: Path, *, scaled: bool = False) -> LoadedStudy:
         study = _check(tree)
     assert isinstance(tree.content, dict)
     variants = () if study.search.is_sampled else tuple(_make_variants(tree.content, base))
-    # Reversed, so that the first variant of each arm is the one that stays in the dict.
+    # Reversed, so that the first variant of each arm remains in the mapping.
     found = _make_firsts(tree.content, base) if study.search.is_sampled else reversed(variants)
     firsts = {variant.arm: variant for variant in found}
     return LoadedStudy(file, study, base_file, variants, firsts, tree, base, other, ("--scaled",) if scaled else ())
 
 
 def is_study(file: Path) -> bool:
-    """Whether a file holds a study; one that cannot be read holds none, and whoever reads it next says why."""
+    """Return whether a file holds a study; for an unreadable file False, because its next reader reports the error."""
     try:
         tree = read_document(read_text(file), str(file))
     except RecipeError:
@@ -149,8 +149,8 @@ def is_study(file: Path) -> bool:
 
 
 def read_arms(file: Path) -> list[str]:
-    """Return the names of a study's arms, without their recipes, whose models and plugins may not be here. Raise
-    RecipeError for what is no study."""
+    """Return the names of a study's arms without reading their recipes, whose models and plug-ins may be missing here.
+    Raise RecipeError for a file that is no study."""
     tree = read_document(read_text(file), str(file))
     if tree is None:
         raise Place(str(file), 1, 1).error("empty: a study needs at least version, study, base, arms and seeds")
@@ -169,8 +169,8 @@ def _check(tree: Node) -> Study:
 
 
 def _add_controls(tree: Node, base: Node, study: Study) -> Node:
-    """Add dense in batches of similar length, where texts are padded, and dense with the optimizer's fused form, which
-    shares dense's values. Both belong to the arm that pays, if it is dense, unless an arm has them already."""
+    """Add two controls: dense in batches of similar length if texts are padded, and dense with the optimizer's fused
+    form, which shares dense's values. Both follow the paying arm if it is dense, unless an arm has them already."""
     assert isinstance(tree.content, dict)
     assert study.budget is not None
     arms, name = tree.content["arms"], str(study.budget.as_arm)
@@ -196,7 +196,7 @@ def _add_controls(tree: Node, base: Node, study: Study) -> Node:
 
 
 def _find_misplaced(study: Study) -> Iterator[FieldError]:
-    """Yield the keys that the study itself decides, and an arm that does not exist."""
+    """Yield keys that the study itself decides, and arms that do not exist."""
     yield from _find_unknown_payers(study)
     yield from find_wrong_scale(study)
     yield from _find_wrong_sharing(study)
@@ -223,7 +223,7 @@ def _find_misplaced(study: Study) -> Iterator[FieldError]:
 
 
 def _find_unknown_payers(study: Study) -> Iterator[FieldError]:
-    """Yield what the budget says of arms that do not exist."""
+    """Yield errors of budget keys that name arms that do not exist."""
     if study.budget is None:
         return
     named: list[tuple[tuple[str, ...], str | None]] = [(("budget", "as"), study.budget.as_arm)]
@@ -235,7 +235,7 @@ def _find_unknown_payers(study: Study) -> Iterator[FieldError]:
 
 
 def _find_seeds_of_both(study: Study) -> Iterator[FieldError]:
-    """Yield the seeds that would tune and be reported: what was chosen because a seed was lucky looks good on it."""
+    """Yield seeds that both tune and report: a choice that a lucky seed caused would look good on that seed."""
     chooses = any(isinstance(values, RangeSection) or len(values) > 1 for values in study.vary.values())
     both = [seed for seed in study.seeds.report if chooses and seed in study.seeds.tune]
     if both:
@@ -278,7 +278,7 @@ def _dotted(changes: Mapping[str, object], path: str = "") -> Iterator[str]:
 
 
 def _find_location(changes: Mapping[str, Any], key: str) -> tuple[str, ...]:
-    """Return the keys that lead to a dotted key, of which the first may hold dots itself."""
+    """Return the keys that lead to a dotted key; the first may contain dots itself."""
     for first, value in changes.items():
         if key == first:
             return (first,)
@@ -304,7 +304,7 @@ def _make_variants(content: Mapping[str, Node], base: Node) -> Iterator[ArmVaria
 
 
 def _make_firsts(content: Mapping[str, Node], base: Node) -> Iterator[ArmVariant]:
-    """Yield the first combination of each arm, of ranges their lower ends; check every other value beside it."""
+    """Yield the first combination of each arm, ranges at their lower ends; check every other value with it."""
     choices = _find_choices(content)
     first = [choice[0] for choice in choices]
     arms = content["arms"].content
@@ -318,7 +318,7 @@ def _make_firsts(content: Mapping[str, Node], base: Node) -> Iterator[ArmVariant
 
 
 def _find_choices(content: Mapping[str, Node]) -> list[list[Choice]]:
-    """Return the values of each varied key; those of a range are its ends."""
+    """Return the values of each varied key; a range counts with its ends."""
     vary = content["vary"].content if "vary" in content else {}
     assert isinstance(vary, dict)
     choices = []
@@ -340,7 +340,7 @@ def _make_variant(arm: str, changed: Node, combination: Sequence[Choice], conten
         tree = replace(tree, content={**tree.content, "name": Node(arm, arms[arm].key_place or arms[arm].place)})
         placed = check_recipe(tree)
         if placed.recipe.training.num_train_epochs is not None:
-            raise placed.error(("training", "num_train_epochs"), "a study counts steps; give training.max_steps")
+            raise placed.error(("training", "num_train_epochs"), "a study needs training.max_steps")
     except RecipeError as error:
         raise _locate(error, arm, content, [key for key, _ in combination]) from None
     return ArmVariant(arm, tuple((key, node.plain) for key, node in combination), placed)
@@ -357,7 +357,7 @@ def _make_node(value: object, place: Place) -> Node:
 
 
 def _change(base: Node, changes: Node) -> Node:
-    """Lay an arm's sections over the base, then set its dotted keys, in the order of the file."""
+    """Lay an arm's sections over the base, then set its dotted keys, in the file's order."""
     assert isinstance(changes.content, dict)
     sections = {key: node for key, node in changes.content.items() if "." not in key}
     tree = lay_over(base, expand_shorthand(replace(changes, content=sections)))
@@ -368,7 +368,7 @@ def _change(base: Node, changes: Node) -> Node:
 
 
 def _locate(error: RecipeError, arm: str, content: Mapping[str, Node], varied: list[str]) -> RecipeError:
-    """Return an error of an arm's recipe with its key in the study's file, where that is its place."""
+    """Return an error of an arm's recipe with its key in the study's file, if the error's place is there."""
     own = content["arms"].place.file
     if error.file != own:
         return RecipeError(
