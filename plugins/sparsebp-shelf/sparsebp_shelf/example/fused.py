@@ -1,9 +1,9 @@
-"""Chosen examples under trl's fused head, where the trainer computes a loss of its own from log-probabilities.
+"""Choose examples under trl's fused head, where the trainer computes its own loss from log-probabilities.
 
-The trainer's loss and log read the values of all examples, so all have a forward. Those that are chosen have a graph;
-the gradient that arrives at their values is multiplied by their weights, and that at the others is dropped. A gradient
-is linear in what arrives, so examples that are drawn with known probabilities and weighted by their inverse give the
-gradient of all examples in the mean over draws, whatever the loss makes of the values.
+The trainer's loss and log read the values of all examples, so all examples run forward. Only chosen examples have a
+graph. The backward multiplies the gradient at their values by their weights and drops the gradient at the others. The
+result is linear in the arriving gradient. So examples drawn with known probabilities and weighted by their inverse give
+the gradient of all examples in the mean over draws, for any loss.
 
 Shape letters: B examples, T positions, K chosen, L left out.
 """
@@ -19,27 +19,30 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
-from sparsebp_cli.backward.core.report import Chosen
-from sparsebp_cli.backward.kind.example.extension import ExampleExtension
-from sparsebp_cli.backward.kind.example.loss import count_targets
-from sparsebp_cli.backward.kind.fused_head import ARGUMENT, LEFT, FusedHeadExtension, has_fused_head
-from sparsebp_cli.backward.kind.transfer import upload
-from sparsebp_cli.backward.observe.flops import DensePass, PassEstimate
-from sparsebp_cli.backward.patch.forward import ForwardOverride
+from sparsebp_cli.backward import (
+    Chosen,
+    DensePass,
+    ForwardOverride,
+    FusedHeadExtension,
+    PassEstimate,
+    count_targets,
+    has_fused_head,
+    upload,
+)
 from sparsebp_cli.errors import UnsupportedError, UsageError
-from sparsebp_cli.policy import Examples, ExampleSelector, ReadExamples
+from sparsebp_cli.policy import Examples, ReadExamples
+from sparsebp_shelf.example.extension import ExampleExtension
+from sparsebp_shelf.example.kind import ExampleSelector
 
 if TYPE_CHECKING:
-    from sparsebp_cli.backward.core.extension import EngineView
-    from sparsebp_cli.backward.core.given import Given
-    from sparsebp_cli.backward.core.policy_state import PolicyStates
+    from sparsebp_cli.backward import EngineView, Given, PolicyStates
 
-EXAMPLE_SIZE = "example_size"  # the column: how much each example counts in a loss of the trainer's own
+EXAMPLE_SIZE = "example_size"  # the column with each example's weight in the trainer's own loss
 
 
 @final
 class FusedExamples(FusedHeadExtension[ExampleSelector]):
-    """An example selector in a model with trl's fused head.
+    """Carry out an example selector's choices in a model with trl's fused head.
 
     Raises :class:`UnsupportedError` for a selector that scores examples.
     """
@@ -49,16 +52,16 @@ class FusedExamples(FusedHeadExtension[ExampleSelector]):
     def __init__(self, policy: ExampleSelector, model: nn.Module, states: PolicyStates) -> None:
         if not policy.fits_head:
             raise UnsupportedError(
-                f"{type(policy).__name__} is not built with trl's fused head: examples must be chosen without a score "
-                f"of the model there; {LEFT}"
+                f"{type(policy).__name__} is not supported with trl's fused head: choose examples without "
+                f"a score of the model; {FusedHeadExtension.LEFT}"
             )
         super().__init__(policy, model, states)
         self._size_B: Tensor | None = None
-        self.share = 1.0  # of the last batch's examples
+        self.share = 1.0  # fraction of the last batch's examples that was chosen
 
     @override
     def set_columns(self, **columns: Tensor) -> None:
-        """Set how much each of the next batches' examples counts, until the next call."""
+        """Set how much each example of the next batches counts, until the next call."""
         self._size_B = columns.get(EXAMPLE_SIZE)
 
     def install(self, engine: EngineView) -> None:
@@ -67,14 +70,14 @@ class FusedExamples(FusedHeadExtension[ExampleSelector]):
 
     @override
     def claim(self, dense: DensePass) -> PassEstimate:
-        """Return the remaining shares of a dense pass: the forward is that of all examples."""
+        """Return the remaining fractions of a dense pass: the forward runs all examples."""
         return PassEstimate(
             backward=dict.fromkeys(dense.flops.backward, self.share),
             recomputed=dict.fromkeys(dense.flops.recomputed, self.share),
         )
 
     def choose(self, label_BT: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return the numbers of the chosen examples, (K,), and the factors of their gradients; None: all, by 1."""
+        """Return the numbers of the chosen examples, (K,), and their gradients' factors; None: all, with factor 1."""
         policy, step, number = self.policy, self._engine.now(), len(label_BT)
         weight_B = self._size_B if policy.reads_weight else None
         if weight_B is not None:
@@ -89,7 +92,7 @@ class FusedExamples(FusedHeadExtension[ExampleSelector]):
         if choice is None:
             self._count(target_B, target_B, number)
             return None
-        # What is chosen without weights stands for all, as if each were as likely.
+        # A choice without weights stands for all examples, as if each were equally likely.
         index_K = choice if isinstance(choice, Tensor) else choice.index_K
         factor_K = torch.full((len(index_K),), number / len(index_K))
         if not isinstance(choice, Tensor):
@@ -109,22 +112,22 @@ class FusedExamples(FusedHeadExtension[ExampleSelector]):
 
 
 class FusedExamplesForward(ForwardOverride):
-    """The ``forward`` of a model with trl's fused head, with a graph of the chosen examples."""
+    """Replace the ``forward`` of a model with trl's fused head: only the chosen examples have a graph."""
 
     def __init__(self, extension: FusedExamples, engine: EngineView) -> None:
         self._extension, self._engine, self._model = extension, engine, extension.model
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model."""
-        if args and args[0] is self._model:  # accelerate's wrapper calls a forward it has wrapped as a method
+        if args and args[0] is self._model:  # accelerate's wrapper passes the model itself first
             args = args[1:]
         active = self._engine.enabled and self._model.training and torch.is_grad_enabled()
         if self.is_removed or not active:
             return self.run_covered(self._model, *args, **kwargs)
-        if not kwargs.get(ARGUMENT):
+        if not kwargs.get(FusedHeadExtension.ARGUMENT):
             raise UnsupportedError(
                 f"{type(self._extension.policy).__name__} chooses examples under trl's fused head, and the model was "
-                f"called in training without it: use engine.disabled() for that forward; {LEFT}"
+                f"called in training without it: use engine.disabled() for that forward; {FusedHeadExtension.LEFT}"
             )
         self._extension.was_called = True
         label_BT = kwargs.get("labels")
@@ -149,7 +152,7 @@ class FusedExamplesForward(ForwardOverride):
         number = len(label_BT)
         is_left_B = torch.ones(number, dtype=torch.bool, device=label_BT.device).index_fill(0, index_K, value=False)
         rest_L = is_left_B.nonzero()[:, 0]
-        if self._engine.batch_sizes is not None:  # linears see the chosen examples alone
+        if self._engine.batch_sizes is not None:  # the linears run on the chosen examples only
             self._engine.batch_sizes = frozenset((len(index_K),))
         with self._engine.short_forward(scale=number / len(index_K)):
             live = self.run_covered(self._model, **self._take(kwargs, index_K, number))
@@ -158,7 +161,7 @@ class FusedExamplesForward(ForwardOverride):
         return _join(live, left, (index_K, factor_K, rest_L), kwargs)
 
     def _take(self, given: Mapping[str, Any], index: Tensor, number: int) -> dict[str, Any]:
-        """Return the arguments of some examples."""
+        """Return the arguments for some of the examples."""
         taken: dict[str, Any] = {}
         for name, value in given.items():
             taken[name] = value
@@ -173,7 +176,7 @@ class FusedExamplesForward(ForwardOverride):
 
 
 def _join(live: Any, left: Any, parts: tuple[Tensor, Tensor, Tensor], given: Mapping[str, Any]) -> Any:
-    """Return an output of trl's fused head from those of two parts of the batch."""
+    """Join the outputs of two parts of the batch into one output of trl's fused head."""
     index_K, factor_K, rest_L = parts
     values: dict[str, Any] = {}
     for field in fields(live):
@@ -181,14 +184,14 @@ def _join(live: Any, left: Any, parts: tuple[Tensor, Tensor, Tensor], given: Map
         if isinstance(one, Tensor) and one.dim():
             values[field.name] = _Joined.apply(one, other[: len(rest_L)], index_K, factor_K, rest_L)  # type: ignore[no-untyped-call]
         elif one is not None and field.name != "loss":
-            raise UnsupportedError(f"{field.name} of trl's fused head is not built for chosen examples")
+            raise UnsupportedError(f"{field.name} of trl's fused head is not supported for chosen examples")
     count = given.get("num_items_in_batch")
     count = values["label_mask"].sum().clamp(min=1) if count is None else count
     return type(live)(loss=-values["log_probs"].sum() / count, **values)
 
 
 class _Joined(torch.autograd.Function):
-    """Rows of two parts of a batch; the gradient of the first is multiplied, and the second has none."""
+    """Join rows of two parts of a batch; the backward scales the gradient of the first and drops that of the second."""
 
     @staticmethod
     def forward(ctx: Any, live: Tensor, left: Tensor, index_K: Tensor, factor_K: Tensor, rest_L: Tensor) -> Tensor:
@@ -208,6 +211,6 @@ class _Joined(torch.autograd.Function):
 
 
 def make_example_extension(policy: ExampleSelector, model: nn.Module, given: Given) -> ExampleExtension | FusedExamples:
-    """Return the extension of an example selector; see both classes for what they refuse."""
+    """Return the extension of an example selector; each class documents what it refuses."""
     fused = next((module for module in model.modules() if has_fused_head(module)), None)
     return ExampleExtension(policy, model, given) if fused is None else FusedExamples(policy, fused, given.states)

@@ -1,8 +1,8 @@
-"""Example selection: the differentiated forward runs on the chosen examples of a batch alone.
+"""Run the differentiated forward on the chosen examples of a batch only.
 
-The loss stays a mean over targets: if the caller passes ``num_items_in_batch``, the number of targets of the whole
-step, it is multiplied by the share of this batch's targets that belong to chosen examples. With weights it is the sum
-of the chosen examples' losses, each times its weight, over the number of targets that the policy names.
+The loss stays a mean over targets. If the caller passes ``num_items_in_batch``, the number of targets of the whole
+step, it is multiplied by the fraction of this batch's targets in chosen examples. With weights the loss is the weighted
+sum of the chosen examples' losses, divided by the number of targets that the policy names.
 
 Shape letters: B examples, T positions, K kept.
 """
@@ -13,59 +13,53 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, cast, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from sparsebp_cli.backward.core.extension import EngineExtension, refuse_uncalled
-from sparsebp_cli.backward.core.report import Chosen
-from sparsebp_cli.backward.decoder.decoder import bind_arguments
-from sparsebp_cli.backward.decoder.kv_cache import find_cache, is_filled
-from sparsebp_cli.backward.kind.example.gradient_products import GradientProducts, take_examples
-from sparsebp_cli.backward.kind.example.loss import check_logits, compare_losses, count_targets, sum_losses
-from sparsebp_cli.backward.kind.model_output import with_changes
-from sparsebp_cli.backward.kind.score.cost import ScoringCost
-from sparsebp_cli.backward.kind.score.scorer import (
-    IGNORED,
+from sparsebp_cli.backward import (
+    Chosen,
+    DensePass,
+    EngineExtension,
+    ForwardOverride,
+    ForwardPatches,
     HasLogits,
+    PassEstimate,
     Scorer,
+    ScoringCost,
+    bind_arguments,
+    check_logits,
+    check_vocabulary,
+    compare_losses,
+    count_targets,
     draw_like,
     evaluating,
+    find_cache,
     gradient_norm,
+    is_filled,
     is_known,
     next_tokens,
+    refuse_uncalled,
+    score_reference,
+    sum_losses,
+    upload,
+    with_changes,
 )
-from sparsebp_cli.backward.kind.score.token_scores import check_vocabulary, score_reference
-from sparsebp_cli.backward.kind.transfer import upload
-from sparsebp_cli.backward.observe.flops import DensePass, PassEstimate
-from sparsebp_cli.backward.patch.forward import ForwardOverride, ForwardPatches
 from sparsebp_cli.errors import UnsupportedError, UsageError
-from sparsebp_cli.policy import (
-    Examples,
-    ExampleSelector,
-    ReadExamples,
-    ReferenceReader,
-    Score,
-    Site,
-    Step,
-    WeightedExamples,
-)
-from sparsebp_cli.policy.example import EXAMPLE_ROW
-from sparsebp_cli.policy.reference import REFERENCE_COLUMN
+from sparsebp_cli.policy import Examples, ReadExamples, ReferenceReader, Score, Site, Step
+from sparsebp_shelf.example.gradient_products import IGNORED, GradientProducts, take_examples
+from sparsebp_shelf.example.kind import EXAMPLE_ROW, REFERENCE_COLUMN, ExampleSelector, WeightedExamples
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from sparsebp_cli.backward.core.extension import EngineView
-    from sparsebp_cli.backward.core.given import Given
-    from sparsebp_cli.backward.core.policy_state import PolicyStates
-    from sparsebp_cli.backward.kind.model_output import ModelOutput
+    from sparsebp_cli.backward import EngineView, Given, PolicyStates
 
 Arguments = Mapping[str, object]
 _OF_LOSS = ("labels", "num_items_in_batch")
-_VALIDATION = Site("validation examples", 0, ())  # where they are drawn
+_VALIDATION = Site("validation examples", 0, ())  # key of the draw of validation examples
 
 
 def find_places(policy: ExampleSelector, model: nn.Module, given: Given) -> Sequence[int]:  # noqa: ARG001
@@ -75,13 +69,12 @@ def find_places(policy: ExampleSelector, model: nn.Module, given: Given) -> Sequ
 
 @final
 class ExampleExtension(EngineExtension):
-    """An example selector in one model.
+    """Carry out an example selector's choices in one model.
 
-    Of what it is given, ``num_examples`` is for a policy that reads rows; without a model as ``reference``, each batch
-    has the column ``reference_loss``; ``validation`` is the batch of examples with whose gradients a policy compares,
-    at the optimizer's rate and by the linears that ``exclude`` does not name. Raises :class:`UnsupportedError` unless
-    the model is, or wraps, a transformers model, whose forward computes the loss, or if the reference has another
-    vocabulary.
+    Policies that read rows use ``num_examples``. Without a ``reference`` model, each batch needs the column
+    ``reference_loss``. A policy that compares gradients uses the ``validation`` batch, the optimizer's learning rate,
+    and the linears that ``exclude`` does not name. Raises :class:`UnsupportedError` unless the model is, or wraps, a
+    transformers model whose forward computes the loss, or if the reference has another vocabulary.
     """
 
     policy: ExampleSelector
@@ -97,19 +90,19 @@ class ExampleExtension(EngineExtension):
         model: nn.Module,
         given: Given,
     ) -> None:
-        from transformers import PreTrainedModel  # takes seconds, so it is not imported with the engine
+        from transformers import PreTrainedModel  # slow to import, so not imported with the engine
 
         found = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
         if found is None:
             raise UnsupportedError(
-                f"{type(policy).__name__} chooses examples in the forward of a transformers model that is given "
+                f"{type(policy).__name__} chooses examples in the forward of a transformers model called with "
                 f"labels, got {type(model).__name__}"
             )
         self.policy, self.model, self.states, self.num_examples = policy, found, given.states, given.num_examples
         self._patches = ForwardPatches()
         head: object = found.get_output_embeddings()
         what = f"{type(policy).__name__}, which scores examples,"
-        self.scorer = Scorer(found, what) if head is not None else None  # None for a classification
+        self.scorer = Scorer(found, what) if head is not None else None  # None for a classification head
         self.compares = isinstance(policy, ReferenceReader) and policy.reads_reference
         self.reference = None
         if self.compares and isinstance(given.reference, nn.Module):
@@ -120,8 +113,8 @@ class ExampleExtension(EngineExtension):
             self.products = GradientProducts(model, type(policy).__name__, given.exclude)
             if self.compares or policy.reads_gradient_norm or policy.scored_share < 1.0:
                 raise UnsupportedError(
-                    f"{type(policy).__name__} reads products of gradients: other scores beside them, or a part of the "
-                    "positions (scored_share), are not built"
+                    f"{type(policy).__name__} reads products of gradients and supports neither other scores nor "
+                    "a part of the positions (scored_share)"
                 )
 
     def install(self, engine: EngineView) -> None:
@@ -138,14 +131,14 @@ class ExampleExtension(EngineExtension):
 
     @override
     def claim(self, dense: DensePass) -> PassEstimate:
-        """Return the remaining shares of a dense pass."""
+        """Return the remaining fractions of a dense pass."""
         share = self._override.kept_share()
         backward, recomputed = dict.fromkeys(dense.flops.backward, share), dict.fromkeys(dense.flops.recomputed, share)
         return PassEstimate(backward, recomputed, dict.fromkeys(dense.flops.forward, share))
 
 
 class ExamplesOverride(ForwardOverride):
-    """The model's ``forward``: its own, on the examples that the policy chooses."""
+    """Replace the model's ``forward``: run it on the examples that the policy chooses."""
 
     was_called: bool
 
@@ -158,26 +151,26 @@ class ExamplesOverride(ForwardOverride):
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         training = self._model.training and torch.is_grad_enabled()
-        if args and args[0] is self._model:  # accelerate's wrapper calls a forward it has wrapped as a method
+        if args and args[0] is self._model:  # accelerate's wrapper passes the model itself first
             args = args[1:]
-        # The model's own forward knows no such argument. See decision 45.
+        # The model's own forward does not accept this argument. See decision 45.
         row_B = kwargs.pop(EXAMPLE_ROW, None) if self._policy.reads_rows else None
         reference_BT = kwargs.pop(REFERENCE_COLUMN, None) if self._extension.compares else None
         if self.is_removed or not (training and self._engine.enabled):
             self._number = _count_examples(bind_arguments(self._model, args, kwargs))
             return self._inner(*args, **kwargs)
         if torch.compiler.is_compiling():
-            raise UnsupportedError("choosing examples is not built for torch.compile: what is chosen differs by step")
+            raise UnsupportedError("choosing examples does not support torch.compile: the choice differs by step")
         self.was_called = True
         arguments = bind_arguments(self._model, args, kwargs)
         if is_filled(find_cache(arguments), self._model):
             raise UnsupportedError(
-                f"{type(self._policy).__name__} does not know what to do with a cache of earlier positions in training"
+                f"{type(self._policy).__name__} does not support a cache of earlier positions in training"
             )
         labels = arguments.get("labels")
         if not isinstance(labels, Tensor):
             raise UsageError(
-                f"{type(self._policy).__name__} needs the labels among the model's arguments: logits of chosen "
+                f"{type(self._policy).__name__} needs labels among the model's arguments: logits of chosen "
                 "examples do not fit the labels of all of them"
             )
         step, targets_B = self._states.show(self._policy, self._engine.now()), count_targets(labels)
@@ -195,9 +188,9 @@ class ExamplesOverride(ForwardOverride):
         num_items = arguments.get("num_items_in_batch")
         assert num_items is None or isinstance(num_items, Tensor | int | float)
         if num_items is not None:
-            # At least 1: where no target of a step is chosen the loss is 0, and not 0 over 0.
+            # At least 1, so that a step without chosen targets has the loss 0 and not 0 / 0.
             chosen["num_items_in_batch"] = (num_items * (kept / targets.clamp(min=1))).clamp(min=1.0)
-        # Linears see the chosen examples alone.
+        # The linears run on the chosen examples only.
         if self._engine.batch_sizes is not None:
             self._engine.batch_sizes = frozenset((len(index_K),))
         with self._engine.short_forward(scale=len(labels) / max(1, len(index_K))):
@@ -208,7 +201,7 @@ class ExamplesOverride(ForwardOverride):
     def _choose(
         self, arguments: Arguments, columns: Arguments, number: int, step: Step, spent: ScoringCost
     ) -> Tensor | WeightedExamples | None:
-        """Ask the policy, after the forward for what it reads, whose cost is ``spent``."""
+        """Return the policy's choice; count the cost of the scoring forward in ``spent``."""
         row_B = columns[EXAMPLE_ROW]
         assert row_B is None or isinstance(row_B, Tensor)
         policy, examples = self._policy.at(step), Examples(number, row_B=row_B)
@@ -228,8 +221,8 @@ class ExamplesOverride(ForwardOverride):
         assert most is not None
         if row_B is None:
             raise UsageError(
-                f"{name} keeps something for each example of the data, and the batch does not say which these are: add "
-                f"the column {EXAMPLE_ROW!r}, the row of each in the data, (B,), int64"
+                f"{name} keeps state for each example of the data: add to the batch "
+                f"the column {EXAMPLE_ROW!r}, the row of each example in the data, (B,), int64"
             )
         if not isinstance(row_B, Tensor) or row_B.shape != (number,) or row_B.dtype != torch.int64:
             got = f"{row_B.dtype} {tuple(row_B.shape)}" if isinstance(row_B, Tensor) else type(row_B).__name__
@@ -242,12 +235,14 @@ class ExamplesOverride(ForwardOverride):
     def _run_weighted(
         self, chosen: dict[str, object], choice: WeightedExamples, num_items: Tensor | float, targets: Tensor
     ) -> object:
-        """Run the chosen examples; their losses, times their weights, are divided by ``num_items``, or by the share of
-        it that the weighted targets have of the batch's ``targets``."""
+        """Run the chosen examples, and divide the weighted sum of their losses.
+
+        The divisor is ``num_items``, or the fraction of it that the weighted targets are of the batch's ``targets``.
+        """
         labels, return_dict = _tensor(chosen, "labels"), chosen.pop("return_dict", None)
-        # The first forward alone pays for the model's own loss, which is compared. See decision 5.
+        # Only the first forward computes the model's own loss, to compare it with ours. See decision 5.
         given = chosen if not self._is_compared else {name: chosen[name] for name in chosen if name not in _OF_LOSS}
-        output = cast("ModelOutput", self._inner(**given, return_dict=True))
+        output: Any = self._inner(**given, return_dict=True)
         logits, target_K = check_logits(output.logits, labels), count_targets(labels)
         sum_K = sum_losses(logits, labels)
         if not self._is_compared:
@@ -263,7 +258,7 @@ class ExamplesOverride(ForwardOverride):
         return output.to_tuple() if return_dict is False else output
 
     def kept_share(self) -> float:
-        """Return the share of examples that would be chosen of the last batch at this step; scores do not affect it."""
+        """Return the fraction of the last batch's examples that the policy would choose now, whatever the scores."""
         step, number = self._states.show(self._policy, self._engine.now()), self._number
         policy = self._policy.at(step)
         none_B = torch.zeros(number) if policy.needs_loss(step) else None
@@ -278,12 +273,12 @@ class ExamplesOverride(ForwardOverride):
         return len(choice if isinstance(choice, Tensor) else choice.index_K) / number
 
     def _score(self, arguments: Arguments, reference_BT: object) -> Examples:
-        """Return the batch with the scores that the policy reads, of the positions that are scored."""
+        """Return the batch with the scores that the policy reads, from the scored positions only."""
         labels, policy = _tensor(arguments, "labels"), self._policy.at(self._engine.now())
         if self._extension.products is not None:
             return self._compare_gradients(self._extension.products, arguments)
         length = _length(arguments)
-        # One position predicts nothing.
+        # One position alone predicts nothing.
         read = max(2, math.ceil(policy.scored_share * length))
         part = {name: _cut(name, value, length, read) for name, value in arguments.items()}
         if labels.ndim == 1:
@@ -309,7 +304,7 @@ class ExamplesOverride(ForwardOverride):
         assert extension.validation is not None
         assert extension.optimizer is not None
         self._check_labels(labels)
-        # By the step's generator, so that a resumed run draws the same. See decision 25.
+        # Drawn by the step's generator, so that a resumed run draws the same. See decision 25.
         generator = step.generator(_VALIDATION)
         index_V = torch.randperm(len(_tensor(extension.validation, "labels")), generator=generator)
         drawn = take_examples(extension.validation, index_V[: self._policy.at(step).num_validation])
@@ -320,12 +315,12 @@ class ExamplesOverride(ForwardOverride):
             _fill(found.loss_B.float(), count_targets(labels) > 0),
             product_B=found.product_B,
             product_BB=found.product_BB,
-            # The paper's step has the rate of the optimizer, not one of its own. See decision 25.
+            # The paper's step uses the optimizer's learning rate. See decision 25.
             learning_rate=float(extension.optimizer.param_groups[0]["lr"]),
         )
 
     def _check_labels(self, labels: Tensor) -> None:
-        """Refuse labels that are not those of a language model or of the classes of whole examples."""
+        """Raise an error for labels that fit neither a language model nor one class for each example."""
         if labels.is_floating_point():
             raise UsageError(
                 f"{type(self._policy).__name__} classifies: labels must be whole numbers, got {labels.dtype}"
@@ -337,7 +332,7 @@ class ExamplesOverride(ForwardOverride):
             )
 
     def _check_reference(self, reference_BT: object, next_BT: Tensor) -> Tensor:
-        """Return the losses of the reference that a batch has, 0 where there is no target."""
+        """Return the reference losses in a batch's column, 0 for positions without a target."""
         name, wanted = type(self._policy).__name__, tuple(next_BT.shape)
         if not isinstance(reference_BT, Tensor):
             raise UsageError(f"{name} reads the column {REFERENCE_COLUMN!r}, and the batch has none")
@@ -359,9 +354,9 @@ class ExamplesOverride(ForwardOverride):
         return Examples(len(label_B), loss_B, norm_B)
 
     def _count(self, targets: Tensor, kept: Tensor, number: int, chosen: int, spent: ScoringCost) -> None:
-        # A token selector below sees the chosen examples alone, and counts their targets itself.
+        # A token selector below sees the chosen examples only, and counts their targets itself.
         counts_all = not isinstance(self.covered, ForwardOverride)
-        # Zeros on the device, for which nobody waits.
+        # Zeros on the device need no synchronization.
         trained = kept if counts_all else kept - kept
         asked = targets if counts_all else targets - kept
         self._engine.add_chosen(
@@ -377,7 +372,7 @@ class ExamplesOverride(ForwardOverride):
 
 
 def _mean(loss_BT: Tensor, next_BT: Tensor) -> Tensor:
-    """Return the mean loss of each example's targets, (B,); of an example without any, the mean of the others."""
+    """Return the mean loss of each example's targets, (B,); examples without targets get the mean of the others."""
     count_B = (next_BT != IGNORED).sum(1)
     return _fill(loss_BT.sum(1) / count_B.clamp(min=1), count_B > 0)
 
@@ -388,7 +383,7 @@ def _fill(mean_B: Tensor, has_B: Tensor) -> Tensor:
 
 
 def _count_examples(arguments: Arguments) -> int:
-    """Return B; 1 for other kinds of input."""
+    """Return B, or 1 for other kinds of input."""
     given = next((arguments[name] for name in ("labels", "input_ids") if arguments.get(name) is not None), None)
     return max(1, len(given)) if isinstance(given, Tensor) else 1
 

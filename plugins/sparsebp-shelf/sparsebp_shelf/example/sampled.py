@@ -1,5 +1,7 @@
-"""Shared options of example selectors that are active during a part of the training: from when to when, and how often.
-Names and defaults are those of Composer's ``SelectiveBackprop``."""
+"""Share the options of example selectors that are active in a part of the training: start, end and interruptions.
+
+Names and defaults come from Composer's ``SelectiveBackprop``.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +10,12 @@ from typing import Annotated, ClassVar, Self
 from pydantic import Field, NonNegativeInt, model_validator
 from typing_extensions import override
 
-from sparsebp_cli.policy.contract import Step
-from sparsebp_cli.policy.kept_example import KeptExamples
+from sparsebp_cli.policy import Step
+from sparsebp_shelf.example.kept import KeptExamples
 
 
 class SampledExamples(KeptExamples):
-    """An example selector that keeps examples between two points of the training, except at interruptions."""
+    """Keep a fraction of the examples between two points of the training, except at interruptions."""
 
     constants: ClassVar[tuple[str, ...]] = ("start", "end")
 
@@ -50,7 +52,7 @@ class SampledExamples(KeptExamples):
         return None if self.exact else {"name": "uniform", **shared}
 
     def is_choosing(self, step: Step) -> bool:
-        """Return whether examples are selected at a step: between start and end, and not at an interruption."""
+        """Return whether the policy selects at a step: between start and end, and not at an interruption."""
         if self.exact or (self.interrupt and (step.index + 1) % self.interrupt == 0):
             return False
         if not self.needs_num_steps:

@@ -1,4 +1,4 @@
-"""The loss of each example of a batch, from the model's logits: what weights of examples are applied to.
+"""The loss of each example of a batch, from the model's logits. Weights of examples multiply these losses.
 
 Shape letters: B examples, T positions, V vocabulary or classes.
 """
@@ -12,15 +12,15 @@ from torch.nn import functional
 from sparsebp_cli.backward.kind.score.scorer import IGNORED
 from sparsebp_cli.errors import UnsupportedError
 
-# Allowed difference between the model's loss and that of its logits, as a share of it: orders of a sum, and logits that
-# were rounded to 8 bits before the loss.
+# Allowed relative difference between the model's loss and the loss of its logits. It covers orders of a sum, and logits
+# that were rounded to 8 bits before the loss.
 _TOLERANCE = {torch.float32: 1e-3}
 _COARSE = 2e-2
 
 
 def check_logits(logits: Tensor | None, labels: Tensor) -> Tensor:
-    """Return the logits, (B, T, V) or (B, V). Raise :class:`UnsupportedError` unless they belong to the labels one by
-    one."""
+    """Return the logits, (B, T, V) or (B, V). Raise :class:`UnsupportedError` unless there is one row for each
+    label."""
     if logits is None or logits.shape[:-1] != labels.shape:
         got = "none" if logits is None else f"logits of shape {list(logits.shape)}"
         raise UnsupportedError(f"examples cannot be weighed: {list(labels.shape)} labels, and the model returns {got}")
@@ -31,7 +31,7 @@ def sum_losses(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the summed loss of each example's targets, (B,)."""
     if labels.ndim == 1:
         return functional.cross_entropy(logits.float(), labels, reduction="none")
-    # Labels are moved instead of logits, which would be copied.
+    # Shift the labels, because shifting logits would copy them.
     next_BT = functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]
     loss_N = functional.cross_entropy(
         logits.float().flatten(0, 1), next_BT.flatten(), ignore_index=IGNORED, reduction="none"
@@ -40,13 +40,13 @@ def sum_losses(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def count_targets(labels: Tensor) -> Tensor:
-    """Return the number of predictions of each example that have a label, (B,)."""
+    """Return each example's number of predictions with a label, (B,)."""
     return torch.ones_like(labels) if labels.ndim == 1 else (labels[:, 1:] != IGNORED).sum(1)
 
 
 def compare_losses(given: float, own: float, dtype: torch.dtype) -> None:
-    """Raise :class:`UnsupportedError` if the model's loss is anything but the cross-entropy of its logits, which
-    weights could not replace."""
+    """Raise :class:`UnsupportedError` if the model's loss is not the cross-entropy of its logits, since a weighted
+    cross-entropy could not replace it."""
     if abs(given - own) > _TOLERANCE.get(dtype, _COARSE) * max(abs(given), 1e-3):
         raise UnsupportedError(
             f"examples cannot be weighed: the model's loss is {given:.6g}, the cross-entropy of its logits {own:.6g}"

@@ -1,4 +1,4 @@
-"""Conformance suite of example selectors. Each broken promise is an ``AssertionError`` of one sentence.
+"""Check that an example selector keeps its contract; each violation raises an ``AssertionError`` of one sentence.
 
 Shape letters: B examples, K kept.
 """
@@ -13,14 +13,22 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from sparsebp_cli.policy import Examples, ExampleSelector, ReferenceReader, Step, WeightedExamples
-from sparsebp_cli.testing.promise import enough, name_of, require
-from sparsebp_cli.testing.state import check_state, first_state
-from sparsebp_cli.testing.suite import check_draws, check_repeatable, find_share
+from sparsebp_cli.policy import Examples, ReferenceReader, Step
+from sparsebp_cli.testing import (
+    check_draws,
+    check_repeatable,
+    check_state,
+    enough,
+    find_share,
+    first_state,
+    name_of,
+    require,
+)
+from sparsebp_shelf.example.kind import ExampleSelector, WeightedExamples
 
 _NUM_STEPS = 24
 _NUM_DRAWS = 1000
-_MOST = 16  # examples of a batch
+_MOST = 16  # most examples in a batch
 
 
 def check_example_selector(policy: ExampleSelector) -> None:
@@ -84,7 +92,7 @@ def _check_draws(policy: ExampleSelector) -> None:
     for number in {examples.number for examples, _ in _cases(policy) if examples.number > 2}:
         first = next((s for e, s in _cases(policy) if e.number == number and policy.choose(e, s) is not None), None)
         if first is None or policy.budget * number < 1:
-            continue  # of so few, it hardly ever draws others
+            continue  # too few examples: draws seldom differ
         share = find_share(_differing(policy, number, first, [replace(first, draw=draw) for draw in range(1, 4097)]))
         if share is None:
             continue
@@ -95,7 +103,7 @@ def _check_draws(policy: ExampleSelector) -> None:
 
 
 def _differing(policy: ExampleSelector, number: int, first: Step, others: Sequence[Step]) -> Iterator[bool]:
-    """Tell of other steps whether other examples are chosen than at the first; all of them are no choice."""
+    """Yield for each other step whether it chooses different examples than the first; choosing all is no choice."""
     expected = policy.choose(_examples(policy, number, first), first)
     assert expected is not None
     for step in others:
@@ -112,7 +120,7 @@ def _check_exact(policy: ExampleSelector) -> None:
 
 
 def _check_mean_weight(policy: ExampleSelector) -> None:
-    """Check that an unbiased policy's weight of each example, 0 where it is left out, is 1 in the mean over draws."""
+    """Check that an unbiased policy gives each example the mean weight 1 over draws; left-out examples weigh 0."""
     if policy.exact or not policy.unbiased:
         return
     name = name_of(policy)
@@ -153,7 +161,7 @@ def _step(policy: ExampleSelector, index: int, num_steps: int) -> Step:
 
 
 def _examples(policy: ExampleSelector, number: int, step: Step) -> Examples:
-    """Return a batch with the scores that the policy reads, of which some are equal."""
+    """Return a batch with the scores that the policy reads, some of them equal."""
     row_B = torch.arange(number).flip(0) if policy.reads_rows else None
     weight_B = torch.arange(1.0, number + 1) if policy.reads_weight else None
     if not policy.needs_loss(step):
@@ -168,7 +176,7 @@ def _examples(policy: ExampleSelector, number: int, step: Step) -> Examples:
 
 
 def _places(policy: ExampleSelector) -> Sequence[int]:
-    """Return the rows of the data that a policy is given for its state."""
+    """Return the rows of the data for the policy's initial state."""
     return range(_MOST if policy.reads_rows else 0)
 
 

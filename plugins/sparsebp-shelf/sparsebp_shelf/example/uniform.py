@@ -1,8 +1,8 @@
 """Backpropagate examples drawn uniformly: the control of every example selector at the same budget.
 
-Minibatches drawn without replacement, as in Angela H. Jiang et al., "Accelerating Deep Learning by Focusing on the
-Biggest Losers" (2019), https://arxiv.org/abs/1910.00762, whose baseline it is. We differ: it has the same schedule as
-the policy that is compared with it.
+It draws minibatches without replacement, like the baseline of Angela H. Jiang et al., "Accelerating Deep Learning by
+Focusing on the Biggest Losers" (2019), https://arxiv.org/abs/1910.00762. We differ: it follows the schedule of the
+policy that is compared with it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, ClassVar, final
 
 from typing_extensions import override
 
-from sparsebp_cli.policy import Examples, MethodCard, SampledExamples, Step
+from sparsebp_cli.policy import Examples, MethodCard, Step
+from sparsebp_shelf.example.sampled import SampledExamples
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,10 +20,10 @@ if TYPE_CHECKING:
 
 @final
 class Uniform(SampledExamples):
-    """Backpropagate random examples; nothing is computed to select them."""
+    """Backpropagate random examples, without any scoring."""
 
     card: ClassVar[MethodCard | None] = MethodCard(
-        use="As the control of every choice of examples; it is a smaller batch.",
+        use="As the control of every policy that chooses examples. It equals a smaller batch.",
         year=2019,
         saves=("time", "memory"),
         work="keep",
@@ -31,7 +32,7 @@ class Uniform(SampledExamples):
 
     @property
     def unbiased(self) -> bool:
-        return self.exact  # examples may have different numbers of targets, and then the mean over targets is biased
+        return self.exact  # with unequal numbers of targets, the mean over targets is biased
 
     @property
     @override

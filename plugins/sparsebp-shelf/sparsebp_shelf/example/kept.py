@@ -1,4 +1,4 @@
-"""Example selectors that keep a share of each batch: the option, its claims, its control, and the draw by a score."""
+"""Share the options, claims, control and draw of example selectors that keep a fraction of each batch."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from sparsebp_cli.policy import choice, sampling
-from sparsebp_cli.policy.contract import Step
-from sparsebp_cli.policy.example import Examples, ExampleSelector
+from sparsebp_cli.policy import Examples, Step, choice, sampling
+from sparsebp_shelf.example.kind import ExampleSelector
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,7 +21,7 @@ Keep = Annotated[
 
 
 class KeptExamples(ExampleSelector):
-    """An example selector that keeps the same number of examples of each batch, at every step."""
+    """Keep the same number of examples of each batch, at every step."""
 
     keep: Keep = 0.5
 
@@ -43,6 +42,8 @@ class KeptExamples(ExampleSelector):
         return choice.count_kept(self.keep, number)
 
     def draw(self, score_B: Tensor, examples: Examples, step: Step) -> tuple[Tensor, Tensor]:
-        """Draw as many examples as are kept, with probabilities in proportion to a score, without replacement. Return
-        their numbers in order, (K,), and 1 / the probability of each."""
+        """Draw the kept examples without replacement, with probabilities in proportion to a score.
+
+        Return their numbers in order, (K,), and 1 / probability of each.
+        """
         return sampling.draw_by_score(score_B.cpu(), self.count_chosen(examples.number), step.generator(examples))

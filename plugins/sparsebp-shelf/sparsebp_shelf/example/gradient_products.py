@@ -1,11 +1,11 @@
-"""Inner products of the gradients of single examples: of a batch's with the mean of validation examples', and among
-themselves, over the weights of the linears that are trained.
+"""Compute inner products of the gradients of single examples, over the weights of the trained linears.
 
-One pass without dropout runs both groups forward and differentiates both losses with respect to the outputs of the
-linears, so no weight's gradient is computed and nothing reaches ``.grad``. The gradient of a linear's weight for one
-example is dyᵀx, so the product of two examples is the sum of (x1·x2)(dy1·dy2) over all pairs of their rows. A pair
-costs 2T²(D + O); where a batch has so many that one weight gradient for each example costs less, these are multiplied.
-Biases, norms and embeddings are left out, and so is the use of a tied weight as an embedding.
+The products are those of the batch's gradients with the mean validation gradient, and with each other. One pass without
+dropout runs both groups forward and differentiates both losses with respect to the outputs of the linears. It computes
+no weight gradient and writes nothing to ``.grad``. The gradient of a linear's weight for one example is dyᵀx, so the
+product of two examples is the sum of (x1·x2)(dy1·dy2) over all pairs of their rows. A pair of examples costs 2T²(D +
+O). Where one weight gradient for each example costs less, these are multiplied instead. Biases, norms and embeddings do
+not count, nor does the use of a tied weight as an embedding.
 
 Shape letters: B examples of the batch, V of the validation, T positions, N rows of a group, D input width, O output
 width, P entries of weights.
@@ -23,20 +23,27 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from sparsebp_cli.backward.kind.example.loss import check_logits, count_targets, sum_losses
-from sparsebp_cli.backward.kind.score.scorer import HasLogits, evaluating
-from sparsebp_cli.backward.linear.function import weight_of
-from sparsebp_cli.backward.linear.site import find_linears
-from sparsebp_cli.backward.observe.example_rows import find_rows, find_time_first
+from sparsebp_cli.backward import (
+    HasLogits,
+    check_logits,
+    count_targets,
+    evaluating,
+    find_linears,
+    find_rows,
+    find_time_first,
+    sum_losses,
+    weight_of,
+)
 from sparsebp_cli.errors import UnsupportedError
 
+IGNORED = -100  # label of positions without a target
 Arguments = Mapping[str, object]
 Forward = Callable[..., HasLogits]
 _NOT_FORWARDED = ("labels", "num_items_in_batch", "shift_labels", "return_dict")
 
 
-class Products(NamedTuple):
-    """What a scoring pass finds."""
+class ExampleProducts(NamedTuple):
+    """Results of a scoring pass."""
 
     loss_B: Tensor  # the mean loss of each example's targets
     product_B: Tensor
@@ -52,7 +59,7 @@ class LinearRows(NamedTuple):
 
 @dataclass
 class _Group:
-    """The forward of one group of examples: for each linear its calls, the input and where its output's gradient is."""
+    """The forward of one group of examples: for each linear its calls, as the input and the output's gradient edge."""
 
     number: int
     calls: dict[str, list[tuple[Tensor, GradientEdge]]] = field(default_factory=dict)
@@ -63,8 +70,10 @@ class _Group:
         return [edge for calls in self.calls.values() for _, edge in calls]
 
     def join(self, grads: Iterator[Tensor | None]) -> dict[str, LinearRows]:
-        """Return the rows of each linear on which the loss depends, those of several calls one after another; ``grads``
-        has one for each edge."""
+        """Return the rows of each linear on which the loss depends, with several calls concatenated.
+
+        ``grads`` has one gradient for each edge.
+        """
         found = {}
         for name, calls in self.calls.items():
             pairs = [(x_BTD, grad) for (x_BTD, _), grad in zip(calls, grads, strict=False) if grad is not None]
@@ -77,13 +86,15 @@ class _Group:
 
 
 def _join(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts), 1)  # which would copy a single one as well
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), 1)  # cat would copy a single tensor as well
 
 
 class GradientProducts:
-    """Computes the products in one model, for the policy that ``what`` names; linears that match a glob of ``exclude``
-    do not count. Raises :class:`UnsupportedError` if no other linear is trained, or if the model has activation
-    checkpointing, without which the pass would store everything."""
+    """Computes the products in one model, for the policy that ``what`` names, without linears that match ``exclude``.
+
+    Raises :class:`UnsupportedError` if no other linear is trained, or under activation checkpointing, where the pass
+    would store all activations.
+    """
 
     def __init__(self, model: nn.Module, what: str, exclude: Collection[str] = ()) -> None:
         self._model, self._what, self._time_first = model, what, find_time_first(model)
@@ -91,9 +102,9 @@ class GradientProducts:
         for name, module in model.named_modules():
             if getattr(module, "gradient_checkpointing", False):
                 where = f" (at {name!r})" if name else ""
-                raise UnsupportedError(f"{what} and activation checkpointing{where} are not built: switch it off")
+                raise UnsupportedError(f"{what} and activation checkpointing{where} are not supported: switch it off")
         if not self._find_trained():
-            raise UnsupportedError(f"{what} and no linear whose weight is trained: there is nothing to multiply")
+            raise UnsupportedError(f"{what} needs a linear whose weight is trained, got none")
 
     def compute(
         self,
@@ -103,10 +114,12 @@ class GradientProducts:
         disabled: Callable[[], AbstractContextManager[None]],
         *,
         reference: bool = False,
-    ) -> Products:
-        """Run the model by ``forward`` on both groups, its arguments with their labels, while policies are
-        ``disabled``. With ``reference``, form the gradient of each example by autograd and multiply these."""
-        trained = self._find_trained()  # before policies are disabled, which then train what they freeze
+    ) -> ExampleProducts:
+        """Return losses and products, from ``forward`` on both labelled groups, while policies are ``disabled``.
+
+        With ``reference``, autograd forms the gradient of each example, and these gradients are multiplied.
+        """
+        trained = self._find_trained()  # before policies are disabled, because then frozen linears count as trained
         with disabled(), evaluating(self._model), torch.enable_grad():
             if reference:
                 return self._multiply_gradients(examples, validation, forward, trained)
@@ -119,11 +132,11 @@ class GradientProducts:
             zero_B = torch.zeros_like(batch.loss_B)
             product_B, product_BB = zero_B, zero_B[:, None] * zero_B
             for name, ours in rows[0].items():
-                # Validation examples may not have run this linear: then they have no rows, and the products are 0.
+                # If no validation example ran this linear, they have no rows and the products are 0.
                 theirs = rows[1].get(name, LinearRows(ours.x_BTD[:1, :0], ours.grad_BTO[:1, :0]))
                 of_B, of_BB = (multiply_rows if rows_are_cheaper(ours, theirs) else multiply_weights)(ours, theirs)
                 product_B, product_BB = product_B + of_B, product_BB + of_BB
-        return Products(batch.loss_B.detach(), product_B, product_BB)
+        return ExampleProducts(batch.loss_B.detach(), product_B, product_BB)
 
     def _find_trained(self) -> dict[str, nn.Module]:
         return {name: module for name, module in self._linears.items() if weight_of(module).requires_grad}
@@ -152,14 +165,14 @@ class GradientProducts:
         rows = find_rows(x, frozenset((group.number,)), time_first=name in self._time_first)
         if rows is not None and (rows.unknown or rows.shape[0] != group.number):
             raise UnsupportedError(
-                f"{self._what} needs to know the example of each row, and at {name!r} {rows.unknown}; exclude it"
+                f"{self._what} needs to know the example of each row; at {name!r} {rows.unknown}: exclude it"
             )
         x_BTD = x.detach().reshape(group.number, -1, x.shape[-1])
-        # The edge, since the output may be changed in place later. See decision 25.
+        # Keep the edge, because the model may change the output in place later. See decision 25.
         group.calls.setdefault(name, []).append((x_BTD, get_gradient_edge(output)))
 
     def _find_losses(self, given: Arguments, forward: Forward) -> Tensor:
-        """Return the mean loss of each example's targets, 0 for one without any."""
+        """Return the mean loss of each example's targets, 0 for an example without targets."""
         labels = labels_of(given)
         passed = {name: value for name, value in given.items() if name not in _NOT_FORWARDED}
         if labels.ndim > 1:
@@ -169,7 +182,7 @@ class GradientProducts:
 
     def _multiply_gradients(
         self, examples: Arguments, validation: Arguments, forward: Forward, trained: Mapping[str, nn.Module]
-    ) -> Products:
+    ) -> ExampleProducts:
         weights = [weight_of(module) for module in trained.values()]
         found: list[list[Tensor]] = []
         losses: list[Tensor] = []
@@ -184,7 +197,7 @@ class GradientProducts:
                 found.append(gradients)
         gradient_BP, mean_P = torch.stack(found[0]), torch.stack(found[1]).mean(0)
         loss_B = torch.cat(losses[: len(gradient_BP)])
-        return Products(loss_B, gradient_BP @ mean_P, gradient_BP @ gradient_BP.T)
+        return ExampleProducts(loss_B, gradient_BP @ mean_P, gradient_BP @ gradient_BP.T)
 
 
 def rows_are_cheaper(ours: LinearRows, theirs: LinearRows) -> bool:
@@ -197,12 +210,11 @@ def rows_are_cheaper(ours: LinearRows, theirs: LinearRows) -> bool:
 
 
 def multiply_rows(ours: LinearRows, theirs: LinearRows) -> tuple[Tensor, Tensor]:
-    """Return the products of one linear's weight gradients, (B,) with the sum of the others' and (B, B), from pairs of
-    rows."""
+    """Return one linear's products from pairs of rows: (B,) with the sum of the other group, and (B, B) within ours."""
     number, length, _ = ours.x_BTD.shape
     x_ND, grad_NO = (torch.cat([a.flatten(0, 1), b.flatten(0, 1)]) for a, b in zip(ours, theirs, strict=True))
     product_B, product_BB = x_ND.new_zeros(number), x_ND.new_zeros(number, number)
-    for example in range(number):  # with itself and those after it: the matrix is symmetric
+    for example in range(number):  # itself and later examples only: the matrix is symmetric
         first, count = example * length, (number - example) * length
         pairs = (ours.x_BTD[example] @ x_ND[first:].T) * (ours.grad_BTO[example] @ grad_NO[first:].T)
         product_BB[example, example:] = pairs[:, :count].unflatten(1, (number - example, length)).sum((0, 2))
@@ -211,7 +223,7 @@ def multiply_rows(ours: LinearRows, theirs: LinearRows) -> tuple[Tensor, Tensor]
 
 
 def multiply_weights(ours: LinearRows, theirs: LinearRows) -> tuple[Tensor, Tensor]:
-    """Return the same from the weight gradient of each example."""
+    """Return the products of :func:`multiply_rows`, from the weight gradient of each example."""
     gradient_BP = (ours.grad_BTO.transpose(1, 2) @ ours.x_BTD).flatten(1)
     other_P = (theirs.grad_BTO.flatten(0, 1).T @ theirs.x_BTD.flatten(0, 1)).flatten()
     return gradient_BP @ other_P, gradient_BP @ gradient_BP.T
@@ -225,7 +237,7 @@ def labels_of(given: Arguments) -> Tensor:
 
 
 def take_examples(given: Arguments, index_K: Tensor) -> dict[str, object]:
-    """Return the part of a model's arguments for some examples."""
+    """Return a model's arguments for some of the examples."""
     number = len(labels_of(given))
     return {name: _take(name, value, index_K, number) for name, value in given.items()}
 
@@ -233,13 +245,13 @@ def take_examples(given: Arguments, index_K: Tensor) -> dict[str, object]:
 def _take(name: str, value: object, index_K: Tensor, number: int) -> object:
     if not isinstance(value, Tensor) or value.ndim == 0 or value.shape[0] != number:
         return value
-    # A vector that is no label may have as many entries by chance.
+    # A vector other than the labels may have B entries by chance.
     return value[index_K] if value.ndim > 1 or name == "labels" else value
 
 
 @contextmanager
 def _untied(model: nn.Module) -> Iterator[None]:
-    """Leave the use of weights as embeddings out of gradients."""
+    """Exclude the use of weights as embeddings from gradients."""
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     handles = [module.register_forward_hook(lambda _, __, output: output.detach()) for module in embeddings]
     try:

@@ -1,0 +1,202 @@
+"""Define the policy kind that selects the examples of a batch that are backpropagated.
+
+Shape letters: B examples, K kept.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from sparsebp_cli.policy import Examples, Kind, Policy, Step, rule
+
+if TYPE_CHECKING:
+    import torch
+
+REFERENCE_COLUMN = "reference_loss"  # batch column: the reference model's loss of each token
+EXAMPLE_ROW = "example_row"  # batch column: the row of each example in the training data
+
+
+@dataclass(frozen=True)
+class WeightedExamples:
+    """Selected examples, and the weight of each example's loss.
+
+    Args:
+        index_K: Their numbers in the batch, int64, ascending, each once, at least one.
+        weight_K: Factor of each one's loss, at least 0, finite; 1 / probability makes a random choice unbiased.
+        denominator: Divisor of the sum of the weighted losses. ``targets``: the number of targets of the whole batch,
+            chosen or not. Weights of 1 / probability then give the gradient of all examples in the mean. ``weights``:
+            the sum over chosen examples of targets times weight. The loss is then a weighted mean, which is biased and
+            never exceeds the largest loss.
+    """
+
+    index_K: torch.Tensor
+    weight_K: torch.Tensor
+    denominator: Literal["targets", "weights"] = "targets"
+
+
+class ExampleSelector(Policy):
+    """Select the examples of a batch that are backpropagated, before the forward that training differentiates.
+
+    The engine runs that forward on the selected examples only. The loss is the mean over their targets, or a weighted
+    sum (:class:`WeightedExamples`).
+    """
+
+    @property
+    @abstractmethod
+    def budget(self) -> float:
+        """Fraction of a batch's examples that is selected at steps with a selection, in (0, 1]."""
+
+    @abstractmethod
+    def needs_loss(self, step: Step) -> bool:
+        """Return whether ``choose`` reads the examples' losses at a step; they cost a forward, which is counted.
+
+        Args:
+            step: The step whose ``choose`` comes next.
+
+        Returns:
+            True if ``choose`` needs ``Examples`` with losses.
+        """
+
+    @property
+    def needs_num_steps(self) -> bool:
+        """Whether ``choose`` reads ``step.num_steps`` with these options; it is None unless the caller gave it."""
+        return False
+
+    @property
+    def reads_gradient_norm(self) -> bool:
+        """Whether ``choose`` reads the gradient norms at the logits beside losses; one forward gives both."""
+        return False
+
+    @property
+    def reads_rows(self) -> bool:
+        """Whether ``choose`` or ``observe`` reads which row of the training data each example is.
+
+        Policies that keep state for each example need it. Each batch then needs the column ``example_row``, and a
+        policy's ``init`` gets all rows as its places.
+        """
+        return False
+
+    @property
+    def reads_weight(self) -> bool:
+        """Whether ``choose`` reads each example's factor in the trainer's own loss, if the batch has it."""
+        return False
+
+    @property
+    def fits_head(self) -> bool:
+        """Whether ``choose`` works under a fused head, whose trainer has its own loss over the values of all examples.
+
+        It then needs no losses. Examples that are not chosen have no gradient; the loss covers all examples. Without
+        weights each gradient is multiplied by the number of examples over the number of chosen ones.
+        """
+        return False
+
+    @property
+    def num_validation(self) -> int:
+        """Number of validation examples whose mean gradient ``choose`` compares with the examples' gradients; 0: none.
+
+        It applies at steps where ``choose`` reads losses. Each batch draws new ones from data that is never trained on.
+        """
+        return 0
+
+    @property
+    def weighs(self) -> bool:
+        """Whether ``choose`` may return weights; the model's loss must then be the cross-entropy of its logits."""
+        return False
+
+    @property
+    def scored_share(self) -> float:
+        """Fraction of the batch's positions, from the first, that the scoring forward reads, in (0, 1]."""
+        return 1.0
+
+    @abstractmethod
+    def choose(self, examples: Examples, step: Step) -> torch.Tensor | WeightedExamples | None:
+        """Return the examples to backpropagate.
+
+        Args:
+            examples: The batch. The policy must not change it.
+            step: The step of the decision; ``step.generator(examples, device)`` is the only source of randomness
+                allowed.
+
+        Returns:
+            Numbers of the examples, int64, (K,), ascending, each once, with weights if the policy ``weighs``; None: all
+            examples.
+        """
+
+
+def _find_facts(policy: ExampleSelector) -> Mapping[str, object]:
+    return {
+        "weighs": policy.weighs,
+        "reads_rows": policy.reads_rows,
+        "reads_weight": policy.reads_weight,
+        "fits_head": policy.fits_head,
+        "validates": policy.num_validation > 0,
+        "num_validation": policy.num_validation,
+        "needs_num_steps": "start and end are shares of the training" if policy.needs_num_steps else "",
+    }
+
+
+_WEIGHING: rule.Conditions = {"weighs": (True,)}  # returns weights of examples
+_VALIDATING: rule.Conditions = {"validates": (True,)}  # compares gradients
+_COMPARING: rule.Conditions = {"compares": (True,)}  # compares with a reference
+EXAMPLE_SELECTOR = Kind(
+    ExampleSelector,
+    asked="Decides before each forward of training, by the losses that it needs, whose cost is counted. "
+    "Exact if all examples are chosen. Without weights it is biased else, because the loss is a mean over the targets "
+    "of examples of unequal length. With weights it is unbiased if that of each example, 0 where it is left out, is 1 "
+    "in the mean over draws, and the targets of the whole batch divide the loss. "
+    "[Train only some tokens or examples](../guide/tokens.md)\n",
+    extensions=((600, "sparsebp_shelf.example.fused:make_example_extension"),),
+    places="sparsebp_shelf.example.extension:find_places",
+    suite="sparsebp_shelf.example.suite:check_example_selector",
+    at_sites=True,
+    shortens=True,
+    chooses_targets=True,
+    weighs_examples=True,
+    facts=_find_facts,
+    limits=(
+        rule.not_with("format", ("regression",), "it reads losses that are a cross-entropy"),
+        rule.not_with("segments", rule.GIVEN, "it weighs the losses of examples outside of the model", facts=_WEIGHING),
+        rule.not_beside(
+            ("TokenSelector",),
+            "The losses that are weighted are those of all positions of an example.",
+            facts=_WEIGHING,
+            options={"fused_head": (False,)},
+        ),
+        rule.Rule(
+            "{policy} compares gradients with those of validation examples: give {policy_validation_examples:32} or "
+            "another number, which are set aside from the training examples",
+            policy=_VALIDATING,
+            options={"policy_validation_examples": rule.ABSENT},
+        ),
+        rule.needs(
+            "checkpointing",
+            "none",
+            ("full",),
+            "it differentiates a forward of its own, which stores everything",
+            facts=_VALIDATING,
+        ),
+        rule.not_with("segments", rule.GIVEN, "it differentiates a forward of its own", facts=_VALIDATING),
+        rule.not_with(
+            "float8", rule.GIVEN, "float8 rounds the gradients of weights that it compares", facts=_VALIDATING
+        ),
+        rule.needs_optimizer("its second-order term has the learning rate", facts=_VALIDATING),
+        rule.not_in_trainer(
+            "{policy} needs validation examples, which a Trainer does not give; run a recipe, or your own loop with "
+            "attach(validation=...)",
+            facts=_VALIDATING,
+        ),
+        rule.Rule(
+            "{policy} compares with a reference language model: needs {format:text} or completion, got {format:=}",
+            policy=_COMPARING,
+            options={"format": ("classification",)},
+        ),
+        rule.Rule(
+            "{other} and {policy} both compare with a reference: give one of them",
+            policy=_COMPARING,
+            other={"kind": ("TokenSelector",), "compares": (True,)},
+        ),
+    ),
+)

@@ -1,1 +1,0 @@
-"""Choosing examples before the forward, by an example selector."""
