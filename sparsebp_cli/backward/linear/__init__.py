@@ -1,1 +1,1 @@
-"""The site `linears`: the outputs of a model's linears."""
+"""Sites at linears (``sites: linears``): the outputs of a model's linears."""

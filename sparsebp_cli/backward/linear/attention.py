@@ -1,7 +1,7 @@
-"""Causal attention whose backward leaves out the queries whose output gets no gradient.
+"""Causal attention whose backward skips queries whose output has no gradient.
 
-Where rows are kept at the linear after an attention, most rows of the attention's gradient are zero. PyTorch's backward
-multiplies these zeros; here it runs on the other queries alone. Nothing is approximated: sums are in another order.
+If a policy keeps rows at the linear after an attention, most rows of the attention's gradient are zero. PyTorch's
+backward multiplies these zeros; this one runs only on the other queries. It is exact up to the order of sums.
 
 Shape letters: B examples, T positions, H heads, D width, R rows with a gradient, K queries of each example.
 """
@@ -34,13 +34,13 @@ from sparsebp_cli.policy import Rows, Site
 if TYPE_CHECKING:
     from sparsebp_cli.backward.core.extension import SiteEngine
 
-# With fewer positions, or with more of them, gathering takes as long as what is left out.
+# With fewer positions, or a larger fraction of queries with a gradient, gathering takes as long as the saved work.
 _FEWEST_POSITIONS, _LARGEST_SHARE, _QUERIES_AT_ONCE = 128, 0.6, 64
 
 
 @final
 class AttentionOverride(ForwardOverride):
-    """The ``forward`` of an attention before a linear at which rows are kept."""
+    """The ``forward`` of an attention before a linear at which a policy keeps rows."""
 
     module: nn.Module
     after: Site
@@ -61,7 +61,7 @@ class AttentionOverride(ForwardOverride):
 
 
 def find_attentions(model: nn.Module, linears: Collection[str]) -> Iterator[tuple[nn.Module, str]]:
-    """Yield the attentions of a model that PyTorch's function may compute, and the name of the linear after each."""
+    """Yield the attentions of a model that may run through PyTorch's function, with the linear after each."""
     layouts = find_layouts({type(module).__name__ for module in model.modules()})
     for name, layer in model.named_modules():
         for layout in layouts.get(type(layer).__name__, ()):
@@ -74,7 +74,7 @@ def find_attentions(model: nn.Module, linears: Collection[str]) -> Iterator[tupl
 
 @final
 class _Attending(TorchFunctionMode):
-    """Replaces PyTorch's attention where it is causal and runs by the kernel of CPUs that is replaced."""
+    """Replaces PyTorch's attention if it is causal and would run by the CPU's flash kernel."""
 
     @override
     def __torch_function__(
@@ -123,7 +123,7 @@ class _CausalAttention(Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
         ctx.set_materialize_grads(False)
-        # 8 for the four products of the gradient, and 2 since the kernel multiplies queries and keys once more.
+        # 8 for the four products of the gradient, and 2 because the kernel multiplies queries and keys again.
         ctx.scale, ctx.products = scale, 10.0 * query.numel() * key.shape[2]  # FLOPs of the dense backward
         output: Tensor
         output, log_sum = FLASH_ON_CPU(query, key, value, 0.0, True, scale=scale)
@@ -146,7 +146,7 @@ class _CausalAttention(Function):
 
 @dataclass(frozen=True)
 class _Saved:
-    """What the forward has stored; (B, H, T, D), and log_sum (B, H, T)."""
+    """Tensors saved by the forward, (B, H, T, D), and log_sum (B, H, T)."""
 
     query: Tensor
     key: Tensor
@@ -163,10 +163,10 @@ class _Saved:
 
 
 def _find_rows(grad: Tensor) -> Tensor:
-    """Return the numbers in B*T, in order, of the rows that are not zero in every head."""
+    """Return the ascending indices in B*T of rows that are not zero in every head."""
     # Sums of magnitudes do not underflow.
     size_BT: Tensor = torch.linalg.vector_norm(grad.transpose(1, 2).flatten(2), ord=1, dim=-1)
-    return (size_BT != 0.0).flatten().nonzero().flatten()  # not a number is not zero
+    return (size_BT != 0.0).flatten().nonzero().flatten()  # NaN counts as not zero
 
 
 def _differentiate(saved: _Saved, grad: Tensor, rows_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,17 +1,16 @@
-"""A linear of an attached model inside of a graph that ``torch.compile`` makes.
+"""A linear of an attached model inside a graph of ``torch.compile``.
 
-Forward and backward are two operators that the compiler does not look into. So the model stays one graph, and the
-policy is asked when the backward runs, not when it is compiled. Graphs hold the number of a site; the site itself is
-found here. Numbers are given once in a process, so a graph that outlives its engine finds no site instead of another.
+Forward and backward are two operators that the compiler does not trace. So the model remains one graph, and the policy
+runs when the backward runs, not when it is compiled. Graphs contain the number of a site, and this module finds the
+site. Numbers are unique in a process, so a graph that outlives its engine finds no site instead of a wrong one.
 
 Shape letters: N rows (= B*T), D input width, O output width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from itertools import count
-from typing import Any, Protocol, cast
+from typing import Any, cast
 from weakref import WeakValueDictionary
 
 import torch
@@ -22,7 +21,6 @@ from sparsebp_cli.backward.linear.function import (
     LinearLayout,
     MatmulLayout,
     Needs,
-    SelectionSource,
     WeightLayout,
     autocast,
     differentiate,
@@ -33,21 +31,14 @@ from sparsebp_cli.errors import UsageError
 from sparsebp_cli.policy import Reading, choice
 
 LAYOUTS: tuple[WeightLayout, ...] = (LinearLayout(), Conv1DLayout(), MatmulLayout())
-# What a policy may read in a graph. The norm of the output is not known before the operator has run.
+# Tensors that a policy may read in a graph. The norm of the output is unknown before the operator has run.
 READABLE: frozenset[Reading] = frozenset(("input", "input_norm", "weight_norm"))
 
 
-class GraphSite(Protocol):
-    """A site of the engine, as a graph refers to it."""
-
-    def source_of(self, batch_shape: torch.Size, readings: Mapping[Reading, Tensor]) -> SelectionSource:
-        """Return what decides about one gradient; ``batch_shape`` is the output's without features."""
-
-
-# Weak: numbers are never given back, and an engine must not live as long as the process.
+# Weak references, since numbers are never released, and an engine must not live as long as the process.
 _SITES: WeakValueDictionary[int, object] = WeakValueDictionary()
 _NUMBERS = count(1)
-# A captured backward would repeat one decision for ever.
+# CUDA graphs would repeat one captured decision in every backward.
 UNSAFE = tuple(t for t in (getattr(torch.Tag, "cudagraph_unsafe", None),) if t is not None)
 
 
@@ -59,12 +50,12 @@ def register(site: object) -> int:
 
 
 def find_site(number: object) -> object | None:
-    """Return the site of a number; None if it is gone, or the number is a symbol of the compiler."""
+    """Return the site of a number; None if it no longer exists, or the number is a symbol of the compiler."""
     return _SITES.get(number) if type(number) is int else None
 
 
 def require_site(number: int) -> object:
-    """Return the site of a number; raise :class:`UsageError` if it is gone."""
+    """Return the site of a number; raise :class:`UsageError` if it no longer exists."""
     found = _SITES.get(number)
     if found is None:
         raise UsageError("a backward pass reached a compiled forward of an engine that is detached: run it again")
@@ -72,18 +63,16 @@ def require_site(number: int) -> object:
 
 
 def run_in_graph(module: nn.Module, x: Tensor, site: int, layout: WeightLayout, reads: frozenset[Reading]) -> Tensor:
-    """Run a linear layer in a graph that is being made; ``reads`` are those of its policy, a part of
-    :data:`READABLE`.
-    """
+    """Run a linear layer while torch.compile traces; ``reads`` are the policy's, a subset of :data:`READABLE`."""
     weight, bias = weight_of(module), cast("Tensor | None", module.bias)
     needs_grad = any(t is not None and t.requires_grad for t in (x, weight, bias))
     if not (needs_grad and torch.is_grad_enabled()):
         output: Tensor = type(module).forward(module, x)
         return output
-    if torch.is_autocast_enabled(x.device.type):  # outside of the operator, as in eager mode
+    if torch.is_autocast_enabled(x.device.type):  # cast outside of the operator, as in eager mode
         x, weight, bias = autocast(x), autocast(weight), None if bias is None else autocast(bias)
     input_norm = weight_norm = None
-    with torch.no_grad():  # the compiler computes what several linears read once
+    with torch.no_grad():  # the compiler computes norms that several linears read only once
         if "input_norm" in reads:
             input_norm = _norm(x.detach().reshape(-1, x.shape[-1]))
         if "weight_norm" in reads:
@@ -95,7 +84,7 @@ def run_in_graph(module: nn.Module, x: Tensor, site: int, layout: WeightLayout, 
 
 @torch.library.custom_op("sparsebp::norm_of_rows", mutates_args=(), schema="(Tensor matrix) -> Tensor")
 def _norm(matrix: Tensor) -> Tensor:
-    """Return the norm of each row: its way depends on values and devices, so the compiler does not look into it."""
+    """Return the norm of each row, as an operator, because its algorithm depends on values and devices."""
     return choice.norm(matrix, 1)
 
 
@@ -120,7 +109,7 @@ def _linear(
     layout: int,
     keeps_input: bool,  # noqa: ARG001
 ) -> Tensor:
-    # Contiguous, as the function of shapes below says: the graph is made for these strides.
+    # Contiguous, like the result of the fake function below, since the graph is compiled for these strides.
     return LAYOUTS[layout].forward(x, weight, bias).contiguous()
 
 
@@ -147,7 +136,8 @@ def _linear_backward(
     layout: int,
     needs: list[bool],
 ) -> list[Tensor]:
-    found, form = cast("GraphSite", require_site(site)), LAYOUTS[layout]
+    found: Any = require_site(site)
+    form = LAYOUTS[layout]
     read: dict[Reading, Tensor | None] = {"input_norm": input_norm, "weight_norm": weight_norm}
     readings = {name: norm for name, norm in read.items() if norm is not None}
     num_inputs, order = _num_inputs(form, x, weight), find_order(form, grad if x is None else x, frozen=x is None)
@@ -155,12 +145,12 @@ def _linear_backward(
         found.source_of(grad.shape[:-1], readings), grad, x, weight, Needs(*needs), num_inputs, order
     )
     dgrad = None if dgrad_ND is None else dgrad_ND.reshape(*grad.shape[:-1], num_inputs)
-    # With the strides of the function below, for which the graph was made.
+    # Contiguous, like the result of the fake function below, since the graph is compiled for these strides.
     return [gradient.contiguous() for gradient in (dgrad, wgrad, bias_grad) if gradient is not None]
 
 
 def _num_inputs(form: WeightLayout, x: Tensor | None, weight: Tensor | None) -> int:
-    """Return D; 0 if neither is there, so that nothing but the bias is trained."""
+    """Return D; 0 without input and weight, if only the bias is trained."""
     if x is not None:
         return x.shape[-1]
     return 0 if weight is None else weight.shape[1 - form.output_dim]
@@ -186,9 +176,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: A
     needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]
     needs_bias = bias is not None and ctx.needs_input_grad[2]
     ctx.needs, ctx.site, ctx.layout = [needs_dgrad, needs_wgrad, needs_bias], site, layout
-    if (found := find_site(site)) is not None:  # a backend may leave the operator in autograd's graph, which is read
+    if (found := find_site(site)) is not None:  # the engine reads autograd's graph, which may contain this operator
         ctx.decider, ctx.input_shape = found, x.shape
-    # By what autograd needs: a frozen weight stores no input. See decision 60.
+    # Save only tensors that autograd needs: a frozen weight saves no input. See decision 60.
     kept, multiplied = x if needs_wgrad or keeps_input else None, weight if needs_dgrad else None
     ctx.save_for_backward(kept, multiplied, input_norm, weight_norm)
 

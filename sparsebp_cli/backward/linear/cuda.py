@@ -1,43 +1,27 @@
-"""What CUDA multiplies selected gradients with: Triton's kernels where they run, and masked dense products for blocks.
+"""Products of selected gradients on CUDA: Triton's kernels where they run, else masked dense products for blocks.
 
-The forms of :mod:`sparsebp_cli.backward.linear.function` were made for CPUs. On a GPU one small product a block is many
-times slower than a dense product, so without Triton the gradient is masked and multiplied densely.
+The kernels of :mod:`sparsebp_cli.backward.linear.function` suit CPUs. On a GPU, one small product for each block is
+many times slower than a dense product, so without Triton the gradient is masked and multiplied densely.
 
 Shape letters: N rows, D input width, O output width, K kept.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
 from sparsebp_cli import kernel
 from sparsebp_cli.policy import Blocks, Rows, Selection
 
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # of input (N, D), weight and bias
+CudaForm = Callable[..., Gradients | None]  # multiplies a kind of selection; None: mask, and multiply densely
 
 
-class Layout(Protocol):
-    """How the weight lies in memory."""
-
-    output_dim: int
-
-    def by_output(self, weight: Tensor) -> Tensor:
-        """Return the weight as (O, D), or back, without a copy."""
-
-
-class Form(Protocol):
-    """One way to multiply a kind of selection; it may return None for a masked dense product."""
-
-    def __call__(
-        self, form: Any, grad_NO: Tensor, x_ND: Tensor | None, weight: Tensor | None, selection: Any, needs: Any
-    ) -> Gradients | None:
-        """Return the gradients of input (N, D), weight and bias."""
-
-
-def find_form(selection: type[Selection], grad_NO: Tensor) -> Form | None:
-    """Return CUDA's own form for a kind of selection, or None where the form of CPUs is as good."""
+def find_form(selection: type[Selection], grad_NO: Tensor) -> CudaForm | None:
+    """Return CUDA's function for a type of selection, or None where the CPU's function is as good."""
     if not kernel.is_on_gpu(grad_NO) or selection not in (Rows, Blocks):
         return None
     if kernel.find(grad_NO, multiplies=True) is None:
@@ -46,7 +30,7 @@ def find_form(selection: type[Selection], grad_NO: Tensor) -> Form | None:
 
 
 def find_masked(grad_NO: Tensor) -> frozenset[type[Selection]]:
-    """Return the kinds of selection that this device multiplies densely, so that no multiplication is saved."""
+    """Return the types of selection that this device multiplies densely, without savings."""
     return frozenset(kind for kind in (Blocks,) if find_form(kind, grad_NO) is _mask)
 
 
@@ -55,7 +39,7 @@ def _mask(*_: Any, **__: Any) -> None:
 
 
 def _rows(
-    form: Layout, grad_NO: Tensor, x_ND: Tensor | None, weight: Tensor | None, selection: Rows, needs: Any
+    form: Any, grad_NO: Tensor, x_ND: Tensor | None, weight: Tensor | None, selection: Rows, needs: Any
 ) -> Gradients:
     operation = kernel.find(grad_NO, multiplies=True)
     index_K, weight_K = selection.index_K, selection.weight_K
@@ -68,7 +52,7 @@ def _rows(
 
 
 def _blocks(
-    form: Layout, grad_NO: Tensor, x_ND: Tensor | None, weight: Tensor | None, selection: Blocks, needs: Any
+    form: Any, grad_NO: Tensor, x_ND: Tensor | None, weight: Tensor | None, selection: Blocks, needs: Any
 ) -> Gradients:
     operation = kernel.find(grad_NO, multiplies=True)
     index_K, (high, wide), weight_K = selection.index_K, selection.block_shape, selection.weight_K

@@ -1,13 +1,13 @@
-"""torchao's float8 linears with a backward that computes and stores only what is needed.
+"""torchao's float8 linears with a backward that computes and saves only needed tensors.
 
-torchao 0.18's own backward computes the gradients of weight and input whether or not they are needed, and its forward
-stores the input in high precision even for a frozen weight. Here every cast and every product is torchao's, so the
-numbers are the same, bit for bit; only unused products are skipped. If the weight gradient reads the input under the
-same cast as the forward (tensorwise scales), that cast is stored: one byte per number instead of two or four. Rowwise
-and other scales are taken along another dimension, so then the input itself is stored.
+torchao 0.18's own backward always computes the gradients of weight and input, even if they are not needed. Its forward
+saves the input in high precision even for a frozen weight. This module uses torchao's casts and products, so results
+are bit-identical, but it skips unused products. If the weight's gradient reads the input under the same cast as the
+forward (tensorwise scales), it saves that cast: one byte a number instead of two or four. Rowwise and other scales go
+along another dimension, so it then saves the input itself.
 
-This backward also runs where the engine is disabled, without decisions: the dense pass that a policy is compared with
-must not waste what torchao's would.
+This backward also runs while the engine is disabled, without decisions, so that the dense baseline does not include
+torchao's unused products.
 
 Shape letters: N rows (= B*T), D input width, O output width, K kept.
 """
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from typing import Any, NamedTuple, Protocol, cast, final
+from typing import Any, NamedTuple, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -41,18 +41,10 @@ def find_float8(model: nn.Module) -> str | None:
     return next((name for name, module in model.named_modules() if isinstance(module, kind)), None)
 
 
-class CastConfig(Protocol):
-    """torchao's options of one cast."""
-
-    scaling_type: object
-    scaling_granularity: object
-    target_dtype: torch.dtype
-
-
 class _Casts(NamedTuple):
     """The cast of one operand of a product."""
 
-    config: CastConfig
+    config: Any  # torchao's CastConfig
     role: object  # torchao's GemmInputRole
     dim: int  # the dimension of scales that are not tensorwise
 
@@ -61,7 +53,7 @@ class _Casts(NamedTuple):
 class Float8Layout(WeightLayout):
     """``torchao.float8`` ``Float8Linear``: the weight is (O, D), in high precision; products are in float8.
 
-    ``shared`` caches the latest cast input, for linears of the model that read the same one.
+    ``shared`` caches the latest cast input, for linears of the model that read the same input.
     """
 
     output_dim = 0
@@ -144,9 +136,7 @@ class Float8Layout(WeightLayout):
         return output if bias is None else output + bias.to(output.dtype)
 
     def cast_input(self, x: Tensor) -> tuple[Tensor, Tensor, object]:
-        """Return data, scale and metadata of the float8 input, from the cache if the linear before cast the same
-        input.
-        """
+        """Return data, scale and metadata of the float8 input, cached if the previous linear cast the same input."""
         how = (self.input.config, self.products, self.config.round_scales_to_power_of_2)
         found = self._shared.find(x, how)
         if found is None:

@@ -1,9 +1,9 @@
 """The backward of a linear layer that multiplies only the selected part of the gradient.
 
-``dgrad`` is the gradient of the input, ``wgrad`` that of the weight. The dense path makes the same calls as PyTorch's
-own backward in the same order, so its results are equal bit for bit. Each kind of selection has one fast kernel, which
-equals the dense path on ``selection.apply(grad_NO)``. That masked path is the reference: it supports any selection, and
-:func:`run_kernel` falls back to it where a kernel does not apply.
+``dgrad`` is the gradient of the input, ``wgrad`` the gradient of the weight. The dense path makes the same calls as
+PyTorch's own backward in the same order, so its results are bit-identical. Each type of selection has one fast kernel,
+which equals the dense path on ``selection.apply(grad_NO)``. That masked path is the reference. It supports any
+selection, and :func:`run_kernel` falls back to it where a kernel does not apply.
 
 Shape letters: N rows (= B*T), D input width, O output width, K kept.
 """
@@ -15,24 +15,25 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, final
+from typing import Any, ClassVar, Literal, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import Function, once_differentiable
 from torch.nn.functional import pad
 
+from sparsebp_cli.backward.core.extension import SplitCost
 from sparsebp_cli.backward.core.report import FlopEstimate
 from sparsebp_cli.backward.linear import cuda
-from sparsebp_cli.backward.linear.saved import multiply_saved
 from sparsebp_cli.policy import Blocks, Columns, Elements, Rows, Saved, Selection, Split, TwoToFour
+from sparsebp_cli.policy.saved import WeightProduct
 
-# Below this share of kept entries a CSR product, conversion included, is faster than masking and a dense product. The
-# measured break-even was 0.077: `sparsebp bench topk`, two CPU cores, torch 2.13, MKL, docs/log.md, 2026-11-21.
+# Below this kept fraction of entries, a CSR product including conversion is faster than masking and a dense product.
+# The measured break-even was 0.077: `sparsebp bench topk`, two CPU cores, torch 2.13, MKL, docs/log.md, 2026-11-21.
 CSR_BELOW = 0.05
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
-Share = tuple[type[Selection] | None, float]  # a kind of selection, None for dense, and the share that it keeps
+Share = tuple[type[Selection] | None, float]  # a type of selection, None for dense, and the fraction that it keeps
 
 
 class Needs(NamedTuple):
@@ -43,25 +44,22 @@ class Needs(NamedTuple):
     bias: bool
 
 
-class SelectionSource(Protocol):
-    """A site of the engine, as the backward of a linear uses it."""
+class SelectionSource(ABC):
+    """The part of a site that the backward of a linear uses."""
 
-    @property
-    def form(self) -> WeightLayout:
-        """The layout of the layer's weight."""
-
-    @property
-    def reference(self) -> bool:
-        """Whether to mask the gradient, then multiply densely."""
+    form: WeightLayout  # the layout of the layer's weight
+    reference: bool  # whether to mask the gradient, then multiply densely
 
     @property
     def reads_input(self) -> bool:
-        """Whether the decision needs the input, so that it is stored even if the weight is frozen."""
+        """Whether the decision needs the input, so that it is saved even if the weight is frozen."""
+        return False
 
+    @abstractmethod
     def decide(
         self, grad_NO: Tensor, batch_shape: torch.Size, num_inputs: int, needs: Needs, x_ND: Tensor | None = None
     ) -> tuple[Tensor, Selection | Split | None]:
-        """Return the gradient to use and the selection of it, None for all of it; ``x_ND`` is the stored input."""
+        """Return the gradient to use and its selection; None keeps everything. ``x_ND`` is the saved input."""
 
 
 def weight_of(module: nn.Module) -> Tensor:
@@ -71,42 +69,42 @@ def weight_of(module: nn.Module) -> Tensor:
     return weight
 
 
-class WeightLayout(ABC):
+class WeightLayout(WeightProduct):
     """How a linear layer stores its weight and multiplies."""
 
     output_dim: int  # the dimension of the weight that is O
-    replaces: ClassVar[bool] = False  # whether this form also runs where no policy is active, with the same numbers
-    is_quantized: ClassVar[bool] = False  # whether the weight is frozen, and has to be restored before it multiplies
+    replaces: ClassVar[bool] = False  # whether this form also runs without an active policy, with the same results
+    is_quantized: ClassVar[bool] = False  # whether the weight is frozen, and must be restored before multiplication
 
     def apply(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, decider: SelectionSource, saved: Saved | None = None
     ) -> Tensor:
-        """Run the layer with a backward that calls the policy; ``saved`` is stored instead of the input."""
+        """Run the layer with a backward that calls the policy. Autograd saves ``saved`` instead of the input."""
         if torch.is_autocast_enabled(x.device.type):
-            # Outside of the Function, so that autograd records the casts and returns gradients in full precision.
+            # Cast outside of the Function, so that autograd records the casts and returns gradients in full precision.
             x, weight, bias = autocast(x), autocast(weight), None if bias is None else autocast(bias)
         output: Tensor = SelectedLinear.apply(x, weight, bias, decider, saved)  # type: ignore[no-untyped-call]
         return output
 
     def share(self, selection: type[Selection] | None, budget: float) -> float:
-        """Return the share of the dense multiplications that remains; see :func:`kernel_share`."""
+        """Return the fraction of the dense multiplications that remains; see :func:`kernel_share`."""
         return kernel_share(selection, budget)
 
     @abstractmethod
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the output, by the same call that the module itself makes."""
+        """Return the output from the same call that the module itself makes."""
 
     @abstractmethod
     def by_output(self, weight: Tensor) -> Tensor:
-        """Return the weight, restored where it is quantised, as (O, D), without a copy."""
+        """Return the weight as (O, D), without a copy; restore a quantised weight first."""
 
     def sizes(self, weight: Tensor) -> tuple[int, int]:
-        """Return the output and input width, however the weight is stored."""
+        """Return the output and input width for any storage of the weight."""
         num_outputs, num_inputs = self.by_output(weight).shape
         return num_outputs, num_inputs
 
     def restore(self, weight: Tensor, dtype: torch.dtype) -> Tensor:  # noqa: ARG002 - of quantised weights
-        """Return the weight as a product takes it, a quantised one in the given type."""
+        """Return the weight for a product. Restore a quantised weight in the given dtype."""
         return weight
 
     @abstractmethod
@@ -115,20 +113,18 @@ class WeightLayout(ABC):
 
 
 @dataclass(frozen=True)
-class LinearCost:
-    """dgrad and wgrad of one linear, as far as autograd requires them."""
+class LinearCost(SplitCost):
+    """The FLOPs of dgrad and wgrad of one linear, if autograd requires them."""
 
-    product_flops: float  # of one of them, dense
+    product_flops: float  # FLOPs of one dense product
     needs: Needs
     form: WeightLayout
-    saved_share: float = 1.0  # of wgrad's multiplications, with what was saved of the input
-    masked: frozenset[type[Selection]] = frozenset()  # kinds that this device multiplies densely
-    # shares from which on a kind is masked, because that was faster when it was timed
-    known: dict[Share, FlopEstimate] = field(default_factory=dict, compare=False, repr=False)  # claims made before
-    pads: ClassVar[bool] = False
+    saved_share: float = 1.0  # fraction of wgrad's multiplications with the saved form of the input
+    masked: frozenset[type[Selection]] = frozenset()  # types of selection that this device multiplies densely
+    known: dict[Share, FlopEstimate] = field(default_factory=dict, compare=False, repr=False)  # earlier estimates
 
     def claim(self, selection: type[Selection] | None, budget: float) -> FlopEstimate:
-        """Return the dense work, and the part that the kernel for this kind of selection executes."""
+        """Return the dense FLOPs, and the FLOPs that the kernel for this type of selection executes."""
         found = self.known.get((selection, budget))
         if found is not None:
             return found
@@ -138,7 +134,7 @@ class LinearCost:
         return found
 
     def claim_split(self, dgrad: Share, wgrad: Share) -> FlopEstimate:
-        """Return the same if dgrad and wgrad are selected apart."""
+        """Return the same for separate selections of dgrad and wgrad."""
         parts = [part for part, needed in ((dgrad, self.needs.dgrad), (wgrad, self.needs.wgrad)) if needed]
         left = sum(self._share(*part) for part in parts)
         return FlopEstimate(self.product_flops * len(parts), self.product_flops * left)
@@ -205,8 +201,8 @@ Backward = Callable[[Any, Tensor | None], tuple[Tensor | None, ...]]
 
 
 def differentiable_once(backward: Backward) -> Backward:
-    """Do as :func:`torch.autograd.function.once_differentiable`, which turns gradients off in every backward, also
-    where they are off: without ``create_graph`` they always are.
+    """Return a backward like :func:`torch.autograd.function.once_differentiable`, without its cost if gradients are off
+    already, as they are without ``create_graph``.
     """
     guarded: Backward = once_differentiable(backward)
 
@@ -220,7 +216,7 @@ def differentiable_once(backward: Backward) -> Backward:
 class SelectedLinear(Function):
     """A linear layer whose backward calls the policy. Saves the input only for wgrad and the weight only for dgrad.
 
-    ``saved`` is stored instead of the input, and wgrad computed with it; then the policy selects nothing.
+    If there is ``saved``, it replaces the saved input and computes wgrad; then the policy selects nothing.
     """
 
     @staticmethod
@@ -232,12 +228,12 @@ class SelectedLinear(Function):
         decider: SelectionSource,
         saved: Saved | None,
     ) -> Tensor:
-        # A missing gradient stays None; as zeros it would be multiplied, and the policy would decide about it.
+        # Keep a missing gradient None. Zeros would be multiplied, and the policy would decide about them.
         ctx.set_materialize_grads(False)
         ctx.decider, ctx.input_shape = decider, x.shape
         needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]
         ctx.order = find_order(decider.form, x, frozen=not needs_wgrad)
-        # Not as attributes: autograd checks saved tensors for changes in place, and hooks may move them to the host.
+        # Save tensors by autograd, not as attributes: it checks them for in-place changes, and hooks may offload them.
         if saved is not None and needs_wgrad:
             tensors, ctx.unpack = saved.pack()
             ctx.save_for_backward(None, weight if needs_dgrad else None, *tensors)
@@ -273,9 +269,10 @@ def differentiate(
     order: Order,
     unpack: Callable[[], Saved] | None = None,
 ) -> Gradients:
-    """Call the policy and multiply what it keeps; return the gradients of input (N, D), weight and bias.
+    """Call the policy and multiply the kept part; return the gradients of input (N, D), weight and bias.
 
-    ``x`` and ``weight`` are None where they were not stored, ``unpack`` returns what was saved instead of the input.
+    ``x`` and ``weight`` are None if they were not saved. ``unpack`` returns the form that was saved instead of the
+    input.
     """
     form, grad_NO = decider.form, grad.reshape(-1, grad.shape[-1])
     read_ND = None if x is None else x.reshape(-1, x.shape[-1])
@@ -291,12 +288,13 @@ def differentiate(
         if gradients is not None:
             return gradients
         grad_NO = selection.apply(grad_NO)
-    if grad_NO is not shown_NO:  # otherwise keep the strides of `grad`, which determine the order of sums
+    if grad_NO is not shown_NO:  # else keep the strides of `grad`, which determine the order of sums
         grad = grad_NO.view(grad.shape)
     dgrad = None if weight is None else _dense_dgrad(grad, form.by_output(weight), order)
     wgrad = None if x_ND is None else form.wgrad(grad_NO, x_ND)
     if unpack is not None:
-        wgrad = multiply_saved(form, grad_NO, unpack(), reference=decider.reference)
+        saved = unpack()
+        wgrad = Saved.multiply(saved, form, grad_NO) if decider.reference else saved.multiply(form, grad_NO)
     return dgrad, wgrad, _dense_bias_grad(grad, order) if needs.bias else None
 
 
@@ -310,7 +308,7 @@ def _split(
     needs: Needs,
     order: Order,
 ) -> Gradients:
-    """Multiply what is selected for each product; what has no fast kernel or no selection, densely."""
+    """Multiply the selection of each product; multiply densely without a selection or a fast kernel."""
 
     def multiply(selection: Selection | None, part: Needs) -> Gradients:
         x_part, weight_part = x_ND if part.wgrad else None, weight if part.dgrad else None
@@ -348,7 +346,7 @@ def find_order(form: WeightLayout, x: Tensor, *, frozen: bool) -> Order:
     if not folds:
         return Order("batched" if frozen else "rows", flat_bias)
     x_ND = x.view(-1, x.shape[-1])
-    # A product with a transposed operand adds in another order, so its last bits differ.
+    # A product with a transposed operand sums in another order, so its last bits differ.
     by_columns = x_ND.stride(0) == 1 and x_ND.stride(1) == x_ND.shape[0]
     return Order("columns" if by_columns else "rows", flat_bias)
 
@@ -369,18 +367,18 @@ def _dense_bias_grad(grad: Tensor, order: Order) -> Tensor:
 
 def autocast(tensor: Tensor) -> Tensor:
     """Return a tensor as autocast would pass it to a product."""
-    # Autocast itself casts floating-point arguments except float64. It also caches the cast of a weight, so that the
-    # gradients of a layer used twice are summed in low precision; here they are summed in full precision.
+    # Autocast casts floating-point arguments except float64. It also caches the cast of a weight, so that it sums the
+    # gradients of a layer used twice in low precision. This function sums them in full precision.
     if not tensor.is_floating_point() or tensor.dtype == torch.float64:
         return tensor
     return tensor.to(torch.get_autocast_dtype(tensor.device.type))
 
 
 def kernel_share(selection: type[Selection] | None, budget: float) -> float:
-    """Return the share of the dense multiplications that a kernel executes, in [0, 1], by design.
+    """Return the fraction of the dense multiplications that a kernel executes by design, in [0, 1].
 
-    ``budget`` is the share of entries kept, in (0, 1]. 2:4 counts as dense: hardware that multiplies at twice the rate
-    does not execute fewer operations.
+    ``budget`` is the kept fraction of entries, in (0, 1]. 2:4 counts as dense: hardware that multiplies at twice the
+    rate does not execute fewer operations.
     """
     if selection in (Rows, Columns, Blocks) or (selection is Elements and budget < CSR_BELOW):
         return budget
@@ -392,7 +390,8 @@ def run_kernel(
 ) -> Gradients | None:
     """Multiply only the selected part; return the gradients of input (N, D), weight and bias.
 
-    ``x_ND`` is None without wgrad, ``weight`` without dgrad. Returns None if only the masked reference applies.
+    ``x_ND`` is None without wgrad, and ``weight`` is None without dgrad. Returns None if only the masked reference
+    applies.
     """
     kernel = cuda.find_form(type(selection), grad_NO) or _KERNELS.get(type(selection))
     return None if kernel is None else kernel(form, grad_NO, x_ND, weight, selection, needs)
@@ -420,7 +419,7 @@ def _columns(
         dgrad_ND = grad_NK.mm(form.by_output(weight.index_select(form.output_dim, columns.index_K)))
     wgrad = None
     if x_ND is not None:
-        wgrad_K = form.wgrad(grad_NK, x_ND)  # (K, D) or (D, K), as the weight lies
+        wgrad_K = form.wgrad(grad_NK, x_ND)  # (K, D) or (D, K), in the weight's layout
         shape = list(wgrad_K.shape)
         shape[form.output_dim] = num_outputs
         wgrad = wgrad_K.new_zeros(shape).index_copy_(form.output_dim, columns.index_K, wgrad_K)
@@ -433,7 +432,7 @@ def _columns(
 def _blocks(
     form: WeightLayout, grad_NO: Tensor, x_ND: Tensor | None, weight: Tensor | None, blocks: Blocks, needs: Needs
 ) -> Gradients:
-    """Multiply each kept block on its own, and sum the products of a row or column of blocks in index order."""
+    """Multiply each kept block separately, and sum the products of a row or column of blocks in index order."""
     (rows, columns), (high, wide) = blocks.block_shape, blocks.grid(grad_NO)
     down, across = blocks.index_K // wide, blocks.index_K % wide
     num_rows, num_outputs = grad_NO.shape
@@ -464,7 +463,7 @@ def _elements(
     if not _csr_pays(grad_NO, elements):
         return None
     num_rows, num_outputs = grad_NO.shape
-    # CSR has its entries row by row.
+    # CSR stores entries row by row.
     index_K, order = elements.index_K.sort()
     value_K = elements.gather(grad_NO)[order]
     dgrad_ND = wgrad = bias_grad = None
@@ -480,7 +479,7 @@ def _elements(
 
 def _csr_pays(grad_NO: Tensor, elements: Elements) -> bool:
     mkl: bool = torch.backends.mkl.is_available()
-    # On a CPU PyTorch multiplies CSR by MKL, and real numbers in these two dtypes alone.
+    # On a CPU PyTorch multiplies CSR by MKL, and real numbers only in these two dtypes.
     backed = grad_NO.is_cuda or (mkl and grad_NO.dtype in (torch.float32, torch.float64))
     return backed and elements.index_K.numel() < CSR_BELOW * grad_NO.numel()
 
@@ -499,8 +498,8 @@ def _csr(index_K: Tensor, value_K: Tensor, num_rows: int, num_columns: int) -> T
 def _two_to_four(
     form: WeightLayout, grad_NO: Tensor, x_ND: Tensor | None, weight: Tensor | None, selection: TwoToFour, needs: Needs
 ) -> Gradients | None:
-    """Compute dgrad on sparse tensor cores; wgrad sums over rows, where the 2:4 pattern does not apply, and stays
-    dense.
+    """Compute dgrad on sparse tensor cores. wgrad stays dense, since it sums over rows, where the 2:4 pattern does not
+    apply.
     """
     if weight is None or not _has_sparse_cores(grad_NO, weight):
         return None
@@ -514,7 +513,7 @@ def _has_sparse_cores(grad_NO: Tensor, weight: Tensor) -> bool:
     if not grad_NO.is_cuda or grad_NO.dtype not in (torch.float16, torch.bfloat16):
         return False
     fits = all(size % 64 == 0 for size in (*grad_NO.shape, *weight.shape))
-    # Ampere was the first with sparse tensor cores.
+    # Ampere introduced sparse tensor cores.
     able = torch.cuda.get_device_capability(grad_NO.device) >= (8, 0) and torch.backends.cusparselt.is_available()
     return fits and able
 

@@ -1,10 +1,9 @@
-"""Linears whose weights are quantised and frozen: bitsandbytes' in 4 bits, torchao's in 8.
+"""Linears with quantised, frozen weights: bitsandbytes' 4-bit and torchao's 8-bit linears.
 
-The forward is the library's own call. The backward gets the quantised weight, which exists anyway, and restores it for
-the one product that a frozen weight has, so a selection drops rows of that product as of a dense one; the work of
-restoring stays whole. In 4 bits the numbers are bitsandbytes' own, bit for bit. torchao 0.18 leaves the backward of its
-8 bits to autograd, which stores a copy of each weight in full precision; here nothing is stored, and the gradient is
-the same to rounding.
+The forward is the library's own call. The backward restores the quantised weight for dgrad, the only product of a
+frozen weight. A selection drops rows of this product, but the restoring is always complete. With 4 bits, results are
+bit-identical to bitsandbytes'. With 8 bits, torchao 0.18 leaves the backward to autograd, which saves a copy of each
+weight in full precision. This module saves no copy, and the gradient is equal up to rounding.
 
 Shape letters: N rows (= B*T), D input width, O output width.
 """
@@ -35,7 +34,7 @@ class QuantizedLayout(WeightLayout):
     def apply(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, decider: SelectionSource, saved: Saved | None = None
     ) -> Tensor:
-        # Outside of the Function, as in the library's module: autograd records the casts.
+        # Cast outside of the Function, like the library's module, so that autograd records the casts.
         dtype = self.find_dtype(x)
         bias = None if bias is None else bias.to(dtype)
         output: Tensor = SelectedLinear.apply(x.to(dtype), weight, bias, decider, saved)  # type: ignore[no-untyped-call]
@@ -58,18 +57,18 @@ class QuantizedLayout(WeightLayout):
 
 @final
 class FourBitLayout(QuantizedLayout):
-    """``bitsandbytes.nn.Linear4bit``: the weight is a column of bytes, and its scales are apart."""
+    """``bitsandbytes.nn.Linear4bit``: the weight is a column of bytes, with separate scales."""
 
     def __init__(self, module: Any) -> None:
         super().__init__(module)
-        # Otherwise, on a CPU with bfloat16 units, a forward in eval mode packs the weight anew for inference: it then
-        # multiplies in another precision, and has no backward any more.
+        # Without this, on a CPU with bfloat16 units, a forward in eval mode repacks the weight for inference. It then
+        # multiplies in another precision, and no longer has a backward.
         module.support_avx512bf16_for_cpu = False
 
     @property
     def state(self) -> Any:
         """The scales, the code and the shape."""
-        return self.module.weight.quant_state  # hooks on saved tensors give a weight without them
+        return self.module.weight.quant_state  # weights from saved-tensor hooks lack this state
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         from bitsandbytes import matmul_4bit
@@ -128,7 +127,7 @@ class EightBitLayout(QuantizedLayout):
 
 
 def find_layout(module: nn.Module) -> QuantizedLayout | None:
-    """Return the layout of a linear with a frozen weight that is quantised; None for any other module."""
+    """Return the layout of a linear with a frozen, quantised weight; None for any other module."""
     weight: Any = module._parameters.get("weight")  # noqa: SLF001 - a parametrized one is computed when it is read
     if weight is None or weight.requires_grad:
         return None
@@ -152,7 +151,7 @@ def find_quantized(model: nn.Module) -> Iterator[tuple[str, QuantizedLayout]]:
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Return the number of a model's weights; a quantised one counts as many as it stands for."""
+    """Return the number of a model's weights. A quantised weight counts its restored entries."""
     packed = {id(layout.module.weight): layout for _, layout in find_quantized(model)}
     total = 0
     for parameter in model.parameters():

@@ -1,4 +1,4 @@
-"""What selectors read at linears beside the gradient: norms, each computed once for all linears that read one tensor.
+"""Norms that selectors read at linears, each computed once for all linears that read one tensor.
 
 Shape letters: N rows (= B*T), D input width, O output width.
 """
@@ -17,9 +17,9 @@ from sparsebp_cli.policy import Reading, choice
 
 @final
 class SharedNorm:
-    """Cache of the row norms of the latest input: queries, keys and values read the same one.
+    """Cache for the row norms of the latest input, which queries, keys and values share.
 
-    The entry is dropped together with the input itself, or when another input is read.
+    The cache drops its entry together with the input itself, or when a linear reads another input.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ def row_norm(x: Tensor) -> Tensor:
 
 
 def read_before(reads: frozenset[Reading], x: Tensor, weight_OD: Tensor, shared: SharedNorm) -> dict[Reading, Tensor]:
-    """Return what is known before a linear multiplies; the input itself is read in the backward, where it is stored."""
+    """Return the norms that are known before a linear multiplies. The backward reads the input itself."""
     readings: dict[Reading, Tensor] = {}
     if "input_norm" in reads:
         readings["input_norm"] = shared.of(x)

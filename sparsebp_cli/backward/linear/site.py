@@ -1,7 +1,7 @@
-"""The site `linears`: finds a model's linears and overrides their forwards.
+"""Sites at linears: find a model's linears and override their forwards.
 
-An overridden module gets a ``forward`` in its instance dictionary; its class, parameters and state_dict keys do not
-change. Removing that entry restores the module.
+An override is an entry ``forward`` in a module's instance dictionary. The module's class, parameters and state_dict
+keys do not change, and removing the entry restores the module.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from sparsebp_cli.backward.linear.function import (
     WeightLayout,
     weight_of,
 )
+from sparsebp_cli.backward.linear.input_saver import SavesInputs
 from sparsebp_cli.backward.linear.quantized import find_layout
 from sparsebp_cli.backward.linear.reading import SharedNorm, read_before, row_norm
-from sparsebp_cli.backward.linear.saving import InputSaving
 from sparsebp_cli.backward.observe.example_rows import TIME_FIRST, UNPROVED, BatchRows, find_rows, find_time_first
 from sparsebp_cli.backward.observe.internals import are_transforms_active
 from sparsebp_cli.backward.patch.forward import ForwardOverride, ForwardPatches, call_module, check_free, uncompiled
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FoundLinears:
-    """The linears of a model, by how the engine treats them."""
+    """The linears of a model: covered, not covered and excluded ones."""
 
     covered: tuple[tuple[str, nn.Module, WeightLayout], ...]
     not_covered: tuple[str, ...]  # names of linears with a forward or weight that the engine does not support
@@ -56,7 +56,7 @@ class FoundLinears:
 
 
 def find_linears(model: nn.Module, exclude: Iterable[str] = ()) -> FoundLinears:
-    """Return the linears of a model in its order; a shared one is listed once, under its first name.
+    """Return the linears of a model in its order. A shared linear has one entry, under its first name.
 
     ``exclude`` has globs over module names. Raises :class:`UsageError` if a pattern matches no linear.
     """
@@ -69,7 +69,7 @@ def find_linears(model: nn.Module, exclude: Iterable[str] = ()) -> FoundLinears:
     covered: list[tuple[str, nn.Module, WeightLayout]] = []
     not_covered, excluded = [], []
     for name, module in linears.items():
-        # A subclass may compute something else; only this very forward has our backward.
+        # Our backward supports only exactly these forwards, since a subclass may compute something else.
         form = next((f for kind, f in forms.items() if type(module).forward is kind.forward), None)
         if any(fnmatchcase(name, pattern) for pattern in patterns):
             excluded.append(name)
@@ -86,11 +86,10 @@ def find_linears(model: nn.Module, exclude: Iterable[str] = ()) -> FoundLinears:
 class LinearAdapter(SiteAdapter):
     """The outputs of all covered linears; see :class:`~sparsebp_cli.backward.core.extension.SiteAdapter`.
 
-    ``exclude`` has globs over module names; with ``may_be_empty`` a model without linears is accepted, for policies
-    that do not decide here. Without ``installs`` no linear is a site and none is changed: counting alone costs up to a
-    twentieth of a step.
-    Raises :class:`UsageError` if a pattern matches nothing or there is no linear, and :class:`UnsupportedError` if the
-    model is attached or offloaded.
+    ``exclude`` has globs over module names. ``may_be_empty``: accept a model without linears, for policies that do not
+    decide here. Without ``installs`` no linear is a site and none is changed, since counting alone costs up to 5 % of a
+    step. Raises :class:`UsageError` if a pattern matches nothing or there is no linear, and :class:`UnsupportedError`
+    if the model is attached or offloaded.
     """
 
     def __init__(
@@ -108,7 +107,7 @@ class LinearAdapter(SiteAdapter):
         self._model, self._time_first = model, find_time_first(model)
         self.not_covered, self.excluded = self._found.not_covered, self._found.excluded
         self._patches = ForwardPatches()
-        self._saving: InputSaving | None = None
+        self._saving: SavesInputs | None = None
         self._layers = {name: layers.number_of(name) for name in self.names}
         for name, module, _ in self._found.covered:
             check_free(name, module)
@@ -116,8 +115,8 @@ class LinearAdapter(SiteAdapter):
             left = f"; not covered: {', '.join(self.not_covered)}" if self.not_covered else ""
             raise UsageError(f"{type(model).__name__} has no linear to attach to{left}")
 
-    def save_by(self, saving: InputSaving) -> None:
-        """Let a saver decide what is saved of inputs. Raise :class:`UsageError` if its patterns match no linear."""
+    def save_by(self, saving: SavesInputs) -> None:
+        """Let an extension decide the saved form of inputs. Raise :class:`UsageError` if it matches no linear."""
         saving.scope.check_patterns(self.names)
         self._saving = saving
 
@@ -140,7 +139,7 @@ class LinearAdapter(SiteAdapter):
 
     @property
     def sites(self) -> tuple[Site, ...]:
-        """The covered linears as sites, before any batch."""
+        """The covered linears as sites, with an empty ``batch_shape``."""
         return tuple(
             Site(name, form.sizes(weight_of(module))[0], (), self._layers[name])
             for name, module, form in self._found.covered
@@ -157,9 +156,9 @@ class LinearAdapter(SiteAdapter):
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether a layer's weight is an ordinary real tensor: not parametrized or sharded. One without data, of
-    FakeTensorMode, stands for such a tensor."""
-    # Reading such a weight computes it: spectral_norm's would move its estimate, and so the training. See decision 13.
+    """Return whether a layer's weight is an ordinary tensor, not parametrized or sharded. A fake tensor of
+    FakeTensorMode counts as ordinary."""
+    # Do not read a parametrized weight: this would change spectral_norm's estimate, and so training. See decision 13.
     if is_parametrized(module):
         return False
     weight = weight_of(module)
@@ -169,14 +168,14 @@ def _is_plain(module: nn.Module) -> bool:
 
 _NO_KINDS = frozenset[type[Selection]]()
 _NO_READINGS: Mapping[Reading, Tensor] = MappingProxyType({})
-# A gradient's shape and so on, the site and its work there.
+# (key of the last gradient, such as its shape; its site; its cost).
 _NOTHING_YET = (None, Site("", 0, ()), LinearCost(0.0, Needs(False, False, False), LAYOUTS[0]))
 
 
-class LinearOverride(ForwardOverride):
+class LinearOverride(ForwardOverride, SelectionSource):
     """The ``forward`` of one linear: unchanged without gradients, else through :class:`SelectedLinear`.
 
-    ``time_first`` says that the linear is in a torch module with ``batch_first=False``.
+    ``time_first``: the linear is in a torch module with ``batch_first=False``.
     """
 
     name: str
@@ -186,7 +185,6 @@ class LinearOverride(ForwardOverride):
     layer: int | None
     time_first: bool
     reference: bool
-    reads_input: bool
 
     def __init__(
         self,
@@ -196,19 +194,19 @@ class LinearOverride(ForwardOverride):
         engine: SiteEngine,
         layer: int | None,
         norms: SharedNorm,
-        saving: InputSaving | None = None,
+        saving: SavesInputs | None = None,
         *,
         time_first: bool = False,
     ) -> None:
         self.name, self.module, self.form, self.engine, self.layer = name, module, form, engine, layer
-        self.time_first, self.reference, self.reads_input = time_first, engine.reference, False
+        self.time_first, self.reference = time_first, engine.reference
         self._norms, self._reads = norms, engine.decisions.reads_at(Site(name, 0, (), layer))
-        # Not compiled: the norms are taken from no graph. As a decorator it would import torch._dynamo with this file.
+        # Do not compile the computation of norms. A decorator would import torch._dynamo together with this module.
         self._run_informed = uncompiled(self._read_and_run) if self._reads else self._read_and_run
         self._saving = saving
         self._run_saving = self._save_and_run if saving is None else uncompiled(self._save_and_run)
         self._last: tuple[object, Site, LinearCost] = _NOTHING_YET
-        self._number = register(self)  # by which compiled graphs know this site
+        self._number = register(self)  # the number of this site in compiled graphs
         self._fits_graph = saving is None and form in LAYOUTS and self._reads <= READABLE
 
     def __call__(self, *args: object, **kwargs: object) -> Tensor:
@@ -241,7 +239,7 @@ class LinearOverride(ForwardOverride):
         return self._run_informed(x, call) if reads else run_linear(self.module, x, call)
 
     def source_of(self, batch_shape: torch.Size, readings: Mapping[Reading, Tensor]) -> SelectionSource:
-        """Return what decides about a gradient that arrives in a compiled graph."""
+        """Return the source of the selection for a gradient in a compiled graph."""
         shape, sizes = tuple(batch_shape), self.engine.batch_sizes
         # The forward of a model that is compiled as a whole does not report the size of its batch.
         unknown = len(shape) == 1 and sizes is not None and shape[0] not in sizes
@@ -252,12 +250,11 @@ class LinearOverride(ForwardOverride):
         return _Call(self, num_rows, rows, self.form, self.reference, self.engine, reads=reads, readings=known)
 
     def _save_and_run(self, x: Tensor, call: _Call) -> Tensor:
-        """Run the linear with what its policy saves of the input."""
+        """Run the linear with the form of the input that its policy saves."""
         assert self._saving is not None
         weight = weight_of(self.module)
         site = Site(self.name, self.form.sizes(weight)[0], tuple(x.shape[:-1]), self.layer)
-        kept = self._saving.save(site, x, is_trained=weight.requires_grad)
-        self._saving.note_projection(weight, 1 - self.form.output_dim, kept)
+        kept = self._saving.save(site, x, weight, 1 - self.form.output_dim)
         return run_linear(self.module, x, replace(call, saved_share=kept.share), kept.saved)
 
     def _read_and_run(self, x: Tensor, call: _Call) -> Tensor:
@@ -272,7 +269,7 @@ class LinearOverride(ForwardOverride):
         return output
 
     def _count_dense_rows(self, x: Tensor, forward: ShortForward) -> int:
-        """Return the rows of the dense forward that a call stands for."""
+        """Return the number of rows that the dense forward has for a call."""
         num_rows = x.numel() // max(1, x.shape[-1])
         # If a linear is called for parts of the positions, its first call counts for all of them.
         if forward.num_rows is not None:
@@ -300,12 +297,12 @@ class LinearOverride(ForwardOverride):
         readings: Mapping[Reading, Tensor] | None = None,
         saved_share: float = 1.0,
     ) -> tuple[Tensor, Selection | Split | None]:
-        """Call the policy for a gradient that stands for ``dense_rows`` rows of the dense backward, None for its
-        own. ``saved_share`` is the share of wgrad's multiplications with what was saved of the input.
+        """Call the policy for a gradient. ``dense_rows`` is its number of rows in the dense backward; None: the same.
+        ``saved_share`` is the fraction of wgrad's multiplications with the saved form of the input.
         """
         masked = cuda.find_masked(grad_NO) if grad_NO.is_cuda else _NO_KINDS
         key = (grad_NO.shape, rows, num_inputs, needs, saved_share, masked)
-        if key != self._last[0]:  # most gradients of a site are of one shape
+        if key != self._last[0]:  # most gradients of a site have the same shape
             site = Site(self.name, grad_NO.shape[1], rows.shape, self.layer, rows.unknown)
             flops = 2.0 * grad_NO.numel() * num_inputs
             self._last = key, site, LinearCost(flops, needs, self.form, saved_share, masked)
@@ -317,23 +314,24 @@ class LinearOverride(ForwardOverride):
 
 @final
 @dataclass(frozen=True)
-class _Call:
-    """One call of a linear about which more is known than its input shows, as a
+class _Call(SelectionSource):
+    """One call of a linear with facts that its input does not show, as a
     :class:`sparsebp_cli.backward.linear.function.SelectionSource`.
     """
 
     linear: LinearOverride
-    num_rows: int | None  # rows of the dense forward that the call stands for; None: its own
-    rows: BatchRows | None  # assignment of rows to examples; None: given by the shape of the input
-    # Those of the linear, which the backward and the reader of graphs look up here.
+    num_rows: int | None  # rows of this call in the dense forward; None: as many as here
+    rows: BatchRows | None  # assignment of rows to examples; None: the shape of the input shows it
+    # Attributes of the linear, which the backward and the reader of graphs look up here.
     form: WeightLayout
     reference: bool
     engine: SiteEngine
-    saved_share: float = 1.0  # of wgrad's multiplications
+    saved_share: float = 1.0  # fraction of wgrad's multiplications
     reads: frozenset[Reading] = frozenset()
     readings: dict[Reading, Tensor] = field(default_factory=dict)
 
     @property
+    @override
     def reads_input(self) -> bool:
         return "input" in self.reads
 
@@ -349,14 +347,14 @@ class _Call:
 
 def _refuse_transforms(name: str) -> NoReturn:
     raise UnsupportedError(
-        f"torch.func (vmap, grad, jacrev) over {name!r} of an attached model is not built: "
+        f"torch.func (vmap, grad, jacrev) over {name!r} of an attached model is not supported: "
         "run it inside engine.disabled()"
     )
 
 
 def run_linear(module: nn.Module, x: Tensor, decider: SelectionSource, saved: Saved | None = None) -> Tensor:
-    """Run a linear layer, by the same call that the module makes, with a backward that calls the policy; ``saved`` is
-    stored instead of the input.
+    """Run a linear layer by the same call that the module makes, with a backward that calls the policy. Autograd saves
+    ``saved`` instead of the input.
     """
     weight, bias = module.weight, module.bias
     assert isinstance(weight, Tensor)

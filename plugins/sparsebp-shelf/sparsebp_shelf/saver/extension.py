@@ -1,15 +1,15 @@
-"""Saving less of the inputs of linears, by an input saver.
+"""Save less of the inputs of linears, as an input saver decides.
 
-The decision is made in the forward, once for all linears that read one tensor. What it depends on is the step, the
-linear that reads first, and how often that one has run since the last backward; a layer that is computed again inside
-of a backward counts down, so that it is decided about as in its first forward.
+The saver decides in the forward, once for all linears that read one tensor. The decision depends on the step, the
+linear that reads first, and how often it has run since the last backward. A layer that runs again inside a backward
+counts down, so it gets the decision of its first forward.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,40 +19,29 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from sparsebp_cli.backward.core.extension import EngineExtension, refuse_uncalled
-from sparsebp_cli.backward.core.scope import Scope
-from sparsebp_cli.backward.linear.function import autocast, weight_of
-from sparsebp_cli.backward.linear.saved import find_share
-from sparsebp_cli.backward.observe.internals import version_of
-from sparsebp_cli.backward.observe.module_trace import is_in_backward
+from sparsebp_cli.backward import (
+    SavedInput,
+    SavesInputs,
+    Scope,
+    TrialExtension,
+    autocast,
+    is_in_backward,
+    refuse_uncalled,
+    version_of,
+    weight_of,
+)
 from sparsebp_cli.errors import PolicyError, UnsupportedError
-from sparsebp_cli.policy import InputSaver, LinearInput, ReaderGradients, Saved, SavedProjection, Site, Step, TrialPass
+from sparsebp_cli.policy import LinearInput, ReaderGradients, Site, Step, TrialPass
+from sparsebp_shelf.saver.form import SavedProjection
+from sparsebp_shelf.saver.kind import InputSaver
 
 if TYPE_CHECKING:
-    from sparsebp_cli.backward.core.extension import EngineView
-    from sparsebp_cli.backward.core.given import Given
-    from sparsebp_cli.backward.core.policy_state import PolicyStates
-
-
-@final
-@dataclass(frozen=True)
-class SavedInput:
-    """What a policy keeps of one input.
-
-    Args:
-        saved: The form that is kept instead of the input; None: the input itself.
-        share: Multiplications of the weight's gradient that the policy claims, over the dense ones.
-        first: Name of the linear that reads the input first.
-    """
-
-    saved: Saved | None
-    share: float = 1.0
-    first: str = ""
+    from sparsebp_cli.backward import EngineView, Given, PolicyStates
 
 
 @dataclass
 class _Readers:
-    """The linears that read the inputs decided about under one name, in a trial pass, and the entries of these."""
+    """The linears of a trial pass that read the inputs of one decision, and the number of these inputs' entries."""
 
     names: set[str] = field(default_factory=set)
     num_entries: dict[int, int] = field(default_factory=dict)  # by call, which checkpointing repeats
@@ -60,11 +49,11 @@ class _Readers:
 
 @runtime_checkable
 class ReadsProjections(Protocol):
-    """An optimizer with moments of gradients that are projected as the inputs of linears were."""
+    """An optimizer whose moments are those of gradients projected like the inputs of linears."""
 
     def read_projections(self, find: Callable[[Tensor], tuple[SavedProjection, int] | None]) -> None:
-        """Take a function that returns how the input was projected that the gradient of a weight was computed with in
-        this step, and the dimension of the weight that belongs to inputs; None for any other gradient."""
+        """Store ``find``. It maps a weight to the projection of the input that this step's gradient was computed with,
+        and to the weight's input dimension; None for any other gradient."""
 
 
 def find_places(policy: InputSaver, model: nn.Module, given: Given) -> list[Site]:  # noqa: ARG001
@@ -73,28 +62,9 @@ def find_places(policy: InputSaver, model: nn.Module, given: Given) -> list[Site
     return [site for site in given.linears if scope.contains(site.name, site.layer)]
 
 
-def connect(savers: Sequence[InputSaving], optimizer: torch.optim.Optimizer | None) -> None:
-    """Give an optimizer that reads projections what says how inputs are projected. Raise
-    :class:`UnsupportedError` if it reads them and no policy keeps a projection.
-    """
-    if not isinstance(optimizer, ReadsProjections):
-        return
-    for saver in savers:
-        if saver.policy.form is SavedProjection and saver.policy.draws_for is not None:
-            optimizer.read_projections(saver.projection_of)
-            return
-    raise UnsupportedError(
-        f"{type(optimizer).__name__} has moments in the projection of a saver of inputs: give a policy that projects "
-        "features and keeps its matrix for several steps, by its option interval"
-    )
-
-
 @final
-class InputSaving(EngineExtension):
-    """An input saver in one model.
-
-    The linears are changed by their adapter.
-    """
+class InputSaving(SavesInputs, TrialExtension):
+    """Run an input saver on one model; the linears are changed by their adapter."""
 
     engine: EngineView
     policy: InputSaver
@@ -103,23 +73,33 @@ class InputSaving(EngineExtension):
     def __init__(self, policy: InputSaver, model: nn.Module, given: Given) -> None:
         self.policy, self._model, self.scope = policy, model, Scope(policy, given.num_layers)
         self.states = given.states
-        # What was kept of inputs that are alive, by id: between two linears of one input may be others, as in adapters.
+        # What is kept of live inputs, by id: linears that read other inputs may run between two readers of one, as in
+        # adapters.
         self._kept: dict[int, tuple[weakref.ref[Tensor], int, SavedInput]] = {}
-        self._kept_at: tuple[Step, bool] | None = None  # when, and whether inside of a backward
-        self._step: Step | None = None  # of the counts below
-        self._calls: dict[str, int] = {}  # forwards since the last backward, by the linear that reads first
-        self._bytes, self._dense_bytes = 0, 0  # of the training, kept and whole
+        self._kept_at: tuple[Step, bool] | None = None  # step, and whether inside a backward
+        self._step: Step | None = None  # step of the counts below
+        self._calls: dict[str, int] = {}  # forwards since the last backward, by first reader
+        self._bytes, self._dense_bytes = 0, 0  # bytes of the training: kept, and dense
         self._was_called = False
         self._readers: dict[str, _Readers] | None = None  # during a trial pass
-        self._projections: dict[Tensor, tuple[SavedProjection, int]] = {}  # of this step, by the weight
+        self._projections: dict[Tensor, tuple[SavedProjection, int]] = {}  # projections of this step, by weight
         owners = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
-        self._shared = {number for number, count in owners.items() if count > 1}  # such as with the embedding
+        # weights with several owners, such as an embedding
+        self._shared = {number for number, count in owners.items() if count > 1}
+        # An optimizer with moments of projections must draw the saver's projections. See decision 18.
+        if isinstance(given.optimizer, ReadsProjections):
+            if policy.form is not SavedProjection or policy.draws_for is None:
+                raise UnsupportedError(
+                    f"{type(given.optimizer).__name__} has moments in an input saver's projection: give a "
+                    "policy that projects features and keeps its matrix for several steps, by its option interval"
+                )
+            given.optimizer.read_projections(self.projection_of)
 
     def install(self, engine: EngineView) -> None:
         self.engine = engine
 
-    def start_step(self, step: Step) -> None:  # noqa: ARG002 - of the protocol
-        """Forget the projections and the counts; the decisions of a step are made in its forwards."""
+    def start_step(self, step: Step) -> None:  # noqa: ARG002 - of the base class
+        """Forget the projections and the counts; the forwards of a step make its decisions."""
         self._projections.clear()
         self._step = None  # a step that a loss scaler dropped begins again with the same number
 
@@ -133,14 +113,20 @@ class InputSaving(EngineExtension):
                 "are kept for the backward"
             )
 
-    def save(self, site: Site, x: Tensor, *, is_trained: bool) -> SavedInput:
-        """Return what is kept of a linear's input; called in its forward, where gradients are enabled."""
+    @override
+    def save(self, site: Site, x: Tensor, weight: Tensor, input_dim: int) -> SavedInput:
         self._was_called = True
-        if not is_trained or x.numel() == 0:
+        if not weight.requires_grad or x.numel() == 0:
             return SavedInput(None)
-        # Linears that read one tensor share what is kept: a copy for each would be more than dense. See decision 45.
+        kept = self._find(site, x)
+        self._note_projection(weight, input_dim, kept)
+        return kept
+
+    def _find(self, site: Site, x: Tensor) -> SavedInput:
+        """Return what is kept of an input, as decided for the linear that read it first."""
+        # Linears that read one tensor share what is kept: a copy for each would need more than dense. See decision 45.
         step, key = self.engine.now(), id(x)
-        if self._kept_at != (step, is_in_backward()):  # such as for an input that is no result of this forward
+        if self._kept_at != (step, is_in_backward()):  # such as for an input from outside this forward
             self._kept_at = step, is_in_backward()
             self._kept.clear()
         found = self._kept.get(key)
@@ -155,24 +141,25 @@ class InputSaving(EngineExtension):
             self._readers[site.name].num_entries[call] = x.numel()
         return kept
 
-    def note_projection(self, weight: Tensor, input_dim: int, kept: SavedInput) -> None:
-        """Note how the input of a linear was projected, if the step has one projection of it."""
+    def _note_projection(self, weight: Tensor, input_dim: int, kept: SavedInput) -> None:
+        """Record how the input of a linear was projected, if the step has one projection of it."""
         is_one = self.policy.draws_for is not None and not self.engine.now().draw and id(weight) not in self._shared
-        if is_one and isinstance(kept.saved, SavedProjection):
-            before = self._projections.setdefault(weight, (kept.saved.forget(), input_dim))[0]
-            if before.seed != kept.saved.seed:
-                raise UnsupportedError("a linear reads an input first in one forward of a step, and not in another")
+        saved = kept.saved
+        if is_one and isinstance(saved, SavedProjection):
+            before = self._projections.setdefault(weight, (saved.forget(), input_dim))[0]
+            if before.seed != saved.seed:
+                raise UnsupportedError(
+                    "linears that share an input must run in the same order in each forward of a step"
+                )
 
     def projection_of(self, weight: Tensor) -> tuple[SavedProjection, int] | None:
-        """Return how the input of a weight's linear was projected in this step, and the weight's dimension of inputs;
-        None if its gradient is not of that one projection alone."""
+        """Return the projection of the input of a weight's linear in this step, and the weight's input dimension; None
+        unless its gradient comes from that one projection only."""
         return self._projections.get(weight)
 
     @contextmanager
-    def trying(self, decision: Collection[str] | TrialPass) -> Iterator[None]:  # noqa: ARG002 - of the protocol
-        """Note which linears read each input in a trial pass, whose state the policy reads, and the gradients of their
-        weights.
-        """
+    def trying(self, decision: Collection[str] | TrialPass) -> Iterator[None]:  # noqa: ARG002 - of the base class
+        """Record which linears read each input in a trial pass, and the gradients of their weights."""
         self._readers, self._step = {}, None  # passes of one draw follow each other at the same step
         try:
             yield
@@ -209,14 +196,16 @@ class InputSaving(EngineExtension):
             whole = x_ND.numel() * x_ND.element_size()
             self._dense_bytes += whole
             self._bytes += whole if saved is None else saved.num_bytes
-        return SavedInput(saved, find_share(policy.form, policy.budget, *x_ND.shape), site.name)
+        share = 1.0 if policy.form is None else policy.form.share(policy.budget, *x_ND.shape)
+        return SavedInput(saved, share, site.name)
 
     def _count_call(self, name: str, step: Step) -> int:
         if self._step != step:
             self._step, self._calls = step, {}
         count = self._calls.get(name, 0)
         if is_in_backward():
-            # Counted down: a forward that checkpointing repeats draws what the first one drew. See decision 45.
+            # Counted down, so that a forward repeated by checkpointing draws the same as the first one. See decision
+            # 45.
             self._calls[name] = max(0, count - 1)
             return self._calls[name]
         self._calls[name] = count + 1

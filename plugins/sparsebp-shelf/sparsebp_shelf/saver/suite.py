@@ -1,4 +1,4 @@
-"""Conformance suite of input savers. Each broken promise is an ``AssertionError`` of one sentence."""
+"""Check that an input saver keeps its contract; each violation raises an ``AssertionError`` of one sentence."""
 
 from __future__ import annotations
 
@@ -10,29 +10,24 @@ import torch
 from torch import Tensor, nn
 
 from sparsebp_cli.backward import attach, count_flops, saved_bytes
-from sparsebp_cli.policy import (
-    InputSaver,
-    Saved,
-    SavedColumns,
-    SavedDirection,
-    SavedElements,
-    SavedProjection,
-    SavedRepresentatives,
-    SavedRows,
-    SavedSketch,
-    Site,
-    Stateful,
-    Step,
-    TrialPass,
-    choice,
+from sparsebp_cli.policy import Saved, Site, Stateful, Step, TrialPass, choice
+from sparsebp_cli.testing import (
+    check_repeatable,
+    check_state,
+    enough,
+    equal,
+    find_share,
+    name_of,
+    require,
+    through_json,
+    train_network,
+    vary,
 )
-from sparsebp_cli.testing.promise import enough, equal, name_of, require, through_json, train_network, vary
-from sparsebp_cli.testing.state import check_state
-from sparsebp_cli.testing.suite import check_repeatable, find_share
+from sparsebp_shelf.saver.kind import InputSaver
 
 _SITES = tuple(Site(f"layers.{number}.mlp", 3, (), number) for number in range(2))
 _NUM_DRAWS = 2000
-_NUM_SIGMAS = 6.0  # an unbiased policy fails for one in 500 million entries, and the seeds are fixed
+_NUM_SIGMAS = 6.0  # seeds are fixed; a correct policy fails for one in 500 million entries
 
 
 def check_input_saver(policy: InputSaver) -> None:
@@ -90,24 +85,9 @@ def _check_saved(policy: InputSaver) -> None:
         require(same, f"{name_of(policy)}: restores {restored.dtype} of {tuple(restored.shape)}")
         text = f"{name_of(policy)}: keeps {saved.num_bytes} bytes of {tuple(x_ND.shape)}, and claims {claim}"
         require(saved.num_bytes == claim, text)
-        kept, number = _count(saved)
+        kept, number = saved.units
         text = f"{name_of(policy)}: keeps {kept} of {number}, its budget {policy.budget:g} allows fewer"
         require(kept <= choice.count_kept(policy.budget, number), text)
-
-
-def _count(saved: Saved) -> tuple[int, int]:
-    """Return how many of its units a form keeps, and how many there are."""
-    num_rows, num_features = saved.shape
-    match saved:
-        case SavedRows() | SavedRepresentatives():
-            return saved.row_KD.shape[0], num_rows
-        case SavedSketch():
-            return saved.sketch_KD.shape[0], num_rows
-        case SavedColumns(column_NK=kept) | SavedProjection(projection_NK=kept) | SavedDirection(along_NG=kept):
-            return kept.shape[1], num_features
-        case SavedElements():
-            return saved.value_K.numel(), num_rows * num_features
-    return 1, 1
 
 
 def _check_repeatable(policy: InputSaver) -> None:
