@@ -6,7 +6,9 @@ import gzip
 import io
 import json
 import os
+import signal
 import tarfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -53,6 +55,37 @@ def test_what_is_written_is_read_back_and_removed_at_the_end(tmp_path: Path, mon
     assert [(end[1], end[2]) for end in ends] == [(folder, {"ignore_errors": True})]
 
 
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_killed_archive_leaves_nothing_behind(tmp_path: Path, *, is_there: bool) -> None:
+    """Wherever it is killed: before a member, or when the last one is written."""
+    path = tmp_path / "a.tgz"
+
+    def members(number: int) -> Iterator[tuple[str, bytes]]:
+        for place in range(4):
+            if place == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield f"runs/{place}/plan.json", os.urandom(1 << 20)
+
+    if is_there:
+        path.write_bytes(b"before")
+    for number in range(5):
+        if process := os.fork():
+            _, status = os.waitpid(process, 0)
+            killed = number < 4
+            assert os.waitstatus_to_exitcode(status) == (-signal.SIGKILL if killed else 0)
+            if killed:
+                assert [*tmp_path.iterdir()] == ([path] if is_there else [])
+                assert not is_there or path.read_bytes() == b"before"
+        else:
+            try:
+                store.write_archive(path, members(number))
+                os._exit(0)
+            finally:
+                os._exit(1)
+    assert [*tmp_path.iterdir()] == [path]
+    assert len(list((store.open_archive(path) / "runs").iterdir())) == 4
+
+
 def test_a_damaged_archive_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.tar.gz"
     store.write_archive(path, [("runs/a/plan.json", b"{}")])
@@ -96,9 +129,9 @@ def test_a_link_in_an_archive_is_not_followed(tmp_path: Path) -> None:
 
 
 def test_an_archive_that_unpacks_to_too_much_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "LARGEST_BYTES", 10_000)
-    path = write_tar(tmp_path / "a.tar.gz", **{"runs/a/other": bytes(1_000_000)})
-    with pytest.raises(UsageError, match="this one has more"):
+    monkeypatch.setattr(store, "LARGEST_BYTES", 2**24)
+    path = write_tar(tmp_path / "a.tar.gz", **{"runs/a/other": bytes(2**24 + 2**20)})
+    with pytest.raises(UsageError, match=r"may unpack to 0\.015625 GiB, this one has more"):
         store.open_archive(path)
 
 

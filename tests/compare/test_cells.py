@@ -25,7 +25,7 @@ from sparsebp_cli.compare.statistics import Difference, Quartiles, Spread
 from sparsebp_cli.compare.view import View, view_grids
 from sparsebp_cli.run import RunFolder
 
-from .test_faces import draw_runs, read_latex, write_card
+from .test_faces import draw_runs, write_card
 
 MakeRun = Callable[..., RunFolder]
 Forms = dict[str, set[str]]  # how a number is written, to the paths of the record that are written so
@@ -128,7 +128,7 @@ def find_forms(group: Mapping[str, Any], base: Mapping[str, Any]) -> Forms:
 
 
 def list_faces(comparison: Comparison) -> Iterator[Face]:
-    """Yield every table of terminal, HTML and LaTeX."""
+    """Yield every table of terminal and HTML."""
     shown = [("answer", answer_grid(comparison)), *(("all", grid) for grid in grids(comparison))]
     shown += [("pareto", grid) for grid in view_grids(comparison, View("pareto"))]
     for name, grid in shown:
@@ -137,12 +137,6 @@ def list_faces(comparison: Comparison) -> Iterator[Face]:
     cells = tuple((row.label, *(f"{one.text} {one.interval}".strip() for one in row.cells)) for row in board.rows)
     page = " ".join(re.sub(r"<[^>]*>", "", render_report(comparison).partition("Leaderboard")[2]).split())
     yield Face("html", "", ("group", *board.columns), cells, page.partition("Quality against cost")[0])
-    latex = render(comparison, "latex")
-    table = read_latex(comparison)
-    columns = ("group", *next(iter(table.values())))
-    yield Face(
-        "latex", "", columns, tuple((label, *(x for x, _ in row.values())) for label, row in table.items()), latex
-    )
 
 
 def generalise(comparison: Comparison, text: str) -> str:
@@ -228,7 +222,7 @@ def test_every_cell_is_a_number_of_the_record_under_its_metric_and_kind(drawn: l
     for comparison in drawn:
         read(columns, comparison, list_faces(comparison))
     assert "\n".join(list_faults(columns)) == ""
-    assert {"answer", "all", "pareto", "html", "latex"} == {name for name, *_ in columns.paths}
+    assert {"answer", "all", "pareto", "html"} == {name for name, *_ in columns.paths}
     assert len(columns.paths) > 30
     assert {"simultaneous", "95% interval"} <= set().union(*columns.kinds.values())
 

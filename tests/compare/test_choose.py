@@ -89,7 +89,7 @@ def test_a_condition_chooses_by_recipe_state_tags_and_metrics(
 
 def test_a_condition_leaves_of_the_named_runs_those_that_meet_it(runs: list[RunFolder]) -> None:
     assert pick("dense", where="seed=1") == [runs[1].run_id]
-    with pytest.raises(RunNotFoundError, match="none of 3 runs meets --where 'seed=7'"):
+    with pytest.raises(RunNotFoundError, match="none of 3 runs meets the condition --where 'seed=7'"):
         pick("dense", where="seed=7")
 
 
@@ -110,7 +110,7 @@ def test_what_a_run_does_not_have_is_neither_true_nor_false(runs: list[RunFolder
         ("= 3", "expected a name, got '='"),
         ("", "expected a name, got the end"),
         ("name='x", 'cannot read "\'x"'),
-        ("(" * 30 + "seed=0" + ")" * 30, "at most 20 conditions may lie inside each other"),
+        ("(" * 30 + "seed=0" + ")" * 30, "conditions may be nested at most 20 deep"),
         ("seed=0 or " * 60 + "seed=0", "at most 500 characters"),
     ],
 )
@@ -169,7 +169,7 @@ def test_seeds_of_the_same_recipe_that_were_not_chosen_are_named(make_run: MakeR
     runs = [make_run("dense", seed) for seed in range(10)] + [make_run("other", 3, training={"max_steps": 9})]
     every = local_candidates()
     chosen = choose(every, [runs[0].run_id, runs[7].run_id], None, "here")
-    told = "dense: seeds that are there were not chosen, and are in no number here: 1, 2, 3, 4, 5, 6, 8, 9"
+    told = "dense: these stored seeds were not chosen, so no number here includes them: 1, 2, 3, 4, 5, 6, 8, 9"
     assert describe_left_out(every, chosen) == [told]
     assert describe_left_out(every, choose(every, [], "seed<5 or seed>6", "here")) == [told.partition("1,")[0] + "5, 6"]
     assert describe_left_out(every, every) == []

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sparsebp_cli.compare.example import bound_share, estimate_mean
 from sparsebp_cli.compare.statistics import FEWEST_PAIRS, summarise_clusters
+from sparsebp_tools.release.interval import bound_share, estimate_mean
 
 
 def run_of(values: dict[str, list[float]], scores: dict[str, list[float]] | None = None) -> Any:

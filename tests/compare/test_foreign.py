@@ -274,4 +274,4 @@ def test_seeds_of_another_experiment_were_not_left_out() -> None:
     mine, theirs = ([candidate(place, seed + start) for seed in range(3)] for place, start in (("mine", 0), ("b", 5)))
     assert describe_left_out([*mine, *theirs], mine) == []
     (line,) = describe_left_out([*mine, *theirs], mine[:2])
-    assert line.endswith("are in no number here: 2")
+    assert line.endswith("no number here includes them: 2")

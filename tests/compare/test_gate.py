@@ -70,7 +70,7 @@ def test_every_group_but_the_baseline_is_asked(make_run: MakeRun) -> None:
     [
         ("eval/loss.delta.hi > 1", r"unknown figure 'eval/loss.delta.hi', allowed: .*did you mean eval/loss.delta"),
         ("nobody:eval/loss.mean > 1", "no group is called 'nobody'; there are dense, topk-rows"),
-        ("dense:eval/loss.mean > 1 and eval/loss.mean > 1", "name the group of every figure, or of none"),
+        ("dense:eval/loss.mean > 1 and eval/loss.mean > 1", "write a group before every number, or before none"),
         ("eval/loss.delta.high", "expected one of"),
     ],
 )

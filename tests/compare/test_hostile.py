@@ -98,5 +98,5 @@ def test_hostile_content_of_a_store_stays_data_in_every_form(hostile: Comparison
 
 
 def test_hostile_names_are_drawn_as_they_are(hostile: Comparison, tmp_path: Path) -> None:
-    for view in (View(), View("curves"), View("pareto")):
+    for view in (View(), View("curves")):
         assert picture(hostile, tmp_path / f"{view.kind}.svg", view).stat().st_size > 0
