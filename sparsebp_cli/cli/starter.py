@@ -1,4 +1,4 @@
-"""``sparsebp recipes``, ``init`` and ``new``: the recipes that ship, a starter folder, a package for a policy."""
+"""``sparsebp recipes``, ``init`` and ``new``: the shipped recipes, a starter folder, a package for a policy."""
 
 from __future__ import annotations
 
@@ -17,25 +17,28 @@ from sparsebp_cli.cli.answer.recipe_record import ShippedLine, ShippedList
 from sparsebp_cli.cli.completion import complete_shipped
 from sparsebp_cli.cli.option import Format
 from sparsebp_cli.cli.screen import Output, console, make_table, print_line
+from sparsebp_cli.entry_point import find_tool, tell_home
 from sparsebp_cli.errors import RecipeError, UsageError
 from sparsebp_cli.starter import Task
 
 
 class RecipeAction(StrEnum):
-    """Actions on the recipes that ship."""
+    """Actions on the shipped recipes."""
 
     COPY = "copy"
 
 
 def recipes(
-    action: Annotated[RecipeAction | None, typer.Argument(metavar="copy", help="Copy one, with its base.")] = None,
-    name: Annotated[
-        str | None, typer.Argument(metavar="NAME", help="As in the list.", autocompletion=complete_shipped)
+    action: Annotated[
+        RecipeAction | None, typer.Argument(metavar="copy", help="Copy a recipe, with the recipe that it extends.")
     ] = None,
-    to: Annotated[Path, typer.Argument(metavar="TO", help="A folder; made if it does not exist.")] = Path(),
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="The recipe to copy.", autocompletion=complete_shipped)
+    ] = None,
+    to: Annotated[Path, typer.Argument(metavar="TO", help="Folder to copy to; created if it does not exist.")] = Path(),
     output: Format = Output.TABLE,
 ) -> None:
-    """List the recipes that ship; `copy NAME [TO]` copies one into a folder. Nothing is overwritten."""
+    """List the included recipes; `copy NAME [TO]` copies one into a folder. Overwrites nothing."""
     from sparsebp_cli.starter import collect_files, find_shipped, list_shipped, write_files
 
     if action is not None:
@@ -71,31 +74,47 @@ def _print_recipes(found: ShippedList) -> None:
 def init(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new or empty folder.")] = Path("study"),
     task: Annotated[
-        Task | None, typer.Option(help="What the model learns.", show_default="asked in a terminal")
+        Task | None, typer.Option(help="The kind of task to train.", show_default="asked in a terminal")
     ] = None,
     model: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Installed name, hub id or path.", show_default="austen-llama")
+        str | None,
+        typer.Option(metavar="NAME", help="Model: installed name, hub id or path.", show_default="austen-llama"),
     ] = None,
     data: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="The same for the data.", show_default="of the package, for the task"),
+        typer.Option(
+            metavar="NAME",
+            help="Data: installed name, hub id, file or folder.",
+            show_default="an installed dataset for the task",
+        ),
     ] = None,
     columns: Annotated[
         str | None,
         typer.Option(
-            metavar="NAMES", help="Columns of the data, as question,reply.", show_default="usual names, if there are"
+            metavar="NAMES",
+            help="Names of the data's columns: question,reply.",
+            show_default="the usual names, if present",
         ),
+    ] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option("--from", metavar="FILE", help="Instead: a recipe from an axolotl, TRL or torchtune file."),
     ] = None,
     output: Format = Output.TABLE,
 ) -> None:
-    """Write a starter folder: two recipes, targets, a policy of your own with its test, a README."""
+    """Write a project folder: two recipes, targets, an example policy with its test, a README."""
     from sparsebp_cli.starter import check_new, default_data, make_starter, write_files
 
     check_new(folder)
+    if file is not None:
+        if any((task, model, data, columns)):
+            raise UsageError("--from takes task, model and data from the file; leave the other options out")
+        _convert(file, folder, output)
+        return
     if task is None:
         if output is Output.JSON or not sys.stdin.isatty():
-            raise UsageError(f"init needs --task where no terminal can be asked; allowed: {', '.join(Task)}")
-        task = Task(typer.prompt(f"Task ({', '.join(Task)})", default=Task.COMPLETION, type=Task))
+            raise UsageError(f"init needs --task if there is no terminal; allowed: {', '.join(Task)}")
+        task = Task(typer.prompt("Task", default=Task.COMPLETION, type=Task))
         model = model or typer.prompt("Model (installed name, hub id or path)", default="austen-llama")
         usual = default_data(task)
         data = data or typer.prompt("Data (installed name, hub id, file or folder)", default=usual)
@@ -108,9 +127,22 @@ def init(
     tell(FileList(files=[str(folder / file) for file in files], next=[command]), output, _print_files)
 
 
+def _convert(source: Path, folder: Path, output: Output) -> None:
+    from sparsebp_cli.starter import write_files
+
+    if (convert := find_tool("convert")) is None:
+        raise UsageError(f"init --from is {tell_home('sparsebp-tools')}")
+    found = convert(source, _absolute)
+    file = folder / f"{source.stem}.yaml"
+    write_files(folder, {file.name: found.text})
+    tell(FileList(files=[str(file)], next=[f"sparsebp validate {shlex.quote(str(file))}"]), output, _print_files)
+    if found.left and output is Output.TABLE:
+        print_line(f"not carried over, see the end of the file: {', '.join(found.left)}")
+
+
 def _absolute(name: str) -> str:
-    """Return a path that exists as an absolute one, because the recipe lies in another folder; other names as they
-    are, installed ones first."""
+    """Return an existing path as absolute, because the recipe lies in another folder. Return other names unchanged;
+    installed names take precedence."""
     from sparsebp_cli.entry_point import entry_points
     from sparsebp_cli.source import DATASETS, MODELS, find_path
 
@@ -120,12 +152,12 @@ def _absolute(name: str) -> str:
 
 
 def _check_recipes(files: dict[str, str]) -> None:
-    """Check the recipes before they are written: a wrong model or wrong data leave nothing behind."""
+    """Check the recipes before they are written, so that a wrong model or wrong data leave nothing behind."""
     from sparsebp_cli.cli.validate import load_checked
     from sparsebp_cli.starter import write_files
 
     recipes = {name: text for name, text in files.items() if name.endswith(".yaml") and name != "targets.yaml"}
-    # In a temporary folder first: a recipe that fails its check leaves nothing behind.
+    # Use a temporary folder first: a recipe that fails its check leaves nothing behind.
     with tempfile.TemporaryDirectory(prefix="sparsebp-") as folder:
         write_files(Path(folder), {name: text for name, text in files.items() if "/" not in name})
         for name in recipes:
@@ -137,20 +169,20 @@ def _check_recipes(files: dict[str, str]) -> None:
 
 
 class Starter(StrEnum):
-    """What `new` writes."""
+    """The kinds of packages that `new` writes."""
 
     POLICY = "policy"
 
 
 def new(
-    kind: Annotated[Starter, typer.Argument(metavar="policy", help="A package with one policy.")],
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Of the policy, as recipes write it: peak-rows.")],
+    kind: Annotated[Starter, typer.Argument(metavar="policy", help="Write a package with one policy.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the policy, as in recipes: peak-rows.")],
     folder: Annotated[
         Path | None, typer.Argument(metavar="DIR", help="A new or empty folder.", show_default="sparsebp-NAME")
     ] = None,
     output: Format = Output.TABLE,
 ) -> None:
-    """Write a package for a policy of your own: module, entry point, test of the whole contract, README."""
+    """Write an installable package for a policy of your own: module, entry point, tests, README."""
     from sparsebp_cli.policy.discovery import find_policies
     from sparsebp_cli.starter import check_new, make_package, write_files
 

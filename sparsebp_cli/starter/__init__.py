@@ -1,4 +1,4 @@
-"""What a newcomer begins with: the recipes that ship, a folder for a study of one's own, a package for a policy."""
+"""Everything for a first start: the recipes that ship, a folder for a user's study, and a package for a policy."""
 
 from sparsebp_cli.starter.folder import Task, default_data, make_starter
 from sparsebp_cli.starter.package import make_package

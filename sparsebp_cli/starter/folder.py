@@ -1,4 +1,4 @@
-"""The starter folder: a dense recipe, one with a policy, named targets, a policy of one's own, and a README."""
+"""Make the starter folder: a dense recipe, one with a policy, named targets, a new policy, and a README."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from sparsebp_cli.starter.package import make_package
 from sparsebp_cli.starter.template import fill
 
 OWN_MODEL = "austen-llama"
-# Keys of the columns of a row, in the order in which ``--columns`` names them.
+# Column keys of a row, in the order in which ``--columns`` names them.
 KEYS = {
     "completion": ("prompt_column", "completion_column"),
     "text": ("text_column",),
     "classification": ("text_column", "label_column"),
     "glue": ("text_column", "text_pair_column", "label_column"),
 }
-# Of GLUE's pairs, as MRPC, RTE, STS-B and WNLI have them; other tasks name other columns.
+# Columns of GLUE's pairs in MRPC, RTE, STS-B and WNLI; other tasks use other names.
 OF_GLUE = ("sentence1", "sentence2", "label")
 DATA = {"completion": "cmudict", "chat": "cmudict", "text": "python-docs"}
 LENGTH = {"completion": 64, "chat": 96, "text": 128, "classification": 128, "glue": 128}
@@ -39,7 +39,7 @@ COLUMNS = {
     "classification": "columns text and label: one label a text",
     "glue": "columns sentence1, sentence2 and label, splits train and validation: one label a pair of texts",
 }
-# Without padding and prompts there is nothing that can be left out exactly, so texts get a policy that chooses.
+# Without padding and prompts nothing can be skipped exactly, so plain texts get a policy that selects.
 SECOND = {
     "completion": ("lossless", "policy: lossless", "the same gradient without padding and the head's rows of prompts"),
     "chat": ("lossless", "policy: lossless", "the same gradient without padding and the head's rows of other turns"),
@@ -54,7 +54,7 @@ SECOND = {
 
 
 class Task(StrEnum):
-    """What the model learns from a row of the data."""
+    """The task that the model learns from a row of data."""
 
     COMPLETION = "completion"
     CHAT = "chat"
@@ -64,12 +64,12 @@ class Task(StrEnum):
 
 
 def default_data(task: Task) -> str | None:
-    """Return the data in the package for a task; None if there are none."""
+    """Return the packaged data for a task; None if there are none."""
     return DATA.get(task.value)
 
 
 def name_columns(task: Task, names: Sequence[str]) -> dict[str, object]:
-    """Return the keys of ``dataset`` for columns in the order of a task. Raise UsageError for another number."""
+    """Return the ``dataset`` keys for columns in the order of a task. Raise UsageError if their number is wrong."""
     if task is Task.CHAT and len(names) == 1:
         return {"columns": {"messages": names[0]}}
     if task is Task.CHAT and len(names) == 2:
@@ -80,14 +80,14 @@ def name_columns(task: Task, names: Sequence[str]) -> dict[str, object]:
 
 
 def find_columns(task: Task, data: str) -> dict[str, object]:
-    """Return the keys of ``dataset`` that read columns of usual names, by the first rows of data on this machine."""
+    """Return the ``dataset`` keys for columns with usual names, guessed from the first rows on this machine."""
     try:
         if not isinstance(find_source(data, DATASETS), Path) and data not in DATA.values():
             return {}
         section = DatasetSection(name=data)
         rows = take_rows(find_splits(section), section.split, 20)
     except SparseBPError:
-        return {}  # the check of the recipes says what is wrong
+        return {}  # checking the recipes reports what is wrong
     for keys in find_readings(dict.fromkeys(name for row in rows for name in row)):
         if keys.pop("format") == task.value:
             return keys
@@ -100,17 +100,17 @@ def make_starter(
     """Return the files of a starter folder by their paths in it.
 
     Args:
-        folder: Path at which they will be; its name begins the name of the policy.
-        task: What the model learns from a row of the data, such as ``chat``.
-        model: An installed name, an id of the hub, or a path.
-        data: The same for the data; None: those of the package for this task.
-        columns: Names of the columns in the order of the task; None: the usual names that the data have.
+        folder: Path of the folder. Its name is the prefix of the policy's name.
+        task: What the model learns from a row of data, such as ``chat``.
+        model: An installed name, a hub id, or a path.
+        data: An installed name, a hub id, or a path; None for the packaged data of the task.
+        columns: Names of the columns in the order of the task; None to guess usual names from the data.
 
     Returns:
         Texts by file name.
 
     Raises:
-        UsageError: The task has no data in the package and ``data`` is None, or it has another number of columns.
+        UsageError: The task has no packaged data and ``data`` is None, or the number of columns is wrong.
     """
     data = data if data is not None else default_data(task)
     if data is None:
@@ -158,8 +158,8 @@ def make_starter(
 
 
 def describe_environment(prefix: Path, *, is_virtual: bool) -> str:
-    """Return how to enter the virtual environment that SparseBP is installed in, whose programs no shell finds before.
-    Nothing where there is no such environment, or one that is entered in another way, as conda's are."""
+    """Return how to activate the virtual environment in which SparseBP is installed. Return an empty text without such
+    an environment, or if it is activated in another way, as in conda."""
     script = prefix / "bin" / "activate"
     if not (is_virtual and script.is_file()):
         return ""
@@ -176,5 +176,5 @@ def describe_environment(prefix: Path, *, is_virtual: bool) -> str:
 
 
 def _quote(name: str) -> str:
-    """Return a name as YAML reads it: plain where that is certain, else as JSON."""
+    """Return a name as YAML text: plain if that is certainly valid, else as JSON."""
     return name if re.fullmatch(r"[A-Za-z][\w./-]*", name) else json.dumps(name, ensure_ascii=False)

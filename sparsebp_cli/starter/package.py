@@ -1,4 +1,4 @@
-"""The package of a new policy: a module, its entry point, a test that runs the conformance suite, a README."""
+"""Make the package of a new policy: a module, its entry point, a test that runs the conformance suite, and a README."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 
 
 def make_package(name: str) -> dict[str, str]:
-    """Return the files of a package that offers a policy of this name. Raise ``UsageError`` for a name that is no
-    name of a policy."""
+    """Return the files of a package that offers a policy with this name. Raise ``UsageError`` if a policy cannot have
+    it."""
     if not NAME.fullmatch(name):
         raise UsageError(f"a policy's name is lower-case words, digits and single hyphens, got {name!r}")
     words = {

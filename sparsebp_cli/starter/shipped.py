@@ -1,4 +1,4 @@
-"""The recipes that ship: in the wheel as data of this package, in a checkout the folder ``recipes`` at its top."""
+"""Find the recipes that ship: data of this package in a wheel, the folder ``recipes`` at the top in a checkout."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from pathlib import Path
 from sparsebp_cli.errors import UsageError, did_you_mean
 
 PLACES = (Path(__file__).parent / "recipes", Path(__file__).parents[2] / "recipes")
-# Folders whose recipes are named without the folder, too, as when all lay side by side; a stem is there only once.
+# Recipes in these folders can also be named without the folder, as before there were folders; stems are unique.
 SHORT = ("start", "exact", "methods", "training")
 BASE = re.compile(r"^base: *(\S+)", re.MULTILINE)
-TEMPLATE = re.compile(r"^ +chat_template: *([\w-]+\.jinja)\b", re.MULTILINE)  # beside the recipe
+TEMPLATE = re.compile(r"^ +chat_template: *([\w-]+\.jinja)\b", re.MULTILINE)  # a file beside the recipe
 
 
 @dataclass(frozen=True)
 class ShippedRecipe:
-    """A recipe of the package: its name, which is its path without the suffix, and its file."""
+    """A recipe of the package. Its name is its path without the suffix."""
 
     name: str
     file: Path
 
     @property
     def short_name(self) -> str:
-        """The name without its folder, where that is enough."""
+        """The name, without its folder if it is unique without it."""
         folder, _, stem = self.name.partition("/")
         return stem if folder in SHORT else self.name
 
     @property
     def summary(self) -> str:
-        """The first sentence of the comment at the beginning."""
+        """The first sentence of the comment at the beginning of the file."""
         lines = []
         for line in self.file.read_text(encoding="utf-8").splitlines():
             if not line.startswith("#"):
@@ -40,7 +40,7 @@ class ShippedRecipe:
 
 
 def list_shipped() -> list[ShippedRecipe]:
-    """Return every recipe that ships, those to begin with first. Raise ``UsageError`` if the installation has none."""
+    """Return all recipes that ship, those for newcomers first. Raise ``UsageError`` if there are none."""
     folder = _folder()
     found = [
         ShippedRecipe(file.relative_to(folder).with_suffix("").as_posix(), file) for file in folder.rglob("*.yaml")
@@ -49,7 +49,7 @@ def list_shipped() -> list[ShippedRecipe]:
 
 
 def find_shipped(name: str) -> ShippedRecipe:
-    """Return the recipe of a name, with or without its folder and ``.yaml``. Raise ``UsageError`` if there is none."""
+    """Return the recipe with a name, with or without folder and ``.yaml``. Raise ``UsageError`` if there is none."""
     known = _by_name()
     wanted = name.removesuffix(".yaml")
     if wanted not in known:
@@ -59,18 +59,18 @@ def find_shipped(name: str) -> ShippedRecipe:
 
 
 def resolve_recipe(given: Path) -> Path:
-    """Return the file that a typed recipe names: a path that exists, before a recipe that ships. Raise ``UsageError``
-    for a word without a suffix that is neither."""
+    """Return the file that a typed recipe names. An existing path takes precedence over a recipe that ships. Raise
+    ``UsageError`` for a word without a suffix that is neither."""
     if given.is_file():
         return given
-    # A missing `lora.yaml` of the user's own must not become the one that ships, so a file needs `recipes/` in front.
-    # This was enough when all lay side by side, and commands that name them so are in papers and scripts.
+    # A missing `lora.yaml` of the user must not resolve to the one that ships, so a file name needs the prefix
+    # `recipes/`. Older papers and scripts name recipes this way, from before there were folders.
     old = re.fullmatch(r"recipes/(.+)\.yaml", given.as_posix())
     name = old[1] if old else given.as_posix()
     if (found := _by_name().get(name)) is not None:
         return found.file
     if given.suffix or given.exists():
-        return given  # the reader says what is wrong with a path
+        return given  # the reader reports what is wrong with a path
     near = did_you_mean(name, _by_name())
     raise UsageError(f"no file {name!r}, and no recipe of this name ships; `sparsebp recipes` lists them{near}")
 
@@ -81,8 +81,7 @@ def _by_name() -> dict[str, ShippedRecipe]:
 
 
 def collect_files(recipe: ShippedRecipe) -> dict[str, str]:
-    """Return the texts of a recipe, of the recipe that it extends and of their chat templates, by file name; as copies
-    they lie side by side."""
+    """Return the texts of a recipe, its base, and their chat templates, by file name. Copies lie side by side."""
     files = _with_template(recipe.file)
     text = files[recipe.file.name]
     found = BASE.search(text)

@@ -1,4 +1,4 @@
-"""Files of templates: filled with ``string.Template``, and written where nothing is yet."""
+"""Fill template files with ``string.Template``, and write them without overwriting anything."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def check_new(folder: Path) -> None:
 
 
 def write_files(folder: Path, files: Mapping[str, str]) -> None:
-    """Write files by their paths in a folder. A file with the same text stays; raise ``UsageError`` before anything is
-    written if another is in the way."""
+    """Write files by their paths in a folder. Keep a file that already has the same text. Raise ``UsageError``, before
+    anything is written, if a file with other content exists."""
     try:
         for name, text in files.items():
             if (folder / name).exists() and (folder / name).read_text(encoding="utf-8", errors="replace") != text:

@@ -1,0 +1,280 @@
+"""``sparsebp init --from``: configurations as axolotl, LLaMA-Factory, torchtune and TRL publish them become recipes."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from sparsebp_cli.cli import starter as verb
+from sparsebp_cli.errors import RecipeError, UsageError
+from sparsebp_cli.recipe.foreign_key import ANSWERS
+from sparsebp_cli.recipe.schema import Recipe
+from sparsebp_tools.foreign_recipe import RULES, convert
+
+from .conftest import Cli
+
+AXOLOTL = """
+base_model: NousResearch/Llama-3.2-1B
+load_in_8bit: true
+strict: false
+datasets:
+  - path: teknium/GPT4-LLM-Cleaned
+    type: alpaca
+dataset_prepared_path: last_run_prepared
+val_set_size: 0.1
+adapter: lora
+sequence_len: 2048
+sample_packing: true
+pad_to_sequence_len: true
+lora_r: 16
+lora_alpha: 32
+lora_dropout: 0.05
+lora_target_modules: [gate_proj, down_proj]
+wandb_project:
+gradient_accumulation_steps: 2
+micro_batch_size: 3
+num_epochs: 1
+optimizer: adamw_8bit
+lr_scheduler: cosine
+learning_rate: 2e-4
+bf16: auto
+tf32: false
+gradient_checkpointing: true
+evals_per_epoch: 4
+weight_decay: 0.0
+special_tokens: {pad_token: <|end_of_text|>}
+"""
+LLAMA_FACTORY = """
+model_name_or_path: meta-llama/Meta-Llama-3-8B-Instruct
+trust_remote_code: true
+stage: sft
+do_train: true
+finetuning_type: lora
+lora_rank: 8
+lora_target: q_proj,v_proj
+dataset: identity,alpaca_en_demo
+template: llama3
+cutoff_len: 2048
+max_samples: 1000
+overwrite_output_dir: true
+save_steps: 500
+report_to: none
+per_device_train_batch_size: 1
+learning_rate: 1.0e-4
+num_train_epochs: 3.0
+warmup_ratio: 0.1
+val_size: 0
+"""
+TORCHTUNE = """
+tokenizer: {_component_: torchtune.models.llama3.llama3_tokenizer, max_seq_len: 512}
+model: {_component_: torchtune.models.llama3_2.lora_llama3_2_1b, lora_rank: 64, lora_alpha: 128}
+checkpointer: {_component_: torchtune.training.FullModelHFCheckpointer, checkpoint_dir: /tmp/Llama}
+dataset: {_component_: torchtune.datasets.alpaca_cleaned_dataset, packed: true}
+batch_size: 4
+optimizer: {_component_: torch.optim.AdamW, fused: true, weight_decay: 0.01, lr: 3e-4}
+lr_scheduler:
+  _component_: torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup
+  num_warmup_steps: 100
+epochs: 1
+clip_grad_norm: null
+dtype: bf16
+enable_activation_checkpointing: false
+"""
+TRL = json.dumps(
+    {
+        "model_name_or_path": "Qwen/Qwen3-0.6B",
+        "dataset_name": "trl-lib/Capybara",
+        "max_steps": -1,
+        "num_train_epochs": 2,
+        "max_length": 4096,
+        "eval_strategy": "steps",
+        "eval_steps": 100,
+        "use_peft": True,
+        "assistant_only_loss": True,
+        "max_grad_norm": 0.0,
+        "optim": "adamw_torch_fused",
+        "adam_beta2": 0.95,
+    }
+)
+
+
+def read(tmp_path: Path, text: str) -> tuple[dict[str, Any], set[str], str]:
+    """The recipe, the keys that were not carried over, and the file's text."""
+    (tmp_path / "theirs.yaml").write_text(text)
+    found = convert(tmp_path / "theirs.yaml")
+    assert not any(reason.endswith(": ") for reason in found.left.values()), found.left
+    return yaml.safe_load(found.text), set(found.left), found.text
+
+
+def test_axolotl(tmp_path: Path) -> None:
+    recipe, left, text = read(tmp_path, AXOLOTL)
+    lora = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "target_modules": ["gate_proj", "down_proj"]}
+    assert recipe.pop("version") == 1
+    assert recipe == {
+        "model": {"name": "NousResearch/Llama-3.2-1B", "quantization": {"type": "int8"}, "lora": lora},
+        "dataset": {
+            "name": "teknium/GPT4-LLM-Cleaned",
+            "eval_fraction": 0.1,
+            "max_seq_length": 2048,
+        },
+        "policy": "lossless",
+        "training": {
+            "gradient_accumulation_steps": 2,
+            "per_device_train_batch_size": 3,
+            "num_train_epochs": 1,
+            "lr_scheduler_type": "cosine",
+            "learning_rate": 2e-4,
+            "mixed_precision": "bf16",
+            "weight_decay": 0.0,
+            "weight_decay_of": "matrices",
+        },
+        "backward": {"checkpointing": "full"},
+    }
+    assert left == {
+        "strict",
+        "pad_to_sequence_len",
+        "optimizer",
+        "evals_per_epoch",
+        "special_tokens.pad_token",
+        "datasets.type",
+    }
+    assert "# Missing: dataset.format" in text
+    assert "datasets.type: 'alpaca': another kind of value; in a recipe, dataset.format does it" in text
+    assert "Recipes need none of these: dataset_prepared_path" in text
+
+
+def test_llama_factory(tmp_path: Path) -> None:
+    recipe, left, text = read(tmp_path, LLAMA_FACTORY)
+    assert recipe["model"]["lora"] == {"r": 8, "target_modules": ["q_proj", "v_proj"]}
+    assert recipe["dataset"] == {"max_seq_length": 2048, "max_examples": 1000}
+    assert recipe["training"]["warmup_ratio"] == 0.1
+    assert recipe["checkpoint"] == {"every": 500}
+    assert left == {"trust_remote_code", "dataset", "template", "report_to"}
+    assert "# Missing: dataset.name" in text
+    assert "sets no lr_scheduler_type, weight_decay, lora_alpha: SparseBP's defaults hold" in text
+
+
+def test_torchtune(tmp_path: Path) -> None:
+    recipe, left, _ = read(tmp_path, TORCHTUNE)
+    assert recipe["model"] == {"lora": {"r": 64, "lora_alpha": 128}, "name": "/tmp/Llama", "dtype": "bfloat16"}
+    assert recipe["training"] == {
+        "per_device_train_batch_size": 4,
+        "optim": "adamw",
+        "weight_decay": 0.01,
+        "learning_rate": 3e-4,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 100,
+        "num_train_epochs": 1,
+        "max_grad_norm": None,  # never clipped there; ours clips to 1 unless it is told
+    }
+    assert recipe["policy"] == "lossless"
+    assert left == {"optimizer.fused"}
+
+
+def test_trl(tmp_path: Path) -> None:
+    recipe, left, _ = read(tmp_path, TRL)
+    assert recipe["model"] == {"name": "Qwen/Qwen3-0.6B", "lora": {}}
+    assert recipe["dataset"]["train_on"] == "assistant"
+    assert recipe["training"] == {"num_train_epochs": 2, "max_grad_norm": None, "optim": "adamw"}
+    assert recipe["measure"] == {"eval_every": 100}
+    assert left == {"adam_beta2"}
+
+
+def find_wrong(recipe: dict[str, Any]) -> list[tuple[int | str, ...]]:
+    """Where the schema finds something wrong."""
+    try:
+        Recipe.model_validate(recipe)
+    except ValidationError as error:
+        return [one["loc"] for one in error.errors()]
+    return []
+
+
+VALUES = (True, False, 0, 1, 4, -1, 0.5, "2e-4", "x", [1], ["a"], {"a": 1})
+
+
+@pytest.mark.parametrize("value", VALUES, ids=repr)
+def test_no_key_with_any_value_makes_a_recipe_that_the_schema_refuses(tmp_path: Path, value: object) -> None:
+    keys = sorted({key for key in (*ANSWERS, *RULES) if re.fullmatch(r"\w+", key)})
+    assert len(keys) > 100
+    for key in keys:
+        recipe, _, text = read(tmp_path, json.dumps({key: value, "num_workers": 3, "weight_decay": 0.1}))
+        recipe.pop("policy", None)
+        for part in ("model", "dataset"):
+            recipe[part] = {"name": "x"} | recipe.get(part, {})
+        wrong = find_wrong({"name": "x"} | recipe)
+        # Keys of one section that need each other may remain; the file names the section.
+        assert all(len(location) == 1 and f"#   {location[0]}: " in text for location in wrong), (key, wrong)
+
+
+def test_every_key_is_carried_or_named(tmp_path: Path) -> None:
+    _, left, text = read(tmp_path, "learning_rate: 1e-4\nnever_heard: 3\nfsdp_config: {a: 1, b: [2]}\nlogging_dir: x\n")
+    assert left == {"never_heard", "fsdp_config.a", "fsdp_config.b"}
+    assert "none of these: logging_dir" in text
+
+
+def test_a_line_break_adds_nothing_to_the_recipe(tmp_path: Path) -> None:
+    recipe, left, _ = read(tmp_path, json.dumps({"seed": 3, "max_steps": "x", "y": "a\nb: 1"}))
+    assert recipe == {"version": 1, "training": {"seed": 3}}
+    assert left == {"max_steps", "y"}
+    with pytest.raises(RecipeError, match="a key must be printable"):
+        read(tmp_path, json.dumps({"seed": 3, "x\npolicy: topk": 1}))
+
+
+def test_a_second_key_for_the_same_setting_is_named(tmp_path: Path) -> None:
+    recipe, left, text = read(tmp_path, "max_length: 512\nmax_seq_length: 256\n")
+    assert recipe["dataset"]["max_seq_length"] == 512
+    assert left == {"max_seq_length"}
+    assert "another key has set dataset.max_seq_length to 512" in text
+
+
+def test_the_recipe_of_local_data_validates(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    row = json.dumps({"text": 30 * "Good day to you. "}) + "\n"
+    Path("talks.jsonl").write_text(40 * row)
+    theirs = "base_model: austen-llama\ndatasets: [{path: talks.jsonl, type: completion}]\nmax_steps: 3\n"
+    Path("axolotl.yaml").write_text(
+        theirs + "micro_batch_size: 4\nval_set_size: 0.1\nlearning_rate: 1e-3\nstrict: true\n"
+    )
+    done = cli("init", "study", "--from", "axolotl.yaml")
+    assert done.returncode == 0, done.stderr
+    assert "next: sparsebp validate study/axolotl.yaml" in done.stdout
+    assert "not carried over, see the end of the file: strict" in done.stdout
+    recipe = yaml.safe_load(Path("study/axolotl.yaml").read_text())
+    assert recipe["dataset"]["name"] == str(tmp_path / "talks.jsonl")
+    done = cli("validate", "study/axolotl.yaml")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("- 1\n", "expected a mapping of keys"),
+        ("", "expected a mapping of keys"),
+        ("a: [\n", "theirs.yaml:2"),
+        ("never_heard: 3\n", "no key of it has a place in a recipe"),
+    ],
+)
+def test_other_files_are_refused_and_nothing_is_written(cli: Cli, tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "theirs.yaml").write_text(text)
+    done = cli("init", str(tmp_path / "study"), "--from", str(tmp_path / "theirs.yaml"))
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert not (tmp_path / "study").exists()
+
+
+def test_other_options_and_a_missing_package_are_refused(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "theirs.yaml").write_text(AXOLOTL)
+    words = ("init", str(tmp_path / "study"), "--from", str(tmp_path / "theirs.yaml"))
+    assert "leave the other options out" in cli(*words, "--model", "x").stderr
+    monkeypatch.setattr(verb, "find_tool", lambda name: None)
+    with pytest.raises(UsageError, match="in the package sparsebp-tools"):
+        verb.init(tmp_path / "study", file=tmp_path / "theirs.yaml")
+    assert not (tmp_path / "study").exists()
