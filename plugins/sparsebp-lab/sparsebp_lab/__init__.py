@@ -1,4 +1,4 @@
-"""Tools of those who test methods: studies, a judge of proposals, a leaderboard, cost screening before training."""
+"""Provide tools for testing methods: studies, a judge of proposals, a leaderboard, cost screening before training."""
 
 from sparsebp_cli.cli.plugin import VerbEntry
 

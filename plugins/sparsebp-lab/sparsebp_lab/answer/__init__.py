@@ -1,1 +1,1 @@
-"""What its verbs answer with, as records."""
+"""Records that the commands of this package return."""

@@ -9,57 +9,57 @@ class Side(Answer):
     """One side of a question."""
 
     name: str
-    """As it was first asked."""
+    """Name as first given."""
     digest: str
-    """What it trains, by content."""
+    """Digest of what it trains."""
 
 
 class Look(Answer):
-    """A pair of runs, or a run, that was looked at."""
+    """A run, or a pair of runs, that the judge has evaluated."""
 
     number: int
-    """Which of its stage, counted from 1."""
+    """Number within its stage, from 1."""
     gain: Number | None
-    """What the candidate gained, in the metric's unit; null of the pool, and where a run diverged."""
+    """The candidate's gain, in the metric's unit; null in the pool, and if a run diverged."""
     runs: list[str]
     """Ids, the baseline's first."""
     values: list[Number | None]
-    """The metric that decides, the baseline's first; null where a run diverged."""
+    """The deciding metric, the baseline's first; null if a run diverged."""
 
 
 class Gain(Answer):
-    """A gain over pairs of fresh seeds that decided nothing."""
+    """A gain over pairs of fresh seeds that took no part in the decision."""
 
     mean: float
     """Mean, in the metric's unit; above 0 the candidate is better."""
     low: float | None
-    """Low end of its 95 % interval; null under three pairs."""
+    """Lower end of its 95 % interval; null with fewer than three pairs."""
     high: float | None
-    """High end."""
+    """Upper end."""
     pairs: int
     """Number of pairs."""
 
 
 class Claim(Answer):
-    """What the pairs that decide show of a claim."""
+    """What the deciding pairs show about a claim."""
 
     shown: bool
-    """Whether its evidence reaches what is needed; of ruin, whether no seed was one."""
+    """Whether the evidence reaches the required level; for ruin, whether no seed was ruined."""
     evidence: Number | None = None
-    """Evidence for it; null of ruin."""
+    """Evidence for it; null for ruin."""
     worst: Number | None = None
-    """Of the mean: what the loss of one seed counts at most, in the metric's unit."""
+    """For the mean: the largest loss of one seed that counts, in the metric's unit."""
     most_ruined: Number | None = None
-    """Of ruin: the share of seeds that it may hit; null where a seed was one."""
+    """For ruin: upper bound on the fraction of seeds; null if a seed was ruined."""
     ruined: tuple[str, ...] = ()
-    """Of ruin: the candidate's runs that lost more than the worst case."""
+    """For ruin: the candidate's runs that lost more than the worst case."""
 
 
 class Allowed(Answer):
-    """What a question may spend."""
+    """The budget of a question."""
 
     amount: Number
-    """In ``unit``."""
+    """Amount, in ``unit``."""
     unit: str
     """``seconds`` or ``flops``."""
 
@@ -68,7 +68,7 @@ class LedgerFacts(Answer):
     """All questions of the store."""
 
     file: str
-    """The ledger."""
+    """Path of the ledger."""
     asked: int
     """Questions so far."""
     lines: int
@@ -76,63 +76,63 @@ class LedgerFacts(Answer):
     digest: str
     """Digest of the last line, which covers all lines before."""
     staked: int
-    """Of these, the ones that took a level."""
+    """Number of questions that used a level."""
     kept: int
-    """Candidates that were kept."""
+    """Number of candidates that were kept."""
     chance_of_any_false: float
-    """Bound of the chance that any kept candidate is not better."""
+    """Upper bound on the probability that any kept candidate is not better."""
 
 
 class Judgement(Answer):
-    """The answer to a question as it stands."""
+    """The current answer to a question."""
 
     question: str
-    """Its digest: questions are known by what they train."""
+    """Digest of the question: of what both sides train."""
     outcome: str
     """``better``, ``worse``, ``equal within the margin`` or ``not shown``."""
     answered: bool
-    """Whether it is closed; an open question goes on with the same command and a larger budget."""
+    """Whether the question is closed; the same command with a larger budget continues an open one."""
     reason: str
-    """Why, in one clause."""
+    """Reason, in one clause."""
     more_seeds: int | None
-    """About how many seeds more would keep the candidate; null where nobody can tell."""
+    """Estimated number of further seeds that would keep the candidate; null if unknown."""
     exit_code: int
-    """0, 10, 11 or 12, as the outcome is."""
+    """0, 10, 11 or 12, depending on the outcome."""
     metric: str
-    """The metric that decides."""
+    """The deciding metric."""
     better: str
     """``lower`` or ``higher``."""
     equal: str
-    """What both sides may spend as much of: ``flops`` or ``steps``; ``command``: what a script of each spends."""
+    """What both sides spend equally: ``flops`` or ``steps``; ``command``: what one script run of each spends."""
     candidate: Side
-    """What was proposed."""
+    """The proposal."""
     baseline: Side
-    """What it is held against."""
+    """The side that it is compared with."""
     effect: float | None
-    """The least gain that the question looks for, in the metric's unit; null before the first pool."""
+    """The smallest gain that the question looks for, in the metric's unit; null before the first pool."""
     margin: float | None
     """Margin within which both count as equal; null: none was given."""
     evidence: Number | None
-    """What bets on the pairs that decide have made of 1; null before the first."""
+    """Capital from bets on the deciding pairs, from 1; null before the first pair."""
     needed: Number | None
-    """What it must reach; null before the question takes a level."""
+    """Evidence that is required; null before the question uses a level."""
     claims: dict[str, Claim]
     """``better in the mean``, which decides, ``better in most seeds``, ``no rare ruin``; empty at first."""
     place: int | None
-    """Place of its level in the ledger, counted from 1; null: it took none."""
+    """Place of its level in the ledger, from 1; null: it used none."""
     level: float | None
-    """Chance of a false keep that it was given; null likewise."""
+    """Probability of a false keep that this level allows; null if it used none."""
     looks: dict[str, list[Look]]
-    """By stage: ``pool``, ``screen``, ``pairs``, ``gain``, ``test``."""
+    """Evaluated runs by stage: ``pool``, ``screen``, ``pairs``, ``gain``, ``test``."""
     gain: Gain | None
-    """Gain of a kept candidate on fresh pairs; null where none were made."""
+    """Gain of a kept candidate on fresh pairs; null without such pairs."""
     test: Gain | None
-    """Gain on the test split; null while it is sealed."""
+    """Gain on the test split; null until it is opened."""
     spent: dict[str, float]
-    """What it took in all: ``seconds``, ``flops``, ``runs``."""
+    """Total spent: ``seconds``, ``flops``, ``runs``."""
     seconds_per_run: dict[str, float]
-    """Mean seconds of a run of each side over the pairs; empty before the first."""
+    """Mean seconds of a run of each side over the pairs; empty before the first pair."""
     budget: Allowed | None
-    """What it may spend; null of the test split."""
+    """The budget; null for the test split."""
     ledger: LedgerFacts
-    """What was asked of this store, this question among it."""
+    """Totals over all questions of this store, this one included."""

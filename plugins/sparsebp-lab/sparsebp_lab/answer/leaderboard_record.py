@@ -17,15 +17,15 @@ class CellLine(Answer):
     seed: int
     """Its seed."""
     metric: str
-    """What is compared."""
+    """Name of the compared metric."""
     archived: float
     """Its value in the archive."""
     again: float | None
-    """Its value now; null where it did not finish."""
+    """Its value now; null if it did not finish."""
     tolerance: float
-    """The difference that is allowed; equal bits are always equal."""
+    """Allowed difference; bit-identical values are always equal."""
     is_equal: bool
-    """Whether the two are."""
+    """Whether both values are equal within the tolerance."""
 
 
 class SubmissionReport(Answer):
@@ -38,15 +38,15 @@ class SubmissionReport(Answer):
     archive: str
     """The archive of its trials."""
     methods: list[str]
-    """The arms that are submitted; empty: all methods of a task of ours."""
+    """The submitted arms; empty: all methods of a built-in task."""
     is_accepted: bool
-    """Whether nothing failed; then the exit code is 0, else 1."""
+    """Whether no check failed; then the exit code is 0, else 1."""
     checks: list[Checked]
-    """One for each rule, in the order of the guide."""
+    """One check for each rule, in the order of the guide."""
     cells: list[CellLine]
-    """What was trained again."""
+    """Trials that were trained again."""
     next: list[str]
-    """Commands that go on from here."""
+    """Commands to run next."""
 
 
 class TaskLine(Answer):
@@ -61,7 +61,7 @@ class TaskLine(Answer):
     controls: list[str]
     """Its controls."""
     has_archive: bool
-    """Whether it has been trained."""
+    """Whether the repository has trained it."""
 
 
 class RuleList(Answer):
@@ -74,6 +74,6 @@ class RuleList(Answer):
     report_seeds: int
     """Seeds of the report, at least."""
     may_change: list[str]
-    """Keys of a recipe that make a method."""
+    """Recipe keys that a method may change."""
     tasks: list[TaskLine]
     """The tasks."""

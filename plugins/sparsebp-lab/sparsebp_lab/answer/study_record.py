@@ -1,36 +1,55 @@
-"""Records of studies. Apart from those of runs, since what they hold imports the statistics."""
+"""Records of studies, separate from records of runs, because they import the statistics."""
 
 from __future__ import annotations
 
 from sparsebp_cli.cli.answer.record import Answer
-from sparsebp_cli.cli.answer.run_record import TrialLine
 from sparsebp_lab.study.rebuild import RebuiltArm
 from sparsebp_lab.study.summary import ArmLine
 
 
+class TrialLine(Answer):
+    """One trial of a study."""
+
+    run_id: str
+    """Its run."""
+    role: str
+    """``rehearse``, ``tune``, ``report`` or ``control``."""
+    arm: str
+    """Its arm."""
+    combination: str
+    """Varied values; empty if nothing is varied."""
+    seed: int
+    """Its seed."""
+    status: str
+    """``waiting``, ``running``, ``finished``, ``diverged``, ``failed``, ``interrupted``, ``cancelled``,
+    ``unreachable``, ``paused`` or ``pruned``."""
+    problem: str
+    """Why it failed or could not start; empty without a problem."""
+
+
 class StudyState(Answer):
-    """Where a study stands."""
+    """The state of a study."""
 
     study: str
     """Name of the study; ``@NAME`` names its runs."""
     file: str
     """Its file."""
     num_trials: int
-    """Trials in all, those whose combination is not known yet included."""
+    """All trials, including those whose combination is not known yet."""
     num_done: int
     """Trials that have a result."""
     arms: list[ArmLine]
     """One for each arm, then one for each arm's controls."""
     trials: list[TrialLine]
-    """Every trial that is known by now, in the order of the stages."""
+    """Every trial known so far, in the order of the stages."""
     notes: list[str]
-    """What to know of its choices, in words."""
+    """Remarks on its choices."""
     next: list[str]
-    """Commands that go on from here."""
+    """Commands to run next."""
 
 
 class RebuiltStudy(Answer):
-    """The choices of a study, rebuilt from an archive."""
+    """The choices of a study, derived again from an archive."""
 
     study: str
     """Name of the study."""
@@ -39,10 +58,10 @@ class RebuiltStudy(Answer):
     num_trials: int
     """Trials in it."""
     is_as_chosen: bool
-    """Whether everything is as it was reported."""
+    """Whether every choice equals the reported one."""
     arms: list[RebuiltArm]
     """One for each arm."""
     notes: list[str]
     """Choices at an edge of a grid."""
     faults: list[str]
-    """Trials that are not as list or rules say."""
+    """Trials that differ from the list or the rules."""

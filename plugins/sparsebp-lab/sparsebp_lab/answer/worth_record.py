@@ -17,41 +17,46 @@ class Interval(Answer):
 
 
 class PolicyWorth(Answer):
-    """What a policy is worth before it trains."""
+    """Cost and approximation error of a policy before training."""
 
     name: str
     """Name and options."""
     verdict: str
     """``dense``, ``cannot beat a smaller batch``, ``could`` or ``decide by training``."""
     price: Interval
-    """Cost of a step in dense steps."""
+    """Cost of a step, in dense steps."""
     noise: Interval
-    """Squared error over dense's variance between batches, all directions alike."""
+    """Variance of the policy's draws over the variance of dense gradients between batches, all directions weighted
+    equally.
+    """
     noise_curved: Interval | None
-    """The same with the curvature of the loss between: what an error costs in its step; null where weights or passes
-    have 16 bits, or the loss is not curved upwards between batches."""
+    """The same variance weighted by the curvature of the loss, that is, by its cost in a step. Null if weights or
+    passes have 16 bits, or if the loss is not curved upwards between batches.
+    """
     rate: Interval | None
-    """Share of the learning rate that is left beside the noise, over that of dense with ``dense_batch_curved``
-    examples: Adam's steps are shorter by noise in any direction. Null without second moments or ``noise_curved``."""
+    """Fraction of the learning rate that remains, relative to dense with ``dense_batch_curved`` examples: variance in
+    any direction shortens Adam's steps. Null without second moments or ``noise_curved``.
+    """
     bias: Interval
-    """Squared bias, all directions alike."""
+    """Squared bias, all directions weighted equally."""
     product: Interval
-    """(1 + noise) x price, with ``noise_curved`` unless that is null: above 1, dense with a smaller batch has as little
-    noise and costs less."""
+    """(1 + noise) x cost, with ``noise_curved`` unless it is null. Above 1, dense with a smaller batch has the same
+    variance and costs less.
+    """
     product_all_directions: Interval
-    """The same with ``noise``."""
+    """The same product with ``noise``."""
     dense_batch: Number
-    """Examples of the batch with which dense has as much noise."""
+    """Batch size, in examples, at which dense has the same variance."""
     dense_batch_curved: Number | None
-    """The same by ``noise_curved``."""
+    """The same batch size by ``noise_curved``."""
     remembers: bool
-    """Whether it chooses by what it remembers of earlier steps."""
+    """Whether its choices depend on earlier steps."""
     as_at_step: int | None
-    """Step as if at which it was measured, where it leaves nothing out so early."""
+    """Step whose settings were measured instead, if the policy leaves nothing out as early as the measured steps."""
     noise_plain: Interval
-    """Noise in plain gradients, whatever the metric."""
+    """Variance of plain gradients, whatever the metric."""
     by_part: dict[str, dict[str, Number]]
-    """By part of the model: its ``noise`` and ``bias``."""
+    """``noise`` and ``bias`` by part of the model."""
 
 
 class NotMeasured(Answer):
@@ -60,27 +65,27 @@ class NotMeasured(Answer):
     name: str
     """Name and options."""
     why: str
-    """The reason."""
+    """Reason."""
 
 
 class WorthAnswer(Answer):
-    """What policies are worth before they train."""
+    """Cost and approximation error of policies before training."""
 
     recipe: str
     """Name of the recipe."""
     steps: list[int]
-    """Steps of a dense training at which was measured."""
+    """Steps of a dense training at which policies were measured."""
     batch: int
-    """Examples of a step."""
+    """Examples in a step."""
     batches: int
-    """Small batches that were measured."""
+    """Number of small batches that were measured."""
     examples: int
-    """Examples of a small batch."""
+    """Examples in a small batch."""
     metric: str
     """``adam``: in AdamW's metric; ``plain``: of plain gradients."""
     dense_step_flops: float
     """FLOPs of a dense step."""
     policies: list[PolicyWorth]
-    """Those of the recipe first."""
+    """Policies, the recipe's first."""
     left_out: list[NotMeasured]
-    """Those that cannot be measured."""
+    """Policies that cannot be measured."""

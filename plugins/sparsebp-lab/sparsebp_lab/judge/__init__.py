@@ -1,1 +1,1 @@
-"""Verdicts on proposals, and a ledger that bounds the chance that anything false is kept over all of them."""
+"""Judge proposals, and keep a ledger that bounds the probability of any false keep over all of them."""

@@ -1,4 +1,4 @@
-"""What a judge answers: an outcome in fixed words, the numbers that it rests on, and the exit code."""
+"""Build a judge's answer: an outcome in fixed words, the numbers behind it, and the exit code."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 from sparsebp_cli.compare.statistics import summarise
 from sparsebp_lab.judge.bet import bound_share, forecast, log_capital
-from sparsebp_lab.judge.ledger import Book, Ledger, Question
+from sparsebp_lab.judge.ledger import Book, Ledger, LedgerQuestion
 from sparsebp_lab.judge.level import LEVEL, find_free, find_level, find_needed
 from sparsebp_lab.judge.move import WORST, Outcome, log_evidence
 from sparsebp_lab.judge.question import Proposal
@@ -20,12 +20,12 @@ EXIT_CODES: dict[Outcome, int] = {"better": 0, "equal within the margin": 10, "n
 
 @dataclass(frozen=True)
 class FreshGain:
-    """A gain that no choice has flattered: of pairs of fresh seeds that decided nothing.
+    """A gain over pairs of fresh seeds that took no part in the decision, so no selection has inflated it.
 
     Args:
         mean: Mean over the pairs, in the metric's unit; above 0 the candidate is better.
-        low: Lower end of its 95% interval (Student's t); None under three pairs.
-        high: Upper end of that interval; None under three pairs.
+        low: Lower end of its 95% interval (Student's t); None with fewer than three pairs.
+        high: Upper end of that interval; None with fewer than three pairs.
         pairs: Number of pairs.
     """
 
@@ -44,27 +44,27 @@ class FreshGain:
 
     @property
     def outcome(self) -> Outcome:
-        """What its interval shows."""
+        """The outcome that its interval shows."""
         if self.low is None or self.high is None or self.low <= 0.0 <= self.high:
             return "not shown"
         return "better" if self.low > 0.0 else "worse"
 
     def describe(self) -> str:
-        """Return it in words."""
+        """Return the gain in words."""
         interval = "" if self.low is None else f" ({self.low:+.4g} to {self.high:+.4g})"
         return f"{self.mean:+.4g}{interval}, {self.pairs} pairs"
 
 
 @dataclass(frozen=True)
-class Answer:
-    """The answer to a question as it stands."""
+class JudgeAnswer:
+    """The current answer to a question."""
 
     proposal: Proposal
-    question: Question
+    question: LedgerQuestion
     book: Book
     ledger: Ledger
-    terms: Terms | None  # None: of the test split
-    is_stopped: bool = False  # by a signal
+    terms: Terms | None  # None: for the test split
+    is_stopped: bool = False  # a signal stopped it
 
     @property
     def outcome(self) -> Outcome:
@@ -75,12 +75,12 @@ class Answer:
 
     @property
     def exit_code(self) -> int:
-        """What the command ends with."""
+        """Exit code of the command."""
         return EXIT_CODES[self.outcome]
 
     @property
     def reason(self) -> str:
-        """Why, in one clause."""
+        """The reason, in one clause."""
         if self.terms is None:
             return f"on the test split, after {len(self.question.looks.get('test', []))} of {TEST_PAIRS} pairs"
         if self.question.outcome is not None:
@@ -89,23 +89,23 @@ class Answer:
 
     @property
     def test(self) -> FreshGain | None:
-        """The gain on the test split; None while it is sealed."""
+        """The gain on the test split; None until it is opened."""
         return FreshGain.of(self.question.gains("test"))
 
     @property
     def gain(self) -> FreshGain | None:
-        """The gain of a candidate that was kept, on fresh pairs; None where none were made."""
+        """The gain of a kept candidate on fresh pairs; None without such pairs."""
         return FreshGain.of(self.question.gains("gain"))
 
     @property
     def evidence(self) -> float | None:
-        """The evidence of the pairs that decide; None before the first."""
+        """The evidence of the deciding pairs; None before the first pair."""
         gains, aim, bar = self.question.gains("pairs"), self.question.aim, self.question.bar
         return None if aim is None or bar is None or not gains else math.exp(log_evidence(gains, aim, bar))
 
     @property
     def claims(self) -> dict[str, dict[str, object]]:
-        """What the pairs that decide show of each claim; empty before the first."""
+        """What the deciding pairs show about each claim; empty before the first pair."""
         gains, one = self.question.gains("pairs"), self.question
         if self.evidence is None or one.bar is None or one.place is None:
             return {}
@@ -123,8 +123,8 @@ class Answer:
 
     @property
     def more_seeds(self) -> int | None:
-        """About how many seeds more would keep the candidate, at mean and spread as they are; None when the question is
-        answered, or nobody can tell."""
+        """Estimated number of further seeds that would keep the candidate, at the current mean and spread; None if the
+        question is answered or the number is unknown."""
         aim, bar = self.question.aim, self.question.bar
         if aim is None or self.question.outcome is not None:
             return None
@@ -134,10 +134,10 @@ class Answer:
         spread = aim.effect / find_design(aim.effect, aim.pair_spread)
         gains, worst = self.question.gains("screen"), self.question.asked.get("worst") or WORST * aim.effect
         found = forecast(gains, worst, aim.effect, spread, find_needed(find_free(self.book.taken)))
-        return None if found is None else found + len(gains)  # runs of the screen do not count
+        return None if found is None else found + len(gains)  # screen runs do not count
 
     def to_facts(self) -> dict[str, object]:
-        """Return it as plain data, as :class:`sparsebp_lab.answer.judge_record.Judgement` describes them."""
+        """Return plain data in the form of :class:`sparsebp_lab.answer.judge_record.Judgement`."""
         one, aim, bar = self.question, self.question.aim, self.question.bar
         stages = ("pool", "screen", "pairs", "gain", "test")
         return {
@@ -177,18 +177,18 @@ class Answer:
         }
 
     def save(self) -> None:
-        """Keep the answer beside the ledger, which must never be shorter than it is now."""
+        """Store the answer beside the ledger, which must never become shorter than it is now."""
         self.ledger.keep_answer(self.question.digest, self.to_facts())
 
     def brief(self) -> dict[str, object]:
-        """Return what whoever asked is told when it is over, as plain data."""
+        """Return plain data for the notification at the end."""
         facts = self.to_facts()
         names = {side: self.question.asked[side]["name"] for side in ("candidate", "baseline")}
         kept = ("question", "outcome", "answered", "reason", "more_seeds", "metric", "gain", "test", "spent")
         return names | {key: facts[key] for key in kept}
 
     def lines(self) -> list[str]:
-        """Return it in lines for people."""
+        """Return lines of text for people."""
         one, metric = self.question, self.proposal.metric.name
         names = [str(one.asked[side]["name"]) for side in ("candidate", "baseline")]
         more = "" if self.more_seeds is None else f"; about {self.more_seeds} seeds more"

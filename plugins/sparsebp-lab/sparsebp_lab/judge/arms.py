@@ -1,4 +1,4 @@
-"""The two sides of a question as whoever trains them sees them: trials, each trained once."""
+"""Define how a judge trains the two sides of a question: as trials, each trained once."""
 
 from __future__ import annotations
 
@@ -14,51 +14,51 @@ class SideTrial(Protocol):
 
     @property
     def run_id(self) -> str:
-        """Known by what it trains, so that nobody trains it twice."""
+        """Id derived from what the trial trains, so that it is trained only once."""
 
 
 T = TypeVar("T", bound=SideTrial)
 
 
 class Arms(Protocol[T]):
-    """Trains the trials of a question. What is finished stays finished, whoever asks again; of two commands that want
-    one trial, one trains it."""
+    """Train the trials of a question. A finished trial stays finished for every later command. If two commands need one
+    trial, one of them trains it."""
 
-    mark: LedgerMark | None  # is written into the plan of each run that is started
+    mark: LedgerMark | None  # written into the plan of each run that is started
 
     @property
     def proposal(self) -> Proposal:
         """The question."""
 
     def find_rehearsals(self) -> Sequence[T]:
-        """Return what must be trained before prices are known; once all have finished there may be more."""
+        """Return the trials that measure costs; once all have finished there may be more."""
 
     def make_trial(self, side: str, seed: int, *, test: bool = False) -> T:
-        """Return a trial of a side; with ``test`` one that reads the test split."""
+        """Return a trial of a side; with ``test`` it reads the test split."""
 
     def is_done(self, trial: T) -> bool:
-        """Whether a trial has finished."""
+        """Return whether a trial has finished."""
 
     def train(self, trials: Sequence[T], pause: Callable[[], None]) -> None:
-        """Train trials until each is over, or after :meth:`stop` until nothing works. ``pause`` waits a moment."""
+        """Train trials until all are over, or after :meth:`stop` until all have ended. ``pause`` waits a moment."""
 
     def stop(self) -> None:
-        """Start nothing more, and ask what works to end."""
+        """Start no further runs, and ask running ones to end."""
 
     def kill(self) -> None:
-        """End what works at once."""
+        """End running trials at once."""
 
     def find_unfinished(self, trials: Sequence[T]) -> list[str]:
-        """Return a line on each trial that has no result."""
+        """Return a line for each trial without a result."""
 
     def has_diverged(self, trial: T) -> bool:
-        """Whether a trial's result is that its numbers are not finite."""
+        """Return whether a trial ended with numbers that are not finite."""
 
     def read(self, trial: T, metric: str = "") -> float | None:
-        """Return what decides, of a finished trial, or another metric that is named; None if it has none."""
+        """Return a finished trial's deciding metric, or the named one; None if it has none."""
 
     def find_run(self, trial: T) -> str:
         """Return the id under which a trial's run is found."""
 
     def find_cost(self, trial: T) -> Mapping[str, float]:
-        """Return what a trial has spent: ``flops`` (0.0 if they are not known) and ``seconds``."""
+        """Return the cost of a trial: ``flops`` (0.0 if unknown) and ``seconds``."""

@@ -1,4 +1,4 @@
-"""The budget of a question: FLOPs of its runs, or the time that they take."""
+"""The budget of a question: FLOPs or time of its runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FORM = re.compile(r"([0-9.]+(?:e\+?[0-9]+)?) *([smhd]?|FLOPs?)", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class QuestionBudget:
-    """What the runs of a question may spend in all, whichever command started them."""
+    """Limit on what all runs of a question may spend, over all commands."""
 
     amount: float
     unit: Literal["flops", "seconds"]
@@ -35,10 +35,10 @@ class QuestionBudget:
         return cls(number * UNITS[word], "seconds") if word in UNITS else cls(number, "flops")
 
     def allows(self, spent: Mapping[str, float], dearest: Mapping[str, float], num_runs: int) -> bool:
-        """Whether so many runs more fit, each as dear as the dearest up to here. The first ones always do: what a run
-        takes is not known before one was made."""
+        """Return whether ``num_runs`` more runs fit, each at the largest cost so far. The first runs always fit,
+        because the cost of a run is unknown before one has finished."""
         return spent[self.unit] + num_runs * dearest[self.unit] <= self.amount * (1.0 + 1e-9)
 
     def describe(self) -> str:
-        """Return the budget in words, in the unit in which it was declared."""
+        """Return the budget in words, in its own unit."""
         return f"{self.amount:.4g} FLOPs" if self.unit == "flops" else f"{self.amount:.4g} s"

@@ -1,15 +1,15 @@
-"""The ledger: every question that was asked of a store, every look, and every answer, in ``judge/ledger.jsonl``.
+"""The ledger of a store: every question, every look, and every answer, in ``judge/ledger.jsonl``.
 
     {"entry": {"kind": "ledger", "salt": ...}, "digest": ...}        the first line
     {"entry": {"kind": "asked", "question": ..., ...}, "digest": ...}
 
-A line is appended while the lock is held, and is on the disk before anybody acts on it. Its digest covers the line
-before, so a line that was taken out or changed is noticed. Each answer, and the plan of each run that a judge starts,
-has the number of lines and the last digest: the ledger must still go on from there, so removed last lines are noticed.
-Nothing is signed: who also changes all of these files is not noticed.
+A judge appends a line while it holds the lock, and acts on it only once it is on the disk. The digest covers the line
+before, so a removed or changed line is noticed. Each answer, and the plan of each run that a judge starts, records the
+number of lines and the last digest. The ledger must extend that state, so removed last lines are noticed. Nothing is
+signed: a change of all these files at once is not noticed.
 
-An entry that is there already is not written again: a judge that was killed repeats what it did last, and two judges
-of one question write one line.
+An existing entry is not written again. So a killed judge can repeat its last action, and two judges of one question
+write one line.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from sparsebp_cli.run import home
 from sparsebp_cli.run.budget import LARGEST_ARTIFACT, LARGEST_PLAN, LARGEST_SMALL, read_json
 from sparsebp_cli.run.folder import check_locks, list_folders
 from sparsebp_lab.judge.level import find_free, find_level, find_needed
-from sparsebp_lab.judge.move import WORST, Aim, Bar, Outcome, Stage
-from sparsebp_lab.judge.screen import Squares
+from sparsebp_lab.judge.move import WORST, Aim, MoveBar, Outcome, Stage
+from sparsebp_lab.judge.screen import ScreenSquares
 
 Kind = Literal["ledger", "asked", "aimed", "staked", "look", "answered", "opened"]
 Entry = dict[str, Any]
@@ -45,13 +45,13 @@ SIDES = ("baseline", "candidate")
 
 
 @dataclass(frozen=True)
-class Look:
+class LedgerLook:
     """A pair of runs, or one run of the baseline's pool."""
 
-    number: int  # from 1 in its stage
-    gain: float | None  # of the candidate, more being better; None: of the pool, and where a run diverged
+    number: int  # within its stage, from 1
+    gain: float | None  # the candidate's gain, higher is better; None: in the pool, and if a run diverged
     runs: tuple[str, ...]  # ids, the baseline's first
-    values: tuple[float | None, ...]  # of the metric, the baseline's first; None: diverged
+    values: tuple[float | None, ...]  # the metric's values, the baseline's first; None: diverged
 
     @property
     def diverged(self) -> str:
@@ -59,50 +59,52 @@ class Look:
         return next((side for side, value in zip(SIDES, self.values, strict=False) if value is None), "")
 
     def describe(self) -> str:
-        """Return what a pair lost, in words."""
+        """Return the loss of a pair in words."""
         return f"run {self.runs[-1]} lost {-(self.gain or 0.0):.4g} against {self.runs[0]}"
 
 
 @dataclass
-class Question:
-    """What the ledger has of one question."""
+class LedgerQuestion:
+    """The ledger's entries about one question."""
 
     digest: str
     asked: Entry
     aim: Aim | None = None
-    bar: Bar | None = None
-    place: int | None = None  # among the levels
-    looks: dict[Stage, list[Look]] = field(default_factory=dict)
+    bar: MoveBar | None = None
+    place: int | None = None  # of its level
+    looks: dict[Stage, list[LedgerLook]] = field(default_factory=dict)
     outcome: Outcome | None = None
     reason: str = ""
     answered_at: float | None = None  # seconds since 1970
     spent: dict[str, float] = field(default_factory=lambda: {"flops": 0.0, "seconds": 0.0, "runs": 0})
-    dearest: dict[str, float] = field(default_factory=lambda: {"flops": 0.0, "seconds": 0.0})  # of one run
+    dearest: dict[str, float] = field(default_factory=lambda: {"flops": 0.0, "seconds": 0.0})  # largest cost of one run
 
     @property
-    def ruins(self) -> list[Look]:
-        """Looks at which the candidate lost at least the worst case."""
+    def ruins(self) -> list[LedgerLook]:
+        """Looks in which the candidate lost at least the worst case."""
         looks = [look for stage in ON_VALIDATION for look in self.looks.get(stage, [])]
         return [look for look in looks if self.bar and look.gain is not None and look.gain <= -self.bar.worst]
 
     def gains(self, stage: Stage) -> list[float]:
-        """Return the gains of a stage in their order, without looks at which a run diverged."""
+        """Return the gains of a stage in order, without looks in which a run diverged."""
         return [look.gain for look in self.looks.get(stage, []) if look.gain is not None]
 
 
 @dataclass
 class Book:
-    """The whole ledger, read."""
+    """The parsed ledger."""
 
     salt: str = ""
-    questions: dict[str, Question] = field(default_factory=dict)  # by digest, in the order in which they were asked
-    charged: dict[str, float] = field(default_factory=dict)  # runs that a question has paid for, to their seconds
-    opened: dict[str, Entry] = field(default_factory=dict)  # data whose test split was opened, to the entry
+    questions: dict[str, LedgerQuestion] = field(
+        default_factory=dict
+    )  # by digest, in the order in which they were asked
+    charged: dict[str, float] = field(default_factory=dict)  # seconds by run that a question has paid for
+    opened: dict[str, Entry] = field(default_factory=dict)  # the entry by data whose test split was opened
     digests: list[str] = field(default_factory=list)  # of each line
 
     @property
     def mark(self) -> LedgerMark:
-        """How far the ledger goes."""
+        """The ledger's length and last digest."""
         return LedgerMark(questions=len(self.questions), lines=len(self.digests), digest=self.last_digest)
 
     @property
@@ -112,7 +114,7 @@ class Book:
 
     @property
     def taken(self) -> set[int]:
-        """Places among the levels of candidates that were not kept, or are not decided yet."""
+        """Places of levels whose candidates were not kept or are not decided yet."""
         all_of = self.questions.values()
         return {one.place for one in all_of if one.place is not None and one.outcome != "better"}
 
@@ -121,9 +123,9 @@ class Book:
         """Candidates that were kept."""
         return sum(one.outcome == "better" for one in self.questions.values())
 
-    def find_squares(self, baseline: str) -> Squares:
-        """Return what all pairs with a baseline, by its digest, tell of the spread of a pair."""
-        found = Squares()
+    def find_squares(self, baseline: str) -> ScreenSquares:
+        """Return the squares of all pairs with a baseline, by its digest; the spread of a pair follows from them."""
+        found = ScreenSquares()
         for one in self.questions.values():
             if one.asked["baseline"]["digest"] == baseline:
                 for stage in ON_VALIDATION:
@@ -140,19 +142,19 @@ class Book:
                 of_runs |= {look.runs[0]: look.values[0] for look in looks if look.values[0] is not None}
         return list(of_runs.values())
 
-    def find_seconds(self, question: Question) -> dict[str, float]:
+    def find_seconds(self, question: LedgerQuestion) -> dict[str, float]:
         """Return the mean seconds of a run of each side, over the pairs of a question; empty before the first pair."""
         pairs = [look.runs for some in question.looks.values() for look in some if len(look.runs) == 2]
         seconds = {side: [self.charged.get(runs[i], 0.0) for runs in pairs] for i, side in enumerate(SIDES)}
         return {side: math.fsum(some) / len(some) for side, some in seconds.items() if some}
 
     def find_seed(self, *key: str | int) -> int:
-        """Return the seed of a run: nobody can know it before it is used, and it is the same each time."""
+        """Return the seed of a run: it is reproducible, but unpredictable without the ledger's salt."""
         text = json.dumps([self.salt, *key])
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) % SEEDS
 
     def has(self, entry: Mapping[str, object]) -> bool:
-        """Whether an entry of this kind, question, stage and number is there."""
+        """Return whether the ledger has an entry of this kind, question, stage and number."""
         one = self.questions.get(str(entry.get("question")))
         match entry["kind"]:
             case "look":
@@ -164,11 +166,11 @@ class Book:
         return facts[str(entry["kind"])] is not None
 
     def add(self, entry: Entry) -> None:
-        """Take in an entry."""
+        """Apply an entry."""
         if entry["kind"] == "ledger":
             self.salt = str(entry["salt"])
         elif entry["kind"] == "asked":
-            self.questions[entry["question"]] = Question(entry["question"], entry)
+            self.questions[entry["question"]] = LedgerQuestion(entry["question"], entry)
         else:
             _take(self.questions[entry["question"]], entry)
         self.charged |= {run: cost["seconds"] for run, cost in entry.get("charged", {}).items()}
@@ -176,15 +178,15 @@ class Book:
             self.opened[entry["data"]] = entry
 
 
-def _take(one: Question, entry: Entry) -> None:
+def _take(one: LedgerQuestion, entry: Entry) -> None:
     match entry["kind"]:
         case "aimed":
             one.aim = Aim(entry["effect"], entry["pair_spread"], entry["margin"])
         case "staked":
             worst = entry["worst"] if "worst" in entry or one.aim is None else WORST * one.aim.effect  # 0.5: none
-            one.place, one.bar = entry["place"], Bar(entry["design"], entry["needed"], worst)
+            one.place, one.bar = entry["place"], MoveBar(entry["design"], entry["needed"], worst)
         case "look":
-            look = Look(entry["number"], entry["gain"], tuple(entry["runs"]), tuple(entry["values"]))
+            look = LedgerLook(entry["number"], entry["gain"], tuple(entry["runs"]), tuple(entry["values"]))
             one.looks.setdefault(entry["stage"], []).append(look)
         case "answered":
             one.outcome, one.reason, one.answered_at = entry["outcome"], entry["reason"], entry["time"]
@@ -196,21 +198,21 @@ def _take(one: Question, entry: Entry) -> None:
 
 
 class Ledger:
-    """The ledger of a store. Raises UsageError where a line was changed or removed."""
+    """The ledger of a store. Raises UsageError if a line was changed or removed."""
 
     def __init__(self, place: Path | None = None) -> None:
-        """Open the ledger of a folder of SparseBP; None: of this machine's."""
+        """Open the ledger in a SparseBP folder; None: this machine's folder."""
         self.folder: Path = (place or home()) / "judge"
         self.file: Path = self.folder / "ledger.jsonl"
-        self._marks: dict[str, LedgerMark] | None = None  # by what rests on a ledger that goes so far
+        self._marks: dict[str, LedgerMark] | None = None  # by the file that depends on this length of the ledger
 
     def read(self) -> Book:
-        """Return what the ledger has; a last line without its end was never promised to anybody and is left out."""
+        """Return the ledger's content, without a last line that lacks its end: no command relied on it."""
         return self._read()[0]
 
     def write(self, entry: Mapping[str, object]) -> Book:
-        """Append an entry unless it is there, and return the ledger. A place among the levels is found here, while
-        nobody else can take it."""
+        """Append an entry unless it exists, and return the ledger. A free place for a level is determined here, while
+        the lock is held."""
         self._prepare()
         with FileLock(self.folder / "ledger.lock"):
             book, size = self._read()
@@ -223,20 +225,20 @@ class Ledger:
                 if entry["kind"] == "staked":
                     found["place"] = find_free(book.taken)
                     found |= {"level": find_level(found["place"]), "needed": find_needed(found["place"])}
-                if "charged" in found:  # of two judges that needed one run, the first pays
+                if "charged" in found:  # if two judges needed one run, the first pays
                     found["charged"] = {run: cost for run, cost in found["charged"].items() if run not in book.charged}
                 self._append(book, found)
         return book
 
     def keep_answer(self, question: str, facts: Mapping[str, object]) -> None:
-        """Write an answer into ``judge/answers``, instead of an earlier one to the same question."""
+        """Write an answer into ``judge/answers``; it replaces an earlier answer to the same question."""
         folder = self.folder / "answers"
         durable.make_folder(folder, exist_ok=True)
         durable.write_file(folder / f"{question}.json", json.dumps(facts))
 
     @contextmanager
     def hold(self, question: str) -> Iterator[None]:
-        """Be the only judge of a question. Raise RunBusyError if another one works at it."""
+        """Hold the lock of a question; raise RunBusyError if another judge works at it."""
         self._prepare()
         lock = FileLock(self.folder / f"{question}.lock", timeout=0)
         try:
@@ -262,7 +264,7 @@ class Ledger:
 
     def _read(self) -> tuple[Book, int]:
         """Return the ledger, and where its last whole line ends."""
-        if self._marks is None:  # before the ledger is read: another judge may add a line and a run meanwhile
+        if self._marks is None:  # before the ledger is read, because another judge may add a line and a run meanwhile
             self._marks = dict(_find_marks(self.folder))
         book, size = Book(), 0
         content = self.file.read_bytes() if self.file.exists() else b""
@@ -287,7 +289,7 @@ class Ledger:
         return book, size
 
     def _check(self, book: Book) -> None:
-        """Raise UsageError if the ledger does not go on from where something else has seen it."""
+        """Raise UsageError unless the ledger extends every length that a file has recorded."""
         for source, mark in (self._marks or {}).items():
             if len(book.digests) < mark.lines:
                 has = f"has {len(book.digests)} lines" if self.file.exists() else "is missing"
@@ -302,14 +304,14 @@ class Ledger:
             )
 
     def _note(self, book: Book) -> None:
-        """Remember how far the ledger went."""
+        """Store how far the ledger goes."""
         if book.digests and self._marks is not None:
             self._marks["this command"] = book.mark
 
 
 def _find_marks(folder: Path) -> Iterator[tuple[str, LedgerMark]]:
-    """Yield each file that rests on the ledger in a folder, and how far the ledger went. A plan that cannot be read is
-    as good as none; answers are written as a whole, so that one that cannot be read was damaged."""
+    """Yield each file in a folder that depends on the ledger, with the recorded length. Unreadable plans are skipped.
+    Answers are written atomically, so an unreadable answer was damaged."""
     for file in sorted((folder / "answers").glob("*.json")):
         try:
             facts = read_json(file, LARGEST_ARTIFACT)["ledger"]

@@ -1,4 +1,4 @@
-"""What a question needs next, from its looks alone: whoever repeats them comes to the same answer."""
+"""Decide what a question needs next, from its looks only, so that a repetition gives the same answer."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from sparsebp_lab.judge.screen import find_passage, log_odds
 Outcome = Literal["better", "worse", "equal within the margin", "not shown"]
 Stage = Literal["pool", "screen", "pairs", "gain", "test"]
 
-MOST_PAIRS = 200  # that decide; chosen by benchmarks/judge.py
-FUTILE = math.log(0.1)  # odds of the gain against none, at which it is not looked for any longer
-SOON = 8  # pairs more that are made of a candidate without hope if they would show that it is worse
+MOST_PAIRS = 200  # deciding pairs; chosen by benchmarks/judge.py
+FUTILE = math.log(0.1)  # odds of the gain against none at which the search stops
+SOON = 8  # further pairs to make of a hopeless candidate if they would show that it is worse
 AGAINST = math.log(20.0)  # evidence that a candidate is worse, or within the margin: 5% for each question
-WORST = 20.0  # the worst case, in standard deviations of a run, where none was declared
+WORST = 20.0  # default worst case, in standard deviations of a run
 
 
 @dataclass(frozen=True)
 class Train:
-    """The next look needs runs: of the baseline alone (the pool), or a pair."""
+    """Train runs for the next look: the baseline only (the pool), or a pair."""
 
     stage: Stage
     number: int  # from 1
@@ -30,17 +30,17 @@ class Train:
 
 @dataclass(frozen=True)
 class FixAim:
-    """The pool is complete: what is looked for has to be fixed before the first look."""
+    """The pool is complete: fix the effect before the first look."""
 
 
 @dataclass(frozen=True)
 class Stake:
-    """The candidate has passed the screen: it takes a place among the levels."""
+    """The candidate has passed the screen: take a level."""
 
 
 @dataclass(frozen=True)
 class Decide:
-    """The question is answered."""
+    """Close the question."""
 
     outcome: Outcome
     reason: str
@@ -51,29 +51,29 @@ Move = Train | FixAim | Stake | Decide
 
 @dataclass(frozen=True)
 class Aim:
-    """What was fixed before the first look."""
+    """Values that are fixed before the first look."""
 
-    effect: float  # the gain that is looked for, in the metric's unit
-    pair_spread: float  # standard deviation of a pair in the screen, as it was known then
-    margin: float | None = None  # within which both count as equal; None: not asked
+    effect: float  # the gain to find, in the metric's unit
+    pair_spread: float  # standard deviation of a pair in the screen, as known then
+    margin: float | None = None  # within it both count as equal; None: not asked
 
 
 @dataclass(frozen=True)
-class Bar:
-    """What was fixed before the first pair that decides."""
+class MoveBar:
+    """Values that are fixed before the first deciding pair."""
 
     design: float  # the effect in standard deviations of a pair
-    needed: float  # logarithm of the evidence that keeps the candidate
-    worst: float  # a seed that loses more, in the metric's unit, is a ruin; a mean counts no more of it
+    needed: float  # logarithm of the evidence that the candidate needs
+    worst: float  # in the metric's unit: a larger loss of a seed is a ruin; a mean counts no more of it
 
 
-def log_evidence(gains: Sequence[float], aim: Aim, bar: Bar, offset: float = 0.0) -> float:
+def log_evidence(gains: Sequence[float], aim: Aim, bar: MoveBar, offset: float = 0.0) -> float:
     """Return the logarithm of the evidence that the mean of the clipped gains is above ``-offset``."""
     return log_capital([gain + offset for gain in gains], bar.worst + offset, aim.effect, aim.effect / bar.design)
 
 
 def find_screen_move(gains: Sequence[float], aim: Aim) -> Move:
-    """Return the next move in the screen. With a margin nothing is dropped: the answer may be that both are equal."""
+    """Return the next move in the screen. With a margin it drops nobody: the answer may be that both are equal."""
     if aim.margin is not None:
         return Stake()
     if not gains:
@@ -88,8 +88,8 @@ def find_screen_move(gains: Sequence[float], aim: Aim) -> Move:
     return Decide("not shown", f"dropped by the screen after {count} runs with a mean gain of {mean:.4g}")
 
 
-def find_pair_move(gains: Sequence[float], aim: Aim, bar: Bar) -> Move:
-    """Return the next move among the pairs that decide."""
+def find_pair_move(gains: Sequence[float], aim: Aim, bar: MoveBar) -> Move:
+    """Return the next move among the deciding pairs."""
     count, losses = len(gains), [-gain for gain in gains]
     found, against = log_evidence(gains, aim, bar), log_evidence(losses, aim, bar)
     if found >= bar.needed:
@@ -108,9 +108,9 @@ def find_pair_move(gains: Sequence[float], aim: Aim, bar: Bar) -> Move:
     return Train("pairs", count + 1)
 
 
-def _is_worse_soon(losses: Sequence[float], aim: Aim, bar: Bar) -> bool:
-    """Whether few pairs more like these would show that a candidate is worse."""
-    if len(losses) == 1:  # nothing is foreseen from one pair
+def _is_worse_soon(losses: Sequence[float], aim: Aim, bar: MoveBar) -> bool:
+    """Return whether a few further pairs like these would show that a candidate is worse."""
+    if len(losses) == 1:  # one pair predicts nothing
         return losses[0] >= aim.effect
     more = forecast(losses, bar.worst, aim.effect, aim.effect / bar.design, AGAINST)
     return more is not None and more <= SOON

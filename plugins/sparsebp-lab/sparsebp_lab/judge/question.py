@@ -1,4 +1,4 @@
-"""A question: is this candidate better than this baseline? It is known by its content alone."""
+"""A question, identified by its content only: is this candidate better than this baseline?"""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from sparsebp_cli.errors import UsageError
 from sparsebp_cli.plan.identity import find_code, find_data
 from sparsebp_cli.plan.plan import content_hash, group_content, resolve_paths
 from sparsebp_cli.recipe import Recipe
-from sparsebp_cli.recipe.evaluation import find_decisive
 from sparsebp_cli.run.metric import Metric
+from sparsebp_lab.study.decisive import find_decisive
 
 Equal = Literal["flops", "steps", "command"]
-SAME_MEASURE = ("eval_examples", "eval_batches", "metric", "generate")  # keys that decide what validation measures
+SAME_MEASURE = ("eval_examples", "eval_batches", "metric", "generate")  # keys that define what validation measures
 
 
-class Side(Protocol):
+class JudgedSide(Protocol):
     """One side of a question."""
 
     @property
     def name(self) -> str:
-        """As people know it."""
+        """Name for people."""
 
     @property
     def digest(self) -> str:
-        """What decides its results, but for the seed; never a name."""
+        """Digest of everything that decides its results except the seed; never of a name."""
 
 
 class Proposal(ABC):
     """A candidate against a baseline."""
 
-    candidate: Side  # what is proposed
-    baseline: Side  # what it is held against
-    equal: Equal  # what both may spend as much of; "command": what one command of each spends
+    candidate: JudgedSide  # the proposal
+    baseline: JudgedSide  # the side that it is compared with
+    equal: Equal  # what both may spend equally; "command": one command of each
 
     @property
     @abstractmethod
@@ -47,29 +47,29 @@ class Proposal(ABC):
     @property
     @abstractmethod
     def data(self) -> str | None:
-        """What the test split is known by; None where it cannot be sealed."""
+        """Identifier of the test split; None if it cannot be sealed."""
 
     def check_alike(self) -> None:
-        """Refuse two sides that are the same. Raises UsageError."""
+        """Raise UsageError if both sides are the same."""
         if self.candidate.digest == self.baseline.digest:
             raise UsageError(
-                f"candidate {self.candidate.name} and baseline {self.baseline.name} train the same: change one of them"
+                f"candidate {self.candidate.name} and baseline {self.baseline.name} are the same: change one"
             )
 
     @property
     def sign(self) -> float:
-        """What a difference, candidate minus baseline, is multiplied by to be a gain."""
+        """Factor that turns the difference candidate minus baseline into a gain."""
         return 1.0 if self.metric.better == "higher" else -1.0
 
     @cached_property
     def digest(self) -> str:
-        """What the ledger knows the question by."""
+        """The ledger's key of the question."""
         sides = {"candidate": self.candidate.digest, "baseline": self.baseline.digest}
         return content_hash(sides | {"metric": self.metric.name, "equal": self.equal})
 
     def seed_key(self, stage: str, number: int) -> Sequence[str | int]:
-        """Return what the seed of a look follows from. The screen has the baseline's, so that its runs serve every
-        candidate; all others are fresh."""
+        """Return what determines the seed of a look. The screen uses the baseline's seeds, so that its runs serve every
+        candidate; all other seeds are fresh."""
         return (stage, self.baseline.digest if stage == "screen" else self.digest, number)
 
 
@@ -77,42 +77,40 @@ class Proposal(ABC):
 class Contender:
     """A recipe as one side of a question."""
 
-    name: str  # as people know it
-    recipe: Recipe  # resolved, with absolute paths; its test split is set aside
+    name: str  # name for people
+    recipe: Recipe  # resolved, with absolute paths, without its test split
 
     @classmethod
     def of(cls, recipe: Recipe, origin: Path) -> Contender:
-        """Make a side from a recipe and the file that its relative paths start from."""
+        """Make a side from a recipe and the file to which its paths are relative."""
         resolved = resolve_paths(recipe, [origin.resolve().parent, Path.cwd()])
         return cls(recipe.name, with_test(resolved, asked=False))
 
     @cached_property
     def digest(self) -> str:
-        """What decides its results, but for the seed: recipe, code and data; never a name."""
+        """Digest of recipe, code and data, without the seed; never of a name."""
         content = {"group": group_content(self.recipe), "code": find_code(self.recipe), "data": find_data(self.recipe)}
         return content_hash(content)
 
 
 def with_test(recipe: Recipe, *, asked: bool) -> Recipe:
-    """Return a recipe whose runs read the test split, or set it aside."""
+    """Return a recipe whose runs read the test split (``asked``) or leave it out."""
     return recipe.model_copy(update={"measure": recipe.measure.model_copy(update={"test": asked})})
 
 
 @dataclass(frozen=True)
 class RecipeProposal(Proposal):
-    """Two recipes, at an equal price or with the steps of each."""
+    """Two recipes, at equal cost or with the steps of each."""
 
     candidate: Contender
     baseline: Contender
     equal: Equal = "flops"
 
     def __post_init__(self) -> None:
-        """Refuse sides that are one recipe, or whose validation is not the same. Raises UsageError."""
+        """Raise UsageError if both sides are one recipe, or differ in their validation."""
         self.check_alike()
         if different := [*_find_different(self.candidate.recipe, self.baseline.recipe)]:
-            raise UsageError(
-                f"candidate and baseline are not validated alike: {', '.join(different)} differ; give both the same"
-            )
+            raise UsageError(f"candidate and baseline are validated differently: make {', '.join(different)} the same")
 
     @cached_property
     def metric(self) -> Metric:
@@ -121,7 +119,7 @@ class RecipeProposal(Proposal):
 
     @cached_property
     def data(self) -> str | None:
-        """What the test split is known by: the data, however they are split; None if there is no test split."""
+        """Identifier of the test split: the data, however they are split; None without a test split."""
         dataset = self.baseline.recipe.dataset
         if dataset.test_split is None and dataset.test_fraction is None:
             return None

@@ -1,4 +1,4 @@
-"""Two recipes as arms of a study: what their steps cost, and their trials, each trained once."""
+"""Train two recipes as arms of a study: measure their steps' costs, and train each trial once."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from sparsebp_cli.plan import LedgerMark, Provenance
 from sparsebp_cli.recipe import PlacedRecipe
 from sparsebp_cli.recipe.document import Node, Place
 from sparsebp_cli.run import RunFolder, read
-from sparsebp_cli.study.loader import ArmVariant, LoadedStudy
-from sparsebp_cli.study.schema import Study
 from sparsebp_lab.judge.ledger import SIDES
 from sparsebp_lab.judge.question import Contender, RecipeProposal, with_test
 from sparsebp_lab.study.budget import find_flops, find_steps, make_rehearsals
 from sparsebp_lab.study.course import lengthen, read_value
 from sparsebp_lab.study.driver import Driver, Status
+from sparsebp_lab.study.loader import ArmVariant, LoadedStudy
 from sparsebp_lab.study.place import TrialPlace
+from sparsebp_lab.study.schema import Study
 from sparsebp_lab.study.store import TrialStore
 from sparsebp_lab.study.trial import StudyTrial, TrialMaker
 
 
 class RecipeArms:
-    """Trials of both sides at an equal price: the baseline's steps say what each may spend."""
+    """Trials of both sides at equal cost: the baseline's steps define what each may spend."""
 
     def __init__(self, proposal: RecipeProposal, provenance: Provenance) -> None:
-        """Lay the two recipes beside each other; nothing is trained."""
+        """Prepare the two recipes; nothing is trained."""
         self.proposal = proposal
         self.mark: LedgerMark | None = None
         self._loaded = _make_study(proposal)
@@ -38,13 +38,13 @@ class RecipeArms:
         self.driver: Driver = Driver([TrialPlace(target.kind, None)], self.store, provenance)
 
     def find_rehearsals(self) -> list[StudyTrial]:
-        """Return the rehearsals that are known by now; once all have finished there may be longer ones."""
+        """Return the rehearsals known so far; once all have finished there may be longer ones."""
         found = make_rehearsals(self._loaded, self._maker, self.store)
         return list({trial.run_id: trial for some in found.values() for trial in some}.values())
 
     def make_trial(self, side: str, seed: int, *, test: bool = False) -> StudyTrial:
-        """Return a trial of a side, once the prices are known. Raise UsageError if the price of the baseline pays for
-        too few steps of the candidate."""
+        """Return a trial of a side, once the costs are known. Raise UsageError if the baseline's cost pays for too few
+        steps of the candidate."""
         rehearsals = make_rehearsals(self._loaded, self._maker, self.store)
         try:
             steps = find_steps(self._loaded, rehearsals, self.store)
@@ -55,33 +55,33 @@ class RecipeArms:
         return self._maker.make("report", side, "", recipe, [seed])[0]
 
     def read(self, trial: StudyTrial, metric: str = "") -> float | None:
-        """Return the value of a finished trial after its last step, on validation unless another metric is named."""
+        """Return a finished trial's value after its last step, of the validation metric unless another is named."""
         run = self.store.load(trial)
         if metric and run is not None and run.finished:
             return next(iter(run.evaluations(metric)[-1:]), None)
         return read_value(run, self.proposal.metric)
 
     def find_cost(self, trial: StudyTrial) -> dict[str, float]:
-        """Return what a trial has spent: FLOPs of its steps, 0.0 if they have no price, and seconds of its attempts."""
+        """Return the cost of a trial: FLOPs of its steps, 0.0 if unknown, and seconds of its attempts."""
         run: LoadedRun | None = self.store.load(trial)
         flops = None if run is None else sum_flops(run)
         return {"flops": flops or 0.0, "seconds": sum(_find_seconds(self.store.find(trial)))}
 
     def is_done(self, trial: StudyTrial) -> bool:
-        """Whether a trial's run has finished."""
+        """Return whether a trial's run has finished."""
         return self.store.is_done(trial)
 
     def train(self, trials: Sequence[StudyTrial], pause: Callable[[], None]) -> None:
-        """Train trials where the baseline's recipe says."""
+        """Train trials on the target of the baseline's recipe."""
         self.driver.provenance = self.driver.provenance.model_copy(update={"ledger": self.mark})
         self.driver.drive(trials, pause)
 
     def stop(self) -> None:
-        """Start nothing more; what runs ends with a checkpoint."""
+        """Start no further runs; running ones end with a checkpoint."""
         self.driver.stop()
 
     def kill(self) -> None:
-        """End what runs at once."""
+        """End running trials at once."""
         self.driver.kill()
 
     def find_unfinished(self, trials: Sequence[StudyTrial]) -> list[str]:
@@ -95,11 +95,11 @@ class RecipeArms:
         ]
 
     def has_diverged(self, trial: StudyTrial) -> bool:
-        """Whether a loss, gradient or weight of a trial's run was not finite."""
+        """Return whether a loss, gradient or weight of a trial's run was not finite."""
         return self.driver.runs[trial.run_id].status is Status.DIVERGED
 
     def find_run(self, trial: StudyTrial) -> str:
-        """Return the id of a trial's run, which another command may have made."""
+        """Return the id of a trial's run, which another command may have created."""
         return self.store.find(trial).run_id
 
 
@@ -126,8 +126,8 @@ def _make_study(proposal: RecipeProposal) -> LoadedStudy:
     variants = [
         _make_variant(side, one) for side, one in zip(SIDES, (proposal.baseline, proposal.candidate), strict=True)
     ]
-    # The rehearsals of both begin with the baseline's rate and the like: a candidate that changes only these costs as
-    # much as the baseline, and needs no rehearsal of its own.
+    # Both rehearsals begin with the baseline's settings, such as the learning rate. A candidate that changes only these
+    # costs as much as the baseline and needs no rehearsal of its own.
     firsts: dict[str, ArmVariant] = dict.fromkeys(SIDES, variants[0])
     return LoadedStudy(Path("judge"), Study.model_validate(content), Path("judge"), tuple(variants), firsts, tree, tree)
 

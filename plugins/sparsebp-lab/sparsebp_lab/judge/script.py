@@ -1,4 +1,4 @@
-"""A question about a user's own script: a command, as it is at two commits of a git repository."""
+"""Ask a question about a user's script: a command at two commits of a git repository."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from sparsebp_cli.plan.repository import Repository, find_git
 from sparsebp_cli.run.metric import Metric
 from sparsebp_lab.judge.question import Equal, Proposal
 
-SEED, REPOSITORY = "{seed}", "{repository}"  # what a command may name
+SEED, REPOSITORY = "{seed}", "{repository}"  # placeholders that a command may contain
 
 
 @dataclass(frozen=True)
 class ScriptRepository:
-    """The git repository that a command was typed in."""
+    """The git repository in which the user typed a command."""
 
     repository: Repository
-    prefix: str  # the folder in it where the command runs, empty for its root
+    prefix: str  # the folder in which the command runs, relative to the root; empty: the root
 
     @classmethod
     def find(cls, folder: Path) -> ScriptRepository:
@@ -31,23 +31,23 @@ class ScriptRepository:
             raise UsageError("--script needs git, which is not installed here")
         found = Repository.find(folder.resolve())
         if found is None:
-            raise UsageError(f"--script judges commits of a git repository, and {folder} is in none")
+            raise UsageError(f"--script judges commits of a git repository; {folder} is in none")
         prefix = folder.resolve().relative_to(found.folder).as_posix()
         return cls(found, "" if prefix == "." else f"{prefix}/")
 
     @property
     def root(self) -> Path:
-        """Its top folder."""
+        """Its top-level folder."""
         return self.repository.folder
 
     def find_commit(self, ref: str) -> str:
-        """Return the commit that a branch, tag or commit names. Raises UsageError for another word."""
+        """Return the commit of a branch, tag or commit; raise UsageError for another word."""
         if commit := self.repository.find_commit(ref):
             return commit
         raise UsageError(f"{self.root} has no commit {ref!r}{did_you_mean(ref, self.repository.list_references())}")
 
     def find_tree(self, commit: str) -> str:
-        """Return the digest of all files of a commit. Raises UsageError where some would not be checked out."""
+        """Return the digest of all files of a commit. Raises UsageError if a checkout would lack some of them."""
         if missing := self.repository.find_missing(commit):
             raise UsageError(f"commit {commit[:12]} has {missing}, which a judge does not check out")
         if tree := self.repository.find_tree(commit):
@@ -56,11 +56,11 @@ class ScriptRepository:
 
     @property
     def has_changes(self) -> bool:
-        """Whether tracked files have changes that no commit has."""
+        """Return whether tracked files have uncommitted changes."""
         return self.repository.diff(self.repository.head()) != b""
 
     def check_out(self, commit: str, folder: Path) -> None:
-        """Write the files of a commit into a folder of their own; the repository stays as it is."""
+        """Write the files of a commit into a separate folder; the repository does not change."""
         if not self.repository.check_out(commit, folder):
             raise UsageError(f"git could not check out commit {commit[:12]} of {self.root}")
 
@@ -73,7 +73,7 @@ class Script:
     repository: ScriptRepository
 
     def __post_init__(self) -> None:
-        """Refuse a command without a place for the seed. Raises UsageError."""
+        """Raise UsageError for a command without a place for the seed."""
         try:
             words = shlex.split(self.command)
         except ValueError as error:
@@ -84,13 +84,13 @@ class Script:
     def words(self, seed: int) -> list[str]:
         """Return the words of the command with a seed."""
         values: Mapping[str, str] = {SEED: str(seed), REPOSITORY: str(self.repository.root)}
-        found = shlex.split(self.command)  # before names are put in, which may have spaces
+        found = shlex.split(self.command)  # before placeholders are filled in, whose values may contain spaces
         for name, value in values.items():
             found = [word.replace(name, value) for word in found]
         return found
 
     def at(self, ref: str) -> ScriptSide:
-        """Return the command as it is at a branch, tag or commit. Raises UsageError."""
+        """Return the command at a branch, tag or commit. Raises UsageError."""
         commit = self.repository.find_commit(ref)
         content = {"command": self.command, "folder": self.repository.prefix, "tree": self.repository.find_tree(commit)}
         return ScriptSide(ref, commit, content_hash({"script": content}))
@@ -107,7 +107,7 @@ class ScriptSide:
 
 @dataclass(frozen=True)
 class ScriptProposal(Proposal):
-    """A script at two commits. Each run is a whole command: what it spends is the script's own affair."""
+    """A script at two commits. Each run is a whole command, and the script decides how much it spends."""
 
     script: Script
     candidate: ScriptSide
@@ -116,22 +116,22 @@ class ScriptProposal(Proposal):
     equal: Equal = "command"
 
     def __post_init__(self) -> None:
-        """Refuse two names of the same files. Raises UsageError."""
+        """Raise UsageError if both names mean the same files."""
         self.check_alike()
 
     @cached_property
     def metric(self) -> Metric:
-        """The metric that decides, as the script logs it."""
+        """The deciding metric, as the script logs it."""
         return self.decisive
 
     @cached_property
     def digest(self) -> str:
-        """What the ledger knows the question by: the direction too, which the user declares."""
+        """The ledger's key of the question; it includes the direction that the user declares."""
         return content_hash({"question": super().digest, "better": self.decisive.better})
 
     @property
     def data(self) -> str | None:
-        """None: nobody but the script knows its test split."""
+        """None: the test split of a script is unknown."""
         return None
 
 

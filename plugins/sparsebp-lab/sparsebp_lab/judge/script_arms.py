@@ -1,10 +1,10 @@
-"""Runs of a user's own script: each in a checkout of its own, into an MLflow run of its own.
+"""Run a user's script, each run in a separate checkout and with a separate MLflow run.
 
 judge/scripts/RUN/judge.lock     held by the command that works on the run; the system releases it when it dies
                  checkout/       the files of the commit, until the run has finished
                  output.log      what the script printed
-                 process.json    which process it is, and how far the ledger went
-                 result.json     the last value of each metric, and how long it took: written once
+                 process.json    the process, and how far the ledger went
+                 result.json     the last value of each metric, and the duration; written once
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from sparsebp_cli.errors import UsageError, did_you_mean
 from sparsebp_cli.plan import LedgerMark
 from sparsebp_cli.plan.plan import content_hash
 from sparsebp_cli.run import home
-from sparsebp_cli.tracking import ScriptRun
 from sparsebp_lab.judge.ledger import SIDES
 from sparsebp_lab.judge.script import ScriptProposal, ScriptSide
+from sparsebp_lab.judge.script_run import ScriptRun
 
 EXPERIMENT = "judge"
 
@@ -46,20 +46,20 @@ class ScriptTrial:
 
     @property
     def run_id(self) -> str:
-        """Known by the files, the command and the seed."""
+        """Id derived from files, command and seed."""
         return content_hash({"script": self.side.digest, "seed": self.seed})
 
     @property
     def folder(self) -> Path:
-        """Where what is known of the run lies."""
+        """Folder of the run's files."""
         return home() / "judge" / "scripts" / self.run_id
 
 
 @dataclass(frozen=True)
 class ScriptResult:
-    """How a run ended that has a result."""
+    """The result of a finished run."""
 
-    metrics: Mapping[str, float | None]  # the last value of each; None: not finite
+    metrics: Mapping[str, float | None]  # last value of each metric; None: not finite
     seconds: float
     mlflow_run: str
 
@@ -68,37 +68,36 @@ class ScriptArms:
     """Trials of a script at two commits."""
 
     def __init__(self, proposal: ScriptProposal) -> None:
-        """Nothing is started."""
         self.proposal = proposal
         self.mark: LedgerMark | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._is_stopping = False
-        self._problems: dict[str, str] = {}  # by id, of runs of this command that have no result
+        self._problems: dict[str, str] = {}  # by run id, for runs of this command without a result
 
     def find_rehearsals(self) -> Sequence[ScriptTrial]:
-        """Return none: a script ends when it ends."""
+        """Return none: a script decides itself when it ends."""
         return ()
 
     def make_trial(self, side: str, seed: int, *, test: bool = False) -> ScriptTrial:  # noqa: ARG002
-        """Return a trial of a side; no test split is known of."""
+        """Return a trial of a side; ``test`` has no effect, because the test split is unknown."""
         return ScriptTrial(
             side, dict(zip(SIDES, (self.proposal.baseline, self.proposal.candidate), strict=True))[side], seed
         )
 
     def is_done(self, trial: ScriptTrial) -> bool:
-        """Whether a trial has a result."""
+        """Return whether a trial has a result."""
         result = _find_result(trial)
         return result is not None and self.proposal.metric.name in result.metrics
 
     def train(self, trials: Sequence[ScriptTrial], pause: Callable[[], None]) -> None:
-        """Run the script once for each trial that has no result, one after the other."""
+        """Run the script once for each trial without a result, one after the other."""
         for trial in trials:
             durable.make_folder(trial.folder, exist_ok=True)
             lock = FileLock(trial.folder / "judge.lock")
             while not (self._is_stopping or trial.run_id in self._problems or self.is_done(trial)):
                 try:
                     lock.acquire(timeout=0)
-                except Timeout:  # another command works on it: its result will do
+                except Timeout:  # another command runs it, and its result will do
                     pause()
                     continue
                 try:
@@ -108,7 +107,7 @@ class ScriptArms:
                     lock.release()
 
     def stop(self) -> None:
-        """Ask the script to end; what it has done is not kept."""
+        """Ask the script to end; its unfinished work is not kept."""
         self._is_stopping = True
         self._signal(signal.SIGTERM)
 
@@ -125,7 +124,7 @@ class ScriptArms:
         ]
 
     def has_diverged(self, trial: ScriptTrial) -> bool:
-        """Whether a trial's metric is not finite."""
+        """Return whether a trial's metric is not finite."""
         result = _find_result(trial)
         return result is not None and result.metrics.get(self.proposal.metric.name, 0.0) is None
 
@@ -139,12 +138,12 @@ class ScriptArms:
         return trial.run_id
 
     def find_cost(self, trial: ScriptTrial) -> Mapping[str, float]:
-        """Return the seconds of a finished run; nobody counts its FLOPs."""
+        """Return the seconds of a finished run; its FLOPs are unknown."""
         result = _find_result(trial)
         return {"flops": 0.0, "seconds": 0.0 if result is None else result.seconds}
 
     def _run(self, trial: ScriptTrial, pause: Callable[[], None]) -> None:
-        """Run a trial to its end or to a signal. The lock is held."""
+        """Run a trial to its end or to a signal; the caller holds the lock."""
         _end_left(trial.folder)
         checkout = trial.folder / "checkout"
         shutil.rmtree(checkout, ignore_errors=True)
@@ -161,8 +160,8 @@ class ScriptArms:
             ended = "was stopped" if self._is_stopping else f"ended with {code}"
             self._problems[trial.run_id] = f"{ended}: see {trial.folder / 'output.log'}"
             return
-        # All of them: another question may be decided by another metric of the same run. A value whose square is no
-        # number has no spread either.
+        # Store all metrics, because another question may use another one of the same run. A value whose square
+        # overflows has no spread, so it counts as not finite.
         finite = {name: value if math.isfinite(value * value) else None for name, value in metrics.items()}
         result = ScriptResult(finite, seconds, run.run_id)
         durable.write_file(trial.folder / "result.json", json.dumps(vars(result)))
@@ -214,7 +213,7 @@ def _find_result(trial: ScriptTrial) -> ScriptResult | None:
 
 
 def _end_left(folder: Path) -> None:
-    """End the script that a killed judge has left running, before it is run again."""
+    """End the script that a killed judge left running, before it runs again."""
     with suppress(OSError, ValueError, LookupError, psutil.NoSuchProcess):
         started = json.loads((folder / "process.json").read_text())
         process = psutil.Process(int(started["pid"]))

@@ -1,4 +1,4 @@
-"""One judge at one question: asks the ledger what is next, trains it, and writes what was seen before it goes on."""
+"""Answer one question with one judge: read the next move from the ledger, train it, and record the result."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from sparsebp_cli.errors import RunFailedError, UsageError
 from sparsebp_lab.judge.arms import Arms, SideTrial
 from sparsebp_lab.judge.budget import QuestionBudget
-from sparsebp_lab.judge.ledger import SIDES, Book, Ledger, Look, Question
+from sparsebp_lab.judge.ledger import SIDES, Book, Ledger, LedgerLook, LedgerQuestion
 from sparsebp_lab.judge.move import (
     WORST,
     Decide,
@@ -31,35 +31,35 @@ TEST_PAIRS = 6
 
 @dataclass(frozen=True)
 class Terms:
-    """What the user declared beside the two sides."""
+    """Options that the user gave beside the two sides."""
 
     budget: QuestionBudget
     effect: float | None = None  # in the metric's unit; None: one standard deviation of a run of the baseline
-    margin: float | None = None  # within which both count as equal; None: not asked
-    gain_pairs: int = DEFAULT_GAIN_PAIRS  # fresh pairs that measure the gain of a candidate that is kept
-    worst: float | None = None  # a seed that loses more is a ruin; None: 20 standard deviations of a run
+    margin: float | None = None  # within it both count as equal; None: not asked
+    gain_pairs: int = DEFAULT_GAIN_PAIRS  # fresh pairs that measure a kept candidate's gain
+    worst: float | None = None  # a larger loss of a seed is a ruin; None: 20 standard deviations of a run
 
 
 class JudgeSession:
     """One command on one question."""
 
     def __init__(self, arms: Arms[Any], terms: Terms, ledger: Ledger, pause: Callable[[], None]) -> None:
-        """Open a question; ``pause`` waits a moment, and sets :attr:`is_stopped` when a signal has come."""
+        """Open a question; ``pause`` waits a moment, and sets :attr:`is_stopped` after a signal."""
         self.arms, self.terms, self.ledger, self._pause = arms, terms, ledger, pause
         self.proposal = arms.proposal
-        self.is_stopped = False  # by a signal: nothing more is started
+        self.is_stopped = False  # a signal came: start no further runs
         self.is_out_of_budget = False
-        self.has_news = False  # whether the ledger has a look or an answer that it did not have before this command
-        self._trained: dict[str, SideTrial] = {}  # by id, that this judge has not charged yet
+        self.has_news = False  # whether this command has added a look or an answer to the ledger
+        self._trained: dict[str, SideTrial] = {}  # by id; runs that this judge has not charged yet
         self._charged: set[str] = set()
 
     @property
     def book(self) -> Book:
-        """The ledger as it is."""
+        """The current ledger."""
         return self.ledger.read()
 
-    def ask(self) -> Question:
-        """Write the question into the ledger, and return what is known of it. Raise UsageError if it was asked with
+    def ask(self) -> LedgerQuestion:
+        """Write the question into the ledger, and return its entries. Raise UsageError if it was asked before with
         another effect, margin or worst case."""
         sides = dict(zip(SIDES, (self.proposal.baseline, self.proposal.candidate), strict=True))
         entry: dict[str, object] = {side: {"name": one.name, "digest": one.digest} for side, one in sides.items()}
@@ -67,13 +67,13 @@ class JudgeSession:
         terms = {"effect": self.terms.effect, "margin": self.terms.margin, "worst": self.terms.worst}
         found = self.ledger.write(entry | terms).questions[self.proposal.digest]
         for key, value in terms.items():
-            if (was := found.asked.get(key)) != value:  # 0.5 wrote no worst case
+            if (was := found.asked.get(key)) != value:  # version 0.5 stored no worst case
                 was = "none" if was is None else was
-                raise UsageError(f"this question was asked with --{key} {was}; an answer is for that one alone")
+                raise UsageError(f"this question was asked with --{key} {was}; use the same")
         return found
 
-    def run(self) -> Question:
-        """Go on until the question is answered, the budget is spent, or a signal came; return what is known then."""
+    def run(self) -> LedgerQuestion:
+        """Continue until the question is answered, the budget is spent, or a signal comes; return the question."""
         question = self.ask()
         while not (self.is_stopped or self.is_out_of_budget):
             move = find_move(question, self.terms.gain_pairs)
@@ -91,8 +91,8 @@ class JudgeSession:
             question = self.book.questions[self.proposal.digest]
         return question
 
-    def open_test(self) -> Question:
-        """Train fresh pairs whose test split is read, once for this data; return the question with their looks. Raise
+    def open_test(self) -> LedgerQuestion:
+        """Train fresh pairs that read the test split, once for this data; return the question with their looks. Raise
         UsageError if the candidate was not kept, there is no test split, or another question has opened it."""
         book = self.book
         question = book.questions.get(self.proposal.digest)
@@ -113,8 +113,8 @@ class JudgeSession:
             self._train(question, "test", number)
         return self.book.questions[self.proposal.digest]
 
-    def _train(self, question: Question, stage: Stage, number: int) -> None:
-        """Train what a look needs, in turn which side is first, and write the look."""
+    def _train(self, question: LedgerQuestion, stage: Stage, number: int) -> None:
+        """Train the runs of a look, with the sides in alternating order, and record the look."""
         num_runs = 1 if stage == "pool" else 2
         if stage != "test" and not self.terms.budget.allows(question.spent, question.dearest, num_runs):
             self.is_out_of_budget = True
@@ -124,7 +124,7 @@ class JudgeSession:
                 return
         for trial in self.arms.find_rehearsals():
             self._note_trained(trial)
-        # The pool is the beginning of the screen of every candidate.
+        # The pool serves as the beginning of every candidate's screen.
         key = self.proposal.seed_key("screen" if stage == "pool" else stage, number)
         seed, is_test = self.book.find_seed(*key), stage == "test"
         trials = [self.arms.make_trial(side, seed, test=is_test) for side in SIDES[:num_runs]]
@@ -138,13 +138,13 @@ class JudgeSession:
         self._write("look", stage=stage, number=number, gain=gain, runs=runs, values=values)
 
     def _drive(self, trials: Sequence[SideTrial]) -> bool:
-        """Train trials to their end; return whether all have a result. Raise RunFailedError for one that has none."""
-        self.arms.mark = self.book.mark  # on each run, so that a ledger whose end was cut off is noticed
+        """Train trials to their end; return whether all have a result. Raise RunFailedError for a trial without one."""
+        self.arms.mark = self.book.mark  # each run stores it, so that a truncated ledger is noticed
         self.arms.train(trials, self._pause)
         if self.is_stopped:
             return False
         if lines := self.arms.find_unfinished(trials):
-            raise RunFailedError(f"{'; '.join(lines)}; the same command goes on")
+            raise RunFailedError(f"{'; '.join(lines)}; run the same command again to continue")
         for trial in trials:
             self._note_trained(trial)
         return True
@@ -165,7 +165,7 @@ class JudgeSession:
         return value
 
     def _fix_aim(self) -> None:
-        """Fix the effect and the spread of pairs by what was known before this question's first look."""
+        """Fix the effect and the spread of pairs, from what is known before this question's first look."""
         book, baseline = self.book, self.proposal.baseline.digest
         run_spread = statistics.stdev(book.find_values(baseline))
         effect = run_spread if self.terms.effect is None else self.terms.effect
@@ -178,8 +178,8 @@ class JudgeSession:
         values = {"effect": effect, "run_spread": run_spread, "pair_spread": spread, "margin": self.terms.margin}
         self._write("aimed", **values)
 
-    def _stake(self, question: Question) -> None:
-        """Take a place among the levels, and fix the test of the pairs that decide."""
+    def _stake(self, question: LedgerQuestion) -> None:
+        """Take a level, and fix the test of the deciding pairs."""
         assert question.aim is not None
         book, baseline = self.book, self.proposal.baseline.digest
         run_spread = statistics.stdev(book.find_values(baseline))
@@ -189,7 +189,7 @@ class JudgeSession:
         self._write("staked", design=find_design(question.aim.effect, spread), worst=worst)
 
     def _write(self, kind: str, **values: object) -> None:
-        """Append an entry of this question, which pays for the runs that no entry has charged yet."""
+        """Append an entry of this question, which pays for runs that no entry has charged yet."""
         charged = {self.arms.find_run(trial): self.arms.find_cost(trial) for trial in self._trained.values()}
         more: dict[str, object] = {"charged": charged} if charged else {}
         self.ledger.write({"kind": kind, "question": self.proposal.digest} | values | more)
@@ -198,8 +198,8 @@ class JudgeSession:
         self._trained = {}
 
 
-def find_move(question: Question, gain_pairs: int) -> Move | None:
-    """Return what a question needs next; None when it is answered and its gain is measured."""
+def find_move(question: LedgerQuestion, gain_pairs: int) -> Move | None:
+    """Return the next move of a question; None when it is answered and its gain is measured."""
     looks = [look for some in question.looks.values() for look in some if look.values]
     if question.outcome == "better":
         made = len(question.looks.get("gain", []))
@@ -217,8 +217,8 @@ def find_move(question: Question, gain_pairs: int) -> Move | None:
     return find_pair_move(question.gains("pairs"), question.aim, question.bar)
 
 
-def _find_broken(question: Question, looks: Sequence[Look]) -> Decide | None:
-    """Return the answer that one run gives, whatever the others are: one that diverged, or one that is a ruin."""
+def _find_broken(question: LedgerQuestion, looks: Sequence[LedgerLook]) -> Decide | None:
+    """Return the answer that a single run forces: it diverged, or it is a ruin."""
     sides = {look.diverged for look in looks}
     answers: dict[str, Outcome] = {"baseline": "not shown", "candidate": "worse"}
     if found := next((side for side in SIDES if side in sides), ""):

@@ -1,1 +1,1 @@
-"""The leaderboard's rules as data, and whether a study keeps them: one of ours, or one that others submit."""
+"""Hold the leaderboard's rules as data, and check whether a built-in or submitted study keeps them."""

@@ -1,7 +1,8 @@
-"""Cells that are trained again: drawn at random by whoever checks, and compared with what the archive says.
+"""Train cells of a submission again: the checker draws them at random and compares them with the archive.
 
-Same code, same kind of machine: the same bits. Elsewhere rounding differs, and a training carries that on. A quarter of
-the standard deviation over seeds is allowed: less than any statement rests on. See decision 39.
+The same code on the same kind of machine gives bit-identical results. Elsewhere rounding differs, and training
+amplifies it. The check allows a quarter of the standard deviation over seeds, less than any statement needs. See
+decision 39.
 """
 
 from __future__ import annotations
@@ -16,20 +17,20 @@ from pathlib import Path
 from sparsebp_cli.compare.loaded import LoadedRun
 from sparsebp_cli.recipe import Recipe
 from sparsebp_cli.run.metric import EVAL_LOSS, TEST_LOSS
-from sparsebp_cli.study.loader import LoadedStudy
-from sparsebp_cli.study.record import StudyRecord
 from sparsebp_lab.leaderboard.check import ArchivedRun
 from sparsebp_lab.study.course import Course
 from sparsebp_lab.study.extension import plan_extended
+from sparsebp_lab.study.loader import LoadedStudy
+from sparsebp_lab.study.record import StudyRecord
 from sparsebp_lab.study.store import TrialStore
 from sparsebp_lab.study.trial import StudyTrial, TrialMaker
 
-ALLOWED = 0.25  # of the standard deviation of a run over seeds
-COMPARED = (TEST_LOSS.name, EVAL_LOSS.name)  # the test split is there in runs of the report alone
+ALLOWED = 0.25  # in standard deviations of a run over seeds
+COMPARED = (TEST_LOSS.name, EVAL_LOSS.name)  # only report runs have the test split
 
 
 @dataclass(frozen=True)
-class Cell:
+class TaskCell:
     """A trial that is trained again."""
 
     trial: StudyTrial  # with this machine's paths
@@ -43,7 +44,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class CellResult:
-    """A cell beside what its archive says."""
+    """A cell with its archived and its new result."""
 
     arm: str
     combination: str
@@ -55,13 +56,13 @@ class CellResult:
 
     @property
     def is_equal(self) -> bool:
-        """Whether the two are equal within what is allowed."""
+        """Whether both are equal within the allowed difference."""
         return self.again is not None and (
             self.again == self.archived or abs(self.again - self.archived) <= self.tolerance
         )
 
     def describe(self) -> str:
-        """Return it in one line."""
+        """Return the comparison in one line."""
         name = " ".join(filter(None, (self.arm, self.combination, f"seed {self.seed}")))
         if self.again is None:
             return f"{name}: did not finish again; the archive has {self.metric} {self.archived:.6f}"
@@ -71,14 +72,14 @@ class CellResult:
 
 def draw_cells(
     mine: LoadedStudy, record: StudyRecord, archive: Path, runs: Sequence[ArchivedRun], number: int
-) -> list[Cell]:
-    """Return so many finished trials of tuning and report, drawn anew by each check: a draw that followed from the
-    archive could be repeated, with another harmless file in it, until it pleases whoever made it."""
+) -> list[TaskCell]:
+    """Return ``number`` finished trials of tuning and report, drawn anew by each check. If the draw depended on the
+    archive, a submitter could change a harmless file until the draw suits them."""
     known = {one.trial.run_id: one for one in runs if one.loaded.finished}
     store = TrialStore(TrialMaker(record.study, mine.folders, record.generation), archive)
     course = _plan(mine, record, store)
     pairs = {store.find(trial).run_id: trial for trial in (*course.tuning, *course.report)}
-    cells = [Cell(trial, known[run_id]) for run_id, trial in sorted(pairs.items()) if run_id in known]
+    cells = [TaskCell(trial, known[run_id]) for run_id, trial in sorted(pairs.items()) if run_id in known]
     return random.SystemRandom().sample(cells, min(number, len(cells)))
 
 
@@ -86,8 +87,8 @@ def _plan(mine: LoadedStudy, record: StudyRecord, store: TrialStore) -> Course:
     return plan_extended(mine, TrialMaker(record.study, mine.folders, record.generation), store)[1]
 
 
-def compare_cell(cell: Cell, again: LoadedRun | None, runs: Sequence[ArchivedRun]) -> CellResult:
-    """Return a cell beside its repetition, with what is allowed by the spread of the archived runs."""
+def compare_cell(cell: TaskCell, again: LoadedRun | None, runs: Sequence[ArchivedRun]) -> CellResult:
+    """Return a cell with its repetition; the spread of the archived runs gives the allowed difference."""
     metric, value = read_result(cell.archived.loaded)
     found = None if again is None or not again.finished else read_result(again)[1]
     spread = pooled_spread(runs, metric)
@@ -104,7 +105,7 @@ def read_result(run: LoadedRun) -> tuple[str, float]:
 
 
 def pooled_spread(runs: Sequence[ArchivedRun], metric: str) -> float:
-    """Return the standard deviation of a run over seeds, pooled over all combinations; 0 where no seed was repeated."""
+    """Return the standard deviation of a run over seeds, pooled over all combinations; 0 if no seed was repeated."""
     groups: dict[tuple[str, ...], list[float]] = {}
     for one in runs:
         values = one.loaded.evaluations(metric)

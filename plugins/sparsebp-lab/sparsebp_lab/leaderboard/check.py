@@ -1,7 +1,7 @@
-"""Does a study of a task keep the leaderboard's rules? One finding a rule: what is there, and what is missing.
+"""Check whether a study of a task keeps the leaderboard's rules, with one finding for each rule.
 
-Nothing is trained. The study is held against the task's own, and its archive against both: every trial that the rules
-of the study ask for is there as it was archived, and its choices follow from them.
+Nothing is trained. The check compares the study with the task's own, and its archive with both. Every trial that the
+study's rules require must be in the archive, unchanged, and its choices must follow from the trials.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from sparsebp_cli.plan.seal import Seal, read_seal
 from sparsebp_cli.recipe import Recipe
 from sparsebp_cli.run import RunFolder
 from sparsebp_cli.run.metric import STEP_FLOPS, TEST_LOSS
-from sparsebp_cli.study.loader import LoadedStudy, load_study
-from sparsebp_cli.study.record import Listed, StudyRecord, find_archived
-from sparsebp_lab.leaderboard.finding import FAIL, OK, WARN, Finding, decide, join
+from sparsebp_lab.leaderboard.finding import FAIL, OK, WARN, RuleFinding, decide, join
 from sparsebp_lab.leaderboard.policy import check_policies
-from sparsebp_lab.leaderboard.rules import Board
+from sparsebp_lab.leaderboard.rules import BoardRules
 from sparsebp_lab.leaderboard.submission import Submission
+from sparsebp_lab.study.loader import LoadedStudy, load_study
 from sparsebp_lab.study.rebuild import rebuild
+from sparsebp_lab.study.record import Listed, StudyRecord, find_archived
 from sparsebp_lab.study.store import has_plan
 
-NEAR = 0.02  # of a budget: as near as a price is measured. See decision 22.
-ROUNDING = 1e-6  # of a sum of thousands of steps
+NEAR = 0.02  # fraction of a budget: the precision of a measured cost. See decision 22.
+ROUNDING = 1e-6  # allowed rounding error of a sum over thousands of steps
 
 
 @dataclass(frozen=True)
@@ -44,16 +44,16 @@ class ArchivedRun:
     loaded: LoadedRun
 
 
-def check_submission(submission: Submission, board: Board) -> list[Finding]:
-    """Return what was found of each rule, in the order of the guide; a later one is left out where it needs an earlier
-    one that failed."""
+def check_submission(submission: Submission, board: BoardRules) -> list[RuleFinding]:
+    """Return the finding for each rule, in the order of the guide; a rule is missing if an earlier rule that it needs
+    failed."""
     found = [*_check_about(submission)]
     try:
         task = load_study(board.find_task(submission.task))
         mine = load_study(submission.study)
     except SparseBPError as error:
         hint = "install the package of a policy that is not found: pip install FOLDER" if submission.about else ""
-        return [*found, Finding(FAIL, "study", str(error), hint)]
+        return [*found, RuleFinding(FAIL, "study", str(error), hint)]
     found += check_study(mine, task, submission, board)
     if submission.about is not None:
         found += check_policies(mine, submission)
@@ -62,35 +62,37 @@ def check_submission(submission: Submission, board: Board) -> list[Finding]:
         record = find_archived(mine.study.study, archive)
     except (SparseBPError, OSError) as error:
         hint = f"sparsebp archive @{mine.study.study} --to {submission.archive.name}"
-        return [*found, Finding(FAIL, "archive", " ".join(str(error).split()), hint)]
+        return [*found, RuleFinding(FAIL, "archive", " ".join(str(error).split()), hint)]
     return [*found, *check_archive(mine, record, archive, submission, board)]
 
 
-def _check_about(submission: Submission) -> Iterator[Finding]:
-    """Yield what a person reads before the row is theirs; the file cannot be without."""
+def _check_about(submission: Submission) -> Iterator[RuleFinding]:
+    """Yield authors, licence and citation for the reader of the findings; the file must have them."""
     if (about := submission.about) is not None:
-        yield Finding(OK, "authors", ", ".join(about.authors))
-        yield Finding(OK, "licence", about.licence)
-        yield Finding(OK, "cites", about.cites)
+        yield RuleFinding(OK, "authors", ", ".join(about.authors))
+        yield RuleFinding(OK, "licence", about.licence)
+        yield RuleFinding(OK, "cites", about.cites)
 
 
-def check_study(mine: LoadedStudy, task: LoadedStudy, submission: Submission, board: Board) -> Iterator[Finding]:
-    """Yield what was found of the study's file beside the task's own."""
+def check_study(
+    mine: LoadedStudy, task: LoadedStudy, submission: Submission, board: BoardRules
+) -> Iterator[RuleFinding]:
+    """Yield the findings for the study's file, compared with the task's own."""
     yield _check_same(mine, task)
     yield _check_seeds(mine, task)
     yield _check_controls(mine, task, board)
     methods = [arm for arm in mine.study.arms if arm not in board.rules.controls]
     if unknown := [arm for arm in submission.methods if arm not in methods]:
         text = f"{unknown[0]!r} is no method of the study, whose methods are {', '.join(methods) or 'none'}"
-        yield Finding(FAIL, "methods", text)
+        yield RuleFinding(FAIL, "methods", text)
     elif submission.methods and (others := [arm for arm in methods if arm not in submission.methods]):
-        # Of many arms the luckiest could be named: all that were tried are rows.
-        yield Finding(FAIL, "methods", f"{join(others)} of the study: not among the methods of submission.yaml")
+        # Otherwise a submission could name the luckiest of many arms: all tried arms must be rows.
+        yield RuleFinding(FAIL, "methods", f"{join(others)} of the study: not among the methods of submission.yaml")
     yield from (_check_method(arm, mine, task, board) for arm in methods)
 
 
-def _check_same(mine: LoadedStudy, task: LoadedStudy) -> Finding:
-    """Hold what all arms have in common against the task's."""
+def _check_same(mine: LoadedStudy, task: LoadedStudy) -> RuleFinding:
+    """Compare what all arms share with the task's study."""
     wrong = []
     for key in ("vary", "search", "budget", "controls"):
         own, asked = (getattr(one.study, key) for one in (mine, task))
@@ -106,8 +108,8 @@ def _check_same(mine: LoadedStudy, task: LoadedStudy) -> Finding:
     return decide("equal terms", wrong, text)
 
 
-def _check_seeds(mine: LoadedStudy, task: LoadedStudy) -> Finding:
-    """The task's seeds and no others: those that suit could be added once their results are seen."""
+def _check_seeds(mine: LoadedStudy, task: LoadedStudy) -> RuleFinding:
+    """Require the task's seeds and no others: a submitter could add suitable seeds after seeing their results."""
     wrong = []
     for name in ("tune", "report"):
         own, asked = (sorted(getattr(one.study.seeds, name)) for one in (mine, task))
@@ -117,7 +119,7 @@ def _check_seeds(mine: LoadedStudy, task: LoadedStudy) -> Finding:
     return decide("seeds", wrong, text)
 
 
-def _check_controls(mine: LoadedStudy, task: LoadedStudy, board: Board) -> Finding:
+def _check_controls(mine: LoadedStudy, task: LoadedStudy, board: BoardRules) -> RuleFinding:
     asked = [arm for arm in task.study.arms if arm in board.rules.controls]
     wrong = []
     for arm in asked:
@@ -128,23 +130,23 @@ def _check_controls(mine: LoadedStudy, task: LoadedStudy, board: Board) -> Findi
     return decide("controls", wrong, ", ".join(asked))
 
 
-def _check_method(arm: str, mine: LoadedStudy, task: LoadedStudy, board: Board) -> Finding:
-    """Hold a method against dense: it may be another policy, adapter or form of the optimizer, and nothing else."""
+def _check_method(arm: str, mine: LoadedStudy, task: LoadedStudy, board: BoardRules) -> RuleFinding:
+    """Compare a method with dense: it may change only policy, adapter or form of the optimizer."""
     payer = str(task.study.budget.as_arm) if task.study.budget is not None else next(iter(task.study.arms))
     keys = find_changes(mine.firsts[arm].recipe, task.firsts[payer].recipe)
     allowed = board.rules.may_change
     others = [key for key in keys if not any(key == one or key.startswith(f"{one}.") for one in allowed)]
     if others:
         text = f"{arm} changes {join(others)}; a method may change {', '.join(allowed)}"
-        return Finding(FAIL, "method", text)
+        return RuleFinding(FAIL, "method", text)
     policy, rest = [[key for key in keys if key.startswith("policy.") is of_it] for of_it in (True, False)]
-    shown = ", ".join([*rest, *([join(policy)] if policy else [])])  # of what is no policy, all: it may be a setting
-    return Finding(OK, "method", f"{arm}: {shown or 'nothing is changed'}")
+    shown = ", ".join([*rest, *([join(policy)] if policy else [])])  # every key but the policy's: it may be a setting
+    return RuleFinding(OK, "method", f"{arm}: {shown or 'nothing is changed'}")
 
 
 def find_changes(one: Recipe, other: Recipe) -> list[str]:
-    """Return the dotted keys in which two recipes train something else. Local paths count by their names where both
-    recipes have one; a folder called like a model that ships, or that a hub has, is another model."""
+    """Return the dotted keys in which two recipes differ in what they train. Local paths count by name if both recipes
+    have one; a folder named like a packaged or hub model is another model."""
     left, right = (flatten(group_content(recipe)) for recipe in (one, other))
     for key in ("model.name", "model.tokenizer", "dataset.name"):
         names = [flat.get(key) for flat in (left, right)]
@@ -155,18 +157,18 @@ def find_changes(one: Recipe, other: Recipe) -> list[str]:
 
 
 def check_archive(
-    mine: LoadedStudy, record: StudyRecord, archive: Path, submission: Submission, board: Board
-) -> Iterator[Finding]:
-    """Yield what was found of the archive."""
+    mine: LoadedStudy, record: StudyRecord, archive: Path, submission: Submission, board: BoardRules
+) -> Iterator[RuleFinding]:
+    """Yield the findings for the archive."""
     rebuilt = rebuild(mine, archive)
     text = f"{rebuilt.num_trials} trials, as they were archived, and none that the rules do not ask for"
     yield decide("trials", rebuilt.faults, text)
     others = [arm.describe() for arm in rebuilt.arms if arm.rebuilt != arm.reported or arm.reported is None]
     yield decide("choices", others, "every arm is reported with what its trials choose")
-    yield from (Finding(WARN, "edges", text) for text in rebuilt.edges)
+    yield from (RuleFinding(WARN, "edges", text) for text in rebuilt.edges)
     if record.generation:
         text = f"the study was trained {record.generation + 1} times, and its first results are those that count"
-        yield Finding(FAIL, "first results", text)
+        yield RuleFinding(FAIL, "first results", text)
     runs = read_runs(record, archive)
     yield _check_finished(mine, runs)
     yield _check_commit(runs)
@@ -179,7 +181,7 @@ def check_archive(
 
 
 def read_runs(record: StudyRecord, archive: Path) -> list[ArchivedRun]:
-    """Return the trials of an archive that can be read."""
+    """Return the readable trials of an archive."""
     found = []
     for trial in record.trials:
         run = RunFolder(archive / "runs" / trial.run_id)
@@ -188,8 +190,8 @@ def read_runs(record: StudyRecord, archive: Path) -> list[ArchivedRun]:
     return found
 
 
-def _check_finished(mine: LoadedStudy, runs: Sequence[ArchivedRun]) -> Finding:
-    """Every arm has a run with every seed of the report that finished, or diverged, which counts against its arm."""
+def _check_finished(mine: LoadedStudy, runs: Sequence[ArchivedRun]) -> RuleFinding:
+    """Require for every arm a run with each report seed that finished, or diverged, which counts against its arm."""
     report = [one for one in runs if one.trial.role == "report"]
     finished = [one for one in report if one.loaded.finished]
     diverged = [one for one in report if one.loaded.broke_down]
@@ -206,9 +208,9 @@ def _has_test_loss(run: LoadedRun) -> bool:
     return bool(values) and math.isfinite(values[-1])
 
 
-def _check_budget(runs: Sequence[ArchivedRun], known: float | None) -> Finding:
-    """What each run may spend follows from a rehearsal of dense in the same archive, so it is held against the task's;
-    and no run of the report spends more, beyond the step with which it ends."""
+def _check_budget(runs: Sequence[ArchivedRun], known: float | None) -> RuleFinding:
+    """Check the budget. It follows from a rehearsal of dense in the same archive, so it is compared with the task's; no
+    report run may exceed it by more than its last step."""
     wrong = []
     for one in runs:
         limit = one.plan.recipe.training.max_flops
@@ -223,43 +225,44 @@ def _check_budget(runs: Sequence[ArchivedRun], known: float | None) -> Finding:
     return decide("budget", wrong, text)
 
 
-def _check_commit(runs: Sequence[ArchivedRun]) -> Finding:
+def _check_commit(runs: Sequence[ArchivedRun]) -> RuleFinding:
     dirty = [_name(one) for one in runs if one.plan.provenance.dirty]
     commits = {one.plan.provenance.git_sha for one in runs}
     if dirty:
-        return Finding(FAIL, "commit", f"uncommitted changes: {join(dirty)}", "commit them, and train again")
+        return RuleFinding(FAIL, "commit", f"uncommitted changes: {join(dirty)}", "commit them, and train again")
     if commits != {""} and len(commits) == 1:
-        return Finding(OK, "commit", next(iter(commits)))
+        return RuleFinding(OK, "commit", next(iter(commits)))
     text = "no commit is known" if commits == {""} else f"trials are of {len(commits)} commits: {join(sorted(commits))}"
-    return Finding(FAIL, "commit", text, "train all of it from one commit of the folder with the study")
+    return RuleFinding(FAIL, "commit", text, "train all of it from one commit of the folder with the study")
 
 
-def _check_code(runs: Sequence[ArchivedRun], controls: Sequence[str]) -> Finding:
+def _check_code(runs: Sequence[ArchivedRun], controls: Sequence[str]) -> RuleFinding:
     seals = [one.seal for one in runs if one.seal is not None]
-    # A policy's package is in the code of its own arm alone.
+    # Only an arm's own code contains its policy's package.
     versions: dict[str, set[str]] = {}
     for seal in seals:
         for name, version in seal.code.items():
             versions.setdefault(name, set()).add(version)
     mixed = [f"{name} {', '.join(sorted(some))}" for name, some in versions.items() if len(some) > 1]
-    # What the trials of the controls say, all say; else a checkout and an installed package could be mixed.
+    # All trials must have the code versions of the control trials; otherwise a checkout and an installed package could
+    # be mixed.
     core = {name for one in runs if one.seal is not None and one.trial.arm in controls for name in one.seal.code}
     partial = [_name(one) for one in runs if one.seal is not None and not core <= {*one.seal.code}]
     if mixed or partial or len(seals) < len(runs):
         text = f"more than one version: {join(mixed, '; ')}" if mixed else "a trial does not say what it ran with"
-        return Finding(FAIL, "code", text + (f": {join(partial)}" if partial and not mixed else ""))
-    return Finding(OK, "code", ", ".join(f"{name} {next(iter(some))}" for name, some in versions.items()))
+        return RuleFinding(FAIL, "code", text + (f": {join(partial)}" if partial and not mixed else ""))
+    return RuleFinding(OK, "code", ", ".join(f"{name} {next(iter(some))}" for name, some in versions.items()))
 
 
-def _check_data(runs: Sequence[ArchivedRun], known: str) -> Finding:
-    """The examples are the task's, by their digest; a rehearsal has no test split, so its digest is another one."""
+def _check_data(runs: Sequence[ArchivedRun], known: str) -> RuleFinding:
+    """Require the task's examples, by digest; rehearsals have no test split and so another digest."""
     found = {one.seal.data for one in runs if one.seal is not None and one.trial.role in {"tune", "report"}}
     if not known:
-        return Finding(WARN, "data", f"the rules have no digest of this task yet; here it is {join(sorted(found))}")
+        return RuleFinding(WARN, "data", f"the rules have no digest of this task yet; here it is {join(sorted(found))}")
     if found != {known}:
         text = f"the digest of the examples is {join(sorted(found)) or 'not recorded'}, the task's is {known}"
-        return Finding(FAIL, "data", text)
-    return Finding(OK, "data", f"the task's examples, digest {known}")
+        return RuleFinding(FAIL, "data", text)
+    return RuleFinding(OK, "data", f"the task's examples, digest {known}")
 
 
 def _name(one: ArchivedRun) -> str:

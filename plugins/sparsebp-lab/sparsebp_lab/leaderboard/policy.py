@@ -1,4 +1,4 @@
-"""The policies of a submission: those of its own package pass the conformance suite, in a process of their own."""
+"""Check a submission's policies: those of its own package must pass the conformance suite, in a separate process."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from collections.abc import Iterator
 from sparsebp_cli import interpreter
 from sparsebp_cli.policy import find_policies
 from sparsebp_cli.policy.shelf import SHELF
-from sparsebp_cli.study.loader import LoadedStudy
-from sparsebp_lab.leaderboard.finding import FAIL, OK, Finding
+from sparsebp_lab.leaderboard.finding import FAIL, OK, RuleFinding
 from sparsebp_lab.leaderboard.submission import Submission
+from sparsebp_lab.study.loader import LoadedStudy
 
 OURS = ("sparsebp", SHELF)  # packages whose policies this project tests
-# In a process of its own: the suite needs torch and runs the code of others.
+# In a separate process, because the suite needs torch and runs foreign code.
 SUITE = """import json, sys
 from sparsebp_cli.testing import check_policy
 check_policy(sys.argv[1], **json.loads(sys.argv[2]))"""
 SECONDS = 600.0
 
 
-def check_policies(mine: LoadedStudy, submission: Submission) -> Iterator[Finding]:
-    """Yield what was found of each policy of a study's methods that does not ship with SparseBP."""
+def check_policies(mine: LoadedStudy, submission: Submission) -> Iterator[RuleFinding]:
+    """Yield the finding for each policy of a study's methods that does not ship with SparseBP."""
     found, seen = find_policies(), set[str]()
     about = submission.about
     for arm, variant in mine.firsts.items():
@@ -34,13 +34,13 @@ def check_policies(mine: LoadedStudy, submission: Submission) -> Iterator[Findin
             seen.add(f"{entry.name} {options}")
             if about is not None and about.package != package:
                 text = f"{entry.name} is of the package {package}, and submission.yaml names {about.package or 'none'}"
-                yield Finding(FAIL, "package", text, f"package: {package}")
+                yield RuleFinding(FAIL, "package", text, f"package: {package}")
             yield _run_suite(arm, entry.name, options)
     if not seen:
-        yield Finding(OK, "policies", "all of them ship with SparseBP")
+        yield RuleFinding(OK, "policies", "all of them ship with SparseBP")
 
 
-def _run_suite(arm: str, name: str, options: str) -> Finding:
+def _run_suite(arm: str, name: str, options: str) -> RuleFinding:
     try:
         done = subprocess.run(
             interpreter.command("-c", SUITE, name, options),
@@ -51,8 +51,8 @@ def _run_suite(arm: str, name: str, options: str) -> Finding:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return Finding(FAIL, "policies", f"{arm}: check_policy of {name} took more than {SECONDS:.0f} seconds")
+        return RuleFinding(FAIL, "policies", f"{arm}: check_policy of {name} took more than {SECONDS:.0f} seconds")
     if done.returncode:
         line = next(iter(done.stderr.strip().splitlines()[-1:]), "no output")
-        return Finding(FAIL, "policies", f"{arm}: check_policy of {name}: {line.removeprefix('AssertionError: ')}")
-    return Finding(OK, "policies", f"{arm}: {name} keeps every promise of check_policy")
+        return RuleFinding(FAIL, "policies", f"{arm}: check_policy of {name}: {line.removeprefix('AssertionError: ')}")
+    return RuleFinding(OK, "policies", f"{arm}: {name} keeps every promise of check_policy")

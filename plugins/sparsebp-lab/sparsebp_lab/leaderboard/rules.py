@@ -1,5 +1,5 @@
-"""The rules of the leaderboard and its tasks, each of which is a study: in a checkout ``docs/results/leaderboard/v1``,
-in the wheel data of this package."""
+"""Hold the rules of the leaderboard and its tasks, each a study. They are in ``docs/results/leaderboard/v1`` in a
+checkout, and in the wheel data of this package."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class SeedsRule(Section):
 
 
 class TaskRule(Section):
-    """What is known of a task beside its study."""
+    """Data about a task beside its study."""
 
     data: str = Field("", description="Digest of its examples, as every event log has it; empty: not known yet.")
     flops: Annotated[float, Field(gt=0.0)] | None = Field(
@@ -51,7 +51,7 @@ class Rules(Section):
 
 
 @dataclass(frozen=True)
-class Board:
+class BoardRules:
     """The rules and the folder of the tasks' studies."""
 
     folder: Path
@@ -65,12 +65,11 @@ class Board:
         return self.folder / f"{name}.yaml"
 
 
-def load_board(place: Path | None = None) -> Board:
-    """Read the rules, of another folder than the own one if ``place`` names it. Raise UsageError if they are not there,
-    or are none."""
+def load_board(place: Path | None = None) -> BoardRules:
+    """Read the rules, from ``place`` if given. Raise UsageError if they are missing or invalid."""
     folder = place or next((one for one in PLACES if one.is_dir()), PLACES[0])
     file = folder / "rules.yaml"
     try:
-        return Board(folder, Rules.model_validate(yaml.safe_load(read_bounded(file, LARGEST_SMALL))))
+        return BoardRules(folder, Rules.model_validate(yaml.safe_load(read_bounded(file, LARGEST_SMALL))))
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise UsageError(f"{file} has no rules of the leaderboard: {' '.join(str(error).split())}") from None
+        raise UsageError(f"{file} has no valid rules of the leaderboard: {' '.join(str(error).split())}") from None

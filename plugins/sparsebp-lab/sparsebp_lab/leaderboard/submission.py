@@ -1,4 +1,4 @@
-"""What others submit: a folder with ``submission.yaml``, a study, its archive, and their package if they have one."""
+"""Read a submission: a folder with ``submission.yaml``, a study, its archive, and optionally a package."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from sparsebp_cli.recipe.check import first_error
 from sparsebp_cli.recipe.document import read_document
 from sparsebp_cli.recipe.loader import read_text
 from sparsebp_cli.recipe.schema import Name, Section
-from sparsebp_lab.leaderboard.rules import ARCHIVE, Board
+from sparsebp_lab.leaderboard.rules import ARCHIVE, BoardRules
 
 FILE = "submission.yaml"
 Text = Annotated[str, Field(min_length=1)]
-FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")]  # no path: nothing outside is read
+FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")]  # no path, so that no file outside is read
 
 
 class About(Section):
@@ -37,13 +37,13 @@ class About(Section):
 
 @dataclass(frozen=True)
 class Submission:
-    """A study of a task with its archive, and who made it."""
+    """A study of a task with its archive and its authors."""
 
     task: str
     study: Path
     archive: Path
     methods: tuple[str, ...] = ()  # empty: all arms that are no controls
-    about: About | None = None  # None: a row of our own
+    about: About | None = None  # None: a row of this project
 
 
 def read_submission(folder: Path) -> Submission:
@@ -53,7 +53,7 @@ def read_submission(folder: Path) -> Submission:
     if tree is None:
         raise RecipeError(f"empty: it needs at least {', '.join(_required())}", file=str(file), line=1, column=1)
     data = tree.plain
-    if not isinstance(data, dict):  # the value may be somebody's secret
+    if not isinstance(data, dict):  # do not print the value: it may be a secret
         raise tree.place.error(f"a submission must be a mapping, got {describe_kind(data)}")
     try:
         about = About.model_validate(data)
@@ -62,8 +62,8 @@ def read_submission(folder: Path) -> Submission:
     return Submission(about.task, folder / about.study, folder / about.archive, tuple(about.methods), about)
 
 
-def own_task(board: Board, name: str) -> Submission:
-    """Return a task of ours as if it was submitted. Raise UsageError if there is no such task."""
+def own_task(board: BoardRules, name: str) -> Submission:
+    """Return a built-in task as a submission. Raise UsageError if there is no such task."""
     file = board.find_task(name)
     return Submission(name, file, file.with_name(f"{name}{ARCHIVE}"))
 

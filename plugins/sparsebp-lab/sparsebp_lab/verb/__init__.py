@@ -1,1 +1,1 @@
-"""The verbs of this package, which `sparsebp` finds by their entry points."""
+"""Commands of this package; `sparsebp` finds them by their entry points."""

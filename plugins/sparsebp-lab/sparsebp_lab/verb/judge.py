@@ -1,4 +1,4 @@
-"""``sparsebp judge``: is a candidate better than a baseline? Spends a budget, and keeps a ledger of every question."""
+"""``sparsebp judge``: decide whether a candidate beats a baseline, within a budget, and log every question."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sparsebp_cli.errors import UsageError
 from sparsebp_lab.answer.judge_record import Judgement
 
 if TYPE_CHECKING:
-    from sparsebp_lab.judge.answer import Answer
+    from sparsebp_lab.judge.answer import JudgeAnswer
     from sparsebp_lab.judge.arms import Arms
     from sparsebp_lab.judge.question import Contender, Proposal
     from sparsebp_lab.judge.recipe_arms import RecipeArms
@@ -28,20 +28,20 @@ if TYPE_CHECKING:
     from sparsebp_lab.judge.session import JudgeSession, Terms
 
 POLL_SECONDS = 0.2
-STOPPING = "stopping what runs; the same command goes on; Ctrl-C again ends it at once"
+STOPPING = "stopping what runs; run the same command again to continue; Ctrl-C again ends it at once"
 AGAINST = RECIPE_HELP.rstrip(".") + "; with --script a branch, tag or commit."
-CANDIDATE = "A recipe, or a policy in the baseline's recipe; default: the baseline's recipe with --set. Or a commit."
+CANDIDATE = "A recipe, or a policy for the baseline's recipe (default: that recipe with --set). With --script a commit."
 SCRIPT = "Judge your own command at two commits: 'python train.py --seed {seed}', which logs to MLflow."
-METRIC = "With --script: what decides, and which way: val_loss:lower."
-BUDGET = "What this question may spend in all: a time of its runs (30m, 2h), or FLOPs (3e15)."
-EFFECT = "The smallest gain to find, in the metric's unit; default: a standard deviation of a run."
-MARGIN = "Go on until better, worse or equal within this is shown: eval/loss=0.01."
-WORST = "Most that a seed may lose, in the metric's unit; one that loses more ends better. Default: 20 deviations."
-FINAL = "Open the test split, once for these data: fresh pairs of a candidate that was kept."
+METRIC = "With --script: the metric that decides, and its better direction: val_loss:lower."
+BUDGET = "Budget for all runs of this question: time (30m, 2h), or FLOPs (3e15)."
+EFFECT = "The smallest gain to find, in the metric's unit. Default: one standard deviation between runs."
+MARGIN = "Train until the candidate is shown better, worse, or equal within this margin: eval/loss=0.01."
+WORST = "A seed that loses this much rules out better; in the metric's unit. Default: 20 standard deviations."
+FINAL = "Evaluate a kept candidate on the test split, once for these data, with fresh seeds."
 
 
 class Equal(StrEnum):
-    """What both sides have as much of."""
+    """What both sides spend equally."""
 
     FLOPS = "flops"
     STEPS = "steps"
@@ -60,22 +60,24 @@ def judge(  # noqa: PLR0913, PLR0917 - one parameter an option
     script: Annotated[str | None, typer.Option(metavar="COMMAND", help=SCRIPT)] = None,
     metric: Annotated[str | None, typer.Option(metavar="NAME:lower|higher", help=METRIC)] = None,
     both: Annotated[
-        list[str] | None, typer.Option("--both", metavar="KEY=VALUE", help="The same for both sides. Can be repeated.")
+        list[str] | None,
+        typer.Option("--both", metavar="KEY=VALUE", help="Change a key of both recipes. Can be repeated."),
     ] = None,
     effect: Annotated[float | None, typer.Option(metavar="NUMBER", help=EFFECT)] = None,
     margin: Annotated[str | None, typer.Option(metavar="METRIC=NUMBER", help=MARGIN)] = None,
     worst: Annotated[float | None, typer.Option(metavar="NUMBER", help=WORST)] = None,
     equal: Annotated[
-        Equal | None, typer.Option(metavar="flops|steps", help="What both sides may spend; default: flops.")
+        Equal | None,
+        typer.Option(metavar="flops|steps", help="Train both sides with equal FLOPs (default) or with equal steps."),
     ] = None,
     final: Annotated[bool, typer.Option("--final", help=FINAL)] = False,
     output: Format = Output.TABLE,
 ) -> None:
-    """Say whether a candidate is better than a baseline: better, worse, equal within the margin, or not shown.
+    """Train a candidate and a baseline, and decide which is better.
 
-    Pairs of seeds are trained in turn until it is decided or the budget is spent. Over all questions of a store,
-    anything false is kept with a chance of 5 % at most. Exit codes: 0 better, 10 equal within the margin, 11 not
-    shown, 12 worse.
+    Trains pairs of runs with fresh seeds until it can decide or the budget is spent. Over all questions in one
+    SPARSEBP_HOME, the probability of keeping any worse candidate is at most 5 %. Exit codes: 0 better, 10 equal within
+    the margin, 11 not shown, 12 worse.
     """
     arms: Arms[Any]
     if script is None:
@@ -85,10 +87,10 @@ def judge(  # noqa: PLR0913, PLR0917 - one parameter an option
     else:
         refused = {"--set": changes, "--both": both, "--equal": equal, "--final": final}
         if given := [name for name, value in refused.items() if value]:
-            raise UsageError(f"{given[0]} is for recipes; what a script does, its commit says")
+            raise UsageError(f"{given[0]} is for recipes; a script is changed by its commit")
         arms = _read_script(candidate, against, script, metric)
     if final == (budget is not None):
-        raise UsageError("judge needs --budget, or --final, which makes a fixed number of pairs; not both")
+        raise UsageError("judge needs either --budget, or --final, which trains a fixed number of pairs")
     terms = None
     if budget is not None:
         terms = _make_terms(budget, effect, _read_margin(margin, arms.proposal), worst)
@@ -101,7 +103,7 @@ def judge(  # noqa: PLR0913, PLR0917 - one parameter an option
     raise typer.Exit(answer.exit_code)
 
 
-def _print(answer: Answer) -> None:
+def _print(answer: JudgeAnswer) -> None:
     """Print an answer for people."""
     for line in answer.lines():
         print_line(line)
@@ -124,7 +126,7 @@ def _read_margin(text: str | None, proposal: Proposal) -> float | None:
         return None
     name, margin = parse_margin(text)
     if name not in {None, proposal.metric.name}:
-        raise UsageError(f"--margin: the metric that decides is {proposal.metric.name}, got {name}")
+        raise UsageError(f"--margin must name the metric that decides, {proposal.metric.name}, got {name}")
     return margin
 
 
@@ -175,10 +177,10 @@ def _load(file: Path, changes: Sequence[str], name: str = "") -> Contender:
     return replace(contender, name=name) if name else contender
 
 
-def _judge(arms: Arms[Any], terms: Terms | None) -> Answer:
+def _judge(arms: Arms[Any], terms: Terms | None) -> JudgeAnswer:
     """Run the question to its answer, or to a signal."""
     from sparsebp_cli.notify import tell as notify
-    from sparsebp_lab.judge.answer import Answer
+    from sparsebp_lab.judge.answer import JudgeAnswer
     from sparsebp_lab.judge.budget import QuestionBudget
     from sparsebp_lab.judge.ledger import Ledger
     from sparsebp_lab.judge.session import JudgeSession, Terms
@@ -188,15 +190,15 @@ def _judge(arms: Arms[Any], terms: Terms | None) -> Answer:
         unlimited = Terms(QuestionBudget(float("inf"), "flops"))  # the test split has a fixed number of pairs
         session = JudgeSession(arms, terms or unlimited, ledger, lambda: _wait(session, interrupts))
         question = session.run() if terms is not None else session.open_test()
-    answer = Answer(proposal, question, session.book, ledger, terms, session.is_stopped)
+    answer = JudgeAnswer(proposal, question, session.book, ledger, terms, session.is_stopped)
     answer.save()
-    if session.has_news and not session.is_stopped:  # whoever stopped it, or asks again, knows
+    if session.has_news and not session.is_stopped:  # after a stop, or without news, the user knows the answer
         notify("judged", answer.brief())
     return answer
 
 
 def _wait(session: JudgeSession, interrupts: Interrupts) -> None:
-    """Wait a moment; the first signal stops what runs in order, the second one ends it at once."""
+    """Wait a moment; the first signal stops running work in order, the second one at once."""
     interrupts.wait(POLL_SECONDS)
     if interrupts.received and not session.is_stopped:
         session.is_stopped = True

@@ -1,4 +1,4 @@
-"""``sparsebp leaderboard``: the rules and tasks, and whether a submission keeps them."""
+"""``sparsebp leaderboard``: show the rules and tasks, and check submissions."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from sparsebp_lab.answer.leaderboard_record import CellLine, RuleList, Submissio
 
 if TYPE_CHECKING:
     from sparsebp_cli.run import RunFolder
-    from sparsebp_lab.leaderboard.cell import Cell, CellResult
-    from sparsebp_lab.leaderboard.finding import Finding
-    from sparsebp_lab.leaderboard.rules import Board
+    from sparsebp_lab.leaderboard.cell import CellResult, TaskCell
+    from sparsebp_lab.leaderboard.finding import RuleFinding
+    from sparsebp_lab.leaderboard.rules import BoardRules
     from sparsebp_lab.leaderboard.submission import Submission
 
 STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
-WHAT = "A folder with submission.yaml, or a task of ours."
-AGAIN = "If every rule is kept, train so many cells again, drawn at random, and compare."
-RULES = "Folder with rules.yaml and the tasks' studies; default: those that ship."
+WHAT = "A folder with submission.yaml, or the name of a task."
+AGAIN = "If no rule is broken, also train this many random trials again, and compare them."
+RULES = "Folder with rules.yaml and the tasks' studies (default: the included ones)."
 
 
-class Action(StrEnum):
+class LeaderboardAction(StrEnum):
     """Actions on the leaderboard."""
 
     CHECK = "check"
@@ -40,16 +40,17 @@ class Action(StrEnum):
 
 def leaderboard(
     action: Annotated[
-        Action | None, typer.Argument(metavar="check", help="Say which rules a study does not keep.")
+        LeaderboardAction | None,
+        typer.Argument(metavar="check", help="Check a submission, and name the rules that it breaks."),
     ] = None,
     what: Annotated[str | None, typer.Argument(metavar="FOLDER|TASK", help=WHAT, show_default=False)] = None,
     again: Annotated[int, typer.Option("--rerun", min=0, metavar="N", help=AGAIN)] = 0,
     rules: Annotated[Path | None, typer.Option(metavar="FOLDER", help=RULES)] = None,
     output: Format = Output.TABLE,
 ) -> None:
-    """List the leaderboard's tasks and rules; `check FOLDER` holds a submission against them, line by line.
+    """List the leaderboard's tasks and rules; `check FOLDER` checks a submission.
 
-    A submission is a study of a task with the archive of all of its trials. Exit code 1 if a rule is not kept.
+    A submission is a study of a task, with the archive of its trials. Exits with 1 if the submission breaks a rule.
     """
     from sparsebp_lab.leaderboard.rules import load_board
 
@@ -60,22 +61,22 @@ def leaderboard(
         tell(_describe(board), output, _print_rules)
         return
     if what is None:
-        raise UsageError("leaderboard check needs a folder with submission.yaml, or a task of ours")
+        raise UsageError("leaderboard check needs a folder with submission.yaml, or the name of a task")
     report = _check(_find(what, board), board, again)
     tell(report, output, _print_report)
     if not report.is_accepted:
         raise typer.Exit(CHECK_FAILED)
 
 
-def _find(what: str, board: Board) -> Submission:
+def _find(what: str, board: BoardRules) -> Submission:
     from sparsebp_lab.leaderboard.submission import own_task, read_submission
 
     return read_submission(Path(what)) if Path(what).is_dir() else own_task(board, what)
 
 
-def _describe(board: Board) -> RuleList:
-    from sparsebp_cli.study.loader import read_arms
+def _describe(board: BoardRules) -> RuleList:
     from sparsebp_lab.leaderboard.submission import own_task
+    from sparsebp_lab.study.loader import read_arms
 
     tasks = []
     for name in board.rules.tasks:
@@ -110,12 +111,12 @@ def _print_rules(found: RuleList) -> None:
     print_line("next: sparsebp leaderboard check FOLDER")
 
 
-def _check(submission: Submission, board: Board, number: int) -> SubmissionReport:
-    """Hold a submission against the rules, and train cells of it again where that is asked for."""
+def _check(submission: Submission, board: BoardRules, number: int) -> SubmissionReport:
+    """Check a submission against the rules, and train cells of it again if requested."""
     from sparsebp_lab.leaderboard.check import check_submission
 
     findings = check_submission(submission, board)
-    # Nothing of a study that is refused is run.
+    # Do not run anything from a study that breaks a rule.
     kept = all(finding.level != "fail" for finding in findings)
     results: list[tuple[str, CellResult]] = _train_again(submission, number) if number and kept else []
     findings += [_of_cell(result) for _, result in results]
@@ -133,10 +134,10 @@ def _check(submission: Submission, board: Board, number: int) -> SubmissionRepor
     )
 
 
-def _of_cell(result: CellResult) -> Finding:
-    from sparsebp_lab.leaderboard.finding import FAIL, OK, Finding
+def _of_cell(result: CellResult) -> RuleFinding:
+    from sparsebp_lab.leaderboard.finding import FAIL, OK, RuleFinding
 
-    return Finding(OK if result.is_equal else FAIL, "trained again", result.describe())
+    return RuleFinding(OK if result.is_equal else FAIL, "trained again", result.describe())
 
 
 def _make_line(run_id: str, result: CellResult) -> CellLine:
@@ -154,13 +155,13 @@ def _make_line(run_id: str, result: CellResult) -> CellLine:
 
 
 def _train_again(submission: Submission, number: int) -> list[tuple[str, CellResult]]:
-    """Train cells of the archive again, one after the other, and return each beside what the archive says."""
+    """Train cells of the archive again, one after the other, and return each with its archived result."""
     from sparsebp_cli.compare.archive import open_archive
     from sparsebp_cli.compare.load import load_folder
-    from sparsebp_cli.study.loader import load_study
-    from sparsebp_cli.study.record import find_archived
     from sparsebp_lab.leaderboard.cell import compare_cell, draw_cells
     from sparsebp_lab.leaderboard.check import read_runs
+    from sparsebp_lab.study.loader import load_study
+    from sparsebp_lab.study.record import find_archived
 
     mine, archive = load_study(submission.study), open_archive(submission.archive)
     record = find_archived(mine.study.study, archive)
@@ -173,7 +174,7 @@ def _train_again(submission: Submission, number: int) -> list[tuple[str, CellRes
     ]
 
 
-def _run(cells: Sequence[Cell], file: Path) -> list[RunFolder]:
+def _run(cells: Sequence[TaskCell], file: Path) -> list[RunFolder]:
     """Train each cell under a new id; raise typer.Exit after a signal."""
     from sparsebp_cli.cli.follow import follow_all
     from sparsebp_cli.cli.stored_run import check_plans, submit_all

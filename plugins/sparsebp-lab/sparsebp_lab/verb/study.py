@@ -1,4 +1,4 @@
-"""``sparsebp study``: plan a study, train what the store lacks, and show where it stands."""
+"""``sparsebp study``: plan a study, train missing trials, and show its state."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from sparsebp_cli.errors import DivergedError, RunFailedError, UsageError
 from sparsebp_lab.verb.study_page import make_page, make_plan_table
 
 if TYPE_CHECKING:
-    from sparsebp_cli.study.loader import LoadedStudy
     from sparsebp_lab.answer.study_record import RebuiltStudy, StudyState
     from sparsebp_lab.study.course import Course
     from sparsebp_lab.study.driver import Driver, Status, TrialRun
+    from sparsebp_lab.study.loader import LoadedStudy
     from sparsebp_lab.study.place import TrialPlace
     from sparsebp_lab.study.store import TrialStore
     from sparsebp_lab.study.summary import ArmLine
     from sparsebp_lab.study.trial import StudyTrial, TrialMaker
 
-POLL_SECONDS, LONGEST_SECONDS = 0.2, 5.0  # between two looks at the trials
-LOOK_SHARE = 0.02  # of the time that looks may take: hundreds of waiting trials are read again at each
+POLL_SECONDS, LONGEST_SECONDS = 0.2, 5.0  # limits of the pause between two looks at the trials
+LOOK_SHARE = 0.02  # fraction of the time that looks may take: each reads hundreds of waiting trials again
 FILE = "The study (YAML), or its name in `sparsebp recipes`."
-SCALED = "Run the small study that its key `scale` describes."
-TARGET = "Run all of it there, whatever its key `where` says: `sparsebp targets` lists them."
-FROM = "Train nothing: rebuild the choices from an archive of the study."
+SCALED = "Run a smaller version of the study, as its key `scale` describes."
+TARGET = "Train everything on this target of `sparsebp targets`, instead of the study's key `where`."
+FROM = "Train nothing; check the choice of values of this archived study."
 STOPPING = "stopping: what runs ends with a checkpoint, and the same command goes on; Ctrl-C again ends it at once"
 KILLING = "ending it at once"
 
@@ -45,15 +45,15 @@ def study(
     ],
     scaled: Annotated[bool, typer.Option("--scaled", help=SCALED)] = False,
     target: Annotated[str | None, typer.Option(metavar="NAME", help=TARGET)] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be trained; start nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be trained, and start nothing.")] = False,
     again: Annotated[bool, typer.Option("--again", help="Train everything again, finished trials too.")] = False,
     archive: Annotated[Path | None, typer.Option("--from", metavar="ARCHIVE", help=FROM)] = None,
     output: Format = Output.TABLE,
 ) -> None:
-    """Tune several methods, train them with fresh seeds at the same cost, and add controls. Nothing is trained twice.
+    """Tune several methods, train them with fresh seeds and the same budget, and add control runs.
 
-    A study that was interrupted or killed goes on with the same command. With --from nothing is trained: the choices
-    are rebuilt from archived trials, and it ends with 1 if one differs.
+    The same command continues an interrupted study, and trains nothing twice. With --from it trains nothing,
+    repeats the choice of values from the archived trials, and exits with 1 if a choice differs.
     """
     if archive is not None:
         if dry_run or again or target is not None:
@@ -70,10 +70,10 @@ def study(
 
 
 def _rebuild(file: Path, archive: Path, output: Output, *, scaled: bool) -> int:
-    """Answer with what a study's archived trials choose, and return the exit code."""
+    """Print what a study's archived trials choose, and return the exit code."""
     from sparsebp_cli.compare.archive import open_archive
-    from sparsebp_cli.study.loader import load_study
     from sparsebp_lab.answer.study_record import RebuiltStudy
+    from sparsebp_lab.study.loader import load_study
     from sparsebp_lab.study.rebuild import rebuild
 
     loaded = load_study(file, scaled=scaled)
@@ -105,10 +105,10 @@ def _print_rebuilt(found: RebuiltStudy) -> None:
 
 def _open(file: Path, *, again: bool, asks: bool, scaled: bool, target: str | None) -> StudySession:
     from sparsebp_cli.cli.validate import check_sources
-    from sparsebp_cli.study.loader import load_study
-    from sparsebp_cli.study.record import StudyRecord
     from sparsebp_cli.tracking import resolve_uri
+    from sparsebp_lab.study.loader import load_study
     from sparsebp_lab.study.place import find_places, move
+    from sparsebp_lab.study.record import StudyRecord
     from sparsebp_lab.study.store import TrialStore
     from sparsebp_lab.study.trial import TrialMaker
 
@@ -126,7 +126,7 @@ def _open(file: Path, *, again: bool, asks: bool, scaled: bool, target: str | No
 
 
 def find_pause(look: float) -> float:
-    """Return how long to wait after a look at the trials that took so many CPU seconds."""
+    """Return how long to wait after a look at the trials that took ``look`` CPU seconds."""
     return min(max(POLL_SECONDS, look / LOOK_SHARE), LONGEST_SECONDS)
 
 
@@ -138,7 +138,7 @@ class StudySession:
     places: list[TrialPlace]
     maker: TrialMaker
     store: TrialStore
-    asks: bool = True  # whether a search may propose more
+    asks: bool = True  # a search may propose more
 
     def __post_init__(self) -> None:
         from sparsebp_cli.plan import find_provenance
@@ -147,11 +147,11 @@ class StudySession:
         self.driver: Driver = Driver(self.places, self.store, find_provenance(self.loaded.file))
         self.course: Course
         self.controls: list[StudyTrial] = []
-        self.edges: list[str] = []  # choices at an edge of a grid that is extended no more
+        self.edges: list[str] = []  # choices at an edge of a grid that is not extended further
         self.plan()
 
     def plan(self) -> None:
-        """Derive what is to be trained from the file and the store."""
+        """Derive the trials to train, from the file and the stored runs."""
         from sparsebp_lab.study.control import plan_controls
         from sparsebp_lab.study.course import plan_course
         from sparsebp_lab.study.extension import plan_extended
@@ -161,7 +161,7 @@ class StudySession:
             from sparsebp_lab.study.search import Search
 
             search = Search(self.loaded, self.maker, sum(place.slots for place in self.places))
-            while True:  # a client that was killed may have left results that nobody has told
+            while True:  # a killed client may have left results that the search has not received
                 known = self.loaded.variants
                 self.loaded = search.advance(self.course.tuned, asks=self.asks)
                 self.course = plan_course(self.loaded, self.maker, self.store)
@@ -172,7 +172,7 @@ class StudySession:
 
     @property
     def trials(self) -> list[StudyTrial]:
-        """Every trial that is known by now."""
+        """Every trial that is known so far."""
         return [*self.course.trials, *self.controls]
 
     def summarise(self) -> list[ArmLine]:
@@ -183,7 +183,7 @@ class StudySession:
         return summarise(self.loaded, self.course, self.controls, statuses, self.store)
 
     def run(self, interrupts: Interrupts) -> None:
-        """Train stage after stage until nothing is left that can be trained."""
+        """Train stage after stage until no trial remains that can be trained."""
         self.save()
         with make_page(self.loaded, sum(place.slots for place in self.places)) as page:
             handled, begun = 0, time.process_time()
@@ -205,16 +205,15 @@ class StudySession:
             page.show(self.summarise(), self.entries())
 
     def _next_stage(self) -> Sequence[StudyTrial]:
-        """Return the trials of the first stage that has any left to do."""
+        """Return the trials of the first stage with unfinished ones."""
         for stage in (self.course.rehearsals, self.course.tuning, self.course.report, self.controls):
             if any(not self.driver.runs[trial.run_id].status.over for trial in stage):
                 return stage
         return ()
 
     def describe(self, *following: str) -> StudyState:
-        """Return where the study stands, with the commands that go on from there."""
-        from sparsebp_cli.cli.answer.run_record import TrialLine
-        from sparsebp_lab.answer.study_record import StudyState
+        """Return the study's state, with the commands to run next."""
+        from sparsebp_lab.answer.study_record import StudyState, TrialLine
 
         arms = self.summarise()
         trials = [
@@ -246,9 +245,9 @@ class StudySession:
 
     def save(self) -> None:
         """Write the list of trials, by which other commands find them."""
-        from sparsebp_cli.study.record import Listed, StudyRecord
+        from sparsebp_lab.study.record import Listed, StudyRecord
 
-        # The run that has the result may be one that another command made.
+        # Another command may have made the run with the result.
         listed = [
             Listed(self.store.find(t).run_id, t.role, t.arm, t.combination, t.seed, t.is_cut)
             for t in (*self.course.rehearsals, *self.course.tuning, *self.course.report, *self.controls)
@@ -259,7 +258,7 @@ class StudySession:
 
 
 def _report(session: StudySession, interrupts: Interrupts, output: Output) -> int:
-    """Print what did not finish and the next command, answer, and return the exit code."""
+    """Print unfinished trials and the next command, write the answer, and return the exit code."""
     from sparsebp_lab.study.driver import Status
 
     tuning = {trial.run_id for trial in session.course.tuning} - {trial.run_id for trial in session.course.report}

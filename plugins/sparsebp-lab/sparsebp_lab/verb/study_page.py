@@ -1,4 +1,4 @@
-"""What ``sparsebp study`` shows: the plan as a table, one live page in a terminal, a line for each change elsewhere."""
+"""Show the state of ``sparsebp study``: the plan as a table, a live page in a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-    from sparsebp_cli.study.loader import LoadedStudy
-    from sparsebp_cli.study.schema import RangeSection
     from sparsebp_lab.study.driver import TrialRun
+    from sparsebp_lab.study.loader import LoadedStudy
     from sparsebp_lab.study.place import TrialPlace
+    from sparsebp_lab.study.schema import RangeSection
     from sparsebp_lab.study.summary import ArmLine
 
 UNKNOWN = "?"
 
 
 def make_plan_table(loaded: LoadedStudy, lines: Sequence[ArmLine], places: Sequence[TrialPlace]) -> RenderableType:
-    """Return the plan of a study: arms and trials by stage, each as done/all, and what they cost."""
+    """Return the plan of a study: arms and trials by stage, each as done/all, and their cost."""
     from rich.console import Group
     from rich.text import Text
 
@@ -90,7 +90,7 @@ def _show_disk(num_bytes: float | None) -> str:
 
 
 def _show_whole_disk(lines: Sequence[ArmLine]) -> str:
-    """Return the disk that all runs to be made will hold, if one of every arm was measured."""
+    """Return the disk that all missing runs will need, if one of every arm was measured."""
     known = [line.bytes_left for line in lines if line.bytes_left is not None]
     total = sum(known)
     return f", {show_count(total, 'B')} of disk" if len(known) == len(lines) and total else ""
@@ -118,11 +118,11 @@ class Page(ABC):
 
     @abstractmethod
     def show(self, lines: Sequence[ArmLine], entries: Sequence[TrialRun]) -> None:
-        """Show the present state."""
+        """Show the current state."""
 
     @abstractmethod
     def print_text(self, text: str) -> None:
-        """Print a line that stays."""
+        """Print a permanent line."""
 
     @abstractmethod
     def __enter__(self) -> Self: ...
@@ -184,12 +184,12 @@ class PlainPage(Page):
 
 
 def make_page(loaded: LoadedStudy, slots: int) -> Page:
-    """Return a live page for a terminal, lines for everything else."""
+    """Return a live page for a terminal, plain lines otherwise."""
     return LivePage(loaded, slots) if console().is_terminal else PlainPage(loaded, slots)
 
 
 def make_live_table(loaded: LoadedStudy, lines: Sequence[ArmLine], slots: int) -> Table:
-    """Return the page of a study that runs: trials by arm and state, the best so far, the time left."""
+    """Return the page of a running study: trials by arm and state, the best so far, the time left."""
     total, done = sum(line.num_trials for line in lines), sum(line.num_done for line in lines)
     title = f"{loaded.study.study}: {done} of {total} trials{_show_time(lines, slots)}"
     counts = ("done", "running", "waiting", "failed", "time left")

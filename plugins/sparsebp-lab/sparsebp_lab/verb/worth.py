@@ -1,4 +1,4 @@
-"""``sparsebp worth``: what policies are worth before they train."""
+"""``sparsebp worth``: estimate cost and approximation error of policies before training."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 NUMBERS = ("cost", "noise", "by curvature", "bias", "(1 + noise) x cost", "like dense with")
-DECISIVE = ("cost", "bias", "(1 + noise) x cost")  # where a terminal has no room for all
-MOST_TALL = 4  # rows of two lines; more would leave no room on a screen
-WIDE = 98  # characters: below it numbers would be folded
-SHORT = {"cannot beat a smaller batch": "cannot", "decide by training": "train"}  # verdicts, as wide as a column may be
+DECISIVE = ("cost", "bias", "(1 + noise) x cost")  # columns that a narrow terminal keeps
+MOST_TALL = 4  # rows of two lines that fit on a screen
+WIDE = 98  # characters; a narrower terminal would fold numbers
+SHORT = {"cannot beat a smaller batch": "cannot", "decide by training": "train"}  # short verdicts for a narrow column
 LESSON = {
     "dense": "dense itself",
     "cannot beat a smaller batch": "dense with a smaller batch has as little noise and costs less: no training needed",
@@ -39,8 +39,7 @@ def worth(
         bool,
         typer.Option(
             "--all",
-            help="Also every other installed policy that applies, with its defaults and half of what it must be told "
-            "to keep.",
+            help="Also estimate every other installed policy that applies, with defaults (and keep: 0.5 if required).",
         ),
     ] = False,
     changes: Changes = None,
@@ -48,7 +47,7 @@ def worth(
         Output.TABLE
     ),
 ) -> None:
-    """Estimate in minutes, without training, if a recipe's policies can beat ordinary training with a smaller batch."""
+    """Estimate in minutes whether a recipe's policies can beat dense training with a smaller batch."""
     from sparsebp_cli.cli.validate import load_checked
     from sparsebp_cli.cli.worker_process import measure_apart
     from sparsebp_cli.plan import make_plan
@@ -57,12 +56,13 @@ def worth(
     with tempfile.TemporaryDirectory(prefix="sparsebp-") as folder:
         plan_file = make_plan(checked, origin).save(Path(folder))
         found = measure_apart("sparsebp_lab.worth", json.dumps({"plan": str(plan_file), "all": every}))
-    found.pop("format")  # of the worker's answer; the document has a version of its own
+    found.pop("format")  # belongs to the worker's answer; the document has its own version
     tell(WorthAnswer(**found), output, partial(print_worth, everything=every))
 
 
 def print_worth(found: WorthAnswer, *, everything: bool = False) -> None:
-    """Print a table, what its verdicts mean, and what was not measured: on one screen, unless it has ``everything``."""
+    """Print a table, the meaning of its verdicts, and what was not measured: on one screen, unless ``everything`` is
+    true."""
     is_narrow = console().width < WIDE
     table = worth_table(found.policies, DECISIVE if is_narrow else NUMBERS)
     notes = [*(_explain(found, is_narrow=is_narrow) if found.policies else ()), *_list_exceptions(found)]
@@ -104,9 +104,9 @@ def _list_exceptions(found: WorthAnswer) -> Iterator[str]:
 
 
 def worth_table(policies: Sequence[PolicyWorth], numbers: Sequence[str] = NUMBERS) -> Table:
-    """Return a row for each policy, the best first, with the columns of these numbers. Many rows take a line each."""
+    """Return a row for each policy, the best first, with the columns ``numbers``. Many rows take one line each."""
     is_tall = len(policies) <= MOST_TALL
-    gap, last = ("\n", "\n") if is_tall else ("", " ")  # of many policies only the product has its interval
+    gap, last = ("\n", "\n") if is_tall else ("", " ")  # with many policies only the product shows its interval
     table = make_table("policy", *numbers, "verdict", numbers=numbers)
     for one in sorted(policies, key=lambda policy: policy.product.value):
         curved = "-" if one.noise_curved is None else _show(one.noise_curved, gap)
@@ -118,8 +118,8 @@ def worth_table(policies: Sequence[PolicyWorth], numbers: Sequence[str] = NUMBER
 
 
 def _show_batches(one: PolicyWorth) -> str:
-    """Return the examples of dense's batch by both noises, which bracket it, and below what is left of the rate:
-    ``3.4-9.1``, ``rate 0.78``."""
+    """Return the batch sizes of dense by both noises, which bracket the true one, and below it the remaining fraction
+    of the rate: ``3.4-9.1``, ``rate 0.78``."""
     ends = sorted(
         {f"{batch:.3g}" for batch in (one.dense_batch, one.dense_batch_curved) if batch is not None}, key=float
     )
@@ -132,7 +132,7 @@ def _is_slower(one: PolicyWorth) -> bool:
 
 
 def _show(interval: Interval, gap: str) -> str:
-    """Return a value, and its interval after the gap, unless that has no width or there is no gap."""
+    """Return a value, and after the gap its interval, unless its width or the gap is empty."""
     value, low, high = (_round(end) for end in (interval.value, interval.low, interval.high))
     return value if low == high or not gap else f"{value}{gap}{low}-{high}"
 

@@ -1,1 +1,1 @@
-"""The process that measures what policies are worth before training: ``python -m sparsebp_lab.worth``."""
+"""The process that measures policies before training: ``python -m sparsebp_lab.worth``."""

@@ -1,6 +1,5 @@
-"""``python -m sparsebp_lab.worth``: a request on standard input, lines of JSON on standard output, as in
-:mod:`sparsebp_cli.worker.answer`. The request is ``{"plan": FILE, "all": BOOLEAN}``.
-"""
+"""Run ``python -m sparsebp_lab.worth``: read a request from standard input, write lines of JSON to standard output, as
+in :mod:`sparsebp_cli.worker.answer`. The request is ``{"plan": FILE, "all": BOOLEAN}``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The policies that are measured, and what is found of each."""
+"""The policies that are measured, and their measurements."""
 
 from __future__ import annotations
 
@@ -16,26 +16,27 @@ from sparsebp_cli.recipe.description import describe_policy
 from sparsebp_cli.recipe.schema import PolicyEntry, Recipe
 from sparsebp_cli.worker.policy_phase import compares, make_phases
 from sparsebp_lab.exchange import BatchPair
-from sparsebp_lab.worth.step_length import Share
+from sparsebp_lab.worth.step_length import StepShare
 
-SHARE = 0.5  # of a policy that must be told what to keep, where all are measured
+SHARE = 0.5  # fraction to keep, for policies that require one, if all are measured
 
 
 @dataclass
 class Candidate:
     """A policy that is measured, and what was found so far."""
 
-    name: str  # as the recipe would write it: name and options
+    name: str  # name and options, as in a recipe
     policies: Sequence[Policy]
     pairs: dict[str, list[list[BatchPair]]] = field(default_factory=lambda: {"plain": [], "adam": [], "curved": []})
-    by_part: dict[str, list[float]] = field(default_factory=dict)  # squares of noise and bias, and between batches
-    passes: list[tuple[float, float]] = field(default_factory=list)  # FLOPs of it and of dense, where it is measured
-    steps: list[tuple[float, float]] = field(default_factory=list)  # the same of steps of the whole training
-    trials: list[float] = field(default_factory=list)  # FLOPs of trial passes, mean over steps, a value for each point
-    # At each point what is left of the length of a step, and of batches of dense: see step_length.
-    lengths: list[tuple[Share, list[Share]]] = field(default_factory=list)
-    fixed: list[float] = field(default_factory=list)  # FLOPs of update and trial passes, a value for each point
-    step: int | None = None  # at which it was measured instead, since it leaves nothing out at the points
+    by_part: dict[str, list[float]] = field(default_factory=dict)  # squares of noise, of bias, and between batches
+    # FLOPs of the policy and of dense at the measured points
+    passes: list[tuple[float, float]] = field(default_factory=list)
+    steps: list[tuple[float, float]] = field(default_factory=list)  # the same for steps over the whole training
+    trials: list[float] = field(default_factory=list)  # FLOPs of trial passes, mean over steps, one value a point
+    # At each point, the remaining step length of the policy and of dense batches: see step_length.
+    lengths: list[tuple[StepShare, list[StepShare]]] = field(default_factory=list)
+    fixed: list[float] = field(default_factory=list)  # FLOPs of update and trial passes, one value a point
+    step: int | None = None  # step that was measured instead, because it leaves nothing out at the points
     failure: str = ""
 
     @property
@@ -45,7 +46,7 @@ class Candidate:
 
 
 def find_candidates(recipe: Recipe, *, all_policies: bool) -> tuple[list[Candidate], list[dict[str, str]]]:
-    """Return the policies to be measured, those of the recipe first, and the name and reason of each that is not."""
+    """Return the policies to measure, the recipe's first, and the name and reason of each policy that is left out."""
     found, left_out = list[Candidate](), list[dict[str, str]]()
     for phase, made in zip(recipe.phases, make_phases(recipe), strict=True):
         name = ", ".join(describe_policy(entry.model_dump()) for entry in phase.policies) or "dense"
@@ -66,8 +67,8 @@ def find_candidates(recipe: Recipe, *, all_policies: bool) -> tuple[list[Candida
 
 
 def _try_candidate(recipe: Recipe, name: str, installed: FoundPolicy) -> Candidate | str:
-    """Return an installed policy with its defaults, and half of everything where it must be told a share; or why it is
-    not measured."""
+    """Return an installed policy with its defaults, and half of everything if it requires a fraction; or the reason why
+    it is not measured."""
     if installed.policy_class is None:
         return f"broken: {installed.problem}"
     required = [key for key, option in installed.policy_class.model_fields.items() if option.is_required()]
@@ -94,7 +95,7 @@ def _try_candidate(recipe: Recipe, name: str, installed: FoundPolicy) -> Candida
 def _find_reason(policy: Policy, recipe: Recipe) -> str:
     if isinstance(policy, EpochSelector):
         return "chooses whole epochs: there is nothing to measure on a batch"
-    # It also sorts the examples of a step, so that the batches would be other ones than dense's.
+    # It also sorts the examples of a step, so its batches would differ from dense's.
     if find_facts(policy).get("shares_updates") and recipe.training.gradient_accumulation_steps > 1:
         return "computes once what the micro-batches of a step share, and passes are measured one by one"
     return ""

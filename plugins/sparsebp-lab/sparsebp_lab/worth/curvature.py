@@ -1,9 +1,9 @@
-"""What an error of the gradient costs the loss: its square with the loss's curvature between.
+"""Compute what a gradient error costs the loss: its square, weighted by the loss's curvature.
 
-A step with the rate eta and the optimizer's scale D goes to w - eta D (g + e). To second order an error e whose mean is
-zero raises the loss by eta^2 / 2 E[(D e)^T H (D e)], with the Hessian H of the loss: where the loss is flat an error
-costs nothing in its step, however large it is. The error of a small batch lies where the loss is curved, since the
-covariance of gradients and the Hessian resemble each other; that of rounding or of random projections lies everywhere.
+A step with the rate eta and the optimizer's scale D goes to w - eta D (g + e). To second order an error e with mean
+zero raises the loss by eta^2 / 2 E[(D e)^T H (D e)], with the Hessian H of the loss. In flat directions an error costs
+nothing in its step, however large it is. The error of a small batch lies in curved directions, since the covariance of
+gradients resembles the Hessian. The error of rounding or random projections lies in all directions.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from sparsebp_lab.worth.squares import Gradients, Metric, inner, minus
+from sparsebp_lab.worth.squares import Gradients, WorthMetric, inner, minus
 
-# Of the length of all weights: large enough for float32, and so small that a difference to one side is within 2 % of
-# autograd's product (tests/worker/test_worth.py). One to both sides would be closer, and takes twice the passes.
+# Relative to the length of all weights: large enough for float32, and so small that a one-sided difference is within 2
+# % of autograd's product (tests/worker/test_worth.py). A two-sided one would be closer, at twice the passes.
 STEP = 1e-4
 
 
 class Curvature:
-    """The Hessian of a loss at the weights of a point, along one error at a time, by a difference of two gradients."""
+    """The Hessian of a loss at a point's weights, applied to one error at a time by a gradient difference."""
 
-    def __init__(self, parameters: Mapping[str, Tensor], metric: Metric, gradients: Gradients) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], metric: WorthMetric, gradients: Gradients) -> None:
         self._parameters, self._metric, self._gradients = parameters, metric, gradients
-        # Adapters begin at zero, or near it: a step in proportion to them would be lost in what they are added to.
+        # Adapters begin near zero: a step in proportion to them would vanish beside the weights that they are added to.
         self._length = max(_length(parameters), 1.0)
 
     @staticmethod
     def is_measurable(parameters: Mapping[str, Tensor], mixed_precision: str) -> bool:
-        """Whether weights and gradients are precise enough: a step so small is lost in 16 bits."""
+        """Return whether weights and gradients are precise enough: 16 bits would lose such a small step."""
         return mixed_precision == "no" and all(p.dtype in (torch.float32, torch.float64) for p in parameters.values())
 
     def square(self, error: Gradients, gradients: Callable[[], Gradients]) -> float:
-        """Return (D e)^T H (D e), where D is the scale of the metric; ``gradients`` are those of the loss with the
-        weights as they are when it is called. The weights are put back bit for bit."""
+        """Return (D e)^T H (D e), where D is the scale of the metric; ``gradients`` returns the loss's gradients at the
+        current weights. The weights are restored bit by bit."""
         direction = {name: entries for name, e in error.items() if e is not None for entries in [self._scale(name, e)]}
         length = _length(direction)
         if length == 0.0:
@@ -56,7 +56,7 @@ class Curvature:
         scaled = self._metric.scale(name, error)
         if scaled is not None:
             return scaled
-        # Without any moments a step is the gradient; a weight that alone has none was not trained so far.
+        # Without moments a step is the gradient. If only this weight has none, it was not trained so far.
         return torch.zeros_like(error) if self._metric.exists else error
 
     @contextmanager

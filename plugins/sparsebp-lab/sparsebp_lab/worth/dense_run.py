@@ -1,4 +1,4 @@
-"""The dense training at whose points policies are measured."""
+"""Run the dense training at whose points policies are measured."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ class DenseRun:
         self.has_moments = False
         self._dense_flops: dict[int, float] = {}  # by micro-batch
         training.engine.detach()
-        training.model.train()  # as loaded it is in evaluation mode: no dropout, and nothing is chosen of batches
+        training.model.train()  # it is loaded in evaluation mode, without dropout or a choice of batches
         self.part_of = LayerNumbers(training.bare).part_of
         self._engine = self.attach([make_policy("dense")])
         self.names = trainable_parameters(training.bare, self._engine)
 
     def tell(self, what: str, passes: int) -> None:
-        """Report what comes now, and how many passes are done."""
+        """Report the next phase, and how many passes are done."""
         self._report(what, self.done, self._total)
         self.done += passes
 
     def attach(self, policies: Sequence[Policy]) -> Engine:
-        """Attach policies as if they had been there since the first step."""
+        """Attach policies as if they had been attached since the first step."""
         sequence = self.training.phases
         phase = PolicyPhase(policies, None, self.step, self.step + 1, ())
         engine = sequence.attach(phase)
@@ -52,7 +52,7 @@ class DenseRun:
         return engine
 
     def train_to(self, step: int) -> None:
-        """Make dense steps until so many are done."""
+        """Train densely up to ``step``."""
         training, recipe = self.training, self.training.plan.recipe.training
         while self.step < step:
             self.tell(f"dense step {self.step + 1} of {step}", 1)
@@ -73,7 +73,7 @@ class DenseRun:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Take the dense engine off, so that others can be attached one after the other, and attach it again."""
+        """Detach the dense engine, so that others can be attached one after the other, and attach it again."""
         self._engine.detach()
         try:
             yield
@@ -92,18 +92,18 @@ class DenseRun:
             finally:
                 engine.detach()
         finally:
-            state.clear()  # policies that freeze parameters for good drop their state
+            state.clear()  # policies that freeze parameters permanently drop their state
             state.update(before)
 
     def count_dense(self, engine: Engine, number: int) -> float:
-        """Return the FLOPs of dense's forward and backward over a micro-batch, counted once."""
+        """Return the FLOPs of a dense forward and backward over a micro-batch, counted once."""
         if number not in self._dense_flops:
             with self.trial(engine, number) as trial:
                 self._dense_flops[number] = count_work(trial, "dense").flops
         return self._dense_flops[number]
 
     def show_steps(self, engine: Engine, first: int, number: int) -> None:
-        """Let policies that remember see so many steps as if they were trained on; weights and optimizer stay."""
+        """Show ``number`` steps to policies with state, as if trained; weights and optimizer do not change."""
         training, micro_batches = self.training, self.training.plan.recipe.training.gradient_accumulation_steps
         for step in range(first, first + number):
             go_to(engine, step)
@@ -120,7 +120,7 @@ class DenseRun:
                 engine.states.end_step(engine.now())
 
     def run_trials(self, engine: Engine, first: int) -> None:
-        """Make the trial passes that are due, on a micro-batch and those behind it."""
+        """Run the trial passes that are due, on a micro-batch and later ones."""
         training = self.training
         batch, targets = training.order.rank_part(first)
         others = [
@@ -131,8 +131,8 @@ class DenseRun:
         engine.run_trials(loss, training.accelerator.backward, others=others)
 
     def trial(self, engine: Engine, number: int, most: int | None = None, *, trims: bool = False) -> TrialStep:
-        """Return a trial step of a micro-batch, or of its first examples: padded as in the whole one, since policies
-        may choose padding, or with ``trims`` without the positions that are padding in all of them."""
+        """Return a trial step of a micro-batch, or of its first examples. They are padded as in the whole batch, since
+        policies may choose padding; ``trims`` removes positions that are padding in all of them."""
         training, batch = self.training, self._first_of(number, most)
         batch = _trim(batch) if trims else batch
         targets = max(1, num_targets(batch, training.order.candidates))
@@ -140,8 +140,8 @@ class DenseRun:
         return TrialStep(training.bare, engine, loss, training.accelerator.backward)
 
     def number_draws(self, number: int, most: int) -> int:
-        """Return the number of a policy's first draw on the first examples of a micro-batch, from their values. A draw
-        is the same for all batches and all tasks otherwise, and an unlucky one would be wrong on every task at once."""
+        """Return the number of a policy's first draw on the first examples of a micro-batch, from their values.
+        Otherwise all batches and tasks would share a draw, and an unlucky one would distort all of them."""
         digest = hashlib.blake2b(digest_size=4)
         for tensor in self._first_of(number, most).values():
             digest.update(tensor.cpu().numpy().tobytes())
@@ -152,14 +152,14 @@ class DenseRun:
 
 
 def _trim(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return a batch without its last positions, if they are padding in each example."""
+    """Return a batch without last positions that are padding in each example."""
     mask_BT = batch.get("attention_mask")
-    if mask_BT is None or IN_PLACE in batch:  # an encoder's inputs and a decoder's labels have lengths of their own
+    if mask_BT is None or IN_PLACE in batch:  # an encoder's inputs and a decoder's labels differ in length
         return batch
     length = int(mask_BT.any(0).nonzero().max()) + 1
     return {name: t[:, :length] if t.shape[:2] == mask_BT.shape else t for name, t in batch.items()}
 
 
 def go_to(engine: Engine, step: int, micro_batch: int = 0) -> None:
-    """Set the step and the micro-batch of it that the next pass belongs to."""
+    """Set the step and micro-batch of the next pass."""
     engine.load_state_dict(engine.state_dict() | {"index": step, "micro_batch": micro_batch})

@@ -1,4 +1,4 @@
-"""Pairs of batches at the weights of one step of the dense training."""
+"""Measure with pairs of batches at the weights of one step of the dense training."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from sparsebp_lab.worth.dense_run import DenseRun, go_to
 from sparsebp_lab.worth.run_cost import is_known, spread
 from sparsebp_lab.worth.squares import (
     Gradients,
-    Metric,
     Squares,
+    WorthMetric,
     inner,
     minus,
     square_between,
@@ -31,13 +31,13 @@ from sparsebp_lab.worth.squares import (
 )
 from sparsebp_lab.worth.step_length import StepLength, square_halves
 
-WHOLE = 2  # micro-batches of the recipe at a point on which passes are counted
-EXAMPLES = 4  # of a small batch: an error and the variance between batches both go as one over their size
-CURVED = 8  # examples whose loss has the curvature, the same for all errors and for the batches
-AHEAD = 100  # steps, at most, over which trial passes are averaged
-LATER = (0.6, 0.95)  # shares of a training at which a policy that leaves nothing out at a point may do so
-SHOWN = 3  # steps that policies remember when the cost of later steps is counted
-ROUNDING = 1e-8  # of an error's square over the gradient's: below it a policy computes the dense gradient
+WHOLE = 2  # recipe micro-batches at a point on which passes are counted
+EXAMPLES = 4  # of a small batch: errors and the variance between batches both scale as one over their number
+CURVED = 8  # examples of the curvature's loss, the same for all errors and batches
+AHEAD = 100  # most steps over which trial passes are averaged
+LATER = (0.6, 0.95)  # fractions of a training at which to measure a policy that leaves nothing out at a point
+SHOWN = 3  # steps shown to policies with state when the cost of later steps is counted
+ROUNDING = 1e-8  # error's square over the gradient's: below it a policy computes the dense gradient
 
 
 @dataclass(frozen=True)
@@ -46,27 +46,27 @@ class BatchError:
 
     noise: Squares
     bias: Squares
-    curved: float  # the noise with the loss's curvature between
-    entries: Mapping[str, Tensor]  # squares of the noise, by parameter; where the optimizer has moments
+    curved: float  # curvature-weighted noise
+    entries: Mapping[str, Tensor]  # squares of the noise by parameter, if the optimizer has moments
 
 
 @dataclass(frozen=True)
-class Draw:
-    """What a policy makes of one batch."""
+class BatchDraw:
+    """A policy's gradients on one batch."""
 
     gradients: Gradients
-    is_random: bool  # whether it asked for random numbers; if not, each draw is the same
+    is_random: bool  # it used random numbers; otherwise each draw is the same
 
 
-class Point:
-    """Some pairs of batches at the weights of one step, with their dense gradients. The run must be paused."""
+class GradientPoint:
+    """Pairs of batches at the weights of one step, with their dense gradients. The run must be paused."""
 
     def __init__(self, run: DenseRun, step: int, pairs: int) -> None:
         self._run, training = run, run.training
         first = step * training.plan.recipe.training.gradient_accumulation_steps
         self._numbers = range(first, first + 2 * pairs)
         self._dense: list[dict[str, Tensor | None]] = []
-        # Policies are measured on the first batch of each pair: all share dense's gradients, and none its own.
+        # Policies are measured on the first batch of each pair, so all share dense's gradients.
         self._measured = range(0, 2 * pairs, 2)
         self._draws = [run.number_draws(number, EXAMPLES) for number in self._numbers]
         with run.attached([make_policy("dense")]) as engine:
@@ -75,7 +75,7 @@ class Point:
                 with run.trial(engine, number, EXAMPLES) as trial:
                     self._dense.append(trial.run("dense").gradients)
             self.whole_flops = [run.count_dense(engine, number) for number in self._numbers[:WHOLE]]
-            self._metric = Metric(training.optimizer.optimizer, run.names)
+            self._metric = WorthMetric(training.optimizer.optimizer, run.names)
             self._curvature: Curvature | None = None
             if Curvature.is_measurable(run.names, training.plan.recipe.training.mixed_precision):
                 self._curvature = Curvature(run.names, self._metric, self._gradients(engine))
@@ -98,14 +98,14 @@ class Point:
             )
 
     def measure(self, candidate: Candidate, *, is_last: bool) -> None:
-        """Add what a policy's gradients are at this point, and at the last what its steps cost. Raises
-        ``SparseBPError`` where it does not go with the model."""
+        """Add a policy's gradients at this point, and at the last point the cost of its steps. Raise ``SparseBPError``
+        if the policy does not support the model."""
         with self._run.attached(candidate.policies) as engine:
             if engine.extensions or not candidate.is_exact:
                 errors, fixed = self._measure_engine(candidate, engine)
                 if is_last:
                     self._count_run(candidate, engine)
-            else:  # what decides at sites alone and is exact keeps all: it is dense
+            else:  # exact policies that decide at sites only are dense
                 errors = [BatchError(Squares(), Squares(), 0.0, {}) for _ in self._measured]
                 fixed = self._run.update_flops
                 candidate.trials.append(0.0)
@@ -139,12 +139,12 @@ class Point:
         return errors, fmean(updates) + trials
 
     def _count_run(self, candidate: Candidate, engine: Engine) -> None:
-        """Count micro-batches that are spread over the whole training, each with its own draws, until their mean cost
-        is known. A policy may have a schedule, and other costs on other batches."""
+        """Count micro-batches spread over the whole training, each with its own draws, until their mean cost is known.
+        A policy may have a schedule, and its cost may depend on the batch."""
         run, recipe = self._run, self._run.training.plan.recipe.training
         accumulation = recipe.gradient_accumulation_steps
         for place, number in enumerate(spread(recipe.max_steps * accumulation)):
-            if place == 1 and engine.states:  # at the first step there was nothing to remember
+            if place == 1 and engine.states:  # the first step has no earlier ones
                 run.show_steps(engine, run.step, SHOWN)
             dense = run.count_dense(engine, number)
             go_to(engine, *divmod(number, accumulation))
@@ -155,7 +155,9 @@ class Point:
             if is_known(candidate.steps):
                 break
 
-    def _measure_batch(self, candidate: Candidate, engine: Engine, index: int, first: Draw | None = None) -> BatchError:
+    def _measure_batch(
+        self, candidate: Candidate, engine: Engine, index: int, first: BatchDraw | None = None
+    ) -> BatchError:
         dense = self._dense[index]
         with self._run.trial(engine, self._numbers[index], EXAMPLES) as trial:
             first = first or self._draw(engine, trial, self._draws[index])
@@ -170,15 +172,15 @@ class Point:
         return BatchError(noise, bias, curved, entries)
 
     def _square_curved(self, engine: Engine, one: Gradients, other: Gradients) -> float:
-        """Return half of the square of a difference with the curvature between, as the other squares are taken."""
+        """Return half of the curvature-weighted square of a difference, like the other squares."""
         if self._curvature is None:
             return 0.0
         difference = {name: minus(one[name], other[name]) for name in one}
         return self._curvature.square(difference, lambda: self._gradients(engine)) / 2
 
     def _gradients(self, engine: Engine) -> Gradients:
-        """Return the dense gradients of examples behind the measured ones: the loss of the same ones would be curved
-        along their own gradients most of all."""
+        """Return the dense gradients of examples after the measured ones. The loss of the same examples would be curved
+        most along their own gradients."""
         size = self._run.training.plan.recipe.training.per_device_train_batch_size
         total = dict[str, Tensor | None]()
         for number in range(self._numbers.stop, self._numbers.stop + -(-CURVED // size)):
@@ -189,8 +191,8 @@ class Point:
         return total
 
     def _run_trials(self, engine: Engine) -> float:
-        """Make the trial passes before this step, or before the next that has some, so that states are what they would
-        be, and return their FLOPs over the steps between them."""
+        """Run the trial passes before this step, or before the next step that has some, so that states are realistic.
+        Return their FLOPs over the steps between them."""
         steps = min(AHEAD, self._run.training.plan.recipe.training.max_steps)
         due = [ahead for ahead in range(steps) if engine.trials_are_due(ahead)]
         if not due:
@@ -200,9 +202,9 @@ class Point:
             self._run.run_trials(engine, self._numbers[0])
         return float(flops.total) * len(due) / steps
 
-    def _go_where_it_acts(self, candidate: Candidate, engine: Engine) -> Draw:
-        """Take a policy that has a schedule of its own to a step at which it leaves something out, if there is one.
-        Return its first draw there on the first batch. The step is looked for at the first point alone."""
+    def _go_where_it_acts(self, candidate: Candidate, engine: Engine) -> BatchDraw:
+        """Move a policy with its own schedule to a step at which it leaves something out, if there is one. Return its
+        first draw there on the first batch. Only the first point searches for the step."""
         if candidate.step is not None and candidate.step > self._run.step:
             go_to(engine, candidate.step)
             return self._draw_first(engine)
@@ -218,18 +220,17 @@ class Point:
         go_to(engine, self._run.step)
         return first
 
-    def _draw_first(self, engine: Engine) -> Draw:
+    def _draw_first(self, engine: Engine) -> BatchDraw:
         with self._run.trial(engine, self._numbers[0], EXAMPLES) as trial:
             return self._draw(engine, trial, self._draws[0])
 
-    def _draw(self, engine: Engine, trial: TrialStep, number: int) -> Draw:
-        """Draw on a batch."""
+    def _draw(self, engine: Engine, trial: TrialStep, number: int) -> BatchDraw:
         before = engine.num_draws
         gradients = trial.run("policy", number).gradients
         _refuse_other_shapes(self._dense[0], gradients)
-        return Draw(gradients, engine.num_draws != before)
+        return BatchDraw(gradients, engine.num_draws != before)
 
-    def _acts(self, draw: Draw) -> bool:
+    def _acts(self, draw: BatchDraw) -> bool:
         dense = self._dense[0]
         error = {name: minus(draw.gradients[name], gradient) for name, gradient in dense.items()}
         return _square(error) > ROUNDING * _square(dense)
@@ -261,7 +262,7 @@ def _refuse_other_shapes(dense: Gradients, gradients: Gradients) -> None:
     for name, gradient in gradients.items():
         theirs = dense[name]
         if gradient is not None and theirs is not None and gradient.shape != theirs.shape:
-            raise SparseBPError(f"trains parts of {name}, which have no gradient of the whole")
+            raise SparseBPError(f"trains parts of {name}: without a gradient of the whole it cannot be measured")
 
 
 def _total(squares: Squares, metric: str) -> float:

@@ -1,17 +1,17 @@
-"""Which micro-batches of a training are counted, so that the mean cost of all of them is known."""
+"""Choose the micro-batches of a training to count, so that the mean cost of all of them is known."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from sparsebp_lab.exchange import Interval
+from sparsebp_lab.exchange import RateInterval
 
-FEWEST, MOST = 16, 64  # counted micro-batches; with fewer a schedule that begins late is not seen
-KNOWN = 0.005  # half of the interval of the cost, relative
+FEWEST, MOST = 16, 64  # counted micro-batches; fewer would miss a schedule that begins late
+KNOWN = 0.005  # half of the relative interval of the cost
 
 
 def spread(total: int) -> Iterator[int]:
-    """Yield numbers below a total that are spread evenly, however many are taken: van der Corput's sequence."""
+    """Yield numbers below ``total`` that are evenly spread at any length: van der Corput's sequence."""
     seen = set[int]()
     for number in range(2 * MOST):
         place, unit, left = 0.0, 0.5, number
@@ -25,8 +25,8 @@ def spread(total: int) -> Iterator[int]:
 
 
 def is_known(counts: Sequence[tuple[float, float]]) -> bool:
-    """Return whether counts of a policy and of dense tell their ratio."""
+    """Return whether the counts of a policy and of dense determine their ratio precisely enough."""
     if len(counts) < FEWEST:
         return False
-    share = Interval.of_ratio(counts)
+    share = RateInterval.of_ratio(counts)
     return share.high - share.value <= KNOWN * share.value

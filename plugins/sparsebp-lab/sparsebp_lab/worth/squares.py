@@ -1,8 +1,8 @@
-"""Squares of gradients' differences, by part of the model, as they are and in the metric of AdamW.
+"""Compute squares of gradient differences, by part of the model, plain and in the metric of AdamW.
 
-AdamW divides each entry by the root of its second moment, so an error counts there as the optimizer sees it. The moment
-is that of the training until here, which no measured batch is in: so the metric is one for all of them. Entries that
-have hardly had a gradient (rows of an embedding) count as if their moment were a hundredth of their tensor's mean.
+AdamW divides each entry by the root of its second moment, so the metric shows an error as the optimizer sees it. The
+moment comes from the training so far, which has seen no measured batch, so all batches share one metric. Entries that
+have hardly had a gradient (rows of an embedding) get at least a hundredth of their tensor's mean moment.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Gradients = Mapping[str, Tensor | None]
 METRICS = ("plain", "adam")
 # Without it, rows of an embedding that were hardly seen make up nearly all of the sum. See decision 108.
 FLOOR = 0.01  # of the mean second moment of a tensor
-MOMENT = "exp_avg_sq"  # where optimizers of Adam's family keep their second moments
+MOMENT = "exp_avg_sq"  # key of the second moments in optimizers of Adam's family
 
 
 @dataclass
@@ -27,8 +27,7 @@ class Squares:
     sums: dict[str, dict[str, float]] = field(default_factory=lambda: {name: {} for name in METRICS})
 
     def add(self, part: str, one: Tensor, other: Tensor, scale: Tensor | None) -> None:
-        """Add the product of two differences of gradients, as they are and in Adam's metric, with its ``scale``; None:
-        there is none."""
+        """Add the product of two gradient differences, plain and, with ``scale``, in Adam's metric."""
         self._add("plain", part, inner(one, other))
         if scale is not None:
             scaled = one * scale
@@ -43,7 +42,7 @@ class Squares:
         return Squares({name: {part: value / 2 for part, value in of.items()} for name, of in self.sums.items()})
 
 
-class Metric:
+class WorthMetric:
     """The scale of entries in the metric of an optimizer; ``names`` are the trained parameters."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, names: Mapping[str, Tensor]) -> None:
@@ -59,8 +58,8 @@ class Metric:
         return bool(self._scales)
 
     def scale_of(self, name: str) -> Tensor | None:
-        """Return one over the root of the second moments of a parameter; None if it has none. What corrects all moments
-        for the start of a training is a factor, which cancels."""
+        """Return one over the root of the second moments of a parameter; None if it has none. The bias correction of
+        the moments is a common factor, which cancels."""
         return self._scales.get(name)
 
     def scale(self, name: str, entries: Tensor) -> Tensor | None:
@@ -69,12 +68,12 @@ class Metric:
         return None if scale is None else entries * scale
 
     def moment(self, name: str) -> Tensor | None:
-        """Return the second moments that :meth:`scale` divides by the root of; None if there are none."""
+        """Return the second moments by whose root :meth:`scale` divides; None if there are none."""
         scale = self._scales.get(name)
         return None if scale is None else scale.square().reciprocal()
 
 
-def square_between(first: Gradients, second: Gradients, metric: Metric, part_of: Callable[[str], str]) -> Squares:
+def square_between(first: Gradients, second: Gradients, metric: WorthMetric, part_of: Callable[[str], str]) -> Squares:
     """Return |g1 - g2|^2 / 2 of the dense gradients of two batches."""
     found = Squares()
     for name in first:
@@ -84,7 +83,7 @@ def square_between(first: Gradients, second: Gradients, metric: Metric, part_of:
     return found.halved()
 
 
-def square_gradient(gradients: Gradients, metric: Metric, part_of: Callable[[str], str]) -> Squares:
+def square_gradient(gradients: Gradients, metric: WorthMetric, part_of: Callable[[str], str]) -> Squares:
     """Return |g|^2 of the dense gradient of a batch."""
     found = Squares()
     for name, gradient in gradients.items():
@@ -95,10 +94,10 @@ def square_gradient(gradients: Gradients, metric: Metric, part_of: Callable[[str
 
 
 def square_errors(
-    dense: Gradients, draws: tuple[Gradients, Gradients], metric: Metric, part_of: Callable[[str], str]
+    dense: Gradients, draws: tuple[Gradients, Gradients], metric: WorthMetric, part_of: Callable[[str], str]
 ) -> tuple[Squares, Squares]:
-    """Return |p1 - p2|^2 / 2 of two draws of a policy on one batch, whose mean is the variance of a draw, and
-    (p1 - g)(p2 - g), whose mean is the square of the mean error. One that draws nothing gives the same one twice."""
+    """Return |p1 - p2|^2 / 2 of two draws of a policy on one batch, whose mean is the variance of a draw, and (p1 -
+    g)(p2 - g), whose mean is the squared bias. A policy without randomness returns the same gradient twice."""
     noise, bias = Squares(), Squares()
     is_one = draws[0] is draws[1]
     for name, gradient in dense.items():
@@ -117,13 +116,13 @@ def square_errors(
 
 
 def inner(one: Tensor, other: Tensor) -> float:
-    """Return the sum of two tensors' products. A BLAS product sums in many places at once, within 1e-5 of float64 for
-    a million entries, in a tenth of the time."""
+    """Return the sum of two tensors' products. A BLAS product is within 1e-5 of float64 for a million entries, in a
+    tenth of the time."""
     return float(torch.dot(one.reshape(-1), other.reshape(-1)))
 
 
 def minus(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    """Return a difference of gradients in float32, of which None is zero; None if both are."""
+    """Return a difference of gradients in float32, where None counts as zero; None if both are."""
     if one is None and other is None:
         return None
     if one is None:
