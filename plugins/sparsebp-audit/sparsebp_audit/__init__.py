@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 __all__ = ["Audit", "audit"]
 
-# A type checker sees the names themselves and no __getattr__, which would make every typo an Any.
+# Type checkers see the names themselves; with __getattr__ every typo would be an Any.
 if TYPE_CHECKING:
     from sparsebp_audit.auditor import Audit, audit
 else:

@@ -1,4 +1,4 @@
-"""The verb of this package, as its entry point names it."""
+"""Name the command of this package for its entry point."""
 
 from sparsebp_cli.cli.plugin import VerbEntry
 

@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from sparsebp_audit.report import SCHEMA, AuditReport
+from sparsebp_audit.verb.audit import print_next
 from sparsebp_cli.cli.app import app
 from sparsebp_cli.errors import SparseBPError
 
@@ -165,7 +166,7 @@ def test_a_launcher_with_two_processes_gives_the_report_of_the_first_rank(tmp_pa
 
 
 def test_a_recipe_is_trained_for_a_few_steps_and_leaves_nothing(
-    tmp_path: Path, run_audit: Audit, home_folder: Path
+    tmp_path: Path, run_audit: Audit, home_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = tmp_path / "audit.html"
     done = run_audit(
@@ -179,6 +180,8 @@ def test_a_recipe_is_trained_for_a_few_steps_and_leaves_nothing(
     assert {"ignored-logits", "padding"} <= {finding.kind for finding in report.findings}
     assert "SparseBP audit" in page.read_text(encoding="utf-8")
     assert not (home_folder / "runs").exists()
+    print_next(report, None, is_recipe=True)
+    assert capsys.readouterr().out == "next: write into the recipe:\n   policy: lossless\n"
 
 
 def test_what_cannot_be_audited_is_refused_before_anything_starts(tmp_path: Path) -> None:

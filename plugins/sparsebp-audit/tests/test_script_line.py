@@ -49,10 +49,10 @@ REFUSED = {
     "two trainers": (PLAIN + "other = Trainer(2)\nother.train()\n", "makes 2 trainers, in lines 3, 5"),
     "no name": (
         "from transformers import Trainer\nTrainer(1).train()\n",
-        "script.py:2 makes a trainer that has no name",
+        "script.py:2 makes a trainer without assigning it",
     ),
-    "wrapped": (PLAIN.replace("Trainer(1)", "wrap(Trainer(1))"), "no name of its own"),
-    "replaced": (PLAIN.replace("trainer.train", "trainer = 1\ntrainer.train"), "more than one thing"),
+    "wrapped": (PLAIN.replace("Trainer(1)", "wrap(Trainer(1))"), "without assigning it to a name"),
+    "replaced": (PLAIN.replace("trainer.train", "trainer = 1\ntrainer.train"), "assigned more than once"),
     "trained elsewhere": (PLAIN.replace("trainer.train()", "run(trainer)"), "trainer.train() is not called there"),
     "trained before": (
         PLAIN.replace("trainer = ", "trainer.train()\ntrainer = ", 1)[: -len("trainer.train()\n")],

@@ -1,4 +1,4 @@
-"""Watches a training loop and builds the audit's report."""
+"""Watch a training loop and build the audit's report."""
 
 from sparsebp_audit.auditor.library import Audit, audit
 

@@ -1,4 +1,4 @@
-"""Builds the audit's report from the judged work: per step, with shares and sentences."""
+"""Build the audit's report from the judged work: values per step, fractions and sentences."""
 
 from __future__ import annotations
 
@@ -25,15 +25,14 @@ from sparsebp_audit.report import (
 from sparsebp_cli.backward.kind.packing.refusal import find_model
 from sparsebp_cli.errors import UnsupportedError
 
-FEWEST_VISITS = 4  # parameters per call: a hook that reads fewer is not scanning
-MANY_IGNORED = 0.05  # share of ignored labels, and of rows needed in spite of it, above which a note explains
-MANY_ENDED = 0.05  # share of rows whose gradient a Function ends, above which a note says so
-MOST_NAMES = 3  # in a sentence
+FEWEST_VISITS = 4  # parameters per call: a hook that reads fewer does not scan
+MANY_IGNORED = 0.05  # a note explains a larger fraction of ignored labels, or of rows needed in spite of it
+MANY_ENDED = 0.05  # a note mentions a larger fraction of rows whose gradient a Function ends
+MOST_NAMES = 3  # names in a sentence
 
 
 def make_report(session: Session, threshold: float) -> AuditReport:
-    """Return the report of a session that has ended. ``threshold`` is the share of a step, in [0, 1), above which a
-    finding is shown."""
+    """Return the report of a finished session with the findings above ``threshold``, a fraction of a step."""
     ledger, steps = session.ledger, max(1, session.num_steps)
     verdict = judge_leaves(session)
     waste = judge_work(session, verdict)
@@ -81,9 +80,9 @@ def make_report(session: Session, threshold: float) -> AuditReport:
 
 
 def find_refusal(session: Session) -> str | None:
-    """Return why the policy ``lossless`` does not go with the trained model, empty if it does, None without a model
-    of transformers."""
-    # Looked up and not imported: a script of plain torch is audited without transformers, whose import takes seconds.
+    """Return why the policy ``lossless`` does not support the trained model; empty if it does, None without a
+    transformers model."""
+    # Looked up without importing: a plain torch script must not wait seconds for transformers.
     if "transformers.modeling_utils" not in sys.modules:
         return None
     refusals = [refusal_of(root) for root in session.trained if _holds_transformer(root)]

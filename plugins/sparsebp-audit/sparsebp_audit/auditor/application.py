@@ -1,6 +1,6 @@
-"""Leaves work out of a training while it runs, after it was watched: lossless packing, and gradients that no optimizer
-holds. Plain steps and steps with less work take turns until both are measured; then all have less work.
-"""
+"""Leave work out of a running training after it was watched: lossless unpadding and prefix sharing, and gradients that
+no optimizer uses. Plain steps and steps with less work alternate until both are measured; then all steps have less
+work."""
 
 from __future__ import annotations
 
@@ -29,16 +29,15 @@ from sparsebp_cli.errors import UnsupportedError, UsageError
 from sparsebp_cli.policy import make_policies
 
 TIMED = 20  # steps of each kind
-TURN = (False, True, True, False)  # which of four steps have less work; a drift of the machine meets both kinds alike
+# which of four steps have less work; a drift of the machine affects both kinds equally
+TURN = (False, True, True, False)
 NOT_FASTER = "steps with less work were not faster"
 NOTHING_SEEN = "the training ended before its steps were watched"
 
 
 class Application:
-    """Less work in one training.
-
-    ``say`` gets lines for the user; ``on_done`` is called when nothing is left to measure.
-    """
+    """Reduced work in one training; ``say`` gets lines for the user, and ``on_done`` is called after all
+    measurements."""
 
     is_running: bool
 
@@ -51,12 +50,12 @@ class Application:
         self._unread: list[Tensor] = []  # parameters to switch off
         self._patches = FunctionPatches()
         self.is_running = self._is_light = self._is_timed = self._is_measured = False
-        self._number = 0  # of steps since the start
+        self._number = 0  # steps since the start
         self._since = self._elapsed = 0.0
         self._checks = 0
 
     def start(self) -> None:
-        """Start, between two steps: the next step is a plain one whose outputs are watched."""
+        """Start between two steps: the next step is a plain one whose outputs are watched."""
         self.is_running = True
         self._steps = StepCount(self._session.parameters.num_steps, dict(self._session.parameters.optimizers))
         try:
@@ -77,7 +76,7 @@ class Application:
             self._on_done()
 
     def after_step(self, optimizer: Any) -> None:
-        """Choose the kind of the next step, after an optimizer has stepped."""
+        """Choose the kind of the next step; called after an optimizer step."""
         if not self.is_running or not self._steps.add(optimizer):
             return
         self._clock()
@@ -94,7 +93,7 @@ class Application:
         if packing is not None:
             packing.observes = False
         checks = 0 if packing is None else packing.counts.checks
-        # A step in which gradients were compared took longer.
+        # A step that compared gradients took longer.
         if self._is_timed and not self._is_measured and checks == self._checks:
             self._seconds[light].append(self._elapsed)
         self._checks = checks
@@ -116,14 +115,14 @@ class Application:
         self._on_done()
 
     def _end(self, result: Applied) -> None:
-        """Train on as without SparseBP, and keep a result."""
+        """Continue the training without SparseBP, and store a result."""
         self._result = result
         self._say(result.headline)
         self.stop()
         self._packing = None
 
     def result(self) -> Applied:
-        """Return what was done so far."""
+        """Return the results so far."""
         packing, result = self._packing, self._result
         times = {light: StepTimes.of(seconds) for light, seconds in self._seconds.items()}
         if packing is not None:
@@ -140,7 +139,7 @@ class Application:
                 checks=counts.checks,
                 error=counts.error,
             )
-            if packing.failure and not result.refusal:  # since the last step
+            if packing.failure and not result.refusal:  # after the last step
                 result = replace(result, refusal=packing.failure, refused_at=self._refused_at(result))
             if not result.packed_steps and not result.refusal:
                 result = replace(result, refusal=NOTHING_SEEN.replace("were watched", "could be packed"))
@@ -171,7 +170,7 @@ class Application:
         self._on_done()
 
     def _clock(self) -> None:
-        # is_initialized: to synchronise would start CUDA in a process that does not use it.
+        # is_initialized: synchronising would start CUDA in a process that does not use it.
         if not self._is_measured and torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.synchronize()
         now = time.perf_counter()
@@ -186,7 +185,7 @@ class Application:
             self._packing.enabled = light and not self._packing.failure
 
     def _find_unread(self) -> tuple[list[str], str]:
-        """Return names of parameters whose gradient nothing uses, and why others are not among them."""
+        """Return the names of parameters whose gradient nothing uses, and why others are not included."""
         session = self._session
         names = judge_leaves(session).names.get("unheld", [])
         if not names:
@@ -206,13 +205,13 @@ class Application:
         return [name for name in free if name not in used], why
 
     def _watch_groups(self, add: Callable[..., None]) -> Callable[..., None]:
-        """Return a patch that switches parameters on again which an optimizer gets."""
+        """Return a patch that switches a parameter on again when an optimizer gets it."""
 
         def added(optimizer: Any, group: Any) -> None:
             add(optimizer, group)
             held = {id(parameter) for parameter in optimizer.param_groups[-1]["params"]}
             for parameter in [p for p in self._unread if id(p) in held]:
-                # By identity: == compares the entries of tensors.
+                # Compare by identity, because == compares tensor entries.
                 self._unread = [p for p in self._unread if p is not parameter]
                 parameter.requires_grad_(True)
 
@@ -220,7 +219,7 @@ class Application:
 
 
 class StepCount:
-    """Steps of the optimizer with most; of several optimizers, the first one counts a step."""
+    """Count the steps of the optimizer with most steps; with several optimizers, the first one counts a step."""
 
     num_steps: int
 
@@ -229,7 +228,7 @@ class StepCount:
         self._made: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary(made or {})
 
     def add(self, optimizer: Any) -> bool:
-        """Count a step of one optimizer, and return whether a step of the training has ended."""
+        """Count an optimizer step, and return whether a step of the training has ended."""
         self._made[optimizer] = self._made.get(optimizer, 0) + 1
         if self._made[optimizer] <= self.num_steps:
             return False
@@ -238,14 +237,14 @@ class StepCount:
 
 
 def _find_trained(session: Session) -> nn.Module:
-    """Return the one model of transformers that the script trains; raise :class:`UnsupportedError`, by name, where
-    packing does not go."""
+    """Return the only transformers model that the script trains; raise :class:`UnsupportedError`, by name, if packing
+    does not support it."""
     if _is_distributed():
         raise UnsupportedError("the training has several processes: attach lossless in the script")
     roots = list(session.trained)
     for root in roots:
         if type(root).__module__.partition(".")[0] == "deepspeed":
-            raise UnsupportedError("DeepSpeed runs the backward: attach lossless does not go with it")
+            raise UnsupportedError("DeepSpeed runs the backward: lossless does not support it")
         for where, module in root.named_modules():
             if is_sharded(module) or any(map(is_flat, module.parameters(recurse=False))):
                 raise UnsupportedError(f"the weights are sharded (at {where or 'the model'!r})")
@@ -282,5 +281,5 @@ def _is_distributed() -> bool:
 
 
 def _live_optimizers() -> list[torch.optim.Optimizer]:
-    """Return every optimizer of this process; by type, because objects may lie about their class."""
+    """Return every optimizer of this process, by type, because objects may report another class."""
     return [found for found in gc.get_objects() if issubclass(type(found), torch.optim.Optimizer)]

@@ -1,4 +1,4 @@
-"""Counts calls, time and visited parameters of hooks that the user or a library has registered."""
+"""Count calls, time and visited parameters of hooks that the user or a library has registered."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CLOCKED = "is_clocked"
 
 
 class FunctionPatches:
-    """Replaces attributes of modules and classes, and restores them."""
+    """Replace attributes of modules and classes, and restore them."""
 
     def __init__(self) -> None:
         self._before: list[tuple[object, str, object]] = []
@@ -46,9 +46,9 @@ _OURS = ("sparsebp_cli", "torch", "accelerate")  # hooks of these libraries are 
 
 @dataclass
 class HookCount:
-    """Hooks that run the same code."""
+    """Counts of hooks that run the same code."""
 
-    name: str  # of their function
+    name: str  # name of their function
     hooks: int = 0
     calls: int = 0
     seconds: float = 0.0
@@ -57,7 +57,7 @@ class HookCount:
 
 @dataclass
 class Hooks:
-    """Wraps registered hooks with counters, and unwraps them again; ``counts`` is by name of the hooks' function."""
+    """Wrap registered hooks with counters, and unwrap them again; ``counts`` is by the hook function's name."""
 
     counts: dict[str, HookCount] = field(default_factory=dict)
     _replaced: list[tuple[MutableMapping[int, object], int, object, object]] = field(default_factory=list)
@@ -83,7 +83,7 @@ class Hooks:
         """Restore everything."""
         self._patches.restore()
         for hooks, number, clocked, original in self._replaced:
-            # Whoever replaced it since is left alone.
+            # Leave a hook alone if other code has replaced it since.
             if hooks.get(number) is clocked:
                 hooks[number] = original
         self._replaced.clear()
@@ -123,7 +123,7 @@ class Hooks:
 
 
 class _Visits(TorchFunctionMode):
-    """Records parameters that any function is called with; reading ``.grad`` is such a call."""
+    """Record the parameters that any function is called with; reading ``.grad`` is such a call."""
 
     def __init__(self, visited: set[int]) -> None:
         super().__init__()

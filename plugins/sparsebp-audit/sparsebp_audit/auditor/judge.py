@@ -1,4 +1,4 @@
-"""Assigns counted work to findings: every FLOP and every byte belongs to one finding at most."""
+"""Assign counted work to findings: every FLOP and every byte belongs to at most one finding."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ EXACT = ("unheld", "zero-rate", "unread-leaf")
 
 @dataclass
 class Verdict:
-    """Leaves by finding; needed leaves are in none."""
+    """Leaves by finding; needed leaves belong to none."""
 
     bits: dict[str, int] = field(default_factory=dict)  # sets of leaves by kind of finding
-    names: dict[str, list[str]] = field(default_factory=dict)  # of the parameters among them
+    names: dict[str, list[str]] = field(default_factory=dict)  # names of the parameters among them
     without_gradient: list[str] = field(default_factory=list)  # parameters of an optimizer that are in no loss
-    withheld: list[str] = field(default_factory=list)  # such that are in the loss, and never got a gradient either
+    withheld: list[str] = field(default_factory=list)  # parameters in the loss that never got a gradient
     is_judged: bool = True  # whether enough steps were seen
 
     @property
@@ -81,7 +81,7 @@ def _kind_of(history: ParameterHistory, collected: int, read_elsewhere: int) -> 
     if not history.steps:
         return (
             None if history.bit & read_elsewhere else "unheld"
-        )  # low-precision copies of trained weights are read, not held
+        )  # low-precision copies of trained weights are read, not held by an optimizer
     seen = (
         ("zero-rate", history.steps_with_gradient, history.steps_with_rate),
         ("zero-gradient", history.steps_with_rate, history.steps_with_nonzero),
@@ -91,7 +91,7 @@ def _kind_of(history: ParameterHistory, collected: int, read_elsewhere: int) -> 
 
 
 def _find_unread(session: Session) -> int:
-    """Return inputs whose gradient nothing read before it was freed; that of the last pass may still be read."""
+    """Return inputs whose gradient nothing read before it was freed; the last pass's gradient may still be read."""
     died, kept = 0, 0
     by_bit: dict[int, list[InputGradient]] = {}
     for one in session.runner.inputs:
@@ -116,8 +116,8 @@ class Waste:
     # FLOPs and saved bytes by kind of finding and module.
     flops: dict[str, dict[str, float]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(float)))
     saved: dict[str, dict[str, float]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(float)))
-    head_share: dict[str, float] = field(default_factory=dict)  # share of a head's rows with a gradient of zero
-    body_share: float = 0.0  # the same share over all other products
+    head_share: dict[str, float] = field(default_factory=dict)  # fraction of a head's rows with a zero gradient
+    body_share: float = 0.0  # the same fraction over all other products
 
 
 def judge_work(session: Session, verdict: Verdict) -> Waste:
@@ -138,12 +138,12 @@ def judge_work(session: Session, verdict: Verdict) -> Waste:
 
 
 def _waits_for_step(history: ParameterHistory) -> bool:
-    """Whether an optimizer's step uses a parameter's gradient, and not an update inside the backward."""
+    """Return whether an optimizer's step uses a parameter's gradient, instead of an update inside the backward."""
     return history.steps > 0 and (history.steps_with_gradient > 0 or not history.has_moved)
 
 
 def _resolve_zero_gradients(passes: list[PassRecord]) -> None:
-    """Count gradients that are zero in all rows as waste only if they are zero in every pass. The first gradient of a
+    """Count gradients that are zero in all rows as waste only if they are zero in every pass: the first gradient of a
     new low-rank adapter is zero once."""
     sums: dict[Account, AccountFlops] = defaultdict(AccountFlops)
     for one in passes:
@@ -183,7 +183,7 @@ def _dropped_kind(session: Session, account: Account) -> str:
 
 
 def _judge_rows(session: Session, waste: Waste, products: dict[str, AccountFlops]) -> None:
-    """Judge the forward of rows that the loss does not depend on: in heads, and at padding."""
+    """Judge the forward of rows on which the loss does not depend: in heads, and at padding."""
     ledger = session.ledger
     shares = {name: _share(work.padding + work.zero, work) for name, work in products.items()}
     body = [work for name, work in products.items() if name not in ledger.heads]
@@ -192,7 +192,7 @@ def _judge_rows(session: Session, waste: Waste, products: dict[str, AccountFlops
     for name in ledger.heads:
         waste.head_share[name] = shares.get(name, 0.0)
         waste.flops["ignored-logits"][name] += waste.head_share[name] * ledger.forward[name]
-    if ledger.unread:  # their backward has rows of zeros, counted above
+    if ledger.unread:  # their backward has zero rows, counted above
         for name, flops in ledger.products.items():
             if name not in ledger.heads:
                 waste.flops["zero-rows"][name] += ledger.unread / ledger.real * flops * (1.0 - _padded_share(ledger))
@@ -210,7 +210,7 @@ def _padded_share(ledger: AuditLedger) -> float:
 
 
 def _judge_prefixes(session: Session, waste: Waste, products: dict[str, AccountFlops]) -> None:
-    """Judge the rows that several examples share, of the products that no other finding counts."""
+    """Judge the rows that several examples share, for products that no other finding counts."""
     ledger = session.ledger
     if not ledger.shared:
         return
@@ -249,7 +249,7 @@ def _judge_saved(session: Session, verdict: Verdict, waste: Waste, products: dic
 def _kind_of_kept(
     session: Session, verdict: Verdict, waste: Waste, kept: Kept, unread: set[tuple[str, tuple[int, ...]]]
 ) -> str | None:
-    """Return the finding for all of a saved storage; None if needed work read it, or may read it."""
+    """Return the finding for a whole saved storage; None if needed work read it, or may read it."""
     if not kept.is_unpacked:
         if kept.alive and (kept.module, kept.shape) not in unread:
             return None  # the graph still exists, and a backward may read it

@@ -1,4 +1,4 @@
-"""Counts of the audit, by module, kind of work and the leaves that the work leads to."""
+"""Count the audit's work by module, kind of work, and the leaves that the work leads to."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Account(NamedTuple):
 class AccountFlops:
     """FLOPs of one account."""
 
-    flops: float = 0.0  # all
+    flops: float = 0.0  # all FLOPs
     dead: float = 0.0  # for gradients that autograd dropped
-    padding: float = 0.0  # of the others, for zero rows of the gradient at padding positions
-    zero: float = 0.0  # of the others, for other zero rows
-    whole: float = 0.0  # of the others, for gradients that are zero in all rows; not part of the two before
+    padding: float = 0.0  # of the rest, for zero gradient rows at padding positions
+    zero: float = 0.0  # of the rest, for other zero rows
+    whole: float = 0.0  # of the rest, for gradients that are zero in all rows; excluded from the two before
 
     def add(self, other: AccountFlops) -> None:
         """Add another account's work."""
@@ -39,10 +39,10 @@ class AccountFlops:
 
 @dataclass
 class RowCount:
-    """Rows of the gradients that came into a Function."""
+    """Rows of the gradients that entered a Function."""
 
-    ended: int = 0  # rows that were not zero when they came in, and are in what it returned
-    all: int = 0  # rows that were not zero when they came in
+    ended: int = 0  # nonzero rows that entered it and that its result lacks
+    all: int = 0  # nonzero rows that entered it
 
     def add(self, ended: int, among: int) -> None:
         """Count the rows of one call."""
@@ -55,8 +55,8 @@ class PassRecord:
     """One backward pass."""
 
     collected: int = 0  # parameters that got a gradient in it
-    used: int = 0  # of them, those that an optimizer's step has used since
-    discarded: int = 0  # of them, those cleared before that
+    used: int = 0  # of them, used by an optimizer's step since
+    discarded: int = 0  # of them, cleared before that
     work: dict[Account, AccountFlops] = field(default_factory=dict)
 
     @property
@@ -65,7 +65,7 @@ class PassRecord:
         return self.collected & ~self.used & ~self.discarded
 
     def add(self, operation: Operation, *, is_dead: bool, padding: float, zero: float) -> None:
-        """Count an operation; ``padding`` and ``zero`` are the shares of its rows that are zero at padding and
+        """Count an operation; ``padding`` and ``zero`` are the fractions of its rows that are zero at padding and
         elsewhere."""
         account = Account(operation.module, operation.kind, operation.parameter, operation.leaves)
         work = self.work.setdefault(account, AccountFlops())
@@ -88,13 +88,13 @@ class AuditLedger:
     products: Counter[str] = field(default_factory=Counter)  # forward FLOPs of products with a row for every position
     widths: dict[str, int] = field(default_factory=dict)  # width of the last product in a module's forward
     heads: dict[str, int] = field(default_factory=dict)  # modules whose output is a loss's logits, with their width
-    labels: int = 0  # of all losses
+    labels: int = 0  # labels of all losses
     ignored: int = 0  # labels that a loss ignored
-    positions: int = 0  # of all attention masks
-    padded: int = 0  # positions of padding
-    real: int = 0  # positions without padding, of batches whose labels or token ids are known
+    positions: int = 0  # positions of all attention masks
+    padded: int = 0  # padding positions
+    real: int = 0  # non-padding positions, of batches with known labels or token ids
     unread: int = 0  # of them, after the last label of their example
-    shared: int = 0  # of the others, in a prefix that another example of the batch begins with as well
+    shared: int = 0  # of the rest, in a prefix that another example of the batch shares
     withholding: dict[int, str] = field(
         default_factory=dict
     )  # Functions that returned no gradient, by the bit of the leaf
@@ -103,12 +103,12 @@ class AuditLedger:
     visited: set[int] = field(default_factory=set)  # numbers of nodes that a backward ran
 
     def use(self, leaves: int) -> None:
-        """Count pending gradients as used, because code outside of optimizers has read them for an unknown purpose."""
+        """Count pending gradients as used, because other code than an optimizer read them for an unknown purpose."""
         for one in self.passes:
             one.used |= one.pending & leaves
 
     def total(self, *kinds: str) -> float:
-        """Return the FLOPs of all backward passes for some kinds of work; without any, of all but repeated forwards."""
+        """Return the FLOPs of all backward passes for these kinds of work; without kinds, except repeated forwards."""
         return sum(
             work.flops
             for one in self.passes

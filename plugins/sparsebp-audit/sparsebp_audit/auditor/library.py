@@ -1,4 +1,4 @@
-"""``sbp.audit``: audits any training loop, of any library."""
+"""Audit the training loop of any library: ``sbp.audit``."""
 
 from __future__ import annotations
 
@@ -13,21 +13,20 @@ from sparsebp_audit.auditor.session import Session
 from sparsebp_audit.report import THRESHOLD, AuditReport
 from sparsebp_cli.errors import UsageError
 
-_running: list[Session] = []  # one per process, since a session replaces functions of the whole process
+_running: list[Session] = []  # at most one, because a session replaces functions of the whole process
 
 
 class Audit:
-    """Watches every forward, backward and optimizer step of this thread while its block runs.
+    """Watch every forward, backward and optimizer step of this thread while its block runs.
 
-    The training runs as without it, but slower. Sums may differ in their last bits, because some operators use other
-    implementations under a dispatch mode.
+    The training gives the same results, but runs slower. Sums may differ in their last bits, because some operators use
+    other implementations under a dispatch mode.
 
     Args:
         model: Its modules give the names; None: the first model that is called.
         steps: Optimizer steps after which the audit stops, at least 1; None: at the end of the block.
-        threshold: Share of a step above which a finding is shown, in [0, 1).
-        examples: Whether to judge as well, in the first optimizer step, if each example's gradient is that of the
-            example alone.
+        threshold: Fraction of a step above which a finding is shown, in [0, 1).
+        examples: Whether to check as well, in the first optimizer step, if examples influence each other's gradients.
         on_step: Called after each optimizer step with its number and ``steps``, 0 for None.
         on_end: Called after the last of ``steps``.
 
@@ -75,7 +74,7 @@ class Audit:
 
     @property
     def session(self) -> Session:
-        """What watches."""
+        """The session that watches."""
         return self._session
 
     @property
@@ -134,15 +133,16 @@ def audit(
         subject: A model or None: return an :class:`Audit` to use as a context manager. Any other callable: call it
             without arguments and audit the call.
         steps: Optimizer steps after which the audit stops, at least 1; None: when the block or call ends.
-        threshold: Share of a step above which a finding is shown, in [0, 1).
-        examples: Whether to judge as well if each example's gradient is that of the example alone: the report's
-            ``examples``. Each batch of the first optimizer step is run some times more, without dropout.
+        threshold: Fraction of a step above which a finding is shown, in [0, 1).
+        examples: Whether to check as well if examples influence each other: the report's ``examples``. Each batch of
+            the first optimizer step then runs several times more, without dropout.
 
     Returns:
         The audit; for a function, its report.
 
     Raises:
-        UsageError: A number is out of range, the subject is neither, or the function ran no backward pass.
+        UsageError: A number is out of range, the subject is neither a model nor callable, or the function ran no
+            backward pass.
     """
     if subject is None or isinstance(subject, nn.Module):
         return Audit(subject, steps=steps, threshold=threshold, examples=examples)

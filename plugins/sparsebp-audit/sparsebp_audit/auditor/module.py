@@ -1,4 +1,4 @@
-"""Names the running module of any model: modules are discovered when they run."""
+"""Name the running module of any model; modules are discovered when they run."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from sparsebp_cli.backward.observe.attribution import is_left_out
 from sparsebp_cli.backward.observe.internals import is_compiled
 from sparsebp_cli.backward.observe.module_trace import ModuleTrace
 
-# Names under which wrappers hold a module; they are left out of module names.
+# Names under which wrappers hold a module; module names omit them.
 WRAPPED = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
 class AnyModules(ModuleTrace):
-    """Names the running module, of every model that this process calls.
+    """Name the running module, for every model that this process calls.
 
-    It replaces ``nn.Module.__call__`` while entered, because global module hooks do not get keyword arguments.
+    While entered, it replaces ``nn.Module.__call__``, because global module hooks do not get keyword arguments.
     ``at_root`` is called before the forward of an outermost module, with the module, its arguments and keyword
     arguments, and ``after_root`` with its output.
     """
@@ -62,7 +62,7 @@ class AnyModules(ModuleTrace):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Let modules that the block calls pass unseen."""
+        """Run the block without recording the modules that it calls."""
         self._is_entered = False
         try:
             yield
@@ -70,7 +70,7 @@ class AnyModules(ModuleTrace):
             self._is_entered = True
 
     def add_root(self, root: nn.Module) -> bool:
-        """Name a root model and its modules, keeping names given before; return whether the root is new."""
+        """Name a root model and its modules, but keep earlier names; return whether the root is new."""
         if root in self._names:
             return False
         label = ""

@@ -1,4 +1,4 @@
-"""Operators of a backward pass, and those of them that worked for a gradient that autograd dropped."""
+"""Record the operators of a backward pass, and find those that worked for a gradient that autograd dropped."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ DGRAD, WGRAD, OTHER, AGAIN = "dgrad", "wgrad", "other", "again"
 class Operation:
     """One operator."""
 
-    reads: tuple[int, ...]  # storages
+    reads: tuple[int, ...]  # storages that it reads
     writes: tuple[int, ...]  # storages that it creates or changes
     module: str
-    leaves: int  # the set of leaves that its result leads to
+    leaves: int  # the set of leaves to which its result leads
     kind: str = OTHER  # `again` is a repeated forward
     parameter: str = ""  # the parameter of a product; empty for none
     flops: int = 0
     num_rows: int = 0  # rows of the gradient in a product; 0 if not checked
-    zero_N: Tensor | None = None  # which of them are zero; None if not checked
+    zero_N: Tensor | None = None  # which of these rows are zero; None if not checked
     kept: tuple[Kept, ...] = ()  # saved activations that it reads
-    number: int = -1  # of its node
+    number: int = -1  # number of its node
 
     def zero_shares(self, padding_N: Tensor | None) -> tuple[float, float]:
-        """Return the shares of its rows that are zero at padding and elsewhere; synchronises with the device."""
+        """Return the fractions of its rows that are zero at padding and elsewhere; synchronises with the device."""
         if self.zero_N is None or not self.num_rows:
             return 0.0, 0.0
         zero, padding = int(self.zero_N.sum()), 0
@@ -49,23 +49,23 @@ class Operation:
 class OperatorTape:
     """The operators of one backward pass in order."""
 
-    operations: list[Operation] = field(default_factory=list)  # except views, which compute nothing
+    operations: list[Operation] = field(default_factory=list)  # without views, which compute nothing
     references: list[StorageWeakRef] = field(
         default_factory=list
     )  # weak references to written storages keep addresses unique
     dropped: dict[int, StorageWeakRef] = field(
         default_factory=dict
     )  # results of Functions for inputs that need no gradient
-    # Number of the first node that ran a backward pass of its own. The leaves of that pass are not in the graph; only
-    # nodes with larger numbers can lead to it.
+    # Number of the first node that ran a separate backward pass. The graph does not contain the leaves of that pass;
+    # only nodes with larger numbers can lead to it.
     hides_from: int | None = None
 
     def hide(self, number: int) -> None:
-        """Record that a node runs a backward pass of its own, as reentrant checkpointing does."""
+        """Record that a node runs a separate backward pass, as reentrant checkpointing does."""
         self.hides_from = number if self.hides_from is None else min(number, self.hides_from)
 
     def mark_hidden(self) -> None:
-        """Add the unknown leaf to operations that may lead to a hidden graph; a wgrad leads to its weight alone."""
+        """Add the unknown leaf to operations that may lead to a hidden graph; a wgrad leads only to its weight."""
         if self.hides_from is not None:
             for operation in self.operations:
                 if operation.number >= self.hides_from and operation.kind != WGRAD:
@@ -78,7 +78,7 @@ class OperatorTape:
         if not gone:
             return set()
         dead: set[int] = set()
-        needed: dict[int, bool] = {}  # by storage: whether a later reader is alive
+        needed: dict[int, bool] = {}  # by storage: a later reader is needed
         for place in range(len(self.operations) - 1, -1, -1):
             operation = self.operations[place]
             if operation.writes and all(_is_dead(key, gone, needed) for key in operation.writes):

@@ -1,4 +1,4 @@
-"""Tracks every parameter: whether it moves, who updates it, and whether its gradient is used or discarded."""
+"""Track every parameter: whether it changes, what updates it, and whether its gradient is used or discarded."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _CHUNK = 1 << 22  # numbers cast at once
 class ParameterHistory:
     """One parameter."""
 
-    name: str  # in its model
-    bit: int  # in sets of leaves
+    name: str  # name in its model
+    bit: int  # bit in sets of leaves
     tensor: Tensor
     fingerprint_before: tuple[int, int]  # fingerprint when it was first seen
-    steps: int = 0  # of optimizers that hold it
+    steps: int = 0  # steps of optimizers that hold it
     steps_with_gradient: int = 0
-    steps_with_rate: int = 0  # of those, with a learning rate other than zero
+    steps_with_rate: int = 0  # of those, with a nonzero learning rate
     steps_with_nonzero: int = 0  # of those, with a gradient that was not all zero
-    idle_bytes: int = 0  # of optimizer state at the latest step, if the parameter was frozen then
+    idle_bytes: int = 0  # optimizer state at the latest step, if the parameter was frozen then
     grad_bytes: int = 0  # largest size of its gradient after a backward or at the start of a step
 
     @property
@@ -39,7 +39,7 @@ class ParameterHistory:
         return fingerprint(self.tensor) != self.fingerprint_before
 
     def record_size(self) -> None:
-        """Record the present size of its gradient."""
+        """Record the current size of its gradient."""
         if self.tensor.grad is not None:
             grad = _numbers(self.tensor.grad)
             self.grad_bytes = max(self.grad_bytes, grad.numel() * grad.element_size())
@@ -51,11 +51,11 @@ class Parameters:
 
     histories: dict[Tensor, ParameterHistory] = field(default_factory=dict)
     by_name: dict[str, ParameterHistory] = field(default_factory=dict)
-    captured: int = 0  # bits of those whose gradient `torch.autograd.grad` returned
-    optimizers: dict[torch.optim.Optimizer, int] = field(default_factory=dict)  # with the number of their steps
+    captured: int = 0  # bits of parameters whose gradient `torch.autograd.grad` returned
+    optimizers: dict[torch.optim.Optimizer, int] = field(default_factory=dict)  # with their step counts
     gathered: dict[Tensor, ParameterHistory] = field(default_factory=dict)  # parameters gathered from sharded ones
     num_steps: int = 0  # of the optimizer with most steps
-    is_ahead: bool = False  # the latest step was the first with its number, and not a second optimizer's
+    is_ahead: bool = False  # the latest step was the first with its number, not a second optimizer's
     _bits: dict[str, int] = field(default_factory=dict)
 
     def add(self, name: str, parameter: Tensor) -> None:
@@ -73,7 +73,7 @@ class Parameters:
         return self.by_name[name].bit if name in self.by_name else UNKNOWN
 
     def bits_of(self, tensors: Iterable[Tensor]) -> int:
-        """Return the bits of those tensors that are known parameters."""
+        """Return the bits of the tensors that are known parameters."""
         bits = 0
         for tensor in tensors:
             history = self.find(tensor)
@@ -81,7 +81,7 @@ class Parameters:
         return bits
 
     def find(self, tensor: Tensor) -> ParameterHistory | None:
-        """Return the history of a parameter, or of the sharded one that it was gathered from; None if unknown."""
+        """Return the history of a parameter, or of the sharded parameter behind it; None if unknown."""
         return self.histories.get(tensor) or self.gathered.get(tensor)
 
     def start_step(
@@ -123,7 +123,7 @@ class Parameters:
             one.discarded |= one.pending & bits
 
     def clear_missing(self, passes: list[PassRecord]) -> None:
-        """Record gradients that were removed since they were computed."""
+        """Record gradients that were removed after they were computed."""
         if any(one.pending for one in passes):
             waiting = {
                 id(history) for history in self.gathered.values()
@@ -133,7 +133,7 @@ class Parameters:
             )
 
     def gradients(self) -> dict[int, tuple[int, StorageWeakRef]]:
-        """Record the size of all gradients; return the bits of those that exist by storage, with a weak reference."""
+        """Record the size of all gradients; return the bits of existing ones by storage, with a weak reference."""
         found = {}
         for parameter, history in self.histories.items():
             history.record_size()
@@ -167,7 +167,7 @@ def fingerprint(tensor: Tensor) -> tuple[int, int]:
     """Return two checksums of a tensor's bits, plain and weighted by position; synchronises with its device."""
     plain = _local(tensor.detach())
     if plain.numel() and not plain.untyped_storage().nbytes():
-        return 0, 0  # its memory is freed for the moment, as FSDP does between uses
+        return 0, 0  # its memory is freed for now, as FSDP does between uses
     flat = plain.contiguous().view(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).view(-1)
@@ -188,6 +188,6 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _numbers(grad: Tensor) -> Tensor:
-    """Return the part of a gradient that takes memory: the entries of a sparse one, the local part of a sharded one."""
+    """Return the part of a gradient that needs memory: entries of a sparse one, the local part of a sharded one."""
     local = _local(grad)
     return sparse_values(local) if local.layout is torch.sparse_coo else local

@@ -1,6 +1,6 @@
-"""The leaves that every node of a graph leads to: a gradient is useful only on the way to a used one.
+"""Find the leaves to which every node of a graph leads: a gradient is useful only on the way to a used one.
 
-A set of leaves is an integer with one bit per leaf. Bit 0 stands for unknown leaves, and counts as used.
+A set of leaves is an integer with one bit per leaf. Bit 0 represents unknown leaves, and counts as used.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.autograd.graph import Node
 from sparsebp_cli.backward.observe.graph import LEAF
 from sparsebp_cli.backward.observe.internals import leaf_of, sequence_number_of
 
-UNKNOWN = 1  # the bit of leaves that cannot be judged
+UNKNOWN = 1  # bit of leaves that cannot be judged
 
 
 @dataclass
@@ -28,8 +28,8 @@ class LeafReachability:
     variables: list[Tensor] = field(default_factory=list)  # all leaves
 
     def behind(self, number: int, own: int) -> int:
-        """Return the leaves that the gradient of a product's input leads to. ``own`` has the bits of the weight and
-        bias that the module itself reads; their edges are left out if there are others."""
+        """Return the leaves to which the gradient of a product's input leads. ``own`` has the bits of the weight and
+        bias that the module itself reads; their edges do not count if there are others."""
         others = [edge for edge in self.edges.get(number, ()) if edge & ~own]
         if not others:
             return self.leaves.get(number, UNKNOWN)
@@ -40,10 +40,10 @@ class LeafReachability:
 
 
 def walk(roots: Sequence[Tensor], bit_of: Callable[[Tensor], int]) -> LeafReachability:
-    """Read the graph below some tensors; ``bit_of`` gives the bit of a leaf."""
+    """Read the graph below some tensors; ``bit_of`` returns the bit of a leaf."""
     reach, found, order = LeafReachability(), dict[Node, int](), list[Node]()
     waiting = [(root.grad_fn, False) for root in roots if root.grad_fn is not None]
-    # With a stack of its own: graphs are deeper than Python recurses.
+    # An explicit stack, because graphs exceed Python's recursion limit.
     while waiting:
         node, is_done = waiting.pop()
         if is_done:
@@ -61,7 +61,7 @@ def walk(roots: Sequence[Tensor], bit_of: Callable[[Tensor], int]) -> LeafReacha
         edges = tuple(0 if child is None else found[child] for child, _ in node.next_functions)
         if isinstance(node, BackwardCFunction):
             reach.functions.append(node)
-        hides = not any(edges)  # a node without visible leaves may have effects of its own
+        hides = not any(edges)  # a node without visible leaves may have other effects
         for edge in edges:
             found[node] |= edge
         found[node] |= UNKNOWN if hides else 0

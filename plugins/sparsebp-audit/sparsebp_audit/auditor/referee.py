@@ -1,4 +1,4 @@
-"""Judges the batches of a script's first optimizer step: is each example computed, and weighed, as if it were alone?"""
+"""Check the batches of a script's first optimizer step: does any example influence another's outputs or weight?"""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from sparsebp_cli.backward.isolation import Examples, NotAlone, find_examples
 from sparsebp_cli.backward.isolation.output import named_tensors
 from sparsebp_cli.backward.observe.internals import next_sequence_number
 
-MOST_CALLS = 64  # of a step: a step of more micro-batches is judged by its first
+MOST_CALLS = 64  # calls in a step; only the first ones of a longer step are judged
 ORDER = ("logits", "log_probs")
 
 
 class Referee:
-    """Judges the calls of models until the first optimizer step has ended."""
+    """Judge the calls of models until the first optimizer step has ended."""
 
     is_over: bool
 
@@ -32,7 +32,7 @@ class Referee:
         self._begin = 0  # number of the first node of its graph
 
     def before_call(self, model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        """Judge a batch that a script gives to a model, before the model runs."""
+        """Judge a batch that a script passes to a model, before the model runs."""
         self._examples = None
         if self.is_over or len(self._batches) >= MOST_CALLS:
             return
@@ -45,7 +45,7 @@ class Referee:
         self._begin = next_sequence_number()
 
     def after_call(self, output: object) -> None:
-        """Remember the outputs of a call, to read the gradient of the script's loss there."""
+        """Store the outputs of a call, where the gradient of the script's loss is read later."""
         if self._examples is None or self.is_over:
             return
         tensors = {name: value for name, value in named_tensors(output).items() if value.requires_grad}
@@ -78,11 +78,11 @@ class Referee:
             call.release()
 
     def start(self) -> None:
-        """Be ready to record the functions that a script applies to outputs."""
+        """Prepare to record the functions that a script applies to outputs."""
         torch.overrides._push_mode(self._loss.recorder)  # noqa: SLF001 - it ends in another call, unlike a block
 
     def stop(self) -> None:
-        """Record no functions any longer; if another library's mode is on top, ours stays without effect."""
+        """Stop recording functions; below another library's mode, ours stays without effect."""
         self._loss.recorder.clear()
         modes = torch.overrides._get_current_function_mode_stack()  # noqa: SLF001 - no public name
         if modes and modes[-1] is self._loss.recorder:
@@ -94,7 +94,7 @@ class Referee:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the module whose forward has the names of the arguments, inside of wrappers."""
+    """Return the module inside of wrappers, whose forward has the argument names."""
     while type(model).__name__ in ("DistributedDataParallel", "DataParallel", "OptimizedModule"):
         inner = next(model.children(), None)
         if inner is None:

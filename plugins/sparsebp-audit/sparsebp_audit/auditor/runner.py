@@ -1,4 +1,4 @@
-"""Runs a backward pass of PyTorch with its graph and operators recorded."""
+"""Run PyTorch's backward passes with their graph and operators recorded."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class InputGradient:
-    """The gradient of a leaf that is no parameter, after one pass."""
+    """The gradient, after one pass, of a leaf that is no parameter."""
 
-    bit: int  # of the leaf, by its order in the graph
-    key: int  # of the gradient's storage
-    reference: StorageWeakRef | None  # to the storage; None if the pass gave no gradient
+    bit: int  # bit of the leaf, by its order in the graph
+    key: int  # key of the gradient's storage
+    reference: StorageWeakRef | None  # reference to the storage; None if the pass gave no gradient
 
 
 class PassRunner:
-    """Runs backward passes under ``watch``."""
+    """Run backward passes under ``watch``."""
 
     def __init__(self, watch: OperatorWatch, parameters: Parameters) -> None:
         self._watch, self._parameters = watch, parameters
@@ -48,7 +48,7 @@ class PassRunner:
         self._tapes: list[OperatorTape] = []
 
     def run(self, run: Callable[..., T], outputs: Sequence[object], *args: object, **kwargs: object) -> T:
-        """Run a pass by PyTorch's own function ``run``; a pass inside another counts as part of it."""
+        """Run a pass with PyTorch's own function ``run``; a pass inside another counts as part of it."""
         is_outer = self.current is None
         current = self.current = self.current or PassRecord()
         reach, seen = self._read_graph(
@@ -61,7 +61,7 @@ class PassRunner:
         handles = [
             node.register_hook(_Returned(node, tape.dropped, self._watch, self._parameters)) for node in reach.functions
         ]
-        # Or the nodes and what they have saved would live longer than the pass needs them.
+        # Otherwise nodes and their saved tensors would live longer than the pass needs them.
         reach.functions.clear()
         reach.variables.clear()
         try:
@@ -85,7 +85,7 @@ class PassRunner:
         is_outer: bool,
         accumulates: bool,
     ) -> tuple[LeafReachability, list[tuple[int, Tensor]]]:
-        """Return the graph, and its leaves that are no parameters with their bits."""
+        """Return the graph, and its leaves that are no parameters, with their bits."""
         parameters, seen = self._parameters, list[tuple[int, Tensor]]()
 
         def bit_of(variable: Tensor) -> int:
@@ -120,8 +120,8 @@ class PassRunner:
 
 
 class _Returned:
-    """Hook that records what a Function returns for inputs that need no gradient, which autograd drops; for which
-    parameters it returns none; and which rows end in it."""
+    """Hook that records what a Function returns for inputs without a gradient, which autograd drops, for which
+    parameters it returns none, and which rows end in it."""
 
     def __init__(
         self, node: Node, dropped: dict[int, StorageWeakRef], watch: OperatorWatch, parameters: Parameters
@@ -141,7 +141,8 @@ class _Returned:
             if leaf is not None and grad is None and any(given is not None for given in incoming):
                 ledger.withholding[self._parameters.bits_of([leaf])] = self._name
         if len(incoming) == 1 and incoming[0] is not None and not is_in_transform():
-            was_active, self._watch.is_active = self._watch.is_active, False  # these operators are not the training's
+            # these operators do not belong to the training
+            was_active, self._watch.is_active = self._watch.is_active, False
             for is_wanted, leaf, grad in zip(self._wanted, self._leaves, returned, strict=False):
                 if is_wanted and leaf is None and grad is not None:
                     ledger.ended[self._name].add(*_count_ended(incoming[0], grad))
@@ -149,7 +150,7 @@ class _Returned:
 
 
 def _count_ended(incoming: Tensor, returned: Tensor) -> tuple[int, int]:
-    """Return in how many rows a gradient that came in is gone, and how many rows had one; none if rows do not match."""
+    """Return the number of rows whose gradient is gone, and of rows that had one; none if rows do not match."""
     if not (is_plain(incoming) and is_plain(returned)):
         return 0, 0
     if incoming.ndim < 2 or incoming.shape[:-1] != returned.shape[:-1]:
@@ -169,11 +170,11 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def find_gathered(modules: Iterable[nn.Module]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield pairs of a gathered parameter, which the graph holds, and the sharded one, which the optimizer holds."""
+    """Yield pairs of a gathered parameter, which the graph holds, and the optimizer's sharded one."""
     for module in modules:
         if not is_sharded(module):
             continue
-        # FSDP2 has no public access to its parameter groups; covered by a test. torch 2.11 has a single group.
+        # FSDP2 has no public access to its parameter groups; a test covers this. torch 2.11 has a single group.
         state = fsdp_state(module)
         one = getattr(state, "_fsdp_param_group", None)
         for group in getattr(state, "_fsdp_param_groups", [one] if one is not None else []):
@@ -184,5 +185,5 @@ def find_gathered(modules: Iterable[nn.Module]) -> Iterator[tuple[Tensor, Tensor
 
 
 def is_flat(parameter: Tensor) -> bool:
-    """Return whether FSDP1 made a parameter by flattening others: only FSDP itself holds it."""
+    """Return whether FSDP1 flattened others into this parameter: only FSDP itself holds it."""
     return bool(getattr(parameter, "_is_flat_param", False))

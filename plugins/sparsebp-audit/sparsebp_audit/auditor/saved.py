@@ -1,6 +1,5 @@
-"""Tensors that autograd saved for the backward: their module and size, and whether any used gradient depended on
-them.
-"""
+"""Record tensors that autograd saved for the backward: their module and size, and whether any used gradient depended on
+them."""
 
 from __future__ import annotations
 
@@ -34,20 +33,20 @@ Disable = Callable[[str], AbstractContextManager[None]]
 class Kept:
     """One saved storage, possibly saved by several operators."""
 
-    module: str  # whose forward saved it first
-    num_bytes: int  # of the whole storage
-    shape: tuple[int, ...]  # of the tensor saved first
-    numbers: list[int] = field(default_factory=list)  # of the nodes that saved it
-    alive: int = 0  # saved tensors of it that graphs still hold
+    module: str  # the module whose forward saved it first
+    num_bytes: int  # bytes of the whole storage
+    shape: tuple[int, ...]  # shape of the first saved tensor
+    numbers: list[int] = field(default_factory=list)  # numbers of the nodes that saved it
+    alive: int = 0  # its saved tensors that graphs still hold
     is_unpacked: bool = False  # the backward has read it
-    num_reads: int = 0  # by operators inside a backward
-    need: int = 0  # leaves that its readers lead to
-    padding_share: float = 0.0  # share of its rows at padding positions; 0 if it has no such rows
-    zero_share: float | None = None  # share of its rows read only by products with zero rows of the gradient
+    num_reads: int = 0  # reads by operators inside a backward
+    need: int = 0  # leaves to which its readers lead
+    padding_share: float = 0.0  # fraction of its rows at padding positions; 0 if it has no such rows
+    zero_share: float | None = None  # fraction of its rows read only by products with zero gradient rows
 
 
 class Packed:
-    """A saved tensor as the graph holds it; reports when the graph releases it."""
+    """A saved tensor in the form that the graph holds; it reports when the graph releases it."""
 
     __slots__ = ("_kept", "_saved", "key", "tensor")
     key: int
@@ -83,7 +82,7 @@ class SavedTensors:
         self.by_key: dict[int, Kept] = {}
         self.released: list[Kept] = []
         self.is_active = self.has_seen = False
-        self.rows: tuple[int, int, float] | None = None  # B, T, share of padding
+        self.rows: tuple[int, int, float] | None = None  # B, T, fraction of padding
         self._hooks: tuple[Pack, Unpack] | None = None
 
     def start(self) -> None:
@@ -96,7 +95,7 @@ class SavedTensors:
             self.is_active = self.has_seen = True
 
     def stop(self) -> None:
-        """Remove the hooks; if another library's are on top, they stay without effect."""
+        """Remove the hooks; below another library's hooks, they stay without effect."""
         self.is_active = False
         if self._hooks is not None and top_saved_hooks() == self._hooks:
             pop_saved_hooks()
@@ -109,7 +108,7 @@ class SavedTensors:
         self.released.append(kept)
 
     def take_all(self) -> list[Kept]:
-        """Return all storages: released ones, and those that graphs still hold."""
+        """Return all storages, both released ones and ones that graphs still hold."""
         return self.released + list(self.by_key.values())
 
     def _pack(self, tensor: Tensor) -> Packed:
@@ -123,7 +122,7 @@ class SavedTensors:
         if kept is None:
             kept = self.by_key[key] = Kept(self._modules.current, num_bytes(tensor), tuple(tensor.shape))
             kept.padding_share = self._padding_share(kept.shape)
-        # A node is numbered when it is created, just before it saves its tensors.
+        # A node gets its number when it is created, just before it saves its tensors.
         kept.numbers.append(next_sequence_number() - 1)
         return Packed(self, kept, key, plain)
 
@@ -139,7 +138,7 @@ class SavedTensors:
 
 def suspend_hooks(saved: SavedTensors) -> Callable[[Disable], Disable]:
     """Return a replacement of ``disable_saved_tensors_hooks`` that removes the audit's hooks first. ``torch.func``
-    refuses to work while any are installed, and an audit must not make a training fail."""
+    refuses to work while hooks are installed, and an audit must not make a training fail."""
 
     def make(disable: Disable) -> Disable:
         @functools.wraps(disable)

@@ -1,6 +1,6 @@
-"""Packing in a model whose training script runs the backward itself and was not written for packing.
+"""Apply lossless packing to a model whose script runs the backward itself and was not written for packing.
 
-Without an engine nobody has said what the script reads of the model's output. So the output is watched: a script that
+Without an engine it is unknown what the script reads of the model's output. So the output is watched: a script that
 reads logits beside the loss, or whose loss reads padding, gets the plain forward from then on.
 
 Shape letters: B examples, T positions.
@@ -42,7 +42,7 @@ READS_TUPLE = "the script takes the model's output as a tuple"
 
 
 class ScriptPacking:
-    """The policy ``lossless`` in one model, to be switched by ``enabled``. It stands for the engine.
+    """The policy ``lossless`` in one model, switched by ``enabled``, instead of an engine.
 
     Raises :class:`UnsupportedError` if rows cannot be left out of this model exactly.
     """
@@ -80,28 +80,28 @@ class ScriptPacking:
 
     @property
     def failure(self) -> str:
-        """Why the plain step is used from here on; empty: it is not."""
+        """Why the plain step is used from now on; empty: it is not."""
         return self._extension.failure
 
     def stop(self, reason: str) -> None:
-        """Use the plain step from here on."""
+        """Use the plain step from now on."""
         self._extension.failure = self._extension.failure or reason
 
     def short_forward(self, *, num_rows: int | None = None, scale: float = 1.0) -> AbstractContextManager[None]:
-        """Return a context without effect: there are no sites whose work is counted."""
+        """Return a context without effect, because no site's work is counted."""
         del num_rows, scale
         return nullcontext()
 
 
 class WatchedForward(ForwardOverride):
-    """The ``forward`` of a model in a script that knows nothing of packing."""
+    """Replace the ``forward`` of a model in a script that does not know about packing."""
 
     def __init__(self, packing: ScriptPacking, model: nn.Module) -> None:
         self._packing, self._model, self._names = packing, model, argument_names(model)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model, packed or plain; whatever goes wrong with packing, plain."""
-        if args and args[0] is self._model:  # as accelerate calls it
+        """Run the model, packed or plain; after any error of packing, plain."""
+        if args and args[0] is self._model:  # accelerate passes the model itself
             args = args[1:]
         given = dict(zip(self._names, args, strict=False)) | kwargs
         packing, plain = self._packing, functools.partial(self._run_plain, given)
@@ -115,15 +115,15 @@ class WatchedForward(ForwardOverride):
         before = packing.counts.packed
         try:
             output = self.run_covered(self._model, **given)
-        except Exception as error:  # the script must go on as without packing
+        except Exception as error:  # the script must continue as without packing
             packing.stop(str(error) if isinstance(error, UnsupportedError) else f"{type(error).__name__}: {error}")
             return plain()
         if packing.failure or packing.counts.packed == before:
-            return output  # the plain forward's
+            return output  # output of the plain forward
         return self._watch(output, given, plain)
 
     def __reduce_ex__(self, _: object) -> Any:
-        """Return the plain forward: a copy of the model is not packed."""
+        """Return the plain forward, because a copy of the model is not packed."""
         return functools.partial, (type(self._model).forward, self._model)
 
     def _run_plain(self, given: Mapping[str, Any]) -> Any:
@@ -149,7 +149,7 @@ class WatchedForward(ForwardOverride):
         return output
 
     def _watch_padding(self, values: Tensor, given: Mapping[str, Any], *, packed: bool) -> None:
-        """Stop if a gradient arrives at padding, where a packed output is zero."""
+        """Stop packing if a gradient arrives at padding, where a packed output is zero."""
         mask, kept = given.get("attention_mask"), given.get("logits_to_keep")
         if mask is None or mask.dim() != 2 or not values.requires_grad:
             return
@@ -161,20 +161,18 @@ class WatchedForward(ForwardOverride):
             if not bool((grad[padding] != 0).any()):
                 return None
             self._packing.stop(READS_PADDING)
-            # A packed output would raise; the script goes on.
+            # A packed output would raise; this lets the script continue.
             return grad.masked_fill(padding.view(*padding.shape, *[1] * (grad.dim() - 2)), 0) if packed else None
 
         values.register_hook(check)
 
 
 def watch_reads(output: Any, read: Callable[[], Any]) -> Any:
-    """Return an output of transformers that calls ``read`` when something else than its loss is read first.
-
-    ``read`` returns an output whose values replace those other than the loss, or None to leave them.
-    """
-    # The class of transformers itself: the output may be of one that was made at run time.
+    """Return a transformers output that calls ``read`` when a value other than its loss is read first. ``read`` returns
+    an output whose values replace the others, or None to leave them."""
+    # The class from transformers itself, because the output's class may be made at run time.
     kind = next(base for base in type(output).__mro__ if "__dataclass_fields__" in vars(base))
-    # In a packed output logits are computed when they are read, so they are not read here.
+    # A packed output computes logits when they are read, so this code must not read them.
     if fields(kind)[0].name != "loss":
         return output
     values = {f.name: output.__dict__.get(f.name) for f in fields(output)}
@@ -219,7 +217,7 @@ def _watched(kind: type[Any]) -> type[Any]:
 
 
 def refusal_of(model: nn.Module) -> str:
-    """Return why rows of a model cannot be left out exactly, in one line; empty if they can, as far as is known before
+    """Return why rows of a model cannot be left out exactly, in one line; empty if they can, as far as is known without
     a batch."""
     try:
         ScriptPacking(model)
@@ -230,15 +228,15 @@ def refusal_of(model: nn.Module) -> str:
 
 @dataclass(frozen=True)
 class Leftover:
-    """Positions of one batch of a causal language model."""
+    """Positions of one batch of a causal language model, by what packing does with them."""
 
-    real: int  # that are not padding
+    real: int  # without padding
     unread: int  # of them, after the last label of their example
-    shared: int  # of the others, in a prefix that an earlier example begins with
+    shared: int  # of the rest, in a prefix of an earlier example
 
 
 def count_leftover(model: nn.Module, inputs: Mapping[str, object]) -> Leftover | None:
-    """Count what packing would leave out of a batch; None for other models, and for batches that are not known."""
+    """Count what packing would leave out of a batch; None for other models, and for unknown batches."""
     try:
         causal = find_model(model)
         ids = inputs.get("input_ids")
@@ -251,7 +249,8 @@ def count_leftover(model: nn.Module, inputs: Mapping[str, object]) -> Leftover |
     if real is None or position is None or not real.any():
         return None
     needed = real
-    reads_all = balances_experts(causal, inputs)  # the loss that balances experts reads all that is not padding
+    # the load-balancing loss of experts reads every position that is no padding
+    reads_all = balances_experts(causal, inputs)
     if isinstance(labels, Tensor) and labels.shape == ids.shape and not reads_all:
         read = np.zeros(size, bool)
         read[:, :-1] = (labels[:, 1:] != IGNORED).cpu().numpy()

@@ -1,4 +1,4 @@
-"""Installs everything that watches a training in this process, and removes it again."""
+"""Install everything that watches a training in this process, and remove it again."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from sparsebp_audit.auditor.watch import OperatorWatch
 from sparsebp_cli.backward.observe.internals import dispatch_modes, is_in_transform, next_sequence_number
 from sparsebp_cli.backward.observe.module_trace import is_in_backward
 
-MOST_PASSES_A_STEP = 64  # without a visible optimizer, the audit ends after so many passes per wanted step
+MOST_PASSES_A_STEP = 64  # without a visible optimizer, the audit ends after this many passes per requested step
 Progress = Callable[[int, int], None]
 
 T = TypeVar("T")
@@ -37,10 +37,10 @@ Clear = Callable[..., None]
 
 
 class Session:
-    """Watches the trainings of this process for ``steps`` optimizer steps, or until :meth:`stop`.
+    """Watch the trainings of this process for ``steps`` optimizer steps, or until :meth:`stop`.
 
-    ``on_step`` is called after each step with its number and the number of all, and may raise; ``on_end`` after the
-    last. ``referee``: judges the examples of the first step as well.
+    ``on_step`` is called after each step with its number and the total, and may raise; ``on_end`` after the last step.
+    ``referee`` checks the examples of the first step as well.
     """
 
     wanted: int | None
@@ -81,7 +81,7 @@ class Session:
         self._incomplete: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def start(self) -> None:
-        """Start watching. Operators are recorded from the first forward or backward on."""
+        """Start watching; recording begins with the first forward or backward."""
         self.is_running = True
         self._num_compiled = _count_compiled()
         self.modules.__enter__()
@@ -116,10 +116,10 @@ class Session:
             self.referee.stop()
         self.modules.has_compiled |= _count_compiled() > self._num_compiled
         if self.modules.has_compiled:
-            torch.compiler.reset()  # dynamo would never compile again what it skipped under the dispatch mode
+            torch.compiler.reset()  # otherwise dynamo would never compile what it skipped under the dispatch mode
 
     def close(self) -> None:
-        """Remove the optimizer hooks, which cannot be removed while one of them runs."""
+        """Remove the optimizer hooks; impossible while one of them runs."""
         self._uninstall()
         for handle in self._handles:
             handle.remove()
@@ -136,7 +136,7 @@ class Session:
 
     @property
     def num_steps(self) -> int:
-        """Steps so far: of the optimizer with most; without an optimizer, backward passes."""
+        """Steps so far of the optimizer with most; without an optimizer, backward passes."""
         return self.parameters.num_steps or len(self.ledger.passes)
 
     def add_model(self, model: nn.Module) -> None:
@@ -144,7 +144,7 @@ class Session:
         if not self.modules.add_root(model) and model not in self._incomplete:
             return
         if is_in_transform():
-            self._incomplete.add(model)  # tensors cannot be read inside a torch.func transform
+            self._incomplete.add(model)  # a torch.func transform hides tensors
             return
         self._incomplete.discard(model)
         for module in model.modules():
@@ -161,7 +161,7 @@ class Session:
     def _on_root(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         self.add_model(module)
         if is_in_backward():
-            return  # a repeated part under checkpointing; the model's own inputs still apply
+            return  # a part repeated under checkpointing; the model's own inputs remain
         self.watch.is_graded = torch.is_grad_enabled()
         if self.watch.is_graded:
             if self.referee is not None and self._is_trained(module):
@@ -182,7 +182,7 @@ class Session:
 
     @contextmanager
     def _paused(self) -> Iterator[None]:
-        """Run the block unseen: what it computes is no part of the training."""
+        """Run the block unrecorded, because its work does not belong to the training."""
         was_installed, self.is_running = self._is_installed, False
         self._uninstall()
         was_active, self.watch.is_active = self.watch.is_active, False
@@ -197,7 +197,7 @@ class Session:
     def _record_rows(self, module: nn.Module, kwargs: dict[str, object]) -> None:
         """Count what packing would leave out of a batch of a causal language model."""
         self.trained.add(module)
-        # As long as nobody has imported it, no model is one of its own; importing it here would take seconds.
+        # If transformers is not imported, no model comes from it; an import here would take seconds.
         if "transformers" not in sys.modules:
             return
         left = count_leftover(module, kwargs)
@@ -211,7 +211,7 @@ class Session:
         given = [kwargs, *(value for value in args if isinstance(value, dict))]
         mask = next((values["attention_mask"] for values in given if values.get("attention_mask") is not None), None)
         if mask is None and self.modules.has_no_parameters(module):
-            return  # such as a loss; the model's own inputs still apply
+            return  # such as a loss; the model's own inputs remain
         if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.is_floating_point():
             self.watch.padding_N = self.saved.rows = None
             return
@@ -223,7 +223,7 @@ class Session:
         self.saved.rows = (*mask.shape, padded / mask.numel()) if padded else None
 
     def _install(self) -> None:
-        """Install this thread's dispatch mode and hooks, never on top of another library's, which would remove ours."""
+        """Install this thread's dispatch mode and hooks, but never above another library's, which would remove ours."""
         # See decision 20.
         if not self._is_installed and not dispatch_modes():
             self._is_installed = True
@@ -231,7 +231,7 @@ class Session:
         self.saved.start()
 
     def _uninstall(self) -> None:
-        """Remove them; if another library's are on top, they stay without effect."""
+        """Remove them; below another library's, they stay without effect."""
         self.saved.stop()
         if self._is_installed and (modes := dispatch_modes()) and modes[-1] is self.watch:
             self._is_installed = False
@@ -319,8 +319,8 @@ def _held(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
 
 
 def _count_compiled() -> int:
-    """Return how many functions torch.compile has seen so far, including those it skipped under a dispatch mode."""
-    convert = sys.modules.get("torch._dynamo.convert_frame")  # imported by the first use of torch.compile
+    """Return how many functions torch.compile has handled so far, including those skipped under a dispatch mode."""
+    convert = sys.modules.get("torch._dynamo.convert_frame")  # the first use of torch.compile imports it
     return len(convert.input_codes.seen) if convert is not None else 0
 
 
@@ -333,13 +333,13 @@ class Steps:
     def before(
         self, optimizer: torch.optim.Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> tuple[tuple[object, ...], dict[str, object]] | None:
-        """Record the gradients that a step will use; for a step with a closure, when the closure returns. Returns the
-        step's arguments with the closure wrapped; None without one."""
+        """Record the gradients that a step will use; with a closure, when the closure returns. Return the step's
+        arguments with the closure wrapped; None without one."""
         session = self._session
         if not session.is_running:
             return None
         session.watch.is_updating = True
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # the first is the optimizer
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # the first argument is the optimizer
         self._has_closure = callable(closure)
         if not callable(closure):
             session.parameters.start_step(optimizer, session.passes)
@@ -350,7 +350,7 @@ class Steps:
         return (args[0], watched, *args[2:]), kwargs
 
     def _watch_closure(self, optimizer: torch.optim.Optimizer, closure: Callable[..., object]) -> Callable[..., object]:
-        """Wrap a closure, which trains inside the optimizer's step; the step uses its gradients when it returns."""
+        """Wrap a closure, which trains inside the optimizer's step and whose gradients the step uses."""
         session = self._session
 
         @functools.wraps(closure)
@@ -372,7 +372,7 @@ class Steps:
         if not session.is_running:
             return
         session.watch.is_updating = False
-        if self._has_closure:  # the closure was never called
+        if self._has_closure:  # the step never called the closure
             session.parameters.start_step(optimizer, session.passes)
-        if session.parameters.is_ahead:  # of several optimizers, the first one counts the step
+        if session.parameters.is_ahead:  # with several optimizers, the first one counts the step
             session.end_step()

@@ -1,7 +1,7 @@
-"""Identifies the storage of a tensor, and the parameter that a tensor was computed from alone.
+"""Identify the storage of a tensor, and the single parameter from which a tensor was computed.
 
-Keys are addresses, which PyTorch reuses as soon as a storage is freed. A weak reference to the storage keeps its
-address from being reused without keeping its data.
+Keys are addresses, which PyTorch reuses after a storage is freed. A weak reference to the storage prevents this without
+keeping its data.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.spars
 
 def key_of(tensor: Tensor) -> int:
     """Return the key of a tensor's storage; for a wrapper (DTensor, Float8), of its first inner tensor. The tensor must
-    have a storage: :func:`tensors_in` yields only such."""
+    have a storage, like those of :func:`tensors_in`."""
     return storage_key(_plain(tensor))
 
 
@@ -80,14 +80,14 @@ class Weights:
         self._own: set[int] = set()
 
     def add(self, parameter: Tensor, name: str) -> None:
-        """Add a parameter, which its model must keep alive."""
+        """Add a parameter; its model must keep it alive."""
         key = key_of(parameter)
         self._made[key] = refer(parameter)
         self._name.setdefault(key, name)
         self._own.add(key)
 
     def name_of(self, tensor: Tensor) -> str | None:
-        """Return the parameter that a tensor is, views, or was computed from alone; None otherwise."""
+        """Return the parameter that a tensor is, views, or was computed from; None for other tensors."""
         return self._name.get(key_of(tensor))
 
     def is_parameter(self, key: int) -> bool:
@@ -95,7 +95,7 @@ class Weights:
         return key in self._own
 
     def follow(self, inputs: list[Tensor], outputs: list[Tensor]) -> str | None:
-        """Record what an operator computes from a single parameter, of the same size and nothing else. Returns the
+        """Record what an operator computes from a single parameter, of the same size and nothing else. Return the
         parameter among the inputs, if any."""
         found = next((name for tensor in inputs if (name := self.name_of(tensor)) is not None), None)
         large = [tensor for tensor in inputs if tensor.numel() > 1]

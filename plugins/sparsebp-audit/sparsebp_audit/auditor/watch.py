@@ -1,4 +1,4 @@
-"""A dispatch mode that counts every operator of this thread's forward and backward passes, and what it computes for.
+"""Count, in a dispatch mode, every operator of this thread's forward and backward passes, and its purpose.
 
 Shape letters: N rows (= B*T), B examples, T positions, V vocabulary.
 """
@@ -42,16 +42,16 @@ def is_product(operator: OpOverload) -> bool:
 
 
 def factors_of(operator: OpOverload, args: tuple[object, ...]) -> list[Tensor]:
-    """Return the tensors that an operator multiplies, without the one that the product is added to."""
+    """Return the tensors that an operator multiplies, without a tensor that is added to the product."""
     tensors = [tensor for tensor in args if isinstance(tensor, Tensor)]
     return tensors[1:] if operator.overloadpacket in _SUMS else tensors
 
 
 def find_zero(left: Tensor, right: Tensor, kind: str, *, weight_is_left: bool) -> Tensor | None:
     """Return which rows contribute nothing to a product because they are exactly zero; None if the factors cannot be
-    read. In ``dgrad`` a row of the gradient gives one row of the result; ``weight_is_left``: the gradient is the second
-    factor, transposed. In ``wgrad`` it gives one term of the sum, with a row of the saved input, and the term is zero
-    if either is."""
+    read. In ``dgrad`` a gradient row gives one row of the result; ``weight_is_left``: the gradient is the second
+    factor, transposed. In ``wgrad`` it gives one term of the sum, together with a row of the saved input; the term is
+    zero if either is."""
     if not (is_plain(left) and is_plain(right)):
         return None
     if kind == DGRAD:
@@ -60,7 +60,7 @@ def find_zero(left: Tensor, right: Tensor, kind: str, *, weight_is_left: bool) -
 
 
 _CLEARING = (_ATEN.zero_, _ATEN._foreach_zero_, _ATEN.fill_)
-# Clipping measures and scales the gradients of all parameters, including those that are never updated.
+# Clipping measures and scales the gradients of all parameters, even of parameters that are never updated.
 _MEASURING = (
     FOREACH_NORM,
     _ATEN._foreach_mul_,
@@ -71,7 +71,7 @@ _MEASURING = (
 
 
 class GradientReads:
-    """Gradients of inputs and parameters, and which of them something has read."""
+    """Gradients of inputs and parameters, and which of them were read."""
 
     read_elsewhere: int
     measured_elsewhere: int
@@ -79,10 +79,11 @@ class GradientReads:
     def __init__(self, ledger: AuditLedger) -> None:
         self._ledger = ledger
         self.unread: set[int] = set()  # storages of the gradients of inputs
-        self.read: set[int] = set()  # of them, those that something read
+        self.read: set[int] = set()  # of them, the ones that were read
         # Unread gradients of parameters by storage: the parameter's bit, and a reference that keeps the key valid.
         self.gradients: dict[int, tuple[int, StorageWeakRef]] = {}
-        self.measured_elsewhere = 0  # bits of those whose norm was taken or that were scaled, outside of optimizers
+        # bits of parameters whose gradient was measured by its norm or scaled, outside of optimizers
+        self.measured_elsewhere = 0
         self.read_elsewhere = 0  # bits of parameters whose gradient was read outside of optimizers, beyond its norm
 
     def record(self, operator: OpOverload, inputs: list[Tensor], outputs: list[Tensor], *, is_updating: bool) -> None:
@@ -113,9 +114,9 @@ _LOSSES = (_ATEN.nll_loss_forward, _ATEN.nll_loss2d_forward)
 
 
 class OperatorWatch(TorchDispatchMode):
-    """Fills a ledger; runs every operator unchanged.
+    """Fill a ledger, and run every operator unchanged.
 
-    ``shape_of`` and ``bit_of`` give the shape and the bit of a parameter by its name.
+    ``shape_of`` and ``bit_of`` return the shape and the bit of a parameter by its name.
     """
 
     ledger: AuditLedger
@@ -147,13 +148,13 @@ class OperatorWatch(TorchDispatchMode):
         self._running: dict[int | None, tuple[LeafReachability, OperatorTape]] = {}
 
     def begin(self, reach: LeafReachability) -> OperatorTape:
-        """Prepare for a backward pass; return the tape that its operators will be recorded on."""
+        """Prepare for a backward pass; return the tape that records its operators."""
         tape = OperatorTape()
         self._waiting.append((reach, tape))
         return tape
 
     def end(self, tape: OperatorTape, into: PassRecord) -> None:
-        """Count a backward pass that has ended as part of the outermost pass ``into``."""
+        """Count a finished backward pass as part of the outermost pass ``into``."""
         self._waiting = [pair for pair in self._waiting if pair[1] is not tape]
         self._running = {number: pair for number, pair in self._running.items() if pair[1] is not tape}
         tape.mark_hidden()
@@ -232,7 +233,7 @@ class OperatorWatch(TorchDispatchMode):
             tape.operations += self._count(operation, reach, func, formula, args, kwargs, result)
 
     def _find_pass(self) -> tuple[LeafReachability, OperatorTape] | None:
-        """Return the innermost pass of this thread; its id is known only when its first operator runs."""
+        """Return the innermost pass of this thread; its id is known only once its first operator runs."""
         this = current_pass()
         if this not in self._running:
             known = [pair[1] for pair in self._running.values()]
@@ -252,7 +253,7 @@ class OperatorWatch(TorchDispatchMode):
         kwargs: dict[str, object],
         result: object,
     ) -> list[Operation]:
-        """Count an operator of a backward pass and find the gradient it computes; return operations split off from
+        """Count an operator of a backward pass and find the gradient that it computes; return operations split off from
         it."""
         if func.overloadpacket is _ATEN.convolution_backward:
             return self._count_convolution(operation, reach, formula, args, kwargs, result)
@@ -261,7 +262,7 @@ class OperatorWatch(TorchDispatchMode):
             operation.kind = AGAIN
             return []
         if func.overloadpacket is _ATEN.mkldnn_rnn_layer_backward:
-            return []  # one operator computes the gradients of input and several weights
+            return []  # one operator computes the gradients of the input and several weights
         factors = factors_of(func, args)
         weight = next((name for tensor in factors if (name := self.weights.name_of(tensor)) is not None), None)
         if weight is not None:
@@ -336,7 +337,7 @@ class OperatorWatch(TorchDispatchMode):
         if name is not None:
             used = self.used_here.setdefault(module, set())
             used |= {found for tensor in inputs if (found := self.weights.name_of(tensor)) is not None}
-        # Inside a module, a Python Function or checkpointing may have disabled gradients temporarily.
+        # A Python Function or checkpointing may have disabled gradients temporarily inside a module.
         if not (self.is_graded if self.modules.is_running else torch.is_grad_enabled()):
             self.ledger.ungraded[module] += flops
             return

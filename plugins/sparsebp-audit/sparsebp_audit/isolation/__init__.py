@@ -1,4 +1,4 @@
-"""Judges whether each example of a batch is computed, and weighed by the loss, as if it were alone."""
+"""Check isolation: do the examples of a batch influence each other, in the model or in the loss?"""
 
 from sparsebp_audit.isolation.judge import judge_batch
 from sparsebp_audit.isolation.loss import LossReader, ScriptCall

@@ -1,8 +1,8 @@
-"""Every path by which a script's loss reaches a model's parameters: the channels between the model and the loss.
+"""Find every path by which a script's loss reaches a model's parameters: the channels between model and loss.
 
-The graph of the loss is followed down. A channel is a tensor that the model's forward made, and whose values belong to
-single examples: an output, or a hidden state that a hook has kept. Whatever reaches a parameter past all channels is
-seen as well. A penalty on the parameters themselves is no path through the model.
+The loss's graph is followed down. A channel is a tensor from the model's forward whose values belong to single
+examples: an output, or a hidden state that a hook has kept. Paths that reach a parameter without a channel are reported
+as well. A penalty on the parameters themselves is no path through the model.
 
 Shape letters: B rows, T positions.
 """
@@ -31,18 +31,18 @@ class Channel:
 
 @dataclass
 class Forward:
-    """One call of a model: which nodes of the graph it made."""
+    """One call of a model, and the graph nodes that it made."""
 
     number: int
     examples: Examples
     begin: int  # sequence numbers of its nodes, the last one excluded
     end: int
-    outputs: list[Tensor] = field(default_factory=list)  # that have a gradient
-    allowed: Tensor | None = None  # an output that reads all examples on purpose
+    outputs: list[Tensor] = field(default_factory=list)  # outputs with a gradient
+    allowed: Tensor | None = None  # an output that reads all examples by definition
 
 
 def find_channels(losses: Sequence[Tensor], forwards: Sequence[Forward]) -> tuple[list[Channel], bool]:
-    """Return the channels that losses read, and whether a loss reaches a parameter past them."""
+    """Return the channels that losses read, and whether a loss reaches a parameter without a channel."""
     channels: dict[tuple[Any, int], Channel] = {}
     known: dict[tuple[Any, int], Channel | None] = {}
     for forward in forwards:
@@ -82,10 +82,8 @@ def find_channels(losses: Sequence[Tensor], forwards: Sequence[Forward]) -> tupl
 
 
 def find_owners(examples: Examples, shape: Sequence[int]) -> Tensor | None:
-    """Return the number of the example of each row, or of each position where a tensor has positions; -1: none.
-
-    None: the tensor's values belong to no single examples.
-    """
+    """Return the example's number for each row, or each position if the tensor has positions; -1: none. None if the
+    tensor's values belong to no single example."""
     rows, width = examples.size
     owner_BT = torch.full((rows, width), -1)
     for number, example in enumerate(examples.found):
@@ -105,7 +103,7 @@ def find_owners(examples: Examples, shape: Sequence[int]) -> Tensor | None:
 
 
 def tensors_of(output: object) -> list[Tensor]:
-    """Return all tensors of a model's output, those of nested tuples too."""
+    """Return all tensors of a model's output, including nested tuples."""
     if isinstance(output, Tensor):
         return [output]
     if isinstance(output, dict):

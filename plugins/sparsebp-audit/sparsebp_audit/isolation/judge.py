@@ -1,16 +1,16 @@
-"""Judges a batch: is each example computed as if it were alone?
+"""Check a batch's isolation: do its examples influence each other?
 
-Two questions, since neither finds everything. Do the outputs of each example equal those of the example alone? That
-finds wrong positions and masks as well, but not more finely than rounding. And does the gradient of an example's
-outputs reach another example's embeddings? All examples are asked at once. With a factor c_i on the outputs of example
-i, the gradient for the embeddings of example j, divided by c_j, is
+There are two tests, since neither finds everything. The first compares the outputs of each example in the batch with
+those of the example alone. It also finds wrong positions and masks, but only above rounding error. The second tests
+whether the gradient of an example's outputs reaches another example's embeddings, for all examples at once. With a
+factor c_i on the outputs of example i, the gradient for the embeddings of example j, divided by c_j, is
 
     d h_j / d e_j  +  sum over i of (c_i / c_j) d h_i / d e_j,
 
 which does not depend on the factors if no other example reads j. The factors are signs and powers of two, which
-floating point multiplies exactly: without a leak, passes with other factors agree bit for bit in every dtype, but for
-kernels that sum in an order of their own. Each two examples have different factors in one of the passes, so no
-pair goes unseen; several pairs could only cancel in all numbers of a random projection at once.
+floating point multiplies exactly. Without a leak, passes with other factors therefore agree bit for bit in every dtype,
+except with kernels of varying summation order. Every two examples have different factors in one of the passes, so no
+pair is missed. Several pairs could cancel only in all numbers of a random projection at once.
 
 Shape letters: B rows, T positions, D width, V vocabulary.
 """
@@ -29,50 +29,50 @@ from sparsebp_audit.isolation.part import find_first_module
 from sparsebp_audit.report.isolation import BatchJudgement, MixedPair
 from sparsebp_cli.backward.isolation.alone import relative_difference
 from sparsebp_cli.backward.isolation.examples import Examples, NotAlone, find_examples
-from sparsebp_cli.backward.isolation.output import Outputs
+from sparsebp_cli.backward.isolation.output import ExampleOutputs
 from sparsebp_cli.backward.isolation.run import Embeddings, undisturbed
 from sparsebp_cli.backward.observe.internals import is_batch_norm
 from sparsebp_cli.backward.patch.rng import capture_generators
 
-# What rounding explains of an output, relative to its 2-norm, by the coarsest dtype in the computation, and of the
+# Largest effect of rounding, relative to the 2-norm, by the coarsest dtype in the computation: of an output, and of the
 # gradient between passes whose factors are powers of two.
 OUTPUT_LIMITS = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 LEAK_LIMITS = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-3}
-# Exact in every dtype: a clean batch gives equal bits, and the limit need not allow for rounding. See decision 20.
+# Exact in every dtype: a clean batch gives equal bits, so the limit need not allow for rounding. See decision 20.
 FACTORS = tuple(sign * 2.0**power for power in range(-4, 4) for sign in (1, -1))
-CLEAR = 30  # times the limit: above it no rounding of the model needs to be measured
-MOST_COST = 9  # thirds of a plain step: pairs are found as far as this allows, one backward for each reading example
+CLEAR = 30  # times the limit: above it the model's rounding need not be measured
+MOST_COST = 9  # thirds of a plain step: the search for pairs stops here; each reading example takes one backward
 
 
 def judge_batch(model: nn.Module, inputs: dict[str, Any]) -> BatchJudgement:
-    """Judge whether each example of a batch is computed as if it were alone.
+    """Check whether each example of a batch is computed as if it were alone.
 
-    The model is called several times, without dropout; its parameters, their gradients, its buffers and the random
-    generators are as before afterwards.
+    The model is called several times, without dropout. Parameters, their gradients, buffers and random generators are
+    the same afterwards.
 
     Args:
-        model: Any model that is called with its batch by name, in the mode in which it trains.
-        inputs: The arguments of its forward by name. Examples are its rows, or the sequences in them that
+        model: Any model that is called with its batch by name, in training mode.
+        inputs: The arguments of its forward by name. Examples are its rows, or sequences in them that
             ``cu_seq_lens_q``, ``seq_idx``, numbers in ``attention_mask`` or restarts of ``position_ids`` show.
 
     Returns:
-        The judgement; a batch whose examples cannot be told apart or run alone is ``unjudged``, with the reason.
+        The judgement; it is ``unjudged``, with a reason, if examples cannot be distinguished or run alone.
     """
     kind = type(_unwrapped(model)).__name__
     pad = getattr(getattr(_unwrapped(model), "config", None), "pad_token_id", None)
-    # All positions are judged, whatever the script keeps of them.
+    # All positions are judged, even if the script keeps only some.
     given = {name: value for name, value in inputs.items() if name != "logits_to_keep"}
     try:
         examples = find_examples(given, pad if isinstance(pad, int) else None)
         norm = next((n for n, module in model.named_modules() if is_batch_norm(module) and module.training), None)
         with undisturbed(model), torch.enable_grad():
-            found = _Trial(model, examples, Outputs(model, examples), kind).judge()
+            found = _Trial(model, examples, ExampleOutputs(model, examples), kind).judge()
         if norm is not None and found.verdict == "alone":
             return replace(found, verdict="purpose", reason=find_purpose(model, norm))
         return found
     except NotAlone as error:
         return BatchJudgement(kind, "unjudged", reason=str(error))
-    except Exception as error:  # the training must go on, whatever a model thinks of an example alone
+    except Exception as error:  # the training must continue, even if the model refuses a single example
         line = (str(error).strip().splitlines() or [""])[0]
         return BatchJudgement(kind, "unjudged", reason=f"{type(error).__name__}: {line}"[:200])
 
@@ -88,13 +88,13 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 @dataclass
 class _Trial:
-    """One batch under judgement."""
+    """The judgement of one batch."""
 
     model: nn.Module
     examples: Examples
-    outputs: Outputs
+    outputs: ExampleOutputs
     kind: str
-    cost: float = 0.0  # positions that passes went through
+    cost: float = 0.0  # positions that passes processed
     alone: list[Tensor] = field(default_factory=list)
     is_random: bool = False  # whether the model draws random numbers, beyond dropout
 
@@ -108,7 +108,7 @@ class _Trial:
         with embeddings.taken():
             values = outputs.run(embeddings.open_inputs())
         after = capture_generators(device)
-        # A random forward, such as a router's that draws experts, is another one each time; its graph can be asked.
+        # A random forward, such as a router that draws experts, differs each time; its graph can still be tested.
         self.is_random = any(not torch.equal(a, b) for a, b in zip(before, after, strict=True) if a is not None)  # type: ignore[arg-type]
         outputs.choose(values)
         output = outputs.take_batch(values)
@@ -134,12 +134,12 @@ class _Trial:
         return replace(found, cost_steps=self.cost / (3 * self.size))
 
     def run(self, inputs: dict[str, Any]) -> Tensor:
-        """Run the batch, or a variant of it, and return the values that are judged."""
+        """Run the batch or a variant of it, and return the judged values."""
         self.cost += self.size
         return self.outputs.of_batch(inputs)
 
     def compare(self, output: Tensor) -> list[float]:
-        """Return how much each example's outputs differ from those alone, relative to their 2-norm."""
+        """Return the relative difference, by 2-norm, of each example's outputs in the batch and alone."""
         return [
             relative_difference(self.outputs.part(output.detach(), number), alone.to(output.device))
             for number, alone in enumerate(self.alone)
@@ -164,19 +164,19 @@ class _Trial:
         return max(limits[kind] for kind in kinds if kind in limits)
 
     def _find_leak(self, output: Tensor, leaves: list[Tensor]) -> float:
-        """Return the largest relative change of a gradient when the outputs of other examples get other factors."""
+        """Return the largest relative change of a gradient under other factors for other examples' outputs."""
         count, base = len(self.examples.found), len(FACTORS)
-        # From a generator of its own: that of the training must not move.
+        # A separate generator, because the training's generator must not advance.
         direction = torch.randn(output.shape, generator=torch.Generator().manual_seed(0)).to(output)
         plain = self._gradients(output, leaves, direction, [1.0] * count)
         scale = max(_norm(part) for part in plain)
         worst, place = 0.0, 1
-        while place < count or place == 1:  # numbers in base 16 by their digits: each two differ in one
+        while place < count or place == 1:  # numbers in base 16, digit by digit: every two differ in one digit
             factors = [FACTORS[(number // place) % base] for number in range(count)]
             scaled = self._gradients(output, leaves, direction, factors)
             for number, factor in enumerate(factors):
                 change = _norm([b / factor - a for a, b in zip(plain[number], scaled[number], strict=True)])
-                # An example with hardly any gradient has no relative change of its own.
+                # An example with hardly any gradient has no meaningful relative change.
                 worst = max(worst, change / max(_norm(plain[number]), 1e-3 * scale, 1e-30))
             place *= base
         return worst
@@ -184,7 +184,7 @@ class _Trial:
     def _gradients(
         self, output: Tensor, leaves: list[Tensor], direction: Tensor, factors: list[float]
     ) -> list[list[Tensor]]:
-        """Return the gradient for each example's embeddings; ``factors``: of each example's outputs."""
+        """Return the gradient for each example's embeddings; ``factors`` are those of the examples' outputs."""
         weighted = torch.zeros_like(direction)
         for number, factor in enumerate(factors):
             if factor:
@@ -198,7 +198,7 @@ class _Trial:
     def _explain(
         self, found: BatchJudgement, output: Tensor, differences: list[float], leaves: list[Tensor]
     ) -> BatchJudgement:
-        """Say where examples part, which read which, why, and what mends it."""
+        """Add to a judgement where examples differ, which reads which, why, and what mends it."""
         order = sorted(range(len(differences)), key=lambda number: -differences[number])
         limit = found.difference_limit
         if differences[order[0]] < CLEAR * limit:
@@ -208,7 +208,7 @@ class _Trial:
         if not affected and found.leak <= found.leak_limit:
             return found
         if self.is_random and found.leak <= found.leak_limit:
-            raise NotAlone("its forward draws random numbers, beyond dropout, so that no two can be compared")
+            raise NotAlone("its forward draws random numbers, beyond dropout: no two forwards can be compared")
         first = find_first_module(self.model, self.examples, self.outputs, order[0], limit)
         self.cost += self.size + len(self.examples.found[order[0]].columns)
         if relative_difference(first.output, output.detach()) > limit and found.leak <= found.leak_limit:
@@ -228,18 +228,18 @@ class _Trial:
 
     def _mends(self, limit: float) -> Callable[[dict[str, Any]], bool]:
         def mends(inputs: dict[str, Any]) -> bool:
-            """Return whether the examples are as if alone with other arguments."""
+            """Return whether the examples are isolated with other arguments."""
             try:
                 with torch.no_grad():
                     return max(self.compare(self.run(inputs))) <= limit
-            except Exception:  # a model need not take what another one does
+            except Exception:  # a model may refuse another model's arguments
                 return False
 
         return mends
 
     def _reads_others(self, number: int, limit: float) -> bool:
-        """Return whether the outputs of an example change where copies of it, or the others in another order, stand in
-        the places of the others."""
+        """Return whether the outputs of an example change when copies of it, or the others in another order, replace
+        the others."""
         example, changed = self.examples.found[number], list[dict[str, Any]]()
         for name in ("input_ids", "inputs_embeds", "pixel_values"):
             value = self.examples.inputs.get(name)
@@ -256,11 +256,11 @@ class _Trial:
                 plain = self.outputs.part(self.run(dict(self.examples.inputs)), number)
                 found = [self.outputs.part(self.run(inputs), number) for inputs in changed]
             return any(relative_difference(one, plain) > limit for one in found)
-        except Exception:  # a model need not take tokens at other places
+        except Exception:  # a model may refuse moved tokens
             return False
 
     def _measure_rounding(self, number: int) -> float:
-        """Return how much the outputs of an example alone change when its row stands there twice."""
+        """Return how much the outputs of an example alone change when the batch contains its row twice."""
         with torch.no_grad():
             twice = self.outputs.of_two(number)
         self.cost += 2 * len(self.examples.found[number].columns)
@@ -269,7 +269,7 @@ class _Trial:
     def _find_pairs(
         self, output: Tensor, leaves: list[Tensor], targets: tuple[int, ...], limit: float
     ) -> tuple[MixedPair, ...]:
-        """Return which examples the outputs of some examples read, by one backward each."""
+        """Return which examples the outputs of some examples read, with one backward each."""
         count = len(self.examples.found)
         direction = torch.randn(output.shape, generator=torch.Generator().manual_seed(0)).to(output)
         pairs: list[MixedPair] = []

@@ -1,9 +1,10 @@
-"""What a script's own loss does to the examples of its batches, read where its gradient arrives at a model's outputs.
+"""Analyse how a script's loss treats the examples of its batches, from its gradient at a model's outputs.
 
-A loss that is a weighted sum of cross-entropies gives the logits of a row w (p - y), with the probabilities p, one-hot
-labels y and the row's weight w, all of which can be read from the gradient and the logits. Any other loss is asked by
-its second derivative whether the gradient of one example's outputs depends on another example's outputs, and is run
-again with changed outputs, for what the script has detached. All paths from the model to the loss are looked at.
+A loss that is a weighted sum of cross-entropies gives the logits of a row the gradient w (p - y), with the
+probabilities p, one-hot labels y and the row's weight w. All of these can be read from the gradient and the logits. For
+any other loss, its second derivative shows whether the gradient of one example's outputs depends on another example's
+outputs. The loss also runs again with changed outputs, to find effects that the script has detached. All paths from the
+model to the loss are checked.
 
 Shape letters: B rows, T positions, N rows (B*T), V vocabulary.
 """
@@ -22,8 +23,8 @@ from sparsebp_audit.report.isolation import LossJudgement
 from sparsebp_cli.backward.isolation.examples import Examples
 
 SAME = 0.02  # relative difference of weights that counts as none; bfloat16 has 8 bits
-NEXT_TOKEN = 0.9  # share of labels that are the next token, above which a head is one that predicts it
-PER_TOKEN = "log_probs"  # outputs by this name have been taken at the label already
+NEXT_TOKEN = 0.9  # fraction of labels that are the next token, above which a head counts as predicting it
+PER_TOKEN = "log_probs"  # outputs of this name are already taken at the label
 TO_DIVIDE = (
     "divide by the labels of the whole step: num_items_in_batch of transformers' Trainer, or the sum of all "
     "micro-batches' losses over the number of their labels"
@@ -36,21 +37,21 @@ class ScriptCall:
 
     number: int
     examples: Examples
-    name: str  # of the output
-    output: Tensor | None  # until its gradient was read
-    forward: Forward  # with the loss that balances experts, which reads all tokens, as what is allowed
+    name: str  # name of the output
+    output: Tensor | None  # None after its gradient was read
+    forward: Forward  # with the load-balancing loss of experts, which may read all tokens
     weights: list[Tensor] = field(default_factory=list)  # of the trained rows of each example
     crossing: int = 0
     labels: int = 0
 
     def release(self) -> None:
-        """Hold no tensor of the graph any longer."""
+        """Release all tensors of the graph."""
         self.output = self.forward.allowed = None
         self.forward.outputs = []
 
 
 class LossReader:
-    """Reads the loss of a step from its backward passes."""
+    """Read the loss of a step from its backward passes."""
 
     unread: str
     recorder: LossRecorder
@@ -62,18 +63,18 @@ class LossReader:
         self._purposes: list[str] = []
 
     def read(self, losses: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-        """Read a backward pass before it runs; ``gradients``: of its losses, None for 1."""
+        """Read a backward pass before it runs; ``gradients`` are those of its losses, None for 1."""
         waiting = [call for call in self.calls if call.output is not None]
         if not waiting:
             return
         try:
             self._read(losses, gradients, waiting)
-        except Exception as error:  # the training must go on
+        except Exception as error:  # the training must continue
             line = (str(error).strip().splitlines() or [""])[0]
             self.unread = f"{type(error).__name__}: {line}"[:200]
 
     def judge(self) -> tuple[LossJudgement, ...]:
-        """Return what was found in all passes of the step."""
+        """Return the findings about all passes of the step."""
         found = [LossJudgement("purpose", text) for text in dict.fromkeys(self._purposes)]
         crossing, labels = sum(call.crossing for call in self.calls), sum(call.labels for call in self.calls)
         if crossing:
@@ -112,7 +113,7 @@ class LossReader:
     def _is_sum(self, call: ScriptCall, losses: Sequence[Tensor], given: list[Tensor], channels: list[Channel]) -> bool:
         """Record the weights of a sum of cross-entropies; return whether the loss reads nothing else of a call."""
         assert call.output is not None
-        # The graph is kept: the script's own pass comes after this one.
+        # Retain the graph, because the script's own pass comes after this one.
         (grad,) = torch.autograd.grad(list(losses), [call.output], given, retain_graph=True, allow_unused=True)
         is_sum = grad is not None and self._read_weights(call, grad)
         return is_sum and sum(channel.call == call.number for channel in channels) == 1
@@ -132,12 +133,12 @@ class LossReader:
         rows = grad_NV.ne(0).any(dim=1).nonzero()[:, 0]
         weight_N = torch.zeros(len(grad_NV), device=grad.device)
         label_N = torch.full((len(grad_NV),), -1, device=grad.device)
-        for part in rows.split(1024):  # probabilities of all rows at once could be the largest tensor of the step
+        for part in rows.split(1024):  # probabilities of all rows at once could be the step's largest tensor
             got_KV, probability_KV = grad_NV[part].float(), logits_NV[part].float().softmax(-1)
-            # Of p - y, the entry of the label is as large as all others together.
+            # In p - y, the label's entry is as large as all others together.
             label_K = got_KV.abs().argmax(dim=1)
             at = (torch.arange(len(part), device=part.device), label_K)
-            # Where the model is sure, p - 1 is 0.
+            # If the model is sure, p - 1 is 0.
             weight_K = got_KV[at] / (probability_KV[at] - 1).clamp(max=-1e-6)
             probability_KV[at] -= 1
             residual = (got_KV - weight_K[:, None] * probability_KV).norm()
@@ -156,7 +157,7 @@ class LossReader:
     def _compares(
         self, losses: Sequence[Tensor], given: list[Tensor], calls: list[ScriptCall], channels: list[Channel]
     ) -> bool:
-        """Note if the gradient of one example's outputs depends on another's, by its second derivative."""
+        """Record whether the gradient of one example's outputs depends on another's, by its second derivative."""
         first, count = dict[int, int](), 0
         for call in calls:
             first[call.number] = count
@@ -171,7 +172,7 @@ class LossReader:
         return True
 
     def _read_coupling(self, losses: Sequence[Tensor], given: list[Tensor], calls: list[ScriptCall]) -> None:
-        """Note if it does so through what the script has detached."""
+        """Record whether it does so through values that the script has detached."""
         found = self.recorder.find_coupling(losses, given, [call.forward for call in calls])
         if found:
             self._purposes.append(
@@ -192,7 +193,7 @@ class LossReader:
         edges = [channel.edge for channel in channels]
         grads = torch.autograd.grad(list(losses), edges, given, create_graph=True, allow_unused=True)
         generator = torch.Generator().manual_seed(0)
-        for bit in range(max(1, (count - 1).bit_length())):  # each two numbers differ in one bit
+        for bit in range(max(1, (count - 1).bit_length())):  # every two numbers differ in one bit
             total = None
             for grad, owner in zip(grads, owners, strict=True):
                 if grad is None or not grad.requires_grad:
@@ -202,7 +203,7 @@ class LossReader:
                 term = (grad * random * _wide(chosen, grad)).sum()
                 total = term if total is None else total + term
             if total is None or not total.requires_grad:
-                return False  # linear: nothing of another example is in it
+                return False  # linear: no other example contributes
             seconds = torch.autograd.grad(total, edges, retain_graph=True, allow_unused=True)
             inside = outside = 0.0
             for second, owner in zip(seconds, owners, strict=True):
@@ -221,7 +222,7 @@ def _wide(chosen: Tensor, like: Tensor) -> Tensor:
 
 
 def _count_crossing(examples: Examples, label_BT: Tensor) -> int:
-    """Return how many labels of a head that predicts the next token are of another example than their position."""
+    """Return how many labels belong to another example than their position, for a head that predicts the next token."""
     ids = examples.inputs.get("input_ids")
     if not isinstance(ids, Tensor) or ids.shape != label_BT.shape or not examples.several:
         return 0
@@ -235,7 +236,7 @@ def _count_crossing(examples: Examples, label_BT: Tensor) -> int:
 
 
 def _find_uneven(calls: list[ScriptCall]) -> LossJudgement | None:
-    """Say so if all tokens of a call weigh the same, and those of another call more or less."""
+    """Return a finding if all tokens within each call weigh the same, but tokens of different calls do not."""
     means, counts = [], []
     for call in calls:
         weight = torch.cat([weights.flatten().double().cpu() for weights in call.weights])
@@ -243,7 +244,7 @@ def _find_uneven(calls: list[ScriptCall]) -> LossJudgement | None:
             continue
         mean = float(weight.mean())
         if not mean or float((weight - mean).abs().max()) > SAME * abs(mean):
-            return None  # the loss weighs tokens or examples by itself
+            return None  # the loss weighs tokens or examples itself
         means.append(mean)
         counts.append(len(weight))
     if len(means) < 2 or min(means) <= 0 or max(means) <= (1 + SAME) * min(means):

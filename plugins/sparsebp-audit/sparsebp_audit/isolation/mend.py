@@ -1,4 +1,4 @@
-"""What in a batch mixes its examples, which variant of it does not, and which parts mix examples by their definition.
+"""Find what in a batch mixes its examples, which variant does not, and which modules mix by definition.
 
 Shape letters: T positions.
 """
@@ -16,7 +16,7 @@ from sparsebp_audit.report.isolation import BatchJudgement
 from sparsebp_cli.backward.isolation.examples import LENGTHS, Examples
 from sparsebp_cli.backward.observe.internals import is_batch_norm
 
-# Words in the classes of modules that run along positions without a mask.
+# Words in class names of modules that run along positions without a mask.
 RECURRENT: tuple[str, ...] = (
     "conv",
     "mamba",
@@ -34,7 +34,7 @@ PADDED = "train it on padded rows"
 
 
 @dataclass(frozen=True)
-class Variant:
+class MendVariant:
     """Other arguments for the same batch."""
 
     cause: str
@@ -43,7 +43,7 @@ class Variant:
 
 
 def find_purpose(model: nn.Module, name: str) -> str:
-    """Return what mixes examples by its definition at a module, in a few words; empty if nothing does."""
+    """Return, in a few words, what mixes examples by definition at a module; empty if nothing does."""
     modules = dict(model.named_modules())
     if name in modules and is_batch_norm(modules[name]):
         return f"{name}, which normalises by the statistics of the whole batch ({type(modules[name]).__name__})"
@@ -65,10 +65,10 @@ def find_cause(
     mends: Callable[[dict[str, Any]], bool],
     reads_detached: Callable[[], bool],
 ) -> BatchJudgement:
-    """Return a judgement with cause and mend: those of the first variant with which the examples are as if alone.
+    """Return a judgement with the cause and mend of the first variant that isolates the examples.
 
-    ``reads_detached`` tells whether an example's outputs change with the tokens of others. No cause is named that was
-    not shown.
+    ``reads_detached`` returns whether an example's outputs change with the tokens of others. Only a demonstrated cause
+    is named.
     """
     for variant in _variants(model, examples):
         if mends(variant.inputs):
@@ -79,7 +79,7 @@ def find_cause(
     return replace(found, cause=cause, mend=mend)
 
 
-def _variants(model: nn.Module, examples: Examples) -> Iterator[Variant]:
+def _variants(model: nn.Module, examples: Examples) -> Iterator[MendVariant]:
     inputs, several = examples.inputs, examples.several
     mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
     config = next((m.config for m in model.modules() if hasattr(m, "config")), None)
@@ -92,21 +92,23 @@ def _variants(model: nn.Module, examples: Examples) -> Iterator[Variant]:
         cache = "the key/value cache is on, and transformers looks for several examples in a row only without one"
         off = "set model.config.use_cache = False, or pass use_cache=False"
         if has_ones:
-            yield Variant(ones, "leave attention_mask out of packed batches", without)
+            yield MendVariant(ones, "leave attention_mask out of packed batches", without)
         if is_cached:
-            yield Variant(cache, off, inputs | {"use_cache": False})
+            yield MendVariant(cache, off, inputs | {"use_cache": False})
         if has_ones and is_cached:
-            yield Variant(f"{ones}; {cache}", f"leave attention_mask out, and {off}", without | {"use_cache": False})
+            yield MendVariant(
+                f"{ones}; {cache}", f"leave attention_mask out, and {off}", without | {"use_cache": False}
+            )
         if positions is None:
             numbers = _count(examples)
-            yield Variant(
+            yield MendVariant(
                 f"{examples.told_by} says where examples begin, and the model does not read it on this device",
                 "pass position_ids that restart with each example as well",
                 without | {"position_ids": numbers, "use_cache": False},
             )
         blocks = _block_mask(examples, _dtype(model), is_causal=_is_causal(model))
         is_own = isinstance(mask, Tensor) and mask.dim() == 4
-        yield Variant(
+        yield MendVariant(
             "the 4-D attention mask that was given lets an example of a row read another"
             if is_own
             else "the model builds its attention mask without position_ids, and reads across the examples of a row",
@@ -123,12 +125,12 @@ def _variants(model: nn.Module, examples: Examples) -> Iterator[Variant]:
     real_BT = real_BT.to(device)
     counted = (real_BT.cumsum(1) - 1).clamp(min=0)
     if mask is None:
-        yield Variant(
+        yield MendVariant(
             "padding is read as tokens: there is no attention_mask",
             "pass attention_mask",
             inputs | {"attention_mask": real_BT},
         )
-    yield Variant(
+    yield MendVariant(
         "padding stands before the tokens, and position numbers count it",
         "pass position_ids that do not count padding: (attention_mask.cumsum(1) - 1).clamp(min=0)",
         inputs | {"attention_mask": real_BT, "position_ids": counted},
@@ -136,7 +138,7 @@ def _variants(model: nn.Module, examples: Examples) -> Iterator[Variant]:
 
 
 def _guess(found: BatchJudgement, examples: Examples) -> tuple[str, str]:
-    """Return cause and mend by the first module and the measured gradient, where no variant mends the batch."""
+    """Return cause and mend from the first module and the measured gradient, if no variant mends the batch."""
     words = f"{found.module_class} {found.module.rsplit('.', 1)[-1]}".lower()
     is_read = found.leak > found.leak_limit
     if examples.several and is_read and any(word in words for word in RECURRENT):
@@ -150,7 +152,7 @@ def _guess(found: BatchJudgement, examples: Examples) -> tuple[str, str]:
     if is_read:
         place = "reads across the examples of a row, whatever position_ids say" if examples.several else ""
         return f"{found.module_class} {place or 'reads other rows of the batch'}", PADDED if examples.several else ""
-    return "", ""  # what was not shown is not said
+    return "", ""  # name only demonstrated causes
 
 
 def _count(examples: Examples) -> Tensor:
@@ -162,7 +164,7 @@ def _count(examples: Examples) -> Tensor:
 
 
 def _block_mask(examples: Examples, dtype: torch.dtype, *, is_causal: bool) -> Tensor:
-    """Return an additive mask (B, 1, T, T) with which each example reads itself alone."""
+    """Return an additive mask (B, 1, T, T) with which each example attends only to itself."""
     rows, width = examples.size
     number_BT = torch.full((rows, width), -1)
     for number, example in enumerate(examples.found):
@@ -170,7 +172,7 @@ def _block_mask(examples: Examples, dtype: torch.dtype, *, is_causal: bool) -> T
     reads_BTT = number_BT[:, :, None] == number_BT[:, None, :]
     if is_causal:
         reads_BTT &= torch.ones(width, width, dtype=torch.bool).tril()
-    # A row that may read nothing gives no numbers, so padding reads itself.
+    # A row that may attend to nothing gives NaN, so padding attends to itself.
     reads_BTT |= torch.eye(width, dtype=torch.bool)
     device = next(value.device for value in examples.inputs.values() if isinstance(value, Tensor))
     mask = torch.zeros(reads_BTT.shape, dtype=dtype).masked_fill(~reads_BTT, torch.finfo(dtype).min)

@@ -1,4 +1,4 @@
-"""Finds the first module that gives an example another output in a batch than alone.
+"""Find the first module whose output for an example differs between the batch and the example alone.
 
 Shape letters: B rows, T positions.
 """
@@ -14,21 +14,23 @@ import torch
 from torch import Tensor, nn
 
 from sparsebp_cli.backward.isolation.examples import Example, Examples
-from sparsebp_cli.backward.isolation.output import Outputs, named_tensors
+from sparsebp_cli.backward.isolation.output import ExampleOutputs, named_tensors
 
 
 @dataclass(frozen=True)
 class FirstModule:
-    """Where an example parts from itself alone."""
+    """The first module where an example's output differs from the example alone."""
 
     name: str  # empty: no module's output could be compared
-    kind: str  # its class
-    output: Tensor  # of the batch, run again
+    kind: str  # class of the module
+    output: Tensor  # output of the batch, run again
 
 
-def find_first_module(model: nn.Module, examples: Examples, outputs: Outputs, number: int, limit: float) -> FirstModule:
-    """Run an example alone and then its batch, and return the first module, in the order in which they end, whose
-    outputs differ by more than ``limit``, relative to their 2-norm, although what it is given does not."""
+def find_first_module(
+    model: nn.Module, examples: Examples, outputs: ExampleOutputs, number: int, limit: float
+) -> FirstModule:
+    """Run an example alone and then its batch. Return the first module, in the order in which they end, whose outputs
+    differ by more than ``limit``, relative to their 2-norm, although its inputs do not."""
     alone: dict[tuple[str, int], tuple[Tensor | None, Tensor]] = {}
     found: list[tuple[str, str]] = []
     example = examples.found[number]
@@ -43,7 +45,7 @@ def find_first_module(model: nn.Module, examples: Examples, outputs: Outputs, nu
         alone[key] = (None if given is None else given.detach(), value.detach())
 
     def compare(key: tuple[str, int], module: nn.Module, given: Tensor | None, value: Tensor) -> None:
-        # What depends on no parameter and no token, such as the rotation of a position, is no output of an example.
+        # A value without parameters and tokens, such as the rotation of a position, is no output of an example.
         if found or key not in alone or not value.requires_grad:
             return
         if differs(value, alone[key][1]) and not differs(given, alone[key][0]):
@@ -86,7 +88,7 @@ def _watched(
 
 
 def _part(joint: Tensor, alone: Tensor, size: tuple[int, int], example: Example) -> Tensor | None:
-    """Return an example's part of a module's output, with the shape that it has alone; None if that cannot be told."""
+    """Return an example's part of a module's output, in its shape when alone; None if it cannot be determined."""
     columns, length = example.columns.to(joint.device), len(example.columns)
     if joint.dim() != alone.dim():
         return None

@@ -1,8 +1,8 @@
-"""Runs a script's loss again on other values of the model's outputs.
+"""Run a script's loss again with other values of the model's outputs.
 
-A derivative does not see what a script has detached, such as weights that it normalises over the batch. So the
-functions of torch between the model's outputs and the loss are recorded, and run again with the outputs of one example
-changed. If the gradient of another example's outputs changes, the loss couples them.
+A derivative does not show what a script has detached, such as weights that it normalises over the batch. So the torch
+functions between the model's outputs and the loss are recorded, and run again with one example's outputs changed. If
+the gradient of another example's outputs changes, the loss couples them.
 
 Shape letters: B rows, T positions.
 """
@@ -20,12 +20,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from sparsebp_audit.isolation.channel import Forward, find_owners
 
-MOST_EXAMPLES = 16  # that are changed
-# How an example's outputs are changed: a little, and so much that an order or a threshold changes as well.
+MOST_EXAMPLES = 16  # examples to change
+# Two sizes of the change: a small one, and one that also changes an order or a threshold.
 CHANGES = ((1.0, 0.1), (-2.0, 1.0))
-COUPLED = 1e-4  # relative change of a gradient that no rounding explains
+COUPLED = 1e-4  # relative change of a gradient that rounding does not explain
 WRITERS = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ior__", "__iand__"}
-SAME = 1e-5  # relative difference of the loss from itself when it is run again
+SAME = 1e-5  # relative difference of the loss between two runs
 
 
 @dataclass(frozen=True)
@@ -37,16 +37,16 @@ class _Call:
 
 
 class LossRecorder(TorchFunctionMode):
-    """Records the functions that read outputs of a model, from :meth:`follow` on until :meth:`clear`."""
+    """Record the functions that read outputs of a model, from :meth:`follow` until :meth:`clear`."""
 
     def __init__(self) -> None:
         super().__init__()
         self._calls: list[_Call] = []
         self._known: dict[int, Tensor] = {}  # held, so that no other tensor gets their id
-        self._before: dict[int, Tensor] = {}  # what other tensors held that a recorded function wrote into
+        self._before: dict[int, Tensor] = {}  # earlier content of other tensors that a recorded function changed
 
     def follow(self, outputs: Sequence[Tensor]) -> None:
-        """Record what reads these tensors."""
+        """Record the functions that read these tensors."""
         self._known |= {id(output): output for output in outputs}
 
     def clear(self) -> None:
@@ -60,7 +60,7 @@ class LossRecorder(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run a function, and record it if it reads what is followed."""
+        """Run a function, and record it if it reads a followed tensor."""
         kwargs = kwargs or {}
         if not self._known or torch.compiler.is_compiling():
             return func(*args, **kwargs)
@@ -71,10 +71,10 @@ class LossRecorder(TorchFunctionMode):
         if written is not None and id(written) not in self._known:
             self._before[id(written)] = written.detach().clone()
         result = func(*args, **kwargs)
-        # Attributes such as a shape are read through this function as well, and give no tensor.
+        # Reading attributes such as a shape also calls this function, and gives no tensor.
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         made += [] if written is None else [written]
-        if made and self._known:  # a backward pass has cleared it
+        if made and self._known:  # not if a backward pass has cleared it
             self._known |= {id(tensor): tensor for tensor in made}
             self._calls.append(_Call(func, args, kwargs, result))
         return result
@@ -82,12 +82,10 @@ class LossRecorder(TorchFunctionMode):
     def find_coupling(
         self, losses: Sequence[Tensor], given: Sequence[Tensor], forwards: Sequence[Forward]
     ) -> bool | None:
-        """Return whether the gradient of one example's outputs changes with the outputs of another.
-
-        None: the loss cannot be run again.
-        """
+        """Return whether the gradient of one example's outputs changes with the outputs of another; None if the loss
+        cannot be run again."""
         if not self._calls:
-            return False  # it is an output itself
+            return False  # the loss is an output itself
         roots, owners, count = list[Tensor](), list[Tensor](), 0
         for forward in forwards:
             for output in forward.outputs:
@@ -124,7 +122,7 @@ class LossRecorder(TorchFunctionMode):
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Return the losses and the gradients of the roots with other values in their places."""
         leaves = [value.clone().requires_grad_() for value in values]
-        # A script may write into an output.
+        # Copies, because a script may write into an output.
         known = {id(root): leaf.clone() for root, leaf in zip(roots, leaves, strict=True)}
         known |= {name: tensor.clone() for name, tensor in self._before.items()}
 

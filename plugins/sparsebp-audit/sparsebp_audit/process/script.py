@@ -1,11 +1,10 @@
-"""Audit of the training in the current process, with the report written to a folder.
+"""Audit the training in the current process, and write the report to a folder.
 
 Environment variables configure it, so that the command's child processes inherit them: ``SPARSEBP_AUDIT_FOLDER`` and
 ``SPARSEBP_AUDIT`` (JSON: ``steps``, ``threshold``, ``stop``, ``apply``, ``examples``). It writes
 ``report-RANK-PID.json``, atomically, after the last audited step or when the process ends, with ``apply`` both;
-``script-RANK-PID``, the path of the script that trains;
-``steps-RANK-PID`` with the number of steps so far; and ``idle-PID`` in a process that imported torch and ran no
-backward pass.
+``script-RANK-PID``, the path of the training script; ``steps-RANK-PID``, the number of steps so far; and ``idle-PID``
+in a process that imported torch and ran no backward pass.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 
 
 class ScriptAudit:
-    """The audit of this process. ``settings`` has the keys ``steps``, ``threshold``, ``stop``,
-    ``apply`` and ``examples``."""
+    """The audit of this process; ``settings`` has the keys ``steps``, ``threshold``, ``stop``, ``apply`` and
+    ``examples``."""
 
     rank: int
 
@@ -55,14 +54,14 @@ class ScriptAudit:
             self._application = Application(self._audit.session, self._say, self._finish)
 
     def start(self) -> None:
-        """Start auditing; the report is written when the process ends, at the latest."""
-        if self._application is not None:  # first, so that it does not count the last step that is watched
+        """Start auditing; the report is written at the latest when the process ends."""
+        if self._application is not None:  # first, so that it does not count the last watched step
             application = self._application
             register_optimizer_step_post_hook(lambda optimizer, *_: application.after_step(optimizer))
         self._audit.start()
         self._thread, self._leave = threading.get_ident(), os._exit
         os._exit = self._exit  # type: ignore[assignment] # os._exit skips atexit handlers, which write the report
-        # A Python signal handler runs only between bytecodes. With several processes, one that hangs in a kernel would
+        # A Python signal handler runs only between bytecodes. In a group of processes, one that hangs in a kernel would
         # not end on SIGTERM, and its launcher would wait for it; so only a single process gets a handler.
         is_alone = os.environ.get("WORLD_SIZE", "1") == "1" and threading.current_thread() is threading.main_thread()
         self._has_handler = is_alone and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
@@ -92,13 +91,13 @@ class ScriptAudit:
             if self._is_written:
                 self._application.stop()
         script = getattr(sys.modules["__main__"], "__file__", None)
-        if script is not None:  # none in `python -c`
+        if script is not None:  # `python -c` has no script
             self._save(f"script-{self.rank}-{self._pid}", str(Path(script).absolute()))
         self._save(f"report-{self.rank}-{self._pid}.json", json.dumps(self._report.to_dict()))
 
     def _let_go(self) -> None:
         self._is_written, os._exit = True, self._leave
-        # The script may have set a handler of its own since.
+        # The script may have set its own handler since.
         if self._has_handler and signal.getsignal(signal.SIGTERM) == self._terminate:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
@@ -109,7 +108,7 @@ class ScriptAudit:
 
     def _terminate(self, number: int, _frame: FrameType | None) -> None:
         self.write()
-        # By the signal itself, so that whoever waits for the process sees what it would have seen.
+        # End by the signal itself, so that a waiting process sees the usual exit status.
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
@@ -122,7 +121,7 @@ class ScriptAudit:
             print(f"sparsebp audit: {line}", file=sys.stderr, flush=True)
 
     def _end(self) -> None:
-        # Do not call Audit.stop: it would remove the optimizer's hooks while one of them is running.
+        # Do not call Audit.stop: it would remove the optimizer's hooks while one of them runs.
         if self._application is None:
             self._let_go()
         try:
@@ -135,7 +134,7 @@ class ScriptAudit:
             sys.exit(0)
 
     def _finish(self) -> None:
-        """End the command with ``stop``, when all that was applied is measured."""
+        """End the command with ``stop``, when all applied changes are measured."""
         if self._stops:
             self.write()
             sys.exit(0)
@@ -148,6 +147,6 @@ class ScriptAudit:
 
 
 def begin_watching() -> None:
-    """Audit this process as the environment variables say."""
+    """Audit this process as configured by the environment variables."""
     settings = json.loads(os.environ["SPARSEBP_AUDIT"])
     ScriptAudit(Path(os.environ["SPARSEBP_AUDIT_FOLDER"]), settings).start()

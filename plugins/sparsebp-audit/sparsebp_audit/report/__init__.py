@@ -1,4 +1,4 @@
-"""The result of an audit: findings, the work of each module, and their rendering as text and HTML."""
+"""The result of an audit: findings, the work of each module, and both as text and HTML."""
 
 from sparsebp_audit.report.applied import Applied, StepTimes
 from sparsebp_audit.report.isolation import BatchJudgement, IsolationReport, LossJudgement, MixedPair

@@ -1,4 +1,4 @@
-"""What ``sparsebp audit --apply`` did in a training, as plain numbers and as sentences."""
+"""Describe what ``sparsebp audit --apply`` did in a training, as numbers and sentences."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class StepTimes:
 
     @classmethod
     def of(cls, seconds: list[float]) -> StepTimes | None:
-        """Return the quartiles of some durations; None of fewer than two."""
+        """Return the quartiles of durations; None for fewer than two."""
         if len(seconds) < 2:
             return None
         return cls(len(seconds), *quantiles(seconds, n=4, method="inclusive"))
@@ -37,25 +37,25 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class Applied:
-    """What was left out of a running training, and how long its steps took with and without.
+    """Work left out of a running training, and the duration of its steps with and without it.
 
     Args:
-        model: Class of the model that was packed; empty if none was.
+        model: Class of the packed model; empty if none was packed.
         refusal: Why the plain step is used; empty if rows are left out.
-        refused_at: Optimizer step from which on the plain step is used again; 0 if no step was packed, or all since.
+        refused_at: Optimizer step from which the plain step is used again; 0 if no step was packed, or all since.
         packed_steps: Optimizer steps with packed batches.
         batches: Batches of these steps.
-        packed_batches: Batches of which something was left out, among ``batches``.
+        packed_batches: Batches among them from which something was left out.
         positions: Positions of the packed steps' batches, padding included.
-        padding: Positions of padding that were not computed.
+        padding: Padding positions that were not computed.
         unread: Positions after an example's last label that were not computed.
         shared: Positions in a prefix that was computed once for several examples.
         head_rows: Rows of the head that were not computed.
-        checks: Number of times that the gradient was compared with the plain one.
+        checks: Number of comparisons of the gradient with the plain one.
         error: Largest relative error of these gradients, 2-norm over 2-norm.
         switched_off: Parameters whose ``requires_grad`` was switched off, since no optimizer holds them.
         left_on: Why it was not switched off for others; empty if there are none.
-        plain: Plain steps, in turns with the others; None if fewer than two were timed.
+        plain: Plain steps, alternating with the others; None if fewer than two were timed.
         lossless: Steps with less work; None if fewer than two were timed.
     """
 
@@ -120,7 +120,7 @@ class Applied:
 
     @classmethod
     def from_dict(cls, content: dict[str, object]) -> Applied:
-        """Return it from the result of ``dataclasses.asdict``, also after JSON."""
+        """Return the object for the result of ``dataclasses.asdict``, also after JSON."""
         plain = dict(content)
         for name in ("plain", "lossless"):
             times = plain[name]

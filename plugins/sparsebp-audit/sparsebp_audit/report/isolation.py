@@ -1,4 +1,4 @@
-"""Whether each example of a step got the gradient of the example alone, as plain numbers and as sentences."""
+"""Report whether examples of a step influence each other's gradients, as numbers and sentences."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Verdict = Literal["alone", "mixed", "purpose", "unjudged"]
 
 @dataclass(frozen=True)
 class MixedPair:
-    """One example whose outputs read another one.
+    """An example whose outputs read another example.
 
     Args:
         source: The example that is read, counted from 0 over the batch.
@@ -25,31 +25,30 @@ class MixedPair:
 
 @dataclass(frozen=True)
 class BatchJudgement:
-    """The judgement of one batch: the outputs of its examples beside those of the examples alone.
+    """The isolation check of one batch: the outputs of its examples compared with those of the examples alone.
 
     Args:
         model: Class of the model that was called.
-        verdict: ``alone``: each example's outputs and their gradient are those of the example alone. ``mixed``: they
-            are not. ``purpose``: they are not, by a part that mixes examples by its definition. ``unjudged``: see
-            ``reason``.
-        examples: Number of examples in the batch; 0 where it was not judged.
+        verdict: ``alone``: each example's outputs and gradient are those of the example alone. ``mixed``: they are not.
+            ``purpose``: they are not, because a part mixes examples by definition. ``unjudged``: see ``reason``.
+        examples: Number of examples in the batch; 0 if it was not judged.
         rows: Number of rows of the batch; an example may be a row or a part of one.
         positions: Number of positions of the batch, rows times length, padding included.
-        told_by: The argument that says where examples begin and end.
-        reason: Why it was not judged, or which part mixes on purpose; empty otherwise.
-        difference: Largest difference of an example's outputs from those of the example alone, relative, by 2-norms.
+        told_by: The argument that defines where examples begin and end.
+        reason: Why it was not judged, or which part mixes by definition; empty otherwise.
+        difference: Largest relative difference, by 2-norm, of an example's outputs in the batch and alone.
         difference_limit: Largest ``difference`` that rounding explains.
-        leak: Largest share of another example in the gradient for one example's embeddings, relative, by 2-norms.
+        leak: Largest relative contribution, by 2-norm, of another example to the gradient for one example's embeddings.
         leak_limit: Largest ``leak`` that rounding explains.
-        affected: The examples whose outputs differ, those that differ most first, counted from 0.
+        affected: The examples whose outputs differ, largest difference first, counted from 0.
         differences: Relative difference of each affected example, in the order of ``affected``.
-        pairs: Examples that read others, with the share, of the most affected ones; empty where nothing is read across.
-        module: The first module that gave an example another output than alone; empty if none was found.
+        pairs: Examples that read others, with the share, for the most affected ones; empty if none does.
+        module: The first module whose output for an example differs from the example alone; empty if none was found.
         module_class: Class of ``module``; empty if none was found.
-        cause: The property of the batch that does it, in one sentence.
-        mend: A change that would mend it, in one sentence.
-        is_mend_tried: Whether the mend was tried on this batch, and the examples were alone with it.
-        cost_steps: Work of the judgement in plain steps of this batch, by positions: a forward is a third of one.
+        cause: The property of the batch that causes it, in one sentence.
+        mend: A change that would fix it, in one sentence.
+        is_mend_tried: Whether the mend was tried on this batch and isolated its examples.
+        cost_steps: Work of the check in plain steps of this batch, by positions: a forward is a third of one.
     """
 
     model: str
@@ -111,13 +110,13 @@ class BatchJudgement:
 
 @dataclass(frozen=True)
 class LossJudgement:
-    """What the loss of one step does to its examples, read from the gradient that arrived at the model's outputs.
+    """What the loss of one step does to its examples, read from its gradient at the model's outputs.
 
     Args:
         kind: ``crossing``: a label is predicted from another example. ``uneven``: tokens of one micro-batch weigh more
-            than those of another. ``purpose``: the loss reads several examples by its definition.
+            than those of another. ``purpose``: the loss reads several examples by definition.
         detail: Observation, in one sentence.
-        advice: Remedy, in one sentence; empty for what is on purpose.
+        advice: Remedy, in one sentence; empty if it is by definition.
     """
 
     kind: Literal["crossing", "uneven", "purpose"]
@@ -127,11 +126,11 @@ class LossJudgement:
 
 @dataclass(frozen=True)
 class IsolationReport:
-    """Whether, in one step of a training, each example's gradient is that of the example alone.
+    """Whether, in one step of a training, examples influence each other's gradients.
 
     Args:
         batches: Batches of the first optimizer step, in the order of the model's calls.
-        losses: Findings about the loss of that step; empty if it is a sum over tokens that all weigh the same.
+        losses: Findings about the loss of that step; empty if it is a sum over equally weighted tokens.
         unread_losses: Why the loss was not judged; empty if it was.
     """
 
@@ -141,7 +140,7 @@ class IsolationReport:
 
     @property
     def is_mixed(self) -> bool:
-        """Whether an example's gradient is not that of the example alone, and not on purpose."""
+        """Whether an example influences another's gradient, other than by definition."""
         return any(batch.verdict == "mixed" for batch in self.batches) or any(
             loss.kind != "purpose" for loss in self.losses
         )
@@ -168,7 +167,7 @@ class IsolationReport:
         return f"each example's gradient is that of the example alone, {told}"
 
     def lines(self) -> list[tuple[str, list[str]]]:
-        """Return what was found: a headline, and sentences below it; equal batches once, with their count."""
+        """Return the findings: a headline, and sentences below it; equal batches once, with their count."""
         found: dict[tuple[str, ...], int] = {}
         for batch in self.batches:
             key = tuple(batch.lines())

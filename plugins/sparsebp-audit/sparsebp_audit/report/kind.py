@@ -11,11 +11,11 @@ class FindingKind:
 
     title: str
     advice: str  # what to do, in one sentence
-    exact: bool = True  # whether all of it can be removed without changing any used result
+    exact: bool = True  # all of it can be removed without changing any used result
 
 
-BY_LOSSLESS = ("ignored-logits", "padding", "zero-rows", "shared-prefix")  # left out by the policy of that name
-LOSSLESS_REFUSED = "the policy lossless does not go with this training: "  # begins the note of a report
+BY_LOSSLESS = ("ignored-logits", "padding", "zero-rows", "shared-prefix")  # the policy of that name leaves them out
+LOSSLESS_REFUSED = "the policy lossless does not go with this training: "  # beginning of a report's note
 LOSSLESS_ADVICE = "; the policy lossless does this for you: `sparsebp audit --apply` tries it, `--write` keeps it"
 
 KINDS: dict[str, FindingKind] = {

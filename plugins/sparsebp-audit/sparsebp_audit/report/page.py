@@ -1,4 +1,4 @@
-"""The report of an audit as one HTML page without a script."""
+"""Show the report of an audit as one HTML page without a script."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def gather(modules: Iterable[ModuleWork]) -> list[ModuleWork]:
 
 
 def rows(report: AuditReport) -> list[tuple[str, ...]]:
-    """Return a report's modules as rows of cells, as long as ``COLUMNS``; empty cells stand for zero."""
+    """Return a report's modules as rows of cells, as long as ``COLUMNS``; empty cells mean zero."""
     return [
         (
             row.module,
@@ -42,7 +42,7 @@ def rows(report: AuditReport) -> list[tuple[str, ...]]:
 
 
 def summary(report: AuditReport) -> list[str]:
-    """Return lines that say what was audited."""
+    """Return lines about what was audited."""
     passes = f"{report.backwards} backward pass{'es' * (report.backwards != 1)}"
     return [
         f"watched {report.steps} step{'s' * (report.steps != 1)} with {passes}",
@@ -87,16 +87,16 @@ BOUND = (
 
 
 def write_page(report: AuditReport, path: Path, command: str = "") -> Path:
-    """Write the report of an audit as one HTML page to an ``.html`` file, which is replaced, and return its path.
-    ``command`` is the one that was audited; empty leaves it out. Raise UsageError for another ending, or if the folder
-    does not exist."""
+    """Write the report of an audit as one HTML page to an ``.html`` file, replacing it, and return its path.
+    ``command`` is the audited command; empty omits it. Raise UsageError for another ending, or if the folder does not
+    exist."""
     check_path(path)
     durable.write_file(path, render_page(report, command))
     return path
 
 
 def render_page(report: AuditReport, command: str = "") -> str:
-    """Return the report as HTML; an empty command, which is the audited one, is left out."""
+    """Return the report as HTML; ``command`` is the audited command, empty omits it."""
     notes = list(report.notes)
     if report.num_below:
         notes.append(f"{report.num_below} more below {100 * report.threshold:g} % of a step")

@@ -9,28 +9,27 @@ from sparsebp_audit.report.applied import Applied
 from sparsebp_audit.report.isolation import IsolationReport
 
 SCHEMA = 1  # of the JSON; increased when a field changes its meaning or is removed
-THRESHOLD = 0.005  # share of the step above which a finding is shown
+THRESHOLD = 0.005  # fraction of the step above which a finding is shown
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that was computed or kept for nothing. What one finding counts, no other counts again.
+    """Something that was computed or kept without use. No two findings count the same work.
 
     Args:
         kind: A key of ``KINDS``.
         title: The kind in a few words.
         detail: Observation, with its numbers, in one sentence.
         advice: Remedy, in one sentence.
-        exact: Whether all of it can be left out while every result that is used stays the same.
-        modules: Names of the modules that waste, those that waste most first; empty for the model itself and what
-            belongs to no module.
+        exact: Whether all of it can be left out without changing any used result.
+        modules: Names of the wasting modules, largest waste first; empty for the model itself and work of no module.
         flops: FLOPs wasted in a step.
         flops_share: Wasted FLOPs over all FLOPs of a step, in [0, 1].
-        saved_bytes: Kept for nothing: saved activations of one backward pass, gradients and optimizer state.
-        bytes_share: Wasted bytes over those of all parameters, gradients, optimizer state and saved activations, in [0,
+        saved_bytes: Bytes kept without use: saved activations of one backward pass, gradients and optimizer state.
+        bytes_share: Wasted bytes over all bytes of parameters, gradients, optimizer state and saved activations, in [0,
             1].
-        seconds: Seconds wasted in a step under the audit; of hooks alone, else 0.
-        seconds_share: Wasted seconds over those of a step under the audit, in [0, 1].
+        seconds: Seconds that hooks waste in a step under the audit; 0 for other kinds.
+        seconds_share: Wasted seconds over the seconds of a step under the audit, in [0, 1].
     """
 
     kind: str
@@ -48,24 +47,24 @@ class Finding:
 
     @property
     def share(self) -> float:
-        """The largest of the shares, which is compared with the threshold."""
+        """The largest of the fractions, which is compared with the threshold."""
         return max(self.flops_share, self.bytes_share, self.seconds_share)
 
 
 @dataclass(frozen=True)
 class ModuleWork:
-    """What one module computed and saved, and what of it was wasted. FLOPs are of a step, bytes of a backward pass.
+    """What one module computed and saved, and what of it was wasted. FLOPs are per step, bytes per backward pass.
 
     Args:
-        module: Its name; empty for the model itself and what belongs to no module.
+        module: Its name; empty for the model itself and work of no module.
         forward_flops: FLOPs of its forward.
         dgrad_flops: FLOPs of gradients of its input.
         wgrad_flops: FLOPs of gradients of its weights.
         other_flops: FLOPs of the rest of its backward, such as attention.
         recomputed_flops: FLOPs of its forward that ran again inside the backward.
         saved_bytes: Bytes that its forward saved for the backward before any other module did.
-        wasted_flops: FLOPs of all findings, those below the threshold as well.
-        wasted_bytes: Saved bytes of all findings, those below the threshold as well.
+        wasted_flops: FLOPs of all findings, including those below the threshold.
+        wasted_bytes: Saved bytes of all findings, including those below the threshold.
     """
 
     module: str
@@ -85,26 +84,26 @@ class AuditReport:
 
     Args:
         steps: Optimizer steps that were watched; without an optimizer, backward passes.
-        wanted_steps: Steps that were asked for; ``steps`` is less where the training ended before.
+        wanted_steps: Requested steps; ``steps`` is less if the training ended before.
         backwards: Backward passes in them.
         forward_flops: FLOPs of forwards that record a graph, in a step.
-        backward_flops: FLOPs of the backward without what was computed again, in a step.
-        recomputed_flops: Forwards that ran again inside the backward, in a step.
-        ungraded_flops: Forwards without gradients, in a step; part of no share.
-        saved_bytes: Saved for the backward by one pass; storages that several operators save count once.
+        backward_flops: FLOPs of the backward without recomputation, in a step.
+        recomputed_flops: FLOPs of forwards that ran again inside the backward, in a step.
+        ungraded_flops: FLOPs of forwards without gradients, in a step; excluded from all fractions.
+        saved_bytes: Bytes that one pass saves for the backward; storages that several operators save count once.
         parameter_bytes: Bytes of all parameters that were seen.
         gradient_bytes: Bytes of their gradients.
         optimizer_bytes: Bytes of the optimizers' state.
         step_seconds: Mean seconds of a step under the audit, which slows it down.
-        threshold: Share of a step above which a finding is shown.
-        wasted_flops_share: Share of all FLOPs in exact findings, those below the threshold as well.
-        wasted_bytes_share: Share of all bytes in exact findings, those below the threshold as well.
-        num_below: Findings below the threshold.
+        threshold: Fraction of a step above which a finding is shown.
+        wasted_flops_share: Fraction of all FLOPs in exact findings, including those below the threshold.
+        wasted_bytes_share: Fraction of all bytes in exact findings, including those below the threshold.
+        num_below: Number of findings below the threshold.
         findings: Findings above the threshold, the largest first.
-        notes: One sentence each on what is needed although it may look like waste, and on what could not be judged.
+        notes: One sentence each on needed work that may look like waste, and on what could not be judged.
         modules: Every module that computed or saved anything, the most work first.
-        applied: Results of ``--apply``, which left work out while the training ran on; None without it.
-        examples: Whether examples were as if alone, which ``--examples`` judges; None without it.
+        applied: Results of ``--apply``, which leaves work out of the running training; None without it.
+        examples: Result of the isolation check of ``--examples``; None without it.
         schema: Version of these fields, ``SCHEMA``.
     """
 
@@ -133,17 +132,17 @@ class AuditReport:
 
     @property
     def step_flops(self) -> float:
-        """The FLOPs of a step that shares refer to."""
+        """FLOPs of a step, the reference of all FLOP fractions."""
         return self.forward_flops + self.backward_flops + self.recomputed_flops
 
     @property
     def total_bytes(self) -> float:
-        """The bytes that shares refer to."""
+        """Bytes, the reference of all byte fractions."""
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.saved_bytes
 
     @property
     def waste_share(self) -> float:
-        """The larger of the exactly avoidable shares of FLOPs and bytes, which a gate compares with its limit."""
+        """The larger fraction of exactly avoidable FLOPs or bytes, which ``--fail-if-waste`` limits."""
         return max(self.wasted_flops_share, self.wasted_bytes_share)
 
     @property

@@ -1,1 +1,1 @@
-"""The verb ``sparsebp audit``. Nothing heavy is imported at the top of its module."""
+"""The command ``sparsebp audit``. Its module imports nothing heavy at the top."""

@@ -1,4 +1,4 @@
-"""``sparsebp audit``: the work and memory of a backward pass, and the part of it that is wasted."""
+"""``sparsebp audit``: measure the work and memory of a backward pass, and the wasted part."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ if TYPE_CHECKING:
     from sparsebp_audit.verb.audit_process import AuditedCommand
 
 WHAT, GATE, FILE = "What is watched", "For CI", "Result"
-SUBJECT = "A recipe; or `--` and any command that trains with PyTorch: -- python train.py --epochs 3."
+SUBJECT = "A recipe, or `--` and any command that trains with PyTorch: -- python train.py --epochs 3."
 
 
 def audit(  # noqa: PLR0913, PLR0917 - one parameter an option
     words: Annotated[list[str], typer.Argument(metavar="RECIPE|COMMAND", help=SUBJECT)],
     steps: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Optimizer steps that are watched.", rich_help_panel=WHAT)
+        int, typer.Option(min=1, metavar="N", help="How many optimizer steps to watch.", rich_help_panel=WHAT)
     ] = 3,
     changes: Changes = None,
     stop: Annotated[
-        bool, typer.Option("--stop", help="End the command when its steps are watched.", rich_help_panel=WHAT)
+        bool, typer.Option("--stop", help="End the training command after these steps.", rich_help_panel=WHAT)
     ] = False,
     apply: Annotated[
         bool,
         typer.Option(
             "--apply",
-            help="Then leave out what can be left out exactly while the command trains on, and measure its steps.",
+            help="After the audit, skip the wasted work in the rest of the training, and time these steps.",
             rich_help_panel=WHAT,
         ),
     ] = False,
@@ -45,7 +45,7 @@ def audit(  # noqa: PLR0913, PLR0917 - one parameter an option
         bool,
         typer.Option(
             "--write",
-            help="At the end write the line of lossless into a script that has one Trainer, and show the change.",
+            help="At the end, add the policy `lossless` to a script that has one Trainer, and show the diff.",
             rich_help_panel=WHAT,
         ),
     ] = False,
@@ -53,18 +53,18 @@ def audit(  # noqa: PLR0913, PLR0917 - one parameter an option
         bool,
         typer.Option(
             "--examples",
-            help="Also judge, in the first step, if each example's gradient is that of the example alone.",
+            help="Also check in the first step whether examples of a batch influence each other.",
             rich_help_panel=WHAT,
         ),
     ] = False,
     threshold: Annotated[
-        float, typer.Option(metavar="SHARE", help="Findings below this share of a step are not shown.")
+        float, typer.Option(metavar="SHARE", help="Do not show findings below this fraction of a step.")
     ] = 0.005,
     fail_if_waste: Annotated[
         float | None,
         typer.Option(
             metavar="SHARE",
-            help="End with 1 if more than this share of the FLOPs or bytes could be left out exactly.",
+            help="Exit with 1 if more than this fraction of the FLOPs or bytes could be left out exactly.",
             rich_help_panel=GATE,
         ),
     ] = None,
@@ -72,7 +72,7 @@ def audit(  # noqa: PLR0913, PLR0917 - one parameter an option
         bool,
         typer.Option(
             "--fail-if-mixed",
-            help="With --examples: end with 1 if an example's gradient is not that of the example alone.",
+            help="With --examples: exit with 1 if examples influence each other.",
             rich_help_panel=GATE,
         ),
     ] = False,
@@ -80,10 +80,10 @@ def audit(  # noqa: PLR0913, PLR0917 - one parameter an option
         Output, typer.Option("-o", "--output", help="A table for people, or JSON for programs.", rich_help_panel=FILE)
     ] = Output.TABLE,
     html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also write a report: one page.", rich_help_panel=FILE)
+        Path | None, typer.Option(metavar="FILE", help="Also write the report as one HTML page.", rich_help_panel=FILE)
     ] = None,
 ) -> None:
-    """Watch a training for some steps: the work and memory of its backward pass, and the part that is wasted."""
+    """Watch a training for a few steps, and report the work and memory that its backward pass wastes."""
     for name, share in (("--threshold", threshold), ("--fail-if-waste", fail_if_waste or 0.0)):
         if not 0.0 <= share < 1.0:
             raise UsageError(f"{name} must be in [0, 1), got {share:g}")
@@ -121,12 +121,12 @@ def audit(  # noqa: PLR0913, PLR0917 - one parameter an option
         raise typer.Exit(audited.exit_code or CHECK_FAILED)
     assert audited.report is not None
     if not write and output is Output.TABLE:
-        _print_next(audited.report, audited.script, is_recipe=is_recipe)
+        print_next(audited.report, audited.script, is_recipe=is_recipe)
     _check_gates(audited.report, fail_if_waste, fail_if_mixed=fail_if_mixed)
 
 
 def _check_gates(report: AuditReport, fail_if_waste: float | None, *, fail_if_mixed: bool) -> None:
-    """End the verb if the report exceeds what is allowed."""
+    """End the command if the report exceeds a limit."""
     if fail_if_mixed and report.examples is not None and report.examples.is_mixed:
         print_line(f"failed: {report.examples.headline}", stderr=True)
         raise typer.Exit(CHECK_FAILED)
@@ -135,18 +135,20 @@ def _check_gates(report: AuditReport, fail_if_waste: float | None, *, fail_if_mi
         raise typer.Exit(CHECK_FAILED)
 
 
-def _print_next(report: AuditReport, script: Path | None, *, is_recipe: bool) -> None:
-    """Print the line that puts lossless into what was audited, where it leaves work out."""
+def print_next(report: AuditReport, script: Path | None, *, is_recipe: bool) -> None:
+    """Print the line that adds lossless to the audited training, if lossless leaves work out there."""
     from sparsebp_audit.verb.script_line import describe_change, find_objection
 
-    if not find_objection(report):
-        for line in ("write policy: lossless in the recipe" if is_recipe else describe_change(script)).splitlines():
-            print_line(line if line.startswith(" ") else f"next: {line}")
+    if find_objection(report):
+        return
+    where, line = ("write into the recipe", "policy: lossless") if is_recipe else describe_change(script)
+    print_line(f"next: {where}:")
+    print_line(f"   {line}")
 
 
 def _write_line(audited: AuditedCommand, *, quiet: bool) -> bool:
-    """Write the line of lossless into the script that was audited, and show it. Return whether it was written; if not,
-    the reason is printed."""
+    """Write the line of lossless into the audited script, and show it. Return whether it was written; if not, print the
+    reason."""
     from sparsebp_audit.verb.script_line import find_change, find_objection
 
     objection = find_objection(audited.report) if audited.report is not None else audited.why_no_report
@@ -168,7 +170,7 @@ def _write_line(audited: AuditedCommand, *, quiet: bool) -> bool:
 
 
 def _train_command(words: list[str], changes: list[str] | None, steps: int, place: Path) -> list[str]:
-    """The worker's command for a recipe, without evaluations, probes and checkpoints, which are no part of a step."""
+    """Return the worker's command for a recipe, without evaluations, probes and checkpoints."""
 
     from sparsebp_cli.plan import make_plan
     from sparsebp_cli.recipe import load_recipe
@@ -205,10 +207,10 @@ def _train_command(words: list[str], changes: list[str] | None, steps: int, plac
 
 
 def _write_results(report: AuditReport, output: Output, html: Path | None, command: str) -> None:
-    """Print a report, and write the page that was requested."""
+    """Print a report, and write the requested page."""
     from sparsebp_audit.report import write_page
 
-    if html is not None:  # before printing: a closed pipe must not lose it
+    if html is not None:  # before printing, because a closed pipe must not lose it
         write_page(report, html, command)
     from sparsebp_audit.verb.audit_table import print_audit
 

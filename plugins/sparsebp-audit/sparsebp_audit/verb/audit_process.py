@@ -1,4 +1,4 @@
-"""Runs a command with each of its Python processes audited, and reads the reports that they write."""
+"""Run a command with each of its Python processes audited, and read the reports that they write."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ SITE = Path(str(files("sparsebp_audit"))) / "process" / "site"
 class AuditedCommand:
     """The outcome of an audited command."""
 
-    exit_code: int  # its own; 128 and the signal's number when a signal ended it
+    exit_code: int  # its own; 128 plus the signal's number if a signal ended it
     report: AuditReport | None  # of the first process that trained; None without one
-    why_no_report: str = ""  # one line, where there is no report
-    script: Path | None = None  # what trained; None if that was no file
+    why_no_report: str = ""  # one line, if there is no report
+    script: Path | None = None  # the training script; None if it was no file
 
 
 def run_audited(
     command: list[str], settings: Mapping[str, float], place: Path, give: Callable[[AuditReport], None], *, quiet: bool
 ) -> AuditedCommand:
     """Run a command to its end. ``settings`` are ``steps``, ``threshold``, ``stop``, ``apply`` and ``examples``; its
-    processes write to the empty folder ``place``. ``give`` is called with the first rank's report as soon as it
-    exists, with ``apply`` at the end; at the end with another rank's, if only that exists. ``quiet`` sends its standard
-    output to standard error. Raises ``UsageError`` if there is no such program."""
+    processes write to the empty folder ``place``. ``give`` gets the first rank's report as soon as it exists, with
+    ``apply`` at the end; at the end another rank's, if only that exists. ``quiet`` sends its standard output to
+    standard error. Raises ``UsageError`` if there is no such program."""
     found = place / "found"
     found.mkdir()
     path = os.pathsep.join(part for part in (str(SITE), os.environ.get("PYTHONPATH", "")) if part)

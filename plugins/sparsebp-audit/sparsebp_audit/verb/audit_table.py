@@ -1,4 +1,4 @@
-"""An audit on one screen."""
+"""Show an audit on one screen."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 NUMBERS = ("FLOP", "of step", "bytes", "of memory")
 MOST_FINDINGS = 6  # in the table; JSON and the page have all of them, and the work of each module
-REST = "more: --html FILE (a page) and -o json have every finding and each module"
+REST = "more: --html FILE or -o json (every finding and module)"
 
 
 def print_audit(report: AuditReport) -> None:
-    """Print the verdict, a summary and the largest findings; then details and advice, as many as have room."""
+    """Print the verdict, a summary and the largest findings; then as many details and advice as fit."""
     lines = [report.verdict, *summary(report)]
     lines += [] if report.applied is None else [f"lossless {report.applied.headline}"]
     lines += [] if report.examples is None else [f"examples: {report.examples.headline}"]
@@ -59,7 +59,7 @@ def _cells(finding: Finding) -> tuple[str, ...]:
 
 
 def _describe(finding: Finding) -> str:
-    """Say what was found, where, and what to do."""
+    """Return a sentence with the finding, its place, and the remedy."""
     named = where(finding.modules)
     hint = "" if finding.exact else " (not exactly: what is used would change)"
     place = f"\n  where: {named}" if named else ""

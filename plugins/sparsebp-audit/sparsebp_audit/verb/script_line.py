@@ -1,6 +1,6 @@
-"""The line that puts `lossless` into a script with a trainer of transformers or trl, and its place there.
+"""Add the line of `lossless` to a script with a trainer of transformers or trl.
 
-Only where there is one such place; every byte of the script but the added lines stays as it is.
+This works only if there is exactly one place for it; every other byte of the script stays unchanged.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from sparsebp_cli.errors import UnsupportedError, UsageError
 
 LIBRARIES = {"transformers", "trl"}
 OURS = "sparsebp_cli"
+BY_HAND = "write by hand, after the trainer is made"
 Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 @dataclass(frozen=True)
 class ScriptChange:
-    """A script and what becomes of it."""
+    """A script before and after the change."""
 
     file: Path
     before: bytes
@@ -46,8 +47,8 @@ class ScriptChange:
         return "\n".join(lines)
 
     def write(self) -> Path:
-        """Write the script, and return where the old one is. Raises ``UsageError`` if a file has that name, or neither
-        can be written; the script is as it was then."""
+        """Write the script, and return the path of the old one. Raises ``UsageError`` if a file has that name, or if
+        writing fails; the script is then unchanged."""
         kept = self.file.with_name(f"{self.file.name}.orig")
         try:
             if not durable.write_new(kept, self.before):
@@ -61,7 +62,7 @@ class ScriptChange:
 
 
 def find_objection(report: AuditReport) -> str:
-    """Return why the line would be worth nothing in a training, by its audit; empty if it is worth it."""
+    """Return why the line would not help a training, by its audit; empty if it helps."""
     applied = report.applied
     plain, light = (None, None) if applied is None else (applied.plain, applied.lossless)
     if applied and plain and light and light.median_seconds >= plain.median_seconds:
@@ -73,8 +74,8 @@ def find_objection(report: AuditReport) -> str:
 
 
 def find_change(file: Path) -> ScriptChange:
-    """Return the change of a script. Raises ``UnsupportedError``, with the line to be written by hand, where the script
-    has no place for it, or more than one."""
+    """Return the change of a script. Raises ``UnsupportedError``, with the line to write by hand, if the script has no
+    place for it, or several."""
     if {"site-packages", "dist-packages"} & set(file.parts):
         raise UnsupportedError(f"{file} belongs to an installed package: {_by_hand()}")
     try:
@@ -96,29 +97,31 @@ def find_change(file: Path) -> ScriptChange:
     return ScriptChange(file, before, "".join(lines).encode(encoding), encoding)
 
 
-def describe_change(file: Path | None) -> str:
-    """Return what to write into a script, and below it the line; by hand where `--write` has no script or place."""
+def describe_change(file: Path | None) -> tuple[str, str]:
+    """Return who adds the line to a script and where, and the line: ``--write``, or the user if it cannot."""
     try:
         added = [] if file is None else find_change(file).diff().splitlines()[2:]
     except UnsupportedError:
         added = []
     line = "; ".join(line[1:].strip() for line in added if line.startswith("+"))
-    text = f"`--write` puts into {file}: {line}" if line else _by_hand()
-    return text.replace(": import", ":\n   import", 1)
+    return (f"`--write` puts into {file}", line) if line else (BY_HAND, _write_call("trainer"))
 
 
 def _by_hand(name: str = "trainer") -> str:
-    line = f'sbp.PolicyCallback("lossless").join({name})'
-    return f"write by hand, after the trainer is made: import {OURS} as sbp; {line}"
+    return f"{BY_HAND}: {_write_call(name)}"
+
+
+def _write_call(name: str) -> str:
+    return f'import {OURS} as sbp; sbp.PolicyCallback("lossless").join({name})'
 
 
 def _split(text: str) -> list[str]:
-    """Return lines with their ends, where Python ends them: a form feed does not."""
+    """Return lines with their ends, as Python splits them: a form feed ends none."""
     return list(io.StringIO(text, newline=""))
 
 
 def _insert(name: str, lines: list[str], statement: ast.stmt, added: str) -> None:
-    """Add a line behind a statement, with its indentation and the end of its last line."""
+    """Insert a line after a statement, with its indentation and line end."""
     first, last = lines[statement.lineno - 1], lines[(statement.end_lineno or statement.lineno) - 1]
     indentation = first.encode()[: statement.col_offset].decode()
     rest = last.encode()[statement.end_col_offset :].decode().strip()
@@ -134,24 +137,24 @@ def _uses(tree: ast.Module, name: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a script makes its one trainer."""
+class ScriptPlace:
+    """The place where a script creates its one trainer."""
 
-    name: str  # of the variable
+    name: str  # name of the variable
     imported: ast.stmt  # the import of the trainer's class, or of the class that it extends
     made: ast.stmt
 
 
 @dataclass
 class _Uses:
-    """What one scope does with its names."""
+    """How one scope uses its names."""
 
     made: list[tuple[ast.stmt, ast.Call]] = field(default_factory=list)  # calls of a trainer's class
-    bound: list[str] = field(default_factory=list)  # once for each time
+    bound: list[str] = field(default_factory=list)  # once for each binding
     trained: list[tuple[str, int]] = field(default_factory=list)  # NAME.train(), by line
 
 
-def _find_place(file: str, tree: ast.Module) -> Place:
+def _find_place(file: str, tree: ast.Module) -> ScriptPlace:
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
     for node in imports:
         modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
@@ -166,16 +169,16 @@ def _find_place(file: str, tree: ast.Module) -> Place:
     name = _assigned(statement, call)
     where = f"{file}:{call.lineno}"
     if name is None:
-        raise UnsupportedError(f"{where} makes a trainer that has no name of its own: {_by_hand()}")
+        raise UnsupportedError(f"{where} makes a trainer without assigning it to a name: {_by_hand()}")
     if uses.bound.count(name) != 1:
-        raise UnsupportedError(f"{where}: {name} is more than one thing there: {_by_hand(name)}")
+        raise UnsupportedError(f"{where}: {name} is assigned more than once there: {_by_hand(name)}")
     if not any(other == name and line > statement.lineno for other, line in uses.trained):
         raise UnsupportedError(f"{where} makes {name}, and {name}.train() is not called there: {_by_hand(name)}")
-    imported = list(dict.fromkeys(classes.find(call.func)))  # a class that extends one of its own name has it twice
+    imported = list(dict.fromkeys(classes.find(call.func)))  # a class that extends one of the same name has it twice
     if len(imported) != 1:
         lines = " and ".join(map(str, sorted(node.lineno for node in imported)))
         raise UnsupportedError(f"{where}: the class of {name} is imported in lines {lines}: {_by_hand(name)}")
-    return Place(name, imported[0], statement)
+    return ScriptPlace(name, imported[0], statement)
 
 
 def _count(tree: ast.Module, lines: list[int]) -> str:
@@ -193,7 +196,7 @@ def _count(tree: ast.Module, lines: list[int]) -> str:
 
 
 def _assigned(statement: ast.stmt, call: ast.Call) -> str | None:
-    """Return the name that a statement gives to what a call returns; None if it does something else."""
+    """Return the name to which a statement assigns a call's result; None for other statements."""
     target: ast.expr | None = None
     if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
         target = statement.targets[0]
@@ -204,7 +207,7 @@ def _assigned(statement: ast.stmt, call: ast.Call) -> str | None:
 
 
 class _Classes:
-    """Names in a script that stand for a trainer's class, or for a library that has one; and their imports."""
+    """Names in a script for a trainer's class, or for a library with one, and their imports."""
 
     def __init__(self, tree: ast.Module, imports: list[ast.Import | ast.ImportFrom]) -> None:
         self._classes: dict[str, list[ast.stmt]] = {}
@@ -212,7 +215,7 @@ class _Classes:
         for node in imports:
             for alias in node.names:
                 is_module = isinstance(node, ast.Import)
-                # That of `from .x import` is the script's own folder, whatever its name.
+                # `from .x import` refers to the script's own folder, whatever its name.
                 source = alias.name if isinstance(node, ast.Import) else "." * node.level + (node.module or "")
                 library = source.partition(".")[0]
                 if library in LIBRARIES and is_module:
@@ -220,14 +223,14 @@ class _Classes:
                 elif library in LIBRARIES and alias.name.endswith("Trainer"):
                     self._classes.setdefault(alias.asname or alias.name, []).append(node)
         for made in ast.walk(tree):
-            # In the order of the script, so that a class that extends one of the script's own is found.
+            # In the script's order, to find a class that extends one of the script's own.
             if isinstance(made, ast.ClassDef):
                 for base in made.bases:
                     self._classes.setdefault(made.name, []).extend([*self.find(base)])
         self._classes = {name: nodes for name, nodes in self._classes.items() if nodes}
 
     def find(self, expression: ast.expr) -> list[ast.stmt]:
-        """Return the imports behind an expression that is a trainer's class; none of another."""
+        """Return the imports behind an expression that is a trainer's class; none for other expressions."""
         if isinstance(expression, ast.Name):
             return self._classes.get(expression.id, [])
         if not isinstance(expression, ast.Attribute) or not expression.attr.endswith("Trainer"):
@@ -243,7 +246,7 @@ def _walk_scopes(tree: ast.Module) -> Iterator[Scope]:
 
 
 def _read_scope(scope: Scope, classes: _Classes) -> _Uses:
-    """Return what a scope does itself; functions and classes in it are scopes of their own."""
+    """Return a scope's own uses; functions and classes in it are separate scopes."""
     uses = _Uses()
 
     def read(node: ast.AST, statement: ast.stmt | None) -> None:

@@ -29,11 +29,11 @@ class TorchFinder:
         """Return torch's spec; None for everything else."""
         if name != "torch":
             return None
-        # Or the search below would come here again.
+        # Otherwise the search below would call this finder again.
         sys.meta_path.remove(self)
         try:
             spec = importlib.util.find_spec(name)
-        finally:  # many libraries look for torch before anybody imports it
+        finally:  # many libraries search for torch without importing it
             sys.meta_path.insert(0, self)
         loader: Any = None if spec is None else spec.loader
         if loader is not None:
@@ -50,12 +50,12 @@ class TorchFinder:
 
 
 def wait(torch: ModuleType) -> None:
-    """Start the audit at the first module call with gradients enabled, or the first backward pass. Until then nothing
-    is imported that the process would not import itself, because it may still configure libraries."""
+    """Start the audit at the first module call with gradients enabled, or the first backward pass. Until then import
+    nothing additional, because the process may still configure libraries."""
     call, run = torch.nn.Module.__call__, torch.autograd._engine_run_backward
 
     def begin_once() -> None:
-        # A library may have replaced either since, around ours: it stays, and ours then only passes on.
+        # A library may have wrapped either function since: its wrapper stays, and ours then only forwards.
         if torch.nn.Module.__call__ is first_call:
             torch.nn.Module.__call__ = call
         if torch.autograd._engine_run_backward is first_run:
@@ -102,7 +102,7 @@ def begin() -> None:
             note.write_text(text, encoding="utf-8")
 
 
-# Without this folder the import below finds the sitecustomize that this one hid.
+# Without this folder the import below finds the sitecustomize that this one hides.
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != FOLDER]
 this: ModuleType = sys.modules.pop(__name__)
 try:
