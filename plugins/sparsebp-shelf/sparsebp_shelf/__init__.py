@@ -1,1 +1,1 @@
-"""Policies on a shelf: references, controls from below, and methods that are slower than dense here."""
+"""Provide policies that the core leaves out: references, controls, and methods that are slower than dense here."""

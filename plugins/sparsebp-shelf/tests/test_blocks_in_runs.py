@@ -130,7 +130,7 @@ def test_two_processes_drop_the_same_blocks_and_train_as_one_does(make_recipe, t
 @pytest.mark.parametrize(
     ("sections", "error"),
     [
-        ("backward: {sites: branches}", "'dropbp' needs backward.sites: linears, got branches"),
+        ("backward: {sites: nodes}", "'dropbp' needs backward.sites: linears, got nodes"),
         ("target: {processes: 2, sharding: fsdp2}", "'dropbp' needs target.sharding: none"),
     ],
 )

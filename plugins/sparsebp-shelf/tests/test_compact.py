@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsebp_cli.policy import SavedProjection, Site, Step
+from sparsebp_cli.policy import Site, Step
 from sparsebp_cli.testing.promise import equal, train_network
 from sparsebp_shelf.policies.compact import CompAct
+from sparsebp_shelf.saver import SavedProjection
 
 DRAWS = 2_000
 

@@ -12,11 +12,12 @@ from transformers.pytorch_utils import Conv1D
 
 import sparsebp_cli as sbp
 from sparsebp_cli.errors import RecipeError, UnsupportedError
-from sparsebp_cli.policy import SavedProjection, Site, Step
+from sparsebp_cli.policy import Site, Step
 from sparsebp_cli.recipe import load_recipe
 from sparsebp_cli.run import History
 from sparsebp_shelf.optimizers.compact import CompActAdamW
 from sparsebp_shelf.policies.compact import CompAct
+from sparsebp_shelf.saver import SavedProjection
 from tests.saver import saving_by_hand
 from tests.worker.conftest import work
 

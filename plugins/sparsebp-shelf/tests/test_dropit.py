@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsebp_cli.policy import SavedElements, Site, Step, make_policies
+from sparsebp_cli.policy import Site, Step, make_policies
 from sparsebp_cli.testing.promise import equal, train_network
 from sparsebp_shelf.policies.dropit import DropIT, find_largest
+from sparsebp_shelf.saver import SavedElements
 
 
 def save(policy: DropIT, x: Tensor, index: int = 0) -> SavedElements:

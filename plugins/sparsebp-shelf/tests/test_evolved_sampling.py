@@ -11,9 +11,10 @@ from torch import Tensor
 from sparsebp_cli.backward import attach
 from sparsebp_cli.backward.phase import attach_phases
 from sparsebp_cli.errors import UsageError
-from sparsebp_cli.policy import Examples, Observation, Step, WeightedExamples
+from sparsebp_cli.policy import Examples, Observation, Step
 from sparsebp_cli.worker.batch import BatchOrder
-from sparsebp_cli.worker.data import Example
+from sparsebp_cli.worker.data import EncodedExample
+from sparsebp_shelf.example import WeightedExamples
 from sparsebp_shelf.policies.evolved_sampling import EvolvedSampling
 from tests.backward.families import tiny_decoder
 from tests.backward.score.test_scorer import batch
@@ -94,7 +95,7 @@ def test_evaluation_and_a_disabled_engine_ignore_the_rows() -> None:
 @pytest.mark.parametrize(
     ("column", "text"),
     [
-        ({}, r"add the column 'example_row', the row of each in the data, \(B,\), int64"),
+        ({}, r"the column 'example_row', the row of each example in the data, \(B,\), int64"),
         (rows(0, 1), r"example_row must be int64 of shape \(4,\), got torch.int64 \(2,\)"),
         ({"example_row": torch.zeros(4)}, r"must be int64 of shape \(4,\), got torch.float32"),
         (rows(0, 1, 2, NUM_EXAMPLES), r"must be in \[0, 10\), as attach\(num_examples=10\) says, got 0 to 10"),
@@ -119,7 +120,9 @@ def test_data_without_rows_is_refused_before_anything_starts() -> None:
 
 
 def test_a_batch_of_the_worker_says_which_examples_it_holds() -> None:
-    examples = [Example(torch.full((4,), number).numpy(), torch.full((4,), number).numpy()) for number in range(7)]
+    examples = [
+        EncodedExample(torch.full((4,), number).numpy(), torch.full((4,), number).numpy()) for number in range(7)
+    ]
     order = BatchOrder(examples, 3, seed=1, pad_token_id=0, columns={"example_row"})
     for number in range(5):  # over the end of an epoch
         drawn = order[number]

@@ -11,9 +11,9 @@ from sparsebp_cli.backward import attach
 from sparsebp_cli.backward.phase import attach_phases
 from sparsebp_cli.composition import PolicyFacts, Setup, refuse
 from sparsebp_cli.errors import RecipeError, UnsupportedError, UsageError
-from sparsebp_cli.policies.uniform import Uniform
 from sparsebp_cli.policy import Examples, Step
 from sparsebp_cli.recipe import load_recipe
+from sparsebp_shelf.example import Uniform
 from sparsebp_shelf.part import Subnet
 from sparsebp_shelf.policies.greats import Greats, select_greedily
 from tests.backward.families import tiny_decoder
@@ -52,7 +52,7 @@ def test_its_control_draws_as_many_uniformly() -> None:
 def test_what_lacks_validation_examples_or_has_them_for_nothing_is_refused() -> None:
     with pytest.raises(UsageError, match=r"Greats compares gradients with those of validation examples: give attach\("):
         attached(Greats(), validation=None)
-    with pytest.raises(UsageError, match="validation is given, and no policy compares with validation examples"):
+    with pytest.raises(UsageError, match="validation is given, but no policy uses it"):
         attached(Uniform(start=0.0, end=1.0))
     with pytest.raises(UsageError, match="validation must have 5 examples or more, as Greats draws, got 4"):
         attached(Greats(validation_batch_size=5))
@@ -65,15 +65,15 @@ def test_what_it_is_not_built_with_is_refused_by_name() -> None:
         UnsupportedError, match=r"Greats needs attach\(optimizer=\.\.\.\): its second-order term has the"
     ):
         attached(Greats(), optimizer=None)
-    with pytest.raises(UnsupportedError, match=r"Greats and activation checkpointing \(at 'model'\) are not built"):
+    with pytest.raises(UnsupportedError, match=r"Greats and activation checkpointing \(at 'model'\) are not supported"):
         attached(Greats(), tiny_decoder("llama", checkpointing=True))
-    with pytest.raises(UnsupportedError, match="Greats with segments=2 is not built"):
+    with pytest.raises(UnsupportedError, match="Greats with segments=2 is not supported"):
         attached(Greats(), segments=2)
-    with pytest.raises(UnsupportedError, match="Greats and Subnet in one training is not built: give one of them"):
+    with pytest.raises(UnsupportedError, match="Greats and Subnet in one training is not supported: give one of them"):
         attached([Greats(), Subnet()])
     frozen = tiny_decoder("llama").requires_grad_(requires_grad=False)
     frozen.model.norm.weight.requires_grad_(True)
-    with pytest.raises(UnsupportedError, match="no linear whose weight is trained"):
+    with pytest.raises(UnsupportedError, match="needs a linear whose weight is trained"):
         attached(Greats(), frozen)
 
 
@@ -81,8 +81,8 @@ def test_what_it_is_not_built_with_is_refused_by_name() -> None:
     ("options", "text"),
     [
         ({"loop": "trainer"}, "Greats needs validation examples, which a Trainer does not give; run a recipe"),
-        ({"float8": "lm_head"}, "Greats with float8='lm_head' is not built: float8 rounds"),
-        ({"checkpointing": "sparse"}, "Greats needs checkpointing='none', got 'sparse'"),
+        ({"float8": "lm_head"}, "Greats with float8='lm_head' is not supported: float8 rounds"),
+        ({"checkpointing": "full"}, "Greats needs checkpointing='none', got 'full'"),
     ],
 )
 def test_loops_and_options_that_do_not_go_with_it_are_refused_by_name(options: dict[str, Any], text: str) -> None:
@@ -102,7 +102,7 @@ def test_a_phase_that_compares_has_the_validation_examples_of_the_schedule() -> 
             optimizer.step()
     assert chosen[0] is None
     assert chosen[1].chosen_examples == 2
-    with pytest.raises(UsageError, match="validation is given, and no policy compares"):
+    with pytest.raises(UsageError, match="validation is given, but no policy uses it"):
         attach_phases(
             model,
             [{"until": 0.5, "policy": "dense"}, {"policy": "dense"}],

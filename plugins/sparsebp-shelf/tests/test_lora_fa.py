@@ -122,10 +122,12 @@ def test_no_adapters_other_adapters_and_trained_first_factors_are_refused() -> N
     section = TrainingSection(optim="lora-fa")
     with pytest.raises(UnsupportedError, match="lora-fa updates low-rank adapters, and the model has none"):
         build_optimizer(section, nn.Linear(4, 4))
-    with pytest.raises(UnsupportedError, match=r"lora-fa is not built for DoRA \(at 'base_model.model.0'\)"):
+    with pytest.raises(UnsupportedError, match=r"lora-fa is not supported for DoRA \(at 'base_model.model.0'\)"):
         build_optimizer(section, adapted(use_dora=True))
     embedded: Any = get_peft_model(nn.Sequential(nn.Embedding(5, 4)), LoraConfig(r=2, target_modules=["0"]))
-    with pytest.raises(UnsupportedError, match=r"adapters of linears, got another one \(at 'base_model.model.0'\)"):
+    with pytest.raises(
+        UnsupportedError, match=r"adapters of linears only, got another one \(at 'base_model.model.0'\)"
+    ):
         build_optimizer(section, embedded)
     model = adapted()
     optimizer = build_optimizer(section, model)

@@ -168,10 +168,10 @@ def test_calls_that_do_not_fit_are_refused() -> None:
 @pytest.mark.parametrize(
     ("policy", "text"),
     [
-        ({"name": "topk", "keep": 0.5}, "in one training is not built"),
-        ({"name": "dropbp", "keep": 0.5}, "in one training is not built"),
-        ({"name": "frozen", "freeze": ["*.layers.0.*"]}, "in one training is not built"),
-        ({"name": "wta-crs", "keep": 0.5}, "in one training is not built"),
+        ({"name": "topk", "keep": 0.5}, "in one training is not supported"),
+        ({"name": "dropbp", "keep": 0.5}, "in one training is not supported"),
+        ({"name": "frozen", "freeze": ["*.layers.0.*"]}, "in one training is not supported"),
+        ({"name": "wta-crs", "keep": 0.5}, "in one training is not supported"),
     ],
 )
 def test_another_policy_is_refused_by_name(policy: Any, text: str) -> None:
@@ -183,8 +183,8 @@ def test_another_policy_is_refused_by_name(policy: Any, text: str) -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"sites": "branches"}, "has no backward, and so no sites"),
-        ({"segments": 2}, "for which segments=2 computes layers again"),
+        ({"sites": "nodes"}, "has no backward, and so no sites"),
+        ({"segments": 2}, "segments=2 has nothing to compute again"),
         ({"update": "eager"}, "has no backward: needs update='deferred'"),
     ],
 )
@@ -271,7 +271,7 @@ def test_a_wrong_number_of_coefficients_is_refused() -> None:
             return [1.0, 2.0]
 
     model = Quadratic()
-    with pytest.raises(PolicyError, match="returns 2 coefficients for 1 directions"):
+    with pytest.raises(PolicyError, match="returned 2 coefficients for 1 directions"):
         sbp.attach(model, Two()).estimate(model)
 
 
@@ -287,4 +287,4 @@ def test_a_state_is_refused_by_name() -> None:
 
     facts = PolicyFacts.of(Keeps())
     texts = [refusal.text for refusal in find_refusals(Setup([facts], {"loop": "own"}))]
-    assert any("keeps a state, which is not built" in text for text in texts)
+    assert any("keeps a state, which is not supported" in text for text in texts)

@@ -8,10 +8,11 @@ from torch import Tensor, nn
 
 import sparsebp_cli as sbp
 from sparsebp_cli.backward import count_flops, saved_bytes
-from sparsebp_cli.policy import SavedRepresentatives, Site, Step, make_policies
+from sparsebp_cli.policy import Site, Step, make_policies
 from sparsebp_cli.testing.promise import equal, train_network
 from sparsebp_shelf.policies.pamm import PAMM
 from sparsebp_shelf.policies.wta_crs import WTACRS
+from sparsebp_shelf.saver import SavedRepresentatives
 
 X = torch.tensor([[2.0, 0.0], [0.0, 3.0], [4.0, 0.0], [0.0, -6.0], [1.0, 1.0], [0.0, 0.0], [-3.0, 1.0]])
 

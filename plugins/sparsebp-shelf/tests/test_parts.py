@@ -369,11 +369,11 @@ def _ddp(model: nn.Module) -> nn.Module:
     ("options", "message"),
     [
         ({"optimizer": None}, "needs attach"),
-        ({"sites": "branches"}, "needs sites='linears'"),
+        ({"sites": "nodes"}, "needs sites='linears'"),
         ({"update": "eager"}, "needs update='deferred'"),
         ({"segments": 2}, "segments know the parameters of layers"),
         ({"wrap": _ddp}, "DDP"),
-        ({"policies": [KINDS["blocks"], {"name": "topk", "keep": 0.5}]}, "in one training is not built"),
+        ({"policies": [KINDS["blocks"], {"name": "topk", "keep": 0.5}]}, "in one training is not supported"),
     ],
 )
 def test_what_is_not_built_is_refused_by_name(options: Any, message: str) -> None:

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsebp_cli.policy import SavedSketch, Site, Step
+from sparsebp_cli.policy import Site, Step
 from sparsebp_cli.testing.promise import equal, train_network
 from sparsebp_shelf.policies.sketch import Sketch
+from sparsebp_shelf.saver import SavedSketch
 
 DRAWS = 2_000
 Entries = Literal["rademacher", "gaussian"]

@@ -238,7 +238,7 @@ def test_what_is_not_built_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedError, match="segments run the layers without gradients first"):
         attach(tiny_model("llama"), "layerdrop", segments=2)
     for other in ({"name": "tokens", "score": "random", "keep": 0.5}, {"name": "lossless"}):
-        with pytest.raises(UnsupportedError, match="in one forward is not built"):
+        with pytest.raises(UnsupportedError, match="in one forward is not supported"):
             attach(tiny_model("llama"), ["layerdrop", other])
 
 

@@ -194,10 +194,10 @@ def test_the_gradients_are_those_of_the_first_weights_and_batches_and_train_noth
     [
         ({"keep": 0.0}, "greater than 0"),
         ({"keep": 1.5}, "less than or equal to 1"),
-        ({"rows": []}, "rows names no linear"),
+        ({"rows": []}, "rows is empty"),
         ({"rows": ["*"], "coupled": True}, "coupled needs rows and columns"),
-        ({"scope": "model"}, "scope: model needs blocks alone"),
-        ({"rows": ["*"], "blocks": ["*"], "scope": "model"}, "scope: model needs blocks alone"),
+        ({"scope": "model"}, "scope: model needs only blocks or only elements"),
+        ({"rows": ["*"], "blocks": ["*"], "scope": "model"}, "scope: model needs only blocks or only elements"),
         ({"batches": 0}, "greater than 0"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Dropping residual blocks from the backward, or from forward and backward."""
+"""Drop residual blocks from the backward, or from forward and backward."""
 
 from sparsebp_shelf.block.dropbp import DropBP
 from sparsebp_shelf.block.kind import BLOCK_DROPPER, BlockDropper, BlockGradient, DropDraw, ResidualBlock

@@ -1,13 +1,13 @@
-"""Leave residual blocks out of the backward at random, attention and MLP apart.
+"""Leave residual blocks out of the backward at random; attention and MLP count as separate blocks.
 
 Sunghyeon Woo, Baeseong Park, Byeongwook Kim, Minjung Jo, Se Jung Kwon, Dongsuk Jeon and Dongsoo Lee, "DropBP:
 Accelerating Fine-Tuning of Large Language Models by Dropping Backward Propagation" (NeurIPS 2024),
-https://arxiv.org/abs/2402.17812. With `sensitivity_at` the rates follow the paper: from a tenth of its training on, a
-block is dropped the less often, the more the norms of the parameters' gradients change when it is dropped alone. We
-differ: without `sensitivity_at` every block keeps the same rate, and needs no trial passes; the number of dropped
-blocks is that of the rates at every step, where the paper draws each on its own and adds some if there are too few; a
-block's work is counted by its weights alone; and the choice is made before the step, where the paper's code draws it
-in the module, so that a forward repeated by checkpointing may disagree.
+https://arxiv.org/abs/2402.17812. With `sensitivity_at` the rates follow the paper, which measures them after a tenth of
+its training. The more the gradient norms of the parameters change when a block is dropped alone, the less often the
+block is dropped. We differ in four points. Without `sensitivity_at` every block has the same rate and needs no trial
+passes. The number of dropped blocks follows the rates at every step; the paper draws each block separately and adds
+some if too few are dropped. A block's work counts its weights only. The policy chooses before the step; the paper's
+code draws inside the module, so a forward repeated by checkpointing may draw differently.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from sparsebp_shelf.block.kind import BlockDropper, DropDraw, ResidualBlock
 if TYPE_CHECKING:
     from sparsebp_cli.policy import State
 
-UNIT = 10  # rates are tenths, at most nine of them
+UNIT = 10  # rates are multiples of 1 / UNIT, at most 9 / UNIT
 
 
 @final
 class DropBP(Stateful[ResidualBlock], BlockDropper):
-    """Drop residual blocks from the backward, other ones at each step."""
+    """Drop residual blocks from the backward, different ones at each step."""
 
     card: ClassVar[MethodCard | None] = MethodCard(
         use="Where a step must be shorter or smaller in any model with residual blocks. Compare with dense and "
@@ -71,9 +71,7 @@ class DropBP(Stateful[ResidualBlock], BlockDropper):
     @model_validator(mode="after")
     def _can_be_shared_out(self) -> Self:
         if self.sensitivity_at is not None and not 1.0 / UNIT <= self.keep < 1.0:
-            raise ValueError(
-                f"sensitivity_at needs keep in [{1 / UNIT}, 1): a block is dropped at nine of ten steps at most"
-            )
+            raise ValueError(f"sensitivity_at needs keep in [{1 / UNIT}, 1): blocks drop in at most nine of ten steps")
         return self
 
     @property
@@ -111,7 +109,7 @@ class DropBP(Stateful[ResidualBlock], BlockDropper):
             return ()
         if step.num_steps is None:
             raise PolicyError(
-                "sensitivity_at is a share of the training: attach(..., num_steps=...) says how long it is"
+                "sensitivity_at is a fraction of the training: pass its length to attach(..., num_steps=...)"
             )
         return (
             [(), *((name,) for name in step.state)] if step.index == int(self.sensitivity_at * step.num_steps) else ()
@@ -123,7 +121,7 @@ class DropBP(Stateful[ResidualBlock], BlockDropper):
         whole = observations[0]["norm"]
         measured = []
         for observation in observations[1:]:
-            norms = observation["norm"]  # a parameter of the dropped block itself has none
+            norms = observation["norm"]  # parameters of the dropped block have no norm here
             terms = [(size - norms.get(name, 0.0)) ** 2 for name, size in whole.items()]
             measured.append(torch.stack(terms).double().sum())
         return dict(zip(state, torch.stack(measured).tolist(), strict=True))
@@ -136,33 +134,34 @@ class DropBP(Stateful[ResidualBlock], BlockDropper):
         generator = step.generator(DropDraw())
         if self.sensitivity_at is None or min(float(value) for value in step.state.values()) < 0.0:
             fraction = float(torch.rand((), generator=generator, dtype=torch.float64))
-            number = int((1.0 - self.keep) * len(blocks) + fraction)  # rounded up as often as makes the mean right
+            number = int((1.0 - self.keep) * len(blocks) + fraction)  # rounded up at random, so the mean is right
             order = torch.randperm(len(blocks), generator=generator)
             return [blocks[place].name for place in order[:number].tolist()]
         sensitivities = [float(step.state[block.name]) for block in blocks]
         tenths = share_out(sensitivities, [float(block.num_weights) for block in blocks], self.keep)
         number = ceil(sum(tenths) / UNIT)
-        # What the last one drawn may be instead of a block, so that the mean number is that of the rates.
+        # The last entry stands for "no block", so that the mean number of dropped blocks follows the rates.
         rates = torch.tensor([*tenths, number * UNIT - sum(tenths)], dtype=torch.float64) / UNIT
         drawn = sampling.draw(rates, number, generator).tolist() if number else []
         return [blocks[place].name for place in drawn if place < len(blocks)]
 
 
 def share_out(sensitivity_J: Sequence[float], work_J: Sequence[float], keep: float) -> list[int]:
-    """Return how often blocks are dropped, in tenths of the steps, so that at most a share of their work is left.
+    """Return how often each block is dropped, in tenths of the steps, so that at most ``keep`` of the work remains.
 
-    The block whose next tenth costs least is raised again and again; what a rate costs is itself times the sensitivity.
+    The function raises the rate of the block whose next tenth costs least, until enough work is dropped. A rate costs
+    itself times the block's sensitivity.
 
     Args:
         sensitivity_J: Cost of each block's drops per unit of their rate, at least 0.
         work_J: Work of each block, above 0, in any unit.
-        keep: Share of the work that may be left, in [0.1, 1).
+        keep: Fraction of the work that may remain, in [0.1, 1).
 
     Returns:
         (J,), each in [0, 9].
     """
     tenths = [0] * len(work_J)
-    # What the share allows must not be missed by rounding.
+    # The factor keeps rounding from missing the allowed work.
     allowed = keep * sum(work_J) * (1 + 1e-9)
     while sum(work * (UNIT - tenth) for work, tenth in zip(work_J, tenths, strict=True)) / UNIT > allowed:
         open_blocks = [place for place, tenth in enumerate(tenths) if tenth < UNIT - 1]

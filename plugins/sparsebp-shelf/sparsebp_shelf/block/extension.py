@@ -1,14 +1,14 @@
-"""Block dropping in one model: a dropped block runs without autograd, so nothing of it is kept, or not at all.
+"""Drop blocks in one model: a dropped block runs without autograd and saves nothing, or does not run.
 
-Each module of a block runs under ``no_grad`` where all blocks that it computes are dropped. Its output needs no
-gradient, so what follows it up to the addition to the residual stream, such as dropout, records nothing either, and
-the addition passes the stream's gradient on as it is. Random numbers are drawn as in the plain forward.
+A module runs under ``no_grad`` if all blocks that it computes are dropped. Its output then needs no gradient, so later
+operations such as dropout record nothing either. The addition to the residual stream passes the stream's gradient on
+unchanged. The modules draw the same random numbers as in the plain forward.
 
 With ``skips_forward`` the modules of a dropped block do not run. They return zeros, so the layer adds nothing to the
-stream, and the output of a kept block is multiplied by its factor. Evaluation runs every block as it is.
+stream. The output of a kept block is multiplied by its factor. Evaluation runs every block unchanged.
 
-The choice is a function of the step alone, so every micro-batch and every process has the same one, and a layer that
-activation checkpointing computes again has the one of its first forward.
+The choice depends on the step only, so all micro-batches and processes agree. A layer that activation checkpointing
+computes again gets the choice of its first forward.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from typing_extensions import override
 
 from sparsebp_cli.backward import (
     DensePass,
-    EngineExtension,
     ForwardOverride,
     ForwardPatches,
     PassEstimate,
+    TrialExtension,
     claim_needed,
     find_reentrant,
     is_in_backward,
@@ -37,7 +37,7 @@ from sparsebp_cli.backward import (
     uncompiled,
 )
 from sparsebp_cli.errors import PolicyError, UnsupportedError, UsageError
-from sparsebp_cli.policy import Step
+from sparsebp_cli.policy import Step, TrialPass
 from sparsebp_shelf.block.kind import BlockDropper, BlockGradient, ResidualBlock
 from sparsebp_shelf.block.layout import BlockPart, find_blocks, refuse_norms_of_the_stream
 from sparsebp_shelf.block.skip import scale, skip
@@ -47,8 +47,8 @@ if TYPE_CHECKING:
 
 
 @final
-class BlockExtension(EngineExtension):
-    """A block dropper in one model.
+class BlockExtension(TrialExtension):
+    """Carry out a block dropper's choices in one model.
 
     Raises :class:`UnsupportedError` if a layer's residual blocks are not known, or under reentrant checkpointing.
     """
@@ -72,12 +72,12 @@ class BlockExtension(EngineExtension):
             refuse_norms_of_the_stream(model, self._name)
         inside = {module for part in self.parts for module in part.module.modules()}
         self._outside = [module for module in model.modules() if module not in inside]
-        self._step: Step | None = None  # that the choice below is for
+        self._step: Step | None = None  # the step of the choice below
         self._dropped: frozenset[str] = frozenset()
-        self._factors: Mapping[str, float] = {}  # of kept blocks' outputs, by name; 1 where missing
-        self._forward_step: Step | None = None  # of the last forward
+        self._factors: Mapping[str, float] = {}  # output factors of kept blocks by name; 1 where missing
+        self._forward_step: Step | None = None  # step of the last forward
         self._tried: frozenset[str] | None = None  # the decision of a trial pass
-        self._num_kept: dict[int, int] = {}  # blocks with a backward, by step of the training
+        self._num_kept: dict[int, int] = {}  # number of blocks with a backward, by training step
         self._was_called = False
 
     @property
@@ -89,7 +89,7 @@ class BlockExtension(EngineExtension):
     @property
     @override
     def work_shares(self) -> tuple[float, ...]:
-        """The shares of attentions and of MLPs that the last pass kept."""
+        """Fractions of the attentions and of the MLPs that the last pass kept."""
         kept = {"attention": list[bool](), "mlp": list[bool]()}
         for part in self.parts:
             kept[part.kind].append(not part.blocks <= self._dropped)
@@ -107,11 +107,12 @@ class BlockExtension(EngineExtension):
         self._choose(_whole(step))
         if self.engine.enabled:
             for parameter in self._find_frozen(self._dropped).values():
-                parameter.grad = None  # a gradient of an earlier step, or zeros, would be applied
+                parameter.grad = None  # a gradient of an earlier step, or zeros, would still move the parameter
 
     @contextmanager
-    def trying(self, decision: Collection[str]) -> Iterator[None]:
-        """Drop these blocks; see :class:`~sparsebp_cli.backward.core.trial.TriesDecisions`."""
+    def trying(self, decision: Collection[str] | TrialPass) -> Iterator[None]:
+        """Drop the blocks in ``decision``; see :class:`~sparsebp_cli.backward.TrialExtension`."""
+        assert not isinstance(decision, TrialPass), "a block dropper tries decisions"
         self._tried, self._step = frozenset(decision), None
         try:
             yield
@@ -124,7 +125,7 @@ class BlockExtension(EngineExtension):
             refuse_uncalled(self.policy, self._model)
 
     def is_dropped(self, part: BlockPart) -> bool:
-        """Whether a module that runs now belongs to dropped blocks alone; called where gradients are enabled."""
+        """Return whether all blocks of a module that runs now are dropped; called only while gradients are enabled."""
         self._was_called = True
         step = _whole(self.engine.now())
         if not is_in_backward():
@@ -132,24 +133,24 @@ class BlockExtension(EngineExtension):
             self._forward_step = step
         elif self._forward_step != step:
             raise UsageError(
-                f"{part.name!r} is computed again after the step of its forward, with other blocks dropped: run the "
+                f"{part.name!r} runs again after its step ended, with other blocks dropped: run the "
                 "backward of each forward before the optimizer's step"
             )
         if part.blocks <= self._dropped:
             if misses_gradients():
                 raise UnsupportedError(
-                    f"{self._name} leaves parameters without a gradient, which DDP waits for: wrap the model with "
+                    f"{self._name} leaves parameters without a gradient, but DDP waits for them: wrap the model with "
                     "find_unused_parameters=True"
                 )
             return True
         return False
 
     def factor(self, part: BlockPart) -> float:
-        """Return what the output of a module that runs now is multiplied by, after :meth:`is_dropped`."""
+        """Return the factor for the output of a module that runs now; call :meth:`is_dropped` first."""
         return self._factors.get(next(iter(part.blocks)), 1.0) if part.is_last else 1.0
 
     def watch(self, part: BlockPart, output: object) -> None:
-        """Observe the gradient of what blocks add to the residual stream, once a forward, if the policy asks."""
+        """Record the gradient of what blocks add to the residual stream, once a forward, if the policy observes it."""
         if not part.is_last or is_in_backward() or not self._states.watches(self.policy, BlockGradient):
             return
         added = output[0] if isinstance(output, tuple) else output
@@ -164,7 +165,7 @@ class BlockExtension(EngineExtension):
 
     @override
     def claim(self, dense: DensePass) -> PassEstimate:
-        """Return the remaining shares of a dense pass, by the choice of the last forward."""
+        """Return the remaining fractions of a dense pass, for the choice of the last forward."""
         cut = {
             f"{part.name}.{name}" if name else part.name
             for part in self._dropped_parts(self._dropped)
@@ -183,7 +184,7 @@ class BlockExtension(EngineExtension):
         shown = self._states.show(self.policy, step)
         self._factors = {} if self._tried is not None else self.policy.at(step).factors(self.blocks, shown)
         if not step.draw:
-            # By step: every micro-batch, and a layer that is computed again, makes the same choice once more.
+            # Stored by step: each micro-batch and each recomputed layer repeats the same choice.
             self._num_kept[step.index] = len(self.blocks) - len(self._dropped)
         number = sum(self._num_kept.values()) / max(1, len(self._num_kept))
         self.engine.notes["blocks"] = (
@@ -202,9 +203,10 @@ class BlockExtension(EngineExtension):
         return names
 
     def _keep_trainable(self, dropped: frozenset[str]) -> frozenset[str]:
-        """Return the dropped blocks without the last ones, as far as else nothing at all would be trained.
+        """Return ``dropped`` without its last blocks, as many as are needed so that the model still trains something.
 
-        Such as with adapters in every block and nothing else trained: a loss without a gradient is an error.
+        With adapters in every block and nothing else trained, dropping all blocks would leave a loss without a
+        gradient.
         """
         for block in reversed(self.blocks):
             frozen = {id(parameter) for parameter in self._find_frozen(dropped).values()}
@@ -227,11 +229,11 @@ class BlockExtension(EngineExtension):
 
 
 class PartOverride(ForwardOverride):
-    """The ``forward`` of one module of residual blocks."""
+    """Replace the ``forward`` of one module of residual blocks."""
 
     def __init__(self, part: BlockPart, extension: BlockExtension) -> None:
         self._part, self._extension = part, extension
-        # Not compiled, since the choice differs from step to step.
+        # Not compiled, because the choice differs from step to step.
         self._is_dropped: Callable[[], bool] = uncompiled(partial(extension.is_dropped, part))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -256,8 +258,9 @@ def _whole(step: Step) -> Step:
 
 
 def _without_cast_cache(values: Iterable[object]) -> AbstractContextManager[object]:
-    """Return a context in which autocast stores no cast weight: one made without autograd would have no gradient where
-    the same weight is used again.
+    """Return a context in which autocast caches no cast weight.
+
+    A weight cast without autograd would have no gradient where the model uses it again.
     """
     device = next((value.device.type for value in values if isinstance(value, Tensor)), "cpu")
     if not torch.is_autocast_enabled(device):

@@ -1,4 +1,4 @@
-"""The kind of policy that drops residual blocks from the backward, or from forward and backward."""
+"""Define the policy kind that drops residual blocks from the backward, or from forward and backward."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ class ResidualBlock:
 
     Args:
         name: The module's name in the model, such as ``model.layers.3.mlp``.
-        layer: Number of the layer that it belongs to, from 0, an encoder's before a decoder's; None outside of layers.
+        layer: Number of its layer, from 0, encoder layers before decoder layers; None outside of layers.
         kind: ``attention`` or ``mlp``.
-        num_weights: Entries of its weight matrices, at least 0: its backward multiplies each row with each of them
-            twice.
+        num_weights: Entries of its weight matrices, at least 0. The backward multiplies each row with each entry twice.
     """
 
     name: str
@@ -33,24 +32,24 @@ class ResidualBlock:
 
 @dataclass(frozen=True)
 class DropDraw:
-    """What a policy draws random numbers for, once a step: ``step.generator(DropDraw())``."""
+    """Key of a policy's random numbers, once a step: ``step.generator(DropDraw())``."""
 
     name: str = "blocks"
 
 
 class BlockDropper(Policy):
-    """Drops residual blocks from the backward of a step, before its forward.
+    """Drop residual blocks from the backward of a step; the policy chooses before the step's forward.
 
-    The forward of a dropped block runs unchanged, and keeps nothing for the backward. Its parameters have no gradient
-    at that step, so PyTorch's optimizers leave them alone, weight decay and state included. The residual stream's
-    gradient passes unchanged. What the other blocks receive is therefore another gradient than the dense one, and no
-    weight makes up for it: a policy that drops anything is neither exact nor unbiased.
+    The forward of a dropped block runs unchanged and saves nothing for the backward. Its parameters have no gradient at
+    that step, so PyTorch's optimizers skip them, weight decay and state included. The residual stream's gradient passes
+    unchanged. The gradient of the other blocks therefore differs from the dense one, and no weight corrects it: a
+    policy that drops any block is neither exact nor unbiased.
 
-    With ``skips_forward`` a dropped block is not computed at all in training: the layer adds nothing to the residual
-    stream there. The outputs of the others may be multiplied by :meth:`factors`. What is trained is then another model
-    than the one that is evaluated, which has all blocks and no factors. A factor of 1 over the share of steps at which
-    a block is computed makes the mean of its *output* the dense one; the gradient stays biased all the same, because
-    everything after the block is not linear in it.
+    With ``skips_forward`` training does not compute a dropped block at all: the layer adds nothing to the residual
+    stream. :meth:`factors` may scale the outputs of the other blocks. Evaluation computes all blocks without factors,
+    so the trained model differs from the evaluated one. A factor of 1 over the fraction of steps at which a block runs
+    makes the mean of its *output* the dense one. The gradient stays biased, because the rest of the model is not linear
+    in that output.
 
     Args:
         skips_forward: Whether dropped blocks are left out of the forward as well.
@@ -61,30 +60,32 @@ class BlockDropper(Policy):
     @property
     @abstractmethod
     def budget(self) -> float:
-        """Mean share of the blocks whose backward runs, in (0, 1]; 1.0 drops nothing. Where it depends on the step or
-        on the number of blocks, the least; see :meth:`budget_at`."""
+        """Mean fraction of the blocks whose backward runs, in (0, 1]; 1.0 drops nothing.
+
+        If it depends on the step or the number of blocks, this is its minimum; see :meth:`budget_at`.
+        """
 
     def budget_at(self, blocks: Sequence[ResidualBlock], step: Step) -> float:  # noqa: ARG002 - for overrides
-        """Return the mean share of the blocks whose backward runs, over draws.
+        """Return the mean fraction of the blocks whose backward runs at a step, over draws.
 
         Args:
-            blocks: All of the model, in its order, at least one.
-            step: The step whose share is asked for.
+            blocks: All blocks of the model, in its order, at least one.
+            step: The step.
 
         Returns:
-            At least ``budget``, which it is unless a policy defines otherwise.
+            At least ``budget``; equal to it unless the policy overrides this method.
         """
         return self.budget
 
     def factors(self, blocks: Sequence[ResidualBlock], step: Step) -> Mapping[str, float]:  # noqa: ARG002 - for overrides
-        """Return what the outputs of blocks are multiplied by in training, where they are computed.
+        """Return the factors by which training multiplies the outputs of computed blocks.
 
         Args:
-            blocks: All of the model, in its order.
+            blocks: All blocks of the model, in its order.
             step: The step whose forward is scaled.
 
         Returns:
-            Finite numbers by the block's name, 1 for those that are missing. Only with ``skips_forward``.
+            Finite numbers by block name; a missing name means 1. Only with ``skips_forward``.
         """
         return {}
 
@@ -100,23 +101,24 @@ class BlockDropper(Policy):
 
     @abstractmethod
     def drop(self, blocks: Sequence[ResidualBlock], step: Step) -> Collection[str]:
-        """Choose the blocks that are dropped.
+        """Return the names of the blocks that this step drops.
 
         Args:
-            blocks: All of the model, in its order.
+            blocks: All blocks of the model, in its order.
             step: The step of the decision; ``step.generator(DropDraw())`` is the only source of randomness allowed.
                 Micro-batch, call and rank are 0: one choice holds for the whole step, in every forward and on every
                 process.
 
         Returns:
-            Their names; empty drops none.
+            Names; an empty collection drops none.
         """
 
 
 @dataclass(frozen=True)
 class BlockGradient(Observed):
-    """The gradient of what a residual block adds to the residual stream. There is none of a block that is dropped;
-    where one module computes several blocks, each has that of their sum.
+    """The gradient of what a residual block adds to the residual stream.
+
+    A dropped block has none. If one module computes several blocks, each block gets the gradient of their sum.
 
     Args:
         name: Name of the block.
@@ -126,7 +128,7 @@ class BlockGradient(Observed):
     gradient: Tensor
 
 
-_SKIPS: rule.Conditions = {"skips": (True,)}  # leaves blocks out of the forward, too
+_SKIPS: rule.Conditions = {"skips": (True,)}  # the policy leaves blocks out of the forward, too
 _AGAIN = "other blocks are dropped at each step, and each choice would be compiled again"
 BLOCK_DROPPER = Kind(
     BlockDropper,
@@ -141,10 +143,7 @@ BLOCK_DROPPER = Kind(
     makes_trials=True,
     facts=lambda policy: {"skips": policy.skips_forward},
     limits=(
-        rule.at_linears(
-            "A branch that recomputes rows runs its norm later than the forward does, and nodes are known by the graph "
-            "of every block."
-        ),
+        rule.at_linears("Nodes are known by the graph of every block."),
         rule.whole_weights(),
         rule.not_beside(
             ("TokenSelector", "BatchPacker"),

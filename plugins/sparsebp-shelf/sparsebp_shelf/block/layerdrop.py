@@ -1,14 +1,14 @@
-"""Leave whole layers out of forward and backward at random, in training alone.
+"""Leave whole layers out of forward and backward at random, in training only.
 
 Angela Fan, Edouard Grave and Armand Joulin, "Reducing Transformer Depth on Demand with Structured Dropout" (ICLR 2020),
-https://arxiv.org/abs/1909.11556. As published, each layer is left out on its own with one probability, 1 - ``keep``,
-outputs are not rescaled, and evaluation has all layers. We differ: the choice is made once for a whole step, so that
-micro-batches, processes and layers that checkpointing computes again agree; and a layer is its attention and its MLP.
+https://arxiv.org/abs/1909.11556. As published, each layer is left out independently with probability 1 - ``keep``,
+outputs are not rescaled, and evaluation runs all layers. We differ in two points. One choice holds for a whole step, so
+micro-batches, processes and recomputed layers agree. A layer is its attention and its MLP.
 
-Cost: a layer that is left out multiplies nothing in forward or backward, and keeps nothing. What is trained is a
-shallower model, other layers at each step, so the gradient is not that of the model that is evaluated. Use it as a
-regulariser, to prune layers afterwards, or as the control of "fewer FLOPs anyhow" beside `dropbp`. Do not use it on a
-fine-tune of few steps: the loss that it trains on is far from that of the whole model.
+Cost: a layer that is left out needs no products in forward or backward and saves nothing. Each step trains a different,
+shallower model, so the gradient is not that of the evaluated model. Use it as a regulariser, before you prune layers,
+or as a control that saves the same FLOPs as `dropbp`. Do not use it on a fine-tune of few steps: the training loss
+differs much from the loss of the whole model.
 """
 
 from __future__ import annotations

@@ -24,10 +24,11 @@ class BlockLayout:
 
     Args:
         kind: ``attention`` or ``mlp``.
-        parts: The modules that compute what is added to the residual stream, in order; a norm of the stream itself,
-            after the addition, is none of them. The first one names the block.
-        before: The one of them that precedes the first; None: there is none.
-        num_outputs: Number of values that the first one returns, of which the first counts; 0: it returns a tensor.
+        parts: The modules that compute the block's addition to the residual stream, in order, without a norm of the
+            stream after the addition. The first one names the block.
+        before: The module that runs before the first of ``parts``, such as a norm; None: there is none.
+        num_outputs: Number of values that the first module returns, of which the first one counts; 0: it returns a
+            tensor.
         is_written: Whether the layer changes the block's output in place.
     """
 
@@ -38,24 +39,24 @@ class BlockLayout:
     is_written: bool = False
 
     def role(self, path: str) -> Role:
-        """Return what one of the parts is."""
+        """Return the role of one of the parts."""
         return "core" if path == self.parts[0] else "before" if path == self.before else "after"
 
     def is_last(self, path: str) -> bool:
-        """Return whether nothing of the block reads the output of one of the parts."""
+        """Return whether the output of one of the parts leaves the block."""
         return path == next(part for part in reversed(self.parts) if part != self.before)
 
 
 @dataclass(frozen=True)
 class BlockPart:
-    """A module that one residual block runs, or several share, such as the norm before a parallel attention and MLP.
+    """A module that computes one residual block, or several, such as the norm before a parallel attention and MLP.
 
     Args:
         name: Name of the module in the model.
-        module: The module itself, whose forward is changed.
+        module: The module whose forward is replaced.
         blocks: Names of the blocks.
-        kind: ``attention`` or ``mlp``; of several blocks, the first one's.
-        role: The attention or MLP itself, the norm before it, or what reads its output.
+        kind: ``attention`` or ``mlp``; for several blocks, the kind of the first one.
+        role: The attention or MLP itself, the norm before it, or a module after it.
         is_last: Whether its output is what the layer adds to the residual stream.
         num_outputs: Number of values that it returns; 0: it returns a tensor.
         is_written: Whether the layer changes its output in place.
@@ -75,8 +76,8 @@ _BERT = (
     BlockLayout("attention", ("attention.self", "attention.output.dense"), num_outputs=2),
     BlockLayout("mlp", ("intermediate", "output.dense")),
 )
-# Encoders whose layers add inside of their modules, so that a branch is no chain of the layer's children. The rest is
-# known to the site `branches` as well.
+# Encoders that add inside their submodules, so a residual block is no chain of the layer's children. `tokens` knows the
+# other layouts.
 _ENCODERS: dict[str, tuple[BlockLayout, ...]] = {
     "BertLayer": _BERT,
     "RobertaLayer": _BERT,
@@ -90,7 +91,7 @@ _ENCODERS: dict[str, tuple[BlockLayout, ...]] = {
 
 
 def find_places(policy: BlockDropper, model: nn.Module, given: Given) -> tuple[ResidualBlock, ...]:  # noqa: ARG001
-    """Return the blocks among which a policy chooses."""
+    """Return the blocks from which a policy chooses."""
     return find_blocks(model, type(policy).__name__)[0]
 
 
@@ -102,7 +103,7 @@ def find_blocks(model: nn.Module, asker: str) -> tuple[tuple[ResidualBlock, ...]
     layers = LayerNumbers(model)
     branches = find_layouts()
     if not layers.layers:
-        raise UnsupportedError(f"{asker} drops residual blocks of layers, and {type(model).__name__} has none")
+        raise UnsupportedError(f"{asker} drops residual blocks of layers; {type(model).__name__} has no layers")
     blocks: list[ResidualBlock] = []
     found: dict[nn.Module, tuple[str, set[str], BlockLayout, str]] = {}
     for number, (name, layer) in enumerate(zip(layers.names, layers.layers, strict=True)):
@@ -115,7 +116,7 @@ def find_blocks(model: nn.Module, asker: str) -> tuple[tuple[ResidualBlock, ...]
                 f"{', '.join(sorted(_ENCODERS | branches))}; others come through the entry-point group sparsebp.layouts"
             )
         if all(block.kind == "attention" for block in layout):
-            raise UnsupportedError(f"{asker} drops residual blocks, and the MLP of {kind} is no module of its own")
+            raise UnsupportedError(f"{asker} drops residual blocks; the MLP of {kind} is not a separate module")
         for block in layout:
             parts = dict(_find_parts(name, layer, block))
             first = _name_of(block, parts)
@@ -139,8 +140,9 @@ def find_blocks(model: nn.Module, asker: str) -> tuple[tuple[ResidualBlock, ...]
 
 
 def refuse_norms_of_the_stream(model: nn.Module, asker: str) -> None:
-    """Raise :class:`UnsupportedError` that names ``asker`` if a layer normalises the residual stream itself: it would
-    change the stream even without its blocks.
+    """Raise :class:`UnsupportedError`, naming ``asker``, if a layer normalises the residual stream itself.
+
+    Such a norm would change the stream even without the blocks.
     """
     layouts = find_layouts()
     for layer in LayerNumbers(model).layers:
@@ -148,7 +150,7 @@ def refuse_norms_of_the_stream(model: nn.Module, asker: str) -> None:
         if name in _ENCODERS and name not in layouts:
             raise UnsupportedError(
                 f"{asker} leaves blocks out of the forward, and {name} normalises the residual stream after each of "
-                "them: not built"
+                "them: not supported"
             )
 
 

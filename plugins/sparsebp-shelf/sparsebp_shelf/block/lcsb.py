@@ -1,14 +1,14 @@
 """Run the backward of some layers at a time, in a fixed cycle over all of them.
 
-Park et al., "Layer-Cyclic Selective Backpropagation" (2026), https://arxiv.org/abs/2602.13073; written after the
+Park et al., "Layer-Cyclic Selective Backpropagation" (2026), https://arxiv.org/abs/2602.13073; written from the
 abstract. We differ: the paper trains adapters, and its optimizer still moves a skipped layer by momentum, as with a
-gradient of zero. Here the parameters of a skipped layer have no gradient at that step, so the optimizer leaves them
-alone; and any parameters may be trained.
+zero gradient. Here a skipped layer's parameters have no gradient at that step, so the optimizer skips them, and any
+parameters may be trained.
 
-Cost: as that of `dropbp` with the same ``keep``. The forward stays whole; of a skipped layer nothing is kept and
-nothing is multiplied in the backward. Use it in place of `dropbp` where each layer must have its turn equally often
-within few steps. Do not use it where few layers are kept and their gradient must come through the layers above: it
-passes by along the residual stream alone.
+Cost: the same as `dropbp` with the same ``keep``. The forward runs whole; a skipped layer saves nothing and needs no
+products in the backward. Use it instead of `dropbp` if each layer must be trained equally often within few steps. Do
+not use it if few layers are kept and their gradient must pass through the layers above: it passes along the residual
+stream only.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from sparsebp_shelf.block.kind import BlockDropper, ResidualBlock
 
 @final
 class LCSB(BlockDropper):
-    """Run the backward of a window of layers, which moves on by its own size at each step, in a cycle."""
+    """Run the backward of a window of layers only; the window moves by its own size at each step, in a cycle."""
 
     card: ClassVar[MethodCard | None] = MethodCard(
-        use="In place of dropbp where every layer must have its turn within few steps.",
+        use="Instead of dropbp if every layer must be trained within a few steps.",
         year=2026,
         saves=("time", "memory"),
         work="(1 + 2 * keep) / 3",
@@ -54,11 +54,11 @@ class LCSB(BlockDropper):
 
     def drop(self, blocks: Sequence[ResidualBlock], step: Step) -> Collection[str]:
         layers = list(dict.fromkeys(block.layer for block in blocks))
-        # The window ends where that of the next step starts, so a cycle leaves out no layer and repeats none.
+        # The window ends where the next step's window starts, so a cycle leaves out no layer and repeats none.
         start, end = (_round_down(index * self.keep * len(layers)) for index in (step.index, step.index + 1))
         active = {layers[place % len(layers)] for place in range(start, end)}
         return [block.name for block in blocks if block.layer not in active]
 
 
 def _round_down(place: float) -> int:
-    return math.floor(round(place, 6))  # 0.1 + 0.2 of a layer are 0.3
+    return math.floor(round(place, 6))  # 0.1 + 0.2 of a layer must count as 0.3

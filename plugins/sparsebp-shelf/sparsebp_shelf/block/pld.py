@@ -1,16 +1,16 @@
-"""Leave residual blocks out of forward and backward, the deeper and the later in training the more often.
+"""Leave residual blocks out of forward and backward, more often the deeper they are and the later the step is.
 
 Minjia Zhang and Yuxiong He, "Accelerating Training of Transformer-Based Language Models with Progressive Layer
-Dropping" (NeurIPS 2020), https://arxiv.org/abs/2010.13369; written after the abstract and the published schedule: at
-step t, theta(t) = (1 - theta) exp(-gamma t) + theta; block i of L, counted from 1, is computed with probability
-p_i = 1 - (i / L) (1 - theta(t)), and what it adds is multiplied by 1 / p_i (this factor is from recollection, not from
-the paper's text). We differ: the choice is made once for a whole step, so that micro-batches, processes and layers that
-checkpointing computes again agree; and models that normalise the residual stream after each block, such as BERT as it
-was published, are refused, where the paper moves their norms.
+Dropping" (NeurIPS 2020), https://arxiv.org/abs/2010.13369; written from the abstract and the published schedule. At
+step t, theta(t) = (1 - theta) exp(-gamma t) + theta. Block i of L, counted from 1, runs with probability p_i = 1 - (i /
+L) (1 - theta(t)), and its output is multiplied by 1 / p_i. This factor is from recollection, not from the paper's text.
+We differ in two points. One choice holds for a whole step, so micro-batches, processes and recomputed layers agree. The
+policy refuses models that normalise the residual stream after each block, such as the published BERT; the paper moves
+their norms.
 
-Cost: what is left out multiplies nothing in forward or backward, and keeps nothing; on average 1 - (1 + 1 / L) (1 -
-theta(t)) / 2 of the blocks are computed. Use it where training is long, since gamma counts steps, and as a control of
-"fewer FLOPs anyhow". The mean of each output over draws is the dense one; the gradient is biased all the same.
+Cost: a dropped block needs no products in forward or backward and saves nothing. On average 1 - (1 + 1 / L) (1 -
+theta(t)) / 2 of the blocks run. Use it in long trainings, since gamma counts steps, and as a control that saves the
+same FLOPs. The mean of each output over draws is the dense one; the gradient is biased.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from sparsebp_shelf.block.kind import BlockDropper, DropDraw, ResidualBlock
 
 @final
 class PLD(BlockDropper):
-    """Leave out residual blocks by a probability that rises with depth and over the training."""
+    """Leave out residual blocks with a probability that rises with depth and over the training."""
 
     card: ClassVar[MethodCard | None] = MethodCard(
         use="Where training is long, since gamma counts steps, or as the control of fewer FLOPs anyhow.",
@@ -46,7 +46,7 @@ class PLD(BlockDropper):
         0.5, description="Probability with which the last block is computed late in training, in (0, 1]; 1.0 is dense."
     )
     gamma: Annotated[float, Field(gt=0.0)] = Field(
-        0.001, description="How fast that is reached: after 1 / gamma optimizer steps 63 % of the way are gone."
+        0.001, description="How fast that probability is reached: after 1 / gamma optimizer steps, 63 % of the way."
     )
 
     @property
@@ -70,13 +70,13 @@ class PLD(BlockDropper):
         return [block.name for block, number in zip(blocks, drawn, strict=True) if number >= shares[block.name]]
 
     def theta_at(self, step: Step) -> float:
-        """Return theta(t).
+        """Return theta(t), the probability with which the last block runs.
 
         Args:
             step: The step, whose index is t.
 
         Returns:
-            The probability with which the last block is computed.
+            A probability.
         """
         return (1.0 - self.theta) * exp(-self.gamma * step.index) + self.theta
 

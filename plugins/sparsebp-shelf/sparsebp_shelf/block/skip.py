@@ -1,4 +1,4 @@
-"""What a module of a residual block returns where the block is left out of the forward, and scaled outputs of others.
+"""Return zeros for modules of dropped residual blocks, and scale the outputs of the others.
 
 Shape letters: B examples, T positions, D width.
 """
@@ -15,24 +15,26 @@ from sparsebp_shelf.block.layout import BlockPart
 
 
 def skip(part: BlockPart, args: Sequence[object], kwargs: Mapping[str, object]) -> Any:
-    """Return what adds nothing to the residual stream, in the form that the module returns: a norm before the block its
-    own input, the others zeros, which take no memory unless the layer writes to them. None is beside them where the
-    module returns more, as an attention does its weights."""
+    """Return an output that adds nothing to the residual stream, in the form that the module returns.
+
+    A norm before the block returns its own input. Other modules return zeros, which take no memory unless the layer
+    writes to them. Further outputs, such as an attention's weights, are None.
+    """
     given = (*args, kwargs.get("hidden_states"), *kwargs.values())
     hidden_BTD = next((value for value in given if isinstance(value, Tensor)), None)
     if hidden_BTD is None:
-        raise UnsupportedError(f"{part.name!r} gets no tensor, so it is not known what it adds to the residual stream")
+        raise UnsupportedError(f"{part.name!r} gets no tensor argument: what it adds to the residual stream is unknown")
     if part.role == "before":
         return hidden_BTD
-    # See decision 13.
+    # Expanded from one zero where the layer does not write. See decision 13.
     zeros_BTD = hidden_BTD.new_zeros(hidden_BTD.shape if part.is_written else ()).expand(hidden_BTD.shape)
     return (zeros_BTD, *[None] * (part.num_outputs - 1)) if part.num_outputs else zeros_BTD
 
 
 def scale(part: BlockPart, output: Any, factor: float) -> Any:
-    """Return a module's output times a factor; of several outputs the first one."""
+    """Return a module's output times a factor; in a tuple, only the first entry is scaled."""
     if isinstance(output, Tensor):
         return output * factor
     if isinstance(output, tuple) and output and isinstance(output[0], Tensor):
         return (output[0] * factor, *output[1:])
-    raise UnsupportedError(f"{part.name!r} returns a {type(output).__name__}, whose scale cannot be changed")
+    raise UnsupportedError(f"{part.name!r} returns a {type(output).__name__}, which cannot be scaled")

@@ -1,4 +1,4 @@
-"""Conformance suite of block droppers. Each broken promise is an ``AssertionError`` of one sentence."""
+"""Check that a block dropper keeps its contract; each violation raises an ``AssertionError`` of one sentence."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from sparsebp_cli.policy import State
 
 NUM_STEPS, MOST_STEPS = 400, 20_000
-_NUM_SIGMAS = 6.0  # the draws are fixed by the seed; a good policy fails for one seed in 500 million
+_NUM_SIGMAS = 6.0  # seeds fix the draws; a correct policy fails for one seed in 500 million
 
 
 def _blocks(num_layers: int) -> tuple[ResidualBlock, ...]:
@@ -35,8 +35,10 @@ MODELS: tuple[Sequence[ResidualBlock], ...] = (_blocks(1), _blocks(4), _blocks(7
 
 
 def check_block_dropper(policy: BlockDropper) -> None:
-    """Check a block dropper against every promise of the contract, with models of one, four and seven layers, each of
-    an attention ``layers.0.self_attn`` and an MLP ``layers.0.mlp``."""
+    """Check a block dropper against every promise of the contract, on models of one, four and seven layers.
+
+    Each layer has an attention, such as ``layers.0.self_attn``, and an MLP, such as ``layers.0.mlp``.
+    """
     for blocks in MODELS:
         check_state(policy, blocks, partial(_show, blocks))
     for check in _CHECKS:
@@ -50,7 +52,7 @@ def _show(blocks: Sequence[ResidualBlock], seed: int) -> list[Observed]:
 
 
 def _cases(policy: BlockDropper) -> Iterator[tuple[Sequence[ResidualBlock], State]]:
-    """Yield blocks with the states that the policy may have: the first one, and that after trial passes."""
+    """Yield blocks with each state that the policy may have: the initial one, and the one after trial passes."""
     for blocks in MODELS:
         state: State = policy.init(blocks) if isinstance(policy, Stateful) else {}
         yield blocks, state
@@ -103,7 +105,7 @@ def _check_repeatable(policy: BlockDropper) -> None:
 def _check_budget(policy: BlockDropper) -> None:
     require(0.0 < policy.budget <= 1.0, f"{name_of(policy)}: budget must be in (0, 1], got {policy.budget}")
     for number, (blocks, state) in enumerate(_cases(policy)):
-        # After trial passes the budget is a share of the work, and at most that.
+        # After trial passes the budget is an upper limit on the fraction of the work.
         is_work = isinstance(policy, Stateful) and policy.has_trials and number % 2 == 1
         sizes = {block.name: block.num_weights if is_work else 1 for block in blocks}
         dropped = [sum(sizes[name] for name in _drop(policy, blocks, index, state)) for index in range(NUM_STEPS)]
@@ -125,7 +127,7 @@ def _check_budget(policy: BlockDropper) -> None:
 
 
 def _check_exact(policy: BlockDropper) -> None:
-    # Where the budget is near 1, blocks are rarely dropped, so more steps are asked.
+    # With a budget near 1 the policy rarely drops blocks, so the check runs more steps.
     left_out = 1.0 - policy.budget
     num_steps = max(NUM_STEPS, min(enough(left_out), MOST_STEPS)) if left_out > 0 else NUM_STEPS
     dropped = any(_drop(policy, blocks, index, state) for blocks, state in _cases(policy) for index in range(num_steps))

@@ -1,4 +1,4 @@
-"""The norms of channels, from products of low rank or from the weights themselves.
+"""Compute the norms of channels, from low-rank products or from the weights themselves.
 
 Shape letters: N context rows, C channels of a group, G heads that share a channel, O outputs, D inputs, R rank.
 """
@@ -18,9 +18,9 @@ class Estimator:
     """Estimates the outputs of frozen weights.
 
     Args:
-        estimate: By what; not ``none``.
-        rank: R, at most that of each weight.
-        groups: Whose scored weights are decomposed, once.
+        estimate: How to estimate; not ``none``.
+        rank: R, at most the rank of each weight.
+        groups: The groups whose scored weights are decomposed, once.
     """
 
     def __init__(self, estimate: Estimate, rank: int, groups: list[Group]) -> None:
@@ -31,7 +31,7 @@ class Estimator:
                     self._factors[member.name] = _decompose(member.linear.weight.detach(), rank)
 
     def cost(self, member: Member) -> float:
-        """Return the multiplications for one row over those of the weight itself."""
+        """Return the multiplications of the estimate for one row, as a fraction of those of the weight."""
         if not member.is_scored:
             return 0.0
         if member.name not in self._factors:
@@ -57,8 +57,8 @@ class Estimator:
         return score_C
 
     def _outputs(self, member: Member, x_ND: Tensor, *, with_bias: bool) -> Tensor:
-        # A bias is added to channels that are left out, too: in an attention it says nothing of what they lose. In an
-        # MLP it moves the point at which the activation opens.
+        # Channels that are left out still get their bias. In an attention the bias says nothing about what they lose.
+        # In an MLP it shifts the activation's input, so the score includes it.
         bias = member.linear.bias if with_bias else None
         if member.name not in self._factors:
             return nn.functional.linear(x_ND, member.linear.weight, bias)

@@ -1,7 +1,7 @@
-"""Channels of frozen weights that are left out of the forward of one model, and so of its backward.
+"""Leave channels of frozen weights out of the forward of one model, and so out of its backward.
 
-A block chooses the channels of its groups before it runs; the frozen linears in it, under their adapters, multiply
-those. Under activation checkpointing a block that runs again takes the choice of its forward.
+A block chooses the channels of its groups before it runs. The frozen linears in it, under their adapters, multiply
+these channels only. A block that activation checkpointing runs again uses the choice of its first forward.
 
 Shape letters: B examples, T positions, N rows (= B*T), C channels, K kept, O outputs, D inputs.
 """
@@ -45,9 +45,9 @@ class _Rows:
     """The rows of a micro-batch.
 
     Args:
-        context_N: Numbers of those that may leave channels out; None: all.
-        output_N: Numbers of the others; empty if ``context_N`` is None.
-        scored_N: Numbers of those of the context that are not padding.
+        context_N: Numbers of the rows that may leave channels out; None: all.
+        output_N: Numbers of the other rows; empty if ``context_N`` is None.
+        scored_N: Numbers of the context rows that are not padding.
         number: N.
     """
 
@@ -63,14 +63,14 @@ class _Rows:
 
 @final
 class ChannelExtension(EngineExtension):
-    """A channel selector in one model.
+    """Carry out a channel selector's choices in one model.
 
-    Raises :class:`UnsupportedError` if the model has no layers as Llama's, or weights in them that are trained, merged
-    or quantised; under reentrant checkpointing.
+    Raises :class:`UnsupportedError` if the model has no layers like Llama's, if their weights are trained, merged or
+    quantised, or under reentrant checkpointing.
     """
 
     def __init__(self, policy: ChannelSelector, model: nn.Module, given: Given) -> None:  # noqa: ARG002 - as of all
-        from transformers import PreTrainedModel  # takes seconds, so it is not imported with the kind
+        from transformers import PreTrainedModel  # slow to import, so not imported with the kind
 
         self.policy, name = policy, type(policy).__name__
         found = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
@@ -82,7 +82,7 @@ class ChannelExtension(EngineExtension):
         if policy.estimate != "none" and not policy.exact:
             self._estimator = Estimator(policy.estimate, policy.num_singular, self._groups)
         self._patches, self._handles = ForwardPatches(), list[RemovableHandle]()
-        self._choices: dict[str, Tensor | None] = {}  # of the forward under way, by group
+        self._choices: dict[str, Tensor | None] = {}  # of the current forward, by group
         self._rows: _Rows | None = None  # of the last forward
         self._step: Step | None = None  # of the last forward
         self._was_called = False
@@ -120,7 +120,7 @@ class ChannelExtension(EngineExtension):
 
     @override
     def claim(self, dense: DensePass) -> PassEstimate:
-        """Return the remaining shares of a dense pass whose outputs are where those of the last forward were."""
+        """Return the remaining fractions of a dense pass whose output positions are those of the last forward."""
         rows, shares, forward = self._rows, dict[str, float](), dict[str, float]()
         if rows is None:
             return PassEstimate()
@@ -135,12 +135,12 @@ class ChannelExtension(EngineExtension):
         return PassEstimate(shares, shares, forward)
 
     def choice_of(self, group: Group) -> tuple[Tensor, _Rows] | None:
-        """Return the channels of a group that are computed, and of which rows; None for all."""
+        """Return the channels that a group computes and the micro-batch's rows; None if it computes all."""
         index_K = self._choices.get(group.about.name) if self._is_active() else None
         return None if index_K is None else (index_K, cast("_Rows", self._rows))
 
     def check_adapter(self, member: Member) -> None:
-        """Refuse an adapter that was merged since."""
+        """Raise an error if the adapter was merged after the policy was attached."""
         check_adapter(member.adapter, member.name, type(self.policy).__name__)
 
     def _is_active(self) -> bool:
@@ -169,10 +169,10 @@ class ChannelExtension(EngineExtension):
         output_BT = torch.zeros_like(real_BT)
         if self.policy.keeps_outputs and isinstance(labels, Tensor) and labels.ndim == 2:
             output_BT = labels != IGNORED
-            output_BT[:, :-1] |= output_BT[:, 1:].clone()  # the positions that predict them
+            output_BT[:, :-1] |= output_BT[:, 1:].clone()  # include the positions that predict an output
         elif self.policy.keeps_outputs and labels is None and not self.policy.exact:
             raise UsageError(
-                f"{type(self.policy).__name__} needs the labels among the arguments: they say what outputs are"
+                f"{type(self.policy).__name__} needs labels among the arguments: they mark the output positions"
             )
         output_N, scored_N = (rows.flatten().nonzero()[:, 0] for rows in (output_BT, real_BT & ~output_BT))
         context_N = (~output_BT).flatten().nonzero()[:, 0] if len(output_N) else None
@@ -185,7 +185,7 @@ class ChannelExtension(EngineExtension):
         step, name = self._engine.now(), group.about.name
         if step != self._step:
             raise UsageError(
-                f"{group.about.module!r} is computed again after the step of its forward, with other channels: run the "
+                f"{group.about.module!r} runs again after its forward's step, with other channels: run the "
                 "backward of each forward before the next one"
             )
         if name in self._choices:
@@ -210,7 +210,7 @@ class ChannelExtension(EngineExtension):
 
 
 class _SomeChannels(ForwardOverride):
-    """The ``forward`` of a frozen linear, on the channels that its group computes."""
+    """Replace the ``forward`` of a frozen linear: multiply only the channels that its group computes."""
 
     def __init__(self, extension: ChannelExtension, group: Group, member: Member) -> None:
         self._extension, self._group, self._member = extension, group, member
@@ -237,7 +237,7 @@ class _SomeChannels(ForwardOverride):
         return output_NO.view(*x.shape[:-1], -1)
 
     def _multiply(self, x_ND: Tensor, entry: Tensor) -> Tensor:
-        """Multiply some inputs, or for some outputs; the others are 0."""
+        """Multiply the chosen inputs, or compute the chosen outputs; other outputs are 0."""
         weight_OD = self._member.linear.weight
         if self._member.side == "in":
             return nn.functional.linear(x_ND[:, entry], weight_OD[:, entry])

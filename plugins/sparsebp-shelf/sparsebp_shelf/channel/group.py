@@ -1,7 +1,7 @@
-"""The groups of channels of a model, and the frozen linears that have them.
+"""Find the groups of channels of a model, and the frozen linears that belong to them.
 
-A model is known by the names of its children, which those of Llama's descendants share.
-Shape letters: C channels of a group, O outputs of a linear, D inputs.
+A model is recognised by the names of its children; models derived from Llama share them. Shape letters: C channels of a
+group, O outputs of a linear, D inputs.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 @dataclass(frozen=True)
 class Member:
-    """A frozen linear with channels of a group.
+    """A frozen linear whose outputs or inputs are channels of a group.
 
     Args:
-        name: Of the linear in the model, without the adapter around it.
+        name: Name of the linear in the model, without the adapter around it.
         linear: The linear.
         adapter: The module around it, or the linear itself.
         side: Whether the channels are its outputs or its inputs.
-        entry_CG: The outputs or inputs of each channel, (C, G): one for each head that shares it.
+        entry_CG: The outputs or inputs of each channel, (C, G): one for each head that shares the channel.
         is_scored: Whether its outputs are estimated.
     """
 
@@ -49,9 +49,9 @@ class Group:
     """A group of channels in one model.
 
     Args:
-        about: What a policy is asked with.
-        block: The MLP or attention, whose input is that of the scored linears.
-        members: Its linears, those that are scored first.
+        about: The description that the policy gets.
+        block: The MLP or attention; the scored linears read its input.
+        members: Its linears, scored ones first.
     """
 
     about: ChannelGroup
@@ -63,16 +63,16 @@ def find_groups(model: nn.Module, layers: LayerNumbers, asker: str) -> list[Grou
     """Return the groups of a model, layer by layer.
 
     Args:
-        model: With adapters, or frozen without.
-        layers: Its layers.
-        asker: Whose they are, for messages.
+        model: A model with adapters, or a frozen one without.
+        layers: The model's layers.
+        asker: Name of the policy, for error messages.
 
     Returns:
-        Those of each MLP and attention whose children have the names.
+        The groups of each MLP and attention whose children have the known names.
 
     Raises:
-        UnsupportedError: There are none, or a weight is trained, merged with its adapter, quantised, or under another
-            adapter than LoRA's.
+        UnsupportedError: There are none, or a weight is trained, merged with its adapter, quantised, or under an
+            adapter other than LoRA.
     """
     names = {module: name for name, module in model.named_modules()}
     found = [
@@ -83,7 +83,7 @@ def find_groups(model: nn.Module, layers: LayerNumbers, asker: str) -> list[Grou
     ]
     if not found:
         raise UnsupportedError(
-            f"{asker} needs layers as Llama's, with {', '.join(MLP)} or {', '.join(ATTENTION)}; "
+            f"{asker} needs layers like Llama's, with {', '.join(MLP)} or {', '.join(ATTENTION)}; "
             f"{type(model).__name__} has none"
         )
     return found
@@ -121,19 +121,19 @@ def _find_groups(
 
 
 def _share(outputs: int, width: int, head_dim: int) -> Tensor:
-    """Return the outputs of query for each channel of key, (C, G): the same of each head that shares its head."""
+    """Return the query outputs that belong to each key channel, (C, G): the same channel of every head of its group."""
     heads = width // head_dim
     return torch.arange(outputs).view(heads, -1, head_dim).transpose(1, 2).reshape(width, -1)
 
 
 def _find_linear(module: nn.Module, names: dict[nn.Module, str], asker: str) -> tuple[str, nn.Linear]:
-    """Return the frozen linear at a place, whether or not there is an adapter around it."""
+    """Return the name and module of a frozen linear, with or without an adapter around it."""
     linear = getattr(module, "base_layer", module)
     name = names[module]
     if type(linear) is not nn.Linear or not linear.weight.is_floating_point():
-        raise UnsupportedError(f"{asker}: {name!r} is a {type(linear).__name__}: only plain linears are built")
+        raise UnsupportedError(f"{asker}: {name!r} is a {type(linear).__name__}: only plain linears are supported")
     if linear.weight.requires_grad:
-        raise UnsupportedError(f"{asker}: the weight of {name!r} is trained: it computes some channels of frozen ones")
+        raise UnsupportedError(f"{asker}: the weight of {name!r} is trained, allowed: frozen weights")
     check_adapter(module, name, asker)
     if module is not linear and (not hasattr(module, "lora_A") or any(getattr(module, "use_dora", {}).values())):
         raise UnsupportedError(

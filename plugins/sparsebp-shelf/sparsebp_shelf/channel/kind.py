@@ -1,4 +1,4 @@
-"""The kind of policy that computes only some channels of frozen weights, forward and backward, under adapters.
+"""Define the policy kind that computes only some channels of frozen weights under adapters.
 
 Shape letters: C channels of a group, K kept.
 """
@@ -26,10 +26,10 @@ class ChannelGroup:
     Args:
         module: The name of the MLP or attention in the model.
         layer: Number of its layer, from 0.
-        num_layers: Of the model.
+        num_layers: Number of layers of the model.
         part: ``mlp``: outputs of gate and up, which are the inputs of down. ``qk``: outputs of key, and the same
-            channels of all heads of query that share a head of keys. ``vo``: outputs of value, and the inputs of the
-            output projection that come from them.
+            channels of all query heads that share a key head. ``vo``: outputs of value, and the inputs of the output
+            projection that come from them.
         num_channels: C.
     """
 
@@ -46,28 +46,28 @@ class ChannelGroup:
 
 
 class ChannelSelector(Policy):
-    """Chooses the channels of frozen weights that are computed in the forward of training, and so in its backward.
+    """Choose the channels of frozen weights that training computes, in the forward and so in the backward.
 
-    Adapters stay dense: of a frozen weight under an adapter, what is left out is its own product alone. Positions of
-    outputs, whose losses are computed, may keep all channels. What is trained is another model than the one that is
-    evaluated, which computes all channels; so a policy that leaves any out is neither exact nor unbiased, compared
-    with the dense backward of the dense forward.
+    Adapters stay dense: under an adapter, only the frozen weight's own product leaves channels out. Output positions,
+    whose losses are computed, may keep all channels. Evaluation computes all channels, so the trained model differs
+    from the evaluated one. A policy that leaves any channel out is therefore neither exact nor unbiased, compared with
+    the dense backward of the dense forward.
     """
 
     @property
     @abstractmethod
     def estimate(self) -> Estimate:
-        """What ``choose`` reads: norms of channels by a product of low rank, by the weights themselves, or none."""
+        """What ``choose`` reads: norms of channels from a low-rank product, from the weights themselves, or none."""
 
     @property
     @abstractmethod
     def num_singular(self) -> int:
-        """Singular values of each weight of which the product of low rank is made, at least 1."""
+        """Number of singular values of each weight in the low-rank product, at least 1."""
 
     @property
     @abstractmethod
     def keeps_outputs(self) -> bool:
-        """Whether the positions of outputs keep all channels."""
+        """Whether output positions keep all channels."""
 
     @property
     def needs_num_steps(self) -> bool:
@@ -81,11 +81,11 @@ class ChannelSelector(Policy):
 
     @abstractmethod
     def count(self, group: ChannelGroup, step: Step) -> int:
-        """Return K, how many channels of a group are computed; the claim is computed from it.
+        """Return K, the number of channels of a group that are computed; the claim uses it.
 
         Args:
-            group: Which one.
-            step: When.
+            group: The group.
+            step: The step.
 
         Returns:
             From 1 to C; C is dense.
@@ -93,14 +93,14 @@ class ChannelSelector(Policy):
 
     @abstractmethod
     def choose(self, score_C: torch.Tensor | None, group: ChannelGroup, step: Step) -> torch.Tensor:
-        """Choose the channels that are computed; not asked where ``count`` is C.
+        """Choose the channels that are computed; not called if ``count`` returns C.
 
         Args:
-            score_C: The norm of each channel over the positions that may leave it out, padding excluded, at least 0:
-                of the MLP's hidden state; of key times that of query, the mean over its heads; of value. None if
-                nothing is estimated.
-            group: Which one.
-            step: When; ``step.generator(group)`` is the only source of randomness allowed.
+            score_C: The norm of each channel over the non-padding positions that may leave it out, at least 0. For
+                ``mlp`` the norm of the hidden state. For ``qk`` the norm of key times that of query, the mean over its
+                heads. For ``vo`` the norm of value. None if nothing is estimated.
+            group: The group.
+            step: The step; ``step.generator(group)`` is the only source of randomness allowed.
 
         Returns:
             ``index_K``, int64: the channels, ascending, each once, on any device.
@@ -128,7 +128,7 @@ CHANNEL_SELECTOR = Kind(
             rule.AllBut(("ParameterSelector",)),
             "They know linears, rows and losses of the whole forward, of which some channels are not computed.",
         ),
-        rule.at_linears("Branches and nodes are those of the model's own products."),
+        rule.at_linears("Nodes are those of the model's own products."),
         rule.not_with("segments", rule.GIVEN, "segments run the layers without gradients first, where all is computed"),
         rule.Rule(
             "{policy} leaves channels out under adapters, whose weights alone are trained: needs model.lora, got null",

@@ -2,19 +2,19 @@
 
 Samir Khaki, Xiuyu Li, Junxian Guo, Ligeng Zhu, Chenfeng Xu, Konstantinos N. Plataniotis, Amir Yazdanbakhsh, Kurt
 Keutzer, Song Han and Zhijian Liu, "SparseLoRA: Accelerating LLM Fine-Tuning with Contextual Sparsity" (ICML 2025),
-https://arxiv.org/abs/2506.16500. As published: a weight's largest singular values, W ~ A B with A = U sqrt(S) and
-B = sqrt(S) V^T, estimate its outputs; channels of an MLP are scored by the norm of silu(gate) * up over the context,
-those of query and key by the product of their norms, of value and output by that of value; positions of outputs, early
-steps and some layers stay dense; adapters stay dense.
+https://arxiv.org/abs/2506.16500. As published, a weight's largest singular values, W ~ A B with A = U sqrt(S) and B =
+sqrt(S) V^T, estimate its outputs. The score of an MLP channel is the norm of silu(gate) * up over the context. Query
+and key channels are scored by the product of their norms, value and output channels by the norm of value. Output
+positions, early steps, some layers and the adapters stay dense.
 
-We differ: norms of the heads of query that share a head of keys are averaged; the position that predicts the first
-output keeps all channels too; padding is not scored; a channel that is left out has its bias; the attention is computed
-for all channels, zero where they are left out; one choice holds for a micro-batch. Not there: the sensitivity of layers
-that the paper measures beforehand (give the shares that it found), fused kernels, quantised weights.
+We differ: we average the norms of query heads that share a key head. The position that predicts the first output keeps
+all channels too. Padding is not scored. A channel that is left out still gets its bias. The attention runs over all
+channels, with zeros where they are left out. One choice holds for a micro-batch. Not supported: the layer sensitivity
+that the paper measures beforehand (give the fractions that it found), fused kernels, quantised weights.
 
-Cost: of each frozen weight K / C of its products for the context, all for the outputs; beside that two products of
-``rank`` for each weight whose outputs are scored, in the forward alone. The singular values are computed once, when
-the model is attached.
+Cost: each frozen weight needs K / C of its products for the context, and all for the output positions. The forward also
+needs two products of ``rank`` for each weight whose outputs are scored. The singular values are computed once, when the
+model is attached.
 
 Shape letters: C channels of a group, K kept.
 """

@@ -1,4 +1,4 @@
-"""Conformance suite of channel selectors. Each broken promise is an ``AssertionError`` of one sentence."""
+"""Check that a channel selector keeps its contract; each violation raises an ``AssertionError`` of one sentence."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _cases(policy: ChannelSelector) -> Iterator[tuple[Tensor | None, ChannelGrou
         for part, number in zip(get_args(Part), (48, 16, 16), strict=True):
             group = ChannelGroup(f"layers.{layer}.{part}", layer, NUM_LAYERS, part, number)
             generator = torch.Generator().manual_seed(layer)
-            score_C = torch.rand(number, generator=generator).mul(8).round()  # some are equal
+            score_C = torch.rand(number, generator=generator).mul(8).round()  # rounding makes some scores equal
             for index in _STEPS:
                 step = Step(index, seed=1, num_steps=NUM_STEPS)
                 yield None if policy.estimate == "none" else score_C, group, step

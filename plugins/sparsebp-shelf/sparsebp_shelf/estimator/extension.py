@@ -1,8 +1,8 @@
-"""Gradients estimated from losses at shifted weights, by a gradient estimator; there is no backward.
+"""Estimate gradients from losses at shifted weights, without a backward.
 
-Each shifted weight is computed from a copy of the plain one, so rounding never adds up, and the copy is put back in the
-end: the weights are bit for bit those of before. The copy's memory then takes the gradient. A direction is drawn anew,
-from the same seed, each time that it is needed, and exists for one parameter at a time.
+Each shifted weight is computed from a copy of the original one, so rounding errors never add up. At the end the copy is
+written back: the weights are bit-identical to before. The gradient then reuses the copy's memory. The extension draws a
+direction again from the same seed each time, and holds it for one parameter at a time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @final
 class EstimatorExtension(EngineExtension):
-    """A gradient estimator in one model."""
+    """Run a gradient estimator on one model."""
 
     policy: GradientEstimator
 
@@ -43,15 +43,15 @@ class EstimatorExtension(EngineExtension):
 
     @override
     def check_called(self) -> None:
-        """Refuse a backward."""
+        """Raise an error: this policy has no backward."""
         raise UsageError(
-            f"{type(self.policy).__name__} estimates gradients without a backward: call engine.estimate(forward) in "
-            "place of forward and engine.backward"
+            f"{type(self.policy).__name__} estimates gradients without a backward: call engine.estimate(forward), "
+            "not forward and engine.backward"
         )
 
     @override
     def claim(self, dense: DensePass) -> PassEstimate:
-        """Return the shares of a dense pass: no backward."""
+        """Return the fractions of a dense pass: no backward."""
         number = float(self.policy.num_directions * len(self.policy.shifts))
         flops = dense.flops
         return PassEstimate(
@@ -62,8 +62,9 @@ class EstimatorExtension(EngineExtension):
 
     @override
     def estimate(self, forward: Callable[[], Tensor], step: Step) -> Tensor:
-        """Add the estimate for one micro-batch to ``.grad`` of the trained parameters, and return the mean of its
-        losses at all points. Raise :class:`PolicyError` if the policy returns no coefficient for each direction.
+        """Add the estimate for one micro-batch to ``.grad`` of the trained parameters, and return its mean loss.
+
+        The mean is over all points. Raises :class:`PolicyError` unless the policy returns one coefficient a direction.
         """
         step = replace(step, micro_batch=0, call=0, rank=0)
         policy = self.policy.at(step)
@@ -87,7 +88,7 @@ class EstimatorExtension(EngineExtension):
             coefficients = policy.estimate(loss_PS.tolist(), step)
             if len(coefficients) != policy.num_directions:
                 raise PolicyError(
-                    f"{type(policy).__name__} returns {len(coefficients)} coefficients for {policy.num_directions} "
+                    f"{type(policy).__name__} returned {len(coefficients)} coefficients for {policy.num_directions} "
                     "directions"
                 )
             for name, parameter in trained.items():
@@ -108,7 +109,7 @@ class EstimatorExtension(EngineExtension):
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Put every module into evaluation mode inside the block, and each back into its own afterwards."""
+    """Put every module into evaluation mode inside the block, and restore each module's mode afterwards."""
     before = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

@@ -1,4 +1,4 @@
-"""The kind of policy that estimates the gradient of a step from losses alone, without a backward.
+"""Define the policy kind that estimates the gradient of a step from losses alone, without a backward.
 
 Shape letters: P random directions of a step, S points along each at which the loss is computed.
 """
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DirectionDraw:
-    """What a policy draws random numbers for: one parameter's part of one direction, ``step.generator(draw)``.
+    """Key of a policy's random numbers for one parameter's part of one direction: ``step.generator(draw)``.
 
     Args:
         number: Number of the direction within the step, from 0.
@@ -35,15 +35,15 @@ class DirectionDraw:
 
 
 class GradientEstimator(Policy):
-    """Estimates the gradient of a step from losses at other weights, in place of a backward.
+    """Estimate the gradient of a step from losses at shifted weights, instead of a backward.
 
-    For each direction z the engine adds ``shift * z`` to the trained weights, runs the forward without autograd and
-    with the model in evaluation mode, and restores the weights to the last bit. The gradient that the optimizer gets is
-    the sum of the directions, each times its coefficient. All micro-batches of a step have the same directions.
+    For each direction z the engine adds ``shift * z`` to the trained weights, runs the forward without autograd in
+    evaluation mode, and restores the weights bit by bit. The optimizer gets the sum of the directions, each times its
+    coefficient. All micro-batches of a step use the same directions.
 
-    It is never exact. ``unbiased`` means that the mean of the estimate over draws is the gradient of every loss that is
-    quadratic in the weights; of another loss it is the gradient of a smoothed one, which differs by terms of the order
-    of the squared shifts.
+    The estimate is never exact. ``unbiased`` means that its mean over draws is the gradient of every loss that is
+    quadratic in the weights. For other losses the mean is the gradient of a smoothed loss, which differs by terms of
+    the order of the squared shifts.
     """
 
     @property
@@ -63,7 +63,7 @@ class GradientEstimator(Policy):
 
     @abstractmethod
     def draw(self, shape: Sequence[int], generator: torch.Generator) -> torch.Tensor:
-        """Draw one parameter's part of a direction.
+        """Return one parameter's part of a direction.
 
         Args:
             shape: Shape of the parameter, and of the result.
@@ -75,16 +75,15 @@ class GradientEstimator(Policy):
 
     @abstractmethod
     def estimate(self, loss_PS: Sequence[Sequence[float]], step: Step) -> Sequence[float]:
-        """Compute from the losses how far the gradient goes along each direction.
+        """Return the coefficient of each direction in the gradient, computed from the losses.
 
         Args:
-            loss_PS: The micro-batch's share of the step's loss at each point; the shares of a step add up.
-            step: The step whose losses these are. Micro-batch, call and rank are 0: one choice holds for the whole
-                step.
+            loss_PS: The micro-batch's part of the step's loss at each point; the parts of a step add up to its loss.
+            step: The step. Micro-batch, call and rank are 0: one choice holds for the whole step.
 
         Returns:
-            The coefficient of each of the P directions; it must be linear in the losses, so that those of the
-            micro-batches add up to that of the step.
+            P coefficients. They must be linear in the losses, so that the micro-batches' estimates add up to the
+            step's.
         """
 
 

@@ -2,18 +2,18 @@
 
 Sadhika Malladi et al., "Fine-Tuning Language Models with Just Forward Passes" (NeurIPS 2023),
 https://arxiv.org/abs/2305.17333, Definition 1 and Algorithm 1. Our ``scale`` is epsilon of the paper. With z drawn from
-a normal distribution, the estimate is (loss(w + scale z) - loss(w - scale z)) / (2 scale) * z; with ``optim: sgd`` and
-``max_grad_norm: null`` a step is that of the paper. We differ in three points. The estimate is handed to the recipe's
-optimizer as the gradient, so any optimizer works. Weights are restored from a copy to the last bit, where the paper
-subtracts what it has added, which leaves rounding behind. And for both we hold memory: the copy, which becomes the
-gradient, is as large as the trained weights, and with accumulation there are two; the paper holds neither. Several
-directions are averaged, as in its appendix.
+a normal distribution, the estimate is (loss(w + scale z) - loss(w - scale z)) / (2 scale) * z. With ``optim: sgd`` and
+``max_grad_norm: null`` a step equals the paper's. We differ in three points. The recipe's optimizer gets the estimate
+as the gradient, so any optimizer works. Weights are restored bit by bit from a copy; the paper subtracts what it added,
+which leaves rounding errors. This needs memory that the paper does not need: the copy, which becomes the gradient, is
+as large as the trained weights, and with accumulation there are two. Several directions are averaged, as in the paper's
+appendix.
 
 Cost: two forwards for each direction and no backward, so nothing is saved for one. Use it as the control that shows
-what a backward adds, or where no backward fits into memory: with adapters, the copy is that of adapters.
-Do not use it to train faster: the error of one estimate grows with the number of trained weights, its cosine with the
-gradient is about 1 / sqrt(weights), and it needs far smaller learning rates and many times the steps. In float16 and
-bfloat16 weights, shifts smaller than their rounding are lost, so the estimate is biased there.
+what a backward adds, or if no backward fits into memory: with adapters, the copy has the size of the adapters. Do not
+use it to train faster. The error of one estimate grows with the number of trained weights: its cosine with the gradient
+is about 1 / sqrt(weights). It needs far smaller learning rates and many times the steps. In float16 and bfloat16,
+rounding swallows small shifts, so the estimate is biased there.
 """
 
 from __future__ import annotations

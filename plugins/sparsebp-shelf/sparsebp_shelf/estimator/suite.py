@@ -1,4 +1,4 @@
-"""Conformance suite of gradient estimators. Each broken promise is an ``AssertionError`` of one sentence."""
+"""Check that a gradient estimator keeps its contract; each violation raises an ``AssertionError`` of one sentence."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sparsebp_shelf.estimator.kind import DirectionDraw, GradientEstimator
 
 NUM_STEPS = 400
 _NUM_DRAWS = 1000
-_NUM_SIGMAS = 6.0  # the draws are fixed by the seed; a good policy fails for one seed in 500 million
+_NUM_SIGMAS = 6.0  # seeds fix the draws; a correct policy fails for one seed in 500 million
 _SHAPE = (2, 3)
 
 
@@ -33,7 +33,7 @@ def _draw(policy: GradientEstimator, step: Step, number: int = 0) -> Tensor:
 
 
 def _loss(weight: Tensor) -> float:
-    """A quadratic with its least value elsewhere than at 0, whose curvature mixes the weights."""
+    """Return a quadratic loss whose minimum is not at 0 and whose curvature mixes the weights."""
     flat = weight.double().flatten()
     mixed = flat.cumsum(0) - torch.arange(1, 7, dtype=torch.float64)
     return float(0.5 * mixed.square().sum() + flat[0] * flat[5])
@@ -80,7 +80,7 @@ def _check_draw(policy: GradientEstimator) -> None:
 
 
 def _check_linear(policy: GradientEstimator) -> None:
-    """The shares of micro-batches add up to the estimate of the step."""
+    """Check that the estimates of micro-batches add up to the estimate of the step."""
     step = _step(0)
     at = policy.at(step)
     _, losses = _losses(at, step)
@@ -99,7 +99,7 @@ def _check_unbiased(policy: GradientEstimator) -> None:
     at = policy.at(_step(0))
     estimate_D6 = torch.stack([_estimate(at, _step(index)) for index in range(_NUM_DRAWS)])
     gradient_6 = _gradient(_WEIGHT)
-    # Each entry, and the length along the gradient: an estimate that is too long is found there first.
+    # Compare each entry, and the length along the gradient, which detects an estimate that is too long first.
     along = torch.cat([torch.eye(6, dtype=torch.float64), gradient_6[:, None] / gradient_6.norm()], 1)
     drawn_D7, wanted_7 = estimate_D6 @ along, gradient_6 @ along
     error_7 = (drawn_D7.mean(0) - wanted_7).abs()

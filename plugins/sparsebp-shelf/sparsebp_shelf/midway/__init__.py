@@ -1,4 +1,4 @@
-"""Choosing examples behind the first layers of the forward of training, and running the others no further."""
+"""Choose examples after the first layers of the training forward, and stop the others there."""
 
 from sparsebp_shelf.midway.kind import MIDWAY_SELECTOR, Features, MidwaySelector, ReadFeatures
 from sparsebp_shelf.midway.partial_forward import PartialForward

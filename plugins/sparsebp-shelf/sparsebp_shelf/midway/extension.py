@@ -1,9 +1,9 @@
-"""Examples that stop behind the first layers of one model.
+"""Stop examples after the first layers of one model.
 
-The model's forward comes twice, and each layer once. The first time all examples go through the embeddings and the
-first layers, and the layers above hand on what they get. The second time is the model's own forward of the chosen
-examples, with their labels and masks, in which the first layers return what they have computed. So whatever a model
-does before, between and behind its layers is done by itself, for the examples that it is done for.
+The model's forward runs twice, but each layer runs once. First, all examples go through the embeddings and the first
+layers, and the layers above return their input. Then the model's own forward runs the chosen examples, with their
+labels and masks; here the first layers return what they have computed before. So the model itself does all other work
+before, between and after its layers, for the right examples.
 
 Shape letters: B examples, T positions, K chosen, D width.
 """
@@ -52,14 +52,14 @@ def find_places(policy: MidwaySelector, model: nn.Module, given: Given) -> Seque
 
 @final
 class MidwayExtension(EngineExtension):
-    """A midway selector in one model.
+    """Carry out a midway selector's choices in one model.
 
-    Raises :class:`UnsupportedError` unless the model is, or wraps, a model of transformers with one stack of more
-    layers than the policy's first ones, or under reentrant checkpointing.
+    Raises :class:`UnsupportedError` unless the model is, or wraps, a transformers model with one stack of layers that
+    is deeper than the policy's first ones, or under reentrant checkpointing.
     """
 
     def __init__(self, policy: MidwaySelector, model: nn.Module, given: Given) -> None:
-        from transformers import PreTrainedModel  # takes seconds, so it is not imported with the kind
+        from transformers import PreTrainedModel  # slow to import, so not imported with the kind
 
         self.policy, self.states, name = policy, given.states, type(policy).__name__
         found = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
@@ -104,12 +104,12 @@ class MidwayExtension(EngineExtension):
             refuse_uncalled(self.policy, self.model)
 
     def now(self) -> tuple[MidwaySelector, Step]:
-        """Return the policy with the numbers of the step, and the step with its state."""
+        """Return the policy with the options of the step, and the step with its state."""
         step = self.states.show(self.policy, self._engine.now())
         return self.policy.at(step), step
 
     def count(self, number: int) -> int:
-        """Return how many of so many examples go on."""
+        """Return how many of ``number`` examples go on."""
         policy, step = self.now()
         kept = policy.count(number, step)
         if not 1 <= kept <= number:
@@ -118,24 +118,24 @@ class MidwayExtension(EngineExtension):
 
     @override
     def claim(self, dense: DensePass) -> PassEstimate:
-        """Return the remaining shares of a dense pass of a batch of as many examples as the last one."""
+        """Return the remaining fractions of a dense pass over a batch of the last forward's size."""
         share = self.count(self._number) / self._number
         if share == 1.0 and not self.states.watches(self.policy, ReadFeatures):
-            return PassEstimate()  # the model's own forward
+            return PassEstimate()  # the model's own forward runs unchanged
         above, forward = dict[str, float](), dict[str, float]()
         for name in dense.flops.forward | dense.flops.backward | dense.flops.recomputed:
             layer = self._layers.number_of(name)
             if layer is None or layer >= self.policy.num_first:
                 above[name] = forward[name] = share
             if name in self._early:
-                # Rotary positions and the like: the same for any number of examples, and computed twice.
+                # For example rotary positions: they are the same for any number of examples, and computed twice.
                 module = next(module for module, own in self._names.items() if own == name)
                 forward[name] = 1.0 + (share if next(module.parameters(), None) is not None else 1.0)
         return PassEstimate(above, above, forward)
 
     @contextmanager
     def in_part(self, part: str, hidden: Tensor | None = None) -> Iterator[None]:
-        """Run the first layers alone, or those above from a hidden state."""
+        """Run only the first layers, or only the layers above, from a hidden state."""
         for layer in self._stack:
             layer.part, layer.hidden = part, hidden
         try:
@@ -145,12 +145,12 @@ class MidwayExtension(EngineExtension):
                 layer.part, layer.hidden = "", None
 
     def note_number(self, arguments: Mapping[str, object]) -> None:
-        """Remember how many examples a forward has."""
+        """Store the number of examples of a forward."""
         found = next((value for value in arguments.values() if isinstance(value, Tensor) and value.ndim > 1), None)
         self._number = 1 if found is None else max(1, len(found))
 
     def take_middle(self) -> Tensor:
-        """Return what the last of the first layers has computed, (B, T, D), and forget it."""
+        """Return the output of the last of the first layers, (B, T, D), and forget it."""
         last = self._stack[self.policy.num_first - 1]
         middle_BTD: Tensor | None = last.output
         last.output = None
@@ -164,13 +164,13 @@ class MidwayExtension(EngineExtension):
 
 
 class _Layer(ForwardOverride):
-    """The ``forward`` of one layer. A checkpointed one runs again outside of both parts, and then as itself."""
+    """Replace the ``forward`` of one layer. A checkpointed layer runs again outside of both parts, unchanged."""
 
     def __init__(self, number: int, module: nn.Module, num_first: int) -> None:
         self._module, self._number, self._is_first = module, number, number < num_first
         self._is_last = number == num_first - 1
-        self.part = ""  # of the forward that is under way: first, above, or none of both
-        self.hidden: Tensor | None = None  # what the last of the first layers returns above
+        self.part = ""  # part of the forward that runs now: first, above, or neither
+        self.hidden: Tensor | None = None  # what the last of the first layers returns in the second part
         self.output: Tensor | None = None  # what it has computed
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -186,7 +186,7 @@ class _Layer(ForwardOverride):
 
 
 class _Model(ForwardOverride):
-    """The model's ``forward``: the first layers for all examples, the rest for the chosen ones."""
+    """Replace the model's ``forward``: run the first layers for all examples, the rest for the chosen ones."""
 
     def __init__(self, extension: MidwayExtension, engine: EngineView) -> None:
         self.was_called = False
@@ -195,7 +195,7 @@ class _Model(ForwardOverride):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         extension, model = self._extension, self._model
-        if args and args[0] is model:  # accelerate's wrapper calls a forward it has wrapped as a method
+        if args and args[0] is model:  # accelerate's wrapper passes the model itself first
             args = args[1:]
         arguments = dict(zip(_names_of(type(model).forward), args, strict=False)) | kwargs
         extension.note_number(arguments)
@@ -224,7 +224,7 @@ class _Model(ForwardOverride):
         self._count(targets_B, targets_B[index_K], number, kept)
         chosen = {name: _take(name, value, index_K, number) for name, value in arguments.items()}
         if arguments.get("num_items_in_batch") is not None:
-            # The caller divides by the targets of the whole step: of this batch's share, what goes on is left.
+            # The caller divides by the targets of the whole step, so scale them by the fraction of targets that go on.
             share = targets_B[index_K].sum() / targets_B.sum().clamp(min=1)
             chosen["num_items_in_batch"] = (arguments["num_items_in_batch"] * share).clamp(min=1.0)
         self._engine.notes["midway"] = (
@@ -234,12 +234,12 @@ class _Model(ForwardOverride):
             return self.run_covered(model, **chosen)
 
     def _check(self, arguments: Mapping[str, object]) -> Tensor:
-        """Return the labels."""
+        """Return the labels, or raise an error if the arguments are not supported."""
         name, labels = type(self._extension.policy).__name__, arguments.get("labels")
         if not isinstance(labels, Tensor):
-            raise UsageError(f"{name} needs the labels among the model's arguments: the loss is that of what goes on")
+            raise UsageError(f"{name} needs labels among the model's arguments: the loss is that of chosen examples")
         if arguments.get("past_key_values") is not None:
-            raise UnsupportedError(f"{name} computes without keys and values of earlier positions")
+            raise UnsupportedError(f"{name} does not support a cache of earlier positions")
         for module in self._model.modules():
             function = vars(module).get("_gradient_checkpointing_func")
             if getattr(module, "gradient_checkpointing", False) and getattr(function, "keywords", {}).get(
@@ -265,19 +265,19 @@ def _names_of(forward: Any) -> list[str]:
 
 
 def _for_backbone(backbone: nn.Module, arguments: Mapping[str, object]) -> dict[str, object]:
-    """Return the arguments that the backbone's class declares; without a cache, which only this part would fill."""
+    """Return the arguments that the backbone's class declares, without a cache, which only this part would fill."""
     names = set(_names_of(type(backbone).forward)) - {*OF_LOSS, "use_cache"}
     found = {name: value for name, value in arguments.items() if name in names}
     return found | ({"use_cache": False} if "use_cache" in _names_of(type(backbone).forward) else {})
 
 
 def _count_targets(labels: Tensor) -> Tensor:
-    """Return the number of targets of each example, (B,): its next tokens with a label, or 1 in a classification."""
+    """Return the number of targets of each example, (B,): next tokens with a label, or 1 in a classification."""
     return torch.ones_like(labels) if labels.ndim == 1 else (labels[:, 1:] != IGNORED).sum(1)
 
 
 def _take(name: str, value: object, index_K: Tensor, number: int) -> object:
-    """Return the part of an argument for the chosen examples; one that is not by example is returned as it is."""
+    """Return the part of an argument for the chosen examples; an argument without an example dimension is unchanged."""
     if not isinstance(value, Tensor) or value.ndim == 0 or value.shape[0] != number:
         return value
     return value[index_K] if value.ndim > 1 or name == "labels" else value

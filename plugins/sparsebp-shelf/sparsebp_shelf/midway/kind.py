@@ -1,4 +1,4 @@
-"""The kind of policy that chooses examples behind the first layers of the forward that training differentiates.
+"""Define the policy kind that chooses examples after the first layers of the training forward.
 
 Shape letters: B examples, K chosen, D width.
 """
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FeatureWidth:
-    """Where such a policy decides: its state may have an entry for each feature.
+    """The place of a midway decision: the policy's state may have an entry for each feature.
 
     Args:
-        width: D, of the layers.
-        name: Of the only place.
+        width: D, the width of the layers.
+        name: Name of the only place.
     """
 
     width: int
@@ -31,12 +31,12 @@ class FeatureWidth:
 
 @dataclass(frozen=True)
 class Features:
-    """A batch behind the first layers.
+    """A batch after the first layers.
 
     Args:
         number: B, at least 1.
-        feature_BD: The mean of each example's hidden states behind the first layers over its positions that are not
-            padding, float32, without a graph. None if the policy does not read it.
+        feature_BD: The mean of each example's hidden states after the first layers over its non-padding positions,
+            float32, without a graph. None if the policy does not read it.
     """
 
     number: int
@@ -53,8 +53,8 @@ class ReadFeatures(Observed):
     """The features of a micro-batch among which a policy of this kind chooses.
 
     Args:
-        name: Of the place, ``features``.
-        feature_BD: Of all examples, float32.
+        name: Name of the place, ``features``.
+        feature_BD: The features of all examples, float32.
     """
 
     is_gradient: ClassVar[bool] = False
@@ -62,18 +62,18 @@ class ReadFeatures(Observed):
 
 
 class MidwaySelector(Policy):
-    """Chooses the examples that go on behind the first layers of the forward; the others have no loss.
+    """Choose the examples that go on after the first layers of the forward; the others have no loss.
 
-    All examples of a micro-batch go through the first layers, once; the chosen ones go on from there, in the same
-    forward. The loss is the mean over their targets. The backward of the first layers has the rows of all examples:
-    those of an example that stopped have a gradient of zero. Nothing makes up for what stopped, so a policy that stops
-    any example is neither exact nor unbiased.
+    All examples of a micro-batch go through the first layers once. The chosen ones go on in the same forward, and the
+    loss is the mean over their targets. The backward of the first layers computes the rows of all examples; examples
+    that stopped have zero gradients. Nothing corrects for them, so a policy that stops any example is neither exact nor
+    unbiased.
     """
 
     @property
     @abstractmethod
     def num_first(self) -> int:
-        """Layers that all examples go through, at least 1 and fewer than the model has."""
+        """Number of layers that all examples go through, at least 1 and fewer than the model has."""
 
     @property
     @abstractmethod
@@ -87,11 +87,11 @@ class MidwaySelector(Policy):
 
     @abstractmethod
     def count(self, number: int, step: Step) -> int:
-        """Return K, how many of B examples go on; the claim is computed from it.
+        """Return K, how many of B examples go on; the claim uses it.
 
         Args:
             number: B.
-            step: When, with the policy's state if it has one.
+            step: The step, with the policy's state if it has one.
 
         Returns:
             From 1 to B; B is dense.
@@ -99,14 +99,14 @@ class MidwaySelector(Policy):
 
     @abstractmethod
     def choose(self, features: Features, step: Step) -> torch.Tensor:
-        """Choose the examples that go on; not asked where ``count`` is B.
+        """Choose the examples that go on; not called if ``count`` returns B.
 
         Args:
-            features: Of the micro-batch.
-            step: When; ``step.generator(features)`` is the only source of randomness allowed.
+            features: The micro-batch's features.
+            step: The step; ``step.generator(features)`` is the only source of randomness allowed.
 
         Returns:
-            ``index_K``, int64: their numbers, ascending, each once, on any device.
+            ``index_K``, int64: numbers of the examples, ascending, each once, on any device.
         """
 
 
@@ -130,7 +130,7 @@ MIDWAY_SELECTOR = Kind(
             rule.AllBut(("ParameterSelector", "PartSelector")),
             "They count positions and examples of the whole batch, of which the upper layers get some only.",
         ),
-        rule.at_linears("Branches and nodes store tensors by their index among all examples."),
+        rule.at_linears("Nodes store tensors by their index among all examples."),
         rule.not_with(
             "segments", rule.GIVEN, "segments run the layers without gradients first, where every example goes on"
         ),

@@ -1,15 +1,16 @@
-"""Stop the examples that look like most others behind the first layers.
+"""Stop the examples that look like most others after the first layers.
 
 Dongyue Wu, Zilin Guo, Jialong Zuo, Nong Sang and Changxin Gao, "Partial Forward Blocking: A Novel Data Pruning Paradigm
-for Lossless Training Acceleration" (2025), https://arxiv.org/abs/2506.23674, after the abstract: examples are scored by
-the probability density of their features behind shallow layers, whose estimate adapts during the training; those of
-high density stop there, and the rare ones go on. We differ, where the abstract says no more: features are the mean over
-the positions of a text; the density is that of independent normal distributions, one a feature, whose means and
-variances are running means over the steps; the rarest go on, a fixed number of each micro-batch, without a draw.
+for Lossless Training Acceleration" (2025), https://arxiv.org/abs/2506.23674, after the abstract. The score of an
+example is the probability density of its features after shallow layers, and the density's estimate adapts during
+training. Examples of high density stop there; rare ones go on. The abstract leaves details open, where we choose:
+features are the mean over a text's positions. The density is that of independent normal distributions, one a feature,
+whose means and variances are running means over the steps. A fixed number of each micro-batch goes on, the rarest
+first, without a draw.
 
-Cost: forward and backward of the first layers for all examples, and of everything above for those that go on; the
-estimate is a mean and a variance for each feature. There is no scoring forward. If the first layers are frozen, their
-backward does not exist, and only their forward is spent on the others.
+Cost: forward and backward of the first layers for all examples, and of everything above for those that go on. The
+estimate stores a mean and a variance for each feature. There is no scoring forward. If the first layers are frozen, the
+stopped examples cost only their forward.
 
 Shape letters: B examples, K chosen, D width.
 """
@@ -33,10 +34,10 @@ if TYPE_CHECKING:
 
 @final
 class PartialForward(Stateful[FeatureWidth], MidwaySelector):
-    """Let the rarest examples go on behind the first layers; the others stop there."""
+    """Continue after the first layers only with the rarest examples of a batch; the others stop there."""
 
     card: ClassVar[MethodCard | None] = MethodCard(
-        use="Where batches have many examples that say the same. Compare with `by: random` at the same place, and with "
+        use="For batches with many similar examples. Compare with `by: random` at the same place, and with "
         "a dense batch of the same cost, which has no loss from what it does not read.",
         year=2025,
         saves=("time", "memory"),
@@ -50,11 +51,11 @@ class PartialForward(Stateful[FeatureWidth], MidwaySelector):
     takes_schedules: ClassVar[bool] = False
 
     keep: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
-        0.5, description="Share of each micro-batch's examples that goes on, in (0, 1]; 1.0 is dense."
+        0.5, description="Fraction of each micro-batch's examples that continues, in (0, 1]; 1.0 is dense."
     )
     after: PositiveInt = Field(1, description="Layers that all examples go through, fewer than the model has.")
     by: Literal["density", "random"] = Field(
-        "density", description="What goes on: the examples of lowest density, or as many at random, the control."
+        "density", description="Which examples continue: those of lowest density, or as many at random, the control."
     )
     smoothing: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
         0.9, description="Share of the estimate before in the running means of features, in [0, 1)."
@@ -86,7 +87,7 @@ class PartialForward(Stateful[FeatureWidth], MidwaySelector):
 
     @property
     def is_identical(self) -> bool:
-        return not self.reads_features  # then nothing is observed, and all processes have the state of the start
+        return not self.reads_features  # without features nothing is observed, so all processes keep the initial state
 
     def measure(self, seen: Observed, step: Step) -> dict[str, Measure]:  # noqa: ARG002
         assert isinstance(seen, ReadFeatures)
@@ -122,7 +123,7 @@ class PartialForward(Stateful[FeatureWidth], MidwaySelector):
 
     def count(self, number: int, step: Step) -> int:
         if self.exact or (self.reads_features and not step.state["begun"]):
-            return number  # there is no estimate before the first step
+            return number  # the first step has no estimate yet
         return choice.count_kept(self.keep, number)
 
     def choose(self, features: Features, step: Step) -> torch.Tensor:
@@ -137,20 +138,21 @@ class PartialForward(Stateful[FeatureWidth], MidwaySelector):
 
 
 def surprise(feature_BD: torch.Tensor, state: State) -> torch.Tensor:
-    """Say how rare each example is.
+    """Return how rare each example is.
 
     Args:
-        feature_BD: Features.
-        state: Of :class:`PartialForward`; its running means weigh ``weight`` together, which is 1 after many steps.
+        feature_BD: The features.
+        state: State of :class:`PartialForward`. Its running means have the total weight ``weight``, which approaches 1
+            after many steps.
 
     Returns:
-        -2 log density under the running estimate, but for a constant, (B,), float64.
+        -2 log density under the running estimate, up to a constant, (B,), float64.
     """
     import torch
 
     mean_D, square_D, weight = (torch.as_tensor(state[name]) for name in ("mean", "square", "weight"))
     mean_D, square_D = mean_D / weight, square_D / weight
     variance_D = square_D - mean_D.square()
-    # A feature that never changes says nothing; rounding must not make it say everything.
+    # A feature that never changes carries no information. The lower bound keeps rounding from dominating it.
     variance_D = variance_D.clamp(min=1e-12).maximum(1e-9 * square_D)
     return ((feature_BD.double() - mean_D).square() / variance_D).sum(1)

@@ -1,4 +1,4 @@
-"""Conformance suite of midway selectors. Each broken promise is an ``AssertionError`` of one sentence."""
+"""Check that a midway selector keeps its contract; each violation raises an ``AssertionError`` of one sentence."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def check_midway_selector(policy: MidwaySelector) -> None:
 
 
 def _draw(number: int, seed: int) -> Tensor:
-    return torch.randn(number, WIDTH, generator=torch.Generator().manual_seed(seed)).mul(2).round()  # some are equal
+    # rounding makes some equal
+    return torch.randn(number, WIDTH, generator=torch.Generator().manual_seed(seed)).mul(2).round()
 
 
 def _show(seed: int) -> list[Observed]:
@@ -32,7 +33,7 @@ def _show(seed: int) -> list[Observed]:
 
 
 def _states(policy: MidwaySelector) -> list[State]:
-    """Return the state before the first step, and behind one."""
+    """Return the state before the first step, and the state after one step."""
     if not isinstance(policy, Stateful):
         return [{}]
     first = policy.init(_PLACES)

@@ -1,4 +1,4 @@
-"""Optimizers of published methods, as the group ``sparsebp.optimizers`` names them.
+"""Provide optimizers of published methods, which the entry-point group ``sparsebp.optimizers`` lists.
 
 Importing this package does not import torch.
 """

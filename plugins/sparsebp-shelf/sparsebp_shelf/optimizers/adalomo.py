@@ -1,9 +1,9 @@
-"""AdaLomo of the package pytorch-optimizer, as an optimizer of PyTorch's kind.
+"""Provide AdaLomo of the package pytorch-optimizer with the interface of a PyTorch optimizer.
 
 Lv, Yan, Guo, Lv, Qiu: AdaLomo: Low-memory Optimization with Adaptive Learning Rate, 2024,
-https://arxiv.org/abs/2310.10195. The package's class wants the model and a backward pass of its own, in which every
-hook looks at every parameter; here its arithmetic is asked about one parameter at a time, and when parameters are
-updated is left to the user.
+https://arxiv.org/abs/2310.10195. The package's class needs the model and runs its own backward, in which every hook
+loops over every parameter. This class applies its arithmetic to one parameter at a time; the caller decides when to
+update.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ _OPTIONS = ("weight_decay", "clip_threshold", "decay_rate", "eps1", "eps2")
 
 
 class AdaLomo(SeparateOptimizer):
-    """Steps of bounded size in units of each parameter's own, with a factored second moment.
+    """Take steps of bounded size relative to each parameter's own size, with a factored second moment.
 
     Args:
-        params: Parameters or groups of them, as for a class of torch.optim; vectors and matrices alone.
+        params: Parameters or parameter groups, as for a class of torch.optim; vectors and matrices only.
         lr: Learning rate, in units of a parameter's root mean square.
         weight_decay: Decoupled from the gradient, as in AdamW; 0 or more.
         clip_threshold: Largest root mean square of a step before it is scaled.
-        decay_rate: The exponent by which the second moment forgets, below 0.
+        decay_rate: Exponent of the second moment's decay, below 0.
         eps1: Added to squared gradients.
-        eps2: Smallest root mean square that a parameter is taken to have.
+        eps2: Lower limit of a parameter's root mean square.
 
     Raises:
         ValueError: An argument is out of range.
@@ -53,11 +53,11 @@ class AdaLomo(SeparateOptimizer):
             "eps1": eps1,
             "eps2": eps2,
         }
-        AdaLOMO(nn.Linear(1, 1), lr=lr, **options)  # checks them
+        AdaLOMO(nn.Linear(1, 1), lr=lr, **options)  # validates the options
         super().__init__(params, {"lr": lr} | options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Take further parameters; a complex one, or one of more dimensions than a matrix, is a ValueError."""
+        """Add a parameter group; raise ValueError for a complex parameter, or one with more than two dimensions."""
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
             if parameter.dim() > 2:
@@ -67,8 +67,8 @@ class AdaLomo(SeparateOptimizer):
 
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
         state, alone = self.state[parameter], nn.Module()
-        shape = parameter.shape or (1,)  # one number is a vector of one
-        # The same memory, without the hooks that others put on it.
+        shape = parameter.shape or (1,)  # a single number counts as a vector of one
+        # It shares the memory, but has no hooks.
         alone.p = nn.Parameter(parameter.detach().view(shape))
         alone.p.grad = None if parameter.grad is None else parameter.grad.view(shape)
         options = {name: group[name] for name in _OPTIONS}

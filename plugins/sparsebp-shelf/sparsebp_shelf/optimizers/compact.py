@@ -1,10 +1,10 @@
-"""CompAct's AdamW: moments of gradients in the projection that a saver of inputs has drawn.
+"""Provide CompAct's AdamW: its moments are those of gradients in the projection that an input saver has drawn.
 
 Yara Shamshoum, Nitzan Hodos, Yuval Sieradzki, Assaf Schuster: CompAct: Compressed Activations for Memory-Efficient LLM
-Training, 2025, https://arxiv.org/abs/2410.15352, after its abstract and formulas. With P the matrix that projected the
-input x of a linear, the gradient in the projection is ``dy^T x P``; Adam has moments of it, and the weight moves by
-Adam's step times P^T. We differ: the small gradient is found again from the whole one, ``dy^T x P P^T``. The moments
-stay when P is drawn anew, as we understand it.
+Training, 2025, https://arxiv.org/abs/2410.15352, after its abstract and formulas. P is the matrix that projected the
+input x of a linear, and the projected gradient is ``dy^T x P``. Adam keeps moments of it, and the weight moves by
+Adam's step times P^T. We differ: we recover the small gradient from the whole one, ``dy^T x P P^T``. The moments stay
+when P is drawn again, as we understand the paper.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from torch.optim.optimizer import ParamsT
 
 from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.optimizers import SeparateOptimizer, adam_step, check_betas, check_not_negative, wide_dtype
-from sparsebp_cli.policy import SavedProjection
+from sparsebp_shelf.saver import SavedProjection
 
 Find = Callable[[Tensor], tuple[SavedProjection, int] | None]
 
 
 class CompActAdamW(SeparateOptimizer):
-    """AdamW, in the projection for weights whose gradients are of a projected input, and whole for all else.
+    """Run AdamW: in the projection for weights whose input was projected, on the whole gradient for all others.
 
     Args:
-        params: Parameters or groups of them, as for a class of torch.optim.
+        params: Parameters or parameter groups, as for a class of torch.optim.
         lr: Learning rate, 0 or more.
         betas: Decay rates of the first and the second moment, in [0, 1).
         eps: Added to the root of the second moment.
@@ -53,7 +53,7 @@ class CompActAdamW(SeparateOptimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     def read_projections(self, find: Find) -> None:
-        """Take what says how inputs were projected; ``attach(optimizer=...)`` gives it."""
+        """Store ``find``, which returns how an input was projected; ``attach(optimizer=...)`` calls this."""
         self._find = find
 
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
@@ -62,7 +62,7 @@ class CompActAdamW(SeparateOptimizer):
                 "compact keeps moments in the projection of a policy: give the optimizer to attach(optimizer=...)"
             )
         state, gradient = self.state[parameter], parameter.grad
-        assert gradient is not None  # step() leaves the others out
+        assert gradient is not None  # step() skips parameters without a gradient
         gradient = gradient.to(wide_dtype(gradient))
         state["step"] = state.get("step", 0) + 1
         found = self._find(parameter)
@@ -84,7 +84,7 @@ class CompActAdamW(SeparateOptimizer):
 
 
 def shrink(gradient_OD: Tensor, matrix_DK: Tensor) -> Tensor:
-    """Return the small gradient S of a whole one, ``S P^T``: ``S P^T P (P^T P)^-1``."""
+    """Return the small gradient S of a whole gradient ``S P^T``: ``S P^T P (P^T P)^-1``."""
     gram_KK = matrix_DK.t() @ matrix_DK
     solved_KO: Tensor = torch.linalg.solve_ex(gram_KK, (gradient_OD @ matrix_DK).t())[0]  # does not wait for a GPU
     return solved_KO.t()

@@ -1,10 +1,10 @@
-"""LoRA-FA: AdamW on the second factors of low-rank adapters, whose gradients are those of the whole weight, projected.
+"""Provide LoRA-FA: AdamW on the second factors of low-rank adapters, with projected gradients of the whole weight.
 
 Longteng Zhang, Lin Zhang, Shaohuai Shi, Xiaowen Chu, Bo Li: LoRA-FA: Memory-efficient Low-rank Adaptation for Large
-Language Models Fine-tuning, 2023, https://arxiv.org/abs/2308.03303. An adapter adds ``s B A`` to a weight. With A as it
-was drawn, the gradient g of B becomes ``1/s^2 g (A A^T + 1e-8 I)^-1``: a step of plain descent along it changes the
-weight by the negative gradient of the whole weight, projected on the rows of A. We differ: A is frozen by a policy, not
-by the optimizer, and the Gram matrix is inverted in double precision at each step, so nothing is stored.
+Language Models Fine-tuning, 2023, https://arxiv.org/abs/2308.03303. An adapter adds ``s B A`` to a weight. With A as
+drawn, the gradient g of B becomes ``1/s^2 g (A A^T + 1e-8 I)^-1``. A plain gradient step along it changes the weight by
+its negative gradient, projected on the rows of A. We differ: a policy freezes A, not the optimizer. Each step inverts
+the Gram matrix in double precision, so nothing is stored.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ _RIDGE = 1e-8  # added to the Gram matrix's diagonal
 
 
 class LoRAFA(SeparateOptimizer):
-    """AdamW, on projected gradients for second factors of adapters and on plain ones for all else that is trained.
+    """Run AdamW: on projected gradients for second factors of adapters, on plain gradients for all other parameters.
 
     Args:
-        model: A model with low-rank adapters of peft on linears. The first factors are frozen before the first step.
+        model: A model with peft's low-rank adapters on linears. Their first factors must be frozen before the first
+            step.
         lr: Learning rate, 0 or more.
         betas: Decay rates of the first and the second moment, in [0, 1).
         eps: Added to the root of the second moment.
@@ -32,7 +33,7 @@ class LoRAFA(SeparateOptimizer):
 
     Raises:
         ValueError: An argument is out of range.
-        UnsupportedError: The model has no adapters, or others than low-rank ones of linears.
+        UnsupportedError: The model has no adapters, or adapters other than low-rank ones on linears.
     """
 
     def __init__(
@@ -51,18 +52,18 @@ class LoRAFA(SeparateOptimizer):
         super().__init__(trained, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy needs beside what PyTorch copies: which factors belong together."""
+        """Return the state for a copy: PyTorch's, and which factors belong together."""
         return {**super().__getstate__(), "_adapters": self._adapters}
 
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
         state, gradient = self.state[parameter], parameter.grad
-        assert gradient is not None  # step() leaves the others out
+        assert gradient is not None  # step() skips parameters without a gradient
         gradient = gradient.to(wide_dtype(gradient))
         if parameter in self._adapters:
             first_RD, scale = self._adapters[parameter]
             if first_RD.requires_grad:
                 raise UnsupportedError(
-                    "lora-fa projects by the first factor of an adapter as it was drawn, and here this factor is "
+                    "lora-fa projects by the first factor of an adapter as drawn, but this factor is "
                     "trained: freeze all of *lora_A*"
                 )
             gradient = project(gradient, first_RD, scale)
@@ -73,8 +74,7 @@ class LoRAFA(SeparateOptimizer):
 
 
 def project(gradient_OR: Tensor, first_RD: Tensor, scale: float) -> Tensor:
-    """Return the gradient of a second factor, multiplied by the inverse of the first one's Gram matrix and by one over
-    the square of the adapter's scale."""
+    """Return a second factor's gradient times the first factor's inverse Gram matrix, divided by ``scale`` squared."""
     wide_RD = first_RD.double()
     gram_RR = wide_RD @ wide_RD.t() + _RIDGE * torch.eye(len(wide_RD), dtype=torch.float64, device=wide_RD.device)
     solved_RO: Tensor = torch.linalg.solve_ex(gram_RR, gradient_OR.double().t())[0]  # does not wait for a GPU
@@ -82,7 +82,7 @@ def project(gradient_OR: Tensor, first_RD: Tensor, scale: float) -> Tensor:
 
 
 def find_adapters(model: nn.Module) -> dict[Tensor, tuple[Tensor, float]]:
-    """Return each second factor of a model's adapters with the first one and the adapter's scale."""
+    """Return each second factor of a model's adapters with its first factor and the adapter's scale."""
     from peft.tuners.lora import LoraLayer
 
     found: dict[Tensor, tuple[Tensor, float]] = {}
@@ -91,9 +91,9 @@ def find_adapters(model: nn.Module) -> dict[Tensor, tuple[Tensor, float]]:
             continue
         factors = [*module.lora_A.values(), *module.lora_B.values()]
         if not all(isinstance(factor, nn.Linear) for factor in factors) or len(module.lora_embedding_A):
-            raise UnsupportedError(f"lora-fa is built for adapters of linears, got another one (at {name!r})")
+            raise UnsupportedError(f"lora-fa supports adapters of linears only, got another one (at {name!r})")
         if len(module.lora_magnitude_vector):
-            raise UnsupportedError(f"lora-fa is not built for DoRA (at {name!r}): give use_dora=False")
+            raise UnsupportedError(f"lora-fa is not supported for DoRA (at {name!r}): give use_dora=False")
         for key, second in module.lora_B.items():
             found[second.weight] = module.lora_A[key].weight, float(module.scaling[key])
     if not found:

@@ -1,9 +1,9 @@
-"""Muon for a model's hidden matrices, AdamW for all else, as its authors use it.
+"""Run Muon on a model's hidden matrices and AdamW on all other parameters, as Muon's authors use it.
 
 Keller Jordan and others: Muon, an optimizer for hidden layers in neural networks, 2024,
-https://kellerjordan.github.io/posts/muon/: embeddings, heads, biases and norms get AdamW. Both are PyTorch's own. One
-learning rate serves both, because an update is scaled to the size of AdamW's (``match_rms_adamw``; Jingyuan
-Liu and others: Muon is Scalable for LLM Training, 2025, https://arxiv.org/abs/2502.16982).
+https://kellerjordan.github.io/posts/muon/: embeddings, heads, biases and norms get AdamW. Both optimizers are PyTorch's
+own. They share one learning rate, because ``match_rms_adamw`` scales Muon's update to the size of AdamW's (Jingyuan Liu
+and others: Muon is Scalable for LLM Training, 2025, https://arxiv.org/abs/2502.16982).
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from sparsebp_cli.optimizers import evaluate, keep_precision, refuse_complex
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """Muon on the matrices of hidden layers, AdamW on all other parameters.
+    """Run Muon on the matrices of hidden layers, AdamW on all other parameters.
 
     Args:
-        model: The model whose parameters are trained; those of an ``nn.Embedding``, and of a transformers model those
-            outside of its base model (the head), are not hidden. Of plain parameters every matrix counts as hidden.
+        model: The model whose parameters are trained, or plain parameters. Parameters of an ``nn.Embedding``, and a
+            transformers model's parameters outside its base model (the head), are not hidden. Among plain parameters
+            every matrix counts as hidden.
         lr: Learning rate of Muon and AdamW, 0 or more.
         weight_decay: Decay of Muon and AdamW, decoupled from the gradient; 0 or more.
         momentum: Momentum of Muon, 0 or more.
-        nesterov: Whether Muon looks ahead.
+        nesterov: Whether Muon uses Nesterov momentum.
         ns_steps: Newton-Schulz steps, 1 to 99.
         betas: Decay rates of AdamW's moments, in [0, 1).
         eps: Smallest norm by which Muon divides a gradient; in AdamW added to the root of the second moment.
@@ -51,7 +52,7 @@ class MuonAdamW(torch.optim.Optimizer):
         refuse_complex([*hidden, *others], "muon")
         shared: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "eps": eps}
         orthogonal: dict[str, Any] = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps}
-        # Of a parameter that is never stepped: PyTorch's classes refuse wrong arguments, and want one.
+        # A dummy parameter: PyTorch optimizers validate their arguments only when they get one.
         self._adamw = torch.optim.AdamW([torch.zeros(1)], betas=betas, **shared)
         self._muon = torch.optim.Muon([torch.zeros(1, 1)], adjust_lr_fn="match_rms_adamw", **shared, **orthogonal)
         groups = [
@@ -62,7 +63,7 @@ class MuonAdamW(torch.optim.Optimizer):
         super().__init__(groups, {**self._muon.defaults, **self._adamw.defaults})
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy needs beside what PyTorch copies."""
+        """Return the state for a copy: PyTorch's, and both inner optimizers."""
         return {**super().__getstate__(), "_adamw": self._adamw, "_muon": self._muon}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -72,7 +73,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have a gradient, and return the closure's result, if one is given."""
+        """Update all parameters that have a gradient, and return the closure's result."""
         loss = evaluate(closure)
         for group in self.param_groups:
             inner: Any = self._muon if group["is_hidden"] else self._adamw
@@ -94,7 +95,7 @@ def _split(model: nn.Module | Iterable[Tensor]) -> tuple[list[Tensor], list[Tens
 
 
 def _find_apart(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the parameters of embeddings, and of heads on top of a transformers model's base."""
+    """Yield the parameters of embeddings, and of heads outside a transformers model's base."""
     from transformers import PreTrainedModel
 
     for module in model.modules():

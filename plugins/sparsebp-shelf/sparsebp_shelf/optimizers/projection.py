@@ -1,16 +1,16 @@
-"""GaLore and Fira of the package pytorch-optimizer, with a state that can be saved.
+"""Provide GaLore and Fira of the package pytorch-optimizer, with a state that can be saved.
 
 Zhao, Zhang, Chen, Wang, Anandkumar, Tian: GaLore: Memory-Efficient LLM Training by Gradient Low-Rank Projection, 2024,
 https://arxiv.org/abs/2403.03507.
 
 Xi Chen, Kaituo Feng, Changsheng Li, Xunhao Lai, Xiangyu Yue, Ye Yuan, Guoren Wang: Fira: Can We Achieve Full-rank
-Training of LLMs Under Low-rank Constraint?, 2024, https://arxiv.org/abs/2410.01623. With R the gradient G in the
-subspace P and psi(R) its step by Adam, a matrix moves by scale P psi(R) + s (G - scale P R): the part of G outside of
-the subspace is scaled, row by row or column by column, as Adam scales the part inside of it, s = |psi(R)| / |R|. The
-norm of the second term grows by 1 % a step at most.
+Training of LLMs Under Low-rank Constraint?, 2024, https://arxiv.org/abs/2410.01623. R is the gradient G in the subspace
+P, and psi(R) is its step by Adam. A matrix moves by scale P psi(R) + s (G - scale P R). The second term is the part of
+G outside of the subspace. Its factor s = |psi(R)| / |R| is Adam's scaling of the part inside, row by row or column by
+column. The norm of the second term grows by at most 1 % a step.
 
-The package keeps each projection in an object; here its matrix is a tensor of the optimizer's state, so that it is
-counted, saved and loaded like the moments.
+The package keeps each projection in an object. Here its matrix is a tensor of the optimizer's state, so it is counted,
+saved and loaded like the moments.
 """
 
 from __future__ import annotations
@@ -28,18 +28,19 @@ from sparsebp_cli.optimizers import evaluate
 
 
 class Projected:
-    """AdamW in the subspace of each matrix's largest singular vectors; AdamW for all that is no matrix. It comes before
-    an optimizer of the package among the bases of a class.
+    """Run AdamW in the subspace of each matrix's largest singular vectors, and plain AdamW on all other parameters.
+
+    A class lists it before an optimizer of the package among its bases.
 
     Args:
-        params: Parameters or groups of them, as for a class of torch.optim.
+        params: Parameters or parameter groups, as for a class of torch.optim.
         lr: Learning rate, 0 or more.
         betas: Decay rates of the first and the second moment, in [0, 1).
         eps: Added to the root of the second moment.
         weight_decay: Decoupled from the gradient, as in AdamW; 0 or more.
-        rank: Singular vectors that are kept.
+        rank: Number of singular vectors to keep.
         scale: Factor of the step in the subspace.
-        update_proj_gap: Steps for which a subspace is used.
+        update_proj_gap: Number of steps that use one subspace.
     """
 
     param_groups: list[dict[str, Any]]
@@ -69,11 +70,11 @@ class Projected:
         """Update all parameters that have a gradient, and return the closure's result."""
         loss = evaluate(closure)
         for state, group in self._matrices():
-            if "projection" in state and "projector" not in state:  # it was loaded
+            if "projection" in state and "projector" not in state:  # a loaded state
                 options = {key: group[key] for key in ("rank", "update_proj_gap", "scale", "projection_type")}
                 state["projector"] = projector = GaLoreProjector(**options)
                 projector.ortho_matrix, projector.last_svd_step = state["projection"], state["projection_step"]
-        # The hooks around this class's step have run: not those of the class below once more.
+        # The hooks around this class's step have run; the parent's step must not run them again.
         below: Any = super()
         below.step.__wrapped__(self)
         for state, _ in self._matrices():
@@ -97,8 +98,8 @@ def _leave_out_objects(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 class GaLore(Projected, pytorch_optimizer.GaLore):  # type: ignore[misc]
-    """The rest of a matrix's gradient is left out."""
+    """Leave out the rest of a matrix's gradient."""
 
 
 class Fira(Projected, pytorch_optimizer.Fira):  # type: ignore[misc]
-    """The rest of a matrix's gradient is scaled as the part in the subspace is."""
+    """Scale the rest of a matrix's gradient like the part in the subspace."""

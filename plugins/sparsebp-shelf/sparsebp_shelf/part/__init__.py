@@ -1,4 +1,4 @@
-"""Training a part of each weight: rows, columns, blocks or single entries."""
+"""Train a part of each weight: rows, columns, blocks or single entries."""
 
 from sparsebp_shelf.part.kind import PART_SELECTOR, PartSelector, TrainedWeight, WeightGradient
 from sparsebp_shelf.part.subnet import Subnet

@@ -1,7 +1,7 @@
-"""Parts of weights that are trained: what a model and its optimizer need, so that state exists for the parts alone.
+"""Train parts of weights in one model, with optimizer state for the parts only.
 
-The weights stay ordinary parameters of the model, under their own names, and always hold what was trained: after each
-step of the optimizer the leaves, which it trains in their place, are written into them.
+The weights stay ordinary parameters of the model, under their own names. The optimizer trains a leaf tensor for each
+part instead. After each of its steps the leaves are written into the weights, so the weights hold the trained values.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing_extensions import override
 
 from sparsebp_cli.backward import (
     DensePass,
-    EngineExtension,
     ForwardOverride,
     ForwardPatches,
     LayerNumbers,
     PassEstimate,
+    TrialExtension,
     claim_needed,
 )
 from sparsebp_cli.errors import PolicyError, UnsupportedError, UsageError
@@ -40,12 +40,11 @@ Linears = Mapping[str, tuple[nn.Module, WeightLayout]]
 
 
 @final
-class PartExtension(EngineExtension):
-    """A part selector in one model.
+class PartExtension(TrialExtension):
+    """Carry out a part selector's choice in one model, for the linears of :func:`find_divisible`.
 
-    Its linears are those of :func:`find_divisible`. Raises :class:`PolicyError` if the policy does not fit the model,
-    :class:`UsageError` if the optimizer does not train a weight or has state of the whole of it, and
-    :class:`UnsupportedError` under reentrant checkpointing.
+    Raises :class:`PolicyError` if the policy does not fit the model, :class:`UsageError` if the optimizer does not
+    train a weight or has state for all of it, and :class:`UnsupportedError` under reentrant checkpointing.
     """
 
     policy: PartSelector
@@ -60,7 +59,7 @@ class PartExtension(EngineExtension):
         linears = find_divisible(model, given.exclude, frozen=policy.of_frozen)
         self.policy, self._model, self._linears, self._states = policy, model, linears, given.states
         self._swap, self._first = _Swap(given.trained_by), replace(given.first, index=0)
-        # What is frozen in a step: all that the user trains, or weights that the user has frozen already.
+        # Parameters that a step may freeze: all that the user trains, or with of_frozen those that the user has frozen.
         own = {id(weight_of(module)) for module, _ in linears.values()}
         self._names = {
             name: p for name, p in model.named_parameters() if (id(p) in own if policy.of_frozen else p.requires_grad)
@@ -70,7 +69,7 @@ class PartExtension(EngineExtension):
         self._patches = ForwardPatches()
         self._engine: EngineView | None = None
         self._enabled, self._is_loaded = True, False
-        # Without of_frozen, those that the user has frozen stay so.
+        # Without of_frozen, parameters that the user has frozen stay frozen.
         self._frozen_here: list[nn.Parameter] = list(self._names.values()) if policy.of_frozen else []
         parts = self._choose()
         if policy.of_frozen:
@@ -83,7 +82,7 @@ class PartExtension(EngineExtension):
     @property
     @override
     def frozen(self) -> frozenset[str]:
-        """Names of parameters of which nothing is trained."""
+        """Names of parameters without a trained part."""
         trained = {id(weight_of(self._linears[name][0])) for name in self._parts}
         return frozenset(name for name, parameter in self._names.items() if id(parameter) not in trained)
 
@@ -100,13 +99,13 @@ class PartExtension(EngineExtension):
         return sum(p.nbytes for p in (*self._beside, *(each.leaf for each in self._overrides.values())))
 
     def install(self, engine: EngineView) -> None:
-        self._engine = engine  # parts are chosen as the first step starts
+        self._engine = engine  # the first step chooses the parts
         if self.policy.of_frozen:
-            # All of them, whatever is chosen: so a resumed run has the same numbers of parameters.
+            # Add all weights, whatever the policy chooses, so that a resumed run has the same number of parameters.
             self._swap.add(self._names.values())
 
     def remove(self) -> None:
-        # Until the next step begins, what was trained is in the leaves alone.
+        # Until the next step begins, only the leaves hold the trained values.
         self._write()
         self._remove_parts()
         self.enable(False)
@@ -129,32 +128,32 @@ class PartExtension(EngineExtension):
                 parameter.requires_grad_(False)
 
     def start_step(self, step: Step) -> None:
-        if self._is_loaded:  # the weights are those of the checkpoint
+        if self._is_loaded:  # the weights hold the checkpoint's values
             self._remove_parts()
         else:
             self._write()
-        if self._is_loaded or step.index == 0:  # at 0 after trial passes, too
+        if self._is_loaded or step.index == 0:  # step 0 may follow trial passes
             self._remove_parts()
             self._parts = self._choose()
             self._install_parts()
         self._is_loaded = False
         self.enable(self._enabled)
         for parameter in (*self._names.values(), *(each.leaf for each in self._overrides.values())):
-            parameter.grad = None  # applied; model.zero_grad() would not reach a leaf
+            parameter.grad = None  # the gradient was applied; model.zero_grad() does not reach a leaf
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return nothing: the choice is the policy's state, the values are the model's weights."""
+        """Return nothing: the policy's state holds the choice, and the model's weights hold the values."""
         return {}
 
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Choose and read the parts again when the step begins, from the state and the weights that were loaded."""
+        """Make the next step choose and read the parts again, from the loaded state and weights."""
         self._is_loaded = True
 
     @contextmanager
     def trying(self, decision: Collection[str] | TrialPass) -> Iterator[None]:  # noqa: ARG002 - all passes are dense
-        """Run a trial pass densely, and note the gradients of the weights."""
+        """Run a trial pass densely, and record the gradients of the weights."""
         before = self._enabled
         self.enable(False)
         try:
@@ -170,7 +169,7 @@ class PartExtension(EngineExtension):
 
     @override
     def claim(self, dense: DensePass) -> PassEstimate:
-        """Return the remaining shares of a dense pass."""
+        """Return the remaining fractions of a dense pass."""
         needed = claim_needed(self._model, dense, [self._names[name] for name in self.frozen])
         backward = dict(needed.backward)
         for name, part in self._parts.items():
@@ -185,7 +184,7 @@ class PartExtension(EngineExtension):
         weights, name = show_weights(self._model, self._linears), type(self.policy).__name__
         if not weights:
             kind = "frozen linear" if self.policy.of_frozen else "linear"
-            raise PolicyError(f"{name}: the model has no {kind} of whose weight parts can be trained")
+            raise PolicyError(f"{name}: the model has no {kind} whose weight can be trained in part")
         chosen = dict(self.policy.parts(weights, self._states.show(self.policy, self._first)))
         if not chosen:
             raise PolicyError(f"{name} chose no part of any weight, allowed: 1 or more")
@@ -220,8 +219,8 @@ class PartExtension(EngineExtension):
     @torch.no_grad()
     def _write(self) -> None:
         for each in self._overrides.values():
-            # Copied, even if contiguous: through a view the optimizer would change a saved weight, and autograd would
-            # not notice. See decision 16.
+            # Copied, even if contiguous: through a view the optimizer would change a saved weight unnoticed by
+            # autograd. See decision 16.
             each.part.write(each.form.by_output(weight_of(each.module)), each.leaf)
 
     def _describe(self) -> str:
@@ -237,7 +236,7 @@ class PartExtension(EngineExtension):
 
 @final
 class PartOverride(ForwardOverride):
-    """The ``forward`` of one linear of which a part is trained."""
+    """Replace the ``forward`` of one linear: only a part of its weight is trained."""
 
     leaf: nn.Parameter
     handle: RemovableHandle
@@ -252,20 +251,20 @@ class PartOverride(ForwardOverride):
         self.enabled = True
 
     @override
-    def __call__(self, input: Tensor) -> Tensor:  # the parameter's name is that of nn.Linear
+    def __call__(self, input: Tensor) -> Tensor:  # nn.Linear's parameter name
         if self.is_removed or not self.enabled or not torch.is_grad_enabled():
             output: Tensor = self.run_covered(self.module, input)
             return output
         weight = weight_of(self.module)
         if weight.device != self.leaf.device or weight.dtype != self.leaf.dtype:
             raise UnsupportedError(
-                f"{self.name!r} has become {weight.dtype} on {weight.device} since its part was chosen "
+                f"{self.name!r} has become {weight.dtype} on {weight.device} after its part was chosen "
                 f"({self.leaf.dtype} on {self.leaf.device}): move or convert the model before"
             )
         return run_part(self.module, input, self.leaf, self.form, self.part, reference=self._engine.reference)
 
     def _show(self, leaf: Tensor) -> None:
-        """In a probe, let the weight have the gradient, with zeros outside of the part: probes compare weights."""
+        """In a probe, write the gradient to the weight, with zeros outside of the part: probes compare weights."""
         if not self._engine.now().draw or leaf.grad is None:
             return
         weight = weight_of(self.module)
@@ -278,7 +277,7 @@ class PartOverride(ForwardOverride):
 
 @final
 class _Swap:
-    """Puts other parameters into an optimizer in the place of some of its own."""
+    """Replace parameters of an optimizer by others."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
@@ -286,26 +285,26 @@ class _Swap:
         self._trained = {id(each) for group in optimizer.param_groups for each in group["params"]}
 
     def check_begins(self) -> None:
-        """Raise :class:`UsageError` if the optimizer has state, which parts that it gets would lack."""
+        """Raise :class:`UsageError` if the optimizer has state, because the added parts would have none."""
         if self._optimizer.state:
             raise UsageError(
                 "the optimizer has state already, and gets parts of frozen weights: attach before its first step"
             )
 
     def add(self, weights: Iterable[Tensor]) -> None:
-        """Add weights that the optimizer does not have, as places of their parts; without gradients it skips them."""
+        """Add weights to the optimizer, as places of their parts; it skips them while they have no gradient."""
         known = {id(each) for group in self._optimizer.param_groups for each in group["params"]}
         self._added = [weight for weight in weights if id(weight) not in known]
         self._optimizer.param_groups[0]["params"].extend(self._added)
 
     def check(self, name: str, weight: Tensor, is_whole: bool) -> None:
-        """Raise :class:`UsageError` unless the optimizer trains a weight, and has state of a part of it at most."""
+        """Raise :class:`UsageError` unless the optimizer trains a weight and has no state for all of it."""
         if id(weight) not in self._trained:
-            raise UsageError(f"the optimizer does not train the weight of {name!r}, of which a part is to be trained")
+            raise UsageError(f"the optimizer does not train the weight of {name!r}, whose part the policy trains")
         state = self._optimizer.state.get(weight, {})
         if not is_whole and any(isinstance(v, Tensor) and v.shape == weight.shape for v in state.values()):
             raise UsageError(
-                f"the optimizer has state of the whole weight of {name!r}, of which a part is to be trained: attach "
+                f"the optimizer has state for the whole weight of {name!r}, but the policy trains a part: attach "
                 "before its first step"
             )
 
@@ -320,9 +319,8 @@ class _Swap:
                 self._optimizer.state[after] = self._optimizer.state.pop(before)
 
     def forget(self, weights: Iterable[Tensor] | None) -> None:
-        """Forget the state of some weights, None: of all, since that of a part has another shape than its weight; and
-        remove what was added.
-        """
+        """Drop the optimizer's state of some weights (None: of all), and remove the added weights. A part's state has
+        another shape than its weight."""
         if weights is None:
             self._optimizer.state.clear()
         for weight in weights or ():
@@ -333,14 +331,14 @@ class _Swap:
 
 
 def find_divisible(model: nn.Module, exclude: Sequence[str] = (), *, frozen: bool = False) -> Linears:
-    """Return the linears of whose weights parts can be trained, by name: not those that are tied, quantised, sharded,
-    in float8, parametrized or frozen; with ``frozen`` those that are. ``exclude`` has globs over names.
-    """
+    """Return the linears whose weights can be trained in part, by name, without those that match ``exclude``. Weights
+    that are tied, quantised, sharded, in float8, parametrized or frozen do not count; ``frozen`` returns the frozen
+    ones."""
     uses: dict[int, int] = {}
     for _, parameter in model.named_parameters(remove_duplicate=False):
         uses[id(parameter)] = uses.get(id(parameter), 0) + 1
     found = {}
-    for name, module in model.named_modules():  # an excluded pattern without a linear is refused at the sites
+    for name, module in model.named_modules():  # the sites check that each excluded pattern matches a linear
         form = None if any(fnmatchcase(name, pattern) for pattern in exclude) else find_layout(module)
         if form is not None and weight_of(module).requires_grad != frozen and uses.get(id(weight_of(module))) == 1:
             found[name] = (module, form)
@@ -348,12 +346,12 @@ def find_divisible(model: nn.Module, exclude: Sequence[str] = (), *, frozen: boo
 
 
 def find_places(policy: PartSelector, model: nn.Module, given: Given) -> tuple[TrainedWeight, ...]:
-    """Return the weights of which a part selector chooses parts."""
+    """Return the weights from which a part selector chooses parts."""
     return show_weights(model, find_divisible(model, given.exclude, frozen=policy.of_frozen))
 
 
 def show_weights(model: nn.Module, linears: Linears) -> tuple[TrainedWeight, ...]:
-    """Return the weights as a policy sees them."""
+    """Return the weights in the form that a policy gets."""
     layers = LayerNumbers(model)
     return tuple(
         TrainedWeight(name, layers.number_of(name), form.by_output(weight_of(module).detach()))
@@ -363,7 +361,7 @@ def show_weights(model: nn.Module, linears: Linears) -> tuple[TrainedWeight, ...
 
 def _refuse_reentrant(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        # transformers keeps its options nowhere else: this is a partial of torch.utils.checkpoint.checkpoint.
+        # transformers stores its options only here, in a partial of torch.utils.checkpoint.checkpoint.
         keywords: dict[str, object] = getattr(module.__dict__.get("_gradient_checkpointing_func"), "keywords", {})
         if getattr(module, "gradient_checkpointing", False) and keywords.get("use_reentrant", True):
             raise UnsupportedError(

@@ -1,8 +1,8 @@
-"""A linear layer of which only a part of the weight is trained.
+"""Compute a linear layer that trains only a part of its weight.
 
-The part is a leaf of its own shape, so that the optimizer's state has this shape too. The forward multiplies the whole
-weight, which holds the same values; the leaf only receives the gradient. The reference computes the dense gradient of
-the weight and restricts it.
+The part is a leaf of its own shape, so the optimizer's state has this shape too. The forward multiplies the whole
+weight, which holds the same values; the leaf only receives the gradient. The reference computes the dense weight
+gradient and restricts it.
 
 Shape letters: N rows (= B*T), D input width, O output width, K kept, R features of the input that a part reads, S side
 of a block.
@@ -22,9 +22,9 @@ from sparsebp_shelf.part.weight_part import WeightBlocks, WeightColumns, WeightP
 
 @final
 class PartLinear(Function):
-    """A linear layer whose backward computes the weight's gradient for a part only.
+    """Run a linear layer whose backward computes the weight's gradient for a part only.
 
-    It saves those features of the input that the part reads: for rows and entries all.
+    It saves only the input features that the part reads; rows and entries need all features.
     """
 
     @staticmethod
@@ -46,7 +46,7 @@ class PartLinear(Function):
         if needs_part and columns_R is not None:
             kept = x.reshape(-1, x.shape[-1]).index_select(1, columns_R)
         ctx.save_for_backward(kept, weight if needs_dgrad else None)
-        return form.forward(x, weight, bias).detach()  # some layouts return a view, which must not leave a Function
+        return form.forward(x, weight, bias).detach()  # some layouts return a view, which a Function must not return
 
     @staticmethod
     @once_differentiable
@@ -67,7 +67,7 @@ class PartLinear(Function):
 def part_wgrad(form: WeightLayout, part: WeightPart, grad_NO: Tensor, kept_NR: Tensor, *, reference: bool) -> Tensor:
     """Return the gradient of a part, in the shape of :meth:`~sparsebp_shelf.part.WeightPart.restrict`.
 
-    ``kept_NR`` is the input, (N, D); of columns and blocks, unless ``reference``, only the features that they read.
+    ``kept_NR`` is the input, (N, D); for columns and blocks only the features that they read, unless ``reference``.
     """
     if not reference:
         if isinstance(part, WeightRows):
@@ -90,7 +90,7 @@ def _block_wgrad(part: WeightBlocks, grad_NO: Tensor, kept_NR: Tensor) -> Tensor
 
 
 def _columns(part: WeightPart) -> Tensor | None:
-    """Return the features of the input that a part reads, (R,); None if it reads all of them."""
+    """Return the features of the input that a part reads, (R,); None if it reads all features."""
     if isinstance(part, WeightColumns):
         return part.index_K
     return part.read_columns if isinstance(part, WeightBlocks) else None
@@ -99,7 +99,7 @@ def _columns(part: WeightPart) -> Tensor | None:
 def run_part(
     module: nn.Module, x: Tensor, leaf: Tensor, form: WeightLayout, part: WeightPart, *, reference: bool
 ) -> Tensor:
-    """Run a linear of which a part is trained; under autocast in its dtype, with the leaf's gradient in the leaf's."""
+    """Run a linear with a trained part, under autocast in its dtype; the leaf's gradient keeps the leaf's dtype."""
     weight, bias = module.weight, module.bias
     assert isinstance(weight, Tensor)
     assert bias is None or isinstance(bias, Tensor)
@@ -111,8 +111,8 @@ def run_part(
 
 def _cast(tensor: Tensor) -> Tensor:
     """Return a tensor as autocast would pass it to a product."""
-    # Autocast itself casts floating-point arguments except float64. It also caches the cast of a weight, so that the
-    # gradients of a layer used twice are summed in low precision; here they are summed in full precision.
+    # Autocast casts floating-point arguments except float64. It also caches a weight's cast, so a layer that runs twice
+    # sums its gradients in low precision; this code sums them in full precision.
     if not tensor.is_floating_point() or tensor.dtype == torch.float64:
         return tensor
     return tensor.to(torch.get_autocast_dtype(tensor.device.type))

@@ -1,4 +1,4 @@
-"""The kind of policy that chooses which parts of weights are trained.
+"""Define the policy kind that chooses which parts of weights are trained.
 
 Shape letters: D input width, O output width.
 """
@@ -25,7 +25,7 @@ class TrainedWeight:
 
     Args:
         name: Name of the linear, such as ``model.layers.3.mlp.down_proj``.
-        layer: Number of the layer that it belongs to, from 0; None outside of layers.
+        layer: Number of its layer, from 0; None outside of layers.
         matrix_OD: The weight as it is now, output by input, without a copy. It must not be changed.
     """
 
@@ -45,32 +45,31 @@ class TrainedWeight:
 
 
 class PartSelector(Policy):
-    """Chooses which parts of the weights of linears are trained, once for the whole training. All else is frozen,
-    unless the parts are ``of_frozen`` weights.
+    """Choose which parts of the weights of linears are trained, once for the whole training; all else is frozen.
 
-    The optimizer gets a parameter of the part's shape in place of the weight, and so has state for the part alone. The
-    gradient of a part is the dense one of its entries. A policy that chooses by gradients is
-    :class:`~sparsebp_cli.policy.Stateful` as well, wants trial passes before step 0, which are dense, observes
-    :class:`WeightGradient`, and keeps its choice as its state; one that chooses by weights keeps
-    it from ``init``.
+    The optimizer gets a parameter of the part's shape instead of the weight, so it has state for the part only. The
+    gradient of a part is the dense gradient of its entries. With ``of_frozen`` other parameters are trained, too. A
+    policy that chooses by gradients is also :class:`~sparsebp_cli.policy.Stateful`. It requests trial passes before
+    step 0, which are dense, observes :class:`WeightGradient`, and stores its choice as its state. A policy that chooses
+    by weights stores its choice in ``init``.
     """
 
     takes_schedules: ClassVar[bool] = False
 
     @property
     def of_frozen(self) -> bool:
-        """Whether the parts are those of weights that the user has frozen, as those under adapters are. Then all that
-        the user trains is trained whole beside them, and dense is the training of both."""
+        """Whether the policy trains parts of weights that the user has frozen, such as weights under adapters. All
+        parameters that the user trains are then trained whole as well; dense means training both."""
         return False
 
     @property
     def exact(self) -> bool:
-        """False: what is outside of the parts is not trained."""
+        """False: the rest of each weight is not trained."""
         return False
 
     @property
     def unbiased(self) -> bool:
-        """False: no weight makes up for a missing gradient."""
+        """False: nothing corrects for a missing gradient."""
         return False
 
     @abstractmethod
@@ -78,23 +77,23 @@ class PartSelector(Policy):
         """Return the part of each weight that is trained.
 
         Raise :class:`~sparsebp_cli.errors.PolicyError` for options that do not fit the model, such as a pattern that
-        matches nothing: the engine calls this when the policy is attached, before anything starts.
+        matches nothing. The engine calls this method when the policy is attached, before training starts.
 
         Args:
-            weights: Weights of all linears of which parts can be trained, in the model's order: not those that are
-                tied, quantised, sharded, in float8, parametrized, or frozen by the user; with ``of_frozen`` those that
-                are.
+            weights: Weights of all linears that can be trained in part, in the model's order. Weights that are tied,
+                quantised, sharded, in float8, parametrized or frozen by the user are missing; with ``of_frozen`` these
+                are the frozen ones.
             step: Always of index 0, with the state; ``step.generator(...)`` is the only source of randomness allowed.
 
         Returns:
-            Parts by the name of the linear, at least one; linears that are missing are not trained. Equal calls have
-            equal answers.
+            Parts by the name of the linear, at least one; linears that are missing are not trained. Equal calls must
+            return equal parts.
         """
 
 
 @dataclass(frozen=True)
 class WeightGradient(Observed):
-    """The gradient of the weight of a linear, in trial passes alone.
+    """The gradient of a linear's weight, in trial passes only.
 
     Args:
         name: Name of the linear.
@@ -130,7 +129,7 @@ PART_SELECTOR = Kind(
         rule.not_with("segments", rule.GIVEN, "segments know the parameters of layers, and parts are none of them"),
         rule.one_process("DDP and FSDP know the parameters of the model, and parts are none of them."),
         rule.Rule(
-            "{policy} in a schedule of phases is not built: the optimizer's state of a part does not fit the whole "
+            "{policy} in a schedule of phases is not supported: the optimizer's state of a part does not fit the whole "
             "weight",
             options={"phases": rule.SEVERAL},
         ),
@@ -145,7 +144,7 @@ PART_SELECTOR = Kind(
         ),
         rule.needs_optimizer("parts take the place of their weights in it"),
         rule.Rule(
-            "{policy} under DDP is not built: DDP knows the parameters of the model, and parts are none of them",
+            "{policy} under DDP is not supported: DDP knows the parameters of the model, and parts are none of them",
             options={"wrapped": ("DDP",)},
         ),
         rule.not_compiled("compiled layers keep the forwards of their linears"),

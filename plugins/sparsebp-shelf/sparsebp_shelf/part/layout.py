@@ -1,4 +1,4 @@
-"""Linears of which a part can be trained: how each stores its weight and multiplies.
+"""Describe how linears that can be trained in part store their weight and multiply.
 
 Shape letters: N rows, D input width, O output width.
 """
@@ -63,15 +63,14 @@ class MatmulLayout(WeightLayout):
 
 
 def find_layout(module: nn.Module) -> WeightLayout | None:
-    """Return how a linear multiplies; None for another module, and for one that is quantised, sharded, in float8 or
-    parametrized."""
-    # A subclass may compute something else, as quantised and float8 ones do: only this very forward has our backward.
+    """Return a linear's layout; None for other modules, and for quantised, sharded, float8 or parametrized linears."""
+    # A subclass may compute something else, as quantised and float8 ones do. Our backward fits only this forward.
     layout = next((form for kind, form in _known() if type(module).forward is kind.forward), None)
     return layout if layout is not None and _is_plain(module) else None
 
 
 def weight_of(module: nn.Module) -> Tensor:
-    """Return the weight of a linear, which ``nn.Module`` may declare as any tensor or module."""
+    """Return the weight of a linear; ``nn.Module`` may declare it as any tensor or module."""
     weight = module.weight
     assert isinstance(weight, Tensor)
     return weight
@@ -79,7 +78,7 @@ def weight_of(module: nn.Module) -> Tensor:
 
 def _known() -> list[tuple[type[nn.Module], WeightLayout]]:
     known: list[tuple[type[nn.Module], WeightLayout]] = [(nn.Linear, LinearLayout())]
-    # These are loaded if a model contains one.
+    # Models that contain one have already imported it.
     if (conv1d := sys.modules.get("transformers.pytorch_utils")) is not None:
         known.append((conv1d.Conv1D, Conv1DLayout()))
     if (falcon := sys.modules.get("transformers.models.falcon.modeling_falcon")) is not None:
@@ -88,7 +87,7 @@ def _known() -> list[tuple[type[nn.Module], WeightLayout]]:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether a linear's weight is an ordinary real tensor. One without data, of FakeTensorMode, stands for such."""
+    """Return whether a linear's weight is an ordinary real tensor, or a FakeTensorMode tensor without data."""
     if is_parametrized(module):  # reading its weight would compute it
         return False
     weight = weight_of(module)

@@ -3,17 +3,17 @@
 Rows and columns with the same channels on both sides of an MLP: Xinyu Yang et al., "S2FT: Efficient, Scalable and
 Generalizable LLM Fine-tuning by Structured Sparsity" (NeurIPS 2024), https://arxiv.org/abs/2412.06289. Blocks by the
 mean magnitude of their gradients: Haoze He et al., "SMT: Fine-Tuning Large Language Models with Sparse Matrices" (ICLR
-2025), https://arxiv.org/abs/2405.15525. Entries by the magnitudes of theirs: Weixi Song et al., "Sparse is Enough in
-Fine-tuning Pre-trained Large Language Models" (SIFT, ICML 2024), https://arxiv.org/abs/2312.11875.
-Entries of the weights under low-rank adapters, which are trained beside them (``of: frozen``): Mahdi Nikdan, Soroush
-Tabesh, Elvir Crncevic and Dan Alistarh, "RoSA: Accurate Parameter-Efficient Fine-Tuning via Robust Adaptation" (ICML
-2024), https://arxiv.org/abs/2401.04679.
+2025), https://arxiv.org/abs/2405.15525. Entries by the magnitude of their gradients: Weixi Song et al., "Sparse is
+Enough in Fine-tuning Pre-trained Large Language Models" (SIFT, ICML 2024), https://arxiv.org/abs/2312.11875. Entries of
+the weights under trained low-rank adapters (``of: frozen``): Mahdi Nikdan, Soroush Tabesh, Elvir Crncevic and Dan
+Alistarh, "RoSA: Accurate Parameter-Efficient Fine-Tuning via Robust Adaptation" (ICML 2024),
+https://arxiv.org/abs/2401.04679.
 
-We differ. Channels are chosen singly, not whole heads of an attention, and the chosen ones are copied, not moved next
-to each other. SMT trains the whole model for 100 steps to see gradients; we take those of ``batches`` batches at the
-first weights, which costs as many dense passes and trains nothing. RoSA trains the adapters alone for a while and takes
-squares of gradients by default; we take magnitudes, at the first weights, where the adapters add nothing. All other
-parameters are frozen, biases included; with ``of: frozen`` those that the user trains are not.
+We differ. The policy chooses single channels, not whole attention heads, and copies them; S2FT moves them next to each
+other. SMT trains the whole model for 100 steps to see gradients; we take gradients of ``batches`` batches at the
+initial weights. That costs one dense pass a batch and trains nothing. RoSA first trains the adapters alone and squares
+gradients by default; we take magnitudes at the initial weights, where the adapters add nothing. All other parameters
+are frozen, biases included; with ``of: frozen`` parameters that the user trains stay trained.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Subnet(Stateful[TrainedWeight], PartSelector):
     """Train rows, columns, blocks or entries of weights, by gradient, by weight or at random."""
 
     card: ClassVar[MethodCard | None] = MethodCard(
-        use="Where optimizer state does not fit, instead of LoRA and without its layers. Not to save time: forward and "
+        use="If optimizer state does not fit: instead of LoRA, without its layers. Not to save time: forward and "
         "dgrad stay whole, for single entries wgrad, too.",
         year=2024,
         saves=("memory",),
@@ -84,11 +84,11 @@ class Subnet(Stateful[TrainedWeight], PartSelector):
     def _fits(self) -> Self:
         given = [kind for kind in KINDS if getattr(self, kind) is not None]
         if empty := [kind for kind in given if not getattr(self, kind)]:
-            raise ValueError(f"{empty[0]} names no linear: leave it out, or give patterns")
+            raise ValueError(f"{empty[0]} is empty: omit it, or give patterns of linears")
         if self.coupled and set(given) != {"rows", "columns"}:
-            raise ValueError("coupled needs rows and columns, and nothing else")
+            raise ValueError("coupled needs rows and columns, and no blocks or elements")
         if self.scope == "model" and given not in (["blocks"], ["elements"]):
-            raise ValueError("scope: model needs blocks alone or elements alone, which are of one size")
+            raise ValueError("scope: model needs only blocks or only elements, all of one size")
         return self
 
     @property
@@ -117,7 +117,7 @@ class Subnet(Stateful[TrainedWeight], PartSelector):
     def init(self, places: Sequence[TrainedWeight], /) -> State:
         if self.by == "weight":
             return self._choose([replace(place, matrix_OD=place.matrix_OD.float().square()) for place in places])
-        # By gradient: evenly spread until the trial passes before the first step replace it.
+        # By gradient: start with evenly spread units, which the trial passes before the first step replace.
         groups = self._groups(places) if self.by == "gradient" else []
         return {group.name: group.spread(self.keep) for group in groups}
 

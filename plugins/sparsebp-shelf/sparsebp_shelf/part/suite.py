@@ -1,4 +1,4 @@
-"""Conformance suite of part selectors. Each broken promise is an ``AssertionError`` of one sentence."""
+"""Check that a part selector keeps its contract; each violation raises an ``AssertionError`` of one sentence."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sparsebp_shelf.part.kind import PartSelector, TrainedWeight, WeightGradient
 from sparsebp_shelf.part.weight_part import WeightPart
 
 NUM_STEPS = 3
-_SIZE = 256  # of a weight's sides, in which blocks up to this size fit
+_SIZE = 256  # sides of a weight; blocks up to this size fit
 
 
 class _Network(nn.Module):
@@ -37,8 +37,8 @@ class _Network(nn.Module):
 
 
 def check_part_selector(policy: PartSelector) -> None:
-    """Check a part selector against every promise of the contract, on a model of two gated MLPs whose linears are
-    ``layers.0.up_proj``, ``gate_proj`` and ``down_proj``, and those of ``layers.1``, all 256 wide."""
+    """Check a part selector against every promise of the contract, on a model of two gated MLPs. The linears are
+    ``up_proj``, ``gate_proj`` and ``down_proj`` of ``layers.0`` and ``layers.1``, all 256 wide."""
     weights = _weights(policy)
 
     def show(seed: int) -> list[Observed]:
@@ -104,7 +104,7 @@ def _train(policy: PartSelector, execution: Literal["fast", "reference"]) -> dic
 
 
 def _check_training(policy: PartSelector) -> None:
-    """Nothing outside of parts changes, and the reference, which restricts dense gradients, trains the same."""
+    """Check that only parts change, and that the reference, which restricts dense gradients, trains equally."""
     before, fast, reference = _network(policy).state_dict(), _train(policy, "fast"), _train(policy, "reference")
     changed = [name for name, value in fast.items() if not torch.equal(value, before[name])]
     require(bool(changed), f"{name_of(policy)}: trains nothing")

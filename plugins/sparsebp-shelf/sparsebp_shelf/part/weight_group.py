@@ -1,6 +1,4 @@
-"""Weights of which one choice is made: what each consists of, and which of them belong together.
-
-A weight consists of rows, columns, square blocks or single entries, which are called units here.
+"""Group weights that share one choice, and divide each into units: rows, columns, square blocks or single entries.
 
 Shape letters: O output width, D input width, C units of a weight or a group, K kept.
 """
@@ -26,7 +24,7 @@ KINDS: tuple[Kind, ...] = ("rows", "columns", "blocks", "elements")
 
 @dataclass(frozen=True)
 class DividedWeight:
-    """A weight and what it consists of."""
+    """A weight and the kind of its units."""
 
     weight: TrainedWeight
     kind: Kind
@@ -34,7 +32,7 @@ class DividedWeight:
 
     @property
     def number(self) -> int:
-        """C. Raises :class:`PolicyError` if the weight does not consist of whole blocks."""
+        """C, the number of units. Raises :class:`PolicyError` if the weight does not consist of whole blocks."""
         num_outputs, num_inputs = self.weight.num_outputs, self.weight.num_inputs
         if self.kind == "blocks":
             for width, what in ((num_outputs, "outputs"), (num_inputs, "inputs")):
@@ -71,19 +69,19 @@ class DividedWeight:
 
 @dataclass(frozen=True)
 class WeightGroup:
-    """Weights of which one choice is made."""
+    """Weights that share one choice."""
 
     members: tuple[DividedWeight, ...]
-    is_joint: bool  # whether all have the same units; otherwise their units compete
+    is_joint: bool  # whether all weights have the same units; otherwise their units compete
 
     @property
     def name(self) -> str:
-        """That of the first weight, under which the choice is drawn and stored."""
+        """Name of the first weight, under which the choice is drawn and stored."""
         return self.members[0].weight.name
 
     @property
     def number(self) -> int:
-        """C. Raises :class:`PolicyError` if weights with the same units have different numbers of them."""
+        """C. Raises :class:`PolicyError` if weights that share units have different numbers of them."""
         numbers = [member.number for member in self.members]
         if not self.is_joint:
             return sum(numbers)
@@ -93,22 +91,22 @@ class WeightGroup:
         return numbers[0]
 
     def find_largest(self, keep: float) -> Tensor:
-        """Return the numbers of a share of the units, those of largest sums, ascending; of equal ones the first."""
+        """Return the numbers of the units with the largest sums, a fraction ``keep``, ascending; first of equals."""
         import torch
 
-        num_kept = self._count(keep)  # first, since it refuses weights whose units are not the same
+        num_kept = self._count(keep)  # first, because it refuses weights with unequal units
         sums = [member.sum_units() for member in self.members]
         sum_C = torch.stack(sums).sum(0) if self.is_joint else torch.cat(sums)
         return sum_C.argsort(descending=True, stable=True)[:num_kept].sort().values
 
     def draw(self, keep: float, generator: Generator) -> Tensor:
-        """Return the numbers of a random share of the units, ascending."""
+        """Return the numbers of a random fraction ``keep`` of the units, ascending."""
         import torch
 
         return torch.randperm(self.number, generator=generator)[: self._count(keep)].sort().values
 
     def spread(self, keep: float) -> Tensor:
-        """Return the numbers of an evenly spread share of the units, ascending."""
+        """Return the numbers of an evenly spread fraction ``keep`` of the units, ascending."""
         import torch
 
         return torch.arange(self._count(keep)) * self.number // self._count(keep)
@@ -117,7 +115,7 @@ class WeightGroup:
         return choice.count_kept(keep, self.number)
 
     def split(self, index_K: Tensor) -> Iterator[tuple[str, WeightPart]]:
-        """Yield the part of each weight, by name, that has any of the chosen units."""
+        """Yield the name and part of each weight that has any of the chosen units."""
         start = 0
         for member in self.members:
             own_K = index_K
@@ -140,15 +138,15 @@ def group_weights(
     """Return the groups of the weights that patterns name, in the model's order.
 
     Args:
-        weights: Weights of the model's linears of which parts can be trained.
-        patterns: Globs over names by what the weight consists of; without any, all weights consist of rows.
+        weights: The weights of the model's linears that can be trained in part.
+        patterns: Globs over names, by kind of unit; without any, all weights consist of rows.
         block_size: Side of a block.
-        coupled: Whether the weights of one parent module have the same units.
-        whole: Whether the units of all weights compete; otherwise those of each by itself.
+        coupled: Whether the weights of one parent module share their units.
+        whole: Whether the units of all weights compete; otherwise each weight's units compete among themselves.
 
     Returns:
-        The groups. Raises :class:`PolicyError` if a pattern matches nothing, a weight is named twice, or one that is
-        coupled has no other beside it.
+        The groups. Raises :class:`PolicyError` if a pattern matches nothing, if two patterns name a weight, or if a
+        coupled weight has no partner.
     """
     members: dict[str, list[DividedWeight]] = {}
     kinds = _match([weight.name for weight in weights], patterns)
@@ -165,7 +163,7 @@ def group_weights(
 
 
 def sum_magnitudes(observations: Sequence[Observation]) -> list[TrainedWeight]:
-    """Return the sum of the magnitudes of each weight's gradients, in place of the weight."""
+    """Return the sum of the magnitudes of each weight's gradients, in the form of weights."""
     sums: dict[str, Tensor] = {}
     for observation in observations:
         for name, magnitude_OD in observation["magnitude"].items():
@@ -182,10 +180,10 @@ def _match(names: Sequence[str], patterns: Mapping[Kind, Sequence[str]]) -> dict
             matched = [name for name in names if fnmatchcase(name, pattern)]
             if not matched:
                 raise PolicyError(
-                    f"{kind}: {pattern!r} matches no linear of whose weight a part can be trained"
+                    f"{kind}: {pattern!r} matches no linear whose weight can be trained in part"
                     f"{did_you_mean(pattern, names)}"
                 )
             for name in matched:
                 if kinds.setdefault(name, kind) != kind:
-                    raise PolicyError(f"{name!r} is in {kinds[name]} and in {kind}: a linear has one part")
+                    raise PolicyError(f"{name!r} is in {kinds[name]} and in {kind}: a linear may be in one group only")
     return kinds

@@ -1,7 +1,7 @@
-"""Parts of a weight matrix that are trained while the rest of it is frozen.
+"""Represent parts of a weight matrix that are trained while the rest of it is frozen.
 
-A part is data: which rows, columns, blocks or entries. What it means is defined by ``restrict``; every gradient of a
-part equals the restricted dense gradient.
+A part is data: rows, columns, blocks or entries. ``restrict`` defines its meaning: the gradient of every part equals
+the restricted dense gradient.
 
 Shape letters: D input width, O output width, K kept, S side of a block.
 """
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class WeightPart(ABC):
-    """A part of a weight (O, D), whatever way round a layer stores it.
+    """A part of a weight (O, D), however a layer stores it.
 
     Args:
-        index_K: int64 numbers of what is trained, each once, in any order, at least one.
+        index_K: int64 numbers of the trained units, each once, in any order, at least one.
     """
 
     index_K: Tensor
-    word: ClassVar[str]  # what is counted
+    word: ClassVar[str]  # name of the units
 
     @abstractmethod
     def count(self, num_outputs: int, num_inputs: int) -> int:
-        """Return of how many rows, columns, blocks or entries a weight consists.
+        """Return the number of rows, columns, blocks or entries of a weight.
 
         Args:
             num_outputs: O, at least 1.
@@ -44,30 +44,30 @@ class WeightPart(ABC):
             At least 1.
 
         Raises:
-            PolicyError: The weight does not consist of whole ones.
+            PolicyError: The weight does not consist of whole units.
         """
 
     def share(self, num_outputs: int, num_inputs: int) -> float:
-        """Return the share of the weight's entries that belongs to the part.
+        """Return the fraction of the weight's entries that belongs to the part.
 
         Args:
             num_outputs: O, at least 1.
             num_inputs: D, at least 1.
 
         Returns:
-            A share in (0, 1].
+            A fraction in (0, 1].
         """
         return len(self.index_K) / self.count(num_outputs, num_inputs)
 
     def claim(self, num_outputs: int, num_inputs: int) -> float:
-        """Return the share of wgrad's multiplications that the part needs.
+        """Return the fraction of wgrad's multiplications that the part needs.
 
         Args:
             num_outputs: O, at least 1.
             num_inputs: D, at least 1.
 
         Returns:
-            A share in (0, 1].
+            A fraction in (0, 1].
         """
         return self.share(num_outputs, num_inputs)
 
@@ -99,7 +99,7 @@ class WeightPart(ABC):
             num_inputs: D of the weight.
 
         Raises:
-            PolicyError: The index is not a list of int64 numbers, is empty, repeats a number, or leaves the weight; or
+            PolicyError: The index is not a list of int64 numbers, is empty, repeats a number, or exceeds the weight; or
                 the weight does not consist of whole blocks.
         """
         import torch
@@ -113,7 +113,7 @@ class WeightPart(ABC):
         if not self.index_K.numel():
             raise PolicyError(f"{self.word} of a weight: got none, allowed: 1 to {size}")
         if hasattr(self.index_K, "fake_mode"):
-            return  # a forecast, whose tensors have no data: nobody knows the numbers
+            return  # tensors of a forecast have no data, so the numbers are unknown
         sorted_K = self.index_K.sort().values
         least, most = int(sorted_K[0]), int(sorted_K[-1])
         if least < 0 or most >= size:
@@ -144,7 +144,7 @@ class WeightRows(WeightPart):
 
 @final
 class WeightColumns(WeightPart):
-    """Columns of a weight: some inputs of all outputs. Only these features of the layer's input are saved."""
+    """Columns of a weight: some inputs of all outputs. Only these input features are saved."""
 
     word = "columns"
 
@@ -164,12 +164,11 @@ class WeightColumns(WeightPart):
 @final
 @dataclass(frozen=True, eq=False)
 class WeightBlocks(WeightPart):
-    """Square blocks of a weight, numbered row by row. Only the features of the layer's input that blocks read are
-    saved.
+    """Square blocks of a weight, numbered row by row. Only the input features that blocks read are saved.
 
     Args:
-        index_K: int64 numbers of the blocks that are trained, each once, in any order, at least one.
-        num_inputs: D, by which the numbers are read.
+        index_K: int64 numbers of the trained blocks, each once, in any order, at least one.
+        num_inputs: D, which defines the numbering.
         size: S, side of a block; O and D are multiples of it.
     """
 
@@ -197,7 +196,7 @@ class WeightBlocks(WeightPart):
 
     @cached_property
     def read_columns(self) -> Tensor:
-        """Features of the input that any block reads, ascending, a multiple of S."""
+        """Features of the input that any block reads, ascending, a multiple of S of them."""
         import torch
 
         first: Tensor = self._places[1].unique() * self.size
@@ -205,8 +204,8 @@ class WeightBlocks(WeightPart):
 
     @cached_property
     def by_column(self) -> list[tuple[list[int], Tensor]]:
-        """For each column of blocks in :attr:`read_columns`, the places of its blocks in the index, and the output
-        features of them one after the other."""
+        """For each column of blocks in :attr:`read_columns`, return the index positions of its blocks and their output
+        features."""
         import torch
 
         row_K, column_K = (each.tolist() for each in self._places)
@@ -234,11 +233,11 @@ class WeightBlocks(WeightPart):
 @final
 @dataclass(frozen=True, eq=False)
 class WeightElements(WeightPart):
-    """Single entries of a weight, numbered row by row. The whole gradient is computed, and only they are kept of it.
+    """Single entries of a weight, numbered row by row. The backward computes the whole gradient and keeps them.
 
     Args:
-        index_K: int64 numbers of the entries that are trained, each once, in any order, at least one.
-        num_inputs: D, by which the numbers are read.
+        index_K: int64 numbers of the trained entries, each once, in any order, at least one.
+        num_inputs: D, which defines the numbering.
     """
 
     num_inputs: int

@@ -1,1 +1,1 @@
-"""Policies of kinds that SparseBP has."""
+"""Provide policies of kinds that SparseBP's core defines."""

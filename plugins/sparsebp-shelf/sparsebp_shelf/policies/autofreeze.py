@@ -1,9 +1,9 @@
-"""Freeze the lowest layers once their gradients have stopped to change.
+"""Freeze the lowest layers once their gradients have stopped changing.
 
 Yuhan Liu, Saurabh Agarwal and Shivaram Venkataraman, "AutoFreeze: Automatically Freezing Model Blocks to Accelerate
 Fine-tuning" (2021), https://arxiv.org/abs/2102.01386, after the abstract. We differ: the norm of an interval is the sum
-of its steps' norms, which needs no second copy of the gradients, and not the norm of their sum; the activations of
-frozen layers are computed again in each step and not stored on disk.
+of its steps' norms, not the norm of their sum, and so needs no second copy of the gradients. Each step computes the
+activations of frozen layers again; the paper stores them on disk.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ if TYPE_CHECKING:
 
 
 class _Draw:
-    """The name under which the control draws its order of layers."""
+    """Key of the control's draw of the order of layers."""
 
     name = "the order of layers"
 
 
 @final
 class AutoFreeze(Stateful[Parameter], ParameterSelector):
-    """Freeze more and more of the lowest layers, for good: those whose gradient norm changes less than that of most."""
+    """Freeze the lowest layers permanently, more of them over the training, when their gradient norm hardly changes."""
 
     card: ClassVar[MethodCard | None] = MethodCard(
-        use="For fine-tuning where lower layers settle early. The backward ends above what is frozen.",
+        use="For fine-tuning if lower layers settle early. The backward ends above the frozen layers.",
         year=2021,
         saves=("time", "memory"),
         work="(1 + 2 * trained) / 3",
         memory="No input of a frozen weight; its optimizer state is freed.",
-        claimed="Up to 2.55 times as fast with BERT, part of it by stored activations, which are not built here.",
+        claimed="Up to 2.55 times as fast with BERT, part of it by stored activations, which are not supported here.",
         code="Not read.",
     )
 
@@ -60,7 +60,7 @@ class AutoFreeze(Stateful[Parameter], ParameterSelector):
         50.0, description="Layers below this percentile of the changes of all trained layers may be frozen; 0 is dense."
     )
     by: Literal["change", "random"] = Field(
-        "change", description="Which layers are frozen: the lowest of small change, or as many at random, the control."
+        "change", description="Which layers to freeze: the lowest with small change, or as many at random, the control."
     )
 
     @property
@@ -121,15 +121,16 @@ class AutoFreeze(Stateful[Parameter], ParameterSelector):
         return new | {"frozen": self.count_frozen(before, total, _tensor(state, "frozen"))}
 
     def count_frozen(self, before_L: Tensor, after_L: Tensor, frozen: Tensor) -> Tensor:
-        """Return how many of the lowest layers are frozen, 0-d, from the norms of two intervals and the count so far:
-        the longest run of trained layers from the lowest whose relative change is below the percentile."""
+        """Return how many of the lowest layers are frozen, 0-d, from the norms of two intervals and the count so far.
+        It adds trained layers from the lowest while their relative change is below the percentile."""
         import torch
 
         changes_L = (before_L - after_L).abs() / before_L
-        changes_L = torch.where(changes_L.isnan(), torch.inf, changes_L)  # no gradient in both: not known to be settled
+        # no gradient in either interval: not known to be settled
+        changes_L = torch.where(changes_L.isnan(), torch.inf, changes_L)
         trained_L = torch.arange(len(changes_L), device=changes_L.device) >= frozen
         ordered = torch.where(trained_L, changes_L, torch.inf).sort().values
-        # The percentile among the trained, interpolated between neighbours as numpy does.
+        # The percentile among the trained layers, interpolated as numpy does.
         place = (len(changes_L) - frozen - 1) * self.percentile / 100.0
         low, high = ordered[place.floor().long()], ordered[place.ceil().long()]
         limit = torch.where(low.isinf() | high.isinf(), low, low + (high - low) * (place - place.floor()))

@@ -1,8 +1,7 @@
-"""How the bits of saved inputs are shared out: more for those whose rounding changes the gradient more.
+"""Distribute bits among saved inputs: more to inputs whose rounding changes the gradient more.
 
 After Xiaoxuan Liu et al., "GACT" (ICML 2022), https://arxiv.org/abs/2206.11357, for
-:mod:`~sparsebp_shelf.policies.gact`.
-Shape letters: K entries of a gradient, J inputs.
+:mod:`~sparsebp_shelf.policies.gact`. Shape letters: K entries of a gradient, J inputs.
 """
 
 from __future__ import annotations
@@ -13,21 +12,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-FEWEST, MOST = 1, 8  # bits of an input that are shared out, each twice the one before
+FEWEST, MOST = 1, 8  # range of bits for an input; each allowed number is twice the one before
 
 
 def find_sensitivity(one_K: Tensor, other_K: Tensor, fine_K: Tensor) -> float:
-    """Return twice the variance that an input with 1 bit adds to the gradient, by two draws: the larger of the squared
-    distance between both and twice the larger one to a third.
-
-    Args:
-        one_K: The sampled gradient with 1 bit.
-        other_K: The sampled gradient with 1 bit, drawn again.
-        fine_K: The same entries of the gradient with 8 bits, where rounding is small.
-
-    Returns:
-        At least 0.
-    """
+    """Return twice the variance that an input with 1 bit adds to the gradient, estimated from two 1-bit draws and one
+    with 8 bits, where rounding is small. At least 0: the larger of the squared distance of the draws and twice their
+    larger squared distance to the third."""
     import torch
 
     pairs = ((1.0, one_K, other_K), (2.0, one_K, fine_K), (2.0, other_K, fine_K))
@@ -35,13 +26,13 @@ def find_sensitivity(one_K: Tensor, other_K: Tensor, fine_K: Tensor) -> float:
 
 
 def share_bits(sensitivity_J: Sequence[float], entries_J: Sequence[float], mean: float) -> list[int]:
-    """Return how many bits inputs have, so that the sum of ``sensitivity * 2 ** (-2 * (bits - 1))`` is small.
+    """Return the bits of each input, so that the sum of ``sensitivity * 2 ** (-2 * (bits - 1))`` is small.
 
-    All begin with 1. The input of which a further bit of an entry takes most from the sum gets twice its bits, again
-    and again; one for which too few are left stays as it is.
+    All inputs begin with 1 bit. The function repeatedly doubles the bits of the input whose doubling reduces the sum
+    most for each bit spent, as long as enough bits are left for it.
 
     Args:
-        sensitivity_J: Variance that each input adds with 1 bit, or one multiple of it for all, at least 0, as from
+        sensitivity_J: Variance that each input adds with 1 bit, at least 0, up to a common factor, as from
             :func:`find_sensitivity`.
         entries_J: Number of entries of each input, above 0.
         mean: Mean bits of an entry, over all inputs, in [1, 8].
@@ -50,7 +41,7 @@ def share_bits(sensitivity_J: Sequence[float], entries_J: Sequence[float], mean:
         (J,), each 1, 2, 4 or 8.
     """
     bits = [FEWEST] * len(sensitivity_J)
-    # What the mean allows must not be lost by rounding.
+    # The factor keeps rounding from losing bits that the mean allows.
     left = (mean - FEWEST) * sum(entries_J) * (1 + 1e-9)
 
     def find_gain(place: int) -> tuple[float, int]:

@@ -1,11 +1,11 @@
 """Keep a random projection of the features of each linear's input for the gradient of its weight.
 
 Yara Shamshoum, Nitzan Hodos, Yuval Sieradzki and Assaf Schuster, "CompAct: Compressed Activations for Memory-Efficient
-LLM Training" (NAACL 2025), https://arxiv.org/abs/2410.15352, after its abstract and formulas. With ``interval: 50``
-and ``training.optim: compact`` this is their method: the matrix P stays for 50 steps, Adam has moments of the small
-gradient ``dy^T x P``, and the weight moves by Adam's step times P^T. We differ: the gradient that the optimizer gets is
-projected back, and so as large as the weight, unless ``update: eager`` frees it at once. Without the two, each forward
-draws its own matrix, and any optimizer has whole moments.
+LLM Training" (NAACL 2025), https://arxiv.org/abs/2410.15352, after its abstract and formulas. With ``interval: 50`` and
+``training.optim: compact`` this is their method: the matrix P stays for 50 steps, Adam has moments of the small
+gradient ``dy^T x P``, and the weight moves by Adam's step times P^T. We differ: the optimizer gets the gradient
+projected back, as large as the weight, unless ``update: eager`` frees it at once. Without both options each forward
+draws its own matrix, and any optimizer keeps moments of the whole gradient.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, final
 
 from pydantic import Field, PositiveInt
 
-from sparsebp_cli.policy import InputSaver, MethodCard, SavedProjection, Site, Step, choice
+from sparsebp_cli.policy import MethodCard, Site, Step, choice
+from sparsebp_shelf.saver import InputSaver, SavedProjection
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 @final
 class CompAct(InputSaver):
-    """Mix all features of an input into fewer. The mixing is drawn again in the backward, and undone in the mean."""
+    """Project the features of an input randomly onto fewer, and back in the backward; unbiased."""
 
     card: ClassVar[MethodCard | None] = MethodCard(
         use="To compare with: the squared error of a gradient is 1 / keep times its own square, whatever the data. "

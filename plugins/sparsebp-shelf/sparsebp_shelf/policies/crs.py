@@ -1,11 +1,11 @@
-"""Multiply a random part of each product of the backward, chosen by the norms of both factors: rows for the gradient of
-the weight, output features for that of the input.
+"""Multiply a random part of each backward product, chosen by the norms of both factors.
 
-Menachem Adelman, Kfir Y. Levy, Ido Hakimi and Mark Silberstein, "Faster Neural Network Training with Approximate Tensor
-Operations" (NeurIPS 2021), https://arxiv.org/abs/1805.08079. We differ: they also approximate the forward; their
-column-row sampling draws with replacement, ours (``draw: fixed``) draws as many different ones, which has about half
-of the variance; and probabilities that would exceed 1 are shared among the others. ``draw: bernoulli`` is theirs; a GPU
-waits for it, since how many are kept is random. Their ``top_k``, without weights, is biased and is not built.
+It draws rows for the weight gradient and output features for the input gradient. Menachem Adelman, Kfir Y. Levy, Ido
+Hakimi and Mark Silberstein, "Faster Neural Network Training with Approximate Tensor Operations" (NeurIPS 2021),
+https://arxiv.org/abs/1805.08079. We differ: they also approximate the forward. Their column-row sampling draws with
+replacement; ``draw: fixed`` draws the same number without replacement, with about half of the variance. Probabilities
+above 1 are distributed among the others. ``draw: bernoulli`` is theirs; a GPU waits for it, because it keeps a random
+number. Their ``top_k``, without weights, is biased and not supported.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ if TYPE_CHECKING:
 
 @final
 class CRS(InformedSelector):
-    """Draw the rows and features of large products, and weight them so that each gradient stays unbiased. The bias gets
-    the whole gradient."""
+    """Draw rows and features of large products, weighted so that each gradient stays unbiased; the bias is dense."""
 
     card: ClassVar[MethodCard | None] = MethodCard(
         use="For wide linears and many rows, where an unbiased gradient matters. Not for narrow linears: "
@@ -125,11 +124,11 @@ class CRS(InformedSelector):
     def _score(self, grad_NO: Tensor, dim: int, reading: Reading, seen: Seen) -> Tensor:
         if self.by == "uniform":
             return grad_NO.new_ones(grad_NO.shape[1 - dim])
-        # In float64, where the product of two norms does not underflow.
+        # In float64 the product of two norms does not underflow.
         return choice.norm(grad_NO, dim).double() * seen.readings[reading].double()
 
     def _draw(self, score: Tensor, generator: Generator) -> tuple[Tensor, Tensor]:
-        """Return what is kept, and its weights."""
+        """Return the kept indices and their weights."""
         num_kept = choice.count_kept(self.keep, len(score))
         probability = sampling.water_fill(score, num_kept)
         if self.draw == "fixed":

@@ -1,4 +1,4 @@
-"""Parameters by depth, for policies that freeze from the bottom."""
+"""Group parameters by depth, for policies that freeze from the bottom."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from sparsebp_cli.policy import Parameter
 def group_by_depth(parameters: Sequence[Parameter]) -> tuple[list[str], list[list[str]], list[str]]:
     """Return the names of parameters below the layers, in each layer from the first, and above.
 
-    What comes before the first layer in the model's order is below, such as embeddings; what comes later outside of
-    layers is above. A shared parameter is where its first name is, so a head that is tied to embeddings is below: the
-    backward cannot end above it while it is trained. Raises :class:`PolicyError` if there is no layer.
+    Parameters before the first layer in the model's order, such as embeddings, are below; later ones outside of layers
+    are above. A shared parameter counts at its first name, so a head that is tied to embeddings is below: while it is
+    trained, the backward must reach the embeddings. Raises :class:`PolicyError` if there is no layer.
     """
     numbers = sorted({p.layer for p in parameters if p.layer is not None})
     if not numbers:
-        raise PolicyError("no parameter that the model would train lies in a layer: nothing can be frozen by depth")
+        raise PolicyError("no trained parameter is in a layer: nothing can be frozen by depth")
     first = next(place for place, p in enumerate(parameters) if p.layer is not None)
     below = [p.name for p in parameters[:first]]
     layers = [[p.name for p in parameters if p.layer == number] for number in numbers]

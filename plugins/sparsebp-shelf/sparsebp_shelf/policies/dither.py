@@ -1,9 +1,9 @@
-"""Round the entries of each gradient up or down at random, to multiples of a step so wide that most of them become 0.
+"""Round gradient entries up or down at random, to multiples of a step so wide that most entries become 0.
 
 Simon Wiedemann, Temesgen Mehari, Kevin Kepp and Wojciech Samek, "Dithered Backprop: A Sparse and Quantized
 Backpropagation Algorithm for More Efficient Deep Neural Network Training" (CVPR 2020 workshop),
-https://arxiv.org/abs/2004.04729. Adding uniform noise of the step's width before rounding to the nearest multiple, as
-written there, and rounding up with the entry's distance from the multiple below as probability are one distribution.
+https://arxiv.org/abs/2004.04729. The paper adds uniform noise of the step's width and rounds to the nearest multiple.
+We round up with a probability equal to the distance from the multiple below, in steps; the distribution is the same.
 """
 
 from __future__ import annotations

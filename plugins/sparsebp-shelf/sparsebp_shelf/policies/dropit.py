@@ -1,10 +1,9 @@
 """Keep the largest entries of each linear's input for the gradient of its weight.
 
 Joya Chen, Kai Xu, Yuhui Wang, Yifei Cheng and Angela Yao, "DropIT: Dropping Intermediate Tensors for Memory-Efficient
-DNN Training" (ICLR 2023), https://arxiv.org/abs/2202.13808. We differ: entries are stored with their numbers in 4
-bytes, and linears alone keep less, not convolutions. Back Razor (Ziyu Jiang et al., NeurIPS 2022) has the same rule for
-each example, which is ``within: example`` here, and for attention's probabilities and the inputs of nonlinear operators
-as well.
+DNN Training" (ICLR 2023), https://arxiv.org/abs/2202.13808. We differ: an entry's number takes 4 bytes, and only
+linears keep less, not convolutions. Back Razor (Ziyu Jiang et al., NeurIPS 2022) uses the same method for each example,
+which is ``within: example`` here. It also covers attention's probabilities and the inputs of nonlinear operators.
 
 Shape letters: B examples, E entries of an example.
 """
@@ -15,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, final
 
 from pydantic import Field
 
-from sparsebp_cli.policy import InputSaver, MethodCard, SavedElements, Site, Step, choice
+from sparsebp_cli.policy import MethodCard, Site, Step, choice
+from sparsebp_shelf.saver import InputSaver, SavedElements
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,11 +23,10 @@ if TYPE_CHECKING:
 
 @final
 class DropIT(InputSaver):
-    """Keep the entries of largest size; the gradient is biased."""
+    """Keep the entries of largest magnitude; the gradient is biased."""
 
     card: ClassVar[MethodCard | None] = MethodCard(
-        use="To see what the largest entries alone train. An unbiased saver of the same size is safer: gact "
-        "or wta-crs.",
+        use="To study what the largest entries train. An unbiased saver of the same size is safer: gact or wta-crs.",
         year=2023,
         saves=("memory",),
         work="1",
@@ -92,10 +91,10 @@ def find_largest(score_BE: Tensor, num_kept: int) -> Tensor:
 
     Args:
         score_BE: Scores of each example's entries.
-        num_kept: K, of all examples together; the first ones keep one more where B does not divide it.
+        num_kept: K, of all examples together; if B does not divide it, the first examples keep one more.
 
     Returns:
-        int64, (K,), counted example by example.
+        int64, (K,), numbered across all examples.
     """
     import torch
 

@@ -1,15 +1,14 @@
-"""Leave out a share of each epoch's examples, those of low losses over the epochs more often.
+"""Leave out a fraction of each epoch's examples, more often those with low losses over the epochs.
 
 Ziheng Cheng, Zhong Li and Jiang Bian, "Data-Efficient Training by Evolved Sampling" (2025),
-https://arxiv.org/abs/2509.23461: the pruning of whole epochs that makes the paper's evolved sampling ESWP. After the
-abstract: the recursions and their constants are not read from the paper. An epoch visits a share of the examples, drawn
-with probabilities in proportion to the weights that they had at their last visits, which are those of
-``evolved-sampling``. We differ: the draw within each batch, the other half of ESWP, is that policy, and the two in one
-training are refused; examples are drawn without replacement, with the probabilities of
-:func:`~sparsebp_cli.policy.sampling.water_fill`; an example that was never trained on is never left out; and with
-``weighted`` each loss is multiplied by 1 / probability.
+https://arxiv.org/abs/2509.23461: the pruning of whole epochs that turns the paper's evolved sampling into ESWP. It
+follows the abstract; the recursions and their constants are not from the paper. An epoch visits a fraction of the
+examples, drawn in proportion to the weights of their last visits, the same weights as in ``evolved-sampling``. We
+differ: that policy draws within each batch, the other half of ESWP; one training refuses both policies together.
+Examples are drawn without replacement, with the probabilities of :func:`~sparsebp_cli.policy.sampling.water_fill`. An
+example that was never trained on is never left out. With ``weighted`` each loss is multiplied by 1 / probability.
 
-Cost: nothing but the loss of each example, which the forward of training brings. What is saved is steps.
+Cost: only the loss of each example, which the training forward computes anyway. The policy saves steps.
 
 Shape letters: N examples of the training data, K visited.
 """
@@ -32,10 +31,10 @@ if TYPE_CHECKING:
 
 @final
 class EvolvedPruning(LossAverages, EpochSelector):
-    """Visit a share of the examples in each epoch, drawn in proportion to a moving average of their losses."""
+    """Visit a fraction of the examples in each epoch, drawn in proportion to a moving average of their losses."""
 
     card: ClassVar[MethodCard | None] = MethodCard(
-        use="For many epochs over data with easy examples. Within the first epoch nothing is left out. Compare with "
+        use="For many epochs over data with easy examples. The first epoch visits all examples. Compare with "
         "by: random, and with infobatch, which is unbiased.",
         year=2025,
         saves=("steps",),

@@ -1,13 +1,13 @@
 """Draw the examples of a batch by two moving averages of each example's loss, kept over the epochs.
 
 Ziheng Cheng, Zhong Li and Jiang Bian, "Data-Efficient Training by Evolved Sampling" (2025),
-https://arxiv.org/abs/2509.23461. After the abstract: the recursions and their constants are not read from the paper.
-An example has an average s of its losses, at first 1 / N. A forward over the batch gives the loss l of each of its
-examples; then the example's weight is w = beta1 s + (1 - beta1) l, and s becomes beta2 s + (1 - beta2) l. As s is the
-slower of both, w is the average plus a share of the difference between the loss and it. We differ: examples are drawn
-without replacement, with the probabilities in proportion to w of :func:`~sparsebp_cli.policy.sampling.water_fill`; with
-``weighted`` each loss is multiplied by 1 / probability; and epochs are whole: the pruning that makes it ESWP is
-``evolved-pruning``, and the two in one training are refused.
+https://arxiv.org/abs/2509.23461. It follows the abstract; the recursions and their constants are not from the paper. An
+example has an average s of its losses, at first 1 / N. A forward over the batch gives the loss l of each example. The
+example's weight becomes w = beta1 s + (1 - beta1) l, then s becomes beta2 s + (1 - beta2) l. Because s is the slower
+average, w is the average plus a fraction of the loss's distance to it. We differ: examples are drawn without
+replacement in proportion to w, with the probabilities of :func:`~sparsebp_cli.policy.sampling.water_fill`. With
+``weighted`` each loss is multiplied by 1 / probability. Epochs are whole: ``evolved-pruning`` does ESWP's pruning, and
+one training refuses both policies together.
 
 Shape letters: B examples of a batch, K drawn.
 """
@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, ClassVar, final
 from pydantic import Field
 from typing_extensions import override
 
-from sparsebp_cli.policy import Examples, KeptExamples, MethodCard, Step, WeightedExamples
+from sparsebp_cli.policy import Examples, MethodCard, Step
+from sparsebp_shelf.example import KeptExamples, WeightedExamples
 from sparsebp_shelf.policies.loss_average import LossAverages, averages_of
 
 if TYPE_CHECKING:

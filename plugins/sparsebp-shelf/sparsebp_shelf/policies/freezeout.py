@@ -1,9 +1,9 @@
-"""Let the learning rate of each layer fall to 0 by a cosine, lower layers first, and freeze the layer then.
+"""Let the learning rate of each layer fall to 0 by a cosine, lower layers first, and then freeze the layer.
 
 Andrew Brock, Theodore Lim, J. M. Ritchie and Nick Weston, "FreezeOut: Accelerate Training by Progressively Freezing
 Layers" (2017), https://arxiv.org/abs/1706.04983, after the abstract. We differ: the rate is a factor of the optimizer's
-own, which should be constant here; and the layers are those of a transformer, with what is below them, such as
-embeddings, as the lowest and what is above them, such as the head, as the last, which is trained to the end.
+own rate, which should be constant. The layers are a transformer's. Parameters below them, such as embeddings, count as
+the lowest layer; parameters above them, such as the head, are the last and are trained to the end.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from sparsebp_shelf.policies.depth import group_by_depth
 
 
 class _Draw:
-    """The name under which the control draws its order of layers."""
+    """Key of the control's draw of the order of layers."""
 
     name = "the order of layers"
 
 
 @final
 class FreezeOut(ParameterSelector):
-    """Train each layer with a rate of its own that falls to 0; from then on it is frozen, the lowest layer first."""
+    """Lower each layer's own learning rate to 0 and then freeze it, the lowest layer first."""
 
     card: ClassVar[MethodCard | None] = MethodCard(
         use="For a training from scratch or a long one, at a constant learning rate. The backward ends above what is "
@@ -93,12 +93,12 @@ class FreezeOut(ParameterSelector):
         return {name: self.rate(now, end) for name, end in self.ends(parameters, step).items()}
 
     def rate(self, now: float, end: float) -> float:
-        """Return the factor of the learning rate at a share of the training, of a layer that ends at another."""
+        """Return the learning rate's factor at ``now`` for a layer that ends at ``end``, fractions of the training."""
         factor = 0.5 * (1.0 + math.cos(math.pi * min(now / end, 1.0)))
         return factor / end if self.scaled else factor
 
     def ends(self, parameters: Sequence[Parameter], step: Step) -> dict[str, float]:
-        """Return the share of the training at which each parameter is frozen, by its name."""
+        """Return the fraction of the training at which each parameter is frozen, by its name."""
         below, layers, above = group_by_depth(parameters)
         groups = [group for group in (below, *layers, above) if group]
         gap = (1.0 - self.start) / max(1, len(groups) - 1)
@@ -110,12 +110,12 @@ class FreezeOut(ParameterSelector):
 
             generator = replace(step, index=0).generator(_Draw())
             ends = [ends[i] for i in torch.randperm(len(ends), generator=generator).tolist()]
-        # An end may be exactly a step, and must not fall behind it by what floating point adds.
+        # Rounded, so that floating-point error cannot move an end past a step that it equals.
         ends = [round(end, 12) for end in ends]
         return {name: end for group, end in zip(groups, ends, strict=True) for name in group}
 
 
 def _share(step: Step) -> float:
     if step.num_steps is None:
-        raise PolicyError("layers end at shares of the training: attach(..., num_steps=...) says how long it is")
+        raise PolicyError("layers end at fractions of the training: pass its length to attach(..., num_steps=...)")
     return step.index / step.num_steps

@@ -2,14 +2,13 @@
 
 Xiaoxuan Liu, Lianmin Zheng, Dequan Wang, Yukuo Cen, Weize Chen, Xu Han, Jianfei Chen, Zhiyuan Liu, Jie Tang, Joey
 Gonzalez, Michael Mahoney and Alvin Cheung, "GACT: Activation Compressed Training for Generic Network Architectures"
-(ICML 2022), https://arxiv.org/abs/2206.11357, whose grid and rounding are those of Jianfei Chen et al., "ActNN" (ICML
-2021), https://arxiv.org/abs/2104.14129. We differ: the inputs of linears alone are rounded, where GACT rounds whatever
-autograd saves; so the gradients of inputs are exact and those of weights unbiased through the whole model, where
-rounding what a nonlinear operator saves leaves a bias. With ``adapt_interval`` the bits follow GACT's automatic
-precision: trial passes measure how much an input with 1 bit changes the gradient, and bits are shared out greedily. An
-input changes the gradients of the weights that read it and no others, so three passes measure all inputs at once, where
-GACT makes two for each tensor; these gradients are compared in one of a hundred entries; and an input has 1, 2, 4 or 8
-bits, which fill bytes.
+(ICML 2022), https://arxiv.org/abs/2206.11357, with the grid and rounding of Jianfei Chen et al., "ActNN" (ICML 2021),
+https://arxiv.org/abs/2104.14129. We differ: only the inputs of linears are rounded; GACT rounds whatever autograd
+saves. So input gradients are exact and weight gradients unbiased through the whole model; rounding the saved values of
+a nonlinear operator would add a bias. With ``adapt_interval`` the bits follow GACT's automatic precision: trial passes
+measure how much an input with 1 bit changes the gradient, and bits are distributed greedily. An input changes only the
+gradients of weights that read it, so three passes measure all inputs at once; GACT needs two for each tensor. We
+compare one of a hundred gradient entries. An input has 1, 2, 4 or 8 bits, which fill bytes.
 
 Cost: each round of ``adapt_interval`` is three forwards and dense backwards over one micro-batch.
 """
@@ -22,7 +21,6 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self, final
 from pydantic import Field, PositiveInt, model_validator
 
 from sparsebp_cli.policy import (
-    InputSaver,
     Measure,
     MethodCard,
     Observation,
@@ -36,6 +34,7 @@ from sparsebp_cli.policy import (
 )
 from sparsebp_shelf.policies.bit_sharing import FEWEST, MOST, find_sensitivity, share_bits
 from sparsebp_shelf.policies.saved_codes import SavedCodes
+from sparsebp_shelf.saver import InputSaver
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,7 +59,7 @@ class GACT(Stateful[Site], InputSaver):
         code="LiuXiaoxuanPKU/GACT-ICML, no licence seen; read for no part of this.",
     )
 
-    constants: ClassVar[tuple[str, ...]] = ("bits",)  # their mean is shared out by trial passes, not at each step
+    constants: ClassVar[tuple[str, ...]] = ("bits",)  # trial passes distribute their mean; it does not change by step
 
     bits: Literal[1, 2, 4, 8, 32] | Annotated[float, Field(ge=1.0, le=8.0)] = Field(
         4,
@@ -80,9 +79,7 @@ class GACT(Stateful[Site], InputSaver):
     @model_validator(mode="after")
     def _can_be_shared_out(self) -> Self:
         if self.adapt_interval is not None and not FEWEST <= self.bits <= MOST:
-            raise ValueError(
-                f"adapt_interval shares out bits: bits must be in [{FEWEST}, {MOST}], a mean, got {self.bits:g}"
-            )
+            raise ValueError(f"with adapt_interval, bits must be in [{FEWEST}, {MOST}], a mean, got {self.bits:g}")
         if self.adapt_interval is None and self.bits != self._same_bits:
             raise ValueError(f"bits must be 1, 2, 4, 8 or 32 without adapt_interval, got {self.bits:g}")
         return self
@@ -171,5 +168,5 @@ class GACT(Stateful[Site], InputSaver):
 
     @property
     def _same_bits(self) -> int:
-        """The most bits that all inputs alike can have within the mean."""
+        """The most bits that all inputs can have equally within the mean."""
         return max(number for number in (1, 2, 4, 8, 32) if number <= self.bits)

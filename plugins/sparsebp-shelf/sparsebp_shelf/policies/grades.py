@@ -1,13 +1,13 @@
-"""Freeze a weight matrix for good once its gradient is small.
+"""Freeze a weight matrix permanently once its gradient is small.
 
 Qifu Wen, Xi Zeng, Zihan Zhou, Shuaijun Liu, Mehdi Hosseinzadeh, Ningxin Su and Reza Rawassizadeh, "GradES:
 Significantly Faster Training in Transformers with Gradient-Based Early Stopping" (2025),
-https://arxiv.org/abs/2509.01842, after the abstract and its first version, whose measure is the sum of the magnitudes
-of a matrix's gradient; the third version measures the change of the gradient between two steps. We differ: the gradient
-is the one that the optimizer gets, after clipping; the training goes on to its last step with what is left, such as
-norms, embeddings and head, where the paper ends it once every matrix is frozen; and the threshold may be a share of the
-matrix's own sum, since a sum depends on the size of a matrix. The paper's saving is mostly that of ending early:
-compare with dense for fewer steps, as a study does.
+https://arxiv.org/abs/2509.01842, after the abstract and its first version, which measures the sum of the magnitudes of
+a matrix's gradient. The third version measures the change of the gradient between two steps. We differ: the gradient is
+the optimizer's, after clipping. Training continues to its last step with norms, embeddings and head; the paper stops
+once every matrix is frozen. The threshold may be a fraction of the matrix's own sum, since a sum depends on the size of
+a matrix. Most of the paper's saving comes from stopping early: compare with dense training for fewer steps, as a study
+does.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 
 
 class _Draw:
-    """The name under which the control draws its order of matrices."""
+    """Key of the control's draw of the order of matrices."""
 
     name = "the order of matrices"
 
 
 @final
 class GradES(Stateful[Parameter], ParameterSelector):
-    """Train everything at first; then freeze each weight matrix of the layers for good when its gradient is small."""
+    """Train everything at first; freeze each weight matrix of the layers permanently when its gradient is small."""
 
     card: ClassVar[MethodCard | None] = MethodCard(
         use="For long trainings whose matrices settle at different times. Compare with dense for fewer steps, "
@@ -145,14 +145,14 @@ class GradES(Stateful[Parameter], ParameterSelector):
         frozen = small if self.by == "gradient" else rank < small.sum()
         matrices = zip(_matrices(parameters), frozen.tolist(), strict=True)
         left = set(names) - {name for name, is_frozen in matrices if is_frozen}
-        return [name for name in names if name in left] or names[-1:]  # one at least, as the contract asks
+        return [name for name in names if name in left] or names[-1:]  # the contract requires at least one
 
     def _first(self, step: Step) -> int:
         """Return the first step after the grace period."""
         if self.grace == 0.0:
             return 0
         if step.num_steps is None:
-            raise PolicyError("grace is a share of the training: attach(..., num_steps=...) says how long it is")
+            raise PolicyError("grace is a fraction of the training: pass its length to attach(..., num_steps=...)")
         return int(self.grace * step.num_steps)
 
 

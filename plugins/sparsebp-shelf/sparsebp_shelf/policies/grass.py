@@ -2,10 +2,10 @@
 
 Kaiyuan Tian, Yu Tang, Gongqingjian Jiang, Baihui Liu, Yifu Gao, Xialin Su, Linbo Qiao and Dongsheng Li, "GRASS:
 Gradient-based Adaptive Layer-wise Importance Sampling for Memory-efficient Large Language Model Fine-tuning" (Findings
-of ACL 2026), https://arxiv.org/abs/2604.07808, after the abstract: layers are drawn by the mean norm of their gradients
-in the last window, beside embeddings and head, which are always trained as in LISA. We differ: a layer without a turn
-has no gradient, so it keeps the mean of its last turn, and until its first turn it has the mean of those that had one;
-the first turn is drawn evenly; and moving the optimizer's state does not overlap with computation.
+of ACL 2026), https://arxiv.org/abs/2604.07808, after the abstract. It draws layers by the mean norm of their gradients
+in the last window; embeddings and head are always trained, as in LISA. We differ: a layer without a turn has no
+gradient and keeps the mean of its last turn. Before its first turn it gets the mean of the layers that had one. The
+first turn is drawn evenly. Moving the optimizer's state does not overlap with computation.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Turn:
-    """The name under which the layers of a turn are drawn, as those of ``frozen`` are."""
+    """Key of the draw of a turn's layers; `frozen` draws in the same way."""
 
     name: str = "the layers of a turn"
 
@@ -138,14 +138,13 @@ class Grass(Stateful[Parameter], ParameterSelector):
         return [parameter.name for parameter in parameters if parameter.name not in resting]
 
     def weights(self, mean_L: Tensor, seen_L: Tensor) -> Tensor:
-        """Return what the layers are drawn in proportion to, (L,): the mean norm of the gradients of a layer's
-        parameters in its last turn. Of a layer without a turn so far it is the mean of the others; without any turn all
-        are 1."""
+        """Return the weights of the draw of layers, (L,): the mean gradient norm of a layer's parameters in its last
+        turn. Layers without a turn get the mean of the others; before any turn all weights are 1."""
         import torch
 
         others = (mean_L * seen_L).sum() / seen_L.sum().clamp(min=1.0)
         weights_L = torch.where(seen_L > 0, mean_L, others)
-        # Without gradients at all, and where fewer layers than are drawn have one, every layer can be drawn.
+        # Keep every weight above 0, so that layers without gradients can be drawn, too.
         return weights_L.clamp(min=torch.finfo(weights_L.dtype).tiny) if bool(weights_L.sum() > 0) else seen_L * 0 + 1
 
 

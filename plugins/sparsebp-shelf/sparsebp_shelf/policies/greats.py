@@ -1,11 +1,11 @@
-"""Train the examples of a batch whose gradients agree most with that of validation examples, and least with each other.
+"""Train the examples of a batch whose gradients agree most with validation gradients, and least with each other.
 
 Jiachen T. Wang, Tong Wu, Dawn Song, Prateek Mittal, Ruoxi Jia, "GREATS: Online Selection of High-Quality Data for LLM
-Training in Every Iteration" (NeurIPS 2024), https://openreview.net/forum?id=232VcN8tSx: a step of SGD on some examples
-lowers the validation loss by the sum of a = eta <g_i, g_val>, less a second-order term, with the identity for the
-Hessian, of H = eta^2 <g_i, g_j>; examples are added greedily, the largest a first, and a falls by the row of H of each
-that is added. We differ: the gradients are those of mean losses without dropout, the validation examples come from a
-part of the training data, and examples are scored by the cheaper of two exact forms of the products, linear by linear.
+Training in Every Iteration" (NeurIPS 2024), https://openreview.net/forum?id=232VcN8tSx. An SGD step on some examples
+lowers the validation loss by the sum of a = eta <g_i, g_val>, less a second-order term of H = eta^2 <g_i, g_j>, with
+the identity for the Hessian. The policy adds examples greedily, the largest a first, and lowers a by the row of H of
+each added example. We differ: the gradients belong to mean losses without dropout, and the validation examples come
+from a part of the training data. For each linear we use the cheaper of two exact forms of the products.
 
 Shape letters: B examples of a batch, K kept.
 """
@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, ClassVar, final
 from pydantic import Field, PositiveInt
 from typing_extensions import override
 
-from sparsebp_cli.policy import Examples, KeptExamples, MethodCard, Step
+from sparsebp_cli.policy import Examples, MethodCard, Step
+from sparsebp_shelf.example import KeptExamples
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 @final
 class Greats(KeptExamples):
-    """Train the examples that a step of gradient descent would lower the validation loss by most."""
+    """Train the examples whose gradient descent step would lower the validation loss most."""
 
     card: ClassVar[MethodCard | None] = MethodCard(
         use="To see how much better a step on chosen examples can be: choosing costs more than a step saves, so it is "
@@ -64,13 +65,13 @@ class Greats(KeptExamples):
         assert examples.learning_rate is not None
         num_kept = self.count_chosen(examples.number)
         rate, product_B, product_BB = examples.learning_rate, examples.product_B.cpu(), examples.product_BB.cpu()
-        # a and H, each divided by eta: the same order, and one at a rate of 0, too.
+        # a and H are divided by eta, which keeps the order and also works at a rate of 0.
         return select_greedily(product_B, rate * product_BB, num_kept).sort().values
 
 
 def select_greedily(gain_B: Tensor, curvature_BB: Tensor, num_kept: int) -> Tensor:
-    """Return K examples in the order in which they are added, int64: the largest gain first, and each that is added
-    lowers the gains by its row of the second-order term."""
+    """Return K examples, int64, in the order in which they are added: the largest gain first. Each added example lowers
+    the gains by its row of the second-order term."""
     import torch
 
     left_B, chosen = gain_B.double(), list[int]()

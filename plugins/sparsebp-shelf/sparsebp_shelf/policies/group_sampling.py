@@ -15,11 +15,11 @@ _BITS = 40  # a probability is a multiple of 2^-40
 
 
 def fill_groups(score_GM: Tensor, num_kept: int) -> Tensor:
-    """Return the probabilities of :func:`~sparsebp_cli.policy.sampling.water_fill` in every group by itself.
+    """Return the probabilities of :func:`~sparsebp_cli.policy.sampling.water_fill` in every group separately.
 
     Args:
         score_GM: Scores, at least 0, one row a group.
-        num_kept: Expected number that is drawn of each group, in [1, M].
+        num_kept: Expected number of draws from each group, in [1, M].
 
     Returns:
         float64, (G, M), each in (0, 1]; every row sums to ``num_kept`` up to rounding.
@@ -45,7 +45,7 @@ def draw_groups(probability_GM: Tensor, num_kept: int, generator: torch.Generato
     Args:
         probability_GM: Probability of each place, in (0, 1], every row summing to ``num_kept`` up to rounding, such as
             from :func:`fill_groups`.
-        num_kept: Number that is drawn of each group, in [1, M].
+        num_kept: Number of draws from each group, in [1, M].
         generator: ``step.generator(site, device)``, on the device of the probabilities.
 
     Returns:
@@ -57,7 +57,7 @@ def draw_groups(probability_GM: Tensor, num_kept: int, generator: torch.Generato
     order_GM = torch.rand(probability_GM.shape, generator=generator, device=device).argsort(-1)
     length_GM = (probability_GM.double().gather(-1, order_GM) * one).round().long().clamp(0, one)
     end_GM = length_GM.cumsum(-1)
-    lacking_G = num_kept * one - end_GM[:, -1:]  # by rounding: what the first places get or give
+    lacking_G = num_kept * one - end_GM[:, -1:]  # rounding error, which the first places absorb
     end_GM = end_GM + torch.minimum((one - length_GM).cumsum(-1), lacking_G.clamp(min=0))
     end_GM = end_GM - torch.minimum(length_GM.cumsum(-1), (-lacking_G).clamp(min=0))
     offset_G = torch.randint(one, (len(end_GM), 1), generator=generator, device=device)

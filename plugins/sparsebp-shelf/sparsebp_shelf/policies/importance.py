@@ -1,12 +1,12 @@
 """Draw the examples by the gradients at their logits, weighted so that the gradient stays that of the batch.
 
 Angelos Katharopoulos and François Fleuret, "Not All Samples Are Created Equal: Deep Learning with Importance Sampling"
-(ICML 2018), https://arxiv.org/abs/1803.00942: a batch is drawn from a larger one with probabilities in proportion to an
-upper bound of each example's gradient, once the gain from that is worth the forward over the larger one. Our ``keep``
-is b / B of the paper. We differ: examples are drawn without replacement, with the probabilities of
-:func:`~sparsebp_cli.policy.sampling.water_fill` and the weights 1 / probability, which has less variance; the gain is
-measured every ``every`` steps while examples are drawn uniformly, by a forward over the batch, where the paper takes it
-from the examples that it has trained. A text's bound is the norm over all its targets.
+(ICML 2018), https://arxiv.org/abs/1803.00942. The paper draws a batch from a larger one, in proportion to an upper
+bound of each example's gradient, once the gain exceeds the cost of the forward over the larger one. Our ``keep`` is b /
+B of the paper. We differ: examples are drawn without replacement, with the probabilities of
+:func:`~sparsebp_cli.policy.sampling.water_fill` and the weights 1 / probability, which has less variance. While
+examples are drawn uniformly, a forward over the batch measures the gain every ``every`` steps; the paper takes it from
+the trained examples. A text's bound is the norm over all its targets.
 
 Shape letters: B examples of a batch, K drawn.
 """
@@ -18,18 +18,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, final
 from pydantic import Field, PositiveInt
 from typing_extensions import override
 
-from sparsebp_cli.policy import (
-    Examples,
-    KeptExamples,
-    Measure,
-    MethodCard,
-    Observation,
-    Observed,
-    ReadExamples,
-    Stateful,
-    Step,
-    WeightedExamples,
-)
+from sparsebp_cli.policy import Examples, Measure, MethodCard, Observation, Observed, ReadExamples, Stateful, Step
+from sparsebp_shelf.example import KeptExamples, WeightedExamples
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,7 +31,7 @@ if TYPE_CHECKING:
 
 @final
 class Importance(Stateful[object], KeptExamples):
-    """Draw examples in proportion to the norm of the gradient at their logits, or uniformly while that gains little."""
+    """Draw examples in proportion to the gradient norm at their logits, or uniformly while that gains little."""
 
     card: ClassVar[MethodCard | None] = MethodCard(
         use="Where a few examples have most of the gradient. The forward over the whole batch costs a third of its "
@@ -111,7 +101,7 @@ class Importance(Stateful[object], KeptExamples):
         return {"gain": self.smoothing * gain + (1.0 - self.smoothing) * torch.stack(found).mean()}
 
     def is_weighing(self, step: Step) -> bool:
-        """Return whether the gain of the steps before pays for drawing by gradients."""
+        """Return whether the gain of earlier steps exceeds the cost of drawing by gradients."""
         needed = 1.0 + 1.0 / (3.0 * self.keep) if self.threshold is None else self.threshold
         return needed == 0.0 or float(step.state["gain"]) > needed
 
@@ -131,7 +121,7 @@ class Importance(Stateful[object], KeptExamples):
 
 
 def measure_gain(norm_B: Tensor) -> Tensor:
-    """Return by how much a larger uniform batch would reduce the variance as much, at least 1: the root of B times the
-    sum of the squared shares of the norms; 0-d, float64."""
+    """Return the factor by which a uniform batch must grow for the same reduction of variance; 0-d, float64, at least
+    1. It is the root of B times the sum of the squared fractions of the norms."""
     share_B = norm_B.double() / norm_B.double().sum().clamp(min=1e-300)
     return (len(norm_B) * share_B.square().sum()).sqrt()

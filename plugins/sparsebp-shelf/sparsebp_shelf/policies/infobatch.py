@@ -1,21 +1,20 @@
-"""Leave out some of the well-learnt examples of each epoch, and weigh the others of them more.
+"""Leave out some of the well-learnt examples of each epoch, and weight the remaining ones more.
 
 Ziheng Qin et al., "InfoBatch: Lossless Training Speed Up by Unbiased Dynamic Data Pruning" (ICLR 2024),
 https://arxiv.org/abs/2303.04947. Our ``keep`` is 1 - r of the paper, our ``end`` its delta. We differ in four points.
-The number left out is fixed, and weights are n / k of the n well-learnt examples and the k of them that are kept: the
-paper's 1 / (1 - r) is biased wherever r * n is no whole number. An example that was never trained on is never left out;
-the paper gives it the loss 1, the official code 3, so that it may count as well learnt unseen. ``end`` is
-a share of the steps, not of the epochs, whose number is not known beforehand: an epoch leaves examples out if it is
-over by then, and all later ones are whole. A step's loss is a mean over targets, as in dense training, not over
-examples; both are equal where examples have equally many targets.
+The number left out is fixed, and weights are n / k for n well-learnt examples of which k are kept; the paper's 1 / (1 -
+r) is biased if r * n is no whole number. An example that was never trained on is never left out; the paper gives it the
+loss 1, the official code 3, so it may count as well learnt unseen. ``end`` is a fraction of the steps, because the
+number of epochs is not known beforehand: an epoch leaves examples out only if it is over by then. A step's loss is a
+mean over targets, as in dense training, not over examples; both are equal if examples have equally many targets.
 
-As in the paper, the sum of the weights does not divide the loss. So in an epoch that visits K of N examples, the
-gradient of a step is N / K of a dense one in the mean, and the epoch's fewer steps add up to the dense sum. AdamW takes
-no longer steps for it; SGD does.
+As in the paper, the sum of the weights does not divide the loss. In an epoch that visits K of N examples, a step's mean
+gradient is therefore N / K of a dense one, and the epoch's fewer steps add up to the dense sum. AdamW takes no longer
+steps for it; SGD does.
 
-Cost: nothing but the loss of each example, which the forward of training brings. A step costs what a dense one does;
-what is saved is steps, since an epoch is over sooner. Use it where several epochs are trained. Within the first one
-nothing is left out.
+Cost: only the loss of each example, which the training forward computes anyway. A step costs the same as a dense one;
+the policy saves steps, because an epoch ends sooner. Use it if you train several epochs. The first epoch leaves nothing
+out.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ from sparsebp_cli.policy import Epoch, EpochSelector, MethodCard, Step, Visits, 
 
 @final
 class InfoBatch(EpochSelector):
-    """Leave out some of the examples whose last loss was below the mean, other ones in each epoch."""
+    """Leave out some examples whose last loss was below the mean, different ones in each epoch."""
 
     card: ClassVar[MethodCard | None] = MethodCard(
-        use="For many epochs over data with easy examples, with SGD. Within the first epoch nothing is left out.",
+        use="For many epochs over data with easy examples, with SGD. The first epoch visits all examples.",
         year=2024,
         saves=("steps",),
         work="1",

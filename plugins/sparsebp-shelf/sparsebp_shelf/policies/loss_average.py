@@ -1,7 +1,7 @@
-"""Moving averages of the losses that each example of the training data had at its visits.
+"""Keep moving averages of the losses that each training example had at its visits.
 
 After Ziheng Cheng, Zhong Li and Jiang Bian (2025), https://arxiv.org/abs/2509.23461. Shape letters: N examples of the
-training data, K of them that are visited.
+training data, K visited ones.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 
 class LossAverages(Stateful[int], Policy):
-    """A policy that keeps an average of each example's losses, at first 1 / N. A visit with the loss l gives the
-    example the weight beta1 * average + (1 - beta1) * l, and then the average beta2 * average + (1 - beta2) * l."""
+    """A policy that keeps an average of each example's losses, at first 1 / N. A visit with the loss l sets the weight
+    to beta1 * average + (1 - beta1) * l, then the average to beta2 * average + (1 - beta2) * l."""
 
     beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
         0.2, description="Share of the average of the losses before in an example's weight, in [0, 1); 0: the loss."

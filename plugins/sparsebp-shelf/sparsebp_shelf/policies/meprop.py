@@ -1,11 +1,11 @@
 """Keep the k largest entries of each row of a linear's gradient, or the k features that are largest over the batch.
 
 Xu Sun, Xuancheng Ren, Shuming Ma and Houfeng Wang, "meProp: Sparsified Back Propagation for Accelerated Deep Learning
-with Reduced Overfitting" (ICML 2017), https://arxiv.org/abs/1706.06197. We differ: k is a share of each linear's
-features (theirs: 30 of 512, keep 0.06, and 50 of 500 for the unified form, keep 0.1), because a transformer's linears
-have different widths. As theirs, the bias gets the whole gradient, and the output layer is dense as long as `exclude`
-names it. Single entries save work only where few are kept; the unified form saves the share that it leaves out. Their
-later meSimp, which removes features that are never chosen, is not built.
+with Reduced Overfitting" (ICML 2017), https://arxiv.org/abs/1706.06197. We differ: k is a fraction of each linear's
+features, because a transformer's linears have different widths (theirs: 30 of 512, keep 0.06, and 50 of 500 for the
+unified form, keep 0.1). As in the paper, the bias gets the whole gradient, and the output layer is dense if `exclude`
+names it. Single entries save work only if few are kept; the unified form saves the fraction that it leaves out. Their
+later meSimp, which removes features that are never chosen, is not supported.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ if TYPE_CHECKING:
 
 @final
 class MeProp(InformedSelector):
-    """Keep the largest entries of each row, or the features that are largest over the batch; the bias gets the whole
-    gradient."""
+    """Keep the largest entries of each row, or the features that are largest over the batch; the bias is dense."""
 
     card: ClassVar[MethodCard | None] = MethodCard(
         use="With unified: true, whose work is (1 + 2 keep) / 3; the other form is a reference for quality.",
@@ -93,7 +92,7 @@ class MeProp(InformedSelector):
         if not self.unified:
             kept: Selection = choice.choose_elements(score_NO, self.keep, len(score_NO))
         else:
-            # In float32 at least: a sum of bfloat16 magnitudes stops growing after a few hundred rows.
+            # At least float32: a sum of bfloat16 magnitudes stops growing after a few hundred rows.
             wide = torch.promote_types(score_NO.dtype, torch.float32)
             kept = choice.choose_columns(score_NO.sum(0, dtype=wide), self.keep)
         return Split(kept, kept, full_bias=True)

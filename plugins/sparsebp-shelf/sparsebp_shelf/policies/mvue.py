@@ -1,19 +1,18 @@
-"""Keep N of every M neighbouring entries of a linear's gradient, so drawn that the products stay unbiased with least
-variance.
+"""Keep N of every M neighbouring entries of a linear's gradient, drawn with the least variance without bias.
 
 Brian Chmiel, Itay Hubara, Ron Banner and Daniel Soudry, "Minimum Variance Unbiased N:M Sparsity for the Neural
 Gradients" (ICLR 2023), https://arxiv.org/abs/2203.10991. In each group the probabilities are in proportion to the
-magnitudes, those that would exceed 1 cut there and the others raised, and a kept entry is divided by its probability.
-As theirs, groups lie along the sum of the product: of rows for the gradient of the weight, of features for that of the
-input. We differ: they give closed forms for 1:2 and 2:4, ours draws systematically, with the same
-probability of each entry, and so the same variance of it, for any N:M; and the bias gets the whole gradient.
+magnitudes. Those above 1 are cut to 1 and the others raised. A kept entry is divided by its probability. As in the
+paper, groups lie along the sum of the product: rows for the weight gradient, features for the input gradient. We
+differ: they give closed forms for 1:2 and 2:4. Ours draws systematically for any N:M, with the same probability and so
+the same variance of each entry. The bias gets the whole gradient.
 
-The form that is published with Yuezhou Hu and others, "S-STE" (NeurIPS 2024), https://arxiv.org/abs/2409.09099, as a
-torch function is biased where one entry outweighs the other three: (0.1, 0.2, 0.3, 4) has the mean
-(0.38, 0.77, 1.15, 2.30). This one keeps the 4 for certain.
+The torch function that Yuezhou Hu and others published with "S-STE" (NeurIPS 2024), https://arxiv.org/abs/2409.09099,
+is biased if one entry outweighs the other three: (0.1, 0.2, 0.3, 4) has the mean (0.38, 0.77, 1.15, 2.30). This one
+always keeps the 4.
 
 Cost: products are multiplied densely, and choosing costs a sort of every group. Sparse tensor cores would multiply 2:4
-at up to twice the rate; no such kernel is built, so this is a reference for what the noise does to a training.
+at up to twice the rate. SparseBP has no such kernel, so this policy only shows how the variance affects a training.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
 
 @final
 class MVUE(InformedSelector):
-    """Draw N of every M neighbours of a gradient by their size, unbiased and with the least variance."""
+    """Draw N of every M neighbouring gradient entries by magnitude, unbiased and with the least variance."""
 
     card: ClassVar[MethodCard | None] = MethodCard(
         use="To learn what N:M noise of the gradient does to a training, before a GPU with sparse tensor cores is "
@@ -120,7 +119,7 @@ class MVUE(InformedSelector):
         whole = grad.shape[1] // self.group * self.group
         for start, end, size in ((0, whole, self.group), (whole, grad.shape[1], grad.shape[1] - whole)):
             if end == start or size <= self.kept:
-                continue  # a last group of few entries is kept whole
+                continue  # a short last group is kept whole
             score_GM = grad[:, start:end].reshape(-1, size).abs()
             if self.by == "random":
                 score_GM = torch.ones_like(score_GM)

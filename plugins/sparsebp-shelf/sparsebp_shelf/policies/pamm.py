@@ -1,11 +1,11 @@
 """Keep a few rows of each linear's input, and for every row the nearest of them and its length along it.
 
 Khalaf and others, "PAMM" (ICLR 2026), https://arxiv.org/abs/2506.02939, after its abstract and formulas: no code is
-public. Rows are drawn uniformly as representatives; each row of the input becomes its projection on the one whose
-direction, or opposite direction, is nearest. The gradient of the weight first sums the output's gradients by
-representative, so that both memory and multiplications fall. It is biased. We differ: every linear may use it (theirs:
-queries, keys and values; say so with `where`), and the rescaling by which the paper makes up for rows that are too far
-from every representative (`epsilon`) counts rows, as we understand it.
+public. Rows are drawn uniformly as representatives. Each row of the input becomes its projection on the representative
+whose direction, or opposite direction, is nearest. The weight gradient first sums the output gradients by
+representative, which saves both memory and multiplications. It is biased. We differ: every linear may use it (the paper
+uses it for queries, keys and values; select them with `where`). The paper rescales to correct for rows too far from
+every representative (`epsilon`); our rescaling counts rows, as we understand it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, final
 
 from pydantic import Field
 
-from sparsebp_cli.policy import InputSaver, MethodCard, SavedRepresentatives, Site, Step, choice
+from sparsebp_cli.policy import MethodCard, Site, Step, choice
+from sparsebp_shelf.saver import InputSaver, SavedRepresentatives
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 @final
 class PAMM(InputSaver):
-    """Let a few rows of an input stand for all, each row by its projection on the nearest one."""
+    """Keep a few rows of an input, and replace every row by its projection onto the nearest of them; biased."""
 
     card: ClassVar[MethodCard | None] = MethodCard(
         use="Where the rows of an input point in few directions; look at the cosine first. Biased.",

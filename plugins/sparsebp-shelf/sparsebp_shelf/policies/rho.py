@@ -1,9 +1,9 @@
 """Train the examples of a batch whose loss is furthest above that of a reference model.
 
 Sören Mindermann et al., "Prioritized Training on Points that are Learnable, Worth Learning, and Not Yet Learnt" (ICML
-2022), https://arxiv.org/abs/2206.07137: RHO-LOSS. The reference is trained on held-out data, and its loss of an example
-is what no training on the others would remove, the irreducible loss; the difference is largest where a label is right,
-and not learnt yet. Both losses are taken without dropout. We differ: the paper chooses among images, ours are texts,
+2022), https://arxiv.org/abs/2206.07137: RHO-LOSS. The reference is trained on held-out data. Its loss of an example is
+the irreducible loss, which training on other data would not remove. The difference is largest if a label is right and
+not learnt yet. Both losses are computed without dropout. We differ: the paper chooses among images; ours are texts,
 whose loss is the mean over their targets.
 
 Shape letters: B examples of a batch, K kept.
@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, final
 
 from pydantic import Field
 
-from sparsebp_cli.policy import Examples, KeptExamples, MethodCard, ReferenceReader, Step, choice
+from sparsebp_cli.policy import Examples, MethodCard, ReferenceReader, Step, choice
+from sparsebp_shelf.example import KeptExamples
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 @final
 class Rho(KeptExamples, ReferenceReader):
-    """Train the examples of largest loss less the reference's."""
+    """Train the examples whose loss most exceeds that of a reference model."""
 
     card: ClassVar[MethodCard | None] = MethodCard(
         use="Where part of the data is noise or known already, and a model trained on other data of the kind is at "

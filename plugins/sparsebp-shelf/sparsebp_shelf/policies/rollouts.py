@@ -1,11 +1,11 @@
 """Draw the answers of a policy update by their advantages, weighted so that the gradient stays that of all answers.
 
 Yixuan Even Xu, Yash Savani, Fei Fang and J. Zico Kolter, "Not All Rollouts are Useful: Down-Sampling Rollouts in LLM
-Reinforcement Learning" (2025), https://arxiv.org/abs/2504.13818, after the abstract: an update on those answers of a
-group whose rewards vary most. We differ: theirs is a fixed choice that changes the gradient; ours is drawn with
-probabilities in proportion to the size of the advantage, whose square is the answer's share of the variance of the
-reward, and weighted by 1 / probability, as :mod:`~sparsebp_shelf.policies.importance` draws by gradients. An
-answer whose advantage is zero, as all of a group without variance, has no gradient and is drawn last.
+Reinforcement Learning" (2025), https://arxiv.org/abs/2504.13818, after the abstract: an update uses the answers of a
+group whose rewards vary most. We differ: the paper's choice is deterministic and changes the gradient. Ours is drawn in
+proportion to the size of the advantage, whose square is the answer's part of the reward's variance. Answers are
+weighted by 1 / probability, as in :mod:`~sparsebp_shelf.policies.importance`. An answer without advantage, such as all
+answers of a group with equal rewards, has no gradient and is drawn last.
 
 Shape letters: B answers of a batch, K drawn.
 """
@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, ClassVar, final
 
 from typing_extensions import override
 
-from sparsebp_cli.policy import Examples, KeptExamples, MethodCard, Step, WeightedExamples
+from sparsebp_cli.policy import Examples, MethodCard, Step
+from sparsebp_shelf.example import KeptExamples, WeightedExamples
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 @final
 class Rollouts(KeptExamples):
-    """Draw answers in proportion to their advantage, or uniformly where the loss has more than the advantage."""
+    """Draw answers in proportion to their advantage, or uniformly if the loss has other terms."""
 
     card: ClassVar[MethodCard | None] = MethodCard(
         use="In trl's GRPOTrainer, where advantages differ or many are zero; all answers still have a forward, for the "

@@ -1,4 +1,4 @@
-"""A linear's input in a few bits for each entry, kept for the gradient of its weight, for `gact`.
+"""Store a linear's input in a few bits an entry, for the gradient of its weight in `gact`.
 
 Shape letters: N rows (= B*T), D input width, G groups, C bytes of a group.
 """
@@ -14,20 +14,20 @@ if TYPE_CHECKING:
     import torch
     from torch import Generator, Tensor
 
-_GRID_BYTES = 4  # of a group's offset and of its step, which are float32 at least
+_GRID_BYTES = 4  # bytes of a group's offset or step, which are float32 or wider
 
 
 @final
 @dataclass(frozen=True)
 class SavedCodes(Saved):
-    """Every entry in a few bits, on a grid of its own for each group of neighbours.
+    """Entries in a few bits each, on a separate grid for each group of neighbours.
 
     Args:
         code_GC: uint8, (G, group * bits / 8): the codes of a group, packed.
         low_G: The smallest entry of each group, float32, or float64 for a float64 input.
         step_G: The distance between two codes, of the same dtype.
         bits: Bits of a code: 1, 2, 4 or 8.
-        group: Entries of a group, a multiple of 8; the last one may stand for fewer.
+        group: Entries of a group, a multiple of 8; the last group may hold fewer.
         dtype: Floating-point dtype of the input.
     """
 
@@ -56,7 +56,7 @@ class SavedCodes(Saved):
         flat = x_ND.reshape(-1).to(torch.promote_types(x_ND.dtype, torch.float32))
         missing = -flat.numel() % group
         if missing:
-            # Filled up with the last entry, which widens no grid.
+            # Padded with the last entry, which widens no grid.
             flat = torch.cat([flat, flat[-1:].expand(missing)])
         flat = flat.view(-1, group)
         low_G, high_G = flat.amin(1), flat.amax(1)
@@ -75,7 +75,7 @@ class SavedCodes(Saved):
 
     @staticmethod
     def count_bytes(num_entries: int, bits: int, group: int, itemsize: int) -> int:
-        """Return the bytes of the codes of so many entries of ``itemsize`` bytes."""
+        """Return the bytes of the codes of ``num_entries`` entries of ``itemsize`` bytes."""
         return -(-num_entries // group) * (group * bits // 8 + 2 * max(itemsize, _GRID_BYTES))
 
     def restore(self) -> Tensor:

@@ -1,19 +1,18 @@
 """Backpropagate the examples of large loss more often.
 
 Angela H. Jiang et al., "Accelerating Deep Learning by Focusing on the Biggest Losers" (2019),
-https://arxiv.org/abs/1910.00762. With ``history`` an example's chance follows the paper: the share of the last
-``history`` losses, those of its own batch among them, that are below its own, to the power of 1 / keep - 1. We differ:
-each batch gives the same number of examples, drawn without replacement with these chances as weights, where the paper
-draws each on its own and collects them until they fill a batch; and a share of 0 counts as half a place, the paper's
-least chance being an option of its code. Without ``history``, as in Composer, losses are ranked within the batch. For
-language models ``scale_factor`` shortens the text that the forward for the losses reads; for images Composer's shrinks
-them.
+https://arxiv.org/abs/1910.00762. With ``history`` an example's chance follows the paper: the fraction of the last
+``history`` losses, its own batch included, that are below its own, to the power of 1 / keep - 1. We differ: each batch
+gives the same number of examples, drawn without replacement with these chances as weights. The paper draws each
+separately and collects them until they fill a batch. A fraction of 0 counts as half a place; in the paper's code the
+least chance is an option. Without ``history``, as in Composer, losses are ranked within the batch. For language models
+``scale_factor`` shortens the text of the scoring forward; Composer shrinks images.
 
-The paper's pool is not built. Its number of batches for one that is full is random, and an example selector decides
-about the batch of a forward whose loss its caller differentiates: it can neither return no loss nor read further
-batches. A pool needs a data order that draws candidates from the weights of now before each step, keeps the rows that
-wait and the place in the data in checkpoints, and counts the forwards for scores in the step that they fill; a probe
-would have to fill a pool of its own. The mean chance is the same: 1 / (beta + 1), which is ``keep``.
+The paper's pool is not supported. It needs a random number of batches until it is full, but an example selector decides
+about the batch of a forward whose loss its caller differentiates. It can neither return no loss nor read further
+batches. A pool would need a data order that draws candidates by the current weights before each step. Checkpoints would
+have to store the waiting rows and the place in the data, and the step that a pool fills would have to count its scoring
+forwards. A probe would need its own pool. The mean chance is the same: 1 / (beta + 1), which is ``keep``.
 
 Shape letters: B examples of a batch, R losses of the window.
 """
@@ -24,17 +23,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, final
 
 from pydantic import Field, NonNegativeInt
 
-from sparsebp_cli.policy import (
-    Examples,
-    Measure,
-    MethodCard,
-    Observation,
-    Observed,
-    ReadExamples,
-    SampledExamples,
-    Stateful,
-    Step,
-)
+from sparsebp_cli.policy import Examples, Measure, MethodCard, Observation, Observed, ReadExamples, Stateful, Step
+from sparsebp_shelf.example import SampledExamples
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -113,30 +103,30 @@ class SelectiveBackprop(Stateful[object], SampledExamples):
             return None
         assert examples.loss_B is not None
         generator, number = step.generator(examples), examples.number
-        shuffled = torch.randperm(number, generator=generator)  # breaks ties between equal losses at random
+        shuffled = torch.randperm(number, generator=generator)  # breaks ties at random
         loss_B = examples.loss_B.cpu()
         if self.history:
             rank_B = rank(loss_B, torch.as_tensor(step.state["loss_R"]).cpu())
             ascending = torch.arange(number)
         else:
-            # Middles of the ranks, so that the smallest loss has a nonzero probability; the exponent is Composer's.
+            # Midpoints of the ranks give the smallest loss a nonzero probability; the exponent is Composer's.
             rank_B = (torch.arange(number, dtype=torch.float64) + 0.5) / number
             ascending = shuffled[loss_B[shuffled].argsort(stable=True)]
         chance = rank_B ** (1.0 / self.keep - 1.0)
-        # Gumbel top-k: the largest of log(chance) + Gumbel noise are a draw without replacement. In log space no
-        # chance underflows.
+        # Gumbel top-k: the largest log(chance) + Gumbel noise are a draw without replacement. Logarithms avoid
+        # underflow.
         noise = -torch.rand(number, generator=generator, dtype=torch.float64).clamp(min=1e-300).log()
         drawn = (chance.log() - noise.log()).topk(self.count_chosen(number)).indices
         return ascending[drawn].sort().values
 
 
 def rank(loss_B: Tensor, before_R: Tensor) -> Tensor:
-    """Return which share of a window's losses is below each loss of a batch; half a place stands for none.
+    """Return the fraction of a window's losses below each loss of a batch; half a place replaces a fraction of 0.
 
     Args:
         loss_B: Losses of the batch's examples, finite.
-        before_R: The window before it, the latest last, inf where there was none yet. The batch takes the place of the
-            earliest; of a batch that is longer than the window its last R.
+        before_R: The window before it, the latest last, inf for missing losses. The batch replaces the earliest losses;
+            only the last R losses of a longer batch count.
 
     Returns:
         (B,), float64, in (0, 1).

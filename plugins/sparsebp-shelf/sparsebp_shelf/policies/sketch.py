@@ -2,8 +2,8 @@
 
 Daniel Bershatsky, Aleksandr Mikhalev, Alexandr Katrutsa, Julia Gusak, Daniil Merkulov and Ivan Oseledets,
 "Memory-Efficient Backpropagation through Large Linear Layers" (2022), https://arxiv.org/abs/2201.13195. We differ: the
-matrix is of +1 and -1 unless ``entries: gaussian`` asks for their default, which has more variance; their discrete
-Fourier and cosine matrices are not built.
+matrix has entries +1 and -1. ``entries: gaussian`` selects their default, which has more variance. Their discrete
+Fourier and cosine matrices are not supported.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, final
 
 from pydantic import Field
 
-from sparsebp_cli.policy import InputSaver, MethodCard, SavedSketch, Site, Step, choice
+from sparsebp_cli.policy import MethodCard, Site, Step, choice
+from sparsebp_shelf.saver import InputSaver, SavedSketch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 @final
 class Sketch(InputSaver):
-    """Mix all rows of an input into fewer. The mixing is drawn again in the backward and applied to the gradient."""
+    """Project the rows of an input randomly onto fewer, and the gradient's rows in the same way; unbiased."""
 
     card: ClassVar[MethodCard | None] = MethodCard(
         use="Only where keep N is far below D O / (D + O): otherwise it multiplies more than it saves.",

@@ -1,8 +1,8 @@
-"""The control of variance-controlled sampling: by how much a round of trial passes changes the shares that are drawn.
+"""Control variance-controlled sampling: a round of trial passes adjusts the fractions that are drawn.
 
 After Ziteng Wang, Jianfei Chen and Jun Zhu (ICLR 2024), https://arxiv.org/abs/2402.17227, for
-:mod:`~sparsebp_shelf.policies.vcas`. Every so many steps trial passes over some micro-batches measure the variance that
-both draws add. Shares fall where it is below a tolerance of the variance between micro-batches, and rise where it is
+:mod:`~sparsebp_shelf.policies.vcas`. At fixed intervals trial passes over some micro-batches measure the variance that
+both draws add. Fractions fall if it is below a tolerance of the variance between micro-batches, and rise if it is
 above. The constants are the published ones.
 
 Shape letters: B examples, N rows.
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 
     from sparsebp_cli.policy import State
 
-STRENGTH_STEP, SHARE_FACTOR, MOMENTUM = 0.01, 0.95, 0.6  # alpha, beta, and of the examples' shares
-STRENGTH, EXAMPLES, ROWS = "strength", "examples ", "rows "  # of entries of the state, the last two by layer and site
+STRENGTH_STEP, SHARE_FACTOR, MOMENTUM = 0.01, 0.95, 0.6  # alpha, beta, and the momentum of the examples' fractions
+STRENGTH, EXAMPLES, ROWS = "strength", "examples ", "rows "  # keys of the state; the last two precede a layer or a site
 
 
 @dataclass(frozen=True)
 class Shares:
-    """The state of the policy: shares of examples by layer and of rows by site, 1 where none is known."""
+    """The state of the policy: fractions of examples by layer and of rows by site, 1 if unknown."""
 
     state: State
 
     @classmethod
     def full(cls, sites: Sequence[Site]) -> Self:
-        """Return the shares before the first round."""
+        """Return the fractions before the first round: all 1."""
         layers = {f"{EXAMPLES}{site.layer}": 1.0 for site in sites if site.layer is not None}
         return cls({STRENGTH: 1.0, **layers, **{f"{ROWS}{site.name}": 1.0 for site in sites}})
 
@@ -45,27 +45,25 @@ class Shares:
 
     @property
     def sites(self) -> list[str]:
-        """Names of the sites."""
         return [key.removeprefix(ROWS) for key in self.state if key.startswith(ROWS)]
 
     def examples(self, layer: int | None) -> float:
-        """Return the share of examples with a gradient in a layer."""
+        """Return the fraction of examples with a gradient in a layer."""
         return float(self.state.get(f"{EXAMPLES}{layer}", 1.0))
 
     def examples_at(self, site: Site) -> float:
-        """Return the share of a batch's examples that has a gradient at a site, which is a whole number of them."""
+        """Return the fraction of a batch's examples with a gradient at a site, as a whole number of examples."""
         share = self.examples(site.layer)
         return 1.0 if share == 1.0 else count(share, site.num_examples) / site.num_examples
 
     def budget_at(self, site: Site) -> Budget:
-        """Return the shares of both products of a linear that are computed."""
+        """Return the fractions of both products of a linear that are computed."""
         examples, num_rows = self.examples_at(site), math.prod(site.batch_shape)
         kept = count(self.rows(site.name), round(examples * num_rows))
         return Budget(examples, min(examples, kept / max(1, num_rows)))
 
     def draw_examples(self, score_B: Tensor, layer: int, generator: Generator) -> Tensor | None:
-        """Return the factor of each example's gradient at the output of a layer, (B,); None if none is left out that
-        has a gradient in the layer above."""
+        """Return the factor of each example's gradient at a layer's output, (B,); None if it keeps all from above."""
         kept, above = (count(self.examples(number), len(score_B)) for number in (layer, layer + 1))
         if kept == above:
             return None
@@ -73,8 +71,8 @@ class Shares:
         return weight_K.new_zeros(len(score_B)).index_copy_(0, index_K, weight_K)
 
     def find_rows(self, norm_N: Tensor, site: Site) -> Tensor:
-        """Return the rows of the examples that have a gradient at a site, from the norm of each row's gradient; that of
-        all others is zero, so they are the examples of largest norm."""
+        """Return the rows of the examples that have a gradient at a site, from the norm of each row's gradient. Other
+        examples have zero gradients, so the examples of largest norm are the right ones."""
         import torch
 
         index_N, share = torch.arange(len(norm_N), device=norm_N.device), self.examples_at(site)
@@ -85,24 +83,24 @@ class Shares:
         return index_N.view(norm_BT.shape)[example_K].flatten()
 
     def rows(self, site: str) -> float:
-        """Return the share of the rows of these examples that a weight's gradient reads."""
+        """Return the fraction of the rows that a weight's gradient reads, among examples with a gradient."""
         return float(self.state.get(f"{ROWS}{site}", 1.0))
 
     def without_rows(self) -> State:
-        """Return the state with which examples are drawn and all of their rows are kept."""
+        """Return the state that draws examples but keeps all of their rows."""
         return {key: 1.0 if key.startswith(ROWS) else value for key, value in self.state.items()}
 
 
 @dataclass(frozen=True)
 class Round:
-    """What the trial passes of a round saw: of each micro-batch a dense pass, and passes with a draw of examples."""
+    """Results of a round's trial passes: for each micro-batch a dense pass and passes with a draw of examples."""
 
     dense: Sequence[Observation]
     sampled: Sequence[tuple[Observation, Observation]]  # each with the dense pass of its micro-batch
 
     @classmethod
     def of(cls, observations: Sequence[Observation], num_batches: int) -> Self:
-        """Return the round of passes in their order: of each micro-batch the dense one first."""
+        """Return a round from passes in order, the dense pass of each micro-batch first."""
         size = len(observations) // num_batches
         batches = [observations[start : start + size] for start in range(0, len(observations), size)]
         return cls([each[0] for each in batches], [(one, each[0]) for each in batches for one in each[1:]])
@@ -120,8 +118,7 @@ class Round:
         return sum(distances) / len(self.sampled)
 
     def row_variance(self, site: str, share: float, score: Callable[[Tensor], Tensor]) -> float:
-        """Return the variance that a draw of rows adds to a weight's gradient; inf if it has none, as one that is
-        frozen, or tied to the embedding."""
+        """Return the variance that a draw of rows adds to a weight's gradient; inf for frozen or tied weights."""
         products = [one["row_product"][site] for one, _ in self.sampled if site in one["row_product"]]
         if not products:
             return math.inf
@@ -134,15 +131,15 @@ def control_shares(
     """Return the state after a round of control.
 
     Args:
-        shares: Shares before the round.
+        shares: Fractions before the round.
         seen: Gradients and norms that the trial passes measured.
-        tolerance: Largest variance that the draw of examples may add, over that between micro-batches. 0: all examples
-            stay.
-        row_tolerance: Largest variance that the draw of rows may add, over the same. 0: all rows stay.
-        score: Gives, of norms, what the probabilities are in proportion to.
+        tolerance: Largest variance that the draw of examples may add, relative to that between micro-batches; 0 keeps
+            all examples.
+        row_tolerance: The same for the draw of rows; 0 keeps all rows.
+        score: Maps norms to scores; the draw's probabilities are in proportion to them.
 
     Returns:
-        The same entries.
+        A state with the same keys.
     """
     layers, sites = shares.layers, shares.sites
     between = {site: seen.variance_between(site) for site in sites}
@@ -162,14 +159,14 @@ def control_shares(
 
 
 def count(share: float, number: int) -> int:
-    """Return how many a share keeps, rounded down as published, at least 1."""
-    # A share that makes a whole number must not fall below it by rounding.
+    """Return ``share`` of ``number``, rounded down as published, at least 1."""
+    # The addend keeps rounding from reducing a whole number.
     return max(1, int(share * number + 1e-9))
 
 
 def variance_of_rows(product_N: Tensor, share: float, score: Callable[[Tensor], Tensor]) -> float:
-    """Return the variance that a draw of rows adds to a weight's gradient, from the products of the norms of each row's
-    input and gradient."""
+    """Return the variance that a draw of rows adds to a weight's gradient. ``product_N`` has the products of the norms
+    of each row's input and gradient."""
     alive_N = product_N[product_N > 0]
     if share == 1.0 or not len(alive_N):
         return 0.0
@@ -187,44 +184,44 @@ def _distance(one: Observation, other: Observation, site: str) -> float:
 
 
 def adjust_strength(strength: float, added: float, between: float, tolerance: float) -> float:
-    """Return the share of the examples' norms that has to be kept, after a round of control.
+    """Return the fraction of the examples' norms that must be kept after a round of control.
 
     Args:
-        strength: The share before the round, in [0, 1].
+        strength: The fraction before the round, in [0, 1].
         added: Variance that the draw of examples added.
         between: Variance between batches.
-        tolerance: Largest ``added`` over ``between`` at which it falls.
+        tolerance: Largest ``added`` over ``between`` at which the fraction falls.
 
     Returns:
-        In [0, 1].
+        A fraction in [0, 1].
     """
     change = STRENGTH_STEP if added > tolerance * between else -STRENGTH_STEP
-    # Rounded, so that steps up and down lead back to the same number.
+    # Rounded, so that steps up and down return to the same number.
     return min(1.0, max(0.0, round(strength + change, 10)))
 
 
 def find_top_share(norm_B: Tensor, strength: float) -> float:
-    """Return the smallest share of the examples whose norms sum to a share of all.
+    """Return the smallest fraction of the examples whose norms sum to ``strength`` of the total.
 
     Args:
         norm_B: Norm of each example's gradient, at least 0.
-        strength: The share of the sum, in [0, 1].
+        strength: Fraction of the sum, in [0, 1].
 
     Returns:
-        In (0, 1]: at least one example.
+        A fraction in (0, 1], of at least one example.
     """
     sums = norm_B.double().sort(descending=True).values.cumsum(0)
-    # A sum that is all of it may be a last bit short.
+    # The factor allows for the last bit of a sum that is complete.
     reached = int((sums < strength * sums[-1] * (1 - 1e-12)).sum()) + 1
     return min(reached, len(norm_B)) / len(norm_B)
 
 
 def adjust_shares(before: Sequence[float], enough: Sequence[float]) -> list[float]:
-    """Return the shares of examples by layer, from the first: slowly towards what is enough, never more than above.
+    """Return the fractions of examples by layer, moved slowly towards ``enough``, never larger than in the layer above.
 
     Args:
-        before: Share of each layer, from the first, in (0, 1].
-        enough: Share that would do now in each layer, in (0, 1].
+        before: Fraction of each layer, from the first, in (0, 1].
+        enough: Fraction that would suffice now in each layer, in (0, 1].
 
     Returns:
         In (0, 1], never falling from one layer to the next.
@@ -234,16 +231,16 @@ def adjust_shares(before: Sequence[float], enough: Sequence[float]) -> list[floa
 
 
 def adjust_rows(share: float, added: float, between: float, tolerance: float) -> float:
-    """Return the share of rows at a linear after a round of control.
+    """Return the fraction of rows at a linear after a round of control.
 
     Args:
-        share: The share before the round, in (0, 1].
+        share: The fraction before the round, in (0, 1].
         added: Variance that the draw of rows adds.
         between: Variance between batches.
-        tolerance: Largest ``added`` over ``between`` at which it falls; 0 keeps all rows.
+        tolerance: Largest ``added`` over ``between`` at which the fraction falls; 0 keeps all rows.
 
     Returns:
-        In (0, 1].
+        A fraction in (0, 1].
     """
     if tolerance == 0.0:
         return 1.0

@@ -1,14 +1,15 @@
-"""Keep few examples at each layer's output and few rows at each linear, by the variance that this adds to the gradient.
+"""Keep few examples at each layer's output and few rows at each linear, by the variance that this adds.
 
 Ziteng Wang, Jianfei Chen and Jun Zhu, "Efficient Backpropagation with Variance-Controlled Adaptive Sampling" (ICLR
-2024), https://arxiv.org/abs/2402.17227. Examples are drawn by the norm of their gradient at the output of each layer,
-never more in a layer than in the one above, and rows of each weight's gradient by the product of the norms of input and
-gradient; each is divided by its probability. The shares follow trial passes, which measure the variance that both draws
-add. We differ: as many are drawn as the shares say, where the paper's number is random; the variance between batches is
-that of micro-batches in the order of training; rows are drawn at linears outside of the layers, too, as at the head.
+2024), https://arxiv.org/abs/2402.17227. Examples are drawn by the norm of their gradient at each layer's output, never
+more in a layer than in the one above. Rows of each weight gradient are drawn by the product of the norms of input and
+gradient. Each is divided by its probability. Trial passes measure the variance that both draws add, and the fractions
+follow it. We differ: the draw keeps exactly the number that the fractions give; the paper's number is random. The
+variance between batches is that of micro-batches in training order. Linears outside of the layers, such as the head,
+draw rows, too.
 
-Cost: a layer with the share r of the examples multiplies r of both products, and of the weight's gradient r times
-its own share. Each round of control costs ``batches`` dense passes and ``batches`` squared sampled ones.
+Cost: a layer with the fraction r of the examples multiplies r of both products, and of the weight gradient r times its
+own fraction. Each round of control costs ``batches`` dense passes and ``batches`` squared sampled ones.
 """
 
 from __future__ import annotations
@@ -22,8 +23,6 @@ from sparsebp_cli.policy import (
     Budget,
     InformedSelector,
     LayerGradient,
-    LayerOutput,
-    LayerSampler,
     Measure,
     MethodCard,
     Observation,
@@ -43,6 +42,7 @@ from sparsebp_cli.policy import (
     sample_gradient,
     sampling,
 )
+from sparsebp_shelf.layer_sampler import LayerOutput, LayerSampler
 from sparsebp_shelf.policies.variance_control import Round, Shares, control_shares, count
 
 if TYPE_CHECKING:
@@ -53,11 +53,11 @@ if TYPE_CHECKING:
 
 @final
 class VCAS(Stateful[Site], LayerSampler, InformedSelector):
-    """Draw examples at each layer and rows at each linear, by shares that keep the added variance at a tolerance."""
+    """Draw examples at each layer and rows at each linear, as few as a tolerance for the added variance allows."""
 
     constants: ClassVar[tuple[str, ...]] = ("tolerance", "row_tolerance")
     card: ClassVar[MethodCard | None] = MethodCard(
-        use="Where a batch has many examples, and their gradients are unequal, as late in fine-tuning.",
+        use="If a batch has many examples with unequal gradients, as late in fine-tuning.",
         year=2024,
         saves=("time",),
         memory="As dense.",
@@ -115,7 +115,7 @@ class VCAS(Stateful[Site], LayerSampler, InformedSelector):
     def measure(self, seen: Observed, step: Step) -> dict[str, Measure]:
         if isinstance(seen, ParameterGradient):
             return {"sample": Measure(sample_gradient(seen.gradient, seen.name, step))}
-        if isinstance(seen, SiteGradient):  # of each row, the product of the norms of its input and gradient
+        if isinstance(seen, SiteGradient):  # for each row, the product of the norms of its input and gradient
             return {"row_product": Measure(choice.norm(seen.shown.grad_NO, 1) * seen.shown.input_norm)}
         assert isinstance(seen, LayerGradient)
         return {"example_norm": Measure(seen.norm_B)}
@@ -159,5 +159,5 @@ class VCAS(Stateful[Site], LayerSampler, InformedSelector):
         return Split(dgrad, Rows(index_N[place_K], weight_K), full_bias=True)
 
     def _score(self, norm: Tensor) -> Tensor:
-        """Return what probabilities are in proportion to."""
+        """Return the scores for the draw, from norms."""
         return norm if self.by == "norm" else (norm > 0).to(norm.dtype)

@@ -1,11 +1,11 @@
-"""Keep one number for each group of features of a linear's input: how far it goes along one direction.
+"""Keep one number for each group of features of a linear's input: its projection on one direction.
 
 Roy Miles, Pradyumna Reddy, Ismail Elezi and Jiankang Deng, "VeLoRA: Memory Efficient Training using Rank-1 Sub-Token
-Projections" (NeurIPS 2024), https://arxiv.org/abs/2405.17991, after its abstract and formulas. The
-direction of an input is the mean of its groups in the first batch, and stays. We differ: until the first step has ended
-no direction is known, so further micro-batches of that step have each its own, as every input has with ``by: mean``;
-and groups have nearly the size that is asked for, so that all of an input's are equal. The paper projects the inputs of
-values and of the MLP's last linear alone: say so with ``where``, as `recipes/methods/velora.yaml` does.
+Projections" (NeurIPS 2024), https://arxiv.org/abs/2405.17991, after its abstract and formulas. An input's direction is
+the mean of its groups in the first batch, and stays fixed. We differ: no direction is known before the first step has
+ended, so further micro-batches of that step use their own means, as every input does with ``by: mean``. Groups have
+nearly the requested size, so that all groups of an input are equal. The paper projects only the inputs of values and of
+the MLP's last linear: select them with ``where``, as `recipes/methods/velora.yaml` does.
 """
 
 from __future__ import annotations
@@ -15,19 +15,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal, final
 
 from pydantic import Field, PositiveInt
 
-from sparsebp_cli.policy import (
-    InputSaver,
-    LinearInput,
-    Measure,
-    MethodCard,
-    Observation,
-    Observed,
-    SavedDirection,
-    Site,
-    Stateful,
-    Step,
-    choice,
-)
+from sparsebp_cli.policy import LinearInput, Measure, MethodCard, Observation, Observed, Site, Stateful, Step, choice
+from sparsebp_shelf.saver import InputSaver, SavedDirection
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,7 +29,7 @@ class VeLoRA(Stateful[Site], InputSaver):
     """Keep the projection of each group of neighbouring features on one direction; the gradient is biased."""
 
     card: ClassVar[MethodCard | None] = MethodCard(
-        use="To see how much of an input one direction holds. In float32 gact with 2 bits keeps about as much "
+        use="To study how much of an input one direction holds. In float32 gact with 2 bits keeps about as much "
         "as groups of 16, and is unbiased.",
         year=2024,
         saves=("memory", "time"),
@@ -100,7 +89,7 @@ class VeLoRA(Stateful[Site], InputSaver):
         return self.by == "first" and not self.exact
 
     def init(self, places: Sequence[Site], /) -> State:
-        """Return no directions yet; each has room for the largest group, since widths are not known."""
+        """Return a state without directions, with space for the largest group, because widths are not known."""
         if not self._remembers:
             return {}
         import torch

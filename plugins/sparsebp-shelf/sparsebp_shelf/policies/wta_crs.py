@@ -2,12 +2,12 @@
 
 Zirui Liu, Guanchu Wang, Shaochen Zhong, Zhaozhuo Xu, Daochen Zha, Ruixiang Tang, Zhimeng Jiang, Kaixiong Zhou, Vipin
 Chaudhary, Shuai Xu and Xia Hu, "Winner-Take-All Column Row Sampling for Memory Efficient Adaptation of Language Model"
-(NeurIPS 2023), https://arxiv.org/abs/2305.15265. We differ: rows are drawn by the norm of the input alone, without the
-table of gradient norms from the last visit of each example, which costs variance and no bias (their code does not
-weight the draws of the first epoch, when the table is empty, and so is biased there); ``draw: fixed`` draws different
-rows, with probabilities in proportion to the norms, where rows of probability 1 are the paper's winners; at least one
-row is kept instead of ten; and attention's own products are left alone. ``draw: published`` keeps the largest rows and
-draws the rest with replacement, as the paper says.
+(NeurIPS 2023), https://arxiv.org/abs/2305.15265. We differ: rows are drawn by the norm of the input only. The paper
+also uses a table of gradient norms from each example's last visit; without it the variance is larger, but there is no
+bias. (Their code does not weight the draws of the first epoch, when the table is empty, and so is biased there.)
+``draw: fixed`` draws different rows in proportion to the norms; rows of probability 1 are the paper's winners. We keep
+at least one row instead of ten, and leave attention's own products dense. ``draw: published`` keeps the largest rows
+and draws the rest with replacement, as the paper says.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, final
 
 from pydantic import Field
 
-from sparsebp_cli.policy import InputSaver, MethodCard, SavedRows, Site, Step, choice, sampling
+from sparsebp_cli.policy import MethodCard, Site, Step, choice, sampling
+from sparsebp_shelf.saver import InputSaver, SavedRows
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor
@@ -24,10 +25,10 @@ if TYPE_CHECKING:
 
 @final
 class WTACRS(InputSaver):
-    """Keep the rows of large norm for certain and others by chance, weighted so that the gradient stays unbiased."""
+    """Keep the rows of largest norm, and draw some of the others with weights, so that the gradient is unbiased."""
 
     card: ClassVar[MethodCard | None] = MethodCard(
-        use="Where activations do not fit, with many rows. Its gradient is that of a smaller batch: compare with one.",
+        use="If activations do not fit into memory, with many rows. Compare with a smaller batch.",
         year=2023,
         saves=("memory", "time"),
         work="(2 + keep) / 3",
@@ -90,10 +91,10 @@ class WTACRS(InputSaver):
 
 
 def count_winners(share_N: Tensor, num_kept: int) -> Tensor:
-    """Return how many of the largest shares are kept for certain (the paper's algorithm 1), as a 0-d tensor.
+    """Return how many of the largest fractions are certainly kept (the paper's algorithm 1), as a 0-d tensor.
 
-    ``share_N`` falls and sums to 1. The number makes (1 - the winners' sum) / (the number of draws left) smallest; of
-    equal ones, which rounding may part, it is the smallest above 0.
+    ``share_N`` falls and sums to 1. The number minimizes (1 - the winners' sum) / (the number of draws left); among
+    equal values, up to rounding, the smallest number above 0 wins.
     """
     import torch
 
@@ -107,7 +108,7 @@ def count_winners(share_N: Tensor, num_kept: int) -> Tensor:
 
 
 def draw_published(score_N: Tensor, num_kept: int, generator: Generator) -> tuple[Tensor, Tensor]:
-    """Return the winners' rows and those drawn with replacement from the others, and their weights."""
+    """Return the winners' rows and the rows drawn with replacement from the others, and their weights."""
     import torch
 
     tiny = torch.finfo(score_N.dtype).tiny

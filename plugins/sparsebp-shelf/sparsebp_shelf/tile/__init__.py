@@ -1,4 +1,4 @@
-"""Skipping tiles of attention in the backward."""
+"""Skip tiles of attention in the backward."""
 
 from sparsebp_shelf.tile.backlite import BackLite
 from sparsebp_shelf.tile.kind import TILE_SELECTOR, AttentionTiles, TileSelector

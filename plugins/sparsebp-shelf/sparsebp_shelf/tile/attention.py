@@ -1,4 +1,4 @@
-"""Softmax attention whose forward is the model's own, and whose backward skips tiles.
+"""Compute softmax attention with the model's own forward and a backward that skips tiles.
 
 Shape letters: B examples, H heads, G heads of keys and values, T queries, S keys, D and E widths, Q and K tiles.
 """
@@ -20,26 +20,26 @@ Run = Callable[[Tensor, Tensor, Tensor], Tensor]  # (B, H, T, D), (B, G, S, D), 
 
 
 class ChoosesTiles(Protocol):
-    """What decides about tiles in a backward."""
+    """Interface of the object that decides about tiles in a backward."""
 
     def size(self) -> int | None:
-        """Return the queries and keys of a tile in the backward under way; None if it is dense."""
+        """Return the queries and keys of a tile in the current backward; None if it is dense."""
 
     def choose(self, mass_HQK: Tensor, example: int) -> Tensor:
-        """Return which tiles of an example are kept, by the weights in each."""
+        """Return which tiles of an example are kept, given the sum of the attention weights in each."""
 
     @property
     def is_reference(self) -> bool:
-        """Whether masked matrices are multiplied densely."""
+        """Whether the backward multiplies masked matrices densely."""
 
 
 @dataclass(frozen=True)
 class Attention:
-    """How an attention computes its weights.
+    """Options that define an attention's weights.
 
     Args:
         mask: Added to the scores, or bool: True where a query attends; (B or 1, H or 1, T, S). None: everything.
-        is_causal: Whether query t attends to the first t + 1 keys alone; only without a mask.
+        is_causal: Whether query t attends only to the first t + 1 keys; only without a mask.
         scale: Factor of the products of queries and keys.
     """
 
@@ -48,9 +48,8 @@ class Attention:
     scale: float
 
     def weights(self, query_HTD: Tensor, key_HSD: Tensor, example: int) -> tuple[Tensor, Tensor | None]:
-        """Return the weights of an example, (H, T, S), zeros for a query that attends to nothing; and where the mask
-        lets it attend, (1 or H, T, S), None: everywhere.
-        """
+        """Return the weights of an example, (H, T, S), zeros for a query that attends to nothing, and where the mask
+        lets it attend, (1 or H, T, S), or None: everywhere."""
         score_HTS = (query_HTD @ key_HSD.mT).mul_(self.scale)
         allowed = self._allowed(score_HTS, example)
         if self.mask is not None and self.mask.dtype != torch.bool:
@@ -79,7 +78,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, attention: Attention, run:
         query: (B, H, T, D).
         key: (B, G, S, D).
         value: (B, G, S, E).
-        attention: The same attention, by its definition.
+        attention: Definition of the same attention.
         run: Computes the output.
         tiles: Decides in the backward.
 
@@ -91,7 +90,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, attention: Attention, run:
 
 
 def attend_by_definition(query: Tensor, key: Tensor, value: Tensor, attention: Attention) -> Tensor:
-    """Return the output of an attention, (B, T, H, E), by its definition."""
+    """Return the output of an attention, (B, T, H, E), computed from its definition."""
     groups = query.shape[1] // key.shape[1]
     outputs = []
     for example, (query_HTD, key_HSD, value_HSE) in enumerate(zip(*_widen(query, key, value), strict=True)):
@@ -142,7 +141,7 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
 
 
 def _find_left(weight_HTS: Tensor, allowed: Tensor | None, size: int) -> Tensor:
-    """Return the tiles in which the mask leaves anything, (H, Q, K)."""
+    """Return the tiles in which the mask leaves any weight, (H, Q, K)."""
     num_heads, num_queries, num_keys = weight_HTS.shape
     tiles = count_tiles(size, num_queries), count_tiles(size, num_keys)
     if allowed is None:

@@ -1,13 +1,13 @@
 """Skip the tiles of attention with the least weight in the backward; the forward is exact.
 
-BackLite, moonmath.ai (2026), https://github.com/moonmath-ai/BackLite. As its code does, the tiles of one tile of keys
-are sorted by their share of the attention that these keys receive, and the smallest are skipped as long as their sum
-stays below ``negligible``. So the gradients of a tile of values lose at most that share of the attention weights that
-they are summed with. We differ: its kernel notes the weight of each tile in the forward; here the scores are computed
-again in the backward, whole, and the other four products tile by tile. A warm-up is a schedule of ``negligible``.
+BackLite, moonmath.ai (2026), https://github.com/moonmath-ai/BackLite. As in its code, the tiles of one tile of keys are
+sorted by their fraction of the attention that these keys receive. The smallest are skipped as long as their sum stays
+below ``negligible``. So a value tile's gradient loses at most that fraction of its attention weights. We differ: its
+kernel records each tile's weight in the forward. We compute all scores again in the backward, and the other four
+products tile by tile. A warm-up is a schedule of ``negligible``.
 
-Cost: with a share k of the tiles kept, the backward of attention has 1 + 4 k of its five products. Without a kernel of
-its own it is slower than dense: use it to learn what the skipped tiles cost in quality.
+Cost: with the fraction k of the tiles kept, the backward of attention computes 1 + 4 k of its five products. Without
+its own kernel it is slower than dense: use it to learn what the skipped tiles cost in quality.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class BackLite(TileSelector):
     """Skip the tiles whose attention weights are negligible, in the backward."""
 
     card: ClassVar[MethodCard | None] = MethodCard(
-        use="To learn on long sequences what skipped tiles cost in quality; without a kernel it is slower than dense.",
+        use="To study what skipped tiles do to quality on long sequences. It is slower than dense here.",
         year=2026,
         work="1",
         memory="As dense; in the backward the attention weights of one example.",

@@ -1,7 +1,7 @@
-"""Tiles of attention in one model: the attention function of transformers asks a tile selector in the backward.
+"""Skip tiles of attention in one model: transformers' attention function consults a tile selector in the backward.
 
-A model of transformers finds its attention function by the name ``sdpa``. While a model is attached, that name finds a
-function of ours, which calls the one before; for the modules of attached models it replaces the backward.
+A transformers model looks up its attention function by the name ``sdpa``. While a model is attached, that name returns
+our function. It calls the previous function, and replaces the backward for the modules of attached models.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NAME = "sdpa"
 
 @final
 class TileExtension(EngineExtension):
-    """A tile selector in one model.
+    """Carry out a tile selector's choices in one model.
 
     Raises :class:`UnsupportedError` if the model has another attention than sdpa.
     """
@@ -48,7 +48,7 @@ class TileExtension(EngineExtension):
         self._layers = LayerNumbers(model)
         self._names = {module: name for name, module in model.named_modules()}
         self._checked: set[nn.Module] = set()
-        self._kept: list[Tensor] = []  # kept tiles and tiles of this step, one pair for each example and module
+        self._kept: list[Tensor] = []  # kept tiles and all tiles of this step, one pair for each example and module
         self._was_called = False
 
     def install(self, engine: EngineView) -> None:
@@ -64,7 +64,7 @@ class TileExtension(EngineExtension):
             _restore()
 
     def start_step(self, step: Step) -> None:
-        """Say what the step before has kept."""
+        """Report what the last step kept."""
         if self._kept:
             kept, found = torch.stack(self._kept).sum(0).tolist()
             self._kept.clear()
@@ -92,11 +92,11 @@ class TileExtension(EngineExtension):
             own: The attention function that the model itself would call.
             module: The attention module that calls it.
             tensors: Query, key and value.
-            mask: Additive or boolean mask, or None, as the function takes it.
+            mask: Additive or boolean mask, or None, in the function's format.
             options: Other arguments of the function by name.
 
         Returns:
-            What the function returns.
+            The function's return value.
         """
         self._was_called = True
         if not torch.is_grad_enabled() or not self.engine.enabled or self.policy.at(self.engine.now()).exact:
@@ -106,7 +106,7 @@ class TileExtension(EngineExtension):
         def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             return own(module, query, key, value, mask, **options)[0]
 
-        # What a step costs is measured without this, which few steps have: a resumed run would count others.
+        # A cost probe skips this check, which few steps run: a resumed run would count different FLOPs.
         if module not in self._checked and not self.engine.is_probing:
             self._check(module, tensors, attention, run)
         return attend(*tensors, attention, run, _Tiles(self, module)), None
@@ -121,9 +121,11 @@ class TileExtension(EngineExtension):
         name, asker = self._names[module], type(self.policy).__name__
         for option, what in _UNKNOWN.items():
             if options.get(option) is not None and options[option] != 0.0:
-                raise UnsupportedError(f"{asker}: the attention {name!r} has {what}, which is not built")
+                raise UnsupportedError(f"{asker}: the attention {name!r} has {what}, which is not supported")
         if mask is not None and mask.requires_grad:
-            raise UnsupportedError(f"{asker}: the attention {name!r} learns a bias of its scores, which is not built")
+            raise UnsupportedError(
+                f"{asker}: the attention {name!r} trains a bias of its scores, which is not supported"
+            )
         query = tensors[0]
         scale = options.get("scaling")
         is_causal = options.get("is_causal")
@@ -151,13 +153,12 @@ class TileExtension(EngineExtension):
         good = by_definition is not None and by_definition.shape == output.shape
         if not good or not _is_close(output, cast("Tensor", by_definition)):
             raise UnsupportedError(
-                f"{type(self.policy).__name__}: the attention {self._names[module]!r} computes something else than the "
+                f"{type(self.policy).__name__}: the attention {self._names[module]!r} does not compute the "
                 "softmax of scaled scores under its mask"
             )
         self._checked.add(module)
 
     def choose(self, module: nn.Module, mass_HQK: Tensor, example: int) -> Tensor:
-        """Return the tiles that the policy keeps."""
         step = self.engine.now()
         name = self._names[module]
         tiles = AttentionTiles(name, self._layers.number_of(name), example)
@@ -201,13 +202,13 @@ class _Tiles:
 
 def _is_close(output: Tensor, other: Tensor) -> bool:
     limit = max(1e-5, 8 * torch.finfo(output.dtype).eps) * float(output.abs().max())
-    # Not a maximum that is read: a forecast, whose tensors have no data, answers True here.
-    # Under autocast the two differ in their types.
+    # allclose instead of reading the maximum: it returns True for a forecast, whose tensors have no data. Under
+    # autocast the two outputs have different dtypes.
     return torch.allclose(output.float(), other.float(), rtol=0.0, atol=limit)
 
 
 _extensions: WeakKeyDictionary[nn.Module, TileExtension] = WeakKeyDictionary()
-_before: list[AttentionFunction] = []  # the function that ours has replaced
+_before: list[AttentionFunction] = []  # the function that ours replaced
 
 
 def _find() -> AttentionFunction:
@@ -229,7 +230,7 @@ def _replace() -> None:
 
 
 def _restore() -> None:
-    if _find() is _attend:  # else another library has replaced it since, and calls ours
+    if _find() is _attend:  # otherwise another library has replaced it, and calls ours
         _register(_before[0])
 
 

@@ -1,10 +1,10 @@
-"""The gradients of softmax attention without some of its tiles.
+"""Compute the gradients of softmax attention without some of its tiles.
 
 With the weights P = softmax(s Q K' + mask), the output O = P V and its gradient dO,
 
     dV = P' dO,   dS = s P * (dO V' - sum over columns of dO * O),   dQ = dS K,   dK = dS' Q,
 
-where P and dS count as zero in a skipped tile. O is that of the forward, so the sum is that of all keys.
+where P and dS count as zero in a skipped tile. O comes from the forward, so its sum covers all keys.
 
 Shape letters: H heads, T queries, S keys, D width of queries and keys, E width of values, Q tiles of queries, K tiles
 of keys, P kept tiles, L queries or keys of a tile.
@@ -25,7 +25,7 @@ Rows: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]  # Q, K, V and O
 
 
 def count_tiles(size: int, num_rows: int) -> int:
-    """Return the number of tiles of ``size`` that cover so many queries or keys."""
+    """Return the number of tiles of ``size`` that cover ``num_rows`` queries or keys."""
     return -(-num_rows // size)
 
 
@@ -72,7 +72,7 @@ def tiled_gradients(
     *,
     num_tiles: int,
 ) -> Gradients:
-    """Return the gradients by products of the kept tiles alone; see :func:`masked_gradients`.
+    """Return the gradients by products of the kept tiles only; see :func:`masked_gradients`.
 
     Args:
         weight_HTS: Attention weights P.
@@ -81,7 +81,7 @@ def tiled_gradients(
         keep_HQK: Whether each tile counts, bool.
         size: Queries and keys of a tile.
         scale: Factor s of the products of queries and keys.
-        num_tiles: Tiles that the mask leaves, by which the kept ones are counted as a share of the dense products.
+        num_tiles: Tiles that the mask leaves; FLOPs count the kept tiles as a fraction of them.
 
     Returns:
         dQ, dK and dV.
@@ -154,8 +154,8 @@ def _(
 
 
 def _count(weight_HTS: Tensor, grad_HTE: Tensor, query_HTD: Tensor, *rest: object, **_: object) -> int:
-    """Return the FLOPs of four products. As for a dense backward of attention, those of the whole square count, causal
-    or not: the kept share is that of the tiles which the mask leaves."""
+    """Return the FLOPs of four products, scaled by the kept fraction of the tiles that the mask leaves. As for a dense
+    attention backward, the whole square counts, causal or not."""
     keep_HQK, num_tiles = rest[3], rest[6]
     assert isinstance(keep_HQK, Tensor)
     assert isinstance(num_tiles, int)

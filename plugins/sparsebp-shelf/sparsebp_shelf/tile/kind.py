@@ -1,4 +1,4 @@
-"""The kind of policy that skips tiles of attention in the backward.
+"""Define the policy kind that skips tiles of attention in the backward.
 
 Shape letters: H heads, Q tiles of queries, K tiles of keys.
 """
@@ -21,7 +21,7 @@ class AttentionTiles:
 
     Args:
         module: The module's name in the model, such as ``model.layers.3.self_attn``.
-        layer: Number of the layer that it belongs to, from 0, an encoder's before a decoder's; None outside of layers.
+        layer: Number of its layer, from 0, encoder layers before decoder layers; None outside of layers.
         example: Number of the example in the micro-batch, from 0.
     """
 
@@ -36,25 +36,25 @@ class AttentionTiles:
 
 
 class TileSelector(Policy):
-    """Skips tiles of attention in the backward; the forward is the dense one, to the last bit.
+    """Skip tiles of attention in the backward; the forward is bit-identical to the dense one.
 
-    A skipped tile adds nothing to the gradients of queries, keys and values. The sum over keys that the gradient of
-    softmax subtracts from each row stays that of all keys, since it is known from the output. A policy that skips
-    anything is neither exact nor unbiased, unless what it draws makes up for it.
+    A skipped tile adds nothing to the gradients of queries, keys and values. The gradient of softmax subtracts a sum
+    over keys from each row. That sum still covers all keys, since it is known from the output. A policy that skips
+    anything is neither exact nor unbiased, unless its draw corrects for it.
     """
 
     @property
     @abstractmethod
     def tile_size(self) -> int:
-        """Queries and keys of a tile, at least 1; the last tiles of a sequence may have fewer."""
+        """Number of queries and keys of a tile, at least 1; the last tiles of a sequence may have fewer."""
 
     @abstractmethod
     def select(self, mass_HQK: torch.Tensor, tiles: AttentionTiles, step: Step) -> torch.Tensor:
-        """Choose the tiles that have a backward; not asked where the policy is exact.
+        """Choose the tiles that have a backward; not called if the policy is exact.
 
         Args:
-            mass_HQK: Sum of the attention weights in each tile, float32 or wider; those of a tile of queries add up to
-                its number of queries. 0 where the mask excludes the whole tile, which then has no backward.
+            mass_HQK: Sum of the attention weights in each tile, float32 or wider; the tiles of one tile of queries add
+                up to its number of queries. 0 if the mask excludes the whole tile, which then has no backward.
             tiles: Module and example of the attention.
             step: The step of the decision; ``step.generator(tiles, mass_HQK.device)`` is the only source of randomness
                 allowed.
@@ -77,9 +77,7 @@ TILE_SELECTOR = Kind(
             ("EdgeRouter", "TokenSelector", "BatchPacker", "TokenRouter"),
             "Tiles are those of an example's positions, and rows that are left out, packed or routed have others.",
         ),
-        rule.at_linears(
-            "Branches run attention again for the rows that they keep, and nodes are those of the model's backward."
-        ),
+        rule.at_linears("Nodes are those of the model's backward."),
         rule.Rule(
             "{policy} needs {attention:sdpa}, got {attention:=}",
             why="Eager attention keeps its weights for the backward, where tiles would be computed again.",

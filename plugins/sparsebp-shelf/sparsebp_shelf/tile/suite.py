@@ -1,4 +1,4 @@
-"""Conformance suite of tile selectors. Each broken promise is an ``AssertionError`` of one sentence."""
+"""Check that a tile selector keeps its contract; each violation raises an ``AssertionError`` of one sentence."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check_tile_selector(policy: TileSelector) -> None:
 def _cases() -> Iterator[tuple[Tensor, AttentionTiles, Step]]:
     generator = torch.Generator().manual_seed(0)
     for example, is_causal in enumerate((False, True)):
-        # From a weight of nearly all to one of nearly nothing, as attention has it.
+        # The factor spreads the weights from nearly all to nearly nothing, as in an attention.
         score_HQK = 4.0 * torch.randn(_SHAPE, generator=generator)
         if is_causal:
             score_HQK.masked_fill_(~torch.ones(_SHAPE[1:], dtype=torch.bool).tril(), -torch.inf)

@@ -1,4 +1,4 @@
-"""Sending some positions through each layer of the forward of training."""
+"""Send some positions through each layer of the training forward."""
 
 from sparsebp_shelf.token_router.kind import TOKEN_ROUTER, RoutedLayer, TokenRouter
 from sparsebp_shelf.token_router.random_ltd import RandomLTD

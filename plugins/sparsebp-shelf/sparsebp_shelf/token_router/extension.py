@@ -1,4 +1,4 @@
-"""Token routing in one model: a layer runs on the positions that a router sends through it; the others bypass it.
+"""Route tokens in one model: a layer runs on the positions that a router selects; the others bypass it.
 
 Shape letters: B examples, T positions, K positions that go through, D width.
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @final
 class RoutingExtension(EngineExtension):
-    """A token router in one model.
+    """Carry out a token router's choices in one model.
 
     Raises :class:`UnsupportedError` if the model's architecture is unknown, or under reentrant checkpointing.
     """
@@ -49,7 +49,7 @@ class RoutingExtension(EngineExtension):
 
     @override
     def claim(self, dense: DensePass) -> PassEstimate:
-        """Return the remaining shares of a dense pass, by the choice of the last forward."""
+        """Return the remaining fractions of a dense pass, for the choice of the last forward."""
         return self._layers.claim(self._shares)
 
     def _choose(self, number: int, hidden_BTD: Tensor) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""The kind of policy that sends some positions through a layer in the forward; the others bypass it.
+"""Define the policy kind that sends some positions through a layer in the forward; the others bypass it.
 
 Shape letters: B examples, T positions, K positions that go through.
 """
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RoutedLayer:
-    """A decoder layer, and the batch that comes to it.
+    """A decoder layer, and the shape of its input batch.
 
     Args:
         number: Number of the layer, from 0.
@@ -38,13 +38,13 @@ class RoutedLayer:
 
 
 class TokenRouter(Policy):
-    """Sends positions of every example through a layer of the forward of training; the others bypass it unchanged.
+    """Send positions of every example through a layer of the training forward; the others bypass it unchanged.
 
-    The layer runs on the chosen positions alone, which attend to each other as far as the model's mask lets them, at
-    their own places. Behind the layer they stand at their places again. The gradient of a position that bypasses is the
-    identity. What is trained is another model than the one that is evaluated, which sends all positions through all
-    layers; so a router that sends fewer is neither exact nor unbiased, compared with the dense backward of the dense
-    forward.
+    The layer runs on the chosen positions only. They keep their position ids and attend to each other as far as the
+    model's mask lets them. Their outputs return to their places after the layer. The gradient of a position that
+    bypasses is the identity. Evaluation sends all positions through all layers, so the trained model differs from the
+    evaluated one. A router that sends fewer is neither exact nor unbiased, compared with the dense backward of the
+    dense forward.
     """
 
     @property
@@ -59,11 +59,11 @@ class TokenRouter(Policy):
 
     @abstractmethod
     def count(self, layer: RoutedLayer, step: Step) -> int:
-        """Return K, the number of positions of each example that go through; the claim is computed from it.
+        """Return K, the number of positions of each example that go through; the claim uses it.
 
         Args:
             layer: The layer, with the shape of the batch.
-            step: The step whose count is asked for.
+            step: The step.
 
         Returns:
             From 1 to T; T is dense.
@@ -71,7 +71,7 @@ class TokenRouter(Policy):
 
     @abstractmethod
     def route(self, layer: RoutedLayer, step: Step) -> torch.Tensor:
-        """Choose the positions that go through; not asked where ``count`` is T.
+        """Choose the positions that go through; not called if ``count`` returns T.
 
         Args:
             layer: The layer, with the shape of the batch.
@@ -100,7 +100,7 @@ TOKEN_ROUTER = Kind(
             ("GradientSelector", "EdgeRouter", "TokenSelector", "BatchPacker", "BlockDropper", "InputSaver"),
             "Sites, blocks and saved inputs are known by the rows of the whole batch, of which a layer gets some only.",
         ),
-        rule.at_linears("Branches and nodes store tensors by their index among all positions."),
+        rule.at_linears("Nodes store tensors by their index among all positions."),
         rule.not_with(
             "segments",
             rule.GIVEN,
@@ -112,7 +112,7 @@ TOKEN_ROUTER = Kind(
         ),
         rule.whole_weights(),
         rule.Rule(
-            "{policy} keeps a state, which is not built for a policy that routes tokens",
+            "{policy} keeps a state, which is not supported for a policy that routes tokens",
             policy={"stateful": (True,)},
         ),
         rule.not_compiled(_AGAIN),

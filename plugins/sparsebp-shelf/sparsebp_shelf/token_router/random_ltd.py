@@ -1,16 +1,17 @@
-"""Send random positions through each middle layer; the number grows until all of them go.
+"""Send random positions through each middle layer; their number grows until all go through.
 
 Zhewei Yao, Xiaoxia Wu, Conglong Li, Connor Holmes, Minjia Zhang, Cheng Li and Yuxiong He, "Random-LTD: Random and
 Layerwise Token Dropping Brings Efficient Training for Large-scale Transformers" (2022),
 https://arxiv.org/abs/2211.11586. As published, the first and the last layer get all positions, and every other layer
-its own fresh choice for each example; the number at step s of S is floor(s / S * (max - min) + min), rounded down to a
-multiple of ``increase_step``. We differ: ``over`` says S as a share of the training; from there on exactly ``max`` go
-through, also where it is no multiple; and the learning rate stays the recipe's, where the paper schedules it by tokens.
+draws its own positions for each example. Their number at step s of S is floor(s / S * (max - min) + min), rounded down
+to a multiple of ``increase_step``. We differ: ``over`` gives S as a fraction of the training. From there on exactly
+``max`` positions go through, even if it is no multiple. The recipe sets the learning rate; the paper schedules it by
+tokens.
 
-Cost: a layer multiplies K / T of the rows and (K / T)^2 of the pairs of attention, forward and backward, and keeps as
-much less. Padding is drawn like any position. Use it where training is long and sequences are too, as in pre-training,
-or as a control of "fewer FLOPs anyhow". Do not use it on a short fine-tune: positions that bypass the layers are
-computed by a model that nobody evaluates.
+Cost: a layer multiplies K / T of the rows and (K / T)^2 of the pairs of attention, forward and backward, and saves less
+in proportion. Padding is drawn like any position. Use it for long trainings on long sequences, such as pre-training, or
+as a control that saves the same FLOPs. Do not use it on a short fine-tune: it trains a model in which positions bypass
+layers, but evaluation uses all layers.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class RandomLTD(TokenRouter):
     """Send a growing number of random positions through each layer but the first and the last."""
 
     card: ClassVar[MethodCard | None] = MethodCard(
-        use="Where training and sequences are long, as in pretraining. Not on a short fine-tune.",
+        use="For long training and long sequences, as in pretraining. Not for a short fine-tune.",
         year=2022,
         saves=("time", "memory"),
         work="computed",
@@ -65,7 +66,7 @@ class RandomLTD(TokenRouter):
 
     @property
     def exact(self) -> bool:
-        return False  # whether anything bypasses depends on the length of the batch
+        return False  # whether positions bypass depends on the length of the batch
 
     @property
     @override

@@ -1,4 +1,4 @@
-"""Conformance suite of token routers. Each broken promise is an ``AssertionError`` of one sentence."""
+"""Check that a token router keeps its contract; each violation raises an ``AssertionError`` of one sentence."""
 
 from __future__ import annotations
 
