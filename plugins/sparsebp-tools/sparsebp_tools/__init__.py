@@ -1,8 +1,17 @@
-"""Tools for what follows a training: tasks that judge a model, and the folder of a model for others, with its card."""
+"""Provide tools for finished trainings, such as evaluation and a model's folder with its card."""
 
 from sparsebp_cli.cli.plugin import VerbEntry
 
 TOOLS = "sparsebp_tools"
+BENCH = VerbEntry(
+    f"{TOOLS}.verb.bench:bench",
+    "More: this machine and others",
+    {"benchmark": (f"{TOOLS}.bench.result:Benchmark", 1)},
+    example="bench topk --recipe topk-rows",
+)
+ASSETS = {"assets": (f"{TOOLS}.answer.fetched_record:AssetList", 1)}
+DATASETS = VerbEntry(f"{TOOLS}.verb.assets:datasets", "More: write and check recipes", ASSETS, example="datasets")
+MODELS = VerbEntry(f"{TOOLS}.verb.assets:models", "More: write and check recipes", ASSETS, example="models")
 EVALUATE = VerbEntry(
     f"{TOOLS}.verb.evaluate:evaluate",
     "More: results",
@@ -10,12 +19,18 @@ EVALUATE = VerbEntry(
     writes=True,
     example="evaluate @last --lm-eval hellaswag --limit 100",
 )
-# What `sparsebp validate --memory` calls.
+# `sparsebp validate --memory` calls this entry.
 FORECAST = VerbEntry(
     f"{TOOLS}.forecast.show:show_memory",
     "",
     {"forecast": (f"{TOOLS}.forecast.answer:ForecastAnswer", 1)},
     described=(f"{TOOLS}.forecast.record",),
+)
+EXPORT = VerbEntry(
+    f"{TOOLS}.verb.export:export",
+    "More: write and check recipes",
+    {"export": (f"{TOOLS}.answer.export_record:ExportedRuns", 1)},
+    example="export topk-rows --format sbatch",
 )
 FETCH = VerbEntry(
     f"{TOOLS}.verb.fetch:fetch",
@@ -30,3 +45,4 @@ MODEL = VerbEntry(
     {"model": (f"{TOOLS}.answer.model_record:ModelFolder", 1)},
     example="model @last --to mine",
 )
+RERUN = VerbEntry(f"{TOOLS}.verb.rerun:rerun", "More: runs", writes=True, example="rerun @last")

@@ -1,8 +1,8 @@
-"""The model of a checkpoint as a folder of transformers, for ``sparsebp model --checkpoint``.
+"""Write the model of a checkpoint as a transformers folder, for ``sparsebp model --checkpoint``.
 
-The request is JSON: ``plan`` (its file), ``labels`` (the number of classes, or null), ``step``, and ``folder``, which
-exists. A checkpoint has trained parameters and buffers; frozen ones come from the recipe again, random ones from its
-seed.
+The request is JSON: ``plan`` (its file), ``labels`` (the number of classes, or null), ``step``, and an existing
+``folder``. A checkpoint has trained parameters and buffers; frozen ones come from the recipe again, random ones from
+its seed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sparsebp_cli.worker.model import build_model, build_tokenizer, read_archite
 
 
 def rebuild(request: str, tell: Callable[[str, int, int], None]) -> Mapping[str, object]:
-    """Write the model. Raise UnsupportedError if the checkpoint is of another model than the recipe's."""
+    """Write the model. Raise UnsupportedError if the checkpoint does not fit the recipe's model."""
     asked = json.loads(request)
     plan_file = Path(asked["plan"])
     recipe, step = Plan.load(plan_file).recipe, int(asked["step"])
@@ -35,7 +35,7 @@ def rebuild(request: str, tell: Callable[[str, int, int], None]) -> Mapping[str,
     if recipe.dataset.chat_template is not None:
         tokenizer.chat_template = recipe.dataset.chat_template
     architecture = read_architecture(recipe.model, recipe.dataset.format)
-    set_seed(recipe.training.seed)  # as the run did before its weights were made
+    set_seed(recipe.training.seed)  # as in the run, before its weights were created
     model = build_model(recipe.model, tokenizer, asked["labels"], architecture=architecture)
     own = model.state_dict(keep_vars=True)
     weights = CheckpointFolder(plan_file.parent / "checkpoints", 1, writes=False).load(step).weights

@@ -1,10 +1,10 @@
-"""A folder's model judged by the tasks of EleutherAI's lm-evaluation-harness, for ``sparsebp evaluate``.
+"""Evaluate a folder's model on tasks of EleutherAI's lm-evaluation-harness, for ``sparsebp evaluate``.
 
 The request is JSON: ``folder``, ``tasks``, ``limit`` (examples of each task, or null), ``batch_size`` and ``device``.
-The harness does everything, with its own defaults; seeds are its own. Tasks are those of the installed package alone:
-a task's file runs code by its functions, templates, metrics and data, so a folder with tasks would be a program. The
-result has ``version``, and for each task its ``version``, ``hash``, ``examples`` and ``values``, each with its
-direction, and the ``scores`` of each example for those values that are their mean.
+The harness uses its own defaults and seeds. Only tasks of the installed package are allowed, because a task's file can
+run code through its functions, templates, metrics and data. The result has ``version``, and for each task its
+``version``, ``hash``, ``examples`` and ``values``, each with its direction. For values that are a mean over examples it
+has the ``scores`` of each example.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from sparsebp_cli.source import read_config
 from sparsebp_cli.source.weight import check_weights
 from sparsebp_cli.worker.answer import converse
 
-MOST_EXAMPLES = 10_000  # of a task whose scores a run keeps
-NO_METRIC = ("name", "alias", "sample_len", "sample_count")  # of what the harness reports of a task
+MOST_EXAMPLES = 10_000  # of a task whose scores a run stores
+NO_METRIC = ("name", "alias", "sample_len", "sample_count")  # entries of a task's report that are no metrics
 
 
 def judge(request: str, tell: Callable[[str, int, int], None]) -> Mapping[str, object]:
-    """Return what the harness says of a model. Raise UsageError for an unknown task, DataError without the harness or
+    """Return the harness's results for a model. Raise UsageError for an unknown task, DataError without the harness or
     without weights in safetensors."""
     if find_spec("lm_eval") is None:
         raise DataError("lm-eval is not installed: pip install 'sparsebp-tools[lm-eval]'")
@@ -37,13 +37,13 @@ def judge(request: str, tell: Callable[[str, int, int], None]) -> Mapping[str, o
 
     asked = json.loads(request)
     folder = Path(asked["folder"])
-    if not any(folder.glob("*.safetensors")):  # the harness would load a pickle, too
+    if not any(folder.glob("*.safetensors")):  # the harness would also load a pickle
         raise DataError(f"{folder} has no weights in safetensors")
     check_weights(folder, read_config(folder))
     manager = TaskManager()
     for name in asked["tasks"]:
         if name not in manager.all_tasks:
-            raise UsageError(f"the harness knows no task {name!r}{did_you_mean(name, manager.all_tasks)}")
+            raise UsageError(f"the harness has no task {name!r}{did_you_mean(name, manager.all_tasks)}")
     tell(f"{', '.join(asked['tasks'])}", 0, 0)
     found: Any = simple_evaluate(
         model="hf",
@@ -61,7 +61,7 @@ def _describe(found: Any, task: str) -> dict[str, object]:
     ways, samples = found["higher_is_better"].get(task, {}), found["samples"].get(task, [])
     values, scores = dict[str, object](), dict[str, list[float]]()
     for key, value in found["results"][task].items():
-        name, _, which = key.partition(",")  # of the filter of the answers
+        name, _, which = key.partition(",")  # the filter of the answers
         if key in NO_METRIC or name.endswith("_stderr") or not isinstance(value, int | float):
             continue
         way = {True: "higher", False: "lower"}.get(ways.get(name), "")
@@ -75,8 +75,8 @@ def _describe(found: Any, task: str) -> dict[str, object]:
 
 
 def _score_each(samples: Any, name: str, which: str, value: float) -> list[float]:
-    """Return what each example alone gives to a value; empty where the value is not the mean of that, as a perplexity
-    of all words is not, or where there are too many examples to keep."""
+    """Return each example's contribution to a value; empty if the value is not their mean, such as a perplexity over
+    all words, or if there are too many examples to store."""
     each = [one.get(name) for one in samples if one.get("filter", which) == which]
     if not 0 < len(each) <= MOST_EXAMPLES or not all(isinstance(score, bool | int | float) for score in each):
         return []
@@ -85,7 +85,7 @@ def _score_each(samples: Any, name: str, which: str, value: float) -> list[float
 
 
 def _hash(samples: Any) -> str:
-    """Return the harness's own hash of a task: of every document, prompt and target, as its results file has it."""
+    """Return the harness's own hash of a task's documents, prompts and targets, as in its results file."""
     from lm_eval.utils import hash_string
 
     return str(hash_string("".join(one["doc_hash"] + one["prompt_hash"] + one["target_hash"] for one in samples)))

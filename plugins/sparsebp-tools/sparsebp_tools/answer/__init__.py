@@ -1,1 +1,1 @@
-"""Records that the verbs of this package answer with."""
+"""Records that the commands of this package return."""

@@ -13,30 +13,30 @@ class JudgedMetric(Answer):
     value: Number
     """Its value."""
     better: str
-    """``lower``, ``higher``, or empty where the harness does not say."""
+    """``lower``, ``higher``, or empty if the harness does not say."""
 
 
 class JudgedTask(Answer):
     """A task of lm-evaluation-harness."""
 
     version: Any
-    """Version of the task, as the harness has it."""
+    """Version of the task in the harness."""
     hash: str
     """The harness's hash of its documents, prompts and targets."""
     examples: int | None
-    """How many were judged."""
+    """Number of evaluated examples."""
     values: dict[str, JudgedMetric]
-    """By metric."""
+    """Metrics by name."""
 
 
 class Evaluation(Answer):
-    """A model, judged by tasks of lm-evaluation-harness."""
+    """A model, evaluated on tasks of lm-evaluation-harness."""
 
     run_id: str | None
-    """The run; null of a folder that is no run."""
+    """Id of the run; null for a folder that is no run."""
     version: str
     """Version of the harness."""
     tasks: dict[str, JudgedTask]
-    """By name."""
+    """Tasks by name."""
     kept: list[str]
-    """Names of the metrics that the run keeps from this."""
+    """Names of the metrics that the run stores from this."""

@@ -1,4 +1,4 @@
-"""Records of ``sparsebp fetch``."""
+"""Records of ``sparsebp fetch``, ``models`` and ``datasets``."""
 
 from __future__ import annotations
 
@@ -6,18 +6,42 @@ from sparsebp_cli.cli.answer.record import Answer
 
 
 class FetchedAsset(Answer):
-    """A model or dataset that is here now."""
+    """A fetched model or dataset."""
 
     name: str
-    """As recipes write it."""
+    """Name in recipes."""
     folder: str
-    """Where it is."""
+    """Its folder."""
     bytes: int
-    """Bytes that were downloaded; 0 if it was here before."""
+    """Downloaded bytes; 0 if it was already here."""
 
 
 class FetchedAssets(Answer):
-    """Models and datasets that are here now."""
+    """Fetched models and datasets."""
 
     assets: list[FetchedAsset]
-    """In the order in which they were named."""
+    """Assets in the order of the command line."""
+
+
+class AssetLine(Answer):
+    """A model or dataset that recipes can name without a path or a hub."""
+
+    name: str
+    """Name in recipes."""
+    where: str
+    """``package``, ``here``, ``to fetch``, or the name of the package that has it."""
+    bytes: int | None
+    """Size on disk, or of the download; null if unknown."""
+    licence: str | None
+    """Its licence; null if unknown."""
+    summary: str | None
+    """Short description; null if unknown."""
+
+
+class AssetList(Answer):
+    """Models or datasets."""
+
+    group: str
+    """``models`` or ``datasets``."""
+    assets: list[AssetLine]
+    """Assets by name."""

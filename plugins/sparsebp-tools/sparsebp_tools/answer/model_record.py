@@ -6,19 +6,19 @@ from sparsebp_cli.cli.answer.record import Answer
 
 
 class ModelFolder(Answer):
-    """The model of a run, written for others."""
+    """A run's model, written as a folder for other programs."""
 
     folder: str
-    """Where it is."""
+    """Path of the folder."""
     run: str
     """Id of the run."""
     step: int
-    """Step of its weights."""
+    """Optimizer step of its weights."""
     bytes: int
     """Size of its files."""
     files: list[str]
     """Their names."""
     hub: str | None
-    """Where on a hub it was sent to; null: nowhere."""
+    """Address on the hub; null: not uploaded."""
     notes: list[str]
-    """What others should know of it, one line each."""
+    """Remarks for other users of the model, one line each."""

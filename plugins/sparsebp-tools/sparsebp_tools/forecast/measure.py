@@ -1,4 +1,4 @@
-"""Puts a forecast together: the recipe, dense, and the changes that would need less, on one material."""
+"""Build a forecast: the recipe, dense, and changes that would need less memory, on the same material."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from sparsebp_cli.worker.policy_phase import make_phases
 from sparsebp_tools.forecast.depth import Depth, count_layers
 from sparsebp_tools.forecast.material import gather_material, set_aside
 from sparsebp_tools.forecast.record import HELD_ON_CPU, Forecast, ForecastRequest, Remedy, StepForecast
-from sparsebp_tools.forecast.remedy import Change, name_comparisons, try_changes, without_comparisons
+from sparsebp_tools.forecast.remedy import RecipeChange, name_comparisons, try_changes, without_comparisons
 from sparsebp_tools.forecast.step import Rehearsal, make_order
 
-SECONDS = 0.5  # of products that are timed where no rate was given
-WORTH = 0.99  # of the peak: a change that saves less is not shown
-SIDE = 1024  # of the matrices that are multiplied
+SECONDS = 0.5  # duration of the timed products if no rate was given
+WORTH = 0.99  # a change whose peak is above this fraction is not shown
+SIDE = 1024  # size of the multiplied matrices
 
 Report = Callable[[str, int, int], None]
 
 
 def forecast(request: ForecastRequest, report: Report) -> Forecast:
-    """Rehearse a plan. Raise DataError if its config is not here, UnsupportedError if it cannot be rehearsed."""
+    """Return the forecast of a plan. Raise DataError without a config, UnsupportedError if it cannot be rehearsed."""
     process_bytes = 0 if request.gpu else psutil.Process().memory_info().rss
     recipe = request.plan.recipe
     if not has_own_worker(recipe):
-        raise UnsupportedError("target.worker: what another worker does is not known here")
+        raise UnsupportedError("target.worker: a custom worker cannot be forecast")
     policies = [policy for phase in make_phases(recipe) for policy in phase.policies]
     report("reads config and data", 0, 0)
     material = set_aside(gather_material(recipe, policies), recipe)
@@ -46,10 +46,10 @@ def forecast(request: ForecastRequest, report: Report) -> Forecast:
     report("dense", 0, 0)
     plain = own if dense == recipe else depth.forecast(lambda layers: rehearsal.forecast(dense, layers), checks=False)
 
-    def rehearse(change: Change) -> StepForecast:
+    def rehearse(change: RecipeChange) -> StepForecast:
         changed = _one_example(rehearsal) if change.batch_share < 1.0 else rehearsal
         step = _rehearse(lambda: depth.forecast(lambda layers: changed.forecast(change.recipe, layers), checks=False))
-        # By micro-batches of the recipe's own size, as everything else is shown.
+        # Converted to the recipe's own micro-batch size, like all other values.
         return step.model_copy(update={"pass_flops": step.pass_flops / change.batch_share})
 
     tried = try_changes(recipe, rehearse, lambda name: report(name, 0, 0)) if request.remedies else ()
@@ -82,8 +82,7 @@ def forecast(request: ForecastRequest, report: Report) -> Forecast:
 
 
 def make_dense(recipe: Recipe) -> Recipe:
-    """Return a recipe without its policies, and where they needed it without the options of their backward or without
-    their optimizer."""
+    """Return a recipe without its policies, and without backward options or an optimizer that only they need."""
     plain = recipe.model_copy(update={"schedule": None, "policy": [PolicyEntry(name="dense")]})
     usual = type(recipe.backward)(update=recipe.backward.update, eager_clip=recipe.backward.eager_clip)
     training = recipe.training.model_copy(update={"optim": "adamw", "optim_args": {}})
@@ -97,16 +96,16 @@ def make_dense(recipe: Recipe) -> Recipe:
 
 
 def _rehearse(run: Callable[[], StepForecast]) -> StepForecast:
-    """Run a rehearsal; what code cannot do without data is an UnsupportedError."""
+    """Run a rehearsal; raise UnsupportedError for code that fails without data."""
     try:
         return run()
     except Exception as error:
-        # A policy that reads values finds those that stand in, and may call its own choice wrong.
+        # Policies that depend on values see placeholders here and may raise.
         if isinstance(error, SparseBPError) and type(error) is not UsageError:
             raise
         text = f"{type(error).__name__}: {first_line(error)}"
         raise UnsupportedError(
-            f"this step cannot be rehearsed without data ({text}); start it with max_steps=2"
+            f"this step cannot be forecast without data ({text}); run it with max_steps=2"
         ) from error
 
 

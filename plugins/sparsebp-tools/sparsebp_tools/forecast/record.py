@@ -1,4 +1,4 @@
-"""What a recipe would take: its memory, FLOPs and time, before anything of it is loaded. Plain data."""
+"""Plain records of a recipe's forecast: memory, FLOPs and time, before anything of it is loaded."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pydantic import BaseModel, ConfigDict
 
 from sparsebp_cli.plan.plan import Plan
 
-ROOM = 0.9  # of the memory: the rest is for the allocator's gaps and for what is not counted
-# What a process on a CPU held at most, of what is counted: 3.11 GB of 1.32 GB, with a base of 4 bits, which is saved as
-# numbers (SmolLM2-135M, torch 2.13, 2026-11-28).
+ROOM = 0.9  # usable fraction of the memory: the rest is for the allocator's gaps and uncounted use
+# Largest measured ratio of a CPU process's memory to the counted bytes: 3.11 GB to 1.32 GB, with a 4-bit base, which is
+# saved as numbers (SmolLM2-135M, torch 2.13, 2026-11-28).
 HELD_ON_CPU = 2.4
 Fit = Literal["fits", "tight", "does not fit"]
 
@@ -20,15 +20,15 @@ class _Record(BaseModel):
 
 
 class ForecastRequest(_Record):
-    """What the client asks.
+    """The client's request.
 
     Args:
         plan: The recipe, with absolute paths.
-        gpu: Whether it is to run on a GPU; False: on this machine's CPU.
-        capacity_bytes: The memory of the device; None: what this machine has left.
-        flops_per_second: A rate that was given or measured; None: the worker measures products on this machine, or
-            with ``gpu`` there is none.
-        remedies: Whether to try what would need less.
+        gpu: Whether it runs on a GPU; False: on this machine's CPU.
+        capacity_bytes: The memory of the device; None: this machine's free memory.
+        flops_per_second: A given or measured rate; None: the worker measures products on this machine, or with ``gpu``
+            there is no rate.
+        remedies: Whether to try changes that need less memory.
     """
 
     plan: Plan
@@ -39,8 +39,8 @@ class ForecastRequest(_Record):
 
 
 class Parts(_Record):
-    """Bytes by purpose at one moment. ``logits`` are taken out of activations and workspace: they, their gradients and
-    what the loss makes of them."""
+    """Bytes by purpose at one moment. ``logits`` is not part of activations and workspace: it counts logits, their
+    gradients and the loss's copies."""
 
     weights: int
     gradients: int
@@ -51,25 +51,24 @@ class Parts(_Record):
 
     @property
     def total(self) -> int:
-        """All parts together."""
         return self.weights + self.gradients + self.optimizer + self.activations + self.logits + self.workspace
 
 
 class StepForecast(_Record):
-    """A step of one arm.
+    """A step with one set of policies.
 
     Args:
-        policy: What the policies are called.
+        policy: Names of the policies.
         phases: The peak of each phase that the step has.
-        pass_flops: Of forward and backward over the largest micro-batch.
-        attention_flops: Of these, what grows with the square of the length.
-        update_flops: Of the optimizer's update.
-        gradient_bytes: Of all gradients of a step, whether they are kept or not.
-        num_parameters: Of the model, adapters included.
-        num_trained: Of these, the parameters that this arm trains.
-        comparison: The peak of a step in which the policy compares itself with the plain one; None if it never does, or
-            always.
-        trial: The peak of the trial passes that a policy wants before some step; None without any.
+        pass_flops: FLOPs of forward and backward over the largest micro-batch.
+        attention_flops: The part of them that grows with the square of the length.
+        update_flops: FLOPs of the optimizer's update.
+        gradient_bytes: Bytes of all gradients of a step, kept or not.
+        num_parameters: Parameters of the model, adapters included.
+        num_trained: Trained parameters among them.
+        comparison: The peak of a step in which the policy compares itself with the plain step; None if it never does,
+            or always does.
+        trial: The peak of the trial passes that a policy requests before some step; None without any.
     """
 
     policy: str
@@ -95,12 +94,12 @@ class StepForecast(_Record):
 
     @property
     def largest_bytes(self) -> int:
-        """The peak of the steps, those included that compare themselves with the plain one, and of trial passes."""
+        """The highest peak over all steps, including steps with a comparison, and over trial passes."""
         return max(parts.total for parts in (self.peak, self.comparison, self.trial) if parts is not None)
 
     @property
     def probe_bytes(self) -> int:
-        """The peak of a probe, estimated: passes as in a step, beside the gradients of both arms."""
+        """The estimated peak of a probe: passes as in a step, beside the gradients of both sides."""
         passes = max(parts.total for phase, parts in self.phases.items() if phase != "update")
         return passes + 2 * self.gradient_bytes
 
@@ -109,12 +108,12 @@ class BatchForecast(_Record):
     """The largest micro-batch, and the mean work of all.
 
     Args:
-        examples: In it.
+        examples: Its examples.
         length: Its positions, padded.
-        trained_share: Of its positions, those with a label.
+        trained_share: Fraction of its positions with a label.
         scale: Work of the mean micro-batch over that of the largest.
-        is_read: Whether it is one of the recipe's own data; False: it is full, and every position is trained.
-        note: What it is, for a person.
+        is_read: Whether it comes from the recipe's own data; False: it is full, and every position is trained.
+        note: Its description for people.
     """
 
     examples: int
@@ -126,14 +125,14 @@ class BatchForecast(_Record):
 
 
 class Remedy(_Record):
-    """A change of the recipe that needs less.
+    """A change of the recipe that needs less memory.
 
     Args:
-        changes: As ``--set`` takes them.
-        is_exact: Whether the gradient stays the same, to rounding.
-        step: With the change; None where it was not tried.
+        changes: Arguments of ``--set``.
+        is_exact: Whether the gradient stays the same, up to rounding.
+        step: The step with the change; None if it was not tried.
         note: What it costs or changes, or why it was not tried.
-        saves_probes: Whether the change is to do without probes.
+        saves_probes: Whether the change removes the probes.
     """
 
     changes: list[str]
@@ -144,23 +143,23 @@ class Remedy(_Record):
 
 
 class Forecast(_Record):
-    """All of it.
+    """The complete forecast.
 
     Args:
-        name: Of the recipe.
-        device: For a person.
-        capacity_bytes: Of the device.
-        process_bytes: Of Python and its libraries, on a CPU; 0 on a GPU, where they are not in the device's memory.
+        name: Name of the recipe.
+        device: Device, for people.
+        capacity_bytes: Memory of the device.
+        process_bytes: Memory of Python and its libraries on a CPU; 0 on a GPU, whose memory does not hold them.
         has_probes: Whether the recipe makes probes.
-        micro_batches: Of a step.
-        max_steps: Of the recipe.
-        processes: That train together.
+        micro_batches: Micro-batches in a step.
+        max_steps: Steps of the recipe.
+        processes: Processes that train together.
         batch: The largest micro-batch.
-        policy: The recipe.
+        policy: The step of the recipe.
         dense: The same without its policies.
-        remedies: Exact ones first.
-        flops_per_second: Of the device; None: not known.
-        rate_note: Where the rate comes from.
+        remedies: Changes, exact ones first.
+        flops_per_second: Rate of the device; None: unknown.
+        rate_note: Origin of the rate.
         assumptions: What is not counted, and what was assumed.
         layers_note: How many layers were rehearsed.
     """
@@ -183,12 +182,12 @@ class Forecast(_Record):
     layers_note: str
 
     def need(self, step: StepForecast, *, with_probes: bool | None = None) -> int:
-        """Return the bytes that a step needs, with those of a probe if there is one, and of the process."""
+        """Return the bytes that a step needs, including a probe's, if there is one, and the process's."""
         probes = self.has_probes if with_probes is None else with_probes
         return self.process_bytes + max(step.largest_bytes, step.probe_bytes if probes else 0)
 
     def fit(self, num_bytes: int) -> Fit:
-        """Return whether so many bytes fit."""
+        """Return whether ``num_bytes`` fit."""
         share = num_bytes / self.capacity_bytes
         room = 1 / HELD_ON_CPU if self.process_bytes else ROOM
         return "fits" if share <= room else "tight" if share <= 1.0 else "does not fit"
@@ -198,7 +197,7 @@ class Forecast(_Record):
         return step.pass_flops * self.batch.scale * self.micro_batches + step.update_flops
 
     def hours(self, step: StepForecast) -> float | None:
-        """Return the hours of all steps at the rate; None without one."""
+        """Return the hours of all steps at the known rate; None without a rate."""
         if self.flops_per_second is None:
             return None
         return self.step_flops(step) * self.max_steps / self.flops_per_second / 3600

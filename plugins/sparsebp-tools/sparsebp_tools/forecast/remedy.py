@@ -1,4 +1,4 @@
-"""Changes of a recipe that need less memory, those first that keep the gradient."""
+"""List changes of a recipe that need less memory, first those that keep the gradient."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ RANK = 16
 
 
 @dataclass(frozen=True)
-class Change:
-    """A change as ``--set`` takes it, and the recipe with it."""
+class RecipeChange:
+    """A change in the form of ``--set``, and the changed recipe."""
 
     settings: tuple[str, ...]
     recipe: Recipe
     is_exact: bool
     note: str
     batch_share: float = 1.0  # examples of a micro-batch over those before
-    without_comparisons: str = ""  # the same change in words of ``--set``, where its steps compare themselves in none
+    without_comparisons: str = ""  # the change in words of ``--set`` if it makes steps without comparisons
 
 
-def list_changes(recipe: Recipe) -> Iterator[Change]:
-    """Yield the changes that a recipe does not make already and that go together with the rest of it."""
+def list_changes(recipe: Recipe) -> Iterator[RecipeChange]:
+    """Yield the changes that a recipe does not have yet and that fit the rest of it."""
     for change in (*_exact(recipe), *_other(recipe)):
         try:
             refuse_unsupported(change.recipe)
@@ -37,61 +37,61 @@ def list_changes(recipe: Recipe) -> Iterator[Change]:
         yield change
 
 
-def _exact(recipe: Recipe) -> Iterator[Change]:
+def _exact(recipe: Recipe) -> Iterator[RecipeChange]:
     backward, training = recipe.backward, recipe.training
     if recipe.schedule is None and [entry.name for entry in recipe.policy] == ["dense"]:
         text = "the same gradient: what no loss needs is not computed; it saves where there is padding or a prompt"
         entry = PolicyEntry(name="lossless", **make_policy("lossless").model_dump(mode="json"))
         changed = recipe.model_copy(update={"policy": [entry]})
-        yield Change(
+        yield RecipeChange(
             ("policy=lossless",), changed, True, text, without_comparisons="policy={name: lossless, verify: never}"
         )
     is_stored = backward.checkpointing == "none" and backward.segments is None
     if is_stored:
         made = backward.model_copy(update={"segments": SEGMENTS})
         text = "the same gradient: all layers but the last part are computed twice"
-        yield Change((f"backward.segments={SEGMENTS}",), recipe.model_copy(update={"backward": made}), True, text)
+        yield RecipeChange((f"backward.segments={SEGMENTS}",), recipe.model_copy(update={"backward": made}), True, text)
         made = backward.model_copy(update={"checkpointing": "full"})
         text = "the same gradient: every layer is computed twice"
-        yield Change(("backward.checkpointing=full",), recipe.model_copy(update={"backward": made}), True, text)
+        yield RecipeChange(("backward.checkpointing=full",), recipe.model_copy(update={"backward": made}), True, text)
     if backward.update == "deferred" and training.gradient_accumulation_steps == 1:
         clips = training.max_grad_norm is not None
         made = backward.model_copy(update={"update": "eager", "eager_clip": "exact" if clips else None})
         settings = ("backward.update=eager", *(["backward.eager_clip=exact"] if clips else []))
         text = "the same gradient: each is applied and freed inside the backward"
         text += ", which runs twice, for the norm of all" if clips else ""
-        yield Change(settings, recipe.model_copy(update={"backward": made}), True, text)
+        yield RecipeChange(settings, recipe.model_copy(update={"backward": made}), True, text)
     size = training.per_device_train_batch_size
     if size > 1:
         count = training.gradient_accumulation_steps * size
         smaller = training.model_copy(update={"per_device_train_batch_size": 1, "gradient_accumulation_steps": count})
         settings = ("training.per_device_train_batch_size=1", f"training.gradient_accumulation_steps={count}")
         text = "the same gradient, where a policy does not compare the examples of a batch; slower on a GPU"
-        yield Change(settings, recipe.model_copy(update={"training": smaller}), True, text, 1.0 / size)
+        yield RecipeChange(settings, recipe.model_copy(update={"training": smaller}), True, text, 1.0 / size)
     if size > 1 and is_stored:
         made = backward.model_copy(update={"checkpointing": "full"})
         both = recipe.model_copy(update={"training": smaller, "backward": made})
-        yield Change((*settings, "backward.checkpointing=full"), both, True, "both of them", 1.0 / size)
+        yield RecipeChange((*settings, "backward.checkpointing=full"), both, True, "both of them", 1.0 / size)
 
 
-def _other(recipe: Recipe) -> Iterator[Change]:
+def _other(recipe: Recipe) -> Iterator[RecipeChange]:
     if recipe.model.adapters is not None:
         return
     model = recipe.model.model_copy(update={"lora": LoraSection(r=RANK, lora_alpha=2 * RANK)})
     adapted = recipe.model_copy(update={"model": model})
     text = "another training: low-rank adapters alone, which need another learning rate"
-    yield Change((f"model.lora={{r: {RANK}, lora_alpha: {2 * RANK}}}",), adapted, False, text)
+    yield RecipeChange((f"model.lora={{r: {RANK}, lora_alpha: {2 * RANK}}}",), adapted, False, text)
     if recipe.backward.checkpointing == "none" and recipe.backward.segments is None:
         backward = recipe.backward.model_copy(update={"checkpointing": "full"})
         both = adapted.model_copy(update={"backward": backward})
         settings = (f"model.lora={{r: {RANK}, lora_alpha: {2 * RANK}}}", "backward.checkpointing=full")
-        yield Change(settings, both, False, "both of them")
+        yield RecipeChange(settings, both, False, "both of them")
 
 
 def try_changes(
-    recipe: Recipe, rehearse: Callable[[Change], StepForecast], report: Callable[[str], None]
+    recipe: Recipe, rehearse: Callable[[RecipeChange], StepForecast], report: Callable[[str], None]
 ) -> Iterator[Remedy]:
-    """Yield what each change would need; one that cannot be rehearsed has a note that says why."""
+    """Yield the need of each change; a change that cannot be rehearsed has a note with the reason."""
     for change in list_changes(recipe):
         name = " ".join(change.settings)
         report(name)
@@ -105,8 +105,8 @@ def try_changes(
 
 
 def name_comparisons(recipe: Recipe) -> list[str]:
-    """Return the settings with which no policy compares its steps with the plain one; none with a schedule, which has
-    no keys of that kind."""
+    """Return the settings that switch off policies' comparisons with the plain step; none for a schedule, which lacks
+    these keys."""
     if recipe.schedule is not None:
         return []
     entries = enumerate(recipe.policy)
@@ -114,9 +114,9 @@ def name_comparisons(recipe: Recipe) -> list[str]:
 
 
 def without_comparisons(settings: list[str], step: StepForecast, note: str) -> Remedy:
-    """Return a remedy: what a step needs that is never compared."""
+    """Return a remedy for a step that is never compared."""
     step = step.model_copy(update={"comparison": None})
     return Remedy(changes=settings, is_exact=True, step=step, note=f"{note}; nothing compares it with the plain step")
 
 
-__all__ = ["Change", "list_changes", "name_comparisons", "try_changes", "without_comparisons"]
+__all__ = ["RecipeChange", "list_changes", "name_comparisons", "try_changes", "without_comparisons"]

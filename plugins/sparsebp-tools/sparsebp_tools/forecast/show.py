@@ -1,4 +1,4 @@
-"""``sparsebp validate --memory``: will it fit, and how long will it take? Asked of the worker, shown as tables."""
+"""``sparsebp validate --memory``: ask the worker whether a step fits and how long it takes, and show tables."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import typer
 from sparsebp_cli.cli.answer import Problem, tell
 from sparsebp_cli.cli.quantity import show_count, show_share
 from sparsebp_cli.cli.screen import Output, console, print_error, print_line
+from sparsebp_cli.entry_point import find_tool
 from sparsebp_cli.errors import SparseBPError, UsageError
 from sparsebp_tools.forecast.accelerator import ASSUMED_SHARE, Accelerator, find_accelerator
 from sparsebp_tools.forecast.answer import ForecastAnswer, ForecastFacts, ForecastProblem, RemedyNeed, StepNeed
@@ -31,25 +32,27 @@ ROWS = (
     ("logits", "logits and their loss"),
     ("workspace", "workspace"),
 )
-WARMUP = 3  # steps of a run that its rate leaves out
+WARMUP = 3  # first steps of a run that its rate leaves out
 
 
 def show_memory(
     recipes: Sequence[Path], changes: Sequence[str], gpu: str | None, rate: str | None, form: Output
 ) -> None:
-    """Print what a step of each recipe would need: of one its tables, of several a line each. Exit code 2 when one is
-    wrong. Weights and data need not be here."""
-    from sparsebp_cli.cli.study_check import make_plans
+    """Print the forecast of each recipe: tables for one recipe, a line each for several. Exit with 2 if one is wrong.
+    Weights and data are not needed."""
     from sparsebp_cli.plan import make_plan
-    from sparsebp_cli.study.loader import is_study
 
+    studies = find_tool("study")
     if gpu is not None:
-        find_accelerator(gpu)  # before any recipe is read: the error is not about one
+        find_accelerator(gpu)  # before any recipe is read, because the error concerns none of them
     facts, problems = [], []
     every: list[tuple[Path, Plan]] = []
     for file in recipes:
         try:
-            plans = make_plans(file) if is_study(file) else [make_plan(_load_counted(file, changes), file)]
+            if studies is not None and studies.is_study(file):
+                plans = studies.make_plans(file)
+            else:
+                plans = [make_plan(_load_counted(file, changes), file)]
         except SparseBPError as error:
             print_error(error)
             problems.append(ForecastProblem(file=str(file), error=Problem.of(error)))
@@ -68,13 +71,14 @@ def show_memory(
             console().print(part, soft_wrap=isinstance(part, str))
     if several:
         print_line("more: one recipe alone has its tables, -o json has all")
-    tell(ForecastAnswer(recipes=facts, problems=problems), form, lambda _: None)  # each was printed when it was made
+    # each was printed as soon as it was ready
+    tell(ForecastAnswer(recipes=facts, problems=problems), form, lambda _: None)
     if problems:
         raise typer.Exit(UsageError.exit_code)
 
 
 def _load_counted(file: Path, changes: Sequence[str]) -> Recipe:
-    """Return a recipe with its number of steps: only one in epochs needs its data here."""
+    """Return a recipe with its number of steps; only a recipe in epochs needs its data for that."""
     from sparsebp_cli.cli.validate import load_checked
     from sparsebp_cli.recipe import load_placed
 
@@ -83,8 +87,8 @@ def _load_counted(file: Path, changes: Sequence[str]) -> Recipe:
 
 
 def forecast_plan(plan: Plan, gpu: str | None, rate: str | None) -> Forecast:
-    """Return what a plan takes. ``gpu`` is an accelerator's name or size, None for this machine; ``rate`` is given in
-    TFLOP/s, or a run whose rate is taken. Raise UsageError for a word that is neither, and for what cannot be read."""
+    """Return the forecast of a plan. ``gpu`` is an accelerator's name or size, None for this machine; ``rate`` is in
+    TFLOP/s, or a run with a measured rate. Raise UsageError for other words, and for unreadable runs."""
     from sparsebp_cli.cli.worker_process import measure_apart
     from sparsebp_tools.forecast.record import Forecast, ForecastRequest
 
@@ -102,7 +106,7 @@ def forecast_plan(plan: Plan, gpu: str | None, rate: str | None) -> Forecast:
 
 
 def _read_rate(rate: str | None, device: Accelerator | None, plan: Plan) -> tuple[float | None, str]:
-    """Return FLOPs a second, and where they come from."""
+    """Return FLOPs a second, and their origin."""
     if rate is None:
         training, model = plan.recipe.training, plan.recipe.model
         dtype = "bfloat16" if training.mixed_precision == "bf16" else model.dtype
@@ -137,7 +141,7 @@ def _measure_rate(word: str) -> tuple[float, str]:
 
 
 def make_facts(found: Forecast, file: Path) -> ForecastFacts:
-    """Return a forecast with what follows from it."""
+    """Return a forecast with the values derived from it."""
 
     def derive(step: StepForecast) -> StepNeed:
         need = found.need(step)

@@ -1,8 +1,8 @@
-"""One training step on tensors without data: its memory at every moment, and its FLOPs.
+"""Rehearse one training step on tensors without data: its memory at every moment, and its FLOPs.
 
-The step is that of :mod:`sparsebp_cli.worker.training`, by the same functions, without its measurements. Only one is
-made, from a fresh optimizer: its state is then put in place from the begin, as in every later step. Trial passes that a
-policy wants before the step come first, as they choose what the step trains; those before a later one come after it.
+The step uses the functions of :mod:`sparsebp_cli.worker.training`, without its measurements. Only one step is made,
+with a new optimizer; its state is then moved to the beginning, as in every later step. Trial passes that a policy
+requests before the step come first, because they choose what the step trains; later ones come after it.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ NOWHERE = Path("nowhere")  # a step without data writes nothing
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """Steps of recipes that differ in how they are trained, on the same material.
+    """Rehearse steps of recipes that differ in how they are trained, on the same material.
 
     Args:
         material: Config and examples.
-        number: Of the micro-batch that the step is made of.
-        gpu: Whether to do what PyTorch does on a GPU.
+        number: Number of the rehearsed micro-batch.
+        gpu: Whether to behave like PyTorch on a GPU.
     """
 
     material: Material
@@ -63,8 +63,8 @@ class Rehearsal:
     gpu: bool
 
     def forecast(self, recipe: Recipe, layers: int | None = None) -> StepForecast:
-        """Rehearse the phases of a recipe, and return the one that needs most; ``layers`` is how many to build, None:
-        all. Raise what an attempt to train would raise."""
+        """Rehearse the phases of a recipe, and return the one that needs most memory; ``layers`` is the number of
+        layers to build, None: all. Raise what a real training would raise."""
         usual, comparing = set_comparisons(recipe, "never"), set_comparisons(recipe, "always")
         found = [self._forecast(usual, number, layers) for number in range(len(recipe.phases))]
         trials = [step.trial for step in found if step.trial is not None]
@@ -112,7 +112,7 @@ class Rehearsal:
         except UsageError as error:
             if stand_ins.number > before or type(error) is not UsageError:
                 raise
-            # Without a value that stood in, it is said of names and shapes, which are known: a run says the same.
+            # No placeholder was read, so the error concerns names and shapes, which are known: a run raises the same.
             raise PolicyError(str(error)) from error
         width = config.get_text_config().vocab_size
         return _Built(
@@ -137,8 +137,8 @@ class Rehearsal:
 
 
 def set_comparisons(recipe: Recipe, when: Literal["never", "always"]) -> Recipe:
-    """Return a recipe whose exact policies compare themselves with the plain step in no step, or in each, where they
-    were to do it in some."""
+    """Return a recipe whose exact policies compare themselves with the plain step never or always, if they did so at
+    some steps."""
 
     def change(entries: list[PolicyEntry]) -> list[PolicyEntry]:
         return [
@@ -165,12 +165,12 @@ def make_order(recipe: Recipe, material: Material) -> BatchOrder:
 class _Batch:
     inputs: dict[str, Tensor]
     targets: int
-    candidates: str | None  # the column of targets that may be trained
+    candidates: str | None  # column of targets that may be trained
 
 
 @dataclass(frozen=True)
 class _Built:
-    prepared: nn.Module  # with autocast, where the recipe asks for it
+    prepared: nn.Module  # with autocast if the recipe requests it
     model: nn.Module
     optimizer: torch.optim.Optimizer
     engine: Engine
@@ -219,7 +219,7 @@ def _total(parts: Parts) -> int:
 
 
 def _try(built: _Built, batch: _Batch) -> Parts | None:
-    """Make the trial passes that are due, all on the one micro-batch, and return their peak; None without any."""
+    """Run the due trial passes, all on the one micro-batch, and return their peak; None without any."""
     engine = built.engine
     if not engine.trials_are_due():
         return None
@@ -236,7 +236,7 @@ def _try(built: _Built, batch: _Batch) -> Parts | None:
 
 
 def _go_to_trials(built: _Built) -> bool:
-    """Go to the next step of the phase that trial passes come before; False if there is none."""
+    """Go to the phase's next step with trial passes before it; False if there is none."""
     phase, engine = built.sequence.phases[built.phase], built.engine
     if not any(isinstance(policy, Stateful) and policy.has_trials for policy in phase.policies):
         return False
@@ -255,7 +255,7 @@ def _counted(record: FakeRecord, built: _Built) -> Iterator[FlopCount]:
 
 
 def _pass(recipe: Recipe, built: _Built, batch: _Batch, record: FakeRecord) -> None:
-    """Run forward and backward; of several micro-batches two, as the second already meets gradients."""
+    """Run forward and backward, twice if there are several micro-batches, because the second meets gradients."""
     number = min(recipe.training.gradient_accumulation_steps, 2)
     engine = built.engine
 
@@ -291,7 +291,7 @@ def _count_gradients(built: _Built) -> int:
 
 
 def _settle(curve: MemoryCurve) -> MemoryCurve:
-    """Return the curve of a later step, in which the optimizer's state is there from the begin."""
+    """Return the curve of a later step, in which the optimizer's state exists from the beginning."""
     last = curve.points[-1].split.optimizer
     return MemoryCurve(tuple(replace(p, split=replace(p.split, optimizer=last)) for p in curve.points))
 

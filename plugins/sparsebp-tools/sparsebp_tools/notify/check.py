@@ -1,20 +1,17 @@
-"""The check of the settings for ``sparsebp doctor``."""
+"""Check the settings for ``sparsebp doctor``."""
 
 from __future__ import annotations
 
 from sparsebp_cli.errors import SparseBPError
 from sparsebp_cli.target import CheckResult
-from sparsebp_tools.notify.settings import Secret, load_settings
+from sparsebp_tools.notify.settings import load_settings
 
 
 def check() -> list[CheckResult]:
-    """Whether the settings say in a usable way who is told of what; nothing is sent. Nothing without such settings."""
+    """Check whether the settings for notifications are valid, without sending any; empty without such settings."""
     try:
         notices = load_settings().notify
-        for secret in (each for notice in notices for each in (notice.webhook, notice.secret)):
-            if isinstance(secret, Secret):
-                secret.read()
     except SparseBPError as error:
         return [CheckResult("warn", "notify", str(error), "nothing is sent until it is corrected")]
-    ways = ["command" if notice.command is not None else "webhook" for notice in notices]
-    return [CheckResult("ok", "notify", f"{', '.join(ways)}; nothing was sent")] if ways else []
+    programs = ", ".join(notice.command[0] for notice in notices)
+    return [CheckResult("ok", "notify", f"{programs}; nothing was sent")] if notices else []

@@ -1,4 +1,4 @@
-"""Events, handed to a process of their own: what is told neither delays nor fails what happened."""
+"""Pass events to a separate process, so that a notification neither delays nor fails the run."""
 
 from __future__ import annotations
 
@@ -14,43 +14,43 @@ from sparsebp_cli import interpreter
 from sparsebp_cli.notify import settings_file
 from sparsebp_cli.run import RunFolder, home
 
-LARGEST_BYTES = 32 * 1024  # a pipe takes it at once, whether or not anybody reads
-_started: list[subprocess.Popen[bytes]] = []  # kept, so that those that have ended can be collected
+LARGEST_BYTES = 32 * 1024  # a pipe takes it at once, even without a reader
+_started: list[subprocess.Popen[bytes]] = []  # kept, so that ended processes can be collected
 
 
 @dataclass(frozen=True)
 class Event:
-    """Something to be told; ``facts`` are plain values."""
+    """An event to deliver; ``facts`` are plain values."""
 
     event: str
     facts: dict[str, Any]
-    id: str = field(default_factory=lambda: uuid.uuid4().hex)  # the same at every attempt
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)  # the same for every attempt
     time: float = field(default_factory=time.time)  # seconds since 1970
 
 
 def tell(event: str, facts: dict[str, Any]) -> None:
-    """Tell whoever the settings name, in a process of its own; return at once, and raise nothing.
+    """Deliver an event as the settings say, in a separate process; return at once, and raise nothing.
 
     Args:
-        event: Its name, such as ``judged``: any word that the user can write under ``on``.
-        facts: Plain values for JSON. Secrets have no place here.
+        event: Name of the event, such as ``judged``: any word that the user can write under ``on``.
+        facts: Plain values for JSON, without secrets.
     """
     _start(Event(event, facts))
 
 
 def tell_end(run: RunFolder, exit_code: int | None, *, is_asked: bool) -> None:
-    """Tell how a run ended, as :func:`tell` does. That process reads which event it was.
+    """Deliver the end of a run, like :func:`tell`; the separate process determines which event it was.
 
     Args:
         run: The run, which is over.
         exit_code: Exit code of its worker; None if unknown.
-        is_asked: Whether a user asked for the end, and so knows of it.
+        is_asked: Whether a user requested the end, and so knows of it.
     """
     _start(Event("", {"folder": str(run.path), "exit_code": exit_code, "is_asked": is_asked}))
 
 
 def _start(event: Event) -> None:
-    with suppress(Exception):  # whatever it is, the run goes on
+    with suppress(Exception):  # the run continues after any error
         if not settings_file().exists():
             return
         _started[:] = [process for process in _started if process.poll() is None]
@@ -64,7 +64,7 @@ def _start(event: Event) -> None:
             stderr=subprocess.DEVNULL,
             env=interpreter.environment({"SPARSEBP_HOME": str(home())}),
             cwd="/",
-            start_new_session=True,  # it outlives this process, and Ctrl-C does not reach it
+            start_new_session=True,  # it outlives this process and ignores its Ctrl-C
         )
         _started.append(process)
         assert process.stdin is not None

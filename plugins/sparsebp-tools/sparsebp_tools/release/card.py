@@ -1,6 +1,6 @@
-"""The model card: what a stranger has to know of a trained model, from the run's plan and journal alone.
+"""Write the model card: facts about a trained model from the run's plan and event log only.
 
-Names of folders of this machine are not in it: of a local path the card has the last part.
+It contains no folder names of this machine: of a local path the card has the last part.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from sparsebp_cli.run.visible import make_visible
 from sparsebp_cli.source import DATASETS, MODELS
 from sparsebp_cli.source.name import PACKAGE, is_path
 from sparsebp_cli.source.rounded import TAG
-from sparsebp_tools.release.figure import Beside, Figure
-from sparsebp_tools.release.weights import Weights
+from sparsebp_tools.release.figure import Beside, CardFigure
+from sparsebp_tools.release.weights import ReleasedWeights
 
-TASKS = {  # of a hub's search, by the class of the model
+TASKS = {  # a hub's search categories, by the class of the model
     "ForCausalLM": "text-generation",
     "LMHeadModel": "text-generation",
     "ForMaskedLM": "fill-mask",
@@ -32,22 +32,22 @@ TASKS = {  # of a hub's search, by the class of the model
     "ForConditionalGeneration": "text2text-generation",
 }
 PACKAGES = ("python", "torch", "transformers", "peft", "bitsandbytes", "torchao", "accelerate", "datasets")
-LEFT_OUT = ("target", "tracking", "checkpoint")  # of the recipe: where it ran, not what was trained
-PROCESSES = ("processes", "nodes", "sharding")  # but how many share a step, on which the numbers depend
+LEFT_OUT = ("target", "tracking", "checkpoint")  # sections of the recipe that say where it ran
+PROCESSES = ("processes", "nodes", "sharding")  # options of the target that affect the numbers
 TEMPLATE = "chat_template.jinja"  # the file beside the card
 
 
 @dataclass(frozen=True)
 class Card:
-    """All that a card is made of."""
+    """The content of a card."""
 
     run: RunFolder
     plan: Plan
     history: History
-    weights: Weights
-    figures: Sequence[Figure]
+    weights: ReleasedWeights
+    figures: Sequence[CardFigure]
     beside: Beside
-    model_class: str  # as config.json names it
+    model_class: str  # as in config.json
 
     def render(self, name: str) -> str:
         """Return the README.md of a model's folder with this name."""
@@ -65,7 +65,8 @@ class Card:
         return f"---\n{_to_yaml(self._front(recipe))}---\n\n" + "\n\n".join(parts) + "\n"
 
     def _front(self, recipe: dict[str, Any]) -> dict[str, object]:
-        """The data that a hub reads: ids of the hub alone, since it would link any other name to a stranger's."""
+        """Return the data that a hub reads. Model and dataset names must be hub ids, since a hub would link other names
+        to strangers' repositories."""
         model, data = recipe["model"], recipe["dataset"]
         front: dict[str, object] = {"library_name": "transformers"}
         if task := next((task for end, task in TASKS.items() if self.model_class.endswith(end)), None):
@@ -117,7 +118,7 @@ class Card:
             lines.append(f"Beside dense training of the same recipe: {make_visible(self.beside.verdict)}")
             lines += [f"Warning of that comparison: {make_visible(text)}" for text in self.beside.warnings]
         if asked := list_asked(self.history):
-            # Their texts stay in the run: a card leaves with the model, and held-out rows may be private.
+            # Their texts stay in the run: a card is published with the model, and held-out rows may be private.
             ended = sum(not answer.endswith(UNENDED) for *_, answer in asked)
             lines.append(f"Asked {len(asked)} held-out prompts by plain transformers, it ended {ended} of its answers.")
         return "\n\n".join(lines)
@@ -164,7 +165,7 @@ class Card:
 
 
 def is_hub_id(name: str | None, group: str) -> bool:
-    """Whether a name of a model or dataset is an id of a hub, and no path, installed name or file of a package."""
+    """Return whether a name of a model or dataset is a hub id, and no path, installed name or packaged file."""
     if name is None or name.startswith(PACKAGE) or is_path(name) or name in entry_points(group=group).names:
         return False
     return not Path(name).exists()
@@ -246,8 +247,8 @@ def _describe_policy(recipe: dict[str, Any], history: History) -> str:
 
 
 def _publish(whole: Recipe) -> dict[str, Any]:
-    """Return a recipe with its defaults, which a later version may change, and without what is this machine's: places,
-    the store, names of folders."""
+    """Return a recipe with its defaults, which a later version may change, and without this machine's places, store and
+    folder names."""
     recipe, changed = whole.model_dump(mode="json"), whole.model_dump(mode="json", exclude_defaults=True)
     kept = {key: value for key, value in recipe.items() if key not in LEFT_OUT and value is not None}
     for section, key in (("model", "name"), ("model", "tokenizer"), ("model", "adapter"), ("dataset", "name")):
@@ -261,7 +262,7 @@ def _publish(whole: Recipe) -> dict[str, Any]:
 
 
 def _drop_nulls(value: Any, changed: Any) -> Any:
-    """Leave out a section's nulls that are defaults; ``changed`` is what of it is not."""
+    """Drop a section's nulls that are defaults; ``changed`` has the non-default values."""
     if not isinstance(value, dict):
         return value
     known = changed if isinstance(changed, dict) else {}

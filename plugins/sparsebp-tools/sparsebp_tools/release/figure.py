@@ -1,5 +1,5 @@
-"""The numbers that a model card may give: those of these weights, with intervals over held-out examples, and what a
-comparison with dense training states."""
+"""Compute the numbers of a model card: values for these weights, with intervals over held-out examples, and the result
+of a comparison with dense training."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sparsebp_cli.compare import Comparison, LoadedRun, compare_runs
-from sparsebp_cli.compare.example import estimate_mean
 from sparsebp_cli.compare.load import load_folder
 from sparsebp_cli.compare.number import of_spread
 from sparsebp_cli.errors import SparseBPError
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.run import History, RunFolder, State, list_runs
 from sparsebp_cli.run.policy_phase import is_dense, read_phases
-from sparsebp_tools.release.weights import Weights
+from sparsebp_tools.release.interval import estimate_mean
+from sparsebp_tools.release.weights import ReleasedWeights
 
 JUDGED = ("eval/", "test/", "lm_eval/")
-MOST_RUNS = 60  # of the same recipe, with and without policies, that are read for a card
+MOST_RUNS = 60  # runs of the same recipe, with and without policies, that a card reads
 
 
 @dataclass(frozen=True)
-class Figure:
+class CardFigure:
     """A measurement of these weights.
 
     Args:
         name: Name of the metric.
         unit: Its unit; empty for a pure number.
-        before: Value before the first step; None where it was not measured then.
+        before: Value before the first step; None if it was not measured then.
         value: Value of these weights.
-        low: Lower end of the interval at 95 % over held-out examples; None where examples were not kept.
+        low: Lower end of the 95 % interval over held-out examples; None if examples were not stored.
         high: Its upper end.
-        count: Examples behind the interval.
+        count: Number of examples behind the interval.
     """
 
     name: str
@@ -48,21 +48,21 @@ class Figure:
 
 @dataclass(frozen=True)
 class Beside:
-    """What runs of the same recipe on this machine say: over seeds, and beside dense."""
+    """Results of the same recipe's other runs on this machine: over seeds, and compared with dense."""
 
     metric: str = ""
-    seeds: str = ""  # the metric over the seeds of this recipe, in words; empty for a single one
-    verdict: str = ""  # what the comparison with dense states; empty without dense runs
+    seeds: str = ""  # the metric over the seeds of this recipe, in words; empty for a single seed
+    verdict: str = ""  # result of the comparison with dense; empty without dense runs
     warnings: tuple[str, ...] = field(default=())
 
 
-def list_figures(run: RunFolder, weights: Weights, history: History) -> list[Figure]:
-    """Return the measurements of these weights: on validation after their step, and for those of the end on the test
+def list_figures(run: RunFolder, weights: ReleasedWeights, history: History) -> list[CardFigure]:
+    """Return the measurements of these weights: on validation after their step, and for the final weights on the test
     split and by the harness."""
     return list(_list(load_folder(run), weights, history))
 
 
-def _list(loaded: LoadedRun, weights: Weights, history: History) -> Iterator[Figure]:
+def _list(loaded: LoadedRun, weights: ReleasedWeights, history: History) -> Iterator[CardFigure]:
     for name in sorted(history.metrics):
         if not name.startswith(JUDGED) or (not name.startswith("eval/") and not weights.is_end):
             continue
@@ -76,13 +76,13 @@ def _list(loaded: LoadedRun, weights: Weights, history: History) -> Iterator[Fig
         found = estimate_mean(loaded, name, value) if weights.is_end else None
         unit = known.unit if known is not None and known.unit != "share" else ""
         if found is None or found.low is None:
-            yield Figure(name, unit, before, value)
+            yield CardFigure(name, unit, before, value)
         else:
-            yield Figure(name, unit, before, value, found.low, found.high, found.n)
+            yield CardFigure(name, unit, before, value, found.low, found.high, found.n)
 
 
 def compare_here(run: RunFolder, plan: Plan) -> Beside:
-    """Compare a finished run with those on this machine that have its recipe, with other seeds or dense."""
+    """Compare a finished run with this machine's runs of its recipe, with other seeds or dense."""
     runs = _find_company(run)
     try:
         found = compare_runs(runs)
@@ -101,7 +101,7 @@ def _over_seeds(found: Comparison, mine: str) -> str:
 
 
 def _find_company(run: RunFolder) -> list[RunFolder]:
-    """Return the run and those finished ones that differ from it in the seed alone, or by having no policy."""
+    """Return the run and finished ones that differ from it only in the seed or by having no policy."""
     own = run.read_plan()["recipe"]
     found = [run]
     for other in list_runs():
@@ -118,7 +118,7 @@ def _find_company(run: RunFolder) -> list[RunFolder]:
 
 
 def _question(recipe: dict[str, Any]) -> str:
-    """The part of a recipe in which a run and its dense control are alike."""
+    """Return the part of a recipe that a run shares with its dense control."""
     training = {key: value for key, value in recipe["training"].items() if key != "seed"}
     return json.dumps([recipe.get("model"), recipe.get("dataset"), training], sort_keys=True)
 

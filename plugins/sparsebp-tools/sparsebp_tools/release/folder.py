@@ -1,6 +1,6 @@
-"""Writes the folder of a trained model as others read it: whole or not at all.
+"""Write the folder of a trained model for other programs, completely or not at all.
 
-It has weights in safetensors, config, generation config, tokenizer with its chat template, and the model card; only
+It has weights in safetensors, config, generation config, tokenizer with its chat template, and the model card. Only
 files of these names are taken from a run, whose folder may come from a stranger.
 """
 
@@ -23,12 +23,12 @@ from sparsebp_tools.release.card import Card
 from sparsebp_tools.release.figure import Beside, compare_here, list_figures
 from sparsebp_tools.release.gguf import convert
 from sparsebp_tools.release.origin import Origin
-from sparsebp_tools.release.weights import Weights
+from sparsebp_tools.release.weights import ReleasedWeights
 
 WEIGHTS = (".safetensors", ".safetensors.index.json")
 BESIDE = (".json", ".jinja", ".txt", ".model")
 CARD = "README.md"
-ROOM = 8 << 20  # bytes beside the weights
+ROOM = 8 << 20  # free bytes required beside the weights
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,13 @@ class ReleasedModel:
     run: RunFolder
     plan: Plan
     history: History
-    weights: Weights
-    place: Path  # of the new folder
-    title: str  # by which the card names it
-    converter: list[str] = field(default_factory=list)  # of llama.cpp; empty: no file for it
+    weights: ReleasedWeights
+    place: Path  # path of the new folder
+    title: str  # title of the card
+    converter: list[str] = field(default_factory=list)  # words that start llama.cpp's converter; empty: no file for it
 
     def check(self) -> None:
-        """Raise ``UsageError`` if the folder cannot be made, ``SparseBPError`` if the disk has no room for it."""
+        """Raise ``UsageError`` if the folder cannot be created, ``SparseBPError`` if the disk is too full for it."""
         place = self.place
         if place.is_symlink() or (place.exists() and (not place.is_dir() or any(place.iterdir()))):
             raise UsageError(f"{place} exists and is not empty: name another folder with --to")
@@ -60,9 +60,9 @@ class ReleasedModel:
 def write_model(
     model: ReleasedModel, rebuild: Callable[[Path], None], verify: Callable[[Path, Path], object]
 ) -> list[str]:
-    """Write a model's folder, and return lines on what could not be restored. ``rebuild`` writes the model of a
-    checkpoint into a folder; ``verify`` compares the new folder with that of the run. Raises ``UsageError`` if somebody
-    else has written the folder meanwhile, ``SparseBPError`` if it cannot be written or gives other outputs."""
+    """Write a model's folder, and return lines about what could not be restored. ``rebuild`` writes a checkpoint's
+    model into a folder; ``verify`` compares the new folder with the run's. Raises ``UsageError`` if another process has
+    written the folder meanwhile, ``SparseBPError`` if writing fails or the outputs differ."""
     try:
         with durable.filling(model.place.absolute()) as part:
             if model.weights.folder is None:
@@ -85,14 +85,14 @@ def write_model(
 
 
 def _list_files(folder: Path) -> list[Path]:
-    """Return the files of a saved model that leave with it."""
+    """Return the files of a saved model that belong into the folder."""
     names = {manifest.MANIFEST, CARD}
     files = [file for file in sorted(folder.iterdir()) if file.is_file() and file.name not in names]
     return [file for file in files if file.name.endswith((*WEIGHTS, *BESIDE))]
 
 
 def _restore(part: Path, model: ReleasedModel) -> tuple[dict[str, Any], list[str]]:
-    """Restore what training changed of the files, and return the config and what could not be restored."""
+    """Undo training's changes to the files, and return the config and lines about what could not be restored."""
     section = model.plan.recipe.model
     origin, notes = Origin.find(section), []
     if origin.config is None and origin.used:

@@ -1,4 +1,4 @@
-"""A model's folder as one file of llama.cpp, by llama.cpp's own converter."""
+"""Convert a model's folder into a file for llama.cpp, with llama.cpp's own converter."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from sparsebp_cli import interpreter
 from sparsebp_cli.errors import RunFailedError, UsageError
 
 SCRIPT = "convert_hf_to_gguf.py"
-FOLDER = "LLAMA_CPP"  # names the checkout of llama.cpp
-TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}  # nothing is rounded
+FOLDER = "LLAMA_CPP"  # environment variable with the checkout of llama.cpp
+TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}  # no rounding
 
 
 def find_converter() -> list[str]:
-    """Return the words that start the converter: the script in the folder that ``LLAMA_CPP`` names, by this
-    interpreter, or a program of this name on the path, by its own. Raise ``UsageError`` where there is neither."""
+    """Return the words that start the converter: the script in the folder that ``LLAMA_CPP`` names, run by this
+    interpreter, or a program of this name on the path. Raise ``UsageError`` without either."""
     if (folder := os.environ.get(FOLDER)) is not None:
         script = Path(folder).expanduser().absolute() / SCRIPT
         if not script.is_file():
@@ -32,12 +32,12 @@ def find_converter() -> list[str]:
 
 
 def convert(converter: Sequence[str], folder: Path, file: Path, name: str, dtype: str) -> None:
-    """Convert a folder of transformers into a file for a model of this name, in the type of its weights. Raise
+    """Convert a transformers folder into a file for a model ``name``, with the dtype of its weights. Raise
     ``RunFailedError`` with the converter's last line if it fails."""
     words = [*converter, str(folder), "--outfile", str(file), "--outtype", TYPES.get(dtype, "auto")]
     environment = interpreter.environment()
-    del environment["PYTHONSAFEPATH"]  # the script imports what lies beside it
-    words += ["--model-name", name]  # it would take that of the folder, which is not its last one yet
+    del environment["PYTHONSAFEPATH"]  # the script imports neighbouring files
+    words += ["--model-name", name]  # otherwise it takes the folder's name, which is temporary
     done = subprocess.run(words, env=environment, capture_output=True, text=True, errors="replace", check=False)
     if done.returncode or not file.is_file():
         lines = [line.strip() for line in f"{done.stdout}\n{done.stderr}".splitlines() if line.strip()]

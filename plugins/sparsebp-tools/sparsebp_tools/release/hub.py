@@ -1,4 +1,4 @@
-"""A model's folder on a hub, by huggingface_hub: the one of the environment (``HF_ENDPOINT``), with its token."""
+"""Upload a model's folder with huggingface_hub, to the hub of the environment (``HF_ENDPOINT``) with its token."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from sparsebp_cli.errors import RunFailedError, UsageError, first_line
 
 
 def check_hub(name: str) -> None:
-    """Raise ``UsageError`` for a name that no repository can have, or without a token; ``RunFailedError`` if the hub
-    does not answer, or refuses the token. Nothing is written."""
+    """Raise ``UsageError`` for an invalid repository name, or without a token; ``RunFailedError`` if the hub does not
+    answer, or refuses the token. Nothing is written."""
     from huggingface_hub import HfApi, get_token
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
@@ -23,13 +23,13 @@ def check_hub(name: str) -> None:
         raise UsageError("--push needs a token of the hub: `hf auth login` keeps one, or set HF_TOKEN")
     try:
         HfApi().whoami()
-    except Exception as error:  # a hub answers with errors of many libraries
+    except Exception as error:  # a hub's errors come from many libraries
         raise RunFailedError(f"--push: the hub cannot be used, nothing was written: {_describe(error)}") from None
 
 
 def push(folder: Path, name: str, *, public: bool) -> str:
-    """Send a folder to a repository, which is made if there is none, and private unless ``public``. Return its address.
-    Raise ``RunFailedError`` if that fails; the folder stays."""
+    """Upload a folder to a repository and return its address. A missing repository is created, private unless
+    ``public``. Raise ``RunFailedError`` if that fails; the folder stays."""
     from huggingface_hub import HfApi
     from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
 

@@ -1,7 +1,7 @@
-"""What a trained model's files have from the model that it began with, and training or a library changed.
+"""Restore in a trained model's files what training or a library changed relative to the source model.
 
-Programs read these files by habits of their own: vLLM and llama.cpp know keys that a newer transformers writes under
-other names, and switches of training, such as a cache that is off, would stay with the model for good.
+Other programs have their own conventions: vLLM and llama.cpp know keys that a newer transformers writes under other
+names. Switches of training, such as a disabled cache, would otherwise stay in the model.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ CONFIG, GENERATION, TOKENIZER, TOKENIZER_CONFIG = (
     *("config.json", "generation_config.json"),
     *("tokenizer.json", "tokenizer_config.json"),
 )
-# What transformers 5 notes of a tokenizer about how it was loaded here.
+# Entries of transformers 5 about how a tokenizer was loaded here.
 LOADED_HERE = ("backend", "is_local", "local_files_only", "name_or_path")
-PLAIN_TOKENIZER = "PreTrainedTokenizerFast"  # reads tokenizer.json as it is; transformers 4 and 5 know the name
-OWN_NAME = "TokenizersBackend"  # what transformers 5 writes for it, which older readers do not know
-# Keys of the source that are not the trained model's: how it was stored, code, and what the head says.
+PLAIN_TOKENIZER = "PreTrainedTokenizerFast"  # reads tokenizer.json unchanged; transformers 4 and 5 know the name
+OWN_NAME = "TokenizersBackend"  # transformers 5 writes it, but older readers do not know it
+# Keys of the source that do not describe the trained model: storage, code, and the head.
 NOT_TAKEN = {"quantization_config", "auto_map", "transformers_version", "torch_dtype", "dtype", "architectures"}
 NOT_TAKEN |= {"id2label", "label2id", "num_labels", "problem_type"}
 LARGEST_VOCABULARY = 64 * 1024 * 1024
@@ -34,12 +34,12 @@ LARGEST_VOCABULARY = 64 * 1024 * 1024
 
 @dataclass(frozen=True)
 class Origin:
-    """The files of a recipe's model and tokenizer, as far as they are on this machine."""
+    """The files of a recipe's model and tokenizer that are on this machine."""
 
     model: Path | None = None
     tokenizer: Path | None = None
-    config: Mapping[str, Any] | None = None  # of the model; None where nothing is known of it
-    used: Mapping[str, Any] = field(default_factory=dict)  # switches of the recipe that a config keeps
+    config: Mapping[str, Any] | None = None  # of the model; None if unknown
+    used: Mapping[str, Any] = field(default_factory=dict)  # the recipe's settings that a config stores
 
     @classmethod
     def find(cls, section: ModelSection) -> Origin:
@@ -64,23 +64,23 @@ def _find_folder(name: str | None) -> Path | None:
 
 
 def restore_config(saved: Mapping[str, Any], origin: Origin, labels: Sequence[str]) -> dict[str, Any]:
-    """Return a saved config as its source had it, for a model with these names of classes."""
+    """Return a saved config as in its source, for a model with these class names."""
     source = origin.config or {}
     found = _drop_private(saved)
     if origin.config is not None:
         if "dropout" in origin.used:
             _restore_dropouts(found, source)
         found |= {key: value for key, value in _drop_private(source).items() if key not in {*found, *NOT_TAKEN}}
-    if not found.get("use_cache", True):  # off while it trains
+    if not found.get("use_cache", True):  # disabled during training
         if source.get("use_cache") is None:
             del found["use_cache"]
         else:
             found["use_cache"] = source["use_cache"]
     if (dtype := saved.get("dtype", saved.get("torch_dtype"))) is not None:
-        found |= {"dtype": dtype, "torch_dtype": dtype}  # the second is the name that older readers know
+        found |= {"dtype": dtype, "torch_dtype": dtype}  # older readers know the second name
     rope = found.get("rope_parameters")
     if isinstance(rope, Mapping) and "rope_theta" in rope and rope.get("rope_type") == "default":
-        found.setdefault("rope_theta", rope["rope_theta"])  # likewise
+        found.setdefault("rope_theta", rope["rope_theta"])  # older readers expect it here
     if len(labels) > 1:
         found["id2label"] = {str(number): str(name) for number, name in enumerate(labels)}
         found["label2id"] = {str(name): number for number, name in enumerate(labels)}
@@ -92,7 +92,7 @@ def _drop_private(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _restore_dropouts(config: dict[str, Any], source: Mapping[str, Any]) -> None:
-    """Give each probability of dropout its value of the source, which may leave it to the class."""
+    """Restore each dropout probability from the source, which may leave it to the class."""
     for key, value in list(config.items()):
         if isinstance(value, dict):
             of_source = source.get(key)
@@ -116,8 +116,8 @@ def restore_generation(saved: Mapping[str, Any], origin: Origin) -> dict[str, An
 
 
 def restore_tokenizer(saved: Mapping[str, Any], inner: Mapping[str, Any], origin: Origin) -> dict[str, Any]:
-    """Return a saved tokenizer config under the class that the source names, if its tokens are the source's. ``inner``
-    is the content of ``tokenizer.json``; empty without."""
+    """Return a saved tokenizer config with the class of the source, if it has the source's tokens. ``inner`` is the
+    content of ``tokenizer.json``; empty without one."""
     found = {key: value for key, value in saved.items() if key not in LOADED_HERE}
     if not inner or found.get("tokenizer_class") != OWN_NAME:
         return found
@@ -131,14 +131,14 @@ def restore_tokenizer(saved: Mapping[str, Any], inner: Mapping[str, Any], origin
 
 
 def restore_limits(inner: Mapping[str, Any], origin: Origin) -> dict[str, Any]:
-    """Return a ``tokenizer.json`` with the truncation and padding of its source: calls while training leave theirs."""
+    """Return a ``tokenizer.json`` with the truncation and padding of its source, which training overwrites."""
     known = _read_tokenizer(origin) or {}
     return {**inner, "truncation": known.get("truncation"), "padding": known.get("padding")}
 
 
 def find_vocabularies(inner: Mapping[str, Any], origin: Origin) -> list[Path]:
-    """Return the source's vocabularies of sentencepiece, which llama.cpp reads and transformers 5 does not save; none
-    if its tokens are others now."""
+    """Return the source's sentencepiece vocabularies, which llama.cpp reads and transformers 5 does not save; none if
+    the tokens have changed."""
     if origin.tokenizer is None:
         return []
     known = _read_tokenizer(origin)
@@ -158,7 +158,7 @@ def _read_tokenizer(origin: Origin) -> Mapping[str, Any] | None:
 
 
 def _is_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two tokenizers make the same tokens of every text, however long it is."""
+    """Return whether two tokenizers produce the same tokens for every text of any length."""
     limits = ("truncation", "padding")
     texts = (json.dumps({k: v for k, v in each.items() if k not in limits}, sort_keys=True) for each in (one, other))
     return next(texts) == next(texts)

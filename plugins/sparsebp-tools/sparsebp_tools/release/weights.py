@@ -1,4 +1,4 @@
-"""Which weights of a run leave: those of its end, of its best evaluation, or of a checkpoint."""
+"""Find the weights of a run to release: of its end, of its best evaluation, or of a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ _CHECKPOINT = re.compile(r"step-(\d{8,})")
 
 
 @dataclass(frozen=True)
-class Weights:
+class ReleasedWeights:
     """The weights of a run after a step."""
 
     step: int  # optimizer steps done
     kind: Literal["last", "best", "checkpoint"]
-    folder: Path | None = None  # where they are as a whole model; None: in the checkpoint of the step
-    metric: str = ""  # of the best: the metric of checkpoint.keep_best
+    folder: Path | None = None  # folder of the whole model; None: in the checkpoint of the step
+    metric: str = ""  # for the best weights: the metric of checkpoint.keep_best
 
     @property
     def is_end(self) -> bool:
-        """Whether they are those that the run ended with, of which its test split was measured."""
+        """Whether they are the run's final weights, which its test split measured."""
         return self.kind == "last"
 
 
-def find_weights(run: RunFolder, plan: Plan, history: History, word: str | None) -> Weights:
-    """Return the weights that ``word`` means: None or ``last``, ``best``, or the step of a checkpoint. Raise
+def find_weights(run: RunFolder, plan: Plan, history: History, word: str | None) -> ReleasedWeights:
+    """Return the weights that ``word`` names: None or ``last``, ``best``, or the step of a checkpoint. Raise
     ``UsageError`` if the run does not have them, or they cannot be verified."""
     if word not in (None, LAST, BEST) and not word.isdecimal():
         raise UsageError(f"--checkpoint must be {LAST}, {BEST} or a step, got {word!r}")
@@ -53,7 +53,7 @@ def find_weights(run: RunFolder, plan: Plan, history: History, word: str | None)
 
 
 def list_checkpoints(run: RunFolder) -> list[int]:
-    """Return the steps of a run's checkpoints, in order; damaged ones among them."""
+    """Return the steps of a run's checkpoints in order, damaged ones included."""
     named = [(_CHECKPOINT.fullmatch(place.name), place) for place in (run.path / "checkpoints").glob("step-*")]
     return sorted(int(name[1]) for name, place in named if name is not None and place.is_dir())
 
@@ -64,17 +64,17 @@ def _find_end(history: History) -> int:
     return max(history.series(metric.TRAIN_LOSS.name), default=0)
 
 
-def _find_last(run: RunFolder, step: int, steps: list[int]) -> Weights:
+def _find_last(run: RunFolder, step: int, steps: list[int]) -> ReleasedWeights:
     folder = run.path / "model"
     if (folder / ADAPTER_CONFIG).is_file():
-        raise UsageError(f"{folder} has the adapter alone, as an older version wrote it: name it as model.adapter")
+        raise UsageError(f"{folder} has only the adapter, written by an older version: name it as model.adapter")
     if damage := manifest.find_damage(folder):
         have = f"it has checkpoints of step {', '.join(map(str, steps))}" if steps else "it has no checkpoint"
         raise UsageError(f"run {run.run_id}: its model cannot be verified ({damage}); {have}")
-    return Weights(step, "last", folder)
+    return ReleasedWeights(step, "last", folder)
 
 
-def _find_best(run: RunFolder, plan: Plan, history: History, *, is_finished: bool) -> Weights:
+def _find_best(run: RunFolder, plan: Plan, history: History, *, is_finished: bool) -> ReleasedWeights:
     name = plan.recipe.checkpoint.keep_best
     if name is None:
         raise UsageError(f"run {run.run_id} kept no best weights: its recipe has no checkpoint.keep_best")
@@ -87,10 +87,10 @@ def _find_best(run: RunFolder, plan: Plan, history: History, *, is_finished: boo
     values = {step: value for step, value in history.series(name).items() if step > 0 and math.isfinite(value)}
     choose = min if better == "lower" else max
     step = choose(values, key=values.__getitem__) if values else 0
-    return Weights(step, "best", folder, name)
+    return ReleasedWeights(step, "best", folder, name)
 
 
-def _find_checkpoint(run: RunFolder, word: str, steps: list[int]) -> Weights:
+def _find_checkpoint(run: RunFolder, word: str, steps: list[int]) -> ReleasedWeights:
     have = f"it has those of step {', '.join(map(str, steps))}" if steps else "it has none"
     step = max(steps, default=-1) if word == LAST else int(word)
     if step not in steps:
@@ -98,4 +98,4 @@ def _find_checkpoint(run: RunFolder, word: str, steps: list[int]) -> Weights:
         raise UsageError(f"run {run.run_id} has {what}: {have}")
     if damage := manifest.find_damage(run.path / "checkpoints" / f"step-{step:08d}"):
         raise UsageError(f"run {run.run_id}: the checkpoint of step {step} is damaged ({damage}); {have}")
-    return Weights(step, "checkpoint")
+    return ReleasedWeights(step, "checkpoint")

@@ -1,1 +1,1 @@
-"""The verbs of the package. Nothing heavy is imported at the top of their modules."""
+"""Commands of this package. Their modules import nothing heavy at the top."""

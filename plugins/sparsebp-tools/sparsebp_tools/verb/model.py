@@ -1,4 +1,4 @@
-"""``sparsebp model``: writes the model of a run for others, with its card; converts it, or sends it to a hub."""
+"""``sparsebp model``: write a run's model for other programs, with its card; convert or upload it."""
 
 from __future__ import annotations
 
@@ -34,26 +34,36 @@ def model(
     ],
     folder: Annotated[
         Path | None,
-        typer.Option("--to", metavar="FOLDER", help="Where; new or empty. Default: the run's name and id, here."),
+        typer.Option(
+            "--to",
+            metavar="FOLDER",
+            help="A new or empty folder (default: a folder here, named after the run and its id).",
+        ),
     ] = None,
     checkpoint: Annotated[
         str | None,
         typer.Option(
             metavar="best|last|STEP",
-            help="Other weights than those of the end: of the best evaluation (checkpoint.keep_best), of the newest "
-            "checkpoint, or of that of a step.",
+            help="Write this checkpoint's weights, not the final ones: best (checkpoint.keep_best), last or a step.",
         ),
     ] = None,
     gguf: Annotated[
-        bool, typer.Option("--gguf", help="Also as a file of llama.cpp, by its converter (LLAMA_CPP names its folder).")
+        bool,
+        typer.Option(
+            "--gguf",
+            help="Also write a GGUF file with llama.cpp's converter (set LLAMA_CPP to the folder of llama.cpp).",
+        ),
     ] = False,
     push: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Send it to the hub as well, as USER/NAME or NAME; private.")
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Also upload the model to the Hugging Face hub as USER/NAME or NAME; it is private."
+        ),
     ] = None,
-    public: Annotated[bool, typer.Option("--public", help="With --push: everybody may read it.")] = False,
+    public: Annotated[bool, typer.Option("--public", help="With --push: make the uploaded model public.")] = False,
     output: Format = Output.TABLE,
 ) -> None:
-    """Write the model of a run as a folder that transformers, vLLM and llama.cpp read, with a model card."""
+    """Write a run's model as a folder for transformers, vLLM or llama.cpp, with a model card."""
     from sparsebp_tools.release import write_model
     from sparsebp_tools.release.hub import check_hub
     from sparsebp_tools.release.hub import push as send
@@ -70,7 +80,7 @@ def model(
         print_line(f"note: {note}", stderr=True)
     files = sorted(file for file in planned.place.iterdir() if file.is_file())
     size = sum(file.stat().st_size for file in files)
-    # Before it is sent, which may take long or fail: the folder is there then.
+    # Before the upload, which may take long or fail: the folder exists already.
     if output is Output.TABLE:
         print_line(f"{planned.place}: step {planned.weights.step} of run {planned.run.run_id}, {show_count(size, 'B')}")
     found = ModelFolder(
@@ -89,15 +99,16 @@ def _plan(word: str, folder: Path | None, checkpoint: str | None, *, gguf: bool,
     from sparsebp_cli.cli.stored_run import find_one
     from sparsebp_cli.plan import Plan
     from sparsebp_cli.run import History
+    from sparsebp_cli.run.folder import is_file
     from sparsebp_tools.release import ReleasedModel, find_weights
     from sparsebp_tools.release.gguf import find_converter
 
-    if word.endswith(ARCHIVES) and Path(word).is_file():
+    if word.endswith(ARCHIVES) and is_file(Path(word)):
         raise UsageError(f"{word} is an archive, which has no models: name the run where it was trained")
     try:
         run = find_one(word)
     except RunNotFoundError:
-        if not (Path(word) / "config.json").is_file():
+        if not is_file(Path(word) / "config.json"):
             raise
         raise UsageError(f"{word} is the folder of a model already: name the run where it was trained") from None
     plan, history = Plan.load(run.plan_file), History.load(run.path)
@@ -108,14 +119,14 @@ def _plan(word: str, folder: Path | None, checkpoint: str | None, *, gguf: bool,
 
 
 def _verify(part: Path, recorded: Path) -> None:
-    """Compare what a folder gives, loaded in a fresh process, with the outputs that the run recorded."""
+    """Compare a folder's outputs, loaded in a new process, with the outputs that the run recorded."""
     from sparsebp_cli.cli.worker_answer import ask
 
     ask("reload", [part, recorded], "compares the saved model")
 
 
 def _rebuild(planned: ReleasedModel, part: Path) -> None:
-    """Write the model of a checkpoint into a folder, by a process that loads torch."""
+    """Write a checkpoint's model into a folder, in a process that loads torch."""
     from sparsebp_cli.cli.worker_process import measure_apart
 
     recipe = planned.plan.recipe

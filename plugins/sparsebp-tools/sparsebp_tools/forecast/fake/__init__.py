@@ -1,4 +1,4 @@
-"""Steps on tensors without data: what they would keep in memory, at any size, on a machine that could not hold them."""
+"""Run steps on tensors without data, to find their memory at any size, on machines that could not hold them."""
 
 from sparsebp_tools.forecast.fake.mode import StandIns, pretend
 from sparsebp_tools.forecast.fake.record import FakeRecord

@@ -1,4 +1,4 @@
-"""Attention as one operator each way, as a fused kernel executes it: scores are neither stored nor read."""
+"""Run attention as one operator each way, like a fused kernel, which neither stores nor reads scores."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ torch.library.define(
 
 def _make_output(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[Tensor, Tensor]:  # noqa: ARG001
     batch, heads, rows, _ = query.shape
-    # Fused kernels return heads beside each other for every position, so the reshape that follows copies nothing.
+    # Fused kernels return a position's heads side by side, so the reshape that follows copies nothing.
     output = query.new_empty(batch, rows, heads, value.shape[-1]).transpose(1, 2)
     return output, query.new_empty(batch, heads, rows, dtype=torch.float32)
 
@@ -41,7 +41,7 @@ torch.library.register_fake("fake_gpu::attend", _make_output)
 torch.library.register_fake("fake_gpu::attend_backward", _make_gradients)
 
 
-# The whole square, causal or not, as every count of this package and of PyTorch.
+# The whole square, causal or not, as in all counts of this package and of PyTorch.
 @register_flop_formula(torch.ops.fake_gpu.attend)
 def _count_forward(query: Any, key: Any, value: Any, *_: object, **__: object) -> int:
     return int(2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1]))
@@ -69,14 +69,14 @@ class _Attention(Function):
 def attend(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, **_: Any
 ) -> Tensor:
-    """Stand in for ``scaled_dot_product_attention``; groups of heads share keys without a copy.
+    """Replace ``scaled_dot_product_attention``; groups of heads share keys without a copy.
 
     Args:
         query: (B, H, T, D).
         key: (B, heads of keys, S, D).
         value: The same.
-        attn_mask: Which keys a query sees; None: all, or with ``is_causal`` those before it.
-        is_causal: Whether a query sees no later key.
+        attn_mask: Which keys a query attends to; None: all, or with ``is_causal`` only earlier ones.
+        is_causal: Whether a query attends to no later key.
 
     Returns:
         (B, H, T, D), without data.

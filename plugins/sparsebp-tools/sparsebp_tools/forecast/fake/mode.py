@@ -1,7 +1,7 @@
-"""Runs code on tensors without data, by PyTorch's FakeTensorMode.
+"""Run code on tensors without data, with PyTorch's FakeTensorMode.
 
-Whole numbers and booleans that follow from others stay real, so whatever the host reads of ids, labels and masks is
-what it would read in training. What follows from weights is unknown; where the host reads such a value, one stands in.
+Whole numbers and booleans that follow from others stay real, so the host reads the same ids, labels and masks as in
+training. Values that follow from weights are unknown; if the host reads one, it gets a placeholder.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FOREACH = "torch.utils._foreach_utils._get_foreach_kernels_supported_devices"
 
 @dataclass
 class StandIns:
-    """How many values the host has read that nobody knows."""
+    """Counts the unknown values that the host has read."""
 
     number: int = 0
 
@@ -39,21 +39,22 @@ def pretend(*, gpu: bool) -> Iterator[StandIns]:
     """Run a block on tensors without data.
 
     Args:
-        gpu: Whether to do what PyTorch does on a GPU: attention by a fused kernel, also with dropout, and optimizers
-            that update all parameters at once. Tensors say that they are on a CPU in either case.
+        gpu: Whether to behave like PyTorch on a GPU: attention by a fused kernel, also with dropout, and optimizers
+            that update all parameters at once. Tensors report a CPU in either case.
 
     Yields:
-        StandIns: Counts what stood in for unknown values. New tensors of the block hold no data, but for small ones of
-            whole numbers.
+        StandIns: Counts the placeholders for unknown values. New tensors in the block hold no data, except small ones
+        of whole numbers.
     """
     found = StandIns()
     with ExitStack() as stack:
         if gpu:
             stack.enter_context(patch.object(torch.nn.functional, "scaled_dot_product_attention", attend))
             stack.enter_context(patch(FOREACH, lambda: ["cpu", "cuda"]))
-        # PyTorch swaps a fake tensor for the moved one, and refuses while anybody else refers to it.
+        # PyTorch swaps a fake tensor for the moved one, and refuses while other references to it exist.
         stack.enter_context(patch.object(nn.Module, "_apply", _replace))
-        # PyTorch's own copies bytes from and to the null pointer, as of a head that peft trains whole: Python dies.
+        # PyTorch's own deepcopy copies bytes from and to the null pointer, such as for a head that peft trains whole,
+        # and crashes Python.
         stack.enter_context(patch.object(FakeTensor, "__deepcopy__", _copy, create=True))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(_Values(found))
@@ -61,7 +62,7 @@ def pretend(*, gpu: bool) -> Iterator[StandIns]:
 
 
 def _replace(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """Do what ``Module._apply`` does, with new parameters in the place of those that change."""
+    """Do the same as ``Module._apply``, but replace parameters that change by new ones."""
     for child in module.children() if recurse else ():
         _replace(child, function)
     for key, parameter in module._parameters.items():  # noqa: SLF001 - a parameter is replaced here
@@ -88,7 +89,7 @@ def _copy(tensor: FakeTensor, memo: dict[int, object]) -> Tensor:
 
 
 class _Values(TorchDispatchMode):
-    """Computes on real tensors where it can, and puts in a value where nobody knows it."""
+    """Compute on real tensors if possible, and insert placeholders for unknown values."""
 
     def __init__(self, stand_ins: StandIns) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -113,14 +114,14 @@ class _Values(TorchDispatchMode):
 
 
 def _compute(func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object], *, has_inputs: bool) -> Any:
-    """Run an operator without fake inputs: for real if its results are small and, without inputs, whole numbers."""
+    """Run an operator without fake inputs, for real if its results are small and, without inputs, whole numbers."""
     if not has_inputs or not _writes(func):
         found = func(*args, **kwargs)
         made = [value for value in tree_leaves(found) if isinstance(value, Tensor)]
-        # A number in an expression, such as the 1.0 of torch.where(mask, 1.0, x), which is known.
+        # A number in an expression, such as the 1.0 of torch.where(mask, 1.0, x), is a known input.
         has_inputs = has_inputs or func.overloadpacket.__name__ == "scalar_tensor"
         is_whole = all(not (tensor.is_floating_point() or tensor.is_complex()) for tensor in made)
-        is_drawn = kwargs.get("generator") is not None  # by a policy that chooses at random: weights have no generator
+        is_drawn = kwargs.get("generator") is not None  # a policy's random draw: weights are drawn without a generator
         if sum(tensor.numel() for tensor in made) > MOST_REAL or not (has_inputs or is_whole or is_drawn):
             return found
     with _disable_current_modes():
@@ -128,12 +129,12 @@ def _compute(func: OpOverload, args: tuple[object, ...], kwargs: dict[str, objec
 
 
 def _writes(func: OpOverload) -> bool:
-    """Whether an operator changes an input, or needs its values: it cannot be tried on fake ones first."""
+    """Return whether an operator changes an input or needs its values, so that fake inputs cannot be tried first."""
     return func._schema.is_mutable or func.overloadpacket.__name__ in _NEEDS_VALUES  # noqa: SLF001 - not public
 
 
 _UNKNOWN_SIZE = frozenset({"nonzero", "bincount"})
-# Below autograd, as in a backward of one's own, the last two arrive as they were called.
+# Below autograd, as in a custom backward, the last two arrive under the name of the call.
 _SCALAR = frozenset({"_local_scalar_dense", "item", "is_nonzero"})
 _NEEDS_VALUES = _UNKNOWN_SIZE | _SCALAR | {
     "masked_select", "unique_dim", "unique_consecutive", "_unique2", "equal", "allclose",
@@ -142,7 +143,7 @@ _NEEDS_VALUES = _UNKNOWN_SIZE | _SCALAR | {
 
 
 def _number(indices: Any) -> Any:
-    """Return indices with the places of masks in their place; of a mask that nobody knows, all of them."""
+    """Return indices with masks replaced by positions; an unknown mask becomes all positions."""
     if not isinstance(indices, list | tuple):
         return indices
     found: list[object] = []
@@ -158,8 +159,8 @@ def _number(indices: Any) -> Any:
 
 
 def stand_in(name: str, args: tuple[Any, ...]) -> Any:
-    """Return what stands in for the result of an operator that reads the values of a tensor without data; None for an
-    operator that does not: the number 1, and of an unknown size the largest."""
+    """Return the placeholder for an operator that reads values of a tensor without data: the number 1, or for an
+    unknown size the largest one. None for other operators."""
     if name in _SCALAR:
         is_bool, is_real = args[0].dtype == torch.bool or name == "is_nonzero", args[0].is_floating_point()
         return True if is_bool else 1.0 if is_real else 1

@@ -1,7 +1,7 @@
-"""The record of a step on tensors without data: every storage that an operator makes, and its release.
+"""Record a step on tensors without data: every storage that an operator creates, and its release.
 
-An operator's own temporaries are not seen, nor what an allocator rounds up. Under a dispatch mode autograd adds
-gradients of a tensor with several uses out of place, so one more activation may live for a moment than in a real step.
+Temporaries inside an operator and the allocator's rounding are not recorded. Under a dispatch mode autograd adds
+gradients of a tensor with several uses out of place. So one more activation than in a real step may exist for a moment.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from sparsebp_cli.memory.profiler_record import Allocation, Event, MemoryLedger, Note, PhaseStart
+from sparsebp_cli.memory.profiler_record import Allocation, Event, MemoryLedger, PhaseStart, ProfilerNote
 from sparsebp_cli.memory.storage import plain_tensors
 from sparsebp_cli.run.memory import PARTS, MemoryCurve, MemoryPoint, Part, Phase
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Wide:
-    """A storage that was made as wide as the vocabulary."""
+    """A storage that was created as wide as the vocabulary."""
 
     num_bytes: int
     born: int
@@ -34,7 +34,7 @@ class _Wide:
 
 
 class FakeRecord(TorchDispatchMode):
-    """Records the life of storages; time is the number of the event. A context manager, entered inside of
+    """Record the life of storages; time is the number of the event. It is a context manager, to be entered inside
     :func:`~sparsebp_tools.forecast.fake.mode.pretend`. ``vocabulary`` is the width of logits."""
 
     def __init__(self, vocabulary: int | None = None) -> None:
@@ -42,12 +42,12 @@ class FakeRecord(TorchDispatchMode):
         self._vocabulary = vocabulary
         self._events: list[Event] = []
         self._live: dict[int, weakref.ref[object]] = {}
-        self._logits: set[int] = set()  # the numbers of the allocations of logits
+        self._logits: set[int] = set()  # numbers of the allocations of logits
 
     def __torch_dispatch__(
         self, func: OpOverload, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
     ) -> Any:
-        """Run one operator, and record the storages that it made."""
+        """Run one operator, and record the storages that it created."""
         found = func(*args, **(kwargs or {}))
         for value in tree_leaves(found):
             if isinstance(value, Tensor):
@@ -61,16 +61,16 @@ class FakeRecord(TorchDispatchMode):
         for plain in plain_tensors(tensor):
             storage = plain.untyped_storage()
             address = self.find_address(storage)
-            self._watch(storage, address, storage.nbytes())  # one from before the record is no new one
+            self._watch(storage, address, storage.nbytes())  # a storage from before the record is not a new one
             self.note_block(address, storage.nbytes(), part)
 
     def note_block(self, address: int, num_bytes: int, part: Part | Literal["gone"]) -> None:
         """Record the purpose of a block, or its release."""
         if num_bytes:
-            self._events.append(Note(len(self._events), address, num_bytes, part))
+            self._events.append(ProfilerNote(len(self._events), address, num_bytes, part))
 
     def find_address(self, storage: torch.UntypedStorage) -> int:
-        """Return what a storage is known by: those without data have no address."""
+        """Return the key of a storage: storages without data have no address."""
         return int(storage._cdata)  # noqa: SLF001 - the only identity of a storage that holds nothing
 
     def begin(self, phase: Phase) -> None:
@@ -78,14 +78,14 @@ class FakeRecord(TorchDispatchMode):
         self._events.append(PhaseStart(len(self._events), phase))
 
     def take_curve(self) -> MemoryCurve:
-        """Return the live bytes over the record."""
+        """Return the allocated bytes over the record."""
         ledger = MemoryLedger(0)
         ledger.read(self._events)
         return ledger.curve()
 
     def count_logits(self, point: MemoryPoint) -> Counter[Part]:
-        """Return the bytes of logits, their gradients and what the loss makes of them, at a point of the curve: what of
-        them is saved for the backward, and what is workspace."""
+        """Return the bytes of logits, their gradients and the loss's copies at a point of the curve, split into values
+        saved for the backward and workspace."""
         at, found, live = round(point.seconds * 1e9), Counter[Part](), dict[int, _Wide]()
 
         def end(address: int, time: int) -> None:
@@ -98,8 +98,12 @@ class FakeRecord(TorchDispatchMode):
                 end(event.address, number)
                 if number in self._logits:
                     live[event.address] = _Wide(event.num_bytes, number)
-            elif isinstance(event, Note) and event.part != "gone" and (block := live.get(event.address)) is not None:
-                block.part = min(block.part, event.part, key=PARTS.index)  # the gradient of a head is a gradient
+            elif (
+                isinstance(event, ProfilerNote)
+                and event.part != "gone"
+                and (block := live.get(event.address)) is not None
+            ):
+                block.part = min(block.part, event.part, key=PARTS.index)  # the gradient of a head counts as a gradient
         for address in list(live):
             end(address, len(self._events))
         return found
@@ -113,7 +117,7 @@ class FakeRecord(TorchDispatchMode):
         self._events.append(Allocation(len(self._events), address, num_bytes))
 
     def _watch(self, storage: torch.UntypedStorage, address: int, num_bytes: int) -> bool:
-        """Wait for the release of a storage, and return whether it was not known yet."""
+        """Watch for the release of a storage, and return whether it is new."""
         known = self._live.get(address)
         if not num_bytes or (known is not None and known() is storage):
             return False
