@@ -1,7 +1,7 @@
-"""A target: a folder of this machine, where workers run as they would on a host without a scheduler.
+"""Run workers in a folder of this machine, as on a host without a scheduler.
 
-An example of all that a target elsewhere needs. Its engine keeps nothing of its own: a run is found again by the name
-of its folder there, and every call may be made twice.
+An example of a complete remote target. Its engine stores nothing itself: it finds a run again by the name of its
+folder, and every call may be repeated.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from sparsebp_cli.target import (
     size_of,
 )
 
-# A shell outlives this process and writes down how the worker ended. The code appears whole: a poll may come between.
+# The shell outlives this process and records the worker's exit code. It renames the code file, so a poll sees it whole.
 SCRIPT = """\
 "$0" -m "$1" "$2/plan.json" >> "$2/worker.log" 2>&1 &
 echo $! > "$2/pid"; wait $!; echo $? > "$2/code.part"; mv "$2/code.part" "$2/code"
 """
-OWN = ("started", "pid", "code")  # files that the engine adds to a run's folder there
+OWN = ("started", "pid", "code")  # files that the engine adds to a run's folder
 
 
 class FolderOptions(TargetOptions):
@@ -51,13 +51,13 @@ class FolderOptions(TargetOptions):
 
 @final
 class FolderEngine(TargetEngine):
-    """Runs workers below a folder; the handle of a run is the name of its folder there."""
+    """Run workers below a folder; the handle of a run is the name of its folder there."""
 
     fastest_seconds: ClassVar[float] = 0.05
     slowest_seconds: ClassVar[float] = 0.3
 
     def __init__(self, options: FolderOptions) -> None:
-        """Keep the options; they are all that an engine may keep."""
+        """Store the options, the only state that an engine may have."""
         self._options = options
 
     def command(self, run: RunFolder) -> list[str]:
@@ -70,14 +70,15 @@ class FolderEngine(TargetEngine):
         (run,) = runs
         self._options.there.mkdir(parents=True, exist_ok=True)
         stream = io.BytesIO()
-        pack(stream, run, run.run_id, more=("worker.log",))  # the output of earlier attempts goes along and grows there
+        # the output of earlier attempts is sent along and grows there
+        pack(stream, run, run.run_id, more=("worker.log",))
         stream.seek(0)
         part = receive(stream, RunFolder(self._options.there))
         try:
-            (part / run.run_id).rename(self._place(run))  # of two dispatchers that start a run at once, one succeeds
+            (part / run.run_id).rename(self._place(run))  # if two remote runners start a run at once, one succeeds
         except OSError:
             raise RunBusyError(f"run {run.run_id} is there already") from None
-        # A worker that keeps the output of its parent keeps the client waiting for the end of it.
+        # A worker that inherited this process's output would keep the client waiting.
         none = subprocess.DEVNULL
         subprocess.Popen(self.command(run), start_new_session=True, stdin=none, stdout=none, stderr=none)
         (self._place(run) / "started").touch()

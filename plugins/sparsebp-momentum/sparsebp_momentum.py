@@ -20,7 +20,7 @@ from sparsebp_cli.policy import (
 
 
 class Momentum(Stateful, InformedSelector):
-    """Features by ``decay`` times the momentum plus the norm of the last step; the first step keeps the first ones."""
+    """Keep features by ``decay`` times the momentum plus the last step's norm; the first step keeps the first ones."""
 
     keep: Annotated[float, Field(gt=0.0, le=1.0)] = Field(description="Share of the features, in (0, 1]; 1.0 is dense.")
     decay: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(0.9, description="Share of the momentum that stays a step.")

@@ -1,4 +1,4 @@
-"""Keep the rows with the largest product of activation and gradient, for the gradient of the weight alone."""
+"""Keep the rows with the largest product of activation and gradient, for the weight gradient only."""
 
 from typing import Annotated
 
@@ -8,7 +8,7 @@ from sparsebp_cli.policy import Budget, InformedSelector, Reading, Rows, Seen, S
 
 
 class Product(InformedSelector):
-    """Rows by the norm of the input times that of the gradient; the gradient of the input stays dense."""
+    """Keep rows by the norm of the input times that of the gradient; the input gradient stays dense."""
 
     keep: Annotated[float, Field(gt=0.0, le=1.0)] = Field(description="Share of the rows, in (0, 1]; 1.0 is dense.")
 

@@ -1,4 +1,4 @@
-"""Train the rare tokens: those that occur least often in the batch. The policy reads only the token ids."""
+"""Train the tokens that occur least often in the batch; the policy reads only the token ids."""
 
 from typing import TYPE_CHECKING
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class Rare(ScoredTokenSelector):
-    """Score each position by how rarely the token that it predicts occurs in the batch."""
+    """Score each position by how rarely its target token occurs in the batch."""
 
     @property
     def unbiased(self) -> bool:
@@ -23,5 +23,5 @@ class Rare(ScoredTokenSelector):
         ids_BT = tokens.input_ids_BT
         assert ids_BT is not None, "rare needs input_ids"
         number = ids_BT.flatten().bincount()  # occurrences of each token
-        # Position t predicts token t + 1. The roll gives the last position the first token, but it is never a target.
+        # Position t predicts token t + 1. The roll moves the first token to the last position, which is never a target.
         return -number[ids_BT.roll(-1, dims=1)].float()

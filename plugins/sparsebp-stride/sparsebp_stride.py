@@ -1,4 +1,4 @@
-"""Keep every n-th token row, starting one row later at each step: selection costs nothing, and every row is kept in
+"""Keep every n-th token row and start one row later at each step: selection costs nothing, and every row gets its
 turn."""
 
 from typing import TYPE_CHECKING, Annotated
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Stride(GradientSelector):
-    """Rows ``offset, offset + every, ...``; the offset is the step's number modulo ``every``."""
+    """Keep rows ``offset, offset + every, ...``; the offset is the step's number modulo ``every``."""
 
     every: Annotated[int, Field(ge=1)] = Field(description="Distance between kept rows, at least 1; 1 is dense.")
 

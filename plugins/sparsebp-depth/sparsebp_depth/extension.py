@@ -1,4 +1,4 @@
-"""The end of the backward in one model: the input of a layer is detached."""
+"""End the backward in one model by detaching the input of a layer."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -25,18 +25,18 @@ from sparsebp_depth.kind import DepthSelector
 
 
 class DepthExtension(EngineExtension):
-    """A depth selector in one model. Raises UnsupportedError for a model without layers, or with two stacks of them."""
+    """Carry out a depth selector's choice. Raises UnsupportedError for a model without one stack of layers."""
 
     def __init__(self, policy: DepthSelector, model: nn.Module, given: Given) -> None:  # noqa: ARG002 - as of all
         layers, name = LayerNumbers(model), type(policy).__name__
         if not layers.layers:
             raise UnsupportedError(f"{name} ends the backward at a layer, and {type(model).__name__} has none")
         if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-            raise UnsupportedError(f"{name} ends the backward at a layer: one stack of layers, got two")
+            raise UnsupportedError(f"{name} ends the backward at a layer; allowed: one stack of layers, got two")
         self._policy, self._model, self._layers = policy, model, layers
         self._engine: EngineView | None = None
         self._handles: list[RemovableHandle] = []
-        self._depths: dict[Step, int] = {}  # of the step under way
+        self._depths: dict[Step, int] = {}  # of the current step
 
     @property
     @override
@@ -62,7 +62,7 @@ class DepthExtension(EngineExtension):
 
     @override
     def claim(self, dense: DensePass) -> PassEstimate:
-        """Return the shares of a dense pass that are left at the current step."""
+        """Return the remaining fractions of a dense pass at the current step."""
         below = self.frozen
         return claim_needed(self._model, dense, [p for name, p in self._model.named_parameters() if name in below])
 
@@ -81,7 +81,7 @@ class DepthExtension(EngineExtension):
         ]
 
     def _depth(self, step: Step) -> int:
-        step = replace(step, micro_batch=0, call=0, draw=0, rank=0)  # one choice for a step, and for probes of it
+        step = replace(step, micro_batch=0, call=0, draw=0, rank=0)  # one choice for a step and for its probes
         if step not in self._depths:
             num_layers = len(self._layers.layers)
             depth = self._policy.at(step).depth(num_layers, step)

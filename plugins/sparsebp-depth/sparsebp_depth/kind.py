@@ -1,6 +1,6 @@
-"""The kind of policy that chooses how many of the last layers have a backward at a step.
+"""Define the policy kind that chooses how many of the last layers have a backward at a step.
 
-The backward ends at the input of the first of them: nothing below is differentiated, and has a gradient.
+The backward ends at the input of the first of these layers: everything below has no gradient.
 """
 
 from abc import abstractmethod
@@ -11,14 +11,14 @@ from sparsebp_cli.policy import Kind, Policy, Step, rule
 
 @dataclass(frozen=True)
 class DepthDraw:
-    """What a policy draws random numbers for, once a step: ``step.generator(DepthDraw())``."""
+    """Key of a policy's random numbers, once a step: ``step.generator(DepthDraw())``."""
 
     name: str = "depth"
 
 
 class DepthSelector(Policy):
-    """Chooses how many of the last layers have a backward. What is left out has no weight that makes up for it, so a
-    policy that leaves any layer out is neither exact nor unbiased."""
+    """Choose how many of the last layers have a backward. No weight corrects for a layer that is left out, so a policy
+    that leaves any out is neither exact nor unbiased."""
 
     @property
     def unbiased(self) -> bool:
@@ -34,7 +34,7 @@ class DepthSelector(Policy):
                 Micro-batch, call, draw and rank are 0: one choice holds for the whole step, and in every probe.
 
         Returns:
-            From 1 to ``num_layers``; all of them is dense.
+            From 1 to ``num_layers``, which is dense.
         """
 
 
@@ -50,7 +50,7 @@ DEPTH_SELECTOR = Kind(
             ("TokenSelector", "BatchPacker", "TokenRouter", "GradientEstimator"),
             "They replace the forward of layers, at whose input the backward is to end.",
         ),
-        rule.at_linears("Branches and nodes are known by the backward of every layer."),
+        rule.at_linears("Nodes are known by the backward of every layer."),
         rule.not_with("segments", rule.GIVEN, "segments run each layer from an input that needs a gradient"),
         rule.whole_weights(),
         rule.needs_optimizer("one choice holds for all backward passes of a step"),

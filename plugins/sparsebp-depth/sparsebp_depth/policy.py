@@ -7,7 +7,7 @@ from sparsebp_depth.kind import DepthDraw, DepthSelector
 
 
 class RandomDepth(DepthSelector):
-    """All layers at a share of the steps; at the others a number of them, each equally likely."""
+    """Run the backward of all layers at a fraction of the steps, and of a uniformly drawn number at the others."""
 
     card = MethodCard(use="Only as an example of a kind that a package brings.", saves=("time", "memory"))
 

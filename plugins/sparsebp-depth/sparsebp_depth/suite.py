@@ -1,4 +1,4 @@
-"""What every depth selector promises. Each broken promise is an ``AssertionError`` of one sentence."""
+"""Check that a depth selector keeps its contract; each violation raises an ``AssertionError`` of one sentence."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""The bucket, through ``rclone``: it knows every store that SkyPilot mounts, and its own keys."""
+"""Access the bucket through ``rclone``, which supports every store that SkyPilot mounts, with its own keys."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import IO
 from sparsebp_cli.errors import UnreachableError
 from sparsebp_cli.target import CommandResult, Tool
 
-MISSING = 3  # rclone's exit code for an object or a folder that is not there
+MISSING = 3  # rclone's exit code for a missing object or folder
 ASK_SECONDS = 120.0
-MOST_BYTES = 1 << 25  # of one object that are read into memory
+MOST_BYTES = 1 << 25  # most bytes of an object to read into memory
 
 
 class Bucket:
@@ -21,7 +21,7 @@ class Bucket:
         self._tool = Tool(f"the bucket {remote}", lambda code, _errors: code == MISSING, timeout_seconds=ASK_SECONDS)
 
     def list(self, folder: str = "", *, deep: bool = False) -> dict[str, int]:
-        """Return the bytes of each object of a folder by its name in it; folders end in a slash, and have none."""
+        """Return the sizes of a folder's objects by name, in bytes; names of folders end in a slash, with size 0."""
         words = ["rclone", "lsf", "--format", "sp", "--separator", ";"]
         words += ["--recursive", "--files-only"] if deep else []
         answer = self._tool.run([*words, self._path(folder)])
@@ -34,17 +34,17 @@ class Bucket:
         return found
 
     def read(self, name: str, *, begin: int = 0) -> bytes:
-        """Return an object from a byte on; empty where there is none."""
+        """Return an object from a byte on; empty if it does not exist."""
         answer = self._tool.run(["rclone", "cat", "--offset", str(begin), "--count", str(MOST_BYTES), self._path(name)])
         return answer.out if answer.code == 0 else b""
 
     def receive(self, name: str, take: Callable[[IO[bytes]], None]) -> None:
-        """Give an object to ``take`` as a stream; raises ``UnreachableError`` if it broke off."""
+        """Pass an object to ``take`` as a stream; raises ``UnreachableError`` if it was interrupted."""
         with self._tool.read(["rclone", "cat", self._path(name)]) as stream:
             take(stream)
 
     def write(self, name: str, feed: Callable[[IO[bytes]], None]) -> None:
-        """Put an object that ``feed`` writes; it appears as a whole."""
+        """Put an object that ``feed`` writes; it appears only when complete."""
         self._expect(self._tool.write(["rclone", "rcat", self._path(name)], feed))
 
     def put(self, name: str, data: bytes) -> None:
@@ -52,7 +52,7 @@ class Bucket:
         self._expect(self._tool.run(["rclone", "rcat", self._path(name)], given=data))
 
     def remove(self, folder: str) -> None:
-        """Remove a folder with all that is in it; none is as good."""
+        """Remove a folder with all content; a missing folder is no error."""
         self._tool.run(["rclone", "purge", self._path(folder)])
 
     def _path(self, name: str) -> str:

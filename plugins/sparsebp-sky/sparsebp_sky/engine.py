@@ -1,7 +1,7 @@
-"""The target ``sky``: a managed job of SkyPilot for each attempt, and a folder of a bucket with the same name.
+"""Run the target ``sky``: one managed job of SkyPilot for each attempt, and a bucket folder of the same name.
 
-The name is made from the run and from what is known of it here. So a start that may have got through has the name of
-the one before it, and is found by it; and two dispatchers on two machines have two names, of which the older job stays.
+The name follows from the run and from what is known of it here. So a repeated start after a lost answer has the same
+name and finds the first job. Remote runners on two machines use two names; the older job continues.
 """
 
 from __future__ import annotations
@@ -49,25 +49,25 @@ FASTEST_SECONDS = 2.0
 
 @final
 class SkyEngine(TargetEngine):
-    """Managed jobs; the handle of a run is the name of its job, which is that of its folder in the bucket."""
+    """Managed jobs; the handle of a run is the name of its job and of its folder in the bucket."""
 
     fastest_seconds: ClassVar[float] = FASTEST_SECONDS
     slowest_seconds: ClassVar[float] = 20.0
 
     def __init__(self, options: SkyOptions) -> None:
-        """Keep the options; they are all that an engine may keep."""
+        """Store the options, the only state that an engine may have."""
         self._options = options
         self._queue = JobQueue()
         base = options.remote if options.remote.endswith((":", "/")) else f"{options.remote}/"
         self._bucket = Bucket(f"{base}{FOLDER}")
-        # A class's for others, the user's here: who shares SkyPilot's server with many asks it less often.
+        # Per instance, so that users of a shared SkyPilot server can poll less often.
         self.fastest_seconds = min(FASTEST_SECONDS, options.poll_seconds)  # type: ignore[misc]
         self.slowest_seconds = options.poll_seconds  # type: ignore[misc]
 
     def command(self, run: RunFolder) -> list[str]:
         words = ["sky", "jobs", "launch", "--yes", "--detach-run", "--name", _name(run)]
         words += ["--pool", self._options.pool] if self._options.pool else []
-        for name in self._options.secrets:  # the names alone: sky reads the values from its environment
+        for name in self._options.secrets:  # names only: sky reads the values from its environment
             words += ["--secret", name]
         return [*words, "task.yaml"]
 
@@ -89,7 +89,7 @@ class SkyEngine(TargetEngine):
 
     def find(self, run: RunFolder) -> str | None:
         folders = self._folders(run)
-        # Without a folder nothing is left of the run there, though SkyPilot lists jobs that are over for ever.
+        # Without a folder the run left nothing there; SkyPilot lists finished jobs forever.
         jobs = [job for job in self._queue.list() if job.name in folders] if folders else []
         return min(jobs, key=lambda job: (job.over, job.number)).name if jobs else None
 
@@ -102,12 +102,12 @@ class SkyEngine(TargetEngine):
         except RunFailedError:
             self._bucket.remove(name)
             raise
-        # A bucket has no lock: of two dispatchers that start a run at once, the one with the older job goes on.
+        # A bucket has no locks: if two remote runners start a run at once, the older job continues.
         folders = self._folders(run)
         jobs = [job for job in self._queue.list() if job.name in {*folders, name}]
         mine = [job for job in jobs if job.name == name]
         if not mine:
-            raise UnreachableError(f"SkyPilot took the run, and does not list its job yet: {name}")
+            raise UnreachableError(f"SkyPilot accepted the run, but does not list its job yet: {name}")
         first = min(job.number for job in mine)
         if any(not job.over and job.number < first for job in jobs if job.name != name):
             for job in mine:
@@ -122,7 +122,7 @@ class SkyEngine(TargetEngine):
             return _read_over(state)
         job = self._find_job(handle)
         if job is None or job.over:
-            state = self._state(handle)  # it may have been written between the two questions
+            state = self._state(handle)  # the state may have been written between the two requests
             if state.startswith("over"):
                 return _read_over(state)
             return _read_end(job) if job else self._describe_loss(handle)
@@ -130,7 +130,9 @@ class SkyEngine(TargetEngine):
             return WorkerStatus(Phase.WORKING if state == "working" else Phase.WAITING)
         if job.status in WAITING:
             return WorkerStatus(Phase.WAITING)
-        raise UnreachableError(f"SkyPilot says {job.status} of {handle}, which this version does not know")
+        raise UnreachableError(
+            f"SkyPilot reports the status {job.status} for {handle}, which this version does not know"
+        )
 
     def pull(self, run: RunFolder, handle: str) -> None:
         sizes = self._bucket.list(handle, deep=True)
@@ -144,7 +146,7 @@ class SkyEngine(TargetEngine):
     def signal(self, run: RunFolder, handle: str, number: int) -> None:  # noqa: ARG002 - the handle says which
         jobs = [job for job in self._queue.list() if job.name == handle and not job.over]
         if number == TERM and self._state(handle) == "working" and any(job.status in RUNNING for job in jobs):
-            # SkyPilot's own cancel takes the machine away at once, before a checkpoint could be made.
+            # SkyPilot's own cancel removes the machine at once, before a checkpoint could be made.
             self._bucket.put(f"{handle}/request", b"TERM")
             return
         for job in jobs:
@@ -153,7 +155,7 @@ class SkyEngine(TargetEngine):
     def fetch(self, run: RunFolder, handle: str) -> None:
         self.pull(run, handle)
         scratch = RunFolder(run.path / ".part-sky")
-        shutil.rmtree(scratch.path, ignore_errors=True)  # a fetch that broke off may have left one
+        shutil.rmtree(scratch.path, ignore_errors=True)  # an interrupted fetch may have left one
         whole = scratch.path / "whole" / run.run_id
         whole.mkdir(parents=True)
         for name in sorted(filter(WHOLE.fullmatch, self._bucket.list(handle, deep=True))):
@@ -184,7 +186,7 @@ class SkyEngine(TargetEngine):
             yield CheckResult("ok" if known else "fail", "secrets", text)
 
     def _folders(self, run: RunFolder) -> set[str]:
-        """Return the names of all attempts of a run that the bucket has something of."""
+        """Return the names of all attempts of a run that the bucket has data of."""
         names = {name.removesuffix("/") for name in self._bucket.list() if name.endswith("/")}
         return {name for name in names if name.startswith(f"{PREFIX}-{run.run_id}-") and self.is_handle(name)}
 
@@ -192,8 +194,8 @@ class SkyEngine(TargetEngine):
         return self._bucket.read(f"{handle}/state").decode("ascii", errors="replace").strip()
 
     def _find_job(self, handle: str) -> ManagedJob | None:
-        """Return the job with this name. If a launch that seemed lost got through after all, there are two: the one
-        that has taken the run stays, or the older one, and the other is cancelled."""
+        """Return the job with this name. If a launch that seemed lost succeeded after all, there are two: the one that
+        has claimed the run continues, or the older one, and the other is cancelled."""
         jobs = sorted((job for job in self._queue.list() if job.name == handle), key=lambda job: job.number)
         alive = [job for job in jobs if not job.over]
         if len(alive) > 1:
@@ -217,7 +219,7 @@ class SkyTarget(RemoteTarget):
 
 
 def _name(run: RunFolder) -> str:
-    """Return the name of a run's next job. It stays the same until something is known of what the job did."""
+    """Return the name of a run's next job. It stays the same until something is known about that job's work."""
     known = f"{socket.gethostname()} {run.path.resolve()} {size_of(run.journal_file)}"
     return f"{PREFIX}-{run.run_id}-{hashlib.sha256(known.encode()).hexdigest()[:8]}"
 
@@ -227,24 +229,24 @@ def _is_below(path: str, place: str) -> bool:
 
 
 def _unpack(scratch: RunFolder, place: Path, stream: IO[bytes]) -> None:
-    """Unpack one object, checked as every content that comes from elsewhere, into a place of the scratch folder."""
+    """Unpack one object, checked like all foreign content, into the scratch folder."""
     part = receive(stream, scratch)
     place.mkdir(exist_ok=True)
     for path in part.iterdir():
         if (place / path.name).exists():
-            raise RunFailedError(f"what the run left holds {path.name} twice and was not taken")
+            raise RunFailedError(f"the run's files contain {path.name} twice and were not fetched")
         path.rename(place / path.name)
 
 
 def _read_over(state: str) -> WorkerStatus:
     code = state.partition(" ")[2]
     if not code.isdigit():
-        raise UnreachableError(f"the bucket says {state[:100]!r} where it should say over and an exit code")
+        raise UnreachableError(f"the bucket's state is {state[:100]!r}, expected `over` and an exit code")
     return WorkerStatus(Phase.OVER, read_exit_code(int(code)))
 
 
 def _read_end(job: ManagedJob) -> WorkerStatus:
-    """Return the status of a job that ended without a word of the worker."""
+    """Return the status of a job that ended without a report from the worker."""
     if job.status in FAILED:
         reason = f": {job.reason}" if job.reason else ""
         return WorkerStatus(Phase.OVER, text=f"SkyPilot: {job.status}{reason}; see sky jobs logs {job.number}")

@@ -66,7 +66,7 @@ class SkyOptions(TargetOptions):
     @classmethod
     def _one_line_each(cls, setup: list[str]) -> list[str]:
         if any("\n" in line or "\r" in line for line in setup):
-            raise ValueError("each line is an item of its own")
+            raise ValueError("write each line as a separate item")
         return setup
 
     @model_validator(mode="after")

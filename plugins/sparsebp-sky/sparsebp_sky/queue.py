@@ -1,4 +1,4 @@
-"""Managed jobs, through the command line ``sky``."""
+"""Control managed jobs with the command line tool ``sky``."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from sparsebp_cli.errors import RunFailedError, UnreachableError
 from sparsebp_cli.target import CommandResult, Tool
 
 PLACE = "SkyPilot"
-ASK_SECONDS = 180.0  # the first question of a day may start SkyPilot's own server, or its controller
-LAUNCH_SECONDS = 1200.0  # the first launch of all starts the controller, which is a machine
-USAGE = 2  # exit code of a command line that sky does not accept
+ASK_SECONDS = 180.0  # the first request of a day may start SkyPilot's own server, or its controller
+LAUNCH_SECONDS = 1200.0  # the very first launch starts the controller, which is a machine
+USAGE = 2  # exit code for a command line that sky rejects
 # There was never a controller, or it is gone with all of its jobs (seen with SkyPilot 0.14.1).
 NO_JOBS = re.compile(r"ClusterDoesNotExist|No in-progress managed jobs", re.IGNORECASE)
-# What is wrong with the task or the account, and will be at the next try. All else is in doubt: the job may be there.
+# Permanent errors of the task or the account. After any other error the job may exist.
 REFUSED = re.compile(
     r"\b(Storage(Spec|Source|Name|Mode|Init|BucketGet|BucketCreate|ExternalDeletion)Error|NoCloudAccessError|"
     r"ResourcesMismatchError|NotSupportedError|InvalidClusterNameError|InvalidSkyPilotConfigError|PoolDoesNotExistError|"
@@ -32,12 +32,12 @@ OVER = {"SUCCEEDED", "CANCELLED", *FAILED}
 
 @dataclass(frozen=True)
 class ManagedJob:
-    """A managed job as ``sky jobs queue`` tells it."""
+    """A managed job as listed by ``sky jobs queue``."""
 
     number: int
     name: str
     status: str  # such as RUNNING
-    reason: str  # why it failed, one line; empty where SkyPilot gives none
+    reason: str  # why it failed, one line; empty if SkyPilot gives no reason
 
     @property
     def over(self) -> bool:
@@ -57,16 +57,16 @@ class JobQueue:
         return self._tool.run(["sky", "--version"]).text
 
     def list(self) -> list[ManagedJob]:
-        """Return all managed jobs, those that are over too; raises ``UnreachableError`` if the answer is no list."""
-        # --refresh: the controller stops itself when it is idle, and knows the ends of jobs; --verbose: their reasons.
+        """Return all managed jobs, finished ones included; raises ``UnreachableError`` if the answer is no list."""
+        # --refresh: the controller stops itself when idle, and knows how jobs ended; --verbose: their reasons.
         answer = self._tool.run(["sky", "jobs", "queue", "--all", "--refresh", "--verbose", "--output", "json"])
         if answer.code != 0:
             return []
         return [job for record in _find_list(answer) if (job := _read(record)) is not None]
 
     def launch(self, command: Sequence[str], task: str) -> None:
-        """Submit a task with a command whose last word stands for the task's file. Raises ``RunFailedError`` if it was
-        refused, ``UnreachableError`` if it is not known whether it was."""
+        """Submit a task with a command whose last word is a placeholder for the task's file. Raises ``RunFailedError``
+        if it was refused, ``UnreachableError`` if the outcome is unknown."""
         with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
             file.write(task)
             file.flush()
@@ -75,7 +75,7 @@ class JobQueue:
             raise RunFailedError(f"SkyPilot refused the run: {answer.problem}")
 
     def cancel(self, job: ManagedJob) -> None:
-        """End a managed job and its machine. One that is over stays as it is."""
+        """End a managed job and its machine; a finished job stays unchanged."""
         self._tool.run(["sky", "jobs", "cancel", "--yes", str(job.number)])
 
 
@@ -84,7 +84,7 @@ def _is_refused(code: int, errors: str) -> bool:
 
 
 def _find_list(answer: CommandResult) -> list[Any]:
-    """Return the list in an answer. Before it sky may print that it starts its server, or that there is a new one."""
+    """Return the list in an answer; sky may print notices before it, about its server or a new version."""
     text = answer.out.decode(errors="replace")
     for begin in re.finditer(r"^\[", text, re.MULTILINE):
         try:
@@ -100,6 +100,6 @@ def _find_list(answer: CommandResult) -> list[Any]:
 def _read(record: dict[str, Any]) -> ManagedJob | None:
     number, name, status = record.get("job_id"), record.get("job_name"), record.get("status")
     if not isinstance(number, int) or not isinstance(name, str) or not isinstance(status, str):
-        return None  # not one of ours: they have all three
+        return None  # not our job: ours have all three
     reason = record.get("failure_reason") or record.get("details") or ""
     return ManagedJob(number, name, status, " ".join(str(reason).split())[:300])

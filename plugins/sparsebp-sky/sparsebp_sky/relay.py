@@ -1,16 +1,15 @@
-"""Runs the worker on a machine that SkyPilot started, and keeps the bucket's copy of the run's folder.
+"""Run the worker on a machine that SkyPilot started, and maintain the bucket's copy of the run's folder.
 
     python relay.py BUCKET_FOLDER RUN_ID WORKER_MODULE SYNC_SECONDS
 
-Its text travels in the task, so it needs Python 3.11.4 and nothing else. The worker works on the machine's own disk;
-what it writes is put into the bucket as whole objects, each closed before the next is begun. So a machine that is
-taken away at any moment leaves a state from which the next one goes on: a journal that reaches at least as far as
-every checkpoint beside it.
+The task contains this text, so it needs only Python 3.11.4. The worker writes to the machine's own disk. The relay puts
+whole objects into the bucket and closes each before the next. So after the loss of a machine at any moment, the next
+one can continue: the event log reaches at least as far as every checkpoint beside it.
 
-    start.tar             the run's folder as it was sent
-    request               TERM: the worker shall stop after a checkpoint
+    start.tar             the run's folder as sent
+    request               TERM: the worker must stop after a checkpoint
     owner                 the managed job that works on the run
-    journal/N, log/N      whole lines of the journal and of the output, from byte N on
+    journal/N, log/N      whole lines of the event log and of the output, from byte N on
     whole/NAME.tar        a checkpoint; at the end also the rest of the folder
     state                 "working", or "over" and the worker's exit code
 """
@@ -32,33 +31,33 @@ from types import FrameType
 
 LINES = {"journal": "journal.jsonl", "log": "worker.log"}
 CHECKPOINT = re.compile(r"step-[0-9]+")
-PART_BYTES = 1 << 20  # a part of the journal is written again as it grows, up to so many bytes
-APPEAR_SECONDS = 120.0  # for a bucket to show what was put there before the job began
-LAST_PAUSES = (1.0, 5.0, 30.0, 60.0)  # between tries to write the end of a run
-FOREIGN = 75  # exit code where another job works on the run
+PART_BYTES = 1 << 20  # the event log's last part is rewritten as it grows, up to this size
+APPEAR_SECONDS = 120.0  # time for a bucket to show what was put there before the job began
+LAST_PAUSES = (1.0, 5.0, 30.0, 60.0)  # between attempts to write the end of a run
+FOREIGN = 75  # exit code if another job works on the run
 REST = "rest"
-# Of the run's folder, what is sent apart, or belongs to this machine alone.
+# Files of the run's folder that are sent separately, or belong only to this machine.
 APART = {"plan.json", "checkpoints", *LINES.values()}
 
 
 class Relay:
-    """Supervises one worker."""
+    """Supervise one worker."""
 
     def __init__(self, bucket: Path, run_id: str, worker: str, seconds: float) -> None:
         self._bucket, self._run_id, self._seconds = bucket, run_id, seconds
         self._home = Path.home() / f".{bucket.name}"
         self._run = self._home / "runs" / run_id
         self._command = [sys.executable, "-P", "-m", worker, str(self._run / "plan.json")]
-        # Versions that do not tell the job's number alone have it in the task's: ..._NAME_NUMBER-TASK.
+        # Versions that do not provide the job's number have it in the task's: ..._NAME_NUMBER-TASK.
         task = os.environ.get("SKYPILOT_TASK_ID", "").rpartition("_")[2].partition("-")[0]
         self._job = os.environ.get("SKYPILOT_MANAGED_JOB_ID") or task or "0"
         self._process: subprocess.Popen[bytes] | None = None
-        self._signal = 0  # what this process itself was sent: the machine goes, not the run
+        self._signal = 0  # signal that this process got: the machine ends, not the run
         self._requested = False
-        self._parts = dict.fromkeys(LINES, (0, 0))  # of each, where its last part begins and ends
+        self._parts = dict.fromkeys(LINES, (0, 0))  # begin and end of the last part of each
 
     def run(self) -> int:
-        """Take the run, restore its folder, run the worker; return the exit code of the job."""
+        """Claim the run, restore its folder, run the worker; return the exit code of the job."""
         signal.signal(signal.SIGTERM, self._note_signal)
         if not self._wait_for(self._bucket / "start.tar"):
             print(f"there is no {self._bucket / 'start.tar'}: is the bucket mounted there?", file=sys.stderr)
@@ -67,23 +66,23 @@ class Relay:
             print(f"managed job {self._read('owner')} works on run {self._run_id} already", file=sys.stderr)
             return FOREIGN
         state, _, code = self._read("state").partition(" ")
-        if state == "over":  # this job was begun again after its worker had ended
+        if state == "over":  # this job was started again after its worker had ended
             return self._job_code(int(code))
         self._restore()
         self._put("state", b"working")
         code_of_worker = self._work()
         self._sync_last()
-        # A machine that is taken away ends no run: the job goes on elsewhere, if SkyPilot was not told otherwise.
+        # Losing the machine does not end the run: the job continues elsewhere, unless a stop was requested.
         if self._requested or not self._signal:
             self._put("state", f"over {code_of_worker}".encode())
         return self._job_code(code_of_worker)
 
     def _job_code(self, code: int) -> int:
-        """Return the job's exit code: that of the worker, but a stop that was asked for is no failure."""
+        """Return the job's exit code: the worker's, but 0 after a requested stop."""
         return 0 if self._requested and code in {130, 143} else code
 
     def _take(self) -> bool:
-        """Return whether this job may work on the run: a bucket knows no lock, but its last writer wins."""
+        """Return whether this job may work on the run: a bucket has no locks, but its last writer wins."""
         owner = self._read("owner")
         if not owner:
             self._put("owner", self._job.encode())
@@ -105,12 +104,12 @@ class Relay:
             try:
                 with tarfile.open(path) as archive:
                     archive.extractall(self._run / "checkpoints", filter="data")
-            except (tarfile.TarError, OSError, EOFError) as error:  # an older one is taken then
+            except (tarfile.TarError, OSError, EOFError) as error:  # then an older one is used
                 print(f"{path.name} cannot be read: {error}", file=sys.stderr)
                 shutil.rmtree(self._run / "checkpoints" / path.stem, ignore_errors=True)
 
     def _append_parts(self, name: str, file: Path) -> int:
-        """Append what the bucket has of the journal or of the output, and return the bytes that there are now."""
+        """Append the bucket's event log or output, and return the number of bytes now present."""
         size = file.stat().st_size if file.exists() else 0
         with file.open("ab") as stream:
             for path in self._list(name):
@@ -125,7 +124,7 @@ class Relay:
         environment = os.environ | {"SPARSEBP_HOME": str(self._home), "PYTHONUNBUFFERED": ""}
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(self._command, env=environment, stdout=pipe, stderr=subprocess.STDOUT)
-        if self._signal:  # it may have come before there was a process
+        if self._signal:  # the signal may have come before the process existed
             self._process.send_signal(self._signal)
         reader = threading.Thread(target=self._copy_output)
         reader.start()
@@ -134,7 +133,7 @@ class Relay:
                 code = self._process.wait(self._seconds)
                 break
             except subprocess.TimeoutExpired:
-                with suppress(OSError):  # the bucket is silent: the next turn asks again
+                with suppress(OSError):  # the bucket does not answer: the next turn asks again
                     self._obey()
                     self._sync()
         reader.join()
@@ -161,9 +160,9 @@ class Relay:
             self._process.send_signal(number)
 
     def _sync(self) -> None:
-        """Put what is new into the bucket. A fault of the bucket is told and met again at the next call."""
+        """Put new data into the bucket. Report a failure of the bucket, and try again at the next call."""
         try:
-            # Checkpoints are listed before the journal is read, so the journal reaches as far as each of them.
+            # List checkpoints before reading the event log, so the log reaches as far as each of them.
             steps = self._list_checkpoints()
             for name, file in LINES.items():
                 self._put_lines(name, self._run / file)
@@ -173,7 +172,7 @@ class Relay:
             raise
 
     def _sync_last(self) -> None:
-        """Put everything into the bucket, with some patience: what is not there is lost with the machine."""
+        """Put everything into the bucket, with several attempts: what is missing there is lost with the machine."""
         for pause in (*LAST_PAUSES, None):
             try:
                 self._sync()
@@ -195,7 +194,7 @@ class Relay:
         if begin + len(whole) > end:
             self._put(f"{name}/{begin:015d}", whole)
             end = begin + len(whole)
-        # The next call begins another part where this one is large, and else writes this one again.
+        # The next call begins a new part if this one is large, and otherwise writes this one again.
         self._parts[name] = (end, end) if len(whole) >= PART_BYTES else (begin, end)
 
     def _list_checkpoints(self) -> list[str]:
@@ -208,7 +207,7 @@ class Relay:
         for step in steps:
             if step not in there:
                 self._put_tar(step, self._run / "checkpoints", [step])
-        # Afterwards: at every moment there is one from which the run can go on.
+        # Last, so that at every moment there is a checkpoint from which the run can continue.
         for step in there - set(self._list_checkpoints()):
             if steps and CHECKPOINT.fullmatch(step):
                 (self._bucket / "whole" / f"{step}.tar").unlink(missing_ok=True)
@@ -219,7 +218,7 @@ class Relay:
         self._put_tar(REST, self._run, kept)
 
     def _put_tar(self, name: str, folder: Path, members: list[str]) -> None:
-        """Put files as one object. It is packed on the disk first: the bucket takes one stream, without a break."""
+        """Put files as one object; pack it on disk first, because the bucket takes one uninterrupted stream."""
         packed = self._home / "packed.tar"
         try:
             with tarfile.open(packed, "w", format=tarfile.PAX_FORMAT) as archive:

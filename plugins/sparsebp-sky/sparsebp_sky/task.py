@@ -1,6 +1,6 @@
-"""The task of a run as SkyPilot reads it. Nothing is run here.
+"""Build the SkyPilot task of a run, without running anything.
 
-The machine that SkyPilot starts has SparseBP but not this package, so the task carries the text of the relay along.
+The machine that SkyPilot starts has SparseBP but not this package, so the task contains the text of the relay.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import yaml
 
 from sparsebp_sky.option import SkyOptions
 
-MOUNT = "sparsebp-bucket"  # below the home folder there, where SkyPilot may always make a folder
-FOLDER = "sparsebp"  # of the bucket
+MOUNT = "sparsebp-bucket"  # below the machine's home folder, where SkyPilot may always create a folder
+FOLDER = "sparsebp"  # folder in the bucket
 END = "END_OF_RELAY"
 
 
 def make_task(options: SkyOptions, run_id: str, name: str) -> dict[str, Any]:
-    """Return the task that carries a run out; ``name`` is the job's, and that of its folder in the bucket."""
+    """Return the task that runs a run; ``name`` is the job's name, and that of its folder in the bucket."""
     task: dict[str, Any] = {"name": name, "resources": _make_resources(options)}
     if options.pool is None:
-        # MOUNT, not MOUNT_CACHED: there a close returns before the upload, and uploads have no order. See the relay.
+        # MOUNT, because with MOUNT_CACHED a close returns before the upload, and uploads have no order. See the relay.
         mounts = {f"~/{MOUNT}": options.bucket, **options.mounts}
         task["file_mounts"] = {place: {"source": url, "mode": "MOUNT"} for place, url in mounts.items()}
         if options.setup:
@@ -31,12 +31,12 @@ def make_task(options: SkyOptions, run_id: str, name: str) -> dict[str, Any]:
     if options.env:
         task["envs"] = dict(options.env)
     if options.secrets:
-        task["secrets"] = dict.fromkeys(options.secrets)  # without values: sky takes them from its own environment
+        task["secrets"] = dict.fromkeys(options.secrets)  # without values: sky reads them from its own environment
     return {**task, "run": _make_script(options, run_id, name)}
 
 
 def to_text(task: dict[str, Any]) -> str:
-    """Return a task as YAML; no line of a shell is folded."""
+    """Return a task as YAML, without folded shell lines."""
     return yaml.dump(task, Dumper=_Plain, sort_keys=False, width=10**6)
 
 
@@ -68,7 +68,7 @@ def _make_script(options: SkyOptions, run_id: str, name: str) -> str:
 
 
 class _Plain(yaml.SafeDumper):
-    """A YAML dumper that writes multi-line texts as blocks and no aliases."""
+    """A YAML dumper that writes multi-line texts as blocks, and no aliases."""
 
     def ignore_aliases(self, _data: Any) -> bool:
         return True

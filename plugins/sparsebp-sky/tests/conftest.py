@@ -40,8 +40,8 @@ class Sky:
         (self.folder / name).unlink()
 
     def jobs(self) -> list[dict[str, Any]]:
-        folder = self.folder / "jobs"
-        found = [json.loads((job / "record.json").read_text()) for job in (folder.iterdir() if folder.exists() else ())]
+        records = (self.folder / "jobs").glob("*/record.json")  # a launch makes the folder before its record
+        found = [json.loads(record.read_text()) for record in records]
         return sorted(found, key=lambda job: job["job_id"])
 
     def statuses(self) -> list[str]:

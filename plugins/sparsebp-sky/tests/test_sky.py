@@ -272,5 +272,5 @@ def test_a_status_of_tomorrow_is_not_taken_for_an_end(sky: Sky) -> None:
     engine = sky.engine()
     (handle,) = engine.start([run], 1)
     until(lambda: sky.statuses() == ["HIBERNATING"])
-    with pytest.raises(UnreachableError, match="says HIBERNATING"):
+    with pytest.raises(UnreachableError, match="reports the status HIBERNATING"):
         engine.status(run, handle)

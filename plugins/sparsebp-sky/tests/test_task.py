@@ -84,7 +84,7 @@ def test_a_task_for_a_pool_has_nothing_that_a_pool_would_ignore() -> None:
         ({"env": {"HF_TOKEN": "x"}}, "HF_TOKEN looks like a secret"),
         ({"env": {"A": "1"}, "secrets": ["A"]}, "secrets: A is in env, too"),
         ({"secrets": ["HF_TOKEN=abc"]}, "secrets"),
-        ({"setup": ["a\nb"]}, "each line is an item of its own"),
+        ({"setup": ["a\nb"]}, "write each line as a separate item"),
         ({"pool": "workers", "setup": ["true"]}, "setup: a pool has machines already"),
         ({"bucket": "runs"}, "bucket"),
         ({"remote": "--config=/tmp/x"}, "remote"),
