@@ -209,11 +209,13 @@ def _is_right_in_float64(subject: Subject, number: int) -> bool:
 
 def _has_no_oracle(oracle: Loop, subject: Subject, number: int) -> bool:
     """Return whether plain forwards let texts of a row read each other, and no text alone says what the script reads:
-    it compares forwards, of which those without a gradient may be either, or reads more than logits."""
+    it compares forwards, of which those without a gradient may be either, it reads more than logits, or dropout draws
+    other masks for each text alone."""
     case = subject.case
     if (
         case["loss"] not in ("clipped ratio", "scored ratio", "hidden states", "logits_to_keep")
         and case["beside"] != "tokens"
+        and case["adapter"] != "lora with dropout"
     ):
         return False
     mixed = AloneWhereRestarting(oracle.model)
@@ -231,7 +233,10 @@ class Loop:
         self.engine = engine
         if policies and engine is None:
             self.engine = sbp.attach(model, policies, optimizer=self._optimizer)
-        self._script = Script(call or model, self.engine, model.get_input_embeddings())
+        # What runs each text alone calls the model several times, so that the script itself applies what it declares.
+        if call is not None and engine is not None:
+            engine.columns()
+        self._script = Script(call or model, self.engine if call is None else None, model.get_input_embeddings())
         # A power of two, which changes no bit of a gradient; the third scale is another one.
         self._scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12) if case["wrapper"] == "scaler" else None
 

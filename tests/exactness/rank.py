@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from sparsebp_cli.errors import SparseBPError
 from tests.exactness.axis import Case
 from tests.exactness.judge import NUM_UPDATES, WRONG, Loop, Outcome, Subject, policy_of
-from tests.exactness.step import Step
+from tests.exactness.step import AloneWhereRestarting, Step
 from tests.exactness.subject import make_model
 
 NUM_RANKS = 2
@@ -85,9 +85,10 @@ def _run(case: Case, seed: int, rank: int, port: int) -> list[Outcome]:
     subjects = [Subject(case, seed + OTHER * number) for number in range(NUM_RANKS)]
     plain = make_model(case)
     model = deepcopy(plain)
-    oracle = Loop(plain, case, [])
+    # The second oracle is of families whose plain step lets texts of a row read each other.
+    oracles = [Loop(plain, case, []), Loop(plain, case, [], AloneWhereRestarting(plain))]
     try:
-        expected = [[oracle.run(s.updates[n], s.seed + n) for s in subjects] for n in range(NUM_UPDATES)]
+        expected = [[_mean(oracle, subjects, rank, number) for oracle in oracles] for number in range(NUM_UPDATES)]
     except Exception as error:  # whatever a model or a loss thinks of such a batch: on both ranks, then
         return [Outcome("unjudged", f"{type(error).__name__}: {error}"[:120])] * NUM_UPDATES
     if not dist.is_initialized():
@@ -105,17 +106,23 @@ def _run(case: Case, seed: int, rank: int, port: int) -> list[Outcome]:
         return [Outcome("wrong", f"{type(error).__name__}: {error}"[:300])] * NUM_UPDATES
 
 
+def _mean(oracle: Loop, subjects: list[Subject], rank: int, number: int) -> Step:
+    """Return the mean of both ranks' gradients in an update, with the loss of one."""
+    steps = [oracle.run(subject.updates[number], subject.seed + number) for subject in subjects]
+    grads = tuple(sum(pair) / NUM_RANKS for pair in zip(*(step.grads for step in steps), strict=True))
+    return Step(steps[rank].loss, grads)  # type: ignore[arg-type]
+
+
 def _judge(own: Loop, subject: Subject, number: int, expected: list[Step]) -> Outcome:
-    mean = Step(
-        expected[int(os.environ["RANK"])].loss,
-        tuple(sum(pair) / NUM_RANKS for pair in zip(*(step.grads for step in expected), strict=True)),  # type: ignore[misc]
-    )
+    plain, alone = expected
     before: Any = own.counts.packed
     got = own.run(subject.updates[number], subject.seed + number)
-    if not mean.is_finite or mean.is_empty:
+    if not plain.is_finite or plain.is_empty:
         return Outcome("unjudged", "the plain gradient is empty or not finite")
-    if (error := mean.error(got)) > WRONG:
-        return Outcome("wrong", f"error {error:.1e}; {own.failure or own.counts.describe()}")
+    error, error_alone = plain.error(got), alone.error(got)
+    if min(error, error_alone) > WRONG:
+        text = f"error {error:.1e}, {error_alone:.1e} beside each text alone"
+        return Outcome("wrong", f"{text}; {own.failure or own.counts.describe()}")
     if own.counts.packed > before:
-        return Outcome("right")
+        return Outcome("right", alone=error > WRONG)
     return Outcome("plain", own.failure or next(iter(own.counts.refused), "nothing to leave out"))

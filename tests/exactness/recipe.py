@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
 from safetensors.torch import load_file
 
 from sparsebp_cli.errors import SparseBPError
@@ -43,10 +44,20 @@ def judge_recipe(subject: Subject) -> list[Outcome]:
             is_refused = said.startswith("error: ") and "traceback" not in said  # one line, of a policy
             return [Outcome("unjudged" if is_plain else "refused" if is_refused else "wrong", text)]
         (plain, _), (own, journal) = moved
-        if (error := plain.error(own)) > WRONG:
+        if (error := plain.error(_without_rounding(own, plain, folder / "base"))) > WRONG:
             return [Outcome("wrong", f"the weights moved otherwise by {error:.1e}")]
         is_packed = "positions not computed" in journal and "the plain step is used" not in journal
         return [Outcome("right") if is_packed else Outcome("plain", "its event log has no packed batch")]
+
+
+def _without_rounding(own: Step, plain: Step, base: Path) -> Step:
+    """Take from a movement what the rounding of a weight in each update explains: a gradient may be far smaller."""
+    start = load_file(base / "model.safetensors")
+    moved = []
+    for name, one, other in zip(sorted(start), own.grads, plain.grads, strict=True):
+        spacing = torch.finfo(torch.float32).eps * start[name].float().abs() * NUM_UPDATES
+        moved.append(torch.where((one - other).abs() <= spacing, other, one))
+    return Step(own.loss, tuple(moved))
 
 
 def _train(subject: Subject, folder: Path, policy: Any) -> tuple[Step, str] | str:
@@ -71,5 +82,6 @@ def _train(subject: Subject, folder: Path, policy: Any) -> tuple[Step, str] | st
     if work(run):
         return (run.path / "worker.log").read_text(encoding="utf-8").strip()[-300:]
     before, after = (load_file(place / "model.safetensors") for place in (folder / "base", run.path / "model"))
-    moved = tuple(after[name].float() - before[name].float() for name in sorted(before) if name in after)
+    assert set(before) == set(after)
+    moved = tuple(after[name].float() - before[name].float() for name in sorted(before))
     return Step(0.0, moved), (run.path / "journal.jsonl").read_text(encoding="utf-8")

@@ -35,8 +35,9 @@ from tests.exactness.judge import Subject, judge
 
 case = {case}
 updates = {updates}
-for outcome in judge(Subject(case, {seed}, updates)):
-    print(outcome)
+if __name__ == "__main__":  # a recipe starts processes
+    for outcome in judge(Subject(case, {seed}, updates)):
+        print(outcome)
 '''
 
 

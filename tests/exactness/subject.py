@@ -12,6 +12,7 @@ import transformers
 from torch import nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from sparsebp_cli.asset.checkpointing import checkpoint_activations
 from tests.backward.isolation.enumeration import enlarge
 from tests.backward.token.test_every_decoder import tiny
 from tests.exactness.axis import CHANGED, Case
@@ -58,7 +59,7 @@ def make_model(case: Case) -> Any:
     model = _adapt(model, case["adapter"])
     wrapper = case["wrapper"]
     if wrapper in ("checkpointing", "reentrant"):
-        model.gradient_checkpointing_enable({"use_reentrant": wrapper == "reentrant"})
+        checkpoint_activations(model, use_reentrant=wrapper == "reentrant")
         if wrapper == "reentrant":
             model.enable_input_require_grads()
     dtypes = {"bfloat16": torch.bfloat16, "float64": torch.float64}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ import sparsebp_cli as sbp
 from sparsebp_cli.errors import SparseBPError
 from tests.exactness.batch import IGNORED
 from tests.exactness.judge import MICRO, NUM_UPDATES, WRONG, Outcome, Subject, policies_beside, policy_of
-from tests.exactness.step import Step, restarts
+from tests.exactness.step import AloneWhereRestarting, Step
 from tests.exactness.subject import make_model
 from tests.trainer.test_trl import make_tokenizer, reward, texts
 
@@ -71,12 +72,12 @@ def judge_trainer(subject: Subject) -> list[Outcome]:
     packing = next(part for part in engine.extensions if hasattr(part, "failure"))
     counts, failure = packing.counts, str(packing.failure)
     reason = failure or next(iter(counts.refused), "nothing to leave out")
-    is_mixed = any(restarts(batch) for update in subject.updates for batch in update)
+    alone = AloneWhereRestarting(make_model(case))
     found = []
     for number, (one, two) in enumerate(zip(expected, got, strict=True)):
         if not one.is_finite or one.is_empty:
             found.append(Outcome("unjudged", "the plain gradient is empty or not finite"))
-        elif (error := one.error(two)) > WRONG and is_mixed and "the plain step is wrong" in counts.describe():
+        elif (error := one.error(two)) > WRONG and any(map(alone.mixes, itertools.chain(*subject.updates))):
             found.append(Outcome("unjudged", "the plain forward of this family lets texts in a row read each other"))
         elif error > WRONG:
             found.append(Outcome("wrong", f"update {number + 1}: error {error:.1e}; {failure or counts.describe()}"))

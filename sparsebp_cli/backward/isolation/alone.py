@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsebp_cli.backward.isolation.examples import Examples, NotAlone
-from sparsebp_cli.backward.isolation.output import Outputs, named_tensors
+from sparsebp_cli.backward.isolation.output import ExampleOutputs, named_tensors
 from sparsebp_cli.backward.isolation.run import undisturbed
 
 
@@ -22,11 +22,11 @@ def compare_with_alone(
     """Return how far each of several ways to run a batch is from running its examples alone.
 
     Args:
-        model: Any model that is called with its batch by name, in the mode in which it trains.
-        examples: The batch's examples, by :func:`find_examples` or :func:`examples_at`.
+        model: Any model that accepts its batch by name, in its training mode.
+        examples: The batch's examples, from :func:`find_examples` or :func:`examples_at`.
         passes: Each runs the whole batch and returns an output in the shapes of the model's own.
-        call: Runs an example, by its arguments; by default the model with its hooks. Inside of a forward of the model
-            it has to be what lies below the hooks: these hold the state of the forward that runs.
+        call: Runs an example, given its arguments; None: the model with its hooks. Inside a forward of the model, pass
+            the function below the hooks, since these hold the state of the running forward.
 
     Returns:
         For each pass the largest difference of an example's outputs, relative to their 2-norm.
@@ -35,7 +35,7 @@ def compare_with_alone(
         NotAlone: The examples cannot be run alone.
     """
     with undisturbed(model), torch.no_grad():
-        outputs = Outputs(model, examples, call)
+        outputs = ExampleOutputs(model, examples, call)
         found = [named_tensors(run()) for run in passes]
         outputs.choose(found[0])
         alone = [outputs.of_one(number) for number in range(len(examples.found))]
@@ -46,7 +46,7 @@ def compare_with_alone(
 
 
 def relative_difference(found: Tensor, expected: Tensor) -> float:
-    """Return the norm of a difference, relative to that of the expected values.
+    """Return the norm of a difference, relative to the norm of the expected values.
 
     Args:
         found: Output of an example in its batch.

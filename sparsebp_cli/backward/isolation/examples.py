@@ -1,4 +1,4 @@
-"""Where the examples of a batch are: rows, or several in a row, without padding.
+"""The positions of a batch's examples: one or several in a row, without padding.
 
 Shape letters: B rows, T positions.
 """
@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LENGTHS = ("cu_seq_lens_q", "cu_seqlens", "cu_seq_lens", "cu_seqlens_q")  # where sequences begin in a flattened row
-# What says how examples lie in a batch, and is not given with an example alone.
+LENGTHS = ("cu_seq_lens_q", "cu_seqlens", "cu_seq_lens", "cu_seqlens_q")  # starts of sequences in a flattened row
+# Arguments about the arrangement of examples in a batch, which an example alone does not get.
 ARRANGEMENT = {*LENGTHS, "cu_seq_lens_k", "cu_seqlens_k", "max_length_q", "max_length_k", "max_seqlen", "seq_idx"}
 ARRANGEMENT |= {"attention_mask", "position_ids", "cache_position", "num_items_in_batch", "logits_to_keep"}
 
 
 class NotAlone(Exception):  # noqa: N818 - an answer, not an error of the user
-    """The examples of a batch cannot be told apart, or not be run alone; the message says why."""
+    """The examples of a batch cannot be separated, or cannot run alone; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Examples:
     size: tuple[int, int]  # B, T
     found: tuple[Example, ...]
     told_by: str
-    several: bool  # whether a row has more than one
-    kept: frozenset[str] = frozenset()  # of what says how examples lie in a batch: given with an example alone, too
+    several: bool  # whether a row has more than one example
+    kept: frozenset[str] = frozenset()  # arguments about the arrangement that an example alone gets, too
 
     def alone(self, number: int) -> dict[str, Any]:
         """Return the arguments of the model for one example alone: no padding, and without ``kept`` neither a mask nor
@@ -65,13 +65,13 @@ def find_examples(inputs: dict[str, Any], pad_token_id: int | None) -> Examples:
 
     Args:
         inputs: Arguments of the model's forward by name.
-        pad_token_id: The token of padding, which is left out at the ends of rows where no mask says what is padding.
+        pad_token_id: The token of padding. Without a mask, the function removes it at the ends of rows.
 
     Returns:
-        The examples, and how they can be run alone.
+        The examples, with the arguments for running them alone.
 
     Raises:
-        NotAlone: There is no tensor of tokens, or what separates the examples is not known.
+        NotAlone: There is no tensor of tokens, or the boundaries of examples are unknown.
     """
     tokens = next(
         (v for k in ("input_ids", "inputs_embeds", "input") if isinstance(v := inputs.get(k), Tensor) and v.dim() > 1),
@@ -104,9 +104,10 @@ def find_examples(inputs: dict[str, Any], pad_token_id: int | None) -> Examples:
 
 
 def examples_at(inputs: dict[str, Any], real_BT: Tensor, begins_BT: Tensor | None) -> Examples:
-    """Return the examples of a batch whose position numbers and mask are kept where each is run alone.
+    """Return the examples of a batch. Runs of single examples keep their position numbers and mask.
 
-    ``real_BT`` marks what is no padding, ``begins_BT`` where another sequence begins in a row; None: nowhere.
+    ``real_BT`` marks positions that are not padding, ``begins_BT`` where another sequence begins in a row; None:
+    nowhere.
     """
     size = (real_BT.shape[0], real_BT.shape[1])
     number_BT = torch.zeros(size) if begins_BT is None else begins_BT.cumsum(1)
@@ -116,12 +117,12 @@ def examples_at(inputs: dict[str, Any], real_BT: Tensor, begins_BT: Tensor | Non
         numbers = number_BT[row, columns]
         found += [Example(row, columns[numbers == number]) for number in numbers.unique_consecutive()]
     kept = frozenset({"position_ids", "attention_mask"}) & {n for n, v in inputs.items() if v is not None}
-    inputs = inputs | {name: inputs[name].expand(size) for name in kept}  # one row may stand for all
+    inputs = inputs | {name: inputs[name].expand(size) for name in kept}  # one row may apply to all
     return Examples(inputs, size, tuple(found), "position_ids", len(found) > size[0], kept)
 
 
 def _read_real(inputs: Mapping[str, Any], size: tuple[int, int], is_packed: bool, pad_token_id: int | None) -> Tensor:
-    """Return which positions are no padding."""
+    """Return which positions are not padding."""
     mask = inputs.get("attention_mask")
     if isinstance(mask, Tensor) and mask.shape == size:
         return mask.cpu() != 0
@@ -131,19 +132,18 @@ def _read_real(inputs: Mapping[str, Any], size: tuple[int, int], is_packed: bool
         return real_BT
     if ids.shape != size:
         return real_BT
-    # Padding lies outside of all other tokens: the pad token is often the end of a sequence, which stands between
-    # texts.
+    # Padding is only at the ends of a row: within it, the pad token often marks the end of a text.
     is_token = ids.cpu() != pad_token_id
-    after = is_token.flip(1).cummax(1).values.flip(1)  # a real token is here or behind
+    after = is_token.flip(1).cummax(1).values.flip(1)  # whether a real token is here or later
     return is_token.cummax(1).values & after
 
 
 def _read_segments(inputs: Mapping[str, Any], size: tuple[int, int]) -> tuple[Tensor | None, str]:
-    """Return the number of the sequence of each position, and the argument that says so."""
+    """Return the sequence number of each position, and the name of the argument that contains it."""
     for name in LENGTHS:
         ends = inputs.get(name)
         if isinstance(ends, Tensor) and size[0] == 1:
-            # One place more than positions: the last number is where the row ends.
+            # One entry more than positions, since the last bound is the end of the row.
             begins = torch.zeros(size[1] + 1, dtype=torch.long)
             begins[ends.cpu().flatten()[1:].clamp(max=size[1])] = 1
             return begins[:-1].cumsum(0)[None], name
@@ -162,7 +162,7 @@ def _read_segments(inputs: Mapping[str, Any], size: tuple[int, int]) -> tuple[Te
 
 
 def _read_restarts(positions: Tensor, real_BT: Tensor) -> tuple[Tensor | None, str]:
-    """Return the same from position numbers that restart."""
+    """Return the same from restarting position numbers."""
     is_plain = positions.dim() < 3  # three numbers a position, of images: parts of an image may have equal ones
     position_BT = (positions if is_plain else positions[0]).expand(real_BT.shape)
     falls_BT = torch.zeros_like(real_BT)

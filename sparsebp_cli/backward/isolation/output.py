@@ -1,4 +1,4 @@
-"""The outputs of a batch and of its examples alone, beside each other.
+"""Comparable outputs of a batch and of its examples alone.
 
 Shape letters: B rows, T positions.
 """
@@ -16,17 +16,17 @@ from torch import Tensor, nn
 from sparsebp_cli.backward.isolation.examples import Examples, NotAlone
 
 NAMES = ("logits", "last_hidden_state", "start_logits", "prediction_logits")
-STACK = "(hidden states)"  # of the model below its head, where a head gives no values of positions
+STACK = "(hidden states)"  # hidden states below the head, for a head that returns no values of positions
 Place = tuple[Any, ...]
 
 
-class Outputs:
-    """Runs a model for a batch and for examples alone, and chooses the values that are compared."""
+class ExampleOutputs:
+    """Runs a model for a batch and for examples alone, and chooses the values to compare."""
 
     def __init__(self, model: nn.Module, examples: Examples, call: Callable[..., object] | None = None) -> None:
         self._model, self._examples = model, examples
-        self._call = call or model  # with the hooks of the model, unless the caller passes what lies below them
-        self._name: str | None = None  # of the values that are compared; None: not chosen yet
+        self._call = call or model  # runs the model's hooks, unless the caller passes a function below them
+        self._name: str | None = None  # name of the compared values; None: not chosen yet
         self._is_flat = False  # whether rows and positions share an axis
         self._has_positions = False
         self._alone: dict[int, dict[str, Tensor]] = {}
@@ -36,7 +36,7 @@ class Outputs:
         return self._take_alone(self.run(self._examples.alone(number)))
 
     def of_two(self, number: int) -> Tensor | None:
-        """Run two copies of an example as two rows, and return the values of the second; None if it cannot be."""
+        """Run two copies of an example as two rows, and return the values of the second; None if this fails."""
         try:
             inputs = self._examples.alone(number)
             twice = {
@@ -44,7 +44,7 @@ class Outputs:
                 for name, value in inputs.items()
             }
             return self._take_alone({name: _second(value) for name, value in self.run(twice).items()})
-        except Exception:  # a model that takes one row at a time
+        except Exception:  # the model may support only one row at a time
             return None
 
     def of_batch(self, inputs: dict[str, Any]) -> Tensor:
@@ -52,18 +52,18 @@ class Outputs:
         return self.take_batch(self.run(inputs))
 
     def take_batch(self, values: dict[str, Tensor]) -> Tensor:
-        """Return the values of all examples from those of a run."""
+        """Return the values of all examples from the outputs of a run."""
         assert self._name is not None
         output = values[self._name]
         return output.unflatten(0, self._examples.size) if self._is_flat else output
 
     def place(self, number: int) -> Place:
-        """Return the index of an example's values in those of the batch."""
+        """Return the index of an example's values in the values of the batch."""
         example = self._examples.found[number]
         return (example.row, example.columns) if self._has_positions else (example.row,)
 
     def part(self, output: Tensor, number: int) -> Tensor:
-        """Return the values of an example from those of the batch."""
+        """Return the values of an example from the values of the batch."""
         return output[self.place(number)]
 
     def input_part(self, leaf: Tensor, number: int) -> Tensor:
@@ -75,8 +75,8 @@ class Outputs:
         return leaf[example.row]
 
     def choose(self, batch: dict[str, Tensor]) -> None:
-        """Choose the values that are compared by their shape, from those of the batch and of its shortest example,
-        which is unlike the batch in width if any is. Raise NotAlone if no output has values of single examples."""
+        """Choose the values to compare by their shapes in the batch and for its shortest example, whose width differs
+        from the batch's if any example's does. Raise NotAlone if no output has values of single examples."""
         size, lengths = self._examples.size, [len(example.columns) for example in self._examples.found]
         length = min(lengths)
         with torch.no_grad():
@@ -126,8 +126,8 @@ class Outputs:
 
 
 def find_stack(model: nn.Module) -> nn.Module | None:
-    """Return what is below the head of a model of transformers; None for any other model."""
-    # Looked up and not imported: a model of plain torch is judged without transformers.
+    """Return the base model below the head of a transformers model; None for any other model."""
+    # Look up the module instead of importing it, so that plain torch models need no transformers.
     loaded = sys.modules.get("transformers.modeling_utils")
     for module in model.modules():
         if loaded is not None and isinstance(module, loaded.PreTrainedModel):
@@ -137,7 +137,7 @@ def find_stack(model: nn.Module) -> nn.Module | None:
 
 
 def named_tensors(output: object) -> dict[str, Tensor]:
-    """Return the tensors of an output that may be values of examples, by their names or numbers."""
+    """Return the tensors of an output that may be values of examples, by name or number."""
     if isinstance(output, Tensor):
         items: list[tuple[str, object]] = [("output", output)]
     elif isinstance(output, Mapping):

@@ -1,4 +1,4 @@
-"""Runs a model for a judgement: without dropout, and so that the training does not notice.
+"""Runs of a model for the isolation check: without dropout, and without effects on the training.
 
 Shape letters: B rows, T positions, D width.
 """
@@ -23,7 +23,7 @@ _ATTENTION = _F.scaled_dot_product_attention
 
 
 class WithoutDropout(TorchFunctionMode):
-    """Lets dropout return its input; the model stays in training mode, in which it may take other paths."""
+    """Lets dropout return its input. The model stays in training mode, since eval mode may run other code."""
 
     def __torch_function__(
         self,
@@ -44,12 +44,12 @@ class WithoutDropout(TorchFunctionMode):
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Run the block without dropout, and with batch norms by their running statistics, which hide no other leak and
-    which one example alone has, too; restore all, buffers and random generators afterwards."""
+    """Run the block without dropout and with running statistics in batch norms, so that a single example runs and other
+    leaks show. Restore modes, buffers and random generators afterwards."""
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     buffers = {buffer: buffer.detach().clone() for buffer in model.buffers()}
     skips = [m for m in model.modules() if isinstance(getattr(m, "layerdrop", None), float)]
-    # Its forward reaches a function mode as one call, inside of which the mode is off: the mode sees no dropout there.
+    # MultiheadAttention reaches a function mode as one call, inside which the mode is off, so it misses the dropout.
     skips += [m for m in model.modules() if isinstance(m, nn.MultiheadAttention)]
     rates = [(m, name, getattr(m, name)) for m in skips for name in ("layerdrop", "dropout") if hasattr(m, name)]
     norms = [module for module in model.modules() if is_batch_norm(module) and module.training]
@@ -72,9 +72,9 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 
 class Embeddings:
-    """What the tokens of a batch become first, as leaves of the graph: each forward gives new ones.
+    """The embeddings of a batch's tokens, as leaves of the graph. Each forward makes new ones.
 
-    A forward hook at every embedding of tokens replaces its output. ``size`` is that of the tokens, B and T.
+    A forward hook at every embedding of tokens replaces its output. ``size`` is (B, T) of the tokens.
     """
 
     def __init__(self, model: nn.Module, inputs: Mapping[str, Any], size: tuple[int, int]) -> None:
@@ -83,7 +83,7 @@ class Embeddings:
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """Take the leaves of the forwards in the block."""
+        """Collect the leaves of the forwards in the block."""
         tables = [module for module in self._model.modules() if isinstance(module, nn.Embedding)]
         handles = [table.register_forward_hook(self._replace) for table in tables]
         try:
@@ -93,7 +93,7 @@ class Embeddings:
                 handle.remove()
 
     def open_inputs(self) -> dict[str, Any]:
-        """Return the arguments, with those that are numbers of positions, such as embeddings, as leaves."""
+        """Return the arguments. Floating-point values of positions, such as embeddings, are leaves."""
         opened = dict(self._inputs)
         for name, value in self._inputs.items():
             if (
@@ -112,12 +112,12 @@ class Embeddings:
         if not (isinstance(ids, Tensor) and isinstance(output, Tensor)) or ids.shape[:1] != self._size[:1]:
             return None
         if output.shape[: ids.dim()] != ids.shape:
-            return None  # of positions alone
+            return None  # embeddings of positions alone
         tokens = self._inputs.get("input_ids")
-        if isinstance(tokens, Tensor) and tokens.dim() == 2:  # a model may put a prompt of its own before them
+        if isinstance(tokens, Tensor) and tokens.dim() == 2:  # a model may put its own prompt before them
             own = ids[:, -tokens.shape[1] :] if ids.dim() == 2 else ids
             if own.shape != tokens.shape or not torch.equal(own, tokens):
-                return None  # embeddings of positions or types, which are of no token
+                return None  # embeddings of positions or types, not of tokens
         leaf = output.detach().requires_grad_()
         self.leaves.append(leaf)
         return leaf.clone()  # a model may write into it

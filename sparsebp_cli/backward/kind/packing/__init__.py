@@ -1,1 +1,1 @@
-"""Batches without the rows that no loss needs: padding, what follows the last trained position, repeated prefixes."""
+"""Execution of batch packers: skip padding, positions after the last trained one, and repeated prefixes."""

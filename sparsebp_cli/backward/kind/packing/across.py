@@ -1,4 +1,4 @@
-"""The rows of an encoder that rows of a decoder attend to.
+"""The rows of an encoder to which rows of a decoder attend.
 
 Shape letters: B examples, M rows of the encoder, N of the decoder, G segments of a group, K keys of a segment.
 """
@@ -20,7 +20,7 @@ class GroupMemory:
     """The keys of one group of segments of the decoder."""
 
     row_GK: Tensor  # (1, K) if all segments attend to the same source
-    is_key_GK: Tensor | None  # False: padding; None: there is none
+    is_key_GK: Tensor | None  # False: padding; None: no padding
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class PackedMemory:
 
     @classmethod
     def of(cls, source: PackedLayout, target: PackedLayout) -> PackedMemory:
-        """Return what the rows of a decoder attend to in an encoder."""
+        """Return the encoder's keys for each group of a decoder's rows."""
         row_BS, computed_BS = source.row_BT.cpu().numpy(), source.computed_BT.cpu().numpy()
         example_N = target.source_N.cpu().numpy() // target.shape[1]
         groups = []

@@ -1,9 +1,9 @@
-"""Attention over packed rows, by the attention function that the model uses anyway.
+"""Attention over packed rows, by the model's own attention function.
 
-A model of transformers finds its attention function and its mask function by the name ``_attn_implementation`` of its
-configuration. While a model is attached, that name is one of ours. Inside a packed forward our mask function returns a
-:class:`PackedMask`, which reaches the layers as any mask does, also through activation checkpointing, and our attention
-function calls the model's own once for each group of segments. Everywhere else both do what the model did.
+A transformers model finds its attention function and its mask function by the name ``_attn_implementation`` in its
+configuration. While a model is attached, this is one of our names. Inside a packed forward our mask function returns a
+:class:`PackedMask`, which reaches the layers like any mask, even through activation checkpointing. Our attention
+function calls the model's own once for each group of segments. Outside of packed forwards both call the model's own.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from sparsebp_cli.errors import UnsupportedError
 IMPLEMENTATIONS = ("sdpa", "eager")
 AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-KeysValues = tuple[tuple[Tensor, Tensor], ...]  # of each call of attention in a layer
+KeysValues = tuple[tuple[Tensor, Tensor], ...]  # keys and values of each attention call in a layer
 KeysOfModules = Mapping[nn.Module, tuple[Tensor, Tensor]]
 
 
@@ -38,19 +38,19 @@ class PackedState:
     """One packed forward."""
 
     layout: PackedLayout
-    shortens: bool = True  # whether the last layer runs the rows that are read alone, if the layout has these
-    num_calls: int = 0  # of attention layers
-    memory: PackedMemory | None = None  # of a decoder: the rows of the encoder
-    before: Sequence[KeysOfModules] = ()  # of the rows that other forwards of the update have computed
-    keeps: dict[nn.Module, list[tuple[Tensor, Tensor]]] | None = None  # gets keys and values; None: nobody wants them
+    shortens: bool = True  # whether the last layer runs only the rows that are read, if the layout names them
+    num_calls: int = 0  # calls of attention
+    memory: PackedMemory | None = None  # for a decoder: the rows of the encoder
+    before: Sequence[KeysOfModules] = ()  # keys and values of rows that other forwards of the update computed
+    keeps: dict[nn.Module, list[tuple[Tensor, Tensor]]] | None = None  # collects keys and values; None: do not collect
 
     def keep(self, module: nn.Module, key: Tensor, value: Tensor) -> None:
-        """Note the keys and values of the rows of this forward."""
+        """Store the keys and values of the rows of this forward."""
         if self.keeps is not None:
             self.keeps.setdefault(module, []).append((key, value))
 
     def with_before(self, module: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values of the rows of this forward, and behind them those of the rows before."""
+        """Return keys and values of the rows of this forward, then of the rows in ``before``."""
         if not self.before:
             return key, value
         keys, values = zip(*(rows[module] for rows in self.before), strict=True)
@@ -65,14 +65,14 @@ _asks: ContextVar[bool] = ContextVar("asks", default=False)
 
 @dataclass(frozen=True)
 class AttentionRule:
-    """What a model's own masks allow where none is given; None: it makes none, or not of such inputs."""
+    """Properties of the masks that a model makes if it receives none; None: unknown, since it made no mask."""
 
     looks_ahead: bool | None  # whether a position attends to later ones
-    splits: bool | None  # whether one attends to none from before a restart of the position numbers
+    splits: bool | None  # whether no position attends to positions before a restart of the position numbers
 
 
 class MaskMadeError(Exception):
-    """A model that is asked for its rule makes a mask."""
+    """Raised when a model makes a mask in a forward that :func:`ask_rule` started."""
 
     def __init__(self, allowed: MaskFunction) -> None:
         super().__init__()
@@ -80,20 +80,20 @@ class MaskMadeError(Exception):
 
 
 def ask_rule(stack: nn.Module, *, uses_cache: bool) -> AttentionRule:
-    """Let a switched base model begin a forward of four positions, two in each of two texts, until it makes a mask."""
+    """Return the attention rule of a switched base model, from a forward on two texts of two positions each."""
     token = _asks.set(True)
     try:
         weight: Tensor = stack.get_input_embeddings().weight  # type: ignore[operator]
         inputs = torch.zeros(1, 4, weight.shape[1], dtype=weight.dtype, device=weight.device)
         position = torch.tensor([[0, 1, 0, 1]], device=weight.device)
-        # A layer of embeddings may have dropout. Without hooks: those of a sharded model wait for the other processes.
+        # Embeddings may have dropout, so fork the generators. Run no hooks: hooks of a sharded model wait for others.
         with torch.no_grad(), torch.random.fork_rng(devices=[weight.device] if weight.is_cuda else []):
             type(stack).forward(stack, inputs_embeds=inputs, position_ids=position, use_cache=uses_cache)
     except MaskMadeError as made:
         zero, one, two = (torch.tensor(place, device=weight.device) for place in range(3))
         ahead, over = made.allowed(zero, zero, zero, one), made.allowed(zero, zero, two, one)
         return AttentionRule(bool(ahead), not bool(over))
-    except Exception:  # whatever a model raises for so few inputs
+    except Exception:  # a model may raise anything for so few inputs
         return AttentionRule(None, None)
     finally:
         _asks.reset(token)
@@ -101,11 +101,11 @@ def ask_rule(stack: nn.Module, *, uses_cache: bool) -> AttentionRule:
 
 
 class LooksAheadError(UnsupportedError):
-    """Positions attend to later ones, so none can be left out or shared."""
+    """Positions attend to later ones, so that none can be skipped or shared."""
 
 
 class ReachedAttention(Exception):  # noqa: N818 - no error: it ends the first of two runs of the last layer
-    """A layer whose keys and values are wanted calls attention, for the last time."""
+    """Raised at the last attention call of a layer, when its keys and values are complete."""
 
     keys: KeysValues
 
@@ -128,8 +128,8 @@ class PackedMask:
     state: PackedState
     allowed: MaskFunction
     groups: tuple[SegmentGroup, ...]
-    ends: int = 0  # number of the call of attention at which the layer ends, by ReachedAttention; 0: it does not
-    kept: KeysValues = ()  # keys and values of all rows, where the layer has some rows alone, or before it ends
+    ends: int = 0  # number of the attention call at which ReachedAttention ends the layer; 0: it runs to its end
+    kept: KeysValues = ()  # keys and values of all rows, if the layer runs only some rows, or before it ends
     memory: PackedMemory | None = None  # None: rows attend to each other
     _masks: dict[tuple[int, str, torch.dtype | None], Tensor | None] = field(default_factory=dict)
     _pairs: dict[int, Tensor] = field(default_factory=dict)
@@ -146,30 +146,30 @@ class PackedMask:
         return self.state.layout
 
     def ending_at_attention(self, num_calls: int) -> PackedMask:
-        """Return the mask of a run that is to end there, at the last of so many calls."""
+        """Return the mask of a run that ends at the last of ``num_calls`` attention calls."""
         return PackedMask(self.state, self.allowed, self.groups, ends=num_calls)
 
     def with_keys(self, keys: KeysValues) -> PackedMask:
-        """Return the mask of a run with the rows that are read, which attend to these keys of all rows."""
+        """Return the mask of a run on the rows that are read. They attend to these keys, which all rows have."""
         assert self.layout.read is not None
         return PackedMask(self.state, self.allowed, self.layout.read.groups, kept=keys)
 
     def end(self, key: Tensor, value: Tensor) -> None:
-        """Keep keys and values of all rows, and end the layer if these are the last ones."""
+        """Store keys and values of all rows, and end the layer if these are the last ones."""
         self.kept = (*self.kept, (key, value))
         if len(self.kept) == self.ends:
             raise ReachedAttention(self.kept)
 
     def of_group(self, number: int, implementation: str, dtype: torch.dtype) -> Tensor | None:
-        """Return the mask (G or 1, 1, L, K) of a group in the form that the implementation takes; None: causal, or
-        everything."""
+        """Return the mask (G or 1, 1, L, K) of a group in the form of the implementation. None: plain causal attention,
+        or no mask."""
         key = (number, implementation, dtype if implementation == "eager" else None)
         if key not in self._masks:
             self._masks[key] = self._make(self.groups[number], implementation, dtype)
         return self._masks[key]
 
     def of_memory(self, number: int, implementation: str, dtype: torch.dtype) -> Tensor | None:
-        """Return the mask (G, 1, 1, K) of a group that attends to an encoder; None: everything."""
+        """Return the mask (G, 1, 1, K) of a group that attends to an encoder; None: no mask."""
         assert self.memory is not None
         allowed = self.memory.groups[number].is_key_GK
         if allowed is None or implementation == "sdpa":
@@ -193,7 +193,7 @@ class PackedMask:
         number = 1 if group.is_uniform else group.num_segments
         queries, keys = queries[:number], keys[:number]
         size, place = (queries.shape[1], keys.shape[1]), torch.arange(keys.shape[1], device=keys.device)
-        # The model's rule by places, as the plain step's counts columns: position numbers may jump, repeat and go back.
+        # Apply the model's rule to places, which count the plain step's columns; position numbers may jump or repeat.
         zero = torch.zeros((), dtype=torch.long, device=keys.device)
         rule = self.allowed(zero, zero, queries[:, :, None], keys[:, None, :]).expand(queries.shape[0], *size)
         last = place[size[1] - size[0] :] if group.order_GL is None else group.order_GL[:number]
@@ -208,12 +208,12 @@ class PackedMask:
             return None
         if implementation == "sdpa":
             return rule[:, None]
-        # As transformers' eager masks: with -inf a row that may attend to nothing would have no weights.
+        # Like transformers' eager masks. With -inf, a row without any allowed key would have no weights.
         return torch.zeros_like(rule, dtype=dtype).masked_fill(~rule, torch.finfo(dtype).min)[:, None]
 
 
 def _is_triangle(rule_GLK: Tensor, padding: Padding | None) -> bool:
-    """Whether each query attends to as many keys, from the first on, as its number says; padded ones may to others."""
+    """Return whether each query i attends exactly to the keys 0 to i. Padded queries may attend to others."""
     num_queries, num_keys = rule_GLK.shape[1:]
     if num_queries != num_keys:
         return False
@@ -223,13 +223,13 @@ def _is_triangle(rule_GLK: Tensor, padding: Padding | None) -> bool:
 
 @dataclass(frozen=True)
 class PackedBias:
-    """A bias of positions that attention adds to its scores, (H, T, T) of the plain batch; None: zeros."""
+    """A position bias that attention adds to its scores, (H, T, T) for the plain batch; None: zeros."""
 
     values_HTT: Tensor | None
 
 
 def find_mask(args: tuple[object, ...], kwargs: Mapping[str, object]) -> PackedMask | None:
-    """Return the mask of packed rows among the arguments of a module."""
+    """Return the packed mask among the arguments of a module, if any."""
     return next((value for value in (*args, *kwargs.values()) if isinstance(value, PackedMask)), None)
 
 
@@ -242,18 +242,18 @@ def packed(
     before: Sequence[KeysOfModules] = (),
     keeps: dict[nn.Module, list[tuple[Tensor, Tensor]]] | None = None,
 ) -> Iterator[PackedState]:
-    """Let models that were switched build masks for these rows inside the block."""
+    """Let switched models build masks for these rows inside the block."""
     state = PackedState(layout, shortens, memory=memory, before=before, keeps=keeps)
     token = _state.set(state)
     try:
         yield state
     finally:
         _state.reset(token)
-        state.keeps = None  # a forward that checkpointing runs again has the same keys
+        state.keeps = None  # a recomputed forward under checkpointing has the same keys
 
 
 def layout_now() -> PackedLayout | None:
-    """Return the layout of the packed forward under way; None outside of one."""
+    """Return the layout of the running packed forward; None outside of one."""
     state = _state.get()
     return None if state is None else state.layout
 
@@ -269,25 +269,31 @@ class Switch:
             _register(implementation)
 
     def refuse_unknown(self) -> None:
-        """Raise :class:`UnsupportedError` for an implementation that cannot be called for parts of the rows."""
+        """Raise :class:`UnsupportedError` for an attention implementation that cannot run on parts of the rows."""
         for own in self._own:
             if own not in IMPLEMENTATIONS:
                 raise UnsupportedError(f"rows are packed with attention {' and '.join(IMPLEMENTATIONS)}, got {own!r}")
 
     @property
     def zeroes_padding(self) -> bool:
-        """Whether a row that may attend to nothing gets zeros from attention; eager attention averages all rows."""
+        """Whether attention returns zeros for a row without any allowed key. Eager attention averages all rows."""
         return all(own == "sdpa" for own in self._own)
 
     def on(self) -> None:
-        """Use our functions."""
+        """Switch the model to our functions."""
         for config, own in zip(self._configs, self._own, strict=True):
             use_attention(config, f"{PACKED}{own}")
 
+    @property
+    def is_changed(self) -> bool:
+        """Whether the script has set another attention implementation since :meth:`on`."""
+        return any(not attention_name(config).startswith(PACKED) for config in self._configs)
+
     def off(self) -> None:
-        """Use the model's own."""
+        """Restore the model's own functions, or keep those that the script has set since."""
         for config, own in zip(self._configs, self._own, strict=True):
-            use_attention(config, own)
+            if attention_name(config).startswith(PACKED):
+                use_attention(config, own)
 
 
 def _register(implementation: str) -> None:
@@ -302,7 +308,7 @@ def _register(implementation: str) -> None:
             raise MaskMadeError(cast("MaskFunction", kwargs["mask_function"]))
         if state is None:
             return own_mask(*args, **kwargs)
-        # The one mask of a decoder that is not causal is that of the encoder's rows.
+        # The only mask of a decoder that is not causal is the mask over the encoder's rows.
         memory = state.memory if kwargs["mask_function"] is bidirectional_mask_function else None
         return PackedMask(state, cast("MaskFunction", kwargs["mask_function"]), state.layout.groups, memory=memory)
 
@@ -319,7 +325,7 @@ def _register(implementation: str) -> None:
 
 
 def _own_attention(module: nn.Module, implementation: str) -> AttentionFunction:
-    if implementation == "eager":  # each model has its own, beside its attention module
+    if implementation == "eager":  # each model defines its own, in the module of its attention class
         return cast("AttentionFunction", vars(sys.modules[type(module).__module__])["eager_attention_forward"])
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -334,14 +340,14 @@ def _attend(
     mask: PackedMask,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
-    """Call an attention function once a group; query, key and value are (1, H, N, D), the result is (1, N, H, D)."""
+    """Call an attention function once a group. Query, key and value are (1, H, N, D), the result is (1, N, H, D)."""
     query, key, value = tensors
     read, num_rows = mask.layout.read, mask.layout.num_rows
     if mask.kept and not mask.ends and read is not None:
         num_rows = len(read.row_M)
     num_keys, bias = num_rows if mask.memory is None else mask.memory.num_rows, kwargs.pop("position_bias", None)
     if key.shape[2] != num_keys or query.shape[2] != num_rows or not (bias is None or isinstance(bias, PackedBias)):
-        raise UnsupportedError(f"{type(module).__name__} attends to other rows than those of its own input")
+        raise UnsupportedError(f"{type(module).__name__} attends to rows that are not in its input")
     if mask.memory is None and (mask.ends or not mask.kept):
         mask.state.keep(module, key, value)
     if mask.ends:
@@ -349,7 +355,7 @@ def _attend(
         return value.new_zeros(1, num_rows, query.shape[1], value.shape[3]), None
     mask.state.num_calls += 1
     outputs, kept = [], mask.kept[:1]
-    mask.kept = (*mask.kept[1:], *kept)  # the next call has its own
+    mask.kept = (*mask.kept[1:], *kept)  # the next call uses the next entry
     if mask.memory is None:
         key, value = mask.state.with_before(module, *(kept[0] if kept else (key, value)))
     for number, group in enumerate(mask.groups):
@@ -394,7 +400,7 @@ def _before(rows_1HND: Tensor, group: SegmentGroup) -> Tensor:
 
 
 def _remembered(rows_1HMD: Tensor, row_GK: Tensor, num_segments: int) -> Tensor:
-    """Return the encoder's rows that each segment attends to as (G, H, K, D)."""
+    """Return the encoder's rows to which each segment attends, as (G, H, K, D)."""
     _, num_heads, _, size = rows_1HMD.shape
     rows = rows_1HMD[0].index_select(1, row_GK.flatten()).view(num_heads, *row_GK.shape, size)
     return rows.transpose(0, 1).expand(num_segments, -1, -1, -1)

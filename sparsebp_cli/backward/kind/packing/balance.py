@@ -1,10 +1,10 @@
 """The loss that balances the experts of a mixture (``aux_loss``), over the computed rows.
 
-The plain step takes it over all positions that the attention mask does not hide; without a mask, over all. Each row
-counts here as often as positions have it, so a shared prefix counts once for each of its examples. The model's own
-function computes it: transformers weighs positions by the attention mask, and gets these numbers in its place.
+The plain step averages it over all positions that the attention mask does not hide. Here each row counts once for each
+of its positions, so a shared prefix counts once for each of its examples. The model's own function computes the loss:
+transformers weighs positions by the attention mask, and receives these counts instead of the mask.
 
-As every such position is read, none is left out behind the last label of its example, and the last layer runs all rows.
+The loss reads all these positions, so packing skips none after the last label, and the last layer runs all rows.
 
 Shape letters: B examples, T positions, N computed rows, E experts.
 """
@@ -22,7 +22,7 @@ from sparsebp_cli.backward.kind.packing.layout import PackedLayout
 from sparsebp_cli.backward.patch.boundary import fill
 from sparsebp_cli.errors import UnsupportedError
 
-OPTION = "output_router_logits"  # of a configuration, and an argument of the forward
+OPTION = "output_router_logits"  # an option of the configuration, and an argument of the forward
 
 
 def balances_experts(model: nn.Module, given: Mapping[str, Any]) -> bool:
@@ -32,7 +32,7 @@ def balances_experts(model: nn.Module, given: Mapping[str, Any]) -> bool:
 
 
 def find_coefficient(model: nn.Module) -> float | None:
-    """Return by what the model's own forward multiplies that loss; None: it has none."""
+    """Return the factor of that loss in the model's own forward; None: the model has no such loss."""
     config: Any = model.config
     for place in (model, config.get_text_config()):
         for name in ("router_aux_loss_coef", "aux_loss_coef"):
@@ -43,16 +43,16 @@ def find_coefficient(model: nn.Module) -> float | None:
 
 
 def count_positions(layout: PackedLayout, real_BT: Bools) -> Tensor:
-    """Return how many positions that are not padding each row stands for (N)."""
+    """Return for each row its number of positions that are not padding, (N,)."""
     counted_BT = torch.from_numpy(real_BT).to(layout.row_BT.device) & layout.computed_BT
     count_N = torch.zeros(layout.num_rows, dtype=torch.long, device=layout.row_BT.device)
     return count_N.index_add_(0, layout.row_BT.flatten(), counted_BT.flatten().long())
 
 
 def spread_routers(output: Any, layout: PackedLayout) -> dict[str, tuple[Tensor, ...]]:
-    """Return the logits of the routers as the plain forward has them, (B * T, E) a layer, if the output has any.
+    """Return the routers' logits in the shape of the plain forward, (B * T, E) for each layer, if the output has any.
 
-    A gradient that arrives at a position without a row, which is padding, is an error.
+    A gradient at a position without a row, which is padding, raises an error.
     """
     routers = getattr(output, "router_logits", None)
     if routers is None:

@@ -1,4 +1,4 @@
-"""What is read of the caller's batch, and counted over all of them.
+"""Facts that packing reads from the caller's batch, and counts over all batches.
 
 Shape letters: B examples, T positions.
 """
@@ -22,42 +22,42 @@ from sparsebp_cli.backward.kind.fused_head import IGNORED
 from sparsebp_cli.backward.kind.packing.groups import Bools, Ints, to_tensor
 from sparsebp_cli.backward.kind.packing.layout import PackedLayout
 
-BATCH = ("input_ids", "inputs_embeds", "token_type_ids")  # (B, T, ...): taken apart by row
+BATCH = ("input_ids", "inputs_embeds", "token_type_ids")  # (B, T, ...): packing selects rows of these
 KNOWN = {*BATCH, "attention_mask", "position_ids", "labels", "num_items_in_batch", "logits_to_keep"}
 KNOWN |= {"use_cache", "return_dict"}
 ATTENTIONS = "output_attentions"
 STATES = "output_hidden_states"  # the caller may read the hidden states of every position that is not padding
-SHIFTED = "shift_labels"  # labels by the position that predicts them, as context parallelism gives them
+SHIFTED = "shift_labels"  # labels at the position that predicts them, as under context parallelism
 
 
 @dataclass(frozen=True)
 class BatchFacts:
-    """What a batch is, as far as masks and position numbers depend on it: what was given, and what follows from it.
+    """The facts of a batch on which masks and position numbers depend.
 
-    Whether its rows can be left out is decided from these alone, and a batch with other facts is compared anew.
+    They alone determine whether rows can be skipped. Verification compares each batch with new facts.
     """
 
     has_mask: bool
     has_positions: bool
-    holds_several: bool  # another sequence begins inside of an example
-    has_gaps: bool  # a position that is not real stands between real ones
+    holds_several: bool  # an example contains several sequences
+    has_gaps: bool  # there is padding between real positions
     pads_left: bool
     trains_padding: bool  # an output is read before the first real position of its example
-    trains_gaps: bool  # or at a position that is not real after it
-    has_fractions: bool  # a position number is not whole
-    follows_columns: bool  # within a sequence, position numbers and columns differ by one number
+    trains_gaps: bool  # an output is read at padding after the first real position
+    has_fractions: bool  # a position number is not an integer
+    follows_columns: bool  # within a sequence, position numbers and columns differ by a constant
     begins_at_zero: bool  # the first real position of each example has the number 0
-    largest: int  # position number of the batch, padding included
+    largest: int  # largest position number of the batch, including padding
 
     @classmethod
     def of(
         cls, inputs: Mapping[str, Any], real_BT: Bools, read_BT: Bools, position_BT: Ints, begins_BT: Bools | None
     ) -> BatchFacts:
-        """Read them off a batch; ``begins_BT`` marks where another sequence begins."""
+        """Return the facts of a batch; ``begins_BT`` marks where another sequence begins."""
         started = real_BT.cumsum(1) > 0
         behind = real_BT[:, ::-1].cumsum(1)[:, ::-1] > 0
         offset = position_BT - np.arange(real_BT.shape[1])
-        # Between neighbouring real positions of one sequence, gaps left out.
+        # Compare neighbouring real positions of one sequence, without gaps.
         sequence = np.zeros(real_BT.shape, np.int64) if begins_BT is None else begins_BT.cumsum(1)
         follows = all(
             (np.diff(offsets)[np.diff(number) == 0] == 0).all()
@@ -80,25 +80,25 @@ class BatchFacts:
 
     @property
     def signature(self) -> tuple[bool, ...]:
-        """All but the largest position number."""
+        """All facts except the largest position number."""
         return astuple(self)[:-1]
 
 
 @dataclass(frozen=True)
-class BatchRows:
-    """The positions of a batch that are computed, and what their rows depend on; all (B, T)."""
+class NeededRows:
+    """The positions of a batch that packing computes, and the properties on which their rows depend; all (B, T)."""
 
     needed_BT: Bools
     token_BT: Ints | None  # None: no example shares rows with another
     position_BT: Ints
-    place_BT: Ints  # the numbers by which masks count
+    place_BT: Ints  # the place of each position for masks
     real_BT: Bools
-    read_BT: Bools  # whose output is read
+    read_BT: Bools  # positions whose output is read
     alone_BT: Bools  # padding that is trained
-    begins_BT: Bools | None  # where another sequence begins in an example; None: nowhere
+    begins_BT: Bools | None  # positions where another sequence begins inside an example; None: nowhere
     facts: BatchFacts
     balances: bool  # whether the loss balances experts over all positions that are not padding
-    states: bool  # whether the hidden states of all of them are returned
+    states: bool  # whether the forward returns the hidden states of all these positions
 
     @cached_property
     def sources(self) -> list[Ints]:
@@ -108,7 +108,7 @@ class BatchRows:
 
     @property
     def keys(self) -> list[Ints]:
-        """For each example what the hidden states of its computed positions follow from."""
+        """For each example the values that determine the hidden states of its computed positions."""
         assert self.token_BT is not None
         numbers = [values.reshape(-1) for values in (self.token_BT, self.position_BT, self.place_BT)]
         return [np.stack([values[source] for values in numbers], 1) for source in self.sources]
@@ -121,18 +121,18 @@ class BatchRows:
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """What is computed of one batch."""
+    """The computed rows of one batch."""
 
     layout: PackedLayout
     read_BT: Tensor  # positions whose output the caller reads
-    place_R: Tensor  # the index of each of them among the B * T positions; made on the host, which need not wait for it
-    padding: int = 0  # positions left out as padding
-    unread: int = 0  # positions left out after the last label of their example
-    weightless: int = field(default=0, kw_only=True)  # outputs that are not read since their loss has the weight zero
-    facts: BatchFacts | None = field(default=None, kw_only=True)  # None: of an encoder-decoder
-    count_N: Tensor | None = field(default=None, kw_only=True)  # positions of each row, where a loss balances experts
-    number: int | None = field(default=None, kw_only=True)  # of the micro-batch in a plan of its update
-    opened: int = field(default=0, kw_only=True)  # rows of others that run before it, and are held
+    place_R: Tensor  # indices of these positions among the B * T; computed on the host, so that it need not wait
+    padding: int = 0  # skipped padding
+    unread: int = 0  # skipped positions after the last label of their example
+    weightless: int = field(default=0, kw_only=True)  # outputs that are not read because their loss has weight zero
+    facts: BatchFacts | None = field(default=None, kw_only=True)  # None for an encoder-decoder
+    count_N: Tensor | None = field(default=None, kw_only=True)  # positions of each row, if a loss balances experts
+    number: int | None = field(default=None, kw_only=True)  # number of the micro-batch in its update's plan
+    opened: int = field(default=0, kw_only=True)  # rows shared with other micro-batches that run before it
 
     @property
     def num_positions(self) -> int:
@@ -141,12 +141,12 @@ class PackedBatch:
 
     @property
     def num_shared(self) -> int:
-        """Positions that have the row of another example."""
+        """Positions that use the row of another example."""
         return self.layout.num_shared
 
     @property
     def signature(self) -> tuple[bool, ...]:
-        """The kinds of rows that were left out."""
+        """The kinds of rows that packing skipped."""
         layout = self.layout
         kinds = (bool(layout.num_shared), bool((~layout.computed_BT).any()), len(layout.groups) > 1, layout.is_causal)
         if self.facts is None:
@@ -160,38 +160,38 @@ class Counts:
     """Positions of all batches so far."""
 
     batches: int = 0
-    packed: int = 0  # batches of which rows were left out
+    packed: int = 0  # batches in which rows were skipped
     positions: int = 0
     padding: int = 0
     unread: int = 0  # after the last label of an example
     shared: int = 0
     outputs: int = 0  # rows of the head in plain forwards
-    head: int = 0  # rows of the head that were left out
-    weightless: int = 0  # outputs whose loss has the weight zero
-    late: int = 0  # rows that the last layer left out, of those that were computed
+    head: int = 0  # rows that the head skipped
+    weightless: int = 0  # outputs whose loss has weight zero
+    late: int = 0  # computed rows that the last layer skipped
     error: float = 0.0  # largest relative error that verification found
     checks: int = 0
-    refused: Counter[str] = field(default_factory=Counter)  # batches that were left as they are, by the reason
+    refused: Counter[str] = field(default_factory=Counter)  # batches that ran plainly, by the reason
 
-    compared: ClassVar[str] = "gradient"  # what a comparison looks at
-    plain_is_wrong: str = ""  # what was found of the plain step; empty: nothing
+    compared: ClassVar[str] = "gradient"  # the compared quantity, for the report
+    plain_is_wrong: str = ""  # why the plain step is wrong; empty: no such finding
 
     def judge(self, text: str) -> None:
-        """Note that the plain step does not compute examples as if they were alone."""
+        """Record that in the plain step examples influence each other."""
         self.plain_is_wrong = text
 
     def refuse(self, reason: str) -> None:
-        """Count a batch whose rows cannot be left out."""
+        """Count a batch in which no row can be skipped."""
         self.refused[reason] += 1
 
     def add_plain(self, num_positions: int, num_outputs: int | None = None) -> None:
-        """Count a batch that was left as it is; ``num_outputs``: rows of the head, None for as many as positions."""
+        """Count a batch that ran plainly. ``num_outputs``: rows of the head, None for as many as positions."""
         self.batches += 1
         self.outputs += num_positions if num_outputs is None else num_outputs
         self.positions += num_positions
 
     def add(self, batch: PackedBatch, head_rows: int, last_rows: int | None) -> None:
-        """Count a packed batch, with the rows that the head (0: there is none) and the last layer (None: all) ran."""
+        """Count a packed batch, with the rows that the head (0: no head) and the last layer (None: all rows) ran."""
         self.add_plain(batch.num_positions, batch.read_BT.numel())
         self.packed += 1
         self.padding += batch.padding
@@ -230,7 +230,7 @@ def to_place(read_BT: Bools, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def read_mask(inputs: Mapping[str, Any], size: tuple[int, int]) -> Bools | None:
-    """Return which positions are not padding; None for a mask of other dimensions, which may say anything."""
+    """Return which positions are not padding; None for a mask of other dimensions, whose meaning is unknown."""
     mask = inputs.get("attention_mask")
     if mask is None:
         return np.ones(size, bool)
@@ -239,7 +239,7 @@ def read_mask(inputs: Mapping[str, Any], size: tuple[int, int]) -> Bools | None:
 
 
 def read_positions(stack: nn.Module, inputs: Mapping[str, Any], size: tuple[int, int]) -> Ints | None:
-    """Return the position numbers that the model gives its positions; None where they are not known."""
+    """Return the position numbers that the model assigns; None if unknown."""
     given = inputs.get("position_ids")
     if given is not None:
         if given.dim() != 2 or given.shape[1] != size[1]:
@@ -247,7 +247,7 @@ def read_positions(stack: nn.Module, inputs: Mapping[str, Any], size: tuple[int,
         positions: Ints = given.expand(size).cpu().numpy().astype(np.int64)
         return positions
     for owner, module in [(parent, child) for parent in stack.modules() for child in parent.children()]:
-        # As RoBERTa and its family: the token that stands for padding is not counted.
+        # RoBERTa and its family do not count the padding token.
         make = getattr(module, "create_position_ids_from_input_ids", None)
         if make is not None:
             ids = inputs.get("input_ids")
@@ -255,7 +255,7 @@ def read_positions(stack: nn.Module, inputs: Mapping[str, Any], size: tuple[int,
                 return None
             counted: Ints = make(ids, getattr(module, "padding_idx", None)).cpu().numpy()
             return counted
-        # As OPT and its family: what the mask covers is not counted.
+        # OPT and its family do not count positions that the mask covers.
         mask = inputs.get("attention_mask")
         counts = isinstance(module, nn.Embedding) and "attention_mask" in argument_names(module)
         if counts and mask is not None and "arange" not in inspect.unwrap(type(owner).forward).__code__.co_names:
@@ -265,20 +265,20 @@ def read_positions(stack: nn.Module, inputs: Mapping[str, Any], size: tuple[int,
 
 
 def renew(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return inputs for one of several passes: a model may change them in place, as CTRL scales inputs_embeds."""
+    """Return fresh inputs for one of several passes: a model may change them in place, as CTRL scales inputs_embeds."""
     return {n: v.clone() if isinstance(v, Tensor) and v.is_floating_point() else v for n, v in given.items()}
 
 
 def find_before(real_BT: Bools) -> Bools:
-    """Return the padding right before the first position of each example that is none."""
+    """Return the padding directly before the first real position of each example."""
     started_BT, before_BT = real_BT.cumsum(1) > 0, np.zeros(real_BT.shape, bool)
     before_BT[:, :-1] = started_BT[:, 1:] & ~started_BT[:, :-1]
     return before_BT
 
 
 def find_places(real_BT: Bools, position_BT: Ints, begins_BT: Bools | None) -> Ints:
-    """Return the numbers by which masks count, as transformers does: columns, from the first real one on; in examples
-    that hold several sequences the position numbers, which follow the columns within each.
+    """Return the places that masks use, like transformers: columns counted from the first real one. Examples with
+    several sequences use position numbers, which follow the columns within each sequence.
     """
     if begins_BT is not None:
         return position_BT
@@ -288,8 +288,8 @@ def find_places(real_BT: Bools, position_BT: Ints, begins_BT: Bools | None) -> I
 
 
 def find_targets(given: Mapping[str, Any], labels_BT: Tensor | None = None) -> Tensor | None:
-    """Return the label (B, T) that each position predicts; None where a forward is given none, nor has ``labels_BT``
-    of its script."""
+    """Return the label (B, T) that each position predicts; None if neither the forward nor the script (``labels_BT``)
+    has labels."""
     own_BT, shifted = given.get("labels"), given.get(SHIFTED)
     if own_BT is not None and shifted is not None:
         return cast("Tensor", shifted).reshape(own_BT.shape)
@@ -304,7 +304,7 @@ def find_predicting(target_BT: Tensor) -> Bools:
 
 
 def find_labelled(batch: Mapping[str, Any]) -> Bools | None:
-    """Return the positions (B, T) of a coming batch whose output is read; None: all that are not padding."""
+    """Return the positions (B, T) of a coming batch whose output is read; None: all positions but padding."""
     target_BT, weight_BT, weight_B = find_targets(batch), batch.get(LOSS_WEIGHT), batch.get("example_weight")
     read = None if target_BT is None else find_predicting(target_BT)
     if read is not None and weight_BT is not None:

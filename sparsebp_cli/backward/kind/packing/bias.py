@@ -1,7 +1,7 @@
-"""A learned bias of relative positions, as T5 and its family add it to the scores of attention, for packed rows.
+"""The learned relative position bias that T5 and its family add to attention scores, for packed rows.
 
-The layer would compute it for all pairs of rows. Here it is computed for the positions of the plain batch, once as in
-the plain forward, and each group of segments takes its own.
+The layer would compute it for all pairs of rows. This module computes it once for the positions of the plain batch,
+like the plain forward, and each group of segments selects its part.
 
 Shape letters: T positions, H heads, G segments of a group, L queries of a segment, K its keys.
 """
@@ -22,13 +22,13 @@ from sparsebp_cli.errors import UnsupportedError
 
 @final
 class BiasedAttention(ForwardOverride):
-    """The ``forward`` of an attention module that has such a bias, or that gets the one of an earlier layer."""
+    """The ``forward`` of an attention module with such a bias, its own or an earlier layer's."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module; with packed rows the bias is given, so that the module computes none."""
+        """Run the module. With packed rows, pass it the bias, so that it computes none."""
         mask = find_mask(args, kwargs)
         if self.is_removed or mask is None:
             return self.run_covered(self.module, *args, **kwargs)
@@ -38,19 +38,19 @@ class BiasedAttention(ForwardOverride):
         return self.run_covered(self.module, **given)
 
     def _compute(self, num_positions: int) -> Tensor | None:
-        """Return the bias (H, T, T); None: of zeros."""
+        """Return the bias (H, T, T); None: zeros."""
         if not cast("Any", self.module).has_relative_attention_bias:
             return None
         bias_1HTT: Tensor = cast("Any", self.module).compute_bias(num_positions, num_positions)
         return bias_1HTT[0]
 
     def __reduce_ex__(self, _: object) -> Any:
-        """Return the plain forward, as of a model that is not packed."""
+        """Pickle as the plain forward of a model that is not packed."""
         return functools.partial, (type(self.module).forward, self.module)
 
 
 def find_biased(model: nn.Module) -> list[nn.Module]:
-    """Return the attention modules of a model that add a bias; raise if one cannot be given it."""
+    """Return the attention modules of a model that add a bias. Raise UnsupportedError if one cannot receive it."""
     found = [module for module in model.modules() if hasattr(module, "has_relative_attention_bias")]
     found = [module for module in found if hasattr(module, "compute_bias")]
     for module in found:

@@ -1,8 +1,8 @@
-"""Dropout in front of LoRA's matrices: packed rows get the masks that their positions have in the plain step.
+"""Dropout before LoRA's matrices: packed rows get the masks of their positions in the plain step.
 
-peft drops entries of what its matrices read, and nothing else of the model. The mask of the whole batch is drawn, from
-the same generator and in the same order as in the plain step, and each row takes that of its position. Other dropout
-stays refused: that of attention weights has one entry for each pair of positions.
+peft applies this dropout only to the inputs of its matrices. This module draws the mask of the whole batch, from the
+same generator and in the same order as the plain step, and each row uses the mask of its position. Packing refuses
+other dropout, since dropout of attention weights has one entry for each pair of positions.
 
 Shape letters: B examples, T positions, N computed rows, D width.
 """
@@ -27,7 +27,7 @@ from sparsebp_cli.errors import UnsupportedError
 
 
 def find_adapter_dropout(stack: nn.Module) -> list[nn.Dropout]:
-    """Return the dropout of LoRA adapters inside of a stack that drops anything."""
+    """Return the dropout modules of LoRA adapters inside a stack whose rate is above 0."""
     return [
         module
         for name, module in stack.named_modules()
@@ -35,11 +35,11 @@ def find_adapter_dropout(stack: nn.Module) -> list[nn.Dropout]:
     ]
 
 
-class Rows(Enum):
-    """What has a number of rows, where it is no single packed batch."""
+class WaitingRows(Enum):
+    """The owner of a number of rows, if it is not a single packed batch."""
 
     PLAIN = 1  # a plain batch of one example
-    SEVERAL = 2  # batches that are not arranged alike
+    SEVERAL = 2  # several batches with different layouts
 
 
 @final
@@ -48,15 +48,15 @@ class AdapterDropout:
 
     def __init__(self, stack: nn.Module) -> None:
         self._modules = find_adapter_dropout(stack)
-        # The first module that can be checkpointed speaks for all: transformers sets them alike.
+        # The first module that can be checkpointed represents all, since transformers gives them the same setting.
         self._checkpointed = next((m for m in stack.modules() if hasattr(m, "gradient_checkpointing")), None)
-        # Activation checkpointing runs a layer again inside of the backward, where no forward is under way: by number
-        # of rows, what had them in the forwards whose backward has not begun.
-        self._waiting: dict[int, PackedLayout | Rows] = {}
+        # Activation checkpointing reruns a layer inside the backward, outside of any forward. So this maps a number of
+        # rows to its layout in the forwards whose backward has not begun.
+        self._waiting: dict[int, PackedLayout | WaitingRows] = {}
         self._has_run_again = False
 
     def __bool__(self) -> bool:
-        """Whether there is any."""
+        """Whether there is any such dropout."""
         return bool(self._modules)
 
     def install(self, patches: ForwardPatches) -> None:
@@ -66,7 +66,7 @@ class AdapterDropout:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Keep what waits for its backward, while a comparison runs forwards and backwards of its own."""
+        """Set aside the layouts that wait for their backward, while a comparison runs its own passes."""
         before = self._waiting, self._has_run_again
         self._waiting, self._has_run_again = {}, False
         try:
@@ -75,40 +75,42 @@ class AdapterDropout:
             self._waiting, self._has_run_again = before
 
     def find_layout(self, x: Tensor) -> PackedLayout | None:
-        """Return the layout of the rows that a module reads; None: they are a plain batch."""
+        """Return the layout of the rows that a module reads; None for a plain batch."""
         layout = layout_now()
         if layout is None and is_in_backward():
             self._has_run_again = True
-            waiting = self._waiting.get(x.shape[1], Rows.PLAIN) if x.dim() == 3 and len(x) == 1 else Rows.PLAIN
-            if waiting is Rows.SEVERAL:
+            waiting = (
+                self._waiting.get(x.shape[1], WaitingRows.PLAIN) if x.dim() == 3 and len(x) == 1 else WaitingRows.PLAIN
+            )
+            if waiting is WaitingRows.SEVERAL:
                 raise UnsupportedError(
                     "packing with lora_dropout and activation checkpointing: run the backward of each forward before "
                     "the next one"
                 )
-            return None if isinstance(waiting, Rows) else waiting
+            return None if isinstance(waiting, WaitingRows) else waiting
         if self._has_run_again:
             self._waiting, self._has_run_again = {}, False
         if layout is None:
-            # A reentrant forward has no gradient either, but runs again; a generation does not.
+            # A forward without gradient does not run again, except under reentrant checkpointing.
             if x.dim() == 3 and len(x) == 1 and (torch.is_grad_enabled() or is_reentrant(self._checkpointed)):
-                self._wait(x.shape[1], Rows.PLAIN)
+                self._wait(x.shape[1], WaitingRows.PLAIN)
             return None
         if x.dim() != 3 or x.shape[:2] != (1, layout.num_rows):
             raise UnsupportedError(
-                f"packing with lora_dropout reads rows (1, {layout.num_rows}, D), got {tuple(x.shape)}: leave modules "
-                "that see some rows alone, such as experts, out of target_modules, or set lora_dropout to 0"
+                f"packing with lora_dropout needs rows (1, {layout.num_rows}, D), got {tuple(x.shape)}: leave modules "
+                "that get only some rows, such as experts, out of target_modules, or set lora_dropout to 0"
             )
         self._wait(layout.num_rows, layout)
         return layout
 
-    def _wait(self, num_rows: int, new: PackedLayout | Rows) -> None:
-        """Remember what has so many rows until they run again."""
+    def _wait(self, num_rows: int, new: PackedLayout | WaitingRows) -> None:
+        """Remember the layout of a number of rows until they run again."""
         before = self._waiting.setdefault(num_rows, new)
         if before is new:
             return
         is_alike = isinstance(before, PackedLayout) and isinstance(new, PackedLayout) and before.has_rows_of(new)
         if not is_alike:
-            self._waiting[num_rows] = Rows.SEVERAL
+            self._waiting[num_rows] = WaitingRows.SEVERAL
 
 
 class _RowDropout(ForwardOverride):
@@ -118,12 +120,12 @@ class _RowDropout(ForwardOverride):
         self._owner, self._module = owner, module
 
     def __call__(self, x: Tensor) -> Any:
-        """Drop entries of a plain batch, or of packed rows as in the plain batch."""
+        """Apply dropout to a plain batch, or to packed rows with the masks of the plain batch."""
         module = self._module
         layout = None if self.is_removed or not module.training else self._owner.find_layout(x)
         if layout is None:
             return self.run_covered(module, x)
-        # The whole batch's mask, so that the generator stands where the plain step would leave it. See decision 33.
+        # Draw the whole batch's mask, so that the generator ends in the state of the plain step. See decision 33.
         whole_BTD = torch.ones((*layout.shape, x.shape[-1]), dtype=x.dtype, device=x.device)
-        mask_BTD = dropout(whole_BTD, module.p)  # drawn as it is of a plain batch of this shape, type and device
+        mask_BTD = dropout(whole_BTD, module.p)  # the same draw as for a plain batch of this shape, dtype and device
         return x * mask_BTD.flatten(0, 1).index_select(0, layout.source_N)

@@ -1,4 +1,4 @@
-"""The first layer of a stack that embeds the plain batch: it takes the rows that are computed.
+"""The first layer of a stack that embeds the plain batch: it selects the rows to compute.
 
 Shape letters: B examples, T positions, N computed rows, D width.
 """
@@ -35,5 +35,5 @@ class PackedEntry(ForwardOverride):
         return self.run_covered(self.module, **given | {first: rows})
 
     def __reduce_ex__(self, _: object) -> Any:
-        """Return the plain forward, as of a layer of a model that is not packed."""
+        """Pickle as the plain forward of a layer of a model that is not packed."""
         return functools.partial, (type(self.module).forward, self.module)

@@ -1,7 +1,7 @@
-"""Packing in one model: its forward computes the rows that the loss needs, and returns what the caller expects.
+"""Packing in one model: its forward computes the rows that the loss needs, and returns the output that callers expect.
 
-The base model runs on one sequence of rows instead of a batch; of a causal language model, the head runs on the rows
-with a label. The loss, or the logits of all positions that are not padding, come back in the shapes of the plain
+The base model runs on one sequence of rows instead of a batch. The head of a causal language model runs on the rows
+with a label. The forward returns the loss, or the logits of all positions but padding, in the shapes of the plain
 forward.
 
 Shape letters: B examples, T positions, N computed rows, R rows of the head, V vocabulary.
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 class PackingExtension(PackingPlanner):
     """A batch packer in one model.
 
-    Raises :class:`UnsupportedError` if rows cannot be left out of this model exactly.
+    Raises :class:`UnsupportedError` if skipping rows would change this model's gradient.
     """
 
     def __init__(self, policy: BatchPacker, model: nn.Module, given: Given) -> None:
@@ -52,12 +52,12 @@ class PackingExtension(PackingPlanner):
 
     @override
     def set_columns(self, **columns: Tensor) -> None:
-        """Set the labels of the next batches, which the script does not pass to the model, until the next call."""
+        """Set the labels of the next batches, until the next call, if the script does not pass them to the model."""
         self.given_labels, self.dead.weight_B = columns.get("labels"), columns.get("example_weight")
 
     @override
     def check_arguments(self, arguments: Mapping[str, object]) -> None:
-        """Refuse what the first forward on a batch with these arguments would refuse; others are not the model's."""
+        """Refuse arguments that the first forward would refuse. Ignore names that are not arguments of the model."""
         own = argument_names(self.model)
         given = {name: value for name, value in arguments.items() if name in own}
         if not find_picture(self.model, given, self.known_arguments):
@@ -75,7 +75,7 @@ class PackingExtension(PackingPlanner):
         self.places = ModulePlaces(self.model)
         if self.pair is not None:
             self.pair.install(self._patches)
-        elif self.head is not None and not self.dropout:  # whose masks are drawn for all rows of a forward
+        elif self.head is not None and not self.dropout:  # dropout draws masks for all rows of a forward
             self.last_layer = install_last_layer(self._patches, self._text)
         self.note()
 
@@ -88,7 +88,7 @@ class PackingExtension(PackingPlanner):
     @override
     @contextmanager
     def reading_by(self, labels: Tensor | None, reads: Reads) -> Iterator[None]:
-        """Pack forwards without a gradient of which no more than this is read, those of the reference too."""
+        """Pack forwards without gradient, including the reference's, of which the script reads only these outputs."""
         with ExitStack() as stack:
             for scoring in (self.scoring, *([] if self.reference is None else self.reference.scorings)):
                 stack.enter_context(scoring.reading_by(labels, reads))
@@ -97,13 +97,13 @@ class PackingExtension(PackingPlanner):
     @property
     @override
     def uncharged_comparisons(self) -> int:
-        """Comparisons so far; none where each step has one, which a measurement of a step then shows."""
+        """Comparisons so far; 0 with ``verify: always``, since probes measure them then."""
         return 0 if self.policy.verify == "always" else self.counts.checks
 
     @property
     @override
     def work_shares(self) -> tuple[float, ...]:
-        """The shares of positions, pairs of positions and rows of the head that the last pass computed."""
+        """Fractions of positions, pairs of positions and rows of the head that the last pass computed."""
         if self.last is None:
             return 1.0, 1.0, 1.0
         layout, size = self.last.layout, self.last.num_positions
@@ -112,7 +112,7 @@ class PackingExtension(PackingPlanner):
 
     @override
     def claim(self, dense: DensePass) -> PassEstimate:
-        """Return the remaining shares of a dense pass, by the rows of the last forward on the same batch."""
+        """Return the remaining fractions of a dense pass, from the rows of the last forward on the same batch."""
         if self.last is None:
             return PassEstimate()
         batches = [self.last] if self.last.number is None else self._ran
@@ -144,7 +144,7 @@ class PackingExtension(PackingPlanner):
         return PassEstimate(backward=trained, forward=named, recomputed=trained)
 
     def _find_spread(self) -> set[nn.Module]:
-        """Return the modules that see (B, T, D) or one row an example: the pooler, and what lies above an encoder."""
+        """Return the modules that read (B, T, D) or one row an example: the pooler, and modules above an encoder."""
         pooler = getattr(self.stack, "pooler", None)
         spread = set(pooler.modules()) if isinstance(pooler, nn.Module) else set()
         return spread if self.head is not None else spread | set(self.model.modules()) - set(self.stack.modules())

@@ -1,4 +1,4 @@
-"""The forward of a model whose batches are packed: what it computes of a batch, and what the caller gets.
+"""The forward of a model whose batches are packed: the computed rows of a batch, and the output for the caller.
 
 Shape letters: B examples, T positions, N computed rows, R rows of the head, V vocabulary.
 """
@@ -54,7 +54,7 @@ from sparsebp_cli.backward.kind.packing.refusal import (
     find_whole,
     refuse_arguments,
 )
-from sparsebp_cli.backward.kind.packing.scoring import run_scored
+from sparsebp_cli.backward.kind.packing.scoring import Passes, run_scored
 from sparsebp_cli.backward.kind.packing.sequence import SEQUENCES
 from sparsebp_cli.backward.kind.packing.tiled_head import TiledRun
 from sparsebp_cli.backward.kind.packing.update import Collected, KeptRows
@@ -75,22 +75,22 @@ from sparsebp_cli.errors import UnsupportedError, UsageError
 LOSS_ARGUMENTS = {"labels", "num_items_in_batch", SHIFTED}
 
 
-class PackedForward(ForwardOverride):
+class PackedForward(ForwardOverride, Passes):
     """The ``forward`` of a model whose batches are packed."""
 
     def __init__(self, extension: PackingPlanner) -> None:
         self.extension = extension
         self._is_comparing = False
-        self._plain: dict[str, Tensor] = {}  # what the plain step of the batch that is compared has for the script
+        self._plain: dict[str, Tensor] = {}  # outputs of the plain step in a comparison, for the script
         self._model = extension.model
         self._names = argument_names(self._model)
-        # Not compiled, since the number of rows differs from step to step. Compiled layers stay compiled.
+        # Do not compile, since the number of rows differs from step to step. Compiled layers stay compiled.
         self._run = uncompiled(self._pack)
         self._score = uncompiled(partial(run_scored, extension.scoring, self))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model."""
-        if args and args[0] is self._model:  # accelerate's wrapper calls a forward it has wrapped as a method
+        if args and args[0] is self._model:  # accelerate's wrapper calls the wrapped forward as a method
             args = args[1:]
         arguments = dict(zip(self._names, args, strict=False)) | kwargs
         extension = self.extension
@@ -103,7 +103,7 @@ class PackedForward(ForwardOverride):
 
     @contextmanager
     def reading(self, labels_BT: Tensor) -> Iterator[None]:
-        """Compute what these labels need of forwards in the block that are given none."""
+        """Compute the rows that these labels need, in forwards without labels inside the block."""
         extension, before = self.extension, self.extension.given_labels
         extension.given_labels = labels_BT
         try:
@@ -114,12 +114,11 @@ class PackedForward(ForwardOverride):
     def _pack(self, arguments: dict[str, Any]) -> Any:
         if is_in_transform():
             raise UnsupportedError(
-                "torch.func (vmap, grad, jacrev) over a model with lossless is not built: run it inside "
+                "torch.func (vmap, grad, jacrev) over a model with lossless is not supported: run it inside "
                 "engine.disabled()"
             )
         given = {name: value for name, value in arguments.items() if value is not None}
-        # The loss that balances experts is one of the whole batch, and masks of dropout are drawn for the whole batch:
-        # it is not cut then.
+        # Do not split the batch if its loss balances experts or its dropout is active: both refer to the whole batch.
         if not given.get(ARGUMENT) or balances_experts(self._model, given) or self.extension.dropout:
             return self._pack_part(arguments)
         output = self.extension.dead.run(given, self._pack_part, self._score)
@@ -158,13 +157,13 @@ class PackedForward(ForwardOverride):
             if reason := extension.find_failure(batch):
                 counts.refuse(reason)
                 return self._run_whole(given, plain)
-            leaves = extension.head is not None or extension.stack is self._model  # to the script, not to the model
+            leaves = extension.head is not None or extension.stack is self._model  # the output goes to the script
             with checked(self._plain) if is_compared and leaves and extension.pair is None else nullcontext():
                 output = self.compute(batch, given)
         except LooksAheadError:
             if extension.is_causal is False:
                 raise
-            extension.is_causal = False  # found out by its first mask
+            extension.is_causal = False  # its first mask shows it
             extension.drop_update()
             return self._pack_part(arguments)
         finally:
@@ -176,16 +175,16 @@ class PackedForward(ForwardOverride):
         return output.to_tuple() if given.get("return_dict") is False else output
 
     def _run_whole(self, given: Mapping[str, Any], plain: Callable[[], Any]) -> Any:
-        """Run the plain forward on a batch of which nothing is left out, and count it."""
+        """Run the plain forward on a batch without rows to skip, and count it."""
         self.extension.last = None
         self.extension.counts.add_plain(next(given[name] for name in BATCH if name in given).shape[:2].numel())
         self.extension.note()
         return plain()
 
     def find_batch(self, given: dict[str, Any], counts: Counts, labels: Tensor | None) -> PackedBatch | None:
-        """Arrange the rows of a batch; None if the plain forward does as little.
+        """Arrange the rows of a batch; None if packing saves no work.
 
-        ``labels`` are those of the script, for a forward that is given none.
+        ``labels`` are the script's labels, for a forward without labels.
         """
         extension = self.extension
         if extension.pair is not None and find_reentrant(self._model) is not None:
@@ -207,7 +206,7 @@ class PackedForward(ForwardOverride):
         return extension.plan(given, read, counts=counts) if batch is None else batch
 
     def _find_weightless(self, given: Mapping[str, Any]) -> Bools | None:
-        """Return the positions of which the loss of this forward has said that their weight is zero; None: of none."""
+        """Return the positions that have weight zero in the loss of this forward; None: no such position."""
         weight_B = None if given.get(ARGUMENT) else self.extension.dead.weight_B
         if weight_B is not None and "labels" in given:
             raise UsageError(
@@ -218,7 +217,7 @@ class PackedForward(ForwardOverride):
         return find_weightless(self._model, (int(first.shape[0]), int(first.shape[1])), weight_B)
 
     def _read(self, given: Mapping[str, Any], labels: Tensor | None) -> Bools | None:
-        """Return the positions of a causal language model whose logits are read; None: all that are not padding."""
+        """Return the positions of a causal language model whose logits are read; None: all positions but padding."""
         if self.extension.head is None:
             return None
         target_BT = find_targets(given, labels)
@@ -235,21 +234,21 @@ class PackedForward(ForwardOverride):
         return real & columns
 
     def _verify(self, batch: PackedBatch, given: dict[str, Any]) -> None:
-        """Compare the packed step of this batch with the plain one, and note if it cannot be used."""
+        """Compare the packed step of this batch with the plain one, and record the result."""
         extension = self.extension
-        if find_reentrant(self._model) is not None:  # the comparison runs without
+        if find_reentrant(self._model) is not None:  # the comparison runs without reentrant checkpointing
             extension.shortens = False
         whole, inputs = given, _copy_computed(given)
         tokens = None if extension.prompt is None else extension.prompt.find_tokens(given)
-        given = given | inputs | {"return_dict": True}  # a tuple does not say which of its parts is the loss
+        given = given | inputs | {"return_dict": True}  # a tuple does not show which of its parts is the loss
         if tokens is not None and "inputs_embeds" in inputs:
-            # A row that examples share has the gradient of all of them: compared by token, not by position.
+            # A shared row has the gradient of all its examples, so compare by token, not by position.
             table_UD, number_BT = make_table(inputs["inputs_embeds"].detach(), tokens)
             inputs = inputs | {"inputs_embeds": table_UD.requires_grad_()}
             given = given | {"inputs_embeds": partial(table_UD.__getitem__, number_BT)}  # a graph for each pass
         leaves = [*(p for p in self._model.parameters() if p.requires_grad), *inputs.values()]
         if not leaves:
-            return  # there is no gradient that could differ
+            return  # no gradient could differ
         enabled = extension.engine.enabled
         extension.engine.enabled, self._is_comparing = False, True
         try:
@@ -287,7 +286,7 @@ class PackedForward(ForwardOverride):
         )
 
     def _run_kept(self, inputs: dict[str, Any]) -> Any:
-        """Run the plain forward, and keep what a script would read of it."""
+        """Run the plain forward, and store the outputs that a script would read."""
         output = self.run_covered(self._model, **inputs)
         if self.extension.head is not None and "labels" not in inputs and isinstance(output.logits, Tensor):
             self._plain = {"logits": output.logits.detach()}
@@ -297,19 +296,19 @@ class PackedForward(ForwardOverride):
         return output
 
     def decide(self, check: Check, given: dict[str, Any]) -> Check:
-        """Ask which of two passes that differ computes each example as if it were alone, as both claim."""
+        """Return the check with the pass that is wrong, found by comparing both passes with each example alone."""
         extension = self.extension
         inputs = {n: v for n, v in given.items() if n not in LOSS_ARGUMENTS | {"return_dict", ARGUMENT}}
         batch = extension.plan(inputs, None, whole=True)
         if batch is None:
             return check
-        # Below the hooks of the model, as both passes are: its outer forward has not ended, and hooks hold its state.
+        # Run below the model's hooks, like both passes: the outer forward has not ended, and hooks hold its state.
         plain_forward = partial(self.run_covered, self._model)
         passes = (partial(plain_forward, **renew(inputs)), partial(self.compute, batch, renew(inputs)))
         try:
             with extension.scoring.paused():
                 plain, packed = compare_with_alone(self._model, extension.find_examples(inputs), passes, plain_forward)
-        except Exception:  # whatever a model raises for an example alone
+        except Exception:  # a model may raise anything for a single example
             return check
         return check.decide(plain, packed)
 
@@ -320,7 +319,7 @@ class PackedForward(ForwardOverride):
             "return_dict": True,
             "use_cache": False,
         }
-        # Sites count what a backward follows.
+        # Sites count only forwards that a backward follows.
         short = extension.engine.short_forward(num_rows=batch.layout.shape[0] * batch.layout.shape[1])
         with short if torch.is_grad_enabled() else nullcontext():
             if extension.pair is not None and isinstance(batch, PairBatch):
@@ -332,7 +331,7 @@ class PackedForward(ForwardOverride):
             return self._compute_causal(batch, given, options)
 
     def _compute_spread(self, batch: PackedBatch, given: dict[str, Any], options: dict[str, Any]) -> Any:
-        """Pack the base model alone, and let what lies above it see (B, T, D)."""
+        """Pack only the base model; modules above it read (B, T, D)."""
         extension, stack = self.extension, self.extension.stack
 
         def run_stack(*args: Any, **kwargs: Any) -> Any:
@@ -362,7 +361,7 @@ class PackedForward(ForwardOverride):
         index, inverse = rows, torch.arange(len(rows), device=rows.device)
         if batch.layout.num_shared:
             index, inverse = torch.unique(rows, return_inverse=True)
-        if not len(rows):  # the head needs one row
+        if not len(rows):  # the head needs at least one row
             index = rows.new_zeros(1)
         head = extension.head
         assert head is not None
@@ -397,8 +396,8 @@ class PackedForward(ForwardOverride):
         return defer_logits(output, extension.scoring.later(partial(self._all_logits, given)))
 
     def _rows_before(self, batch: PackedBatch, given: dict[str, Any], options: dict[str, Any]) -> Sequence[KeptRows]:
-        """Return what is kept of rows that this batch shares with other micro-batches of its update; in a comparison
-        they run for this batch alone."""
+        """Return the held rows that this batch shares with other micro-batches of its update. In a comparison, compute
+        them for this batch alone."""
         extension, update, number = self.extension, self.extension.update, batch.number
         if update is None or number is None:
             return ()
@@ -408,7 +407,7 @@ class PackedForward(ForwardOverride):
 
         def run(layout: PackedLayout, before: Sequence[KeptRows], collected: Collected) -> Tensor:
             found: list[Tensor] = []
-            # Known before any row runs that several batches share: a resumed run may begin at each of them.
+            # Find this out before any shared row runs, since a resumed run may begin at any of the batches.
             if extension.shortens is None and layout.read is not None:
                 rows_of = partial(layout.take, row_R=layout.read.row_M)
                 extension.shortens = self._try_last_layer(layout, given, options, rows_of, before)
@@ -433,7 +432,7 @@ class PackedForward(ForwardOverride):
         return open_held(number, run, device, extension.most_read)
 
     def _take(self, batch: PackedBatch, before: Sequence[KeptRows], hidden: Tensor, row_R: Tensor) -> Tensor:
-        """Return the rows (1, R, D) of which the head is read."""
+        """Return the rows (1, R, D) for the head."""
         outputs = [rows.hidden for rows in before if rows.hidden is not None]
         taken = batch.layout.take(hidden, row_R, outputs)
         update = self.extension.update
@@ -442,20 +441,20 @@ class PackedForward(ForwardOverride):
         return taken
 
     def _all_logits(self, given: Mapping[str, Any]) -> Tensor:
-        """Return the logits of the plain forward: somebody reads those of labels without a weight."""
+        """Return the logits of the plain forward, for a script that reads logits at positions of weight zero."""
         inputs = {name: value for name, value in given.items() if name not in LOSS_ARGUMENTS}
         logits: Tensor = self.run_plain(**inputs).logits
         return logits
 
     @property
     def _trains(self) -> bool:
-        """Whether the forward that runs is one of the training itself."""
+        """Whether the running forward is a training forward, not a comparison or a probe."""
         return torch.is_grad_enabled() and not self._is_comparing and not self.extension.engine.is_probing
 
     def _start_tiles(
         self, batch: PackedBatch, given: Mapping[str, Any], index_U: Tensor, inverse_R: Tensor
     ) -> TiledRun | None:
-        """Return the head in tiles, with the model's loss; None: the plain head."""
+        """Return a run of the head in tiles with the model's loss; None: use the plain head."""
         extension, target_BT, place_R = self.extension, find_targets(given), batch.place_R
         if target_BT is None or not len(place_R):
             return None
@@ -478,9 +477,9 @@ class PackedForward(ForwardOverride):
         take: Callable[[Tensor], Tensor],
         before: Sequence[KeptRows],
     ) -> bool:
-        """Return whether the head gets the same if the last layer runs the rows alone that are read.
+        """Return whether the head gets the same input if the last layer runs only the rows that are read.
 
-        It does not in a model that runs its layers in turns, calls attention twice in one, or shapes their output.
+        It does not if a model runs its layers repeatedly, calls attention twice in one, or reshapes their output.
         """
         extension, head = self.extension, self.extension.head
         options = {name: value for name, value in options.items() if name != ARGUMENT}
@@ -512,7 +511,7 @@ class PackedForward(ForwardOverride):
             last.skips, last.spreads = skips, spreads
             try:
                 short = run(shortens=True)
-            except Exception:  # whatever a layer raises that cannot do it
+            except Exception:  # a layer that cannot do it may raise anything
                 continue
             if bool((short - whole).norm() <= limit_of(self._model) * whole.norm()):
                 return True
@@ -539,13 +538,13 @@ class PackedForward(ForwardOverride):
 
 
 def _copy_computed(given: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return copies of the inputs that have a gradient: the graph behind them belongs to the script."""
+    """Return detached copies of the inputs that have a gradient, since the graph behind them belongs to the script."""
     found = {name: value for name, value in given.items() if isinstance(value, Tensor) and value.requires_grad}
     return {name: value.detach().clone().requires_grad_() for name, value in found.items()}
 
 
 def _spread_first(stack: nn.Module, batch: PackedBatch) -> list[tuple[nn.Module, Callable[..., Any]]]:
-    """Return a replacement of the pooler of an encoder, which reads the first position of each example."""
+    """Return a replacement for an encoder's pooler, which reads the first position of each example."""
     pooler = getattr(stack, "pooler", None)
     if not isinstance(pooler, nn.Module):
         return []
@@ -562,5 +561,5 @@ def _spread_first(stack: nn.Module, batch: PackedBatch) -> list[tuple[nn.Module,
 
 
 def _changed(output: Any, **changes: Tensor | tuple[Tensor | None, ...] | None) -> Any:
-    """Return a copy of a transformers output with other values, without what has the shape of the packed rows."""
+    """Return a copy of a transformers output with changed values, without fields in the shape of the packed rows."""
     return replace(output, **changes, **{name: None for name in CACHE_NAMES if name in vars(output)})

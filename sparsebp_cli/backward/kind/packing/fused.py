@@ -1,6 +1,6 @@
 """Packed rows under trl's fused head.
 
-The packed rows are given to it with shifted labels: one sequence of the rows that have a label.
+It receives the rows that have a label as one sequence, with shifted labels.
 
 Shape letters: B examples, T positions, R rows with a label, D width.
 """
@@ -28,14 +28,14 @@ def run_fused(
     run: Callable[[Tensor], Any],
     take: Callable[[Tensor, Tensor], Tensor],
 ) -> Any:
-    """Run trl's forward on packed rows, and return what it returns of the whole batch.
+    """Run trl's forward on packed rows, and return its output in the shape of the whole batch.
 
-    ``row_R`` are the rows of the positions that have a label. ``run`` calls the forward with shifted labels (1, R);
-    ``take`` returns rows of what the last layer returned.
+    ``row_R`` are the rows of the positions that have a label. ``run`` calls the forward with shifted labels (1, R).
+    ``take`` selects rows of the last layer's output.
     """
     size, place_R = batch.read_BT.shape, batch.place_R
     target_R = labels_at(target_BT, place_R)
-    if not len(place_R):  # one row without a label: the loss is zero and still has a gradient
+    if not len(place_R):  # run one row without a label, so that the loss is zero but has a graph
         place_R = row_R = place_R.new_zeros(1)
         target_R = target_BT.new_full((1,), IGNORED)
 

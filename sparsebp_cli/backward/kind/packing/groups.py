@@ -1,9 +1,9 @@
-"""Which segments of packed rows share one call of attention.
+"""Grouping of segments of packed rows: the segments of a group share one call of attention.
 
-A call costs as much as thousands of pairs of a query and a key. Segments of equal size are one call; those of other
-sizes join them, padded to the longest, where the additional pairs and the copies of rows cost less than a call. Padded
-queries repeat the last one of their segment, and their output is dropped; padded keys are attended to by no query. The
-gradients of both are zeros.
+A call costs as much as thousands of pairs of a query and a key. Segments of equal size form one call. Segments of other
+sizes join it, padded to the longest, if the additional pairs and copies cost less than another call. Padded queries
+repeat the last query of their segment, and their output is dropped. No query attends to padded keys. The gradients of
+both are zeros.
 
 Shape letters: N computed rows, G segments of a group, L queries of a segment, A rows before it, K its keys, R rows of a
 group.
@@ -22,18 +22,18 @@ from torch import Tensor
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
-# In pairs of a query and a key, forward and backward, as timed at widths 320 and 512 on two cores of a CPU. Calls of a
-# GPU cost more.
+# Cost of a call, in pairs of a query and a key, forward and backward, timed at widths 320 and 512 on two CPU cores.
+# Calls on a GPU cost more.
 CALL_COST = 10_000
-COPY_COST = 4  # of a query or a key in a padded group
+COPY_COST = 4  # cost of copying a query or a key in a padded group, in the same unit
 
 
 @dataclass(frozen=True)
 class Padding:
-    """How segments of several sizes form one tensor."""
+    """The arrangement of segments of several sizes in one padded tensor."""
 
-    row_S: Tensor  # for each of the G * L queries its row, counted from the first of the group
-    place_R: Tensor  # the reverse: the place of each row among the queries
+    row_S: Tensor  # row of each of the G * L queries, counted from the first row of the group
+    place_R: Tensor  # the inverse: index of each row among the queries
     is_key_GK: Tensor  # False: padding
 
 
@@ -45,12 +45,12 @@ class SegmentGroup:
     end: int  # the row after the last
     length: int  # L
     ancestor_GA: Tensor  # rows that precede each segment, in the order of their places
-    query_GL: Tensor  # places of the queries, by which masks and biases count
-    key_GK: Tensor  # places of the rows attended to: A before the segment, then its own L
-    attends: bool = True  # False: the rows attend to nothing, as padding does
+    query_GL: Tensor  # places of the queries, for masks and biases
+    key_GK: Tensor  # places of the keys: A before the segment, then its own L
+    attends: bool = True  # False: the rows attend to nothing, like padding
     has_one_parent: bool = False  # whether several segments follow the same rows
     padding: Padding | None = None  # None: all segments have L queries and K keys
-    # The number of each query's own key, counted from its segment's first: the last one that it attends to if causal.
+    # Index of each query's own key, counted from the segment's first key. A causal query attends to no later key.
     order_GL: Tensor | None = None  # None: the last L keys
     is_uniform: bool = False  # whether places and numbers are the same in all segments, so that one mask is enough
 
@@ -65,10 +65,10 @@ def arrange(
 ) -> list[list[int]]:
     """Return the numbers of the segments of each group, the largest segment first.
 
-    ``sizes`` are each segment's queries and keys. Segments of equal sizes form a group; groups whose segments have the
-    same ``kinds`` are joined if that is cheaper.
+    ``sizes`` are each segment's numbers of queries and keys. Segments of equal sizes form a group. The function joins
+    groups whose segments have the same ``kinds`` if that costs less.
     """
-    # One call for each group; one mask over all rows would multiply every pair of rows of a batch. See decision 33.
+    # One mask over all rows would multiply every pair of rows of a batch, so call attention by group. See decision 33.
     equal: dict[tuple[int, int, bool], list[int]] = {}
     for number, (length, num_keys) in sizes.items():
         equal.setdefault((num_keys, length, attends[number]), []).append(number)
@@ -80,8 +80,8 @@ def arrange(
 
 
 def _join(sets: list[list[int]], sizes: Mapping[int, tuple[int, int]]) -> list[list[int]]:
-    """Return neighbouring sets of segments joined so that the whole costs least; each set has segments of one size."""
-    costs, begins = [0], [0]  # of the sets before each number: their least cost, and where the last group begins
+    """Return neighbouring sets of segments joined at the least total cost. Each input set has segments of one size."""
+    costs, begins = [0], [0]  # for the first n sets: their least cost, and where their last group begins
     for end in range(1, len(sets) + 1):
         found = []
         num_segments = num_rows = length = num_keys = 0
@@ -115,15 +115,15 @@ def make_group(
 ) -> SegmentGroup:
     """Return the group of segments with these rows.
 
-    ``start`` is the number of its first query. The keys of a segment are those rows that precede it and its own; with
-    ``keys_apart`` they are looked up all, as rows before a segment are, and the queries may be any of its own rows.
+    ``start`` is the number of its first query. The keys of a segment are the rows that precede it and its own rows.
+    With ``keys_apart`` the group looks up all keys by index, and the queries may be any of the segment's own rows.
     """
     length, num_keys = max(map(len, queries)), max(map(len, keys))
     query_GL = np.stack([lengthen(rows, length) for rows in queries])
     key_GK = np.stack([lengthen(rows, num_keys) for rows in keys])
     ancestor_GA = key_GK if keys_apart else key_GK[:, : num_keys - length]
     is_padded = any(len(q) < length or len(k) < num_keys for q, k in zip(queries, keys, strict=True))
-    # A segment's own rows follow each other, and are its last keys.
+    # A segment's own rows are contiguous, and are its last keys.
     order_GL = np.stack([lengthen(q - k[-1] + len(k) - 1, length) for q, k in zip(queries, keys, strict=True)])
     is_last = not is_padded and bool((order_GL == np.arange(num_keys - length, num_keys)).all())
     place_GL, place_GK = place_N[query_GL], place_N[key_GK]

@@ -1,4 +1,4 @@
-"""The head of a causal language model on the rows that are read, and its logits in the shape that the caller expects.
+"""The head of a causal language model on the rows that are read, and its logits in the shape of the plain forward.
 
 Shape letters: B examples, T positions, N computed rows, R rows that are read, D width, V vocabulary.
 """
@@ -21,7 +21,7 @@ from sparsebp_cli.errors import UnsupportedError
 def run_head(
     head: nn.Module, covered: Callable[..., Any] | None, take: Callable[[Tensor], Tensor], hidden: Tensor
 ) -> Tensor:
-    """Run the head on the rows that ``take`` returns; ``covered`` is its forward where another library replaced it."""
+    """Run the head on the rows that ``take`` returns; ``covered`` is its forward if another library replaced it."""
     rows_1RD = take(hidden)
     logits: Tensor = call_module(head, rows_1RD) if covered is None else covered(rows_1RD)
     return logits
@@ -33,12 +33,12 @@ def read_rows(batch: PackedBatch) -> Tensor:
 
 
 def count_rows(batch: PackedBatch) -> int:
-    """Return how many rows the head runs: those of a shared position once."""
+    """Return how many rows the head runs. A shared row counts once."""
     return len(torch.unique(read_rows(batch))) if batch.layout.num_shared else len(batch.place_R)
 
 
 def spread_logits(logits_RV: Tensor, inverse: Tensor, batch: PackedBatch, kept: int | Tensor | None) -> Tensor:
-    """Return logits (B, T or as many as are kept, V) for a loss of the caller's own, zeros where none are read."""
+    """Return logits (B, T or the number kept, V) for the caller's own loss, zero where the caller reads none."""
     number_BT = torch.zeros(batch.read_BT.numel(), dtype=torch.long, device=logits_RV.device)
     number_BT = number_BT.index_copy_(0, batch.place_R, inverse).view(batch.read_BT.shape)
     columns = kept_columns(kept)
@@ -48,13 +48,13 @@ def spread_logits(logits_RV: Tensor, inverse: Tensor, batch: PackedBatch, kept: 
 
 
 def states_of(output: Any) -> dict[str, Tensor]:
-    """Return the hidden states of each layer that an output has, by what an error calls them."""
+    """Return the hidden states of each layer in an output, by their name in errors."""
     states: Sequence[Tensor | None] = getattr(output, "hidden_states", None) or ()
     return {f"hidden states {n} of the model": state for n, state in enumerate(states) if state is not None}
 
 
 def spread_states(output: Any, layout: PackedLayout) -> dict[str, tuple[Tensor | None, ...]]:
-    """Return the hidden states of each layer as the plain forward has them, (B, T, D), if the output has any."""
+    """Return the hidden states of each layer in the shape of the plain forward, (B, T, D), if the output has any."""
     named = {id(state): name for name, state in states_of(output).items()}
     if any(state.shape[:2] != (1, layout.num_rows) for state in states_of(output).values()):
         raise UnsupportedError("the hidden states of this model are not one row a position: leave them out")

@@ -1,9 +1,9 @@
 """The last layer of a decoder for the rows that the head reads, with the keys and values of all rows.
 
-The layer runs twice. The first run ends where attention is called, when keys and values of all rows are known; the
-second has the rows that are read. What the first run computes of the queries, and the second of keys and values, is
-thrown away. Where the layer's class is known to ``decoder/layout.py``, these products are left out; elsewhere that is
-cheaper than the rest of the layer on rows that nobody reads, and needs no knowledge of its parts.
+The layer runs twice. The first run ends at the attention call, when keys and values of all rows are known. The second
+run has only the rows that are read. The first run's queries and the second run's keys and values are not used. If
+``decoder/layout.py`` knows the layer's class, the layer skips these products. For other classes, this waste still costs
+less than the rest of the layer on rows that are not read, and needs no knowledge of the layer's parts.
 
 Shape letters: N computed rows, M rows of the last layer, D width.
 """
@@ -42,28 +42,27 @@ class LastLayer(ForwardOverride):
         known = find_attention(module, find_layouts({type(module).__name__}))
         self._core: nn.Module | None = None
         self._layout: AttentionLayout | None = None
-        if known is not None and not known[1].fused:  # a linear that makes all three is needed in both runs
+        if known is not None and not known[1].fused:  # a linear that computes q, k and v is needed in both runs
             self._core, self._layout = known[:2]
-        self.skips = self._layout is not None  # whether linears are left out whose output is thrown away
-        # Whether its output has all rows again, those that are not read as zeros: the model gives it the shape of the
-        # batch, as GPT-2 does.
+        self.skips = self._layout is not None  # whether to skip linears whose output is not used
+        # Whether to pad the output with zeros to all rows, for a model that reshapes it to the batch, such as GPT-2.
         self.spreads = False
-        self.num_calls = 1  # of attention in the layer
+        self.num_calls = 1  # attention calls in the layer
 
     @property
     def ways(self) -> Sequence[tuple[bool, bool]]:
-        """Values of ``skips`` and ``spreads`` under which the head may get the same, the cheapest first."""
+        """Combinations of ``skips`` and ``spreads`` to try, the least work first."""
         skips = (False,) if self._layout is None else (True, False)
         return [(skip, spread) for spread in (False, True) for skip in skips]
 
     @property
     def most_read(self) -> float:
-        """Largest share of the rows that are read for which it runs these alone."""
+        """Largest fraction of rows that are read at which the layer runs only these."""
         return 1.0 if self.skips else MAX_READ
 
     @property
     def all_rows(self) -> frozenset[nn.Module]:
-        """Its modules that run for all rows; the others have those that are read."""
+        """Its modules that run on all rows. The others run on the rows that are read."""
         attention = self._core or next((m for m in self.module.modules() if hasattr(m, "is_causal")), None)
         if attention is None:
             return frozenset()
@@ -77,7 +76,7 @@ class LastLayer(ForwardOverride):
         mask = next((value for value in (*args, *kwargs.values()) if isinstance(value, PackedMask)), None)
         read = mask.layout.read if mask is not None and mask.state.shortens else None
         whole = self.is_removed or torch.compiler.is_compiling()
-        # Reentrant checkpointing runs a backward of its own, which would go through the keys into earlier layers.
+        # Reentrant checkpointing runs its own backward, which would continue through the keys into earlier layers.
         if whole or mask is None or read is None or find_reentrant(self.module) is not None:
             return self.run_covered(self.module, *args, **kwargs)
 
@@ -92,7 +91,7 @@ class LastLayer(ForwardOverride):
 
         try:
             with ExitStack() as stack:
-                # It would compute the keys again, and end there again.
+                # Checkpointing would compute the keys again, and end there again.
                 stack.enter_context(without_checkpointing(self.module))
                 self._skip(stack, () if self._layout is None else self._layout.query)
                 run(mask.ending_at_attention(self.num_calls), None)
@@ -108,12 +107,12 @@ class LastLayer(ForwardOverride):
             stack.enter_context(replace_forwards(skip_outputs(self._core, names, one_head=False)))
 
     def __reduce_ex__(self, _: object) -> Any:
-        """Return the plain forward, as of a layer of a model that is not packed."""
+        """Pickle as the plain forward of a layer of a model that is not packed."""
         return functools.partial, (type(self.module).forward, self.module)
 
 
 def install_last_layer(patches: ForwardPatches, stack: nn.Module) -> LastLayer | None:
-    """Override the last layer of a stack, and return what runs; None if something else overrides a part of it."""
+    """Override the last layer of a stack, and return the override; None if other code overrides a part of the layer."""
     layers = LayerNumbers(stack).layers
     if not layers or any("forward" in module.__dict__ for module in layers[-1].modules()):
         return None
@@ -123,7 +122,7 @@ def install_last_layer(patches: ForwardPatches, stack: nn.Module) -> LastLayer |
 
 
 def find_shares(stack: nn.Module, head: nn.Module | None) -> tuple[float, float]:
-    """Return the shares that the head and the last layer have of a model's products, by the sizes of their weights."""
+    """Return the fractions of a model's multiplications in the head and in the last layer, from weight sizes."""
 
     def count(*modules: nn.Module) -> int:
         return sum(p.numel() for module in modules for p in module.parameters() if p.dim() > 1)
@@ -135,7 +134,7 @@ def find_shares(stack: nn.Module, head: nn.Module | None) -> tuple[float, float]
 
 
 def _take(value: Any, num_rows: int, row_M: Tensor) -> Any:
-    """Return an argument of a layer for some of its rows."""
+    """Return an argument of a layer, restricted to some of its rows."""
     if isinstance(value, (tuple, list)):
         return type(value)(_take(item, num_rows, row_M) for item in value)
     if isinstance(value, dict):
@@ -147,7 +146,7 @@ def _take(value: Any, num_rows: int, row_M: Tensor) -> Any:
 
 
 def _spread(value: Any, num_rows: int, row_M: Tensor) -> Any:
-    """Return what a layer returned of some rows with a place for all of them."""
+    """Return a layer's output for some rows, padded with zeros to all rows."""
     if isinstance(value, tuple):
         return (_spread(value[0], num_rows, row_M), *value[1:])
     return value.new_zeros(1, num_rows, *value.shape[2:]).index_copy(1, row_M, value)

@@ -1,9 +1,9 @@
-"""Which positions of a batch are computed, once each, and which of them every one attends to.
+"""The layout of packed rows: which positions of a batch are computed, and to which rows each attends.
 
-Two positions of a causal model have the same hidden states if they have the same tokens, position numbers and places
-up to and including themselves. The positions of a batch therefore form a tree, and each node is computed once. A
-*segment* is a run of positions between two branches of that tree; without shared prefixes it is an example. The
-attention of a *group* of segments is one call.
+In a causal model, two positions have the same hidden states if their tokens, position numbers and places are the same,
+up to and including the position. So the positions of a batch form a tree, and the model computes each node once. A
+*segment* is a run of positions between two branches of that tree; without shared prefixes it is an example. One
+attention call computes a *group* of segments.
 
 Shape letters: B examples, T positions, N computed rows, G segments of a group, L rows of a segment, A rows before it.
 """
@@ -21,17 +21,17 @@ from torch import Tensor
 from sparsebp_cli.backward.kind.packing.groups import Bools, Ints, SegmentGroup, arrange, make_group, to_tensor
 from sparsebp_cli.backward.patch.boundary import fill
 
-# A branch costs one more attention call per layer; below this many shared positions it costs more than it saves.
+# A branch adds an attention call in each layer. With fewer shared positions it costs more than it saves.
 MIN_SHARED = 16
 
-# Largest share of rows for which a last layer runs twice that computes queries, keys and values once more, forward; by
-# the products of a llama's layer, 0.9 would break even.
+# Largest fraction of rows that are read at which a last layer runs twice, computing queries, keys and values again. By
+# the multiplications of a llama's layer, 0.9 would break even.
 MAX_READ = 0.8
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A run of positions of one example that stand for those of all examples which share them."""
+    """A run of positions of one example, which represents the same positions of all examples that share it."""
 
     example: int
     start: int  # index among the example's computed positions
@@ -42,30 +42,30 @@ class Segment:
 
 @dataclass(frozen=True)
 class ReadRows:
-    """The rows of the last layer: those that are read.
+    """The rows that the last layer runs because they are read.
 
-    The groups count these rows; ``ancestor_GA`` has all rows that a segment attends to, its own among them, as numbers
-    of computed rows.
+    The groups count these rows. ``ancestor_GA`` has all rows to which a segment attends, including its own, as indices
+    among the computed rows.
     """
 
-    row_M: Tensor  # number among the computed rows
-    number_N: Tensor  # the reverse; 0 for the others
+    row_M: Tensor  # index among the computed rows
+    number_N: Tensor  # the inverse; 0 for other rows
     groups: tuple[SegmentGroup, ...]
 
 
 @dataclass(frozen=True)
 class RowsBefore:
-    """Rows that another forward of the same update has computed, and segments of this one follow.
+    """Rows that another forward of the same update computed, and that precede segments of this forward.
 
-    They are numbered from N on, behind the rows of this forward.
+    Their numbers start at N, after the rows of this forward.
     """
 
-    hidden_A: Tensor  # where each is among the outputs of the last layer that are kept of them; 0: it is not read
+    hidden_A: Tensor  # index of each among their stored outputs of the last layer; 0: it is not read
 
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """The rows of one packed forward, and where they come from; tensors of indices are on the model's device."""
+    """The rows of one packed forward and their positions. Tensors of indices are on the model's device."""
 
     shape: tuple[int, int]  # (B, T) of the caller's batch
     source_N: Tensor  # index of each row among the B * T positions
@@ -73,10 +73,10 @@ class PackedLayout:
     row_BT: Tensor  # row of each position; 0 where it is not computed
     computed_BT: Tensor  # whether a position has a row
     groups: tuple[SegmentGroup, ...]
-    is_causal: bool  # whether rows were left out because only later positions attend to them, or were shared
-    num_shared: int = 0  # positions that have the row of another example
+    is_causal: bool  # whether rows are skipped or shared because positions attend only to earlier ones
+    num_shared: int = 0  # positions that use the row of another example
     read: ReadRows | None = None  # None: the last layer runs all rows
-    before: RowsBefore | None = None  # None: every row that is attended to has its own here
+    before: RowsBefore | None = None  # None: all keys belong to rows of this forward
 
     @property
     def num_rows(self) -> int:
@@ -90,22 +90,22 @@ class PackedLayout:
 
     @property
     def num_last_rows(self) -> int:
-        """Rows of the last layer, where it runs those that are read."""
+        """Rows of the last layer, if it runs only rows that are read."""
         return self.num_rows if self.read is None else len(self.read.row_M)
 
     @property
     def num_last_pairs(self) -> int:
-        """Pairs of a query and a key of its attention."""
+        """Pairs of a query and a key in its attention."""
         return self.num_pairs if self.read is None else count_pairs(self.read.groups)
 
     def has_rows_of(self, other: PackedLayout) -> bool:
-        """Return whether each row is of the same position as in another layout."""
+        """Return whether each row has the same position as in another layout."""
         return self.shape == other.shape and torch.equal(self.source_N, other.source_N)
 
     def take(self, hidden_1ND: Tensor, row_R: Tensor, before: Sequence[Tensor] = ()) -> Tensor:
-        """Return rows (1, R, D) of what the last layer returned, by their numbers among the computed rows.
+        """Return rows (1, R, D) of the last layer's output, by their indices among the computed rows.
 
-        ``before`` are the outputs (1, ..., D) that are kept of the rows before them.
+        ``before`` are the stored outputs (1, ..., D) of the rows before them.
         """
         is_short = self.read is not None and hidden_1ND.shape[1] != self.num_rows
         if self.before is not None:
@@ -119,7 +119,7 @@ class PackedLayout:
         return hidden_1ND[:, row_R]
 
     def spread(self, hidden_N: Tensor, what: str = "hidden states") -> Tensor:
-        """Return rows (N, ...) as (B, T, ...), zeros where a position was not computed; ``what`` they are."""
+        """Return rows (N, ...) as (B, T, ...), zero at positions without a row; ``what`` names them in errors."""
         spread_BT = hidden_N.index_select(0, self.row_BT.flatten()).view(*self.shape, *hidden_N.shape[1:])
         return fill(spread_BT, self.computed_BT, what)
 
@@ -139,11 +139,11 @@ def make_layout(  # noqa: PLR0913 - the facts of a batch
 ) -> PackedLayout:
     """Arrange the needed positions of a batch.
 
-    ``place_BT`` are the numbers by which windows and chunks of attention count, as the plain step counts columns; None:
-    the position numbers. ``token_BT`` are the token ids if prefixes are shared, None if every example has rows of its
-    own. ``alone_BT`` marks positions that attend to nothing and are attended to by none, ``begins_BT`` those at which
-    another sequence begins in an example that holds several, ``read_BT`` those whose output is read; None: all.
-    ``most_read`` is the largest share of rows for which the last layer runs those that are read alone.
+    ``place_BT`` are the places that windows and chunks of attention use, like columns in the plain step; None: the
+    position numbers. ``token_BT`` are the token ids if examples share prefixes, else None. ``alone_BT`` marks positions
+    that attend to nothing and to which nothing attends. ``begins_BT`` marks where another sequence begins inside an
+    example. ``read_BT`` marks positions whose output is read; None: all. ``most_read`` is the largest fraction of rows
+    that are read at which the last layer runs only these.
     """
     flat_BT = np.arange(needed_BT.size).reshape(needed_BT.shape)
     sources = [flat[row] for flat, row in zip(flat_BT, needed_BT, strict=True)]
@@ -168,9 +168,7 @@ def make_layout(  # noqa: PLR0913 - the facts of a batch
 
 def branch(keys: list[Ints]) -> tuple[list[Segment], list[tuple[int, int]]]:
     """Return the segments of the tree of sequences, and for each example its number of shared positions and the last of
-    their segments.
-
-    Sequences in the order of their bytes have their longest common prefixes with a neighbour.
+    their segments. Sorting by bytes makes the sequences with the longest common prefixes neighbours.
     """
     order = sorted(range(len(keys)), key=lambda example: keys[example].tobytes())
     cuts: dict[int, set[int]] = {example: {0, len(keys[example])} for example in order}
@@ -180,7 +178,7 @@ def branch(keys: list[Ints]) -> tuple[list[Segment], list[tuple[int, int]]]:
         same = (keys[before][:size] == keys[example][:size]).all(1)
         length = size if same.all() else int(same.argmin())
         prefix.append(length if length >= MIN_SHARED else 0)
-    # A sequence is cut where a later one leaves it, in the sequence that holds those rows.
+    # Split a sequence where a later one branches off, in the sequence that has those rows.
     path: list[tuple[int, int, int]] = []  # (example, begin, end) of the rows on the way to the current sequence
     holders = []
     for number, example in enumerate(order):
@@ -222,12 +220,12 @@ def arrange_segments(  # noqa: PLR0913, PLR0915 - the facts of a batch, in one w
     is_causal: bool,
     kept: Mapping[int, Ints] | None = None,
 ) -> PackedLayout:
-    """Arrange the rows of segments, of which each follows its parent.
+    """Arrange the rows of segments. Each segment follows its parent.
 
-    ``shared`` has for each example its number of positions that have rows in segments of others, and the last of these.
-    ``sources`` are the indices of the computed positions of each example. ``wanted`` marks the positions that are read,
-    with the largest share of rows for which that matters. ``kept`` are the segments whose rows another forward has
-    computed, each with the places of its rows among the outputs that are kept; None: there is none.
+    ``shared`` has for each example the number of positions with rows in other examples' segments, and the last of these
+    segments. ``sources`` are the indices of the computed positions of each example. ``wanted`` marks the positions that
+    are read, with the largest fraction of rows at which the last layer runs only these. ``kept`` maps segments that
+    another forward computed to the indices of their rows among the stored outputs; None: no such segment.
     """
     size = position_BT.shape
     held = {} if kept is None else kept
@@ -235,7 +233,7 @@ def arrange_segments(  # noqa: PLR0913, PLR0915 - the facts of a batch, in one w
     own = [segment.end - segment.start for segment in segments]
     sizes = {number: (own[number], own[number] + sum(own[n] for n in chain)) for number, chain in enumerate(before)}
     attends = {number: segment.attends for number, segment in enumerate(segments)}
-    # Segments of other lengths join a group only if what they attend to before themselves is the same.
+    # Segments of other lengths join a group only if they have the same keys before themselves.
     parents = {number: segment.parent for number, segment in enumerate(segments)}
     members = arrange({number: size for number, size in sizes.items() if number not in held}, attends, parents)
     rows: dict[int, Ints] = {}
@@ -273,7 +271,7 @@ def arrange_segments(  # noqa: PLR0913, PLR0915 - the facts of a batch, in one w
         is_read = np.zeros(len(source_NA), bool)
         is_read[row[wanted[0].reshape(-1) & computed]] = True
         is_read = is_read[:num_rows]
-        if kept is not None and not is_read.any():  # a layer needs one row; others run for keys and values alone
+        if kept is not None and not is_read.any():  # a layer needs one row; the others run only for keys and values
             is_read[0] = True
         if 0 < is_read.sum() <= wanted[1] * len(is_read) and not is_read.all():
             own_rows_of = {n: own for n, own in rows.items() if n not in held}
@@ -300,8 +298,8 @@ def _find_read(
     place_N: Ints,
     device: torch.device,
 ) -> ReadRows:
-    """Return the rows of the last layer. ``rows`` are those of each segment, ``chains`` the same after all rows before
-    the segment.
+    """Return the rows of the last layer. ``rows`` are the rows of each segment, ``chains`` all rows before it and then
+    its own.
     """
     queries = {n: own[is_read[own]] for n, own in rows.items() if is_read[own].any()}
     members = arrange({n: (len(own), len(chains[n])) for n, own in queries.items()}, attends, attends)

@@ -1,4 +1,4 @@
-"""The model's own loss of the rows that have a label.
+"""The model's own loss, computed on the rows that have a label.
 
 Shape letters: B examples, T positions, R rows with a label, V vocabulary.
 """
@@ -11,14 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsebp_cli.backward.core.loss_weight import forward_weights, weights_at
+from sparsebp_cli.backward.core.loss_weight import check_causal_loss, forward_weights, weights_at
 from sparsebp_cli.backward.kind.fused_head import IGNORED
 
 
 def run_loss(model: Any, logits_RV: Tensor, target_BT: Tensor, place_R: Tensor, given: Mapping[str, Any]) -> Tensor:
-    """Return the loss by the model's own function; ``place_R`` are the positions of the rows."""
+    """Return the loss from the model's own function; ``place_R`` are the positions of the rows."""
+    check_causal_loss(model)
     target_R, count = labels_at(target_BT, place_R), _count(model, target_BT, given)
-    if not len(place_R):  # the plain loss of a batch without a label: no number for a mean, 0 for a share of others
+    if not len(place_R):  # like the plain loss of a batch without labels: NaN as a mean, 0 with a given divisor
         place_R, target_R = place_R.new_zeros(1), target_BT.new_full((1,), IGNORED)
     loss: Tensor = model.loss_function(
         logits_RV[None],
@@ -37,7 +38,7 @@ def labels_at(target_BT: Tensor, place_R: Tensor) -> Tensor:
 
 
 def weigh_labels(model: Any, target_BT: Tensor, place_R: Tensor, given: Mapping[str, Any]) -> Tensor:
-    """Return by what transformers' mean or sum of cross entropies multiplies that of each row, in float32."""
+    """Return the factor of each row's cross-entropy in transformers' mean or sum, in float32."""
     weight_R, count = weights_at(model, place_R), _count(model, target_BT, given)
     if weight_R is None:
         weight_R = torch.ones_like(place_R, dtype=torch.float32)
@@ -46,8 +47,8 @@ def weigh_labels(model: Any, target_BT: Tensor, place_R: Tensor, given: Mapping[
 
 
 def _count(model: Any, target_BT: Tensor, given: Mapping[str, Any]) -> Any:
-    """Return by how many labels the loss divides; None: by those that have a row."""
+    """Return the divisor of the loss; None: the number of labels that have a row."""
     count = given.get("num_items_in_batch")
-    if count is None and forward_weights(model) is not None:  # labels of weight 0 count, and have no row here
+    if count is None and forward_weights(model) is not None:  # labels of weight 0 count, but have no row here
         count = (target_BT != IGNORED).sum()
     return count

@@ -1,4 +1,4 @@
-"""Outputs of transformers of which the loss alone was computed: what else is read is computed then."""
+"""Transformers outputs with only the loss computed. Other values are computed when something reads them."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from sparsebp_cli.backward.patch.deferred import Deferred, deferring
 
 
 class Later(Deferred):
-    """A value of an output that is computed when it is read, and behaves as that value in the hands of whoever got it
-    through ``items`` or ``values``."""
+    """A value of an output that is computed on its first use. Code that got it through ``items`` or ``values`` can use
+    it like the value."""
 
     def __init__(self, find: Callable[[], Any]) -> None:
         super().__init__(find)
 
     def read(self) -> Any:
-        """Return the value; it has no graph, so nothing arrives at it."""
+        """Return the value, which has no graph."""
         return self._compute()
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # of copy and pickle, which ask before there is anything
+        if name.startswith("__"):  # copy and pickle look these up before the object has attributes
             raise AttributeError(name)
         return getattr(self.read(), name)
 
@@ -43,8 +43,8 @@ class Later(Deferred):
 
 
 def defer_values(output: Any, names: Iterable[str], compute: Callable[[], Any]) -> Any:
-    """Return an output of transformers with the loss of ``output``, whose other values, ``names``, are those of the
-    output that ``compute`` returns; it is called once, when one of them is read first."""
+    """Return a transformers output with the loss of ``output``. Its values in ``names`` come from the output of
+    ``compute``, which is called once, when something first reads one of them."""
     kind: Any = next(base for base in type(output).__mro__ if "__dataclass_fields__" in vars(base))
     made: list[Any] = []
 

@@ -1,8 +1,8 @@
-"""Rows of segments padded to one length, and back, with backwards that copy rows instead of adding them up.
+"""Padding of segments' rows to one length and its inverse, with backwards that copy rows instead of summing them.
 
-The gradient of a padded row is zero (see ``groups.py``), so each row has one place to get its gradient from.
+The gradient of a padded row is zero (see ``groups.py``), so each row's gradient comes from one place.
 
-Shape letters: R rows of a group, S places in it, with padding.
+Shape letters: R rows of a group, S places in it, including padding.
 """
 
 from __future__ import annotations

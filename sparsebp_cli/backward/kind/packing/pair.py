@@ -1,8 +1,8 @@
-"""Packing in a model of an encoder and a decoder.
+"""Packing in a model with an encoder and a decoder.
 
-Both stacks embed the plain batch, since each finds its positions in its own way. The first layer of each takes the rows
-that are needed: the encoder's of all tokens that are not padding, once for examples with the same source; the decoder's
-up to the last label. The head runs on the rows with a label, and the model's own forward computes the loss of these.
+Both stacks embed the plain batch, since each computes its positions in its own way. The first layer of each stack
+selects the needed rows. The encoder runs all tokens but padding, once for examples with the same source; the decoder
+runs rows up to the last label. The head runs on rows with a label, and the model's own forward computes their loss.
 
 Shape letters: B examples, S positions of the encoder, T of the decoder, M rows of the encoder, N of the decoder, R rows
 of the head, D width.
@@ -41,15 +41,15 @@ from sparsebp_cli.policy import BatchPacker, PackedSize
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-ARGUMENTS = {"decoder_input_ids", "decoder_attention_mask"}  # that a decoder alone does not know
+ARGUMENTS = {"decoder_input_ids", "decoder_attention_mask"}  # arguments that a decoder-only model does not have
 
 
 @dataclass(frozen=True)
 class PairBatch(PackedBatch):
-    """What is computed of one batch; ``layout`` and ``read_BT`` are the decoder's."""
+    """The computed rows of one batch. ``layout`` and ``read_BT`` belong to the decoder."""
 
     source: PackedLayout | None = None  # the encoder's rows
-    decoder_ids: Tensor | None = None  # as the model makes them of labels, if the caller gave none
+    decoder_ids: Tensor | None = None  # made from labels like in the model, if the caller passed none
 
     @property
     def num_positions(self) -> int:
@@ -58,12 +58,12 @@ class PairBatch(PackedBatch):
 
     @property
     def num_shared(self) -> int:
-        """Positions that have the row of another example, in the encoder and in the decoder."""
+        """Positions that use the row of another example, in the encoder and in the decoder."""
         return self.layout.num_shared + (0 if self.source is None else self.source.num_shared)
 
     @property
     def signature(self) -> tuple[bool, ...]:
-        """The kinds of rows that were left out."""
+        """The kinds of rows that packing skipped."""
         source = self.source
         assert source is not None
         return (*super().signature, bool(source.num_shared), bool((~source.computed_BT).any()), len(source.groups) > 1)
@@ -71,9 +71,9 @@ class PairBatch(PackedBatch):
 
 @final
 class PairPacking:
-    """The parts of an encoder and a decoder that run rows, and what they run of one batch.
+    """Packs the batches of a model with an encoder and a decoder.
 
-    Raises :class:`UnsupportedError` if rows cannot be left out of this model exactly.
+    Raises :class:`UnsupportedError` if skipping rows would change this model's gradient.
     """
 
     policy: BatchPacker
@@ -98,20 +98,22 @@ class PairPacking:
                     f"{type(stack).__name__} does not compute attention through transformers' attention interface"
                 )
             if not layers or "position_embeddings" in inspect.signature(type(layers[0]).forward).parameters:
-                raise UnsupportedError(f"{name} rotates positions in its layers: packing is not built for these pairs")
+                raise UnsupportedError(
+                    f"{name} rotates positions in its layers: packing is not supported for these pairs"
+                )
             self._layers.append(layers[0])
         self.head = model.get_output_embeddings()
         self._biased = find_biased(model)
 
     def install(self, patches: ForwardPatches) -> None:
-        """Override the first layers, and attention that has a position bias."""
+        """Override the first layers, and attention with a position bias."""
         for layer in self._layers:
             patches.install(layer, PackedEntry(layer))
         for module in self._biased:
             patches.install(module, BiasedAttention(module))
 
     def plan(self, given: Mapping[str, Any]) -> PairBatch | None:
-        """Arrange the rows of a batch; None if the plain forward does as little, or its masks are not known."""
+        """Arrange the rows of a batch; None if packing saves no work, or the masks are not supported."""
         source = self._plan_source(given)
         labels = given.get("labels")
         ids = given.get("decoder_input_ids")
@@ -129,7 +131,7 @@ class PairPacking:
             return None
         needed = self._needed(real, read)
         tokens = ids.cpu().numpy()
-        # Rows of two examples are the same only if both attend to the same source.
+        # Rows of two examples are equal only if both examples have the same source.
         keys = tokens + numbers[:, None] * (int(tokens.max()) + 1)
         position = np.broadcast_to(np.arange(ids.shape[1]), ids.shape).copy()
         shares = self.policy.prefixes == "share"
@@ -143,7 +145,7 @@ class PairPacking:
         return PairBatch(target, *to_place(read, ids.device), padding, unread, layout, ids)
 
     def _needed(self, real_BT: Bools, read_BT: Bools) -> Bools:
-        """Return the positions of the decoder that are computed, at least one an example."""
+        """Return the positions that the decoder computes, at least one for each example."""
         if not self.policy.labels:
             return real_BT
         size = real_BT.shape[1]
@@ -152,7 +154,7 @@ class PairPacking:
         return needed
 
     def _plan_source(self, given: Mapping[str, Any]) -> tuple[PackedLayout, Ints] | None:
-        """Return the encoder's rows, and for each example the first one that has the same source."""
+        """Return the encoder's rows, and for each example the first example with the same source."""
         ids, embeds = given.get("input_ids"), given.get("inputs_embeds")
         first = ids if ids is not None else embeds
         if first is None:
@@ -176,7 +178,7 @@ class PairPacking:
         return replace(layout, row_BT=row, computed_BT=computed, num_shared=shared), numbers
 
     def shares(self, batch: PairBatch) -> dict[str, float]:
-        """Return the remaining share of the work of modules whose work is not that of the decoder's rows."""
+        """Return the remaining fraction of work for modules that do not run on the decoder's rows."""
         source = batch.source
         assert source is not None
         inside = {id(module) for module in self.encoder.modules()}
@@ -189,7 +191,7 @@ class PairPacking:
         return named | heads
 
     def compute(self, batch: PairBatch, given: Mapping[str, Any], options: dict[str, Any]) -> tuple[Any, int]:
-        """Return the model's output, and the number of calls of attention."""
+        """Return the model's output, and the number of attention calls."""
         source, layout, labels = batch.source, batch.layout, given.get("labels")
         assert source is not None
         calls = 0
@@ -233,14 +235,14 @@ class PairPacking:
 
 
 def is_pair(model: nn.Module) -> bool:
-    """Return whether a model of transformers is an encoder and a decoder."""
+    """Return whether a transformers model has an encoder and a decoder."""
     return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
 def shift_labels(model: PreTrainedModel, labels_BT: Tensor) -> Tensor:
-    """Return what the decoder reads where only labels are given, as the model makes it of them."""
+    """Return the decoder inputs that the model makes from labels."""
     config = model.config
-    # What transformers' collator for pairs calls; families without it have a function in the file of their model.
+    # transformers' collator for pairs calls this method. Families without it have a function in their model's module.
     own = getattr(model, "prepare_decoder_input_ids_from_labels", None)
     if own is not None:
         own_ids: Tensor = own(labels_BT)

@@ -1,4 +1,4 @@
-"""What is computed of the batches of one model: which rows, in which order, and what of them was compared and counted.
+"""Planning of packed batches: chooses and arranges the rows of each batch, and decides which batches to compare.
 
 Shape letters: B examples, T positions, N computed rows.
 """
@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from sparsebp_cli.backward.core.extension import EngineExtension
-from sparsebp_cli.backward.decoder.decoder import argument_names, find_reentrant
+from sparsebp_cli.backward.decoder.decoder import argument_names, find_reentrant, is_pretrained
 from sparsebp_cli.backward.isolation import Examples, examples_at
 from sparsebp_cli.backward.kind.fused_head import ARGUMENT, has_fused_head
 from sparsebp_cli.backward.kind.packing.attention import AttentionRule, Switch, ask_rule, packed
@@ -31,8 +30,8 @@ from sparsebp_cli.backward.kind.packing.batch import (
     SHIFTED,
     STATES,
     BatchFacts,
-    BatchRows,
     Counts,
+    NeededRows,
     PackedBatch,
     find_before,
     find_labelled,
@@ -46,7 +45,7 @@ from sparsebp_cli.backward.kind.packing.groups import Bools
 from sparsebp_cli.backward.kind.packing.head import count_rows
 from sparsebp_cli.backward.kind.packing.last_layer import LastLayer, find_shares
 from sparsebp_cli.backward.kind.packing.layout import PackedLayout
-from sparsebp_cli.backward.kind.packing.packed_model import PackingEngine
+from sparsebp_cli.backward.kind.packing.packed_model import PackedModel, PackingEngine
 from sparsebp_cli.backward.kind.packing.pair import ARGUMENTS, PairPacking, is_pair
 from sparsebp_cli.backward.kind.packing.prompt import SoftPrompt
 from sparsebp_cli.backward.kind.packing.refusal import (
@@ -70,7 +69,7 @@ from sparsebp_cli.backward.patch.forward import (
     ModulePlaces,
     check_free,
 )
-from sparsebp_cli.errors import UnsupportedError
+from sparsebp_cli.errors import UnsupportedError, UsageError
 from sparsebp_cli.policy import BatchPacker, PackedSize
 
 if TYPE_CHECKING:
@@ -83,10 +82,10 @@ _NOTHING_SEEN = (
 _EVAL_MODE = "{} is in eval mode, as from_pretrained returns it, and runs plainly: call model.train() before the loop"
 
 
-class PackingPlanner(EngineExtension):
+class PackingPlanner(PackedModel):
     """Arranges the rows of the batches of one model, and runs them.
 
-    Raises :class:`UnsupportedError` if rows cannot be left out of this model exactly.
+    Raises :class:`UnsupportedError` if skipping rows would change this model's gradient.
     """
 
     policy: BatchPacker
@@ -109,7 +108,7 @@ class PackingPlanner(EngineExtension):
         self.head = self.model.get_output_embeddings() if self.pair is not None else find_head(self.model)
         self._prefix = next((f"{name}." if name else "") for name, m in model.named_modules() if m is self.model)
         refuse_inexact(self.model)
-        # A forward that somebody else put there is known in one form alone, that of trl.
+        # The only foreign forward that packing supports is trl's.
         if not has_fused_head(self.model):
             check_free("the model", self.model)
         check_free("the base model", self.stack)
@@ -122,32 +121,32 @@ class PackingPlanner(EngineExtension):
         self._text = find_text(self.model)
         self._attention_layers = sum(map(is_attention, self._text.modules()))
         if not self._attention_layers:
-            raise UnsupportedError(f"{type(self.model).__name__} has no attention layers that packing knows")
-        self.is_causal: bool | None = None  # of the attention; None before the first forward
-        self._rules: dict[bool, AttentionRule] = {}  # by whether a forward makes a cache
+            raise UnsupportedError(f"{type(self.model).__name__} has no attention layers that packing supports")
+        self.is_causal: bool | None = None  # whether attention is causal; None before the first forward
+        self._rules: dict[tuple[bool, bool], AttentionRule] = {}  # by (uses a cache, uses checkpointing)
         self.counts, self.failure = Counts(), ""
-        self.failed: dict[tuple[bool, ...], str] = {}  # kinds of batches that run plainly, by what a comparison found
+        self.failed: dict[tuple[bool, ...], str] = {}  # kinds of batches that run plainly, with the failed comparison
         self._seen: dict[tuple[bool, ...], tuple[int, int]] = {}
         self.last: PackedBatch | None = None
         self._shares = find_shares(self._text, self.head)
-        self.calls_of_layer = 1  # calls of attention in one layer, as the last packed forward has shown
+        self.calls_of_layer = 1  # attention calls in one layer, counted in the last packed forward
         self.last_layer: LastLayer | None = None  # None: it runs all rows
-        self.shortens: bool | None = None  # whether the last layer runs the rows that are read alone; None: not tried
+        self.shortens: bool | None = None  # whether the last layer runs only rows that are read; None: not tried yet
         self.given_labels: Tensor | None = None
         self.layouts, self.scoring, self.dead = LastLayout(), Scoring(self), DeadExamples()
-        # The first batch is compared with the plain step, which holds all logits. So those of its tiles may be kept, in
-        # case that this script reads them after each update.
+        # The first comparison runs the plain step, which holds all logits. So the first batch may keep the logits of
+        # its tiles, in case the script reads logits after each update.
         head, compares = None if self.pair is not None else self.head, policy.verify != "never"
         self.tiles = TiledHead(self.model, head, policy.logits, was_read=compares)
-        self.trains = True  # False: forwards with a gradient are left as they are, as those of a reference
-        self._updates: dict[bool, UpdatePlan] = {}  # of the step under way, and of a measurement between two steps
+        self.trains = True  # False for a reference: its forwards with a gradient run plainly
+        self._updates: dict[bool, UpdatePlan] = {}  # plans of the current step (False) and of a probe (True)
         self._ran: list[PackedBatch] = []  # the newest batches of one update
-        self._ran_held: list[PackedLayout] = []  # and what ran before them, once for several
+        self._ran_held: list[PackedLayout] = []  # layouts of the held rows that ran before them
         self._held = HeldRows()
 
     @property
     def known_arguments(self) -> frozenset[str]:
-        """Arguments of the forward that are known beside those of every model."""
+        """Arguments of the forward that only this model supports, besides the common ones."""
         if self.pair is not None:
             return frozenset(ARGUMENTS)
         balances = self.head is not None and find_coefficient(self.model) is not None
@@ -161,11 +160,11 @@ class PackingPlanner(EngineExtension):
         whole: bool = False,
         counts: Counts | None = None,
     ) -> PackedBatch | None:
-        """Arrange the rows of a batch; None if the plain forward does as little and the same.
+        """Arrange the rows of a batch; None if packing saves nothing and the plain forward returns the same.
 
-        ``read_BT`` marks the positions that the caller reads; None: all that are not padding. ``whole`` arranges them
-        even if nothing is left out; so does a head that runs in tiles, which holds less. ``counts`` gets a batch that
-        is refused; None: those of training.
+        ``read_BT`` marks the positions that the caller reads; None: all positions but padding. ``whole`` arranges rows
+        even if none is skipped; so does a head in tiles, which saves memory. ``counts`` counts a refused batch; None:
+        the counts of training.
         """
         rows = self._find_rows(inputs, read_BT, counts, reads_first_label=not whole)
         if rows is None:
@@ -189,26 +188,26 @@ class PackingPlanner(EngineExtension):
         packed_size = PackedSize(rows.needed_BT.size, layout.num_rows, head_rows, last_rows, *self._shares)
         if whole or self.policy.packs(packed_size) or self._has_tiles(batch, inputs):
             return batch
-        # Other batches of this training hold texts apart, so all do.
+        # Packing keeps texts of a row independent, so do it in all batches of a training, even without savings.
         return batch if rows.begins_BT is not None and self._mixes(inputs) else None
 
     def _has_tiles(self, batch: PackedBatch, inputs: Mapping[str, Any]) -> bool:
-        """Return whether the head of a batch runs in tiles, of which the model's own forward knows nothing."""
+        """Return whether the head of a batch runs in tiles, which the model's own forward does not support."""
         computes_loss = inputs.get("labels") is not None and not inputs.get(ARGUMENT)
         return self.head is not None and computes_loss and bool(self.tiles.size_of(count_rows(batch)))
 
     @property
     def most_read(self) -> float | None:
-        """The largest share of rows for which the last layer runs those that are read alone; None: it runs all."""
+        """The largest fraction of rows that are read at which the last layer runs only these; None: it runs all."""
         return None if self.last_layer is None or self.shortens is False else self.last_layer.most_read
 
-    def _to_batch(self, rows: BatchRows, layout: PackedLayout) -> PackedBatch:
+    def _to_batch(self, rows: NeededRows, layout: PackedLayout) -> PackedBatch:
         padding = int((~(rows.real_BT | rows.alone_BT)).sum())
         unread = int((rows.real_BT & ~rows.needed_BT).sum())
         place = to_place(rows.read_BT, layout.source_N.device)
         count = count_positions(layout, rows.real_BT) if rows.balances else None
         empty_B = np.asarray(~rows.real_BT.any(1))
-        if empty_B.any():  # the row that it has all the same is not the plain one, which attends to its padding
+        if empty_B.any():  # an empty example has a row, but it differs from the plain one, which attends to padding
             plain_BT = torch.from_numpy(~empty_B[:, None] | rows.alone_BT).to(layout.computed_BT.device)
             layout = replace(layout, computed_BT=layout.computed_BT & plain_BT)
         return PackedBatch(layout, *place, padding, unread, facts=rows.facts, count_N=count)
@@ -220,16 +219,16 @@ class PackingPlanner(EngineExtension):
         counts: Counts | None = None,
         *,
         reads_first_label: bool = False,
-    ) -> BatchRows | None:
-        """Return the positions of a batch that are computed; None where none can be left out, for the reason that
-        ``counts`` gets. ``reads_first_label``: what is said to be read does not name the padding that predicts the
-        first label, on the left, and a loss of the script's own reads it all the same."""
+    ) -> NeededRows | None:
+        """Return the positions of a batch to compute; None if none can be skipped, with the reason in ``counts``.
+        ``reads_first_label``: the script's own loss reads the left padding that predicts the first label, although the
+        script did not declare it."""
         first = next(inputs[name] for name in ("input_ids", "inputs_embeds") if inputs.get(name) is not None)
         size = (int(first.shape[0]), int(first.shape[1]))
         real, position = read_mask(inputs, size), read_positions(self.stack, inputs, size)
         if real is None or position is None:
             return None
-        # Not left to the first packed mask: where each text is one position, nothing in it looks ahead.
+        # Do not wait for the first packed mask: if each text has one position, no position in it looks ahead.
         if self.is_causal is None and self.pair is None and self._rule(uses_cache=False).looks_ahead:
             self.is_causal = False
         causal = self.is_causal is not False
@@ -243,7 +242,7 @@ class PackingPlanner(EngineExtension):
         takes_padding = causal and self._switch.zeroes_padding
         if read_BT is None and self.head is not None and takes_padding and reads_first_label:
             read = real | find_before(real)
-        # Only masks that look back alone are split where position numbers restart.
+        # Only causal masks are split where position numbers restart.
         begins = find_begins(inputs, position, self._holds_texts) if causal else None
         facts = BatchFacts.of(inputs, real, read, position, begins)
         alone = read & ~real  # padding that is trained: the first token's label, with padding on the left
@@ -258,26 +257,26 @@ class PackingPlanner(EngineExtension):
             (self.counts if counts is None else counts).refuse(reason)
             return None
         ids = inputs.get("input_ids")
-        # Token types are no part of what makes two prefixes equal.
+        # The comparison of prefixes ignores token types, so with token types examples share no prefixes.
         shares = causal and self.policy.prefixes != "separate" and inputs.get("token_type_ids") is None
-        shares = shares and not self.dropout  # in the plain step equal positions of two examples have their own masks
+        shares = shares and not self.dropout  # in the plain step, equal positions of two examples have different masks
         tokens = ids.cpu().numpy() if shares and ids is not None else None
         if shares and ids is None and self.prompt is not None:
             tokens = self.prompt.find_tokens(inputs)
         places = find_places(real, position, begins)
-        return BatchRows(needed, tokens, position, places, real, read, alone, begins, facts, balances, states)
+        return NeededRows(needed, tokens, position, places, real, read, alone, begins, facts, balances, states)
 
     @override
     def expect(self, batches: Sequence[Mapping[str, Any]]) -> bool:
-        """Arrange the rows of the coming micro-batches together; return whether they share any that were not yet."""
+        """Arrange the rows of the coming micro-batches together; return whether micro-batches share rows."""
         self.drop_update()
         is_known = self.head is not None and self.pair is None and self.prompt is None and not self.dropout
         if self.policy.prefixes != "update" or not is_known or self.failure or self.is_causal is False:
             return False
-        if find_reentrant(self.model) is not None:  # keys and values of its layers have no graph
+        if find_reentrant(self.model) is not None:  # under reentrant checkpointing keys and values have no graph
             self._held.refused = "reentrant checkpointing"
             return False
-        # Under trl's fused head examples of weight zero are a batch of their own, without a gradient.
+        # Under trl's fused head, examples of weight zero run as a separate batch without gradient.
         parts = [self.dead.find_trained(batch) if batch.get(ARGUMENT) else None for batch in batches]
         batches = [batch if part is None else part for batch, part in zip(batches, parts, strict=True)]
         read = [find_labelled(batch) for batch in batches]
@@ -299,23 +298,23 @@ class PackingPlanner(EngineExtension):
 
     @property
     def update(self) -> UpdatePlan | None:
-        """The plan of the update under way; None: there is none."""
+        """The plan of the current update, if any."""
         return self._updates.get(self.engine.is_probing)
 
     def drop_update(self) -> None:
-        """Forget the plan of an update."""
+        """Delete the plan of an update."""
         update, self.dead.is_announced = self._updates.pop(self.engine.is_probing, None), False
         if update is not None:
             update.drop()
 
     def plan_of_update(self, inputs: Mapping[str, Any], read_BT: Bools | None) -> PackedBatch | None:
-        """Return what a forward computes by the plan of its update; None: there is none, or it is no part of it."""
+        """Return a forward's rows from the plan of its update; None without a plan, or if the forward is not in it."""
         number = None if self.update is None else self.update.find(inputs)
         if self.update is None or number is None:
             return None
         rows = self.update.batches[number].rows
         read = rows.real_BT if read_BT is None else read_BT
-        if (read & ~rows.read_BT).any() or self.returns_states(inputs):  # of rows that ran before, none are kept
+        if (read & ~rows.read_BT).any() or self.returns_states(inputs):  # held rows do not store these outputs
             self.update.withdraw(number)
             self._held.alone += 1
             return None
@@ -327,23 +326,23 @@ class PackingPlanner(EngineExtension):
         return replace(self._to_batch(replace(rows, read_BT=read), layout), number=number, opened=opened)
 
     def add_run(self, batch: PackedBatch) -> None:
-        """Note a batch of the update under way."""
+        """Record a batch of the current update."""
         if batch.number is not None:
             self._ran.append(batch)
 
     def add_held(self, layout: PackedLayout) -> None:
-        """Note rows that ran before the batches that share them."""
+        """Record held rows, which ran before the batches that share them."""
         self._ran_held.append(layout)
 
     @override
     def finish_pass(self) -> None:
-        """Run the backward of rows whose last micro-batch had its own."""
+        """Run the backward of held rows after the backward of their last micro-batch."""
         if self.update is not None and self.update.finish():
             self.drop_update()
 
     def find_examples(self, inputs: dict[str, Any]) -> Examples:
-        """Return the examples of a batch that has a plan, several of one row apart, with the numbers of their positions
-        and a mask where the batch has them: they may begin anywhere."""
+        """Return the examples of a planned batch, with the sequences of one row separated. They may begin at any
+        position, so they keep the batch's position numbers and mask, if any."""
         first = next(inputs[name] for name in BATCH if inputs.get(name) is not None)
         size = (int(first.shape[0]), int(first.shape[1]))
         real, position = read_mask(inputs, size), read_positions(self.stack, inputs, size)
@@ -359,30 +358,40 @@ class PackingPlanner(EngineExtension):
         return bool(getattr(self.model.config.get_text_config(), STATES, False) if given is None else given)
 
     def _holds_texts(self, inputs: Mapping[str, Any]) -> bool:
-        """Return whether a row whose position numbers restart holds several texts."""
+        """Return whether a row whose position numbers restart contains several texts."""
         return not self.uses_cache(inputs) or self._rule(uses_cache=True).splits is True
 
     def _mixes(self, inputs: Mapping[str, Any]) -> bool:
-        """Return whether the plain forward lets the texts of a row read each other all the same, as OPT's does."""
+        """Return whether texts of a row influence each other in the plain forward, as in OPT."""
         return self._rule(uses_cache=self.uses_cache(inputs)).splits is False
 
     def _rule(self, *, uses_cache: bool) -> AttentionRule:
-        if uses_cache not in self._rules:
-            self._rules[uses_cache] = ask_rule(self.stack, uses_cache=uses_cache)
-        return self._rules[uses_cache]
+        key = uses_cache, self._is_checkpointed()
+        if key not in self._rules:
+            self._rules[key] = ask_rule(self.stack, uses_cache=uses_cache)
+        return self._rules[key]
 
     def uses_cache(self, inputs: Mapping[str, Any]) -> bool:
         """Return whether the plain forward makes a key/value cache."""
-        given = False if inputs.get(ARGUMENT) else inputs.get("use_cache")  # trl's fused head makes none
+        given = False if inputs.get(ARGUMENT) else inputs.get("use_cache")  # trl's fused head makes no cache
         if given is None:
             given = getattr(self.model.config.get_text_config(), "use_cache", False)
-        # transformers makes no cache in training under checkpointing.
-        return bool(given) and not (self.stack.training and getattr(self.stack, "gradient_checkpointing", False))
+        # Under checkpointing transformers makes a cache only without gradients. Texts are independent there, too, as in
+        # the training forward to which such scores belong.
+        return bool(given) and not self._is_checkpointed()
+
+    def _is_checkpointed(self) -> bool:
+        """Return whether a model checkpoints all of its layers in training. In some models they are two levels down."""
+        return any(
+            getattr(module, "gradient_checkpointing", False) and module.training
+            for module in self.stack.modules()
+            if is_pretrained(module)
+        )
 
     def _needed(
         self, real_BT: Bools, read_BT: Bools, alone_BT: Bools, begins_BT: Bools | None, *, causal: bool
     ) -> Bools:
-        """Return the positions that are computed, at least one an example."""
+        """Return the positions to compute, at least one for each example."""
         needed = real_BT.copy()
         if causal and self.policy.labels:
             needed &= find_needed(read_BT, begins_BT)
@@ -391,8 +400,8 @@ class PackingPlanner(EngineExtension):
         return needed & ~alone_BT
 
     def must_verify(self, batch: PackedBatch) -> bool:
-        """Return whether this batch is to be compared with the plain step."""
-        # A measurement of a step does not measure the comparison, which few steps have.
+        """Return whether to compare this batch with the plain step."""
+        # A probe does not measure comparisons, since they happen in few steps.
         if self.policy.verify == "never" or (self.engine.is_probing and self.policy.verify != "always"):
             return False
         if self.policy.verify == "always":
@@ -402,12 +411,12 @@ class PackingPlanner(EngineExtension):
         return size[0] > seen[0] or size[1] > seen[1] or self._is_drawn()
 
     def _is_drawn(self) -> bool:
-        """Return whether a batch of a known kind is compared all the same: one of 200, drawn by its number."""
-        # A generator of its own: the global one belongs to the training.
+        """Return whether to compare a batch of a known kind again: one of 200, drawn by its number."""
+        # A separate generator, since the global one belongs to the training.
         return random.Random(self.counts.packed).random() < AGAIN
 
     def note(self, check: Check | None = None, batch: PackedBatch | None = None) -> None:
-        """Write the counts, and the result of a comparison of a batch, into the report."""
+        """Write the counts and the result of a batch's comparison into the report."""
         if check is not None:
             self.counts.checks += 1
             if check.guilty == "plain":
@@ -425,18 +434,18 @@ class PackingPlanner(EngineExtension):
             self.engine.notes["packing of updates"] = self._held.describe()
 
     def find_failure(self, batch: PackedBatch) -> str:
-        """Return what a comparison found of this kind of batch; empty: nothing."""
-        # The signature is read from the device, so only once a comparison has failed.
+        """Return why a comparison of this kind of batch failed; empty: none failed."""
+        # Reading the signature waits for the device, so do it only after a failed comparison.
         return self.failed.get(batch.signature, "") if self.failed else ""
 
     def refuse(self, batch: PackedBatch, reason: str) -> None:
-        """Run batches of this kind plainly. Micro-batches of one update share rows, so with these it is all of them."""
+        """Run batches of this kind plainly. With ``prefixes: update`` run all plainly, since batches share rows."""
         if self.policy.prefixes == "update":
             self.failure = f"{reason}: the plain step is used from here on"
         self.failed[batch.signature] = reason
 
     def count(self, batch: PackedBatch, counts: Counts) -> None:
-        """Count a packed batch, with the rows that the head and the last layer have run."""
+        """Count a packed batch, with the rows that the head and the last layer ran."""
         read = batch.layout.read if self.shortens else None
         counts.add(batch, 0 if self.head is None else count_rows(batch), None if read is None else len(read.row_M))
 
@@ -449,10 +458,10 @@ class PackingPlanner(EngineExtension):
         shortens: bool | None = None,
         before: Sequence[KeptRows] = (),
     ) -> Any:
-        """Run something on the rows of a batch; ``run`` gets the base model's arguments.
+        """Call ``run`` with the base model's arguments for the rows of a batch.
 
-        ``shortens``: whether the last layer runs the rows that are read alone; None: if that was found to be right.
-        ``before`` are rows that others of the update have computed.
+        ``shortens``: whether the last layer runs only rows that are read; None: if a test showed that this is right.
+        ``before`` are rows that other micro-batches of the update computed.
         """
         return self.run_rows(batch.layout, inputs, run, shortens=shortens, before=before, count_N=batch.count_N)
 
@@ -467,15 +476,15 @@ class PackingPlanner(EngineExtension):
         keeps: Collected | None = None,
         count_N: Tensor | None = None,
     ) -> Any:
-        """Run something on rows, as :meth:`run_stack` does. ``keeps`` gets their keys and values; ``count_N`` says for
-        how many positions each stands; None: for one."""
+        """Call ``run`` for the rows of a layout, like :meth:`run_stack`. ``keeps`` collects their keys and values.
+        ``count_N`` is the number of positions of each row; None: one."""
         taken: dict[str, Any] = {
             name: inputs[name].flatten(0, 1).index_select(0, layout.source_N)[None]
             for name in BATCH
             if inputs.get(name) is not None
         }
         taken["position_ids"] = layout.position_N[None]
-        # With a mask given, transformers does not search the position numbers for packed examples.
+        # If it receives a mask, transformers does not search the position numbers for packed examples.
         count_N = torch.ones_like(layout.position_N) if count_N is None else count_N
         taken["attention_mask"] = count_N[None]
         taken = {name: value for name, value in taken.items() if name in argument_names(self.model)}
@@ -486,7 +495,13 @@ class PackingPlanner(EngineExtension):
         return output
 
     def check_calls(self, num_calls: int) -> None:
-        """Raise :class:`UnsupportedError` if attention layers did not run through transformers' interface."""
+        """Raise :class:`UnsupportedError` if attention layers did not run through transformers' interface, and
+        :class:`UsageError` if the script has set another attention implementation."""
+        if self._switch.is_changed:
+            raise UsageError(
+                "the attention implementation was set after the model was attached: call engine.detach(), set it, and "
+                "attach the model again"
+            )
         if not num_calls or num_calls % self._attention_layers:
             raise UnsupportedError(
                 f"{type(self.model).__name__} has {self._attention_layers} attention layers, of which "

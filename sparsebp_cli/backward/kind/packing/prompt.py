@@ -1,10 +1,10 @@
-"""A trained prompt of peft (prompt tuning, p-tuning) in front of every example: one shared segment.
+"""A trained prompt of peft (prompt tuning, p-tuning) before every example: one shared segment.
 
-peft gives the model embeddings, not tokens, so that equal beginnings cannot be seen. Here the tokens that it was given
-are noted, and those of the prompt get numbers of their own. Equal tokens have equal embeddings, which is looked at in
-each batch, and these come from the same parameters: the gradient of a shared row is the sum over its examples.
+peft passes embeddings to the model instead of tokens, so the model cannot compare prefixes. This module records the
+tokens that peft receives, and gives the prompt's tokens new numbers. It checks in each batch that equal tokens have
+equal embeddings. They come from the same parameters, so the gradient of a shared row is the sum over its examples.
 
-Shape letters: B examples, T positions with those of the prompt, U different tokens, D width.
+Shape letters: B examples, T positions including the prompt, U different tokens, D width.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from sparsebp_cli.errors import UnsupportedError
 
 @final
 class SoftPrompt(ForwardOverride):
-    """The ``forward`` of peft's wrapper, which notes the tokens of the batch."""
+    """The ``forward`` of peft's wrapper, which records the tokens of the batch."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self._ids: Tensor | None = None  # of the forward under way
+        self._ids: Tensor | None = None  # token ids of the running forward
 
     @classmethod
     def find(cls, model: nn.Module) -> SoftPrompt | None:
-        """Return that of a model; None if peft puts no prompt before its examples.
+        """Return the override for a model; None if peft puts no prompt before its examples.
 
-        Raises :class:`UnsupportedError` for a prompt that is keys and values.
+        Raises :class:`UnsupportedError` for a prompt of keys and values.
         """
         for module in model.modules():
             config: Any = getattr(module, "active_peft_config", None)
@@ -63,8 +63,8 @@ class SoftPrompt(ForwardOverride):
             self._ids = before
 
     def find_tokens(self, inputs: Mapping[str, Any]) -> Ints | None:
-        """Return a number for each position of a batch of embeddings (B, T), the same for equal tokens; None where
-        they are not known, or equal tokens have other embeddings."""
+        """Return a number for each position of a batch of embeddings (B, T), the same for equal tokens. Return None if
+        the tokens are unknown, or equal tokens have different embeddings."""
         embeds_BTD, ids = inputs.get("inputs_embeds"), self._ids
         if not isinstance(embeds_BTD, Tensor) or ids is None or ids.dim() != 2 or len(ids) != len(embeds_BTD):
             return None

@@ -1,54 +1,40 @@
-"""The reference of a training with preferences or rewards: a model that runs the same batches without a gradient.
+"""The reference of a training with preferences or rewards: a model that runs the same batches without gradient.
 
-It is packed as the trained model is, takes the layouts that were made for that one, and is never trained.
+It is packed like the trained model, reuses the layouts of the trained model, and is never trained.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, final
+from typing import Any, final
 
 from torch import nn
 
 from sparsebp_cli.backward.core.given import Given
-from sparsebp_cli.backward.kind.packing.packed_model import PackedModel, PackingEngine
-from sparsebp_cli.backward.kind.packing.remembered import LastLayout
+from sparsebp_cli.backward.kind.packing.packed_model import PackingEngine
+from sparsebp_cli.backward.kind.packing.planner import PackingPlanner
 from sparsebp_cli.backward.kind.packing.scoring import Scoring
 from sparsebp_cli.errors import UnsupportedError, UsageError
 
 TOPIC = "packing of the reference"  # the note's name in the report
 
 
-class PackedForwards(PackedModel, Protocol):
-    """A model that is packed, with its layouts and what installs it."""
-
-    layouts: LastLayout
-    scoring: Scoring
-    trains: bool
-
-    def install(self, engine: PackingEngine) -> None:
-        """Override its forward."""
-
-    def remove(self) -> None:
-        """Restore it."""
-
-
 @final
 class PackedReference:
-    """A reference beside the model that is trained."""
+    """The reference model of a trained model."""
 
-    _extension: PackedForwards | None
+    _extension: PackingPlanner | None
 
-    def __init__(self, extension: PackedForwards | None, refusal: str = "") -> None:
+    def __init__(self, extension: PackingPlanner | None, refusal: str = "") -> None:
         self._extension, self._refusal = extension, refusal
 
     @classmethod
-    def of(cls, reference: object, trained: PackedForwards, make: Callable[..., Any]) -> PackedReference | None:
-        """Return the reference that ``attach`` was given; None if it was given none.
+    def of(cls, reference: object, trained: PackingPlanner, make: Callable[..., Any]) -> PackedReference | None:
+        """Return the reference that ``attach`` got, if any.
 
-        ``make`` makes the extension of a model. A reference whose rows cannot be left out stays as it is, and the note
-        says why: what is trained is packed all the same.
+        ``make`` makes the extension of a model. A reference that packing does not support runs plainly, and a note in
+        the report says why. The trained model is packed anyway.
         """
         if not isinstance(reference, nn.Module):
             return None
@@ -58,7 +44,7 @@ class PackedReference:
                 "forwards of the trained model without a gradient are packed anyway"
             )
         try:
-            extension: PackedForwards = make(trained.policy, reference, Given())
+            extension: PackingPlanner = make(trained.policy, reference, Given())
         except UnsupportedError as error:
             return cls(None, str(error))
         extension.trains, extension.layouts, extension.scoring.topic = False, trained.layouts, TOPIC
@@ -66,11 +52,11 @@ class PackedReference:
 
     @property
     def scorings(self) -> Sequence[Scoring]:
-        """Its forwards without a gradient; none where it stays as it is."""
+        """Its forwards without gradient; empty if the reference runs plainly."""
         return [] if self._extension is None else [self._extension.scoring]
 
     def install(self, engine: PackingEngine) -> None:
-        """Override its forward."""
+        """Override the model's forward."""
         if self._extension is None:
             engine.notes[TOPIC] = f"runs plainly: {self._refusal}"
             return
@@ -83,7 +69,7 @@ class PackedReference:
 
 
 class _ReferenceEngine:
-    """The engine of the trained model as the reference sees it: it counts no work at sites."""
+    """The part of the trained model's engine that the reference uses. It counts no work at sites."""
 
     def __init__(self, engine: PackingEngine) -> None:
         self._engine, self.notes = engine, engine.notes
@@ -104,9 +90,9 @@ class _ReferenceEngine:
 
     @property
     def is_probing(self) -> bool:
-        """Whether the pass under way is a measurement."""
+        """Whether the running pass is a probe."""
         return self._engine.is_probing
 
     def short_forward(self, *, num_rows: int | None = None, scale: float = 1.0) -> AbstractContextManager[None]:
-        """Return a context of the trained model's engine; no backward follows a reference's forward."""
+        """Return the context of the trained model's engine. No backward follows a reference's forward."""
         return self._engine.short_forward(num_rows=num_rows, scale=scale)

@@ -1,4 +1,4 @@
-"""What packing is not exact for, or does not know: refused by name."""
+"""Checks that refuse models, arguments and batches for which packing is not exact or not supported."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from sparsebp_cli.backward.core.loss_weight import has_causal_loss
 from sparsebp_cli.backward.decoder.decoder import ROUTER_OPTIONS, argument_names
 from sparsebp_cli.backward.kind.packing.balance import OPTION, find_coefficient
 from sparsebp_cli.backward.kind.packing.batch import ATTENTIONS, KNOWN, STATES, BatchFacts
@@ -24,18 +25,18 @@ if TYPE_CHECKING:
 # Other types, such as convolutions and recurrences, mix neighbouring rows.
 LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 
-OUTPUTS = {ATTENTIONS, STATES}  # what a forward may be asked for: without a row a position, the batch runs plainly
+OUTPUTS = {ATTENTIONS, STATES}  # optional outputs of a forward: if they need every position, the batch runs plainly
 
-# For models whose rows cannot be left out at all.
+# The end of errors for models that packing does not support at all.
 WAY_OUT = (
     "train it without lossless, and leave out padding by batches of one length (group_by_length, group_by: length)"
 )
 
 
 def refuse_inexact(model: PreTrainedModel) -> None:
-    """Raise :class:`UnsupportedError`, by name, for a model whose rows depend on how the batch is arranged."""
+    """Raise :class:`UnsupportedError` for a model whose rows depend on the arrangement of the batch."""
     name, config = type(model).__name__, model.config
-    is_pair = getattr(config, "is_encoder_decoder", False)  # its attention is seen at the first batch
+    is_pair = getattr(config, "is_encoder_decoder", False)  # the first batch shows whether its attention is supported
     if is_pair and (getattr(config, "num_experts", None) or getattr(config, "expert_capacity", None)):
         raise UnsupportedError(f"{name} has experts with a capacity: its routers depend on the whole batch")
     if not is_pair and not getattr(model, "_supports_attention_backend", False):
@@ -63,7 +64,7 @@ def refuse_inexact(model: PreTrainedModel) -> None:
 
 
 def _refuse_attention(model: PreTrainedModel, name: str) -> None:
-    """Raise :class:`UnsupportedError` unless rows meet each other in attention that calls the interface alone."""
+    """Raise :class:`UnsupportedError` unless rows interact only in attention through transformers' interface."""
     modules = list(find_text(model).modules())
     cores = [module for module in modules if is_attention(module)]
     if not cores or not all(map(calls_interface, cores)) or any(isinstance(module, nn.Conv1d) for module in modules):
@@ -75,36 +76,36 @@ def _refuse_attention(model: PreTrainedModel, name: str) -> None:
 
 
 def _knows_balance(model: PreTrainedModel) -> bool:
-    """Return whether the loss that balances experts can be computed from the rows."""
+    """Return whether the loss that balances experts can be computed from packed rows."""
     return find_coefficient(model) is not None and find_head(model) is not None
 
 
 def refuse_arguments(given: Mapping[str, Any], known: Collection[str] = ()) -> None:
-    """Raise :class:`UnsupportedError` for an argument of the forward that may say something about single positions."""
+    """Raise :class:`UnsupportedError` for an unknown argument of the forward, which may refer to single positions."""
     for name, value in given.items():
         if name not in KNOWN | OUTPUTS and name not in known and (isinstance(value, Tensor) or value):
             raise UnsupportedError(
-                f"packing does not know what to do with {name} in training: leave it out of the batch, or train this "
+                f"lossless does not support {name} in training: leave it out of the batch, or train this "
                 "model without lossless"
             )
 
 
 def reads_mask(kind: type[nn.Module]) -> bool:
-    """Return whether the code of an attention reads more of its mask than whether there is one, as it does to make a
-    mask of its own; no, where there is no source.
+    """Return whether the source of an attention class reads values or attributes of its mask, for example to make its
+    own mask; False if there is no source.
     """
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
     except (OSError, TypeError, SyntaxError):
-        return False  # then it is found out at the first batch, by the mask
+        return False  # the mask of the first batch then raises an error if the layer reads it
     read = (node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute | ast.Subscript))
     return any(isinstance(value, ast.Name) and value.id == "attention_mask" for value in read)
 
 
 def refuse_batch(model: PreTrainedModel, facts: BatchFacts, largest: int) -> str:
-    """Return why rows of a batch cannot be left out of a model exactly; empty if they can.
+    """Return why skipping rows of a batch would change the gradient; empty if it would not.
 
-    ``largest`` is the largest position number among the rows that would be computed.
+    ``largest`` is the largest position number among the rows to compute.
     """
     if facts.trains_gaps:
         return "an output is read at a masked position behind the first real one, which attends to those before it"
@@ -117,7 +118,7 @@ def refuse_batch(model: PreTrainedModel, facts: BatchFacts, largest: int) -> str
 
 
 def _find_rope_limit(config: Any) -> int | None:
-    """Return the position number from which on the frequencies depend on the largest one; None: they never do."""
+    """Return the position number from which the frequencies depend on the batch's largest one; None: they never do."""
 
     def find(value: object) -> Iterator[Mapping[str, Any]]:
         if isinstance(value, Mapping):
@@ -138,18 +139,18 @@ def _find_rope_limit(config: Any) -> int | None:
 
 
 def calls_interface(module: nn.Module) -> bool:
-    """Return whether a module is attention that looks its function up by the name of an implementation."""
+    """Return whether a module is attention that looks up its function by the name of an implementation."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return "get_interface" in getattr(code, "co_names", ())
 
 
 def is_attention(module: nn.Module) -> bool:
-    """Return whether a module is a layer's attention, as far as is known without a batch."""
+    """Return whether a module looks like a layer's attention, without running a batch."""
     return (hasattr(module, "layer_idx") and hasattr(module, "is_causal")) or calls_interface(module)
 
 
 def find_model(model: nn.Module) -> PreTrainedModel:
-    """Return the model of transformers in a model or wrapper, such as peft's."""
+    """Return the transformers model inside a model or wrapper, such as peft's."""
     loaded = sys.modules.get("transformers.modeling_utils")
     for module in model.modules():
         if loaded is not None and isinstance(module, loaded.PreTrainedModel):
@@ -159,8 +160,8 @@ def find_model(model: nn.Module) -> PreTrainedModel:
 
 
 def find_text(model: PreTrainedModel) -> nn.Module:
-    """Return the part of a model that runs on tokens: all but the tower of a model with pictures, which a batch of text
-    does not enter."""
+    """Return the part of a model that runs on tokens. In a model with pictures it excludes the vision tower, which
+    batches of text do not use."""
     if not _has_text_part(model):
         return model.base_model
     found = model.get_decoder()
@@ -168,13 +169,13 @@ def find_text(model: PreTrainedModel) -> nn.Module:
 
 
 def _has_text_part(model: PreTrainedModel) -> bool:
-    """Return whether a model has a part for text beside others."""
+    """Return whether a model has a text part among other parts."""
     config = model.config
     return config.get_text_config() is not config and not getattr(config, "is_encoder_decoder", False)
 
 
 def find_whole(model: PreTrainedModel, given: Mapping[str, Any], known: Collection[str]) -> str:
-    """Return why the plain forward runs on a batch with these arguments; empty: it need not."""
+    """Return why a batch with these arguments needs the plain forward; empty if it does not."""
     if picture := find_picture(model, given, known):
         return f"they have {picture}, and a batch with pictures or sound is computed whole"
     asked = (name for name in sorted(OUTPUTS - set(known)) if given.get(name, getattr(model.config, name, False)))
@@ -182,7 +183,7 @@ def find_whole(model: PreTrainedModel, given: Mapping[str, Any], known: Collecti
 
 
 def find_picture(model: PreTrainedModel, given: Mapping[str, Any], known: Collection[str]) -> str:
-    """Return an argument that the part of a model for text does not take, such as pictures; empty if there is none."""
+    """Return an argument that the text part of a model does not accept, such as pictures; empty if there is none."""
     if not _has_text_part(model):
         return ""
     others = set(argument_names(model)) - set(argument_names(find_text(model))) - KNOWN - set(known)
@@ -190,8 +191,8 @@ def find_picture(model: PreTrainedModel, given: Mapping[str, Any], known: Collec
 
 
 def reads_first(model: PreTrainedModel) -> bool:
-    """Return whether something above an encoder's layers reads its first position: a pooler, or the head of a
-    classifier of whole examples.
+    """Return whether a module above an encoder's layers reads the first position: a pooler, or the head of a classifier
+    of whole examples.
     """
     kinds = ("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction")
     return isinstance(getattr(model.base_model, "pooler", None), nn.Module) or type(model).__name__.endswith(kinds)
@@ -199,6 +200,4 @@ def reads_first(model: PreTrainedModel) -> bool:
 
 def find_head(model: PreTrainedModel) -> nn.Module | None:
     """Return the head of a causal language model with transformers' loss; None for any other model."""
-    function = getattr(model, "loss_function", None)
-    causal = sys.modules["transformers.loss.loss_utils"].ForCausalLMLoss
-    return model.get_output_embeddings() if function is causal else None
+    return model.get_output_embeddings() if has_causal_loss(model) else None

@@ -1,7 +1,7 @@
-"""The layout of the newest batch, kept for the next forward on it.
+"""The layout of the newest batch, stored for the next forward on the same batch.
 
-A reference, and the model itself before its update, run on the batch that is trained: its rows are arranged once. What
-is compared is what the layout follows from, value by value, so that nothing has to be known of tensors or models.
+A reference, or the model before its update, runs on the batch that is then trained, so its rows are arranged only once.
+The module compares all values that determine a layout, so it needs no identity of tensors or models.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from sparsebp_cli.backward.kind.packing.layout import PackedLayout, make_layout
 
 @final
 class LastLayout:
-    """Makes layouts, and gives the last one again where it would be made once more."""
+    """Makes layouts, and returns the last one again if the arguments are equal."""
 
     reused: int
 
     def __init__(self) -> None:
-        self.reused = 0  # times that one was given again
+        self.reused = 0  # number of times that the last layout was reused
         self._facts: Mapping[str, object] = {}
         self._layout: PackedLayout | None = None
 
@@ -41,8 +41,8 @@ class LastLayout:
         read_BT: Bools | None,
         most_read: float,
     ) -> PackedLayout:
-        """Return :func:`~sparsebp_cli.backward.kind.packing.layout.make_layout` of these."""
-        # All arguments: a layout follows from them alone.
+        """Return the result of :func:`~sparsebp_cli.backward.kind.packing.layout.make_layout` for these arguments."""
+        # Compare all arguments: they alone determine a layout.
         facts = {name: value for name, value in locals().items() if name != "self"}
         if self._layout is not None and all(_same(value, self._facts[name]) for name, value in facts.items()):
             self.reused += 1
@@ -59,7 +59,7 @@ class LastLayout:
             read_BT=read_BT,
             most_read=most_read,
         )
-        # Copies: an array may be a view of a tensor of the caller's, which changes in place.
+        # Copy, since an array may be a view of a caller's tensor, which changes in place.
         self._facts = {name: value.copy() if isinstance(value, np.ndarray) else value for name, value in facts.items()}
         return self._layout
 

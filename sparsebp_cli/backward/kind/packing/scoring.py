@@ -1,9 +1,9 @@
-"""Forwards without a gradient: references, old log-probabilities, evaluations.
+"""Packing of forwards without gradient: references, old log-probabilities, evaluations.
 
-No backward shows what is read of them, so they are packed where that is known: with labels, of which anything but the
-loss is computed plainly when it is read; with trl's fused head, which returns nothing else; and where the script says
-so (:meth:`~sparsebp_cli.backward.core.engine.Engine.scoring`). All others, such as those of ``generate``, stay as they
-are.
+No backward shows which outputs the script reads, so packing acts only if this is known. With labels, it computes the
+loss; other outputs are computed plainly on access. trl's fused head returns only outputs for labels. A script may also
+declare what it reads (:meth:`~sparsebp_cli.backward.core.engine.Engine.scoring`). All other forwards, such as those of
+``generate``, run plainly.
 
 Shape letters: B examples, T positions.
 """
@@ -11,11 +11,12 @@ Shape letters: B examples, T positions.
 from __future__ import annotations
 
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any, ClassVar, Literal, Protocol, TypeVar, final
+from typing import Any, ClassVar, Literal, TypeVar, final
 
 import torch
 from torch import Tensor, nn
@@ -35,49 +36,53 @@ _Value = TypeVar("_Value")
 Reads = Literal["labels", "loss"]
 NOTE = "packing without a gradient"  # the note's name in the report
 READS_MORE = (
-    "the script reads more than the loss of a forward without a gradient, which was computed plainly then: give the "
-    "forward no labels, or say by engine.scoring(...) that positions with a label alone are read"
+    "the script reads more than the loss of a forward without gradient, so it ran plainly: leave the labels out of the "
+    "forward, or declare by engine.scoring(...) that only positions with a label are read"
 )
 CHANGED = (
-    "outputs beside the loss that lossless did not compute are computed when they are read, and the model's weights "
-    "have changed since: read them before the update"
+    "lossless computes outputs other than the loss when they are read, but the model's weights have changed since the "
+    "forward: read them before the update"
 )
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What the script has said that it reads of forwards without a gradient."""
+    """The outputs of forwards without gradient that the script declared to read."""
 
-    labels: Tensor | None  # where the forward is not given them; None: all positions that are not padding
+    labels: Tensor | None  # for forwards without labels; None: the script reads all positions but padding
     reads: Reads
 
 
 @dataclass
 class ScoringCounts(Counts):
-    """Positions of all batches without a gradient so far."""
+    """Positions of all batches without gradient so far."""
 
     compared: ClassVar[str] = "outputs"
 
 
-class Passes(Protocol):
+class Passes(ABC):
     """The two ways to run one forward."""
 
+    @abstractmethod
     def compute(self, batch: PackedBatch, given: dict[str, Any]) -> Any:
         """Run the rows of a batch."""
 
+    @abstractmethod
     def find_batch(self, given: dict[str, Any], counts: Counts, labels: Tensor | None) -> PackedBatch | None:
-        """Arrange the rows; None if the plain forward does as little."""
+        """Arrange the rows; None if packing saves no work."""
 
+    @abstractmethod
     def run_plain(self, **arguments: Any) -> Any:
         """Run the plain forward."""
 
+    @abstractmethod
     def decide(self, check: Check, given: dict[str, Any]) -> Check:
-        """Ask each example alone which of two passes that differ is wrong."""
+        """Find out which of two passes that differ is wrong, by a comparison with each example alone."""
 
 
 @final
 class Scoring:
-    """The forwards without a gradient of one packed model."""
+    """The forwards without gradient of one packed model."""
 
     counts: ScoringCounts
     reading: Reading | None
@@ -87,15 +92,15 @@ class Scoring:
     def __init__(self, extension: PackedModel, topic: str = NOTE) -> None:
         self._extension, self.topic = extension, topic
         self.counts = ScoringCounts()
-        self.reading = None  # outside of engine.scoring()
+        self.reading = None  # None outside of engine.scoring()
         self.is_paused = False
-        self._stopped = ""  # why forwards with labels are plain from here on
+        self._stopped = ""  # why forwards with labels run plainly from now on
         self._seen: dict[tuple[object, ...], tuple[int, int]] = {}
-        self._failed: dict[tuple[bool, ...], str] = {}  # kinds of batches that run plainly: what a comparison found
+        self._failed: dict[tuple[bool, ...], str] = {}  # kinds of batches that run plainly, with the failed comparison
 
     @contextmanager
     def reading_by(self, labels: Tensor | None, reads: Reads) -> Iterator[None]:
-        """Pack forwards of which a script reads no more than this, also while policies are off."""
+        """Pack forwards of which the script reads only these outputs, even while policies are off."""
         before, self.reading = self.reading, Reading(labels, reads)
         try:
             yield
@@ -104,7 +109,7 @@ class Scoring:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Run everything plainly, as a comparison does."""
+        """Run forwards plainly, for a comparison."""
         before, self.is_paused = self.is_paused, True
         try:
             yield
@@ -112,16 +117,16 @@ class Scoring:
             self.is_paused = before
 
     def takes(self, given: Mapping[str, Any]) -> bool:
-        """Return whether it is known what is read of a forward with these arguments, and nothing forbids to pack it."""
+        """Return whether to pack a forward with these arguments: its read outputs are known, and it is supported."""
         extension, engine = self._extension, self._extension.engine
         if self.is_paused or extension.failure or engine.reference or not (engine.enabled or self.reading is not None):
             return False
-        if extension.model.training and extension.dropout:  # reading again would draw other masks
+        if extension.model.training and extension.dropout:  # computing outputs later would draw other masks
             return False
         return self._knows_arguments(given) and self._knows_reads(given)
 
     def _knows_arguments(self, given: Mapping[str, Any]) -> bool:
-        """Return whether nothing among the arguments is a cache, or may say something about single positions."""
+        """Return whether the arguments contain no cache, and no unknown one that may refer to single positions."""
         known = KNOWN | self._extension.known_arguments - {STATES}
         known = known - {SHIFTED} | {ARGUMENT} if given.get(ARGUMENT) else known
         unknown = (v for name, v in given.items() if name not in known and (isinstance(v, Tensor) or v))
@@ -130,14 +135,14 @@ class Scoring:
         return any(isinstance(given.get(name), Tensor) and given[name].dim() > 1 for name in BATCH)
 
     def _knows_reads(self, given: Mapping[str, Any]) -> bool:
-        """Return whether it is known what is read of the output."""
+        """Return whether it is known which outputs the script reads."""
         has_labels, reading = given.get("labels") is not None, self.reading
         if given.get(ARGUMENT):
             return has_labels
         return (reading is not None and reading.reads == "labels") or (has_labels and not self._stopped)
 
     def run(self, given: dict[str, Any], passes: Passes, plain: Callable[[], Any]) -> Any:
-        """Return the output of a forward that is taken."""
+        """Return the output of a forward that :meth:`takes` accepts."""
         extension = self._extension
         extension.places.check()
         if find_hook(extension.model, inside=True):
@@ -161,13 +166,13 @@ class Scoring:
             return plain()
         try:
             output = passes.compute(batch, renew(given))
-            # What is returned does not depend on whether it was compared: a resumed run compares at other batches.
+            # The returned values must not depend on a comparison, since a resumed run compares other batches.
             if self._must_compare(batch) and not self._passes(batch, given, passes, output):
                 return plain()
         except LooksAheadError:
             if extension.is_causal is False:
                 raise
-            extension.is_causal = False  # found out by its first mask
+            extension.is_causal = False  # its first mask shows it
             return self.run(given, passes, plain)
         extension.is_causal = batch.layout.is_causal
         extension.count(batch, self.counts)
@@ -175,7 +180,7 @@ class Scoring:
         return self._finish(output, given, plain)
 
     def _finish(self, output: Any, given: Mapping[str, Any], plain: Callable[[], Any]) -> Any:
-        """Return an output of which more than what was computed is computed when it is read."""
+        """Return an output whose other values are computed when the script reads them."""
         is_read = self.reading is not None and self.reading.reads == "labels"
         if given.get(ARGUMENT) or given.get("labels") is None or is_read:
             return output
@@ -185,14 +190,14 @@ class Scoring:
             self.note()
             return plain()
 
-        values = vars(output)  # read past what computes logits when they are asked for
+        values = vars(output)  # avoids the attribute access that would compute logits
         names = [f.name for f in fields(output) if f.name != "loss" and values.get(f.name) is not None]
         caches = CACHE_NAMES if self._extension.uses_cache(given) else ()
         return defer_values(output, [*names, *caches], self.later(read))
 
     def later(self, compute: Callable[[], _Value], changed: str = CHANGED) -> Callable[[], _Value]:
-        """Return a function that runs something plainly, without a gradient, as it would run now; ``changed`` is the
-        error where the weights have changed."""
+        """Return a function that runs ``compute`` plainly without gradient, in the present state; ``changed`` is the
+        error if the weights have changed since."""
         model = self._extension.model
         device = next(model.parameters()).device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
@@ -207,8 +212,8 @@ class Scoring:
         return run
 
     def _must_compare(self, batch: PackedBatch) -> bool:
-        """Return whether this batch is to be compared with the plain forward: as with a gradient, and again where
-        adapters were switched on or off."""
+        """Return whether to compare this batch with the plain forward: by the rule for training batches, and again
+        after adapters were switched on or off."""
         extension = self._extension
         verify = extension.policy.verify
         if verify == "never" or (extension.engine.is_probing and verify != "always"):
@@ -218,11 +223,11 @@ class Scoring:
         key = (*batch.signature, extension.model.training, _adapters_of(extension.model))
         size, seen = batch.layout.shape, self._seen.get(key, (0, 0))
         self._seen[key] = (max(size[0], seen[0]), max(size[1], seen[1]))
-        # A generator of its own: the global one belongs to the training.
+        # A separate generator, since the global one belongs to the training.
         return size[0] > seen[0] or size[1] > seen[1] or random.Random(self.counts.packed).random() < AGAIN
 
     def _passes(self, batch: PackedBatch, given: dict[str, Any], passes: Passes, packed: Any) -> bool:
-        """Return whether an output can be used, after a comparison with the plain forward."""
+        """Compare an output with the plain forward; return whether it can be used."""
         extension = self._extension
         rows = batch.layout.computed_BT
         if extension.head is not None:
@@ -256,16 +261,16 @@ def _version_of(model: nn.Module) -> int:
 
 
 def _adapters_of(model: nn.Module) -> tuple[object, ...]:
-    """Return which of peft's adapters take part: the first layer that has any speaks for all."""
+    """Return which of peft's adapters are active, from the first layer with adapters, which represents all."""
     for module in model.modules():
         state = getattr(module, "disable_adapters", None)
-        if isinstance(state, bool):  # of a layer; a model of transformers has a method of this name
+        if isinstance(state, bool):  # a layer's attribute; a transformers model has a method of this name
             return (state, *getattr(module, "active_adapters", ()))
     return ()
 
 
 def run_scored(scoring: Scoring, passes: Passes, arguments: dict[str, Any]) -> Any:
-    """Run a forward without a gradient, packed if it is known what is read of it."""
+    """Run a forward without gradient, packed if the outputs that the script reads are known."""
     given = {name: value for name, value in arguments.items() if value is not None}
     plain = partial(passes.run_plain, **arguments)
     return scoring.run(given, passes, plain) if scoring.takes(given) else plain()

@@ -1,8 +1,8 @@
-"""Where sequences begin in a row that holds several: position numbers that restart, and what trainers send beside them.
+"""The beginnings of sequences in a row with several: from restarting position numbers, and bounds from trainers.
 
-trl's ``packing`` and ``padding_free``, and the collators of transformers, send the bounds of the sequences to kernels
-that run without a mask. Attention by ``sdpa`` and ``eager`` does not read them: it goes by the position numbers. So the
-two must say the same, and then they are a fact of the layout.
+trl's ``packing`` and ``padding_free``, and the collators of transformers, pass the bounds of the sequences to kernels
+that run without a mask. ``sdpa`` and ``eager`` attention do not read the bounds but the position numbers. So both must
+agree; then they become part of the layout.
 
 Shape letters: B examples, T positions.
 """
@@ -17,20 +17,20 @@ from torch import Tensor
 
 from sparsebp_cli.backward.kind.packing.groups import Bools, Ints
 
-BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seq_lens", "cu_seqlens")  # where sequences begin in a flattened row
+BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seq_lens", "cu_seqlens")  # starts of sequences in a flattened row
 NUMBERS = "seq_idx"  # number of the sequence of each position
-# The arguments that say where sequences begin; the lengths follow from the bounds.
+# All arguments about the bounds of sequences. The lengths follow from the bounds.
 SEQUENCES = frozenset({*BOUNDS, NUMBERS, "max_length_q", "max_length_k"})
 
 
 def find_begins(
     inputs: Mapping[str, Any], position_BT: Ints, holds_texts: Callable[[Mapping[str, Any]], bool]
 ) -> Bools | None:
-    """Return where another sequence begins inside of an example; None: nowhere.
+    """Return where another sequence begins inside an example; None: nowhere.
 
-    As transformers does: without a mask and a key/value cache, an example holds several sequences where the given
-    position numbers restart; ``holds_texts`` says whether this model does so. Where bounds are given, the script has
-    said that it does, whatever a cache does.
+    Like transformers: without a mask and a key/value cache, a sequence begins where position numbers restart.
+    ``holds_texts`` returns whether this model separates them. If the batch has bounds, the script has declared that it
+    contains sequences, even with a cache.
     """
     if inputs.get("attention_mask") is not None or inputs.get("position_ids") is None:
         return None
@@ -40,9 +40,9 @@ def find_begins(
 
 
 def refuse_bounds(inputs: Mapping[str, Any], begins_BT: Bools | None, size: tuple[int, int], *, causal: bool) -> str:
-    """Return why the given bounds cannot be taken, and a way out; empty if they can, or none are given.
+    """Return why packing cannot use the batch's bounds, and a way out; empty if it can, or there are none.
 
-    ``begins_BT`` is what the position numbers say, None: that they say nothing.
+    ``begins_BT`` are the beginnings by the position numbers; None: position numbers show none.
     """
     given = {name: value for name in (*BOUNDS, NUMBERS) if isinstance(value := inputs.get(name), Tensor)}
     if not given:
@@ -63,7 +63,7 @@ def refuse_bounds(inputs: Mapping[str, Any], begins_BT: Bools | None, size: tupl
 
 
 def _told_by(name: str, value: Tensor, size: tuple[int, int]) -> Bools | None:
-    """Return where sequences begin by an argument; None: it is of another batch."""
+    """Return where sequences begin according to an argument; None: it does not fit this batch."""
     numbers: Ints = value.detach().cpu().numpy()
     if name == NUMBERS:
         return None if numbers.shape != size else np.diff(numbers, axis=1, prepend=numbers[:, :1]) != 0
@@ -76,7 +76,7 @@ def _told_by(name: str, value: Tensor, size: tuple[int, int]) -> Bools | None:
 
 
 def find_needed(read_BT: Bools, begins_BT: Bools | None) -> Bools:
-    """Return the positions that stand before one that is read, or are read, in the same sequence."""
+    """Return the positions that are read, or precede one that is read in the same sequence."""
     starts = np.zeros(read_BT.shape, bool) if begins_BT is None else begins_BT.copy()
     starts[:, 0] = True
     number_N = starts.reshape(-1).cumsum() - 1

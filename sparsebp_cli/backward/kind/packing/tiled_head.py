@@ -1,16 +1,15 @@
-"""When the head of a causal language model and its loss run in tiles, and what becomes of the logits then.
+"""The decision whether the head of a causal language model and its loss run in tiles, and access to the logits.
 
-Tiles take the place of the head where the model's loss is transformers' mean or sum of cross entropies, the head is a
-plain linear, and fewer bytes are held. The logits of all rows do not exist then. They are computed when somebody reads
-them; a loop that has read those of its last forward gets the next ones kept. What is trained is the same to the last
-bit, read or not, so that a resumed run need not know what was read.
+Tiles replace the head if the model's loss is transformers' mean or sum of cross entropies, the head is a plain linear,
+and tiles need less memory. Then the logits of all rows do not exist; the model computes them when the script reads
+them. If the script has read the logits of the last forward, the next forward keeps them. Training is bit-identical in
+both cases, so that a resumed run does not need to know what the script read.
 
 Shape letters: U rows of the head, I targets, each of a row, D width, V vocabulary.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import cache
 from typing import Any, Literal, final
@@ -19,16 +18,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from sparsebp_cli.backward.core.loss_weight import WeightedLoss
+from sparsebp_cli.backward.core.loss_weight import has_causal_loss
 from sparsebp_cli.backward.kind.packing.tiles import DTYPES, Tail, TiledLoss, TileJob
 from sparsebp_cli.backward.patch.forward import call_module, replace_forwards
 
-# Rows of a tile at least: products of fewer are slow. Chosen; a CPU is as fast with 32 as with 128 (decision 128).
+# Least rows of a tile, since products of fewer rows are slow. A CPU is as fast with 32 as with 128 (decision 128).
 MIN_ROWS = {"cpu": 64}
 MIN_ROWS_ELSEWHERE = 256
-# Chosen: what the logits of a small model take is not worth the calls.
+# Least saving in bytes. Smaller ones, as in a small model, do not pay for the calls. The value is a guess.
 MIN_SAVED = 2**24  # bytes
-# Held for each logit of the plain loss at once: the logits, their logarithms, and two gradients; most of it in float32.
+# Peak bytes for each logit of the plain loss: the logits, their logarithms, and two gradients; mostly in float32.
 WHOLE_BYTES, WHOLE_BYTES_SCORED = 16, 8
 UPDATED = (
     "the logits of this forward were not kept, and the model's weights have changed since: read output.logits before "
@@ -38,7 +37,7 @@ UPDATED = (
 
 @final
 class TiledHead:
-    """Decides for the head of one model, and remembers what was read."""
+    """Decides for the head of one model, and records whether the script reads logits."""
 
     def __init__(
         self, model: nn.Module, head: nn.Module | None, logits: Literal["tiles", "whole"], *, was_read: bool = True
@@ -46,8 +45,8 @@ class TiledHead:
         self._model, self._head = model, head
         self._is_wanted = logits == "tiles"
         self._tail: Tail | None = None
-        self._is_known = False  # the tail
-        self.was_read = was_read  # by the script, of its last forward with a gradient
+        self._is_known = False  # whether the tail has been determined
+        self.was_read = was_read  # whether the script read the logits of its last forward with a gradient
         self.batches = self.read_again = 0
 
     @property
@@ -67,10 +66,10 @@ class TiledHead:
         *,
         keeps: bool,
     ) -> TiledRun | None:
-        """Return a run of the head in tiles; None: the plain head.
+        """Return a run of the head in tiles; None: use the plain head.
 
-        ``index_U`` are the rows of the head, of which ``inverse_I`` has one for each target; None: each has one, in
-        order. ``weigh`` returns the weights of the targets in the loss.
+        ``index_U`` are the rows of the head. ``inverse_I`` is the row of each target; None: target i has row i.
+        ``weigh`` returns the weights of the targets in the loss.
         """
         head, size = self._head, self.size_of(len(index_U))
         if not size or self._tail is None or not isinstance(head, nn.Linear):
@@ -88,20 +87,20 @@ class TiledHead:
         return TiledRun(head, job)
 
     def size_of(self, num_rows: int) -> int:
-        """Return how many rows a tile has in a forward of the model's own loss; 0: the head runs whole."""
+        """Return how many rows a tile has in a forward with the model's own loss; 0: no tiles."""
         head = self._head
-        # Of this very class: adapters, and weights that are quantized, have others.
+        # Exactly this class, since adapters and quantized weights use others.
         if not self._is_wanted or head is None or type(head) is not nn.Linear or "forward" in head.__dict__:
             return 0
         size = self._least_size(num_rows, head, _dtype_of(head.weight), differentiates=torch.is_grad_enabled())
-        if not size or not self._has_plain_loss():
+        if not size or not has_causal_loss(self._model):
             return 0
         if not self._is_known:
             self._tail, self._is_known = _find_tail(self._model, head), True
         return 0 if self._tail is None else size
 
     def _least_size(self, num_rows: int, head: nn.Linear, dtype: torch.dtype, *, differentiates: bool) -> int:
-        """Return how many rows a tile has; 0: the plain head holds no more, or computes in another way."""
+        """Return how many rows a tile has; 0: tiles save no memory, or the model's change of its logits is unknown."""
         weight, (vocabulary, width) = head.weight, head.weight.shape
         plain = type(weight.data) is Tensor or _is_fake(weight)
         if not plain or weight.dtype not in DTYPES or dtype not in DTYPES:
@@ -112,14 +111,9 @@ class TiledHead:
         tiled = size * vocabulary * (4 + (0 if dtype == torch.float32 else dtype.itemsize))
         if differentiates:
             tiled += num_rows * width * 4
-            if weight.requires_grad:  # the gradient, from the forward on
+            if weight.requires_grad:  # tiles hold the weight's gradient from the forward on
                 tiled += weight.numel() * (4 + (0 if dtype == torch.float32 else dtype.itemsize))
         return size if size < num_rows and whole - tiled >= MIN_SAVED else 0
-
-    def _has_plain_loss(self) -> bool:
-        function: object = getattr(self._model, "loss_function", None)
-        function = function.plain if isinstance(function, WeightedLoss) else function
-        return function is sys.modules["transformers.loss.loss_utils"].ForCausalLMLoss
 
     def reader(
         self,
@@ -127,8 +121,8 @@ class TiledHead:
         later: Callable[[Callable[[], Tensor], str], Callable[[], Tensor]],
         note: Callable[[], None] | None,
     ) -> Callable[[], Tensor]:
-        """Return what gives the logits (U, V) of a run when they are read; ``later`` makes it that of the weights of
-        now, ``note`` writes the report of a forward that is one of the training."""
+        """Return a function that returns the logits (U, V) of a run. ``later`` makes a function that computes them with
+        the present weights. ``note`` writes the report; None outside of training forwards."""
         again = None if run.kept else later(run.compute, UPDATED)
         if note is not None:
             self.batches += 1
@@ -150,7 +144,7 @@ class TiledHead:
 
 @final
 class TiledRun:
-    """The forward of a head in tiles, in the place of its own."""
+    """The forward of a head in tiles, which replaces its own forward."""
 
     loss: Tensor
 
@@ -159,7 +153,7 @@ class TiledRun:
         self.kept = job.logits
 
     def __call__(self, take: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
-        """Compute the loss of the rows that ``take`` returns, and return logits of one row that nobody reads."""
+        """Compute the loss of the rows that ``take`` returns, and return placeholder logits of one row."""
         rows_UD, head = take(hidden)[0], self._head
         self._rows = rows_UD.detach()
         loss: Tensor = TiledLoss.apply(rows_UD, head.weight, head.bias, self._job)  # type: ignore[no-untyped-call]
@@ -167,26 +161,26 @@ class TiledRun:
         return rows_UD.new_zeros(1, 1, head.out_features, dtype=self._job.dtype)
 
     def compute(self) -> Tensor:
-        """Return the logits (U, V) that the model would have returned, computed anew, without a graph."""
+        """Compute again and return the logits (U, V) of the plain model, without a graph."""
         dtype, head = self._job.dtype, self._head
         bias = None if head.bias is None else head.bias.to(dtype)
         return self._job.tail.apply_(linear(self._rows.to(dtype), head.weight.to(dtype), bias))
 
 
 def _dtype_of(weight: Tensor) -> torch.dtype:
-    """Return the dtype of the products of a linear."""
+    """Return the dtype in which a linear multiplies."""
     device = weight.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
 
 
 def _is_fake(tensor: Tensor) -> bool:
-    """Return whether a tensor has no data and stands for one that has, of FakeTensorMode."""
+    """Return whether a tensor is a fake tensor without data, of FakeTensorMode."""
     return hasattr(tensor.data, "fake_mode")
 
 
 def _find_tail(model: nn.Module, head: nn.Linear) -> Tail | None:
-    """Return what a model does with its logits before its loss, by its configuration, if its own forward does the
-    same with logits that are made up; None: something else."""
+    """Return how a model changes its logits before its loss, according to its configuration. Return None if its own
+    forward treats random logits in another way."""
     made = torch.linspace(-60, 60, head.out_features, dtype=torch.float32, device=head.weight.device)[None, None]
     try:
         with torch.no_grad():
@@ -195,7 +189,7 @@ def _find_tail(model: nn.Module, head: nn.Linear) -> Tail | None:
             if _is_fake(head.weight):
                 return tail
             expected = tail.apply_(made.clone())
-    except Exception:  # whatever a model raises that needs more of its layers
+    except Exception:  # a model that needs more outputs of its layers may raise anything
         return None
     return tail if found.shape == expected.shape and torch.equal(found.float(), expected.float()) else None
 
@@ -212,12 +206,12 @@ def _guess_tail(model: nn.Module) -> Tail:
     return Tail(multiplier, divisor, of("final_logit_softcapping"))
 
 
-@cache  # transformers registers every class of outputs with torch for ever
+@cache  # transformers registers every output class with torch permanently
 def _kind_of_made() -> Any:
     from transformers.modeling_outputs import BaseModelOutputWithPast
 
     class Made(BaseModelOutputWithPast):
-        def __getattr__(self, name: str) -> None:  # what else a model asks of its layers' output
+        def __getattr__(self, name: str) -> None:  # other fields of its layers' output that a model reads
             if name.startswith("_"):
                 raise AttributeError(name)
 
@@ -225,7 +219,7 @@ def _kind_of_made() -> Any:
 
 
 def _run_tail(model: Any, head: nn.Linear, made: Tensor) -> Tensor:
-    """Return the logits of a forward whose layers and head return what is made up."""
+    """Return the logits of a forward whose layers and head return the random values ``made``."""
 
     def run_stack(*_: object, **__: object) -> Any:
         return _kind_of_made()(last_hidden_state=made.new_zeros(1, 1, head.in_features))

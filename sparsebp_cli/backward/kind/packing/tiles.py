@@ -1,12 +1,12 @@
 """The loss of a causal language model's head in tiles: a part of the rows at a time, so that their logits never exist
 together.
 
-The gradient of a tile is computed in the forward, while its logits are there, and kept where the logits were not: by
-row (U, D), and by the head's weight (V, D). The products are those of the plain head and its backward, none twice.
+The forward computes the gradients of a tile while its logits exist, and stores them for the rows (U, D) and the head's
+weight (V, D) instead of the logits. It does the products of the plain head and its backward, none twice.
 
-Tiles of rows with gradients in the forward are those of Liger-Kernel's fused linear cross entropy (Hsu et al., 2024,
-https://arxiv.org/abs/2410.10989) and of PyTorch's ``linear_cross_entropy``. We differ: rows that several targets share
-run once, targets have weights, and logits may be scaled or capped. Decision 128 has what was measured of the others.
+Liger-Kernel's fused linear cross entropy (Hsu et al., 2024, https://arxiv.org/abs/2410.10989) and PyTorch's
+``linear_cross_entropy`` also compute gradients by tiles of rows in the forward. We differ: rows that several targets
+share run once, targets have weights, and logits may be scaled or capped. Decision 128 has measurements of the others.
 
 Shape letters: U rows of the head, I targets, each of a row, K rows of a tile, D width, V vocabulary.
 """
@@ -24,22 +24,22 @@ from sparsebp_cli.backward.observe.flops import counting_as_backward
 from sparsebp_cli.backward.observe.internals import keeps_graph
 from sparsebp_cli.errors import UnsupportedError
 
-DTYPES = (torch.float32, torch.bfloat16)  # in float16 gradients of a loss that is not yet scaled would vanish
+DTYPES = (torch.float32, torch.bfloat16)  # not float16, where gradients of the unscaled loss would underflow
 
 TWICE = (
-    "lossless has no gradient of a gradient (create_graph=True): the gradient of a head in tiles comes from its "
-    "forward; run the forward of such a loss inside engine.disabled()"
+    "lossless does not support a gradient of a gradient (create_graph=True), since a head in tiles computes its "
+    "gradient in the forward; run the forward of such a loss inside engine.disabled()"
 )
 
 
 @dataclass(frozen=True)
 class Tail:
-    """What a model does with the logits of its head before its loss, element by element.
+    """The elementwise change of a model's logits between its head and its loss.
 
     Args:
-        multiplier: They are multiplied by it.
-        divisor: They are divided by it.
-        cap: They become ``cap * tanh(logits / cap)``; None: they stay.
+        multiplier: Factor of the logits.
+        divisor: Divisor of the logits.
+        cap: Logits become ``cap * tanh(logits / cap)``; None: no cap.
     """
 
     multiplier: float = 1.0
@@ -47,7 +47,7 @@ class Tail:
     cap: float | None = None
 
     def apply_(self, logits_KV: Tensor) -> Tensor:
-        """Return the logits that the loss reads, in place, in the order of transformers' own lines."""
+        """Scale and cap logits in place for the loss, in transformers' order of operations; return them."""
         if self.multiplier != 1.0:
             logits_KV.mul_(self.multiplier)
         if self.divisor != 1.0:
@@ -57,7 +57,7 @@ class Tail:
         return logits_KV
 
     def slope(self, read_KV: Tensor) -> Tensor | float:
-        """Return the derivative, by the logits that the loss reads."""
+        """Return the derivative of this change, given the changed logits."""
         slope = self.multiplier / self.divisor
         return slope if self.cap is None else (read_KV / self.cap).square_().neg_().add_(1).mul_(slope)
 
@@ -68,12 +68,12 @@ class TileJob:
 
     Args:
         row_I: The row of each target, ascending.
-        label_I: Its label.
-        weight_I: Its weight in the loss, float32.
-        ends: For each tile, how many targets it and those before it have.
+        label_I: The label of each target.
+        weight_I: The weight of each target in the loss, float32.
+        ends: For each tile, the number of targets in it and all earlier tiles.
         size: Rows of a tile.
-        tail: What happens to logits before the loss.
-        dtype: Of the products.
+        tail: The change of logits before the loss.
+        dtype: The dtype of the products.
         differentiates: Whether to compute gradients.
         keeps: Whether to keep the logits that the loss reads, in ``logits``.
     """
@@ -87,16 +87,16 @@ class TileJob:
     dtype: torch.dtype
     differentiates: bool
     keeps: bool
-    logits: list[Tensor] = field(default_factory=list)  # of each tile, (K, V)
+    logits: list[Tensor] = field(default_factory=list)  # logits of each tile, (K, V)
 
 
 class TiledLoss(torch.autograd.Function):
-    """The loss of rows (U, D), of the head's weight (V, D) and its bias (V) or None, as a :class:`TileJob` says."""
+    """The loss of a :class:`TileJob`, from rows (U, D), the head's weight (V, D), and its bias (V) or None."""
 
     @staticmethod
     def forward(ctx: Any, rows_UD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, job: TileJob) -> Tensor:
         needs = [need and job.differentiates for need in ctx.needs_input_grad[:3]]
-        # A product for each of the two gradients; the one by the bias is a sum.
+        # One product for each of the gradients of rows and weight; the bias' gradient is a sum.
         ctx.products = 2.0 * rows_UD.numel() * weight_VD.shape[0] * sum(needs[:2])
         with torch.autocast(rows_UD.device.type, enabled=False):
             tiles = _Tiles(rows_UD, weight_VD, bias_V, job, needs)
@@ -110,12 +110,12 @@ class TiledLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        # Not once_differentiable: it sees no second backward if the loss's own gradient, mostly a 1, has no graph.
+        # once_differentiable does not detect a second backward if the loss' own gradient, mostly a 1, has no graph.
         if torch.is_grad_enabled():
             raise UnsupportedError(TWICE)
         (grad,) = grads
         kept = iter(ctx.saved_tensors)
-        # In place where no second backward can follow: a copy would be as large as the head.
+        # Scale in place if no second backward can follow, since a copy would be as large as the head.
         scale = Tensor.mul if keeps_graph() else Tensor.mul_
         found = [
             scale(next(kept), grad).to(dtype) if need else None
@@ -125,7 +125,7 @@ class TiledLoss(torch.autograd.Function):
 
 
 class _Tiles:
-    """The loss and the gradients of one tile after the other, for a loss whose own gradient is 1."""
+    """Computes loss and gradients tile by tile, for a loss whose own gradient is 1."""
 
     def __init__(
         self, rows_UD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, job: TileJob, needs: list[bool]
@@ -133,7 +133,7 @@ class _Tiles:
         self._rows, self._job, self._needs = rows_UD, job, needs
         self._weight = weight_VD.to(job.dtype)
         self._bias = None if bias_V is None else bias_V.to(job.dtype)
-        # Sums over tiles are in float32: each in bfloat16 would be rounded.
+        # Sum over tiles in float32, since bfloat16 would round after each tile.
         self.grads = [
             torch.zeros_like(tensor, dtype=tensor.dtype if place == 0 else torch.float32)
             if tensor is not None and needs[place]
@@ -142,7 +142,7 @@ class _Tiles:
         ]
 
     def run(self, first: int, targets: slice) -> Tensor:
-        """Return the loss of the tile that begins at a row, and add its gradients."""
+        """Return the loss of the tile that begins at row ``first``, and add its gradients."""
         job = self._job
         rows_KD = self._rows[first : first + job.size].to(job.dtype)
         read_KV = job.tail.apply_(linear(rows_KD, self._weight, self._bias))

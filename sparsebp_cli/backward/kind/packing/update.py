@@ -1,9 +1,8 @@
 """The prefix tree over all micro-batches of one optimizer step.
 
-A segment of the tree that several micro-batches read is *held*: it has one forward, before the first of them, and one
-backward, after the last. In between, each of these micro-batches attends to its keys and values as to inputs of its
-own, whose gradients add up. What is held at a time are the held segments on the way to the examples of the micro-batch
-under way, and of no others where the micro-batches come in the order of the tree.
+A segment of the tree that several micro-batches read is *held*. It has one forward, before the first of them, and one
+backward, after the last. In between, its keys and values are inputs of each of these micro-batches, and their gradients
+add up. If micro-batches come in the order of the tree, memory holds only the segments that the current one reads.
 
 Shape letters: B examples, T positions, N rows of a forward, A rows before them, M rows that are read, D width, H heads.
 """
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from sparsebp_cli.backward.kind.packing.batch import BatchRows
+from sparsebp_cli.backward.kind.packing.batch import NeededRows
 from sparsebp_cli.backward.kind.packing.groups import Bools, Ints
 from sparsebp_cli.backward.kind.packing.layout import (
     MIN_SHARED,
@@ -32,26 +31,26 @@ from sparsebp_cli.errors import UnsupportedError, UsageError
 
 KeyValue = tuple[Tensor, Tensor]
 Collected = dict[nn.Module, list[KeyValue]]
-# Runs the rows of a layout, which attend to those before them, and returns what the head would get (1, N or M, D).
+# Runs the rows of a layout, which attend to the held rows, and returns the input of the head (1, N or M, D).
 RunRows = Callable[[PackedLayout, "Sequence[KeptRows]", Collected], Tensor]
 
-COMPARED = ("input_ids", "attention_mask", "position_ids")  # by which a batch is known again
+COMPARED = ("input_ids", "attention_mask", "position_ids")  # arguments that identify a batch
 
 
 @dataclass(frozen=True)
 class KeptRows:
-    """What is kept of the rows of one held segment."""
+    """The stored tensors of one held segment."""
 
-    keys: Mapping[nn.Module, KeyValue]  # (1, H, N, D) of each module of attention
-    hidden: Tensor | None  # (1, M, D), what the head gets of the rows that are read; None: of none
+    keys: Mapping[nn.Module, KeyValue]  # keys and values (1, H, N, D) of each attention module
+    hidden: Tensor | None  # (1, M, D), the head's input for the rows that are read; None: none is read
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All of them."""
+        """All tensors, in a fixed order."""
         return [t for pair in self.keys.values() for t in pair] + ([] if self.hidden is None else [self.hidden])
 
     def cut(self) -> KeptRows:
-        """Return the same values as inputs of another graph."""
+        """Return the same values as leaves of another graph."""
 
         def leaf(value: Tensor) -> Tensor:
             return value.detach().requires_grad_(value.requires_grad)
@@ -67,17 +66,17 @@ class HeldSegment:
     parent: int | None
     size: int  # rows
     users: list[int] = field(default_factory=list)  # micro-batches, in their order
-    read: Bools = field(default_factory=lambda: np.zeros(0, bool))  # which of its rows any of them reads
-    made: KeptRows | None = None  # with the graph of its forward; None: before its forward, or after its backward
-    leaves: KeptRows | None = None  # what micro-batches and the segments behind it take
+    read: Bools = field(default_factory=lambda: np.zeros(0, bool))  # rows whose output a micro-batch reads
+    made: KeptRows | None = None  # tensors with their graph; None before its forward and after its backward
+    leaves: KeptRows | None = None  # the same values as inputs of micro-batches and of segments that follow
 
     @property
     def place(self) -> Ints:
-        """Where each row is among those that are read."""
+        """Index of each row among the rows that are read."""
         return np.where(self.read, self.read.cumsum() - 1, 0)
 
     def finish(self) -> None:
-        """Run its backward with the gradients that came back, and forget it."""
+        """Run its backward with the gradients that arrived, and free its tensors."""
         if self.made is None or self.leaves is None:
             return
         pairs = zip(self.made.tensors, self.leaves.tensors, strict=True)
@@ -92,14 +91,14 @@ class HeldSegment:
 class MicroBatch:
     """One micro-batch of the update."""
 
-    rows: BatchRows
+    rows: NeededRows
     known_by: dict[str, Tensor]
-    paths: list[list[int]]  # of each example: numbers of its segments
+    paths: list[list[int]]  # for each example the numbers of its segments
     is_run: bool = False  # whether its forward ran
-    is_done: bool = False  # and its backward
+    is_done: bool = False  # whether its backward ran
 
     def matches(self, inputs: Mapping[str, Any]) -> bool:
-        """Whether a forward is that of this micro-batch."""
+        """Return whether a forward's inputs belong to this micro-batch."""
         for name in COMPARED:
             one, other = self.known_by.get(name), inputs.get(name)
             if (one is None) != (other is None):
@@ -113,7 +112,7 @@ class MicroBatch:
 class UpdatePlan:
     """The rows of all micro-batches of one optimizer step."""
 
-    def __init__(self, batches: Sequence[BatchRows], inputs: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, batches: Sequence[NeededRows], inputs: Sequence[Mapping[str, Any]]) -> None:
         keys = [keys for rows in batches for keys in rows.keys]
         segments, shared = branch(keys)
         self._segments = segments
@@ -136,7 +135,7 @@ class UpdatePlan:
             segment = self._segments[number]
             size = segment.end - segment.start
             is_child = segment.parent is None or segment.parent in held
-            # One that is shorter costs a forward of its own and saves few rows; so do those behind it.
+            # A shorter segment costs a separate forward and saves few rows, and so do segments after it.
             if len(users[number]) > 1 and is_child and size >= MIN_SHARED:
                 held[number] = HeldSegment(segment.parent, size, users[number], np.zeros(size, bool))
         self._leave_own(held)
@@ -148,15 +147,15 @@ class UpdatePlan:
         return held
 
     def _leave_own(self, held: dict[int, HeldSegment]) -> None:
-        """Take a segment out of what is held for a micro-batch that had no row of its own: a forward needs one. All of
-        its examples are in other micro-batches as well, as where a step goes through its batches twice."""
+        """For each micro-batch without own rows, stop sharing one segment with it, since a forward needs a row. This
+        occurs if all its examples are also in other micro-batches, as when a step uses its batches twice."""
         for number, batch in enumerate(self.batches):
             chosen = {one for path in batch.paths for one in path}
             if chosen <= held.keys():
                 last = chosen - {self._segments[one].parent for one in chosen}
                 own = min(last, key=lambda one: (held[one].size, one))
                 held[own].users.remove(number)
-                if len(held[own].users) < 2:  # nobody goes on from there who is not among them
+                if len(held[own].users) < 2:  # no held segment follows it, since its users would be among these
                     del held[own]
 
     @property
@@ -173,12 +172,12 @@ class UpdatePlan:
         )
 
     def find(self, inputs: Mapping[str, Any]) -> int | None:
-        """Return the number of the micro-batch of a forward, the next one first; None: it is none of them."""
+        """Return the number of the first waiting micro-batch with a forward's inputs; None if there is none."""
         waiting = (n for n, batch in enumerate(self.batches) if not batch.is_run)
         return next((number for number in waiting if self.batches[number].matches(inputs)), None)
 
     def withdraw(self, number: int) -> None:
-        """Let a micro-batch run by itself: what it shares gets no gradient from it, and it computes its own."""
+        """Let a micro-batch run without held segments: it computes all its rows, and sends no gradient to them."""
         batch = self.batches[number]
         batch.is_run = batch.is_done = True
 
@@ -204,7 +203,7 @@ class UpdatePlan:
         return self._arrange(batch, [(s, example_of[s]) for s in chosen], shared, kept, device, most_read)
 
     def arrange_held(self, number: int, segment: int, device: torch.device, most_read: float | None) -> PackedLayout:
-        """Return the rows of a held segment, as examples of a micro-batch have them."""
+        """Return the rows of a held segment, with the positions that they have in a micro-batch."""
         batch = self.batches[number]
         example, path = next((e, path) for e, path in enumerate(batch.paths) if segment in path)
         chain = path[: path.index(segment) + 1]
@@ -239,7 +238,7 @@ class UpdatePlan:
         )
 
     def open(self, number: int, run: RunRows, device: torch.device, most_read: float | None) -> list[KeptRows]:
-        """Return what is kept of the held segments that a micro-batch reads; those that have none yet run."""
+        """Return the stored tensors of the held segments that a micro-batch reads. Run segments that have none yet."""
         self.batches[number].is_run = True
         for segment in self.held_of(number):
             held = self.held[segment]
@@ -251,7 +250,7 @@ class UpdatePlan:
         return [self._leaves(segment) for segment in self.held_of(number)]
 
     def run_whole(self, number: int, run: RunRows, device: torch.device, most_read: float | None) -> list[KeptRows]:
-        """Return the same in one graph with the micro-batch, and keep nothing: for a comparison."""
+        """Return the same tensors in one graph with the micro-batch and store nothing, for a comparison."""
         found: dict[int, KeptRows] = {}
         for segment in self.held_of(number):
             found[segment] = self._run(number, segment, found.__getitem__, run, device, most_read)
@@ -260,7 +259,7 @@ class UpdatePlan:
     def _leaves(self, segment: int) -> KeptRows:
         leaves = self.held[segment].leaves
         if leaves is None:
-            raise UsageError("a micro-batch ran twice after the backward of what it shares with others")
+            raise UsageError("a micro-batch ran again after the backward of the rows that it shares with others")
         return leaves
 
     def _run(
@@ -280,13 +279,13 @@ class UpdatePlan:
         collected: Collected = {}
         hidden = run(layout, [rows_of(s) for s in chain], collected)
         if any(len(pairs) > 1 for pairs in collected.values()):
-            raise UnsupportedError("a layer calls attention twice: its rows are shared within a micro-batch alone")
+            raise UnsupportedError("a layer calls attention twice: its rows can be shared only within a micro-batch")
         keys = {module: pairs[0] for module, pairs in collected.items()}
         row_R = torch.from_numpy(np.flatnonzero(held.read)).to(device)
         return KeptRows(keys, layout.take(hidden, row_R, [hidden[:, :0]]) if len(row_R) else None)
 
     def watch(self, number: int, hidden: Tensor) -> None:
-        """Notice the backward of a micro-batch by the gradient of what its head gets."""
+        """Detect the backward of a micro-batch by the gradient of its head's input."""
 
         def note(_: Tensor) -> None:
             self.batches[number].is_done = True
@@ -297,8 +296,8 @@ class UpdatePlan:
             self.batches[number].is_done = True
 
     def finish(self) -> bool:
-        """Run the backward of each held segment whose micro-batches all had theirs; return whether that were all."""
-        for number in sorted(self.held, reverse=True):  # a segment before its parent
+        """Run the backward of each held segment after all its micro-batches. Return whether the plan is complete."""
+        for number in sorted(self.held, reverse=True):  # each segment before its parent
             if all(self.batches[user].is_done for user in self.held[number].users):
                 self.held[number].finish()
         is_over = all(batch.is_done for batch in self.batches)
@@ -308,11 +307,11 @@ class UpdatePlan:
 
     @property
     def is_open(self) -> bool:
-        """Whether gradients are on their way."""
+        """Whether held segments still wait for gradients."""
         return any(held.made is not None for held in self.held.values())
 
     def drop(self) -> None:
-        """Forget what is held."""
+        """Free the held segments."""
         for held in self.held.values():
             held.made = held.leaves = None
         if self._guard is not None:
@@ -324,21 +323,21 @@ class UpdatePlan:
             waiting = sum(not batch.is_done for batch in self.batches)
             self.drop()
             raise UsageError(
-                f"the optimizer steps, and {waiting} of the {len(self.batches)} micro-batches that engine.expect was "
-                "given have had no backward: the gradient of what they share with others is not there yet"
+                f"the optimizer steps before the backward of {waiting} of the {len(self.batches)} micro-batches passed "
+                "to engine.expect: gradients of rows that they share are incomplete"
             )
 
 
 @dataclass
 class HeldRows:
-    """Rows that micro-batches have shared so far, over all updates."""
+    """Counts of rows that micro-batches have shared so far, over all updates."""
 
     updates: int = 0
-    shared: int = 0  # updates whose micro-batches had anything in common
+    shared: int = 0  # updates whose micro-batches had common prefixes
     saved: int = 0  # rows that were not computed again
-    most: int = 0  # rows that were held at a time
-    alone: int = 0  # micro-batches that read more than was said
-    refused: str = ""  # why prefixes are shared within each batch alone; empty: they are not
+    most: int = 0  # largest number of rows held at a time
+    alone: int = 0  # micro-batches that read more than the script declared
+    refused: str = ""  # why prefixes are shared only within each batch; empty: they are shared over the update
 
     def add(self, update: UpdatePlan) -> None:
         """Count a plan."""
@@ -351,7 +350,7 @@ class HeldRows:
     def describe(self) -> str:
         """Return a sentence for the report."""
         if self.refused:
-            return f"prefixes are shared within each batch alone: not built with {self.refused}"
+            return f"prefixes are shared within each batch alone: not supported with {self.refused}"
         if not self.updates:
             return "prefixes are shared within each batch alone: nobody has said which micro-batches make an update"
         if not self.shared:

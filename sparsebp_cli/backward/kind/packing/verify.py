@@ -14,43 +14,43 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sparsebp_cli.backward.kind.packing.head import states_of
 
 # Relative errors of the whole gradient that rounding explains, by the coarsest dtype in the computation. Wrong masks or
-# positions give errors above 1e-2 in every dtype.
+# positions cause errors above 1e-2 in every dtype.
 LIMITS = {torch.float64: 1e-8, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 2e-2}
 
 
-# What rounding explains in a single row beside the others, whatever the others have.
+# Relative errors of a single row that rounding explains, for any errors of other rows.
 ROW_LIMITS = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
-# How many times the median row's error a row may have: rounding is alike in all rows, and one row with a wrong mask is
-# lost in a norm over everything.
+# Allowed error of a row, in multiples of the median row's error. Rounding is similar in all rows, and the error of one
+# row with a wrong mask would vanish in a norm over all rows.
 MOST_TIMES = 10.0
 
 
-# Entries that are compared at once: float64 copies of a whole embedding or of all logits would be the step's peak.
+# Entries compared at a time. float64 copies of a whole embedding or of all logits would set the step's peak memory.
 CHUNK = 2**18
-AGAIN = 1 / 200  # share of the batches that are compared though their kind is known
-MUCH_FARTHER = 10.0  # from the examples alone: then one of two passes is wrong, and the other has rounding alone
+AGAIN = 1 / 200  # fraction of the batches that are compared although their kind was compared before
+MUCH_FARTHER = 10.0  # the pass that is so many times farther from each example alone is wrong
 
 
 @dataclass(frozen=True)
 class Check:
     """The result of one comparison."""
 
-    error: float  # 2-norm of the difference of what is compared over the 2-norm of the plain one
+    error: float  # 2-norm of the difference over the 2-norm of the plain result
     limit: float
     row_error: float = 0.0  # the largest relative error of a row that is read
-    row_limit: float = 1.0  # by the median of the rows: what rounding did here
+    row_limit: float = 1.0  # allowed row error, from the median of the rows
     compared: Literal["gradient", "outputs"] = "gradient"
 
-    guilty: Literal["plain", "packed", ""] = ""  # which of the two is not as its examples alone; empty: not decided
-    from_alone: float = 0.0  # how far that one is, relative to an example's outputs
+    guilty: Literal["plain", "packed", ""] = ""  # the pass that differs from its examples alone; empty: undecided
+    from_alone: float = 0.0  # distance of that pass from each example alone, relative to an example's outputs
 
     @property
     def passed(self) -> bool:
-        """Whether rounding explains the difference, or the plain step is the one that is wrong."""
+        """Whether rounding explains the difference, or the plain step is wrong."""
         return self.guilty == "plain" or self.explained
 
     def decide(self, plain: float, packed: float) -> Check:
-        """Return the check with the one of two passes that is wrong, by their distances from each example alone."""
+        """Return the check with the pass that is wrong, by the passes' distances from each example alone."""
         if plain > MUCH_FARTHER * packed:
             return replace(self, guilty="plain", from_alone=plain)
         if packed > MUCH_FARTHER * plain:
@@ -63,7 +63,7 @@ class Check:
         return self.error <= self.limit and self.row_error <= self.row_limit
 
     def describe(self) -> str:
-        """Return what differs."""
+        """Return a text about the difference."""
         if self.guilty == "plain":
             return (
                 f"the plain step is wrong: outputs of examples in its batch differ by {self.from_alone:.1e} from those "
@@ -91,12 +91,11 @@ def compare_passes(
 ) -> Check:
     """Compare two ways to run a batch: outputs, row by row, and the gradients of one scalar.
 
-    The scalar is the loss, or a random sum of what is read.
-
-    A loss that reads other rows is refused in the backward
-    (:func:`~sparsebp_cli.backward.patch.boundary.fill`), and what it does with these is linear in their
-    gradient, so this holds for any loss. ``rows`` (B, T) are those that are read, ``leaves`` what has a gradient, and
-    ``computed`` (B, T) those that have hidden states, which join the scalar where they are returned.
+    The scalar is the loss, or a random sum of the outputs that are read. The result holds for any loss: a loss that
+    reads other rows is refused in the backward (:func:`~sparsebp_cli.backward.patch.boundary.fill`), and the backward
+    is linear in the gradient of the outputs. ``rows`` (B, T) marks positions that are read, ``computed`` (B, T)
+    positions with hidden states, which join the scalar if they are returned. ``leaves`` are the tensors with a
+    gradient.
     """
     generator = torch.Generator().manual_seed(0)
     weight: Tensor | None = None
@@ -106,11 +105,11 @@ def compare_passes(
         nonlocal weight
         loss: Tensor | None = getattr(output, "loss", None)
         tensor: Tensor | None = output[0] if loss is None else getattr(output, "logits", None)
-        # A fused head has no logits, and others have one output an example.
+        # A fused head returns no logits, and some models return one output for each example.
         by_row = tensor is not None and tensor.shape[:2] == rows.shape
         if tensor is not None:
             found.append(tensor.detach()[rows] if by_row else tensor.detach())
-        balancing: Tensor | None = getattr(output, "aux_loss", None)  # its coefficient may be tiny: compared whole
+        balancing: Tensor | None = getattr(output, "aux_loss", None)  # unscaled, since its coefficient may be tiny
         beside = 0.0 if balancing is None else balancing
         for number, state in enumerate(states_of(output).values()):
             weights = torch.randn(state.shape, generator=torch.Generator().manual_seed(number)).to(state)
@@ -134,9 +133,9 @@ def _compare_gradients(
     packed: Callable[[], Tensor],
     outputs: list[Tensor],
 ) -> Check:
-    """Compare two computations of one loss: their gradients by ``leaves``, and the outputs that each has appended.
+    """Compare two computations of one loss: their gradients for ``leaves``, and the outputs that each has appended.
 
-    Neither ``.grad`` nor a hook on it is touched.
+    This does not change ``.grad``, and calls no hook on it.
     """
     expected = torch.autograd.grad(plain(), leaves, allow_unused=True)
     got = torch.autograd.grad(packed(), leaves, allow_unused=True)
@@ -152,9 +151,7 @@ def _compare_gradients(
         squares += difference.cpu()
         norm += size.cpu()
     if any(hasattr(leaf.data, "fake_mode") for leaf in leaves):
-        return Check(
-            0.0, limit_of(model)
-        )  # a forecast: the passes take what they take, and there is nothing to compare
+        return Check(0.0, limit_of(model))  # a forecast runs both passes, but fake tensors have no values to compare
     error = float((squares / norm).sqrt()) if norm else float(squares.sqrt())
     error = float("inf") if isnan(error) else error
     compared = outputs[:2] if len(outputs) == 2 else []
@@ -167,8 +164,8 @@ def _compare_gradients(
 
 
 def _judge_by_dtype(model: nn.Module, judge: Callable[[torch.dtype], Check], plain: Callable[[], Any]) -> Check:
-    """Return a check by the rounding of the model's dtypes, and, where that does not explain a difference, by that of
-    the coarsest dtype in which the plain pass computes: a model in float64 may have norms and angles in float32."""
+    """Return a check with the limits of the model's dtypes. If it fails, use the limits of the coarsest dtype in which
+    the plain pass computes, since a model in float64 may compute norms and angles in float32."""
     check = judge(_coarsest(model))
     if check.explained:
         return check
@@ -179,7 +176,7 @@ def _judge_by_dtype(model: nn.Module, judge: Callable[[torch.dtype], Check], pla
 
 
 class _DtypeWatch(TorchDispatchMode):
-    """Which dtypes the results of operators have."""
+    """Records the dtypes of the results of operators."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -196,33 +193,33 @@ class _DtypeWatch(TorchDispatchMode):
 
 
 def _sum_squares(found: Tensor, exact: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sum of the squares of a difference, and of those of its second part, in float64."""
+    """Return the sums of squares of ``found - exact`` and of ``exact``, in float64."""
     parts = [tensor.to_dense().reshape(-1).split(CHUNK) for tensor in (found, exact)]
     zero = torch.zeros((), dtype=torch.float64, device=exact.device)
     difference, size = zero, zero.clone()
     for one, other in zip(*parts, strict=True):
         wide = other.double()
         size += wide.square().sum()
-        # Cast by itself: PyTorch's mixed operators do it inside, where a forecast does not see the memory.
+        # Cast explicitly: PyTorch's mixed operators cast inside, where a forecast does not see the memory.
         difference += one.to(torch.float64, copy=True).sub_(wide).square_().sum()
     return difference, size
 
 
 def _compare_rows(plain: Tensor, packed: Tensor, *, floor: float, least: float = 0.0) -> tuple[float, float]:
-    """Return the largest relative error of a row, and what the median row allows; ``least`` is the size from which on
-    an error is relative."""
+    """Return the largest relative error of a row, and the limit from the median row. Errors of rows smaller than
+    ``least`` are relative to ``least``."""
     plain_RX, packed_RX = (torch.atleast_2d(rows.flatten(0, max(0, rows.dim() - 2))) for rows in (plain, packed))
     if plain_RX.shape != packed_RX.shape or not plain_RX.numel():
         return 0.0, 1.0
     size_R, difference_R = _measure_rows(plain_RX, packed_RX)
-    # A row of nearly nothing has no relative error of its own.
+    # For nearly empty rows a relative error has no meaning.
     error_R = difference_R / size_R.clamp_min(max(float(size_R.mean()) / 100, least))
     worst = float(error_R.max())
     return float("inf") if isnan(worst) else worst, max(floor, MOST_TIMES * float(error_R.median()))
 
 
 def _measure_rows(plain_RX: Tensor, packed_RX: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the norm of each row, and that of its difference from the other, in float64."""
+    """Return the norms of the plain rows and of the differences from the packed rows, in float64."""
     height = max(1, CHUNK // plain_RX.shape[-1])
     found = []
     for plain, packed in zip(plain_RX.split(height), packed_RX.split(height), strict=True):
@@ -233,15 +230,15 @@ def _measure_rows(plain_RX: Tensor, packed_RX: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def compare_outputs(model: nn.Module, rows: Tensor, plain: Callable[[], Any], packed: Any) -> Check:
-    """Compare the outputs of a forward without a gradient: the loss, all that is read, and its rows one by one.
+    """Compare the outputs of a forward without gradient: the loss, all outputs that are read, and single rows.
 
-    ``rows`` (B, T) are those that are read.
+    ``rows`` (B, T) marks the positions that are read.
     """
     expected = plain()
     pairs: list[tuple[Tensor, Tensor, float]] = []
     losses = getattr(expected, "loss", None), getattr(packed, "loss", None)
     by_token = [name for name in ("log_probs", "entropy") if getattr(expected, name, None) is not None]
-    for name in by_token:  # of trl's fused head: (B, T - 1), one number a row
+    for name in by_token:  # outputs of trl's fused head, (B, T - 1): one number for each row
         is_read = rows[:, : getattr(expected, name).shape[1]]
         one, other = (getattr(output, name)[is_read][:, None] for output in (expected, packed))
         pairs.append((one, other, 1.0))
@@ -255,7 +252,7 @@ def compare_outputs(model: nn.Module, rows: Tensor, plain: Callable[[], Any], pa
         worst, allowed = max(found, key=lambda pair: pair[0] / pair[1])
         return Check(max(errors), LIMITS[dtype], worst, allowed, compared="outputs")
 
-    # By rows alone, outputs that are wrong in all rows alike would pass: each is allowed ten times the median's error.
+    # Also compare whole outputs: the limit by rows follows the median, so it would accept the same error in all rows.
     errors = [_relative_error(other, one, least) for one, other, least in pairs]
     if losses[0] is not None and losses[1] is not None and bool(losses[0].isfinite()):
         errors.append(_relative_error(losses[1], losses[0], 0.0))
@@ -263,7 +260,7 @@ def compare_outputs(model: nn.Module, rows: Tensor, plain: Callable[[], Any], pa
 
 
 def _relative_error(found: Tensor, exact: Tensor, least: float) -> float:
-    """Return the norm of a difference over that of its second part, which counts as ``least`` an entry or more."""
+    """Return the norm of ``found - exact`` over the norm of ``exact``, which counts as at least ``least`` an entry."""
     if found.shape != exact.shape or not exact.numel():
         return 0.0
     difference, size = (float(part) ** 0.5 for part in _sum_squares(found.detach(), exact.detach()))

@@ -1,8 +1,8 @@
-"""Rows whose loss has the weight zero: of tokens, by ``loss_weight``, and of whole examples, by ``example_weight``.
+"""Rows whose loss has weight zero: tokens by ``loss_weight``, and whole examples by ``example_weight``.
 
-Attention never crosses examples, and a row that nobody reads gets no gradient. So an example of weight 0 is not
-computed where a loss of the script's own reads logits. Under trl's fused head, whose outputs are logged for all
-examples, it is run without a gradient.
+Attention never crosses examples, and a row that is not read gets no gradient. So if the script's own loss reads logits,
+packing does not compute an example of weight 0. trl logs the outputs of its fused head for all examples; there, such an
+example runs without gradient.
 
 Shape letters: B examples, T positions.
 """
@@ -27,15 +27,15 @@ BY_EXAMPLE = {*BATCH, "attention_mask", "labels"}  # arguments with a row for ea
 
 
 def find_weightless(model: nn.Module, shape: tuple[int, int], weight_B: Tensor | None) -> Bools | None:
-    """Return the positions (B, T) whose output has the weight zero in the loss of the forward that runs; None: none.
+    """Return the positions (B, T) whose output has weight zero in the loss of the running forward; None: no position.
 
-    ``weight_B`` are the weights of whole examples in a loss of the script's own.
+    ``weight_B`` are the weights of whole examples in the script's own loss.
     """
     weight_BT = forward_weights(model)
     if weight_BT is None and weight_B is None:
         return None
     found = torch.zeros(shape, dtype=torch.bool)
-    if weight_BT is not None and tuple(weight_BT.shape) == shape:  # another shape is refused by the loss
+    if weight_BT is not None and tuple(weight_BT.shape) == shape:  # the loss refuses other shapes
         found[:, :-1] = weight_BT[:, 1:].cpu() == 0
     if weight_B is not None:
         found[_dead(weight_B, shape[0]).cpu()] = True
@@ -44,7 +44,7 @@ def find_weightless(model: nn.Module, shape: tuple[int, int], weight_B: Tensor |
 
 
 def _dead(weight_B: Tensor, num_examples: int) -> Tensor:
-    """Return which examples have the weight zero."""
+    """Return which examples have weight zero."""
     if weight_B.dim() == 0 or len(weight_B) != num_examples:
         raise UsageError(
             f"example_weight must have one row for each of {num_examples} examples, got {tuple(weight_B.shape)}"
@@ -54,23 +54,23 @@ def _dead(weight_B: Tensor, num_examples: int) -> Tensor:
 
 @final
 class DeadExamples:
-    """Examples of weight zero under trl's fused head: their outputs are computed without a gradient.
+    """Examples of weight zero under trl's fused head, which run without gradient.
 
-    Nobody has declared the loss. So at the first batch that has such examples the gradient that arrives at them is
-    read: from the next one on they have none if it was zero.
+    Packing does not know the script's loss. So in the first batch with such examples it reads the gradient that arrives
+    at them. If it is zero, they run without gradient from the next batch on.
     """
 
-    weight_B: Tensor | None  # of the next batches
+    weight_B: Tensor | None  # weights of the next batches
     number: int
     trained_share: float
-    is_announced: bool  # whether the parts of the batches that come are in a plan of their update, and stay as they are
+    is_announced: bool  # whether an update's plan has fixed the parts of the coming batches
 
     def __init__(self) -> None:
         self.weight_B = None
-        self.trained_share = 1.0  # of the last batch's examples
+        self.trained_share = 1.0  # fraction of the last batch's examples that was trained
         self.is_announced = False
-        self.number = 0  # examples so far that were run without a gradient
-        self._is_silent: bool | None = None  # whether no gradient arrives at them; None: not yet seen
+        self.number = 0  # examples that ran without gradient so far
+        self._is_silent: bool | None = None  # whether no gradient arrives at them; None: not yet known
 
     @property
     def note(self) -> str:
@@ -80,22 +80,21 @@ class DeadExamples:
         return f"; {self.number:,} examples of weight 0 run without a gradient" if self.number else ""
 
     def find_trained(self, batch: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return the part of a coming batch that is trained, if it is given the weights of its examples; None: all of
-        it is."""
+        """Return the part of a coming batch that is trained, by the weights of its examples; None: the whole batch."""
         weight_B = batch.get("example_weight")
         given = {name: value for name, value in batch.items() if name != "example_weight"}
         parts = None if weight_B is None else self._split(given, weight_B)
         return None if parts is None else _take(given, parts[0])
 
     def _split(self, given: Mapping[str, Any], weight_B: Tensor | None) -> tuple[Tensor, Tensor] | None:
-        """Return the numbers of the examples that are trained and of the others; None: all are trained."""
+        """Return the indices of the examples that are trained, and of the others; None: all are trained."""
         is_whole = self._is_silent is False and not self.is_announced
         if weight_B is None or is_whole or not _has_rows(given):
             return None
         dead_B = _dead(weight_B, len(given["labels"])).to(given["labels"].device)
         if not bool(dead_B.any()):
             return None
-        if bool(dead_B.all()):  # the loss must have a graph
+        if bool(dead_B.all()):  # keep one, since the loss must have a graph
             dead_B[0] = False
         return (~dead_B).nonzero()[:, 0], dead_B.nonzero()[:, 0]
 
@@ -105,12 +104,12 @@ class DeadExamples:
         live: Callable[[dict[str, Any]], Any],
         dead: Callable[[dict[str, Any]], Any],
     ) -> Any:
-        """Return the output of a batch; ``live`` runs examples with a gradient, ``dead`` without."""
+        """Return the output of a batch; ``live`` runs examples with gradient, ``dead`` without."""
         parts, self.trained_share = self._split(given, self.weight_B), 1.0
         if parts is None:
             return live(dict(given))
         first, rest = live(_take(given, parts[0])), _take(given, parts[1])
-        if not self._is_silent:  # in the same parts: the sums of what is trained do not depend on what was seen
+        if not self._is_silent:  # use the same parts, so that sums over trained examples are the same in both cases
             return _join(first, self._watch(live(rest)), parts, given)
         with torch.no_grad():
             second = dead(rest)
@@ -119,7 +118,7 @@ class DeadExamples:
         return _join(first, second, parts, given)
 
     def _watch(self, output: Any) -> Any:
-        """Find out in the backward whether a gradient arrives at an output of examples of weight zero."""
+        """Record in the backward whether a gradient arrives at the outputs of examples of weight zero."""
 
         def look(grad: Tensor) -> None:
             self._is_silent = self._is_silent is not False and not bool((grad != 0).any())
@@ -132,7 +131,7 @@ class DeadExamples:
 
 
 def _has_rows(given: Mapping[str, Any]) -> bool:
-    """Whether each tensor among the arguments has a row for each example, so that a part of them can be taken."""
+    """Return whether each tensor among the arguments has a row for each example, so that it can be split."""
     size = given["labels"].shape[:1]
     return all(name in BY_EXAMPLE and v.shape[:1] == size for name, v in given.items() if isinstance(v, Tensor))
 
@@ -142,7 +141,7 @@ def _take(given: Mapping[str, Any], example_D: Tensor) -> dict[str, Any]:
 
 
 def _join(first: Any, second: Any, parts: tuple[Tensor, Tensor], given: Mapping[str, Any]) -> Any:
-    """Return an output of trl's fused head from those of two parts of the batch."""
+    """Return an output of trl's fused head, joined from the outputs of two parts of the batch."""
     values: dict[str, Any] = {}
     for field in fields(first):
         one, other = getattr(first, field.name), getattr(second, field.name)
@@ -160,7 +159,7 @@ def _join(first: Any, second: Any, parts: tuple[Tensor, Tensor], given: Mapping[
 
 
 class _Joined(torch.autograd.Function):
-    """Rows of two parts of a batch, of which the second has no graph."""
+    """Joins rows of two parts of a batch; the second part has no graph."""
 
     @staticmethod
     def forward(ctx: Any, live: Tensor, dead: Tensor, live_L: Tensor, dead_D: Tensor) -> Tensor:
@@ -175,7 +174,7 @@ class _Joined(torch.autograd.Function):
         (grad,) = grads
         if bool((grad.index_select(0, dead_D) != 0).any()):
             raise ReadsUncomputedError(
-                "the loss gives examples of weight 0 a gradient, which it did not at the first batch that had any, so "
-                "lossless ran them without one: leave their advantage or example_weight out of what the engine is given"
+                "lossless ran examples of weight 0 without gradient, as the first batch had none for them, but now the "
+                "loss has one: do not pass their advantage or example_weight to the engine"
             )
         return grad.index_select(0, live_L), None, None, None
