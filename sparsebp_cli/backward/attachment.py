@@ -1,4 +1,4 @@
-"""Puts a policy into a model: finds the sites, and refuses by name what is not built, before anything changes."""
+"""Attaching policies to a model: find the sites, and refuse unsupported combinations before the model changes."""
 
 from __future__ import annotations
 
@@ -12,22 +12,20 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from sparsebp_cli.backward.branch.site import BranchAdapter
 from sparsebp_cli.backward.core.decision import SiteDecisions
 from sparsebp_cli.backward.core.engine import Engine
 from sparsebp_cli.backward.core.extension import EngineExtension, SiteAdapter
 from sparsebp_cli.backward.core.given import FindPlaces, Given, MakeExtension
 from sparsebp_cli.backward.core.policy_state import PolicyStates
 from sparsebp_cli.backward.core.process import SEVERAL, count_processes
-from sparsebp_cli.backward.core.scope import Scope
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
 from sparsebp_cli.backward.execution.eager.clipping import Clipping
 from sparsebp_cli.backward.execution.eager.update import choose_update
 from sparsebp_cli.backward.execution.segment.extension import Segments
 from sparsebp_cli.backward.kind.fused_head import has_fused_head
 from sparsebp_cli.backward.linear.float8 import find_float8
+from sparsebp_cli.backward.linear.input_saver import SavesInputs
 from sparsebp_cli.backward.linear.quantized import find_quantized
-from sparsebp_cli.backward.linear.saving import InputSaving, connect
 from sparsebp_cli.backward.linear.site import LinearAdapter
 from sparsebp_cli.backward.node.site import NodeAdapter
 from sparsebp_cli.backward.observe.attribution import is_watched
@@ -37,7 +35,6 @@ from sparsebp_cli.errors import PolicyError, UnsupportedError, UsageError
 from sparsebp_cli.policy import (
     BatchPacker,
     GradientSelector,
-    InputSaver,
     Policy,
     PolicyLike,
     ReferenceReader,
@@ -45,9 +42,9 @@ from sparsebp_cli.policy import (
     Step,
     make_policies,
 )
-from sparsebp_cli.policy.example import EXAMPLE_ROW
 from sparsebp_cli.policy.kind import Kind, load
 from sparsebp_cli.policy.known_kind import find_aspects, find_facts, find_kind, list_kinds
+from sparsebp_cli.policy.measure import EXAMPLE_ROW
 from sparsebp_cli.policy.scheduled_option import needs_length
 
 
@@ -65,39 +62,39 @@ def attach(  # noqa: PLR0913 - what a training loop may give
     folder: str | Path | None = None,
     **choices: Unpack[BackwardChoices],
 ) -> Engine:
-    """Let policies decide about a model's gradients, in any PyTorch loop that calls ``engine.backward(loss)``.
+    """Attach policies to a model, for any PyTorch loop that calls ``engine.backward(loss)``.
 
     Args:
-        model: Changed in place; ``engine.detach()`` gives it back. Its state_dict keys stay as they are. It may be
-            wrapped by DDP or ``torch.compile`` before or afterwards; with gradient policies at linears or branches
-            it compiles to one graph (``fullgraph=True``), in which the policies are asked at every backward.
-        policies: One or several, each a policy, its name, or a mapping of ``name`` and its options. At most one answers
-            each question; none is dense.
+        model: The model, which ``attach`` changes in place and ``engine.detach()`` restores. Its state_dict keys do not
+            change. You may wrap it in DDP or ``torch.compile`` before or afterwards. With gradient policies at linears
+            it compiles to one graph (``fullgraph=True``), which calls the policies at every backward.
+        policies: One or several, each a policy, its name, or a mapping of ``name`` and its options. At most one policy
+            makes each decision; without policies training is dense.
         optimizer: Its steps advance ``Step.index``; without it, every backward does.
         max_grad_norm: With ``update="eager"``, the 2-norm to which gradients are clipped, greater than 0; None: no
             clipping.
-        seed: Seed of random decisions, each of which depends on it, the step, the site and the process.
-        num_steps: Optimizer steps of the whole training; policies with a schedule over all of it need it.
-        num_examples: Rows of the training data; policies that keep something for each example need it, and in each
-            batch the column ``example_row``, (B,), int64, among the model's arguments.
-        reference: A model whose loss of each token a policy compares with; ``batch``: each batch brings that loss as
-            ``reference_loss``, (B, T), at the position that predicts the token. Beside ``lossless``, the model of your
-            own loss that runs the same batches without a gradient, whose rows are left out as well.
-        validation: Examples that are never trained on and with whose gradients a policy compares those of the batch:
-            one batch of the model's arguments with ``labels``, from which the policy draws.
-        folder: The training's own folder, in which a policy keeps on disk what the next visit of an example, or the
-            next process, need not compute again. All of that may be deleted between two trainings.
-        **choices: How the backward pass is executed: the fields of :class:`sparsebp_cli.BackwardOptions`, which a
-            recipe has as its section ``backward``: ``execution``, ``sites``, ``exclude``, ``update``, ``eager_clip``,
+        seed: Seed of random decisions. Each also depends on the step, the site and the process.
+        num_steps: Optimizer steps of the whole training; policies with a schedule over the training need it.
+        num_examples: Rows of the training data. Policies that store data for each example need it, and the column
+            ``example_row``, (B,), int64, among the model's arguments in each batch.
+        reference: A model with whose loss of each token a policy compares. ``batch``: each batch contains that loss as
+            ``reference_loss``, (B, T), at the position that predicts the token. With ``lossless``, the reference model
+            of your own loss, which runs the same batches without gradient; the engine skips the same rows in it.
+        validation: Examples that are never trained on: one batch of the model's arguments with ``labels``. A policy
+            draws from it and compares gradients of the batch with gradients of these examples.
+        folder: The training's folder, in which a policy caches results for later visits of an example or for the next
+            process. You may delete the cache between two trainings.
+        **choices: How the backward pass is executed: the fields of :class:`sparsebp_cli.BackwardOptions`, which are
+            the section ``backward`` of a recipe: ``execution``, ``sites``, ``exclude``, ``update``, ``eager_clip``,
             ``checkpointing``, ``segments``.
 
     Returns:
         The engine; as a context manager it detaches at the end.
 
     Raises:
-        PolicyError: A policy's name is unknown, an option of it wrong, or it could keep state by itself.
-        UnsupportedError: The combination is not built: a kind of policy, two policies with one question, options that
-            exclude each other, or a model that is attached already or offloaded.
+        PolicyError: A policy's name is unknown, one of its options is wrong, or it could keep hidden state.
+        UnsupportedError: The combination is not supported: a kind of policy, two policies that make the same decision,
+            options that exclude each other, or a model that is attached already or offloaded.
         UsageError: A choice is unknown or not allowed, ``exclude`` matches nothing, or the model has no linear.
     """
     policies = make_policies(policies)
@@ -111,9 +108,6 @@ def attach(  # noqa: PLR0913 - what a training loop may give
     layers = LayerNumbers(model)
     decisions = SiteDecisions(selectors, len(layers.layers))
     adapter = _make_adapter(model, policies, options)
-    if selectors and adapter.names:  # at nodes they are known after the first backward only
-        savers = [(policy, Scope(policy, len(layers.layers))) for policy in policies if isinstance(policy, InputSaver)]
-        decisions.check_disjoint(adapter.names, layers.number_of, savers)
     given = Given(
         optimizer=optimizer,
         first=Step(0, seed=seed, num_steps=num_steps),
@@ -128,14 +122,15 @@ def attach(  # noqa: PLR0913 - what a training loop may give
     )
     states = PolicyStates(
         [(policy, _find_places(policy, model, decisions, given)) for policy in policies],
-        # A function: `.grad` is another tensor at each step.
+        # A function, because `.grad` is another tensor at each step.
         lambda: {name: p.grad for name, p in model.named_parameters() if p.grad is not None},
     )
     given = replace(given, states=states)
     extensions = _make_extensions(policies, model, given)
-    savings = [extension for _, extension in extensions if isinstance(extension, InputSaving)]
-    # An optimizer with moments of projections has to draw those of the saver. See decision 18.
-    connect(savings, optimizer)
+    savings = [extension for _, extension in extensions if isinstance(extension, SavesInputs)]
+    if selectors and adapter.names:  # nodes have no names before the first backward
+        others = [(saving.policy, saving.scope) for saving in savings]
+        decisions.check_disjoint(adapter.names, layers.number_of, others)
     for saving in savings:
         assert isinstance(adapter, LinearAdapter), "refused at other sites"
         adapter.save_by(saving)
@@ -145,11 +140,10 @@ def attach(  # noqa: PLR0913 - what a training loop may give
         model=model,
         optimizer=optimizer,
         reference=options.execution == "reference",
-        stores=options.checkpointing == "none",
         seed=seed,
         num_steps=num_steps,
         states=states,
-        # By their numbers and not by their place, since an override wraps the forward that it finds. See decision 29.
+        # Sorted by their numbers, because an override wraps the forward that it finds. See decision 29.
         extensions=[
             *(extension for number, extension in extensions if number < Kind.EAGER_UPDATE),
             *choose_update(wrapped, optimizer, options.update, clipping),
@@ -163,21 +157,20 @@ def attach(  # noqa: PLR0913 - what a training loop may give
 
 
 def _make_adapter(model: nn.Module, policies: Sequence[Policy], options: BackwardOptions) -> SiteAdapter:
-    """Return what installs the engine at the sites that the policies and options ask for."""
+    """Return the adapter for the sites that the policies and options select."""
     kinds = list_kinds(policies)
     for policy, kind in zip(policies, kinds, strict=True):
         if kind.adapter:
             adapter: SiteAdapter = load(kind.adapter)(policy, model, Given(exclude=options.exclude))
             return adapter
     if options.sites != "linears":
-        return (BranchAdapter if options.sites == "branches" else NodeAdapter)(model, options.exclude)
-    # A model without a linear, such as a convolutional one, goes with policies that do not decide about linears.
+        return NodeAdapter(model, options.exclude)
+    # Policies that do not decide about linears work in a model without linears, such as a convolutional network.
     return LinearAdapter(
         model,
         options.exclude,
         may_be_empty=not any(kind.needs_linears for kind in kinds),
-        # Where nothing is asked, counting at every linear would only cost time. See decision 13. Beside a packer no
-        # policy is asked at a linear.
+        # Without decisions at linears, counting there would only cost time. See decision 13. A packer excludes them.
         installs=not kinds or (any(kind.at_sites for kind in kinds) and not _packs(policies)),
     )
 
@@ -187,7 +180,7 @@ def _packs(policies: Sequence[Policy]) -> bool:
 
 
 def _find_places(policy: Policy, model: nn.Module, decisions: SiteDecisions, given: Given) -> Sequence[object]:
-    """Return where a policy with state decides."""
+    """Return the places where a policy with state decides; empty for other policies."""
     if not isinstance(policy, Stateful):
         return ()
     if isinstance(policy, GradientSelector):
@@ -200,7 +193,7 @@ def _find_places(policy: Policy, model: nn.Module, decisions: SiteDecisions, giv
 def _make_extensions(
     policies: Sequence[Policy], model: nn.Module, given: Given
 ) -> Sequence[tuple[int, EngineExtension]]:
-    """Return what carries policies out, in the order in which it changes the model, each with its number in it."""
+    """Return the extensions that execute policies, with their numbers, in the order in which they change the model."""
     declared = [
         (number, name, policy)
         for policy in policies
@@ -209,7 +202,7 @@ def _make_extensions(
         for number, name in each.extensions
     ]
     found = list[tuple[int, EngineExtension]]()
-    # Stable, by the number alone: extensions of one number keep the order of their policies.
+    # The sort is stable: extensions with the same number keep the order of their policies.
     for number, name, policy in sorted(declared, key=lambda entry: entry[0]):
         make: MakeExtension = load(name)
         extension = make(policy, model, given)
@@ -223,18 +216,19 @@ def _make_extensions(
 
 
 def refuse_model(model: nn.Module, policies: Sequence[Policy], chosen: Mapping[str, Any]) -> nn.Module:
-    """Refuse a model into which policies cannot be put, before anything of it is changed, through whichever door.
+    """Refuse a model to which policies cannot be attached, before it changes. All entry points call this.
 
     Args:
-        model: The model with or without wrappers, as :func:`attach` takes it.
-        policies: All of them.
+        model: The model with or without wrappers, as for :func:`attach`.
+        policies: All policies of the model.
         chosen: Options of the backward, and of ``attach``, by name.
 
     Returns:
         The model without wrappers.
 
     Raises:
-        UnsupportedError: By name.
+        UnsupportedError: The combination is not supported, or the model is attached already.
+        UsageError: A parameter has no shape before the model's first forward.
     """
     _refuse_unbuilt(model, policies, chosen)
     inner = _unwrap(model)
@@ -244,10 +238,10 @@ def refuse_model(model: nn.Module, policies: Sequence[Policy], chosen: Mapping[s
 
 
 def _unwrap(model: nn.Module) -> nn.Module:
-    """Return what DDP and ``torch.compile`` have wrapped: the names of its modules are those of sites and patterns."""
+    """Return the model inside DDP and ``torch.compile``. Sites and patterns use the names of its modules."""
     while True:
-        # torch.compile's wrapper is told by its child: its class would import torch._dynamo, and a plain model attaches
-        # without.
+        # Recognise torch.compile's wrapper by its child: importing its class would import torch._dynamo, which a plain
+        # model does not need.
         name = "module" if isinstance(model, DistributedDataParallel) else "_orig_mod"
         inner = dict(model.named_children()).get(name)
         if inner is None:
@@ -257,7 +251,7 @@ def _unwrap(model: nn.Module) -> nn.Module:
 
 def _refuse_attached(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        # Asked of the instance: an override is an entry in its dictionary, and the class has a forward in any case.
+        # Look in the instance's dictionary, where an override is. The class always has a forward.
         if isinstance(module.__dict__.get("forward"), ForwardOverride) or is_watched(module):
             where = f" (at {name!r})" if name else ""
             raise UnsupportedError(f"the model is already attached{where}: call detach() of its engine first")
@@ -266,11 +260,11 @@ def _refuse_attached(model: nn.Module) -> None:
 def _refuse_lazy(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
-            raise UsageError(f"{name!r} has no shape before the model has run: run it once, and attach then")
+            raise UsageError(f"{name!r} has no shape before the model has run: run it once, then attach")
 
 
 def _refuse_unbuilt(model: nn.Module, policies: Sequence[Policy], chosen: Mapping[str, Any]) -> None:
-    """Hold what the user chose against the table of what goes with what."""
+    """Refuse choices that the table of combinations does not support."""
     float8 = find_float8(model)
     wrapped = "compiled" if "_orig_mod" in dict(model.named_children()) else None
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
@@ -304,17 +298,17 @@ def check_scoring(
     reference: nn.Module | str | None,
     validation: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
-    """Refuse a policy without what it chooses by, and a reference or validation examples that nobody reads.
+    """Refuse a policy that lacks an argument of ``attach``, and a reference or validation batch that no policy reads.
 
     Args:
-        policies: All that are to be attached.
+        policies: All policies to attach.
         num_steps: Optimizer steps of the whole training; None if unknown.
         num_examples: Rows of the training data; None if unknown.
-        reference: A model; ``batch``: its scores come with each batch.
-        validation: One batch of examples with their labels; None: there are none.
+        reference: A model; ``batch``: each batch contains its losses.
+        validation: One batch of examples with their labels, if any.
 
     Raises:
-        UsageError: A policy needs an argument that is missing, or one was given that no policy reads.
+        UsageError: An argument that a policy needs is missing, or no policy reads an argument.
     """
     for policy in policies:
         needs_length(policy, num_steps)
@@ -324,7 +318,7 @@ def check_scoring(
         if facts.get("reads_rows") and num_examples is None:
             raise UsageError(
                 f"{name} keeps something for each example of the data: give attach(num_examples=...), and each batch "
-                f"the column {EXAMPLE_ROW!r}; data without rows, such as a stream, do not go with it"
+                f"the column {EXAMPLE_ROW!r}; streamed data are not supported"
             )
     readers = [p for p in policies if isinstance(p, ReferenceReader) and p.reads_reference]
     if readers and reference is None:
@@ -336,18 +330,18 @@ def check_scoring(
         raise UsageError(f"reference must be a model or {BATCH!r}, got {reference!r}")
     runs = any(find_facts(policy).get("runs_reference") for policy in policies)
     if reference is not None and not readers and not (runs and not isinstance(reference, str)):
-        raise UsageError("reference is given, and no policy compares with one")
+        raise UsageError("reference is given, but no policy uses it")
     _check_validation(policies, validation)
 
 
 def validates(policy: Policy) -> bool:
-    """Return whether a policy compares gradients with those of validation examples.
+    """Return whether a policy compares gradients with the gradients of validation examples.
 
     Args:
-        policy: A policy with its options, on which the answer depends.
+        policy: A policy with its options.
 
     Returns:
-        Whether it does.
+        Whether it compares them.
     """
     return _count_validation(policy) > 0
 
@@ -367,7 +361,7 @@ def _check_validation(policies: Sequence[Policy], validation: Mapping[str, torch
             )
         return
     if not readers:
-        raise UsageError("validation is given, and no policy compares with validation examples")
+        raise UsageError("validation is given, but no policy uses it")
     if "labels" not in validation:
         raise UsageError(f"validation must have labels, got {', '.join(sorted(validation)) or 'nothing'}")
     number, most = len(validation["labels"]), max(_count_validation(policy) for policy in readers)

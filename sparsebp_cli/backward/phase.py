@@ -1,4 +1,4 @@
-"""Phases in any training loop: policies that are replaced by others at a step, by one engine after another."""
+"""Phases in any training loop: at given steps, new policies in a new engine replace the previous ones."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from sparsebp_cli.run.policy_phase import PolicyPhase, find_empty, find_phase, f
 
 
 class Phase(TypedDict):
-    """A phase as a recipe's ``schedule`` has it.
+    """One phase of a training: its policies and the fraction of the steps at which it ends.
 
     Attributes:
-        policy: Its policies, as for :func:`sparsebp_cli.attach`; none is dense.
-        until: Share of the training at which it ends, in (0, 1); the last phase has none.
+        policy: Its policies, as for :func:`sparsebp_cli.attach`; without policies the phase is dense.
+        until: Fraction of the training at which it ends, in (0, 1). Leave it out in the last phase.
     """
 
     policy: PolicyLike | Sequence[PolicyLike]
@@ -35,13 +35,13 @@ class Phase(TypedDict):
 
 
 Schedule = Sequence[tuple[float | None, tuple[Policy, ...]]]
-Attach = Callable[[Sequence[Policy]], tuple[Engine, Callable[[], None]]]  # an engine, and what detaches it
+Attach = Callable[[Sequence[Policy]], tuple[Engine, Callable[[], None]]]  # an engine, and a function that detaches it
 
 
 def make_schedule(given: Sequence[Phase]) -> Schedule:
     """Make the policies of phases. Raise UsageError if the phases cannot follow one another."""
     if len(given) < 2:
-        raise UsageError(f"schedule: needs 2 phases or more, got {len(given)}; attach takes the policies of one")
+        raise UsageError(f"schedule: needs 2 phases or more, got {len(given)}; for one phase call attach")
     made: list[tuple[float | None, tuple[Policy, ...]]] = []
     for number, phase in enumerate(given):
         unknown = set(phase) - {"policy", "until"} if isinstance(phase, Mapping) else {repr(phase)}
@@ -59,7 +59,7 @@ def make_schedule(given: Sequence[Phase]) -> Schedule:
 
 
 def refuse_phases(schedule: Schedule, model: nn.Module) -> None:
-    """Raise UnsupportedError for the first thing that cannot change in the middle of a training."""
+    """Raise UnsupportedError for the first policy or option that does not support a change during training."""
     facts: dict[str, object] = {"phases": len(schedule), "processes": count_processes(model)}
     if any(has_fsdp_state(module) for module in model.modules()):
         facts["sharding"] = "fsdp2"
@@ -71,19 +71,19 @@ def refuse_phases(schedule: Schedule, model: nn.Module) -> None:
 
 @final
 class PhasedEngine:
-    """The engine of each phase in turn. Created by :func:`attach_phases`.
+    """An engine whose policies change from phase to phase. Created by :func:`attach_phases`.
 
-    The policies are replaced at the end of the optimizer's step before a phase. Their states begin anew; optimizer,
-    step number and the counts of the report go on.
+    At the end of the last optimizer step of a phase, the policies of the next phase replace its policies and start with
+    new states. Optimizer, step number and the counts of the report continue.
 
     Args:
-        phases: Phases of the training, the first one first.
+        phases: Phases of the training, in their order.
         attach: Attaches the policies of a phase; returns the engine and a function that detaches it.
         optimizer: Its steps end the phases.
 
     Attributes:
-        phases: The phases of the training, the first one first.
-        engine: The engine of the phase that makes the next step. It is another one in each phase: do not keep it.
+        phases: The phases of the training, in their order.
+        engine: The engine of the phase that makes the next step. Each phase has a new engine, so do not store it.
     """
 
     phases: Sequence[PolicyPhase[Policy]]
@@ -95,7 +95,7 @@ class PhasedEngine:
         self.phases, self._attach, self._phase = phases, attach, phases[0]
         self._optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper
         self.engine, self._remove = attach(phases[0].policies)
-        # A hook on the optimizer itself could not add and remove others; those for all optimizers run after them.
+        # A hook on the optimizer could not add and remove its other hooks. Hooks for all optimizers run after those.
         self._handle = register_optimizer_step_post_hook(self._end_step) if len(phases) > 1 else None
 
     @property
@@ -126,17 +126,17 @@ class PhasedEngine:
         return self.engine.report()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the current phase's engine, from which :meth:`load_state_dict` goes on in this phase."""
+        """Return the state of the current phase's engine, for :meth:`load_state_dict`."""
         return self.engine.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state, and attach the policies of its phase.
 
         Args:
-            state: What :meth:`state_dict` returned for the same schedule.
+            state: A result of :meth:`state_dict` with the same schedule.
 
         Raises:
-            UsageError: It is no such state.
+            UsageError: ``state`` is not such a result.
         """
         index = state.get("index")
         if type(index) is not int or index < 0:
@@ -147,7 +147,7 @@ class PhasedEngine:
         self.engine.load_state_dict(state)
 
     def detach(self) -> None:
-        """Restore the model as it was before. Further calls do nothing."""
+        """Restore the model to its state before ``attach_phases``. Further calls do nothing."""
         if self._handle is not None:
             self._handle.remove()
         self._remove()
@@ -168,7 +168,7 @@ class PhasedEngine:
         if phase is not self._phase:
             before, state = self.engine, self.engine.state_dict()
             self._replace(phase)
-            # What policies remember begins with their phase; the step's number and the like go on. See decision 103.
+            # Policies' states start anew in each phase; the step's number and other entries continue. See decision 103.
             self.engine.follow(before, state, step)
 
     def _replace(self, phase: PolicyPhase[Policy]) -> None:
@@ -191,36 +191,36 @@ def attach_phases(  # noqa: PLR0913 - those of attach
     folder: str | Path | None = None,
     **choices: Unpack[BackwardChoices],
 ) -> PhasedEngine:
-    """Let other policies decide in each phase of a training, as ``schedule`` does in a recipe.
+    """Attach policies that change from phase to phase of the training, like ``schedule`` in a recipe.
 
-    Each phase is attached and detached once before the first begins, so what does not fit the model is refused here.
+    The function attaches and detaches each phase once, so that phases that do not fit the model raise errors here.
 
     Args:
         model: As for :func:`attach`.
         schedule: Two or more phases, such as ``[{"until": 0.4, "policy": "dense"}, {"policy": [topk]}]``. A phase ends
-            at the step that is nearest to its share of ``num_steps``.
+            at the step that is nearest to the fraction ``until`` of ``num_steps``.
         optimizer: Its steps end the phases.
         num_steps: Optimizer steps of the whole training, at least 1.
         num_examples: As for :func:`attach`.
         max_grad_norm: As for :func:`attach`.
         seed: As for :func:`attach`.
-        reference: As for :func:`attach`; one for all phases that compare.
-        validation: As for :func:`attach`; one for all phases that compare gradients with it.
-        folder: As for :func:`attach`; one for all phases.
+        reference: As for :func:`attach`; the same for all phases that compare with it.
+        validation: As for :func:`attach`; the same for all phases that compare gradients with it.
+        folder: As for :func:`attach`; the same for all phases.
         **choices: As for :func:`attach`, the same in all phases.
 
     Returns:
-        What runs the backward passes; as a context manager it detaches at the end.
+        The engine that runs the backward passes; as a context manager it detaches at the end.
 
     Raises:
         PolicyError: As :func:`attach`, for a policy of any phase.
-        UnsupportedError: As :func:`attach`, or something that cannot change in the middle of a training.
-        UsageError: As :func:`attach`, or the phases cannot follow one another, or one has no step.
+        UnsupportedError: As :func:`attach`, or a policy or option does not support a change during training.
+        UsageError: As :func:`attach`, or the phases cannot follow one another, or a phase has no step.
     """
     made = make_schedule(schedule)
 
     def attach_policies(policies: Sequence[Policy]) -> tuple[Engine, Callable[[], None]]:
-        refuse_phases(made, model)  # sharding or compilation may have come after the first phase
+        refuse_phases(made, model)  # the model may have been sharded or compiled since the first phase
         engine = attach(
             model,
             policies,
@@ -242,7 +242,7 @@ def attach_phases(  # noqa: PLR0913 - those of attach
 
 
 def lay_out_schedule(schedule: Schedule, num_steps: int) -> list[PolicyPhase[Policy]]:
-    """Return the phases of a training. Raise UsageError if it is too short for one of them."""
+    """Return the phases of a training. Raise UsageError if the training is too short for one of them."""
     phases = lay_out((), schedule, num_steps)
     for number, text in find_empty(phases, "num_steps"):
         raise UsageError(f"schedule.{number}.until: {text}")
@@ -250,15 +250,15 @@ def lay_out_schedule(schedule: Schedule, num_steps: int) -> list[PolicyPhase[Pol
 
 
 def try_phases(schedule: Schedule, attach: Attach) -> None:
-    """Attach and detach each phase, to raise what is wrong with it before the training begins."""
+    """Attach and detach each phase, so that its errors appear before the training begins."""
     for _, policies in schedule:
         _, remove = attach(policies)
         remove()
 
 
 def needs_reference(policies: Sequence[Policy], schedule: Schedule, reference: object = None) -> bool:
-    """Return whether a reference belongs to a phase with these policies: if they compare with it, or act on its
-    forwards, or if no phase does, so that it is refused."""
+    """Return whether to pass the reference to a phase with these policies: if they compare with it or act on its
+    forwards. If no phase does, return True, so that ``attach`` refuses the reference."""
     return _is_wanted(policies, schedule, _runs if isinstance(reference, nn.Module) else _compares)
 
 

@@ -101,12 +101,11 @@ def test_error_feedback_goes_on_from_a_checkpoint_that_is_flat() -> None:
 
 
 @pytest.mark.model
-@pytest.mark.parametrize("sites", ["linears", "branches"])
 @pytest.mark.parametrize(("layers", "asked"), [([0], {0}), ([-1], {1}), ([0, -1], {0, 1}), ([], set()), (None, {0, 1})])
-def test_only_the_layers_that_were_named_are_asked(sites: str, layers: list[int] | None, asked: set[int]) -> None:
+def test_only_the_layers_that_were_named_are_asked(layers: list[int] | None, asked: set[int]) -> None:
     model, ids = tiny_model("llama"), tokens(0)
     policy = sbp.make_policy("topk", keep=0.25, layers=layers)
-    with sbp.attach(model, [policy], sites=sites) as engine:
+    with sbp.attach(model, [policy]) as engine:
         engine.backward(model(input_ids=ids, labels=ids).loss)
         report = engine.report()
     inside = [site for site in report.sites if site.layer is not None]

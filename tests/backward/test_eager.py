@@ -55,17 +55,6 @@ def test_accumulated_gradients_are_updated_by_their_sum_in_the_last_pass(name: s
     assert engine.now().index == 4
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "sparse"])
-@pytest.mark.parametrize("keep", [1.0, 0.25])
-def test_sparse_recompute_and_policies_get_the_same_weights(checkpointing: str, keep: float) -> None:
-    policy = sbp.make_policy("random", keep=keep, along="rows", within="example")
-    options = {"policies": [policy], "sites": "branches", "checkpointing": checkpointing, "steps": 4}
-    expected, _ = train(Llama, eager=False, **options)
-    found, engine = train(Llama, eager=True, **options)
-    assert_equal(found, expected)
-    assert engine.eager.report.waited == ()
-
-
 def test_a_policy_decides_alike_in_both_passes_of_exact_clipping() -> None:
     policies = [sbp.make_policy("random", keep=0.5, along="rows", error_feedback=False)]
     expected, plain = train(Llama, eager=False, steps=4, policies=policies, max_norm=0.05)

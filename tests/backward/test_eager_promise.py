@@ -316,7 +316,7 @@ def test_a_gradient_scaler_is_refused_by_name() -> None:
 
     model = Recurrent()
     engine = attach(model, [], optimizer=torch.optim.SGD(model.parameters(), lr=0.1), update="eager")
-    with pytest.raises(UnsupportedError, match="update='eager' with a GradScaler is not built"):
+    with pytest.raises(UnsupportedError, match="update='eager' with a GradScaler is not supported"):
         engine.backward(model(0), Accelerated().backward)
 
 

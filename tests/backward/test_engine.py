@@ -157,7 +157,7 @@ def test_a_plain_backward_is_refused_and_disabled_is_plain_pytorch() -> None:
     plain = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
     with sbp.attach(model, [ROWS]) as engine:
-        with pytest.raises(UsageError, match=r"call engine.backward\(loss\) in place of loss.backward\(\)"):
+        with pytest.raises(UsageError, match=r"call engine.backward\(loss\) instead of loss.backward\(\)"):
             _loss(model).backward()
         model.zero_grad()
         with engine.disabled():

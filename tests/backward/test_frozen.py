@@ -211,7 +211,7 @@ def test_what_is_not_trained_keeps_no_gradient_of_an_earlier_step() -> None:
     assert all(p.requires_grad for p in names.values())
 
 
-@pytest.mark.parametrize("sites", ["linears", "branches", "nodes"])
+@pytest.mark.parametrize("sites", ["linears", "nodes"])
 def test_other_policies_decide_about_what_is_left(sites) -> None:
     model = tiny_model("llama", num_hidden_layers=3)
     same, ids = copy.deepcopy(model), tokens(0)
@@ -256,7 +256,7 @@ def test_tokens_and_examples_are_chosen_beside_it_in_either_order(name, options)
         torch.testing.assert_close(gradient, alone[key], rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize("way", [{"update": "eager"}, {"segments": 2}, {"sites": "branches"}, {"sites": "nodes"}])
+@pytest.mark.parametrize("way", [{"update": "eager"}, {"segments": 2}, {"sites": "nodes"}])
 def test_turns_train_to_the_same_weights_in_every_way_of_carrying_a_step_out(way) -> None:
     weights = []
     for options in ({}, way):
@@ -273,12 +273,11 @@ def test_turns_train_to_the_same_weights_in_every_way_of_carrying_a_step_out(way
     assert all(torch.equal(weights[1][name], tensor) for name, tensor in weights[0].items())
 
 
-@pytest.mark.parametrize("sites", ["linears", "branches"])
-def test_disabled_is_the_model_without_the_policy_bit_for_bit(sites) -> None:
+def test_disabled_is_the_model_without_the_policy_bit_for_bit() -> None:
     model = tiny_model("qwen2")
     plain, ids = copy.deepcopy(model), tokens(0)
     plain(input_ids=ids, labels=ids).loss.backward()
-    engine = sbp.attach(model, [sbp.make_policy("frozen", train=["model.norm"])], sites=sites)
+    engine = sbp.attach(model, [sbp.make_policy("frozen", train=["model.norm"])])
     with engine.disabled():
         model(input_ids=ids, labels=ids).loss.backward()
     ours, theirs = gradients(model), gradients(plain)

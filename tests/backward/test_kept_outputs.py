@@ -487,8 +487,8 @@ def test_what_cannot_be_kept_is_refused_at_attach(
     ("model", "name", "given", "text"),
     [
         (lambda: llama(use_cache=True), "llama", {}, "use_cache = False"),
-        (llama, "llama", {"output_hidden_states": True}, "output_hidden_states reads what is between them"),
-        (lambda: gpt2(embd_pdrop=0.1), "gpt2", {}, "is drawn anew in each forward"),
+        (llama, "llama", {"output_hidden_states": True}, "which output_hidden_states reads"),
+        (lambda: gpt2(embd_pdrop=0.1), "gpt2", {}, "is random in each forward"),
     ],
     ids=["key/value cache", "hidden states", "dropout before"],
 )
@@ -556,7 +556,7 @@ def test_padding_before_or_inside_of_an_example_is_refused_where_it_is_dropped(p
     mask[0, place] = 0
     policy = frozen("llama", cache="memory", cache_padding="drop")
     model = llama()
-    with sbp.attach(model, policy), pytest.raises(UnsupportedError, match="padding behind the examples alone"):
+    with sbp.attach(model, policy), pytest.raises(UnsupportedError, match="padding only at the end of examples"):
         model(**batch, attention_mask=mask)
 
 
@@ -566,8 +566,8 @@ def test_padding_before_or_inside_of_an_example_is_refused_where_it_is_dropped(p
         ({"name": "lossless"}, {}, "whose bits depend on the packing; give one of them, or leave cache out"),
         ({"name": "uniform", "keep": 0.5}, {}, "one keeps outputs of frozen layers: give one of them, or leave cache"),
         ({"name": "dropbp", "keep": 0.5}, {}, "one keeps outputs of frozen layers: give one of them, or leave cache"),
-        (None, {"sites": "branches"}, "Frozen with cache needs sites='linears', got 'branches'"),
-        (None, {"segments": 2}, "segments and cache both run the layers"),
+        (None, {"sites": "nodes"}, "Frozen with cache needs sites='linears', got 'nodes'"),
+        (None, {"segments": 2}, "segments and cache both change how the model runs"),
     ],
 )
 def test_what_does_not_go_with_kept_outputs_is_refused_by_name(other: Any, options: Any, text: str) -> None:

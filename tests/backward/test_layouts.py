@@ -1,8 +1,7 @@
-"""Each layout that is built in says what its layer computes, and selection at branches and of tokens follows it."""
+"""Each layout that is built in says what its layer computes, and selection of tokens follows it."""
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 from typing import Any
 
@@ -11,17 +10,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-import sparsebp_cli as sbp
 from sparsebp_cli.backward.decoder.decoder import bind_arguments
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
 from sparsebp_cli.backward.decoder.layout import BranchLayout, find_child, find_layouts
-from sparsebp_cli.policy import Rows
 from sparsebp_cli.policy.token import TokenMode
-from tests.selector import Given
 
-from .branch_case import IDS as BRANCH_IDS
-from .branch_case import assert_fast_is_reference, assert_same
-from .branch_case import step as branch_step
 from .token.case import assert_near, make_batch, step
 from .token.definition import step_by_definition
 from .token.test_every_decoder import every_model
@@ -129,34 +122,6 @@ def _check(model: PreTrainedModel, layout: tuple[BranchLayout, ...]) -> None:
             ours = step(model, batch, mode)
             assert_near(ours, step_by_definition(model, batch, mode))
             assert_near(ours, step(model, batch, mode, execution="reference"))
-    for within in ("batch", "example"):
-        policy: Any = sbp.make_policy("topk", keep=0.3, along="rows", within=within)
-        assert_fast_is_reference(lambda: copy.deepcopy(model), policy, tolerance=5e-6)
-    _check_rows(model, layout)
-
-
-def _check_rows(model: PreTrainedModel, layout: tuple[BranchLayout, ...]) -> None:
-    """Given rows at branches have the gradient of a dense backward through outputs that are masked by hooks."""
-    index_K = torch.tensor([1, 2, 5, 11, 19, 20, 31, 32, 41])
-    ours = branch_step(copy.deepcopy(model), Given(given=Rows(index_K)))
-    mask_BT1 = torch.zeros(BRANCH_IDS.numel()).index_fill(0, index_K, 1.0).view(*BRANCH_IDS.shape, 1)
-
-    def mask(_: nn.Module, __: object, out: Any) -> Any:
-        first = out[0] if isinstance(out, tuple) else out
-        if first.requires_grad:
-            first = first.clone()
-            first.register_hook(lambda grad: grad * mask_BT1.view(*grad.shape[:-1], 1))
-        return (first, *out[1:]) if isinstance(out, tuple) else first
-
-    masked = copy.deepcopy(model)
-    for layer in LayerNumbers(masked).layers:
-        for branch in layout:
-            part: Any = layer.get_submodule(branch.after or branch.core)
-            if branch.adds and branch.last:  # what it adds to its output is no part of the branch
-                part = getattr(part, branch.last)
-            part.register_forward_hook(mask)
-    theirs = branch_step(masked, None, plain=True)
-    assert_same(ours, theirs, 5e-6)
 
 
 def _make(family: str, options: dict[str, Any]) -> PreTrainedModel:
@@ -208,7 +173,7 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("kind", _KINDS)
 @pytest.mark.filterwarnings("ignore")
-def test_each_kind_of_layout_is_right_at_branches_and_for_tokens(kind: str) -> None:
+def test_each_kind_of_layout_is_right_for_tokens(kind: str) -> None:
     model = _make(*_KINDS[kind])
     _check(model, find_layouts()[_layer(model)])
 
@@ -224,7 +189,7 @@ def test_eager_attention_in_code_of_its_own_gives_what_sdpa_is_defined_to_give(m
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore")  # what transformers says while it makes them
-def test_every_built_in_layout_is_right_at_branches_and_for_tokens() -> None:
+def test_every_built_in_layout_is_right_for_tokens() -> None:
     layouts, models, wrong = find_layouts(), _models(), {}
     assert set(layouts) <= set(models)
     assert len(layouts) >= 65

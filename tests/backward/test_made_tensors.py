@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -11,12 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sparsebp_cli as sbp
-from sparsebp_cli.backward.branch import recompute
 from sparsebp_cli.policy import GradientSelector, choice
-
-from .branch_case import assert_fast_is_reference
-from .conftest import tokens
-from .families import tiny_decoder
 
 
 class _Made(TorchDispatchMode):
@@ -68,38 +63,3 @@ def test_sizes_are_in_the_order_of_float64_at_every_scale(scale: float, order: i
         assert choice.size(x, dim, order).argsort().tolist() == exact.argsort().tolist()
     blocks = torch.stack([block.double().norm(order) for block in x[:, :32].reshape(9, 4, 8).flatten(0, 1)])
     assert choice.block_size(x[:, :32], (1, 8), order).flatten().argsort().tolist() == blocks.argsort().tolist()
-
-
-@pytest.mark.parametrize("within", ["batch", "example"])
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text"])
-def test_chunks_of_queries_are_the_reference(family: str, within: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recompute, "_QUERIES_AT_ONCE", 3)
-    ids = tokens(4, 2, 24)
-    for keep in (0.05, 0.4):  # one chunk, and several
-        assert_fast_is_reference(
-            _make(family),
-            sbp.make_policy("topk", keep=keep, within=within),
-            tolerance=1e-6 if family == "gemma3_text" else 1e-12,
-            inputs=[{"input_ids": ids, "labels": ids}],
-        )
-
-
-def _make(family: str) -> Callable[[], nn.Module]:
-    options = {"attn_pdrop": 0.0} if family == "gpt2" else {}
-    return lambda: tiny_decoder(family, dtype=torch.float64, **options)
-
-
-def test_chunks_of_queries_lengthen_no_gradient_of_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls, ids = [], tokens(4, 2, 24)
-    for size in (3, 24):
-        monkeypatch.setattr(recompute, "_QUERIES_AT_ONCE", size)
-        model, made = tiny_decoder("llama"), _Made()
-        with sbp.attach(model, [sbp.make_policy("topk", keep=0.5)], sites="branches") as engine:
-            loss = model(input_ids=ids, labels=ids).loss
-            with made:
-                engine.backward(loss)
-        attention = "_scaled_dot_product_flash_attention_for_cpu"
-        calls.append([made.operators.count(name) for name in (attention, "slice_backward", "mm")])
-    (chunks, *few), (whole, *as_few) = calls
-    assert chunks > whole
-    assert few == as_few

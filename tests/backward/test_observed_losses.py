@@ -13,7 +13,6 @@ from sparsebp_cli.backward.attachment import attach
 from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.policy import (
     Examples,
-    ExampleSelector,
     Measure,
     Observation,
     Observed,
@@ -28,6 +27,7 @@ from sparsebp_cli.policy import (
     choice,
 )
 from sparsebp_shelf.block import BlockDropper, BlockGradient, ResidualBlock
+from sparsebp_shelf.example import ExampleSelector
 from sparsebp_shelf.policies.selective_backprop import SelectiveBackprop, rank
 from sparsebp_shelf.token_router import RandomLTD
 from tests.backward.families import tiny_decoder
@@ -246,5 +246,7 @@ class WatchingRoutes(Watching, RandomLTD):
 
 
 def test_a_kind_that_is_given_no_state_is_refused_by_name() -> None:
-    with pytest.raises(UnsupportedError, match="WatchingRoutes keeps a state, which a TokenRouter is not given"):
+    with pytest.raises(
+        UnsupportedError, match="WatchingRoutes keeps a state, which is not supported for a TokenRouter"
+    ):
         train(WatchingRoutes())

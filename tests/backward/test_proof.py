@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from itertools import product
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 import sparsebp_cli as sbp
 from sparsebp_cli.asset.checkpointing import checkpoint_activations
 from sparsebp_cli.backward import Movement, PassCount, Proof, count_flops, saved_bytes
-from sparsebp_cli.backward.core.allowance import pad_up, round_up
+from sparsebp_cli.backward.core.allowance import round_up
 from sparsebp_cli.backward.observe.module_trace import ModuleTrace
 from sparsebp_cli.backward.proof.proof import COLUMNS
 from sparsebp_cli.policy import Blocks, Columns, Elements, Policy, Rows, Selection, Site, Step
@@ -23,7 +22,6 @@ from sparsebp_cli.testing import check_policy
 from tests.selector import Promises
 
 from .conftest import tiny_model, tokens
-from .families import tiny_decoder
 
 
 def _prove(model: nn.Module, policy: Policy, shape: tuple[int, int] = (2, 16), **options: Any) -> Proof:
@@ -126,35 +124,6 @@ def test_rounding_is_no_lie(options: dict[str, Any], family: str, checkpointing:
     proof = _prove(model, _policy(options), shape=(3, 7))
     assert proof.find_overclaim() is None
     assert proof.excess_share == 0.0
-
-
-@pytest.mark.parametrize(
-    ("family", "attention"),
-    [
-        *product(["llama", "qwen3", "gpt2", "gpt_neox", "phi", "phi3", "olmo2"], ["sdpa", "eager"]),
-        ("gemma2", "eager"),  # transformers has no other
-    ],
-)
-@pytest.mark.parametrize("keep", [0.9, 0.6, 0.25, 0.1])
-@pytest.mark.parametrize("checkpointing", ["none", "sparse"])
-def test_the_claims_of_branches_are_kept(family: str, attention: str, keep: float, checkpointing: str) -> None:
-    model = tiny_decoder(family, attn_implementation=attention)
-    policy = sbp.make_policy("topk", keep=keep)
-    proof = _prove(model, policy, shape=(3, 13), sites="branches", checkpointing=checkpointing)
-    assert proof.find_overclaim() is None
-    if keep <= (0.25 if checkpointing == "none" else 0.1):
-        assert proof.executed_share is not None
-        assert proof.executed_share < 1.0
-
-
-def test_padding_counts_as_far_as_it_goes() -> None:
-    """All kept rows lie in one of four examples: its queries are multiplied for every example."""
-    rows = Rows(torch.arange(16))
-    assert pad_up(rows, 64, 4) == 1.0
-    assert pad_up(rows, 64, 2) == 0.5
-    assert pad_up(Rows(torch.arange(0, 64, 4)), 64, 4) == 0.25
-    assert pad_up(Columns(torch.arange(3)), 64, 4) == pad_up(None, 64, 4) == 0.0
-    assert pad_up(Rows(torch.arange(0)), 64, 4) == 0.0
 
 
 def test_sites_of_nodes_claim_nothing() -> None:

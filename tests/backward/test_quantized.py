@@ -47,8 +47,6 @@ POLICIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "frozen": ("frozen", {"freeze": ["*layers.0.*"]}, {}),
     "dropbp": ("dropbp", {"keep": 0.5}, {}),
     "saved inputs": ("gact", {"bits": 8}, {}),
-    "branches": ("topk", {"keep": 0.5, "along": "rows"}, {"sites": "branches"}),
-    "branches, sparse": ("topk", {"keep": 0.5, "along": "rows"}, {"sites": "branches", "checkpointing": "sparse"}),
     "nodes": ("max-child", {}, {"sites": "nodes"}),
     "segments": ("topk", {"keep": 0.5, "along": "rows"}, {"segments": 2}),
     "reference": ("topk", {"keep": 0.5, "along": "rows"}, {"execution": "reference"}),
@@ -200,5 +198,5 @@ def test_what_needs_trained_or_whole_weights_is_refused_by_name(folder: Path) ->
 @pytest.mark.compiles
 def test_compiling_a_quantised_model_is_refused_by_name(folder: Path) -> None:
     model = adapt(load(folder, "nf4"))
-    with pytest.raises(UnsupportedError, match=r"quantised linears .* is not built with torch\.compile"):
+    with pytest.raises(UnsupportedError, match=r"quantised linears .* is not supported with torch\.compile"):
         sbp.attach(torch.compile(model), sbp.make_policy("topk", keep=0.5, along="rows"))

@@ -14,21 +14,17 @@ import sparsebp_cli as sbp
 from sparsebp_cli.asset.checkpointing import checkpoint_activations
 from sparsebp_cli.backward import ModuleTrace, saved_bytes
 from sparsebp_cli.errors import PolicyError, UnsupportedError, UsageError
-from sparsebp_cli.policy import (
+from sparsebp_cli.policy import Saved, Site, Step, choice
+from sparsebp_shelf.policies.saved_codes import SavedCodes
+from sparsebp_shelf.saver import (
     InputSaver,
-    Saved,
-    SavedColumns,
     SavedDirection,
     SavedElements,
     SavedProjection,
     SavedRepresentatives,
     SavedRows,
     SavedSketch,
-    Site,
-    Step,
-    choice,
 )
-from sparsebp_shelf.policies.saved_codes import SavedCodes
 from tests.promise import Nothing
 from tests.saver import saving_by_hand
 
@@ -36,7 +32,6 @@ from .conftest import tiny_model, tokens
 
 FORMS: tuple[type[Saved], ...] = (
     SavedRows,
-    SavedColumns,
     SavedElements,
     SavedSketch,
     SavedProjection,
@@ -72,9 +67,6 @@ class Save(Nothing, InputSaver):
                 index_K = draw(num_rows)
                 index_K[-1] = index_K[0]  # a row that is drawn twice counts twice
                 saved = SavedRows.of(x_ND, index_K, torch.rand(len(index_K), generator=generator))
-            case "SavedColumns":
-                index_K = draw(num_features)
-                saved = SavedColumns.of(x_ND, index_K, torch.rand(len(index_K), generator=generator))
             case "SavedElements":
                 saved = SavedElements.of(x_ND, draw(x_ND.numel()))
             case "SavedSketch":
@@ -281,15 +273,15 @@ def test_what_is_not_declared_is_refused_by_name() -> None:
     class Lies(Save):
         @property
         def form(self) -> type[Saved] | None:
-            return SavedColumns
+            return SavedSketch
 
     layer = nn.Linear(8, 4)
     attach(layer, Lies())
-    with pytest.raises(PolicyError, match=r"Lies saves SavedRows of \(32, 8\) at '', expected SavedColumns of \(32, 8"):
+    with pytest.raises(PolicyError, match=r"Lies saves SavedRows of \(32, 8\) at '', expected SavedSketch of \(32, 8"):
         layer(torch.randn(32, 8))
 
 
 def test_a_loss_without_the_model_is_refused() -> None:
     engine = attach(nn.Linear(8, 4), Save())
-    with pytest.raises(UsageError, match="Save was never asked"):
+    with pytest.raises(UsageError, match="Save was not called"):
         engine.backward(torch.ones((), requires_grad=True) * 2)

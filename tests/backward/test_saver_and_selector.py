@@ -14,18 +14,9 @@ from torch.nn.functional import linear
 
 import sparsebp_cli as sbp
 from sparsebp_cli.errors import UnsupportedError, UsageError
-from sparsebp_cli.policy import (
-    GradientSelector,
-    InformedSelector,
-    InputSaver,
-    Policy,
-    Seen,
-    Site,
-    Split,
-    Stateful,
-    Step,
-)
+from sparsebp_cli.policy import GradientSelector, InformedSelector, Policy, Seen, Site, Split, Stateful, Step
 from sparsebp_cli.policy.discovery import make_policies
+from sparsebp_shelf.saver import InputSaver
 from tests.backward.families import tiny_decoder
 from tests.saver import saving_by_hand
 
@@ -125,7 +116,7 @@ def test_each_decides_as_autograd_by_hand_does(selector: Any, saver: Any, swappe
 
 def test_one_linear_for_both_is_refused_by_name() -> None:
     model = tiny_decoder("llama", vocab_size=64)
-    with pytest.raises(UsageError, match=r"TopK and Sketch both decide at 'model.layers.0.mlp.gate_proj'"):
+    with pytest.raises(UsageError, match=r"TopK and Sketch both act at 'model.layers.0.mlp.gate_proj'"):
         sbp.attach(
             model,
             [

@@ -267,5 +267,5 @@ def test_what_cannot_be_run_is_one_clear_line(misuse: Callable[[], Any], error: 
 
 
 def test_without_gradients_it_is_refused() -> None:
-    with torch.no_grad(), pytest.raises(UsageError, match=r"outside of torch.no_grad"):
+    with torch.no_grad(), pytest.raises(UsageError, match=r"outside torch.no_grad"):
         sbp.segmented_backward(_network(), _batch(), _loss)

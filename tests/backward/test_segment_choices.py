@@ -55,8 +55,6 @@ def test_a_policy_is_asked_once_at_each_site_in_the_order_of_the_backward(model:
     [
         {"sites": "linears"},
         {"sites": "linears", "execution": "reference"},
-        {"sites": "branches"},
-        {"sites": "branches", "checkpointing": "sparse"},
     ],
 )
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

@@ -190,7 +190,7 @@ def test_weights_that_change_before_the_backward_are_refused_as_by_autograd() ->
         first, second = model(given()), model(2.0 * given())
         engine.backward(first)
         optimizer.step()
-        with pytest.raises(UsageError, match=r"a weight of shape \(4, 4\) .* 'layers.0' was changed since"):
+        with pytest.raises(UsageError, match=r"a weight of shape \(4, 4\) .* 'layers.0' has changed since"):
             engine.backward(second)
 
 
@@ -207,8 +207,8 @@ def test_a_dict_that_a_layer_changes_and_returns_goes_on(segments: int) -> None:
 @pytest.mark.parametrize(
     ("make", "shared", "message"),
     [
-        (Filling, list, "'layers.0' changes a list that it is given and does not return"),
-        (Boxed, Box, "'layers.0' changes a Box that it is given and does not return"),
+        (Filling, list, "'layers.0' changes a list among its arguments without returning it"),
+        (Boxed, Box, "'layers.0' changes a Box among its arguments without returning it"),
         (Boxing, None, "'layers.0' returns a tensor inside of a Box, where its gradient would be lost"),
     ],
 )

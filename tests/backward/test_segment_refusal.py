@@ -74,12 +74,12 @@ def _in_place() -> nn.Module:
 
 
 LOST: list[tuple[Callable[[], nn.Module], str]] = [
-    (lambda: Stack(lambda seen: seen[-1] * 2), "between 'layers.0' and 'layers.1' something is computed"),
-    (lambda: Stack(lambda seen: seen[0]), "between 'layers.0' and 'layers.1' something is computed"),
+    (lambda: Stack(lambda seen: seen[-1] * 2), "the model computes a tensor between 'layers.0' and 'layers.1'"),
+    (lambda: Stack(lambda seen: seen[0]), "the model computes a tensor between 'layers.0' and 'layers.1'"),
     (Skipping, "'layers.2' was run where 'layers.1' is the next layer"),
     (Watching, "the loss uses what 'layers.0' computes inside a segment"),
     (_foreign, r"a layer from 'layers.0' to 'layers.1' uses a tensor of shape \(4,\) that requires grad"),
-    (_in_place, r"begins with 'layers.0' changes a tensor of shape \(2, 4\) in place"),
+    (_in_place, r"begins with 'layers.0' changes an input of shape \(2, 4\) in place"),
 ]
 
 
@@ -167,7 +167,7 @@ REFUSED: list[tuple[dict[str, Any], type[SparseBPError], str]] = [
     (
         {"segments": 2, "policies": [sbp.make_policy("tokens", score="random", keep=0.5)]},
         UnsupportedError,
-        "SelectedTokens with segments=2 is not built",
+        "SelectedTokens with segments=2 is not supported",
     ),
 ]
 

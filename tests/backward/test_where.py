@@ -96,7 +96,7 @@ def test_one_selector_at_all_sites_is_two_at_halves_of_them() -> None:
         (
             [First(where=["*.up"]), Last(layers=[1])],
             UsageError,
-            "First and Last both decide at 'layers.1.up': give them other where or layers",
+            "First and Last both act at 'layers.1.up': give them different where or layers",
         ),
         ([First(where=["*.upp"])], UsageError, r"where: '\*.upp' matches no site$"),
     ],
@@ -107,7 +107,7 @@ def test_sites_of_two_selectors_or_of_none_are_refused(policies: Any, kind: type
 
 
 def test_nodes_have_one_selector() -> None:
-    with pytest.raises(UnsupportedError, match="at sites='nodes' are not built"):
+    with pytest.raises(UnsupportedError, match="at sites='nodes' are not supported"):
         gradients([First(where=["*.up"]), Last(where=["*.down"])], sites="nodes")
 
 

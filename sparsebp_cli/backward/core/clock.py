@@ -16,9 +16,9 @@ from sparsebp_cli.policy import Step
 class Clock:
     """Counts optimizer steps, and backward passes within them.
 
-    Without an optimizer every backward advances the step. ``num_steps`` is the length of the training, if known;
-    ``on_end`` is called at the end of each step, ``on_advance`` at the start of the next, before anything of it is
-    computed. ``num_draws`` counts the random generators that decisions have asked for.
+    Without an optimizer every backward advances the step. ``num_steps`` is the length of the training, if known. The
+    clock calls ``on_end`` at the end of each step, and ``on_advance`` before the computation of the next.
+    ``num_draws`` counts the random generators that decisions have requested.
     """
 
     index: int
@@ -68,7 +68,7 @@ class Clock:
 
     @contextmanager
     def probing(self, draw: int) -> Iterator[None]:
-        """Restore step, micro-batch and draw after a probe; random policies use ``draw`` inside the block."""
+        """Use ``draw`` for random policies inside the block; restore step, micro-batch and draw afterwards."""
         before = self.index, self.micro_batch, self.draw
         self.draw = draw
         try:
@@ -90,8 +90,8 @@ class Clock:
 
 
 def _current_rank() -> int:
-    """Return this process's rank among those that train together; 0 for a single process."""
-    # A build without torch.distributed has is_available and nothing else.
+    """Return this process's rank in its process group; 0 for a single process."""
+    # A build without torch.distributed has only is_available.
     return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
 
 

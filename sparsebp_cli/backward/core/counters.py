@@ -1,4 +1,4 @@
-"""The engine's counters: what it counts beside the sites, and the report of everything."""
+"""The engine's counters outside of sites, and the report of all counters."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _UNTRACED = "the dense backward of a forward that left out work could not be cou
 
 @dataclass(frozen=True)
 class ShortPass:
-    """A pass of which a policy left out work beforehand: the call of the model, None if it is not known, and the FLOPs
-    that remained of its backward, as claimed, everywhere and at sites.
+    """A pass in which a policy skipped work before the backward: the model's call, None if unknown, and the estimated
+    FLOPs that remained of its backward, in total and at sites.
     """
 
     call: CallShape | None
@@ -36,13 +36,13 @@ class Counter:
     untaken_route: Route | None = None
     chosen: ChosenCounter = field(default_factory=ChosenCounter)
     products: Products = field(default_factory=Products)
-    products_at_sites: float = 0.0  # FLOPs at sites, of the passes whose graph was read into `products`
+    products_at_sites: float = 0.0  # FLOPs at sites in the passes whose graph was read into `products`
     num_read: int = 0  # passes whose graph was read
-    short: list[ShortPass] = field(default_factory=list)  # passes of which a policy left out work beforehand
+    short: list[ShortPass] = field(default_factory=list)  # passes in which a policy skipped work before the backward
 
     def report(self, adapter: SiteAdapter, notes: Mapping[str, str], count: CountDense, *, freezes: bool) -> Report:
-        """Return everything as plain numbers; synchronises with the device. ``count`` returns the dense products of a
-        call; with ``freezes`` a policy chooses which parameters are trained.
+        """Return all counts as plain numbers; synchronises with the device. ``count`` returns the dense products of a
+        call. ``freezes``: whether a policy chooses which parameters are trained.
         """
         kept, entries = self.sites.kept()
         whole = self._whole()
@@ -66,7 +66,7 @@ class Counter:
         )
 
     def going_on(self, following: Counter) -> Counter:
-        """Return these totals as the start of those of another engine of the same training, which lists its sites."""
+        """Return these totals with the sites of ``following`` added, for the next engine of the same training."""
         self.sites.by_name = {**following.sites.by_name, **self.sites.by_name}
         return self
 
@@ -98,6 +98,6 @@ class Counter:
         self.untaken_route = route if self.untaken_route is None else self.untaken_route + route
 
     def take_route(self) -> Route | None:
-        """Return the routes since the last call; None when there were none."""
+        """Return the sum of the routes since the last call; None if there were none."""
         route, self.untaken_route = self.untaken_route, None
         return route

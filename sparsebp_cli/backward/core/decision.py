@@ -1,8 +1,8 @@
-"""Decisions at sites: calls the policy of a site when a gradient arrives there, and counts what it keeps.
+"""Decisions at sites: calls the policy of a site when a gradient arrives there, and counts the kept entries.
 
-Restriction to sites and layers and the warm-up of ``keep`` are the same for all policies, so they are implemented here.
-The warm-up is that of Yujun Lin et al., "Deep Gradient Compression" (ICLR 2018), https://arxiv.org/abs/1712.01887,
-section 3.3, with the same factor every step instead of every epoch.
+This module implements the options that all policies share: restriction to sites and layers, and the warm-up of
+``keep``. The warm-up comes from Yujun Lin et al., "Deep Gradient Compression" (ICLR 2018),
+https://arxiv.org/abs/1712.01887, section 3.3, with the same factor every step instead of every epoch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from sparsebp_cli.backward.core.allowance import allowed_share
+from sparsebp_cli.backward.core.allowance import round_up
 from sparsebp_cli.backward.core.extension import SiteCost, SplitCost
 from sparsebp_cli.backward.core.feedback import add_residual, find_residual, fit
 from sparsebp_cli.backward.core.policy_state import PolicyStates
@@ -39,7 +39,7 @@ from sparsebp_cli.policy import (
 
 _WHOLE = Budget(1.0, 1.0)
 _OUTSIDE = (
-    "a backward pass reached an attached model from outside: call engine.backward(loss) in place of loss.backward(), "
+    "a backward pass reached an attached model from outside: call engine.backward(loss) instead of loss.backward(), "
     "or put forward and backward inside engine.disabled() for dense gradients"
 )
 
@@ -76,13 +76,13 @@ class SiteCounter:
 
 @dataclass
 class SiteCounters:
-    """Totals of all sites, of the last backward, and since the kept share was last taken."""
+    """Totals of all sites, of the last backward, and since the last call of ``take_kept_share``."""
 
     by_name: dict[str, SiteCounter]
     last_dense_flops: float = 0.0
     last_claimed_flops: float = 0.0
-    _calls: dict[str, int] = field(default_factory=dict)  # of this backward, by site
-    _taken: tuple[float, int] = (0.0, 0)  # kept entries and all entries when the share was last taken
+    _calls: dict[str, int] = field(default_factory=dict)  # calls in this backward, by site
+    _taken: tuple[float, int] = (0.0, 0)  # kept entries and all entries at the last call of take_kept_share
 
     @classmethod
     def of(cls, names: Iterable[str]) -> SiteCounters:
@@ -95,7 +95,7 @@ class SiteCounters:
         self.last_dense_flops = self.last_claimed_flops = 0.0
 
     def next_call(self, name: str) -> int:
-        """Return the index, from 0, of this gradient among those of the same site in this backward."""
+        """Return the index, from 0, of this gradient among the gradients of the same site in this backward."""
         call = self._calls.get(name, 0)
         self._calls[name] = call + 1
         return call
@@ -111,8 +111,8 @@ class SiteCounters:
     ) -> None:
         """Count one gradient.
 
-        ``allowed`` is the claim with counts rounded up. ``dense_rows`` is the number of rows of the dense backward that
-        the gradient stands for; None: its own.
+        ``allowed`` is the estimate with counts rounded up. ``dense_rows`` is the number of rows that the dense backward
+        has for this gradient; None: as many as the gradient.
         """
         arrived, dense_flops, num_entries = claim.dense_flops, claim.dense_flops, grad_NO.numel()
         if dense_rows is not None:
@@ -136,12 +136,12 @@ class SiteCounters:
         sites = self.by_name.values()
         tensors = [site.kept.double() for site in sites if isinstance(site.kept, Tensor)]
         kept = sum(float(site.kept) for site in sites if not isinstance(site.kept, Tensor))
-        for device in {tensor.device for tensor in tensors}:  # one copy each
+        for device in {tensor.device for tensor in tensors}:  # one copy for each device
             kept += float(torch.stack([tensor for tensor in tensors if tensor.device == device]).sum())
         return kept, sum(site.entries for site in sites)
 
     def take_kept_share(self) -> float | None:
-        """Return the kept share since the last call; None if no gradient arrived since."""
+        """Return the fraction kept since the last call; None if no gradient arrived since."""
         (kept, entries), (taken_kept, taken_entries) = self.kept(), self._taken
         self._taken = kept, entries
         return (kept - taken_kept) / (entries - taken_entries) if entries > taken_entries else None
@@ -149,23 +149,23 @@ class SiteCounters:
 
 @dataclass(frozen=True)
 class _Rule:
-    """What applies at a site from one gradient to the next; a policy computes these properties, so they are stored."""
+    """The policy of a site at a step, with its properties. They are stored because a policy computes them each time."""
 
-    selector: GradientSelector  # as the user made it
-    policy: GradientSelector  # with the numbers of the step: those of schedules, and the ``keep`` of the warm-up
+    selector: GradientSelector  # the user's policy
+    policy: GradientSelector  # with the step's values of schedules and of the warm-up's ``keep``
     selection: type[Selection] | None
-    budget: Budget | None  # None: another at each site and step
+    budget: Budget | None  # None: it differs between sites and steps
     has_state: bool
-    last_change: float  # the step from which on nothing changes
-    step: int  # the step to which this applies; with others from the last change on
+    last_change: float  # from this step on nothing changes
+    step: int  # the step to which this applies; it also applies to all steps from last_change on
 
     @classmethod
     def of(cls, selector: GradientSelector, step: Step) -> _Rule:
         policy, length = selector.at(step), selector.keep_warmup_steps
         if step.index < length:
-            keep: float = selector.model_dump(include={"keep"})["keep"]  # the contract checks that it has one
+            keep: float = selector.model_dump(include={"keep"})["keep"]  # the contract checks that the option exists
             policy = selector.model_copy(update={"keep": keep ** (step.index / length)})
-        # A policy computes its properties at each reading, so what cannot change is read once. See decision 1.
+        # A policy computes its properties at each access, so read a constant budget only once. See decision 1.
         is_fixed = type(policy).budget_at is GradientSelector.budget_at
         budget = Budget.of(policy.budget) if is_fixed else None
         last_change = math.inf if selector.schedules else length
@@ -185,10 +185,10 @@ class SiteDecisions:
     feeds_back: bool
 
     def __init__(self, selectors: Sequence[GradientSelector], num_layers: int) -> None:
-        self.residuals: dict[str, Tensor] = {}  # what error feedback adds later, by site, micro-batch and call
+        self.residuals: dict[str, Tensor] = {}  # error feedback adds these later; by site, micro-batch and call
         self.has_selectors = bool(selectors)
         self.enabled = True
-        self.step: Step | None = None  # of the backward under way
+        self.step: Step | None = None  # the step of the running backward
         self.counters = SiteCounters({})
         self.states = PolicyStates()
         self.feeds_back = any(selector.error_feedback for selector in selectors)
@@ -202,8 +202,8 @@ class SiteDecisions:
         layer_of: Callable[[str], int | None],
         others: Sequence[tuple[Policy, Scope]] = (),
     ) -> None:
-        """Refuse a pattern that matches no site, and a site that belongs to two selectors, or to one and another policy
-        with sites (:class:`UsageError`).
+        """Refuse a pattern that matches no site, and a site that belongs to two policies: selectors, or a selector and
+        one of ``others`` (:class:`UsageError`).
         """
         for _, scope in self._scopes:
             scope.check_patterns(names)
@@ -211,14 +211,14 @@ class SiteDecisions:
             found = [policy for policy, scope in (*self._scopes, *others) if scope.contains(name, layer_of(name))]
             if len(found) > 1:
                 one, two = (type(policy).__name__ for policy in found[:2])
-                raise UsageError(f"{one} and {two} both decide at {name!r}: give them other where or layers")
+                raise UsageError(f"{one} and {two} both act at {name!r}: give them different where or layers")
 
     def sites_of(self, selector: GradientSelector, sites: Iterable[Site]) -> list[Site]:
-        """Return those of some sites at which a selector decides."""
+        """Return the sites among ``sites`` at which a selector decides."""
         return [site for site in sites if self._selector_at(site) is selector]
 
     def check_inside(self) -> None:
-        """Refuse a backward that does not run through the engine (:class:`UsageError`). Called by the sites."""
+        """Refuse a backward that does not run through the engine (:class:`UsageError`). Sites call this."""
         if self.enabled and self.step is None:
             raise UsageError(_OUTSIDE)
 
@@ -228,22 +228,22 @@ class SiteDecisions:
         return None if rule is None else rule.policy
 
     def reads_at(self, site: Site) -> frozenset[Reading]:
-        """Return what the policy at a site reads beside the gradient. Called by the sites in the forward."""
+        """Return the tensors that the policy at a site reads besides the gradient. Sites call this in the forward."""
         selector = self._selector_at(site)
         return selector.reads if isinstance(selector, InformedSelector) else frozenset()
 
     def selection_at(self, site: Site) -> type[Selection] | None:
-        """Return the type that the policy at a site selects, whatever the step; None: it stays dense."""
+        """Return the type that the policy at a site selects, the same at all steps; None: the site stays dense."""
         selector = self._selector_at(site)
         return None if selector is None else selector.selection
 
     def decide(
         self, site: Site, grad_NO: Tensor, work: SiteCost, dense_rows: int | None = None
     ) -> tuple[Tensor, Selection | None]:
-        """Call the policy at a site and count the result. Called by the sites.
+        """Call the policy at a site and count the result. Sites call this.
 
-        ``work`` is the cost of the site's dense backward. ``dense_rows`` is the number of rows of the dense backward
-        that the gradient stands for; None: its own. Returns the gradient to use, and the selection of it; None keeps
+        ``work`` is the cost of the site's dense backward. ``dense_rows`` is the number of rows that the dense backward
+        has for this gradient; None: as many as the gradient. Returns the gradient to use and its selection; None keeps
         everything. Raises :class:`UsageError` if the backward does not run through the engine.
         """
         grad_NO, selection, _ = self._decide(site, Seen(grad_NO), work, dense_rows)
@@ -253,13 +253,13 @@ class SiteDecisions:
     def decide_linear(
         self, site: Site, seen: Seen, work: SplitCost, dense_rows: int | None = None
     ) -> tuple[Tensor, Selection | Split | None, Budget]:
-        """Do the same at a linear, where dgrad and wgrad may be selected apart; return the declared shares, too."""
+        """Do the same at a linear, where a policy may select dgrad and wgrad separately; also return the budget."""
         return self._decide(site, seen, work, dense_rows)
 
     def _decide(
         self, site: Site, seen: Seen, work: SiteCost, dense_rows: int | None
     ) -> tuple[Tensor, Selection | Split | None, Budget]:
-        # Runs at each site of each backward: on a small model, calls of Python cost more than the products.
+        # This runs at each site of each backward. In a small model, Python calls take longer than the products.
         grad_NO: Tensor = seen.grad_NO
         selection: Selection | Split | None = None
         if not self.enabled:
@@ -275,20 +275,20 @@ class SiteDecisions:
         if rule is not None:
             budget = rule.budget or Budget.of(rule.policy.budget_at(site, step))
             if grad_NO.numel() > 0:
-                # A decision sees the gradient as it is, a measure sees it without the loss scale. See decision 18.
+                # A decision sees the gradient with the loss scale, a measure without it. See decision 18.
                 if rule.has_state and self.states.watches(rule.selector, SiteGradient):
                     whole = replace(seen, grad_NO=self.states.unscale(grad_NO))
                     self.states.see(rule.selector, SiteGradient(site.name, whole), step)
                 grad_NO, selection = self._select(rule.policy, seen, site, step)
         claim = allowed = _claim(work, rule, budget)
-        if step.draw and grad_NO.numel() > 0:  # only probes read it, and it synchronises with the device
-            allowed = _claim(work, rule, _allow(budget, selection, grad_NO, site, pads=work.pads))
+        if step.draw and grad_NO.numel() > 0:  # only in probes, which alone read it: it synchronises with the device
+            allowed = _claim(work, rule, _allow(budget, selection, grad_NO))
         self.counters.add(site, grad_NO, claim, allowed.claimed_flops, selection, dense_rows)
         return grad_NO, selection, budget
 
     @contextmanager
     def probing(self, *, feedback: bool) -> Iterator[None]:
-        """Restore the residuals of error feedback after a probe; without ``feedback`` the probe starts with none."""
+        """Restore the residuals of error feedback after a probe. Without ``feedback`` the probe starts without any."""
         before = self.residuals
         self.residuals = dict(before) if feedback else {}
         try:
@@ -297,7 +297,7 @@ class SiteDecisions:
             self.residuals = before
 
     def _selector_at(self, site: Site) -> GradientSelector | None:
-        if site.name not in self._selectors:  # patterns are matched once
+        if site.name not in self._selectors:  # match patterns only once
             found = (selector for selector, scope in self._scopes if scope.contains(site.name, site.layer))
             self._selectors[site.name] = next(found, None)
         return self._selectors[site.name]
@@ -308,7 +308,7 @@ class SiteDecisions:
             selector = self._selector_at(site)
             self._rules[name] = None if selector is None else _Rule.of(selector, step)
         rule = self._rules[name]
-        # A step may come again after a resume, so the end of the warm-up is compared too instead of remembered.
+        # A resume may repeat a step, so compare the steps instead of remembering that the warm-up is over.
         if rule is not None and rule.step != step.index and min(rule.step, step.index) < rule.last_change:
             rule = self._rules[name] = _Rule.of(rule.selector, step)
         return rule
@@ -318,8 +318,7 @@ class SiteDecisions:
     ) -> tuple[Tensor, Selection | Split | None]:
         """Return the gradient, with the residual of earlier steps added, and the policy's selection of it.
 
-        Raises :class:`UnsupportedError` if error feedback meets a gradient with another number of dimensions than
-        before.
+        Raises :class:`UnsupportedError` if error feedback is on and the gradient's number of dimensions changed.
         """
         grad_NO = seen.grad_NO
         if not policy.error_feedback:
@@ -342,7 +341,7 @@ def _ask(policy: GradientSelector, seen: Seen, site: Site, step: Step) -> Select
 
 
 def _claim(work: SiteCost, rule: _Rule | None, budget: Budget) -> FlopEstimate:
-    """Return the work that a policy claims to execute, from the types that it declares."""
+    """Return the estimated FLOPs under a policy, from the types and budget that it declares."""
     if rule is None:
         return work.claim(None, 1.0)
     split = rule.policy.split if isinstance(rule.policy, InformedSelector) else None
@@ -352,11 +351,11 @@ def _claim(work: SiteCost, rule: _Rule | None, budget: Budget) -> FlopEstimate:
     return work.claim_split((split.dgrad, budget.dgrad), (split.wgrad, budget.wgrad))
 
 
-def _allow(budget: Budget, selection: Selection | Split | None, grad_NO: Tensor, site: Site, *, pads: bool) -> Budget:
-    """Return the shares that may be executed without breaking a claim."""
+def _allow(budget: Budget, selection: Selection | Split | None, grad_NO: Tensor) -> Budget:
+    """Return the fractions that the policy may execute without exceeding its estimate."""
     parts = selection if isinstance(selection, Split) else Split(selection, selection)
     dgrad, wgrad = (
-        allowed_share(share, part, grad_NO, site, pads=pads, is_mean=budget.is_mean)
+        round_up(share, part, grad_NO, is_mean=budget.is_mean)
         for share, part in ((budget.dgrad, parts.dgrad), (budget.wgrad, parts.wgrad))
     )
     return Budget(dgrad, wgrad, budget.is_mean)

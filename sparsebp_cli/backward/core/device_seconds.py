@@ -1,4 +1,4 @@
-"""Seconds that a device spent, read from events once somebody asks, so that nobody waits for the device before."""
+"""Seconds that a device spent, read from events on demand, so that the host does not wait for the device earlier."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ Span = tuple[torch.cuda.Event, torch.cuda.Event]
 @final
 @dataclass(frozen=True)
 class DeviceSeconds:
-    """A sum of times between events in a stream; ``float()`` of it waits for the last event."""
+    """A sum of times between events in a stream. ``float()`` waits for the last event."""
 
     known: float = 0.0
-    spans: tuple[Span, ...] = ()  # that were not over when they were added
+    spans: tuple[Span, ...] = ()  # spans that had not ended when they were added
 
     def __add__(self, other: DeviceSeconds | float) -> DeviceSeconds:
-        """Return the sum; spans that are over become a number, so that a training's sum holds few events."""
+        """Return the sum. Ended spans become a number, so that the sum over a training holds few events."""
         if not isinstance(other, DeviceSeconds):
             return DeviceSeconds(self.known + other, self.spans)
         spans = (*self.spans, *other.spans)

@@ -1,7 +1,4 @@
-"""Steps that a loss scaler drops.
-
-It leaves the optimizer's step out if a gradient is not finite, and lowers its scale.
-"""
+"""Steps that a loss scaler drops: if a gradient is not finite, it skips the optimizer's step and lowers its scale."""
 
 from __future__ import annotations
 
@@ -20,33 +17,33 @@ if TYPE_CHECKING:
 
 
 class ScaledSteps:
-    """What policies keep, under a loss scale that falls: then the scaler has dropped the optimizer's step, and the
-    residuals, states and observations of before it hold.
+    """Restores residuals, states and observations of policies if the loss scale falls, because the scaler then dropped
+    the optimizer's step.
     """
 
     def __init__(self, model: nn.Module, clock: Clock, decisions: SiteDecisions, states: PolicyStates) -> None:
         self._model, self._clock, self._decisions, self._states = model, clock, decisions, states
-        self._hook: RemovableHandle | None = None  # none where no loss is scaled
-        self._scale: Tensor | float | None = None  # of the last pass; a scaler changes its tensor in place
-        self._value = 0.0  # which it had then
-        self._restore: Callable[[], None] | None = None  # to before the step
+        self._hook: RemovableHandle | None = None  # None as long as no loss is scaled
+        self._scale: Tensor | float | None = None  # scale of the last pass; a scaler changes its tensor in place
+        self._value = 0.0  # value of the scale in the last pass
+        self._restore: Callable[[], None] | None = None  # restores the state before the step
 
     def start_pass(self, scale: Tensor | float | None) -> None:
-        """Begin a pass of training with a scale; None: it has none."""
+        """Begin a pass of training with a scale; None: the loss is not scaled."""
         if scale is None or not (self._states or self._decisions.feeds_back):
             self._scale = self._restore = None
             return
-        if self._hook is None:  # what is decided in a forward is decided about the step that was dropped once more
+        if self._hook is None:  # decisions in a forward must come after the restore, since they repeat the dropped step
             self._hook = self._model.register_forward_pre_hook(lambda *_: self.settle())
-        value = float(scale)  # waits for the device, as the scaler itself does at each step
+        value = float(scale)  # waits for the device; the scaler does so at each step, too
         self._take_back(value)
         self._scale, self._value = scale, value
         if self._restore is None or self._clock.micro_batch == 0:
             self._restore = self._remember()
 
     def settle(self) -> None:
-        """Take back what a dropped step left, before a forward, or before the state is saved."""
-        # In a graph that is being made, reading the scale would split it.
+        """Undo the effects of a dropped step, before a forward or before the state is saved."""
+        # Reading the scale while torch.compile traces would split the graph.
         if self._scale is not None and self._may_be_dropped and not torch.compiler.is_compiling():
             self._take_back(float(self._scale))
 
@@ -57,8 +54,8 @@ class ScaledSteps:
 
     @property
     def _may_be_dropped(self) -> bool:
-        # Where the optimizer has stepped since, the scale fell by the script's own choice.
-        # Without one each pass is a step, and only a scaler's own scale falls for no other reason.
+        # If the optimizer has stepped since, the script lowered the scale itself. Without an optimizer each pass is a
+        # step; then a falling scale proves a dropped step only if it is a scaler's tensor.
         if self._clock.follows_optimizer:
             return self._clock.micro_batch > 0
         return isinstance(self._scale, Tensor)

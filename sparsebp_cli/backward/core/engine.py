@@ -1,4 +1,4 @@
-"""The engine: runs a model's backward, consults policies at sites and lets extensions act on the pass."""
+"""The engine: runs a model's backward, calls policies at sites and lets extensions act on the pass."""
 
 from __future__ import annotations
 
@@ -36,40 +36,38 @@ from sparsebp_cli.backward.patch.twin import settle
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.policy import GradientSelector, Site, Step, TrialPass
 
-# Entries of an engine's state that belong to its policies. The others, such as the number of the step and the norm that
-# an eager update clips to, go on from phase to phase.
+# Entries of an engine's state that belong to its policies. Other entries, such as the step's number and the gradient
+# norm of an eager update, continue from phase to phase.
 OF_POLICIES = ("cut", "policy_state", "held_rates")
 
 
 class Engine:
     """Applies a policy's decisions in a model's backward pass. Created by ``attach``.
 
-    Run every backward pass of an attached model through :meth:`backward`. A plain ``loss.backward()`` is refused: it
-    would be neither dense nor what the policy prescribes at this step.
+    Run every backward pass of an attached model through :meth:`backward`. The engine refuses a plain
+    ``loss.backward()``, which would follow neither dense training nor the policy.
 
     Args:
         adapter: Installs the engine at the model's sites.
         decisions: Calls the gradient policies that decide at sites.
         model: The model that contains the sites.
         optimizer: Its steps advance the step number; None: every backward does.
-        reference: Mask gradients, then multiply densely.
-        stores: Whether branches store the outputs of their linears; else their inputs, and multiply kept rows again.
+        reference: Whether to mask gradients and then multiply densely.
         seed: Seed of random decisions.
         num_steps: Optimizer steps of the whole training, if known.
-        extensions: Carry out policies that do not decide at sites, or run the pass in another way.
-        states: The states of policies that have one.
+        extensions: Execute policies that do not decide at sites, or run the pass in another way.
+        states: The states of stateful policies.
     """
 
     decisions: SiteDecisions
     reference: bool
-    stores: bool
     extensions: tuple[EngineExtension, ...]
     states: PolicyStates
     enabled: bool
     notes: dict[str, str]
     leaves_out: bool
     eager: PassRunner | None
-    estimator: EngineExtension | None  # if a policy estimates gradients without a backward
+    estimator: EngineExtension | None  # estimates gradients without a backward, if a policy does so
 
     def __init__(  # noqa: PLR0913 - what attach puts together
         self,
@@ -79,7 +77,6 @@ class Engine:
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
         reference: bool,
-        stores: bool = True,
         seed: int,
         num_steps: int | None = None,
         extensions: Sequence[EngineExtension] = (),
@@ -87,13 +84,13 @@ class Engine:
     ) -> None:
         self._model, self._adapter, self.decisions = model, adapter, decisions
         self.states = decisions.states = PolicyStates() if states is None else states
-        # It may raise, so it precedes all changes.
+        # Clock may raise, so create it before all changes.
         self._clock = Clock(optimizer, seed, num_steps, self._start_step, self.states.end_step)
-        self.reference, self.stores, self.extensions = reference, stores, tuple(extensions)
+        self.reference, self.extensions = reference, tuple(extensions)
         self.enabled, self.notes = True, dict[str, str]()
         self.leaves_out = False  # whether any forward has skipped positions or examples so far
         self.forward: ShortForward | None = None  # the current forward, if it skips positions or examples
-        self.dense_rows: int | None = None  # B*T of the last batch of which a compiled graph ran some positions
+        self.dense_rows: int | None = None  # B*T of the last batch in which a compiled graph ran only some positions
         # Batch sizes that the arguments of the last forward allow; empty: unknown; None: no policy needs them.
         self.batch_sizes: frozenset[int] | None = frozenset() if decisions.has_selectors else None
         self.eager = next((extension for extension in self.extensions if isinstance(extension, PassRunner)), None)
@@ -104,7 +101,7 @@ class Engine:
         self._trials = Trials(model, self.states, self.extensions)
         self._count(Counter(SiteCounters.of(adapter.names)))
         self._attached = True
-        self._loss_weights: LossWeights | None = None  # once a batch has had weights
+        self._loss_weights: LossWeights | None = None  # set when the first batch with weights comes
         self._unhook: Callable[[], None] = lambda: None
         if decisions.has_selectors:
             self._unhook = model.register_forward_pre_hook(BatchNote(self._note_batch), with_kwargs=True).remove
@@ -112,10 +109,10 @@ class Engine:
         for extension in self.extensions:
             extension.install(self)
         self._places = ModulePlaces(model)
-        # The calls of the model since the last backward, where policies leave out work before it.
+        # The calls of the model since the last backward, if policies skip work before the backward.
         shortens = any({"claim", "frozen"} & extension.hooks for extension in self.extensions)
         self._calls: list[CallShape | None] | None = [] if shortens else None
-        self._dense: dict[CallShape, Products | None] = {}  # of the dense backward of a call
+        self._dense: dict[CallShape, Products | None] = {}  # the products of the dense backward of each call
         self._unnote: Callable[[], None] = lambda: None
         if shortens:
             self._unnote = model.register_forward_pre_hook(CallNote(self._note_call), with_kwargs=True).remove
@@ -134,12 +131,12 @@ class Engine:
         Args:
             loss: One number with a graph, the micro-batch's share of the step's loss, as for ``loss.backward()``.
             backward: Runs the pass instead of ``torch.Tensor.backward``, such as ``accelerator.backward``. With
-                ``eager_clip='exact'`` it is called twice, the first time with ``retain_graph=True`` as well.
+                ``eager_clip='exact'`` the engine calls it twice, the first time with ``retain_graph=True``.
             is_last: Whether this is the last micro-batch of a step. With ``update='eager'`` parameters change in its
                 pass; otherwise it makes no difference.
-            loss_scale: Factor by which the script has multiplied the loss, and divides gradients before its step;
-                greater than 0. What policies keep and observe is divided by it. None: the factor of the
-                ``torch.amp.GradScaler`` that scaled the loss, also in ``backward``, is found, if one did.
+            loss_scale: Factor by which the script multiplied the loss and later divides the gradients; greater than 0.
+                The engine divides stored and observed gradients by it. None: the engine finds the factor of a
+                ``torch.amp.GradScaler`` that scaled the loss, even if it did so inside ``backward``.
 
         Raises:
             UsageError: The engine is detached, a backward is running already, a module was replaced since ``attach``,
@@ -175,7 +172,7 @@ class Engine:
             for extension in self.extensions:
                 extension.finish_pass()
         finally:
-            # From here on a backward that does not come through the engine is refused again.
+            # From here on, sites refuse a backward that does not run through the engine.
             self.decisions.step = None
         if short is not None:
             self._count_short(short)
@@ -187,10 +184,11 @@ class Engine:
             self._clock.count_backward()
 
     def estimate(self, forward: Callable[[], Tensor]) -> Tensor:
-        """Add an estimate of a micro-batch's gradients to ``.grad``, in place of its forward and :meth:`backward`.
+        """Add an estimate of a micro-batch's gradients to ``.grad``, instead of its forward and :meth:`backward`.
 
         Args:
-            forward: Runs the model on the micro-batch and returns the loss; called several times, without autograd.
+            forward: Runs the model on the micro-batch and returns the loss. The engine calls it several times, without
+                autograd.
 
         Returns:
             The mean of the losses, without a graph.
@@ -206,13 +204,13 @@ class Engine:
         return loss
 
     def trials_are_due(self, ahead: int = 0) -> bool:
-        """Return whether a policy wants trial passes before the coming step; see :meth:`run_trials`.
+        """Return whether a policy requests trial passes before the coming step; see :meth:`run_trials`.
 
         Args:
-            ahead: So many steps after the coming one, if states stay as they are; at least 0.
+            ahead: Ask about the step that is so many steps after the coming one, with the present states; at least 0.
 
         Returns:
-            Whether one does.
+            Whether a policy requests them.
         """
         step = self._clock.now()
         return self.enabled and self._trials.are_due(replace(step, index=step.index + ahead))
@@ -224,8 +222,8 @@ class Engine:
         *,
         others: Sequence[Callable[[], Tensor]] = (),
     ) -> None:
-        """Make the trial passes that policies want before the coming step; none may be due. Afterwards the model is as
-        before: its gradients, buffers and random generators.
+        """Run the trial passes that policies request before the coming step, if any. Then restore gradients, buffers
+        and random generators.
 
         Args:
             forward: Runs the model on the step's first micro-batch and returns the loss.
@@ -233,7 +231,7 @@ class Engine:
             others: Do the same on other micro-batches, for policies that measure how batches differ.
 
         Raises:
-            UsageError: A policy wants more micro-batches than there are.
+            UsageError: A policy requests more micro-batches than the arguments provide.
         """
         if not self.trials_are_due():
             return
@@ -252,7 +250,7 @@ class Engine:
         self._start_step(self.now())  # with the new states
 
     def count_trial_batches(self) -> int:
-        """Return over how many micro-batches the trial passes before the coming step run; 0 if none are due."""
+        """Return the number of micro-batches in the trial passes before the coming step; 0 if none are due."""
         return self._trials.count_batches(self._clock.now()) if self.trials_are_due() else 0
 
     def _differentiate(
@@ -264,7 +262,7 @@ class Engine:
     ) -> None:
         with self._adapter.backward_context(loss) as instead:
             root = loss if instead is None else instead
-            # A scaler may have scaled the loss before, or do so in the script's own function.
+            # A scaler may have scaled the loss already, or scale it in the script's ``backward``.
             scale = loss_scale if loss_scale is not None or not self._reads_scale else self._find_scale(loss)
             if scale is not None or backward is None or not self._reads_scale:
                 self._start_pass(scale)
@@ -280,7 +278,7 @@ class Engine:
         return scale
 
     def _start_pass(self, scale: float | Tensor | None) -> None:
-        """Note the scale of the pass that begins now."""
+        """Record the loss scale of the pass that begins now."""
         if scale is not None and self.eager is not None:
             refuse_scale()
         self.states.loss_scale = scale
@@ -293,15 +291,14 @@ class Engine:
             extension.check_called()
         waits = any("check_called" in extension.hooks for extension in self.extensions)
         asks = self.decisions.has_selectors or waits
-        # Frozen parameters may cut every site off from the loss.
+        # If parameters are frozen, the loss may depend on no site.
         if asks and not self._freezes and trains_at_sites(self._model, self._adapter) and not has_site(loss, self):
             raise UsageError(UNSEEN)
 
     def _reads_graph(self) -> bool:
-        """Whether to read the graph of the next pass for the report.
+        """Return whether to read the graph of the next pass for the report.
 
-        Passes 1, 2, 4, 8 ... are read, so the cost vanishes over a training. None is read if a policy skipped work
-        before the forward, since that work is not in the graph.
+        The engine reads passes 1, 2, 4, 8 ..., so that the cost is negligible over a training.
         """
         number = self._counter.num_backwards + 1
         # See decision 4.
@@ -311,16 +308,16 @@ class Engine:
         return (bool(self._adapter.names) or self._calls is not None) and not unknown
 
     def _note_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Note the call of a training forward whose graph will be read."""
+        """Record the call of a training forward whose graph the engine will read."""
         number = self._counter.num_backwards + 1
         if self._calls is not None and self.enabled and not self._clock.draw and not number & (number - 1):
             self._calls.append(CallShape.of(args, kwargs))
 
     def _count_short(self, products: Products) -> None:
-        """Count a pass of which a policy left out work beforehand; ``products`` are those of its graph."""
+        """Count a pass in which a policy skipped work before the backward; ``products`` come from its graph."""
         calls, sites = self._calls or [], self._counter.sites
         self._counter.products.unknown |= products.unknown
-        # The passes of several forwards would have to be counted together.
+        # A backward over several forwards is not counted.
         call = calls[0] if len(calls) == 1 else None
         left = products.total - sites.last_dense_flops + sites.last_claimed_flops
         self._counter.short.append(ShortPass(call, left, sites.last_claimed_flops))
@@ -333,7 +330,7 @@ class Engine:
         return self._dense[call]
 
     def now(self) -> Step:
-        """Return the step of the backward under way, or of the next one."""
+        """Return the step of the running backward, or of the next one."""
         return self._clock.now()
 
     def policy_at(self, site: Site) -> GradientSelector | None:
@@ -349,11 +346,11 @@ class Engine:
 
     @contextmanager
     def short_forward(self, *, num_rows: int | None = None, scale: float = 1.0) -> Iterator[None]:
-        """Scale the counts at sites during a forward that skips positions or examples. Called by extensions.
+        """Scale the counts at sites during a forward that skips positions or examples. Extensions call this.
 
         Args:
-            num_rows: B*T of the whole batch, if the forward runs some positions only.
-            scale: Examples of the batch over those that the forward runs.
+            num_rows: B*T of the whole batch, if the forward runs only some positions.
+            scale: Examples of the batch over examples that the forward runs.
 
         Yields:
             None: While the forward runs.
@@ -367,14 +364,14 @@ class Engine:
 
     @contextmanager
     def probing(self, draw: int = 1, *, feedback: bool = True) -> Iterator[None]:
-        """Apply the policy without side effects: step, report and kept share are restored afterwards.
+        """Apply the policy without side effects: step, report and the counts are restored afterwards.
 
-        Inside, :meth:`report`, :meth:`claim`, :meth:`take_kept_share` and :meth:`take_route` describe the probe alone.
+        Inside, :meth:`report`, :meth:`claim`, :meth:`take_kept_share` and :meth:`take_route` describe only the probe.
 
         Args:
-            draw: Draw of random policies; other than 0, so that the probe uses up no decision of training. -1 repeats
-                what training is about to draw, to count its work.
-            feedback: Whether error feedback adds what training has left out.
+            draw: Draw of random policies, not 0, which is the draw of training. -1 repeats the next draw of training,
+                to count its work.
+            feedback: Whether error feedback adds the residuals of training.
 
         Yields:
             None: While the probe runs.
@@ -389,78 +386,75 @@ class Engine:
 
     @property
     def num_draws(self) -> int:
-        """How many random generators policies have asked for: a pass that asks for none is the same at each draw."""
+        """Number of random generators that policies requested. A pass without requests is the same at each draw."""
         return self._clock.num_draws
 
     @property
     def is_probing(self) -> bool:
-        """Whether the pass under way is a measurement, which trains nothing."""
+        """Whether the running pass is a probe, which trains nothing."""
         return self._clock.draw != 0
 
     def report(self) -> Report:
-        """Return what happened at every site so far, as plain numbers; synchronises with the device."""
+        """Return the counts of every site so far, as plain numbers; synchronises with the device."""
         return self._counter.report(self._adapter, self.notes, self._count_dense, freezes=self._freezes)
 
     def totals(self) -> tuple[float | None, Chosen | None]:
-        """Return the share of gradient entries kept, and what was chosen of the batches, since the model was attached.
+        """Return the fraction of gradient entries kept, and the counts of chosen tokens and examples, since attach.
 
-        Both are those of :meth:`report`, which also counts what remained of the whole backward.
+        :meth:`report` contains both, and the remaining part of the whole backward.
 
         Returns:
-            The share, None if no gradient arrived, and the counts, None if nothing was chosen; it waits for the device.
+            The fraction, None if no gradient arrived, and the counts, None if no policy chose. Waits for the device.
         """
         kept, entries = self._counter.sites.kept()
         return (kept / entries if entries else None), self._counter.chosen.total
 
     def claim(self) -> FlopEstimate:
-        """Return the last backward's FLOPs at the sites, dense and as claimed by the policy, from shapes alone."""
+        """Return the last backward's FLOPs at the sites, dense and estimated for the policy, from shapes alone."""
         return FlopEstimate(self._counter.sites.last_dense_flops, self._counter.sites.last_claimed_flops)
 
     def take_kept_share(self) -> float | None:
-        """Return the share of gradient entries kept since the last call, over all sites; synchronises with the device.
+        """Return the fraction of gradient entries kept since the last call, over all sites; waits for the device.
 
         None if no gradient arrived since.
         """
         return self._counter.sites.take_kept_share()
 
     def take_chosen(self) -> Chosen | None:
-        """Return the counts of chosen targets, positions and examples since the last call; None if nothing was
-        chosen.
-        """
+        """Return the counts of chosen targets, positions and examples since the last call; None if no policy chose."""
         return self._counter.chosen.take()
 
     def take_output_use(self) -> OutputUse | None:
-        """Return what training forwards since the last call took from kept outputs; None if no policy keeps any."""
+        """Return how training forwards since the last call used cached outputs; None if no policy caches outputs."""
         used = (extension.take_use() for extension in self.extensions)
         return next((use for use in used if use is not None), None)
 
     def take_route(self) -> Route | None:
-        """Return where a router sent the gradients of all passes since the last call; None without a router."""
+        """Return the routes of all passes since the last call; None without a router."""
         return self._counter.take_route()
 
     def add_chosen(self, chosen: Chosen) -> None:
-        """Count what was chosen of a batch before its forward. Called by extensions."""
+        """Add the counts of a choice before a forward. Extensions call this."""
         self._counter.chosen.add(chosen)
 
     def add_route(self, route: Route) -> None:
-        """Count where a router sent the gradient of one backward. Called by the site adapter."""
+        """Add the route of one backward. The site adapter calls this."""
         self._counter.add_route(route)
 
     def columns(self, **columns: Tensor) -> None:
-        """Set what the model's forward does not get: weights of the loss, and the batch columns that token policies
-        need.
+        """Set columns that the model's forward does not receive: loss weights, and columns that token policies need.
 
-        Scripts that compute their own loss and remove ``labels`` from the batch before calling the model give them
-        here.
+        Scripts that compute their own loss, and so remove ``labels`` from the batch, pass the labels here.
 
         Args:
-            **columns: Tensors (B, T) by name: ``labels``, and columns that the policy reads; ``loss_weight``, any
-                finite number for each label, with which the model's own loss is a weighted sum over the number of
-                labels, with every policy and dense; or ``num_items_in_batch``, a number that replaces the forward's.
+            **columns: Tensors (B, T) by name: ``labels``, and columns that the policy reads; ``loss_weight``, a finite
+                number for each label, with which the model's own loss becomes a weighted sum over the number of labels,
+                with or without policies; or ``num_items_in_batch``, a number that replaces the forward's argument.
                 They stay set until the next call.
 
         Raises:
-            UnsupportedError: ``loss_weight`` for a model that is no causal language model with transformers' loss.
+            UnsupportedError: ``loss_weight`` is set, and the model is not a causal language model with transformers'
+                loss.
         """
         weight_BT = columns.pop(LOSS_WEIGHT, None)
         if weight_BT is not None and self._loss_weights is None:
@@ -472,43 +466,43 @@ class Engine:
             extension.set_columns(**columns)
 
     def check_arguments(self, arguments: Mapping[str, object]) -> None:
-        """Raise what the first forward on a batch would raise for its arguments, without running it.
+        """Raise the error that the first forward would raise for its arguments, without running it.
 
         Args:
-            arguments: Of the model's forward by name; others are passed over, since a script may take them for itself.
+            arguments: Arguments of the model's forward by name. Other names are ignored, since a script may use them.
 
         Raises:
-            UnsupportedError: A policy does not know what to do with one.
+            UnsupportedError: A policy does not support one of the arguments.
         """
         for extension in self.extensions:
             extension.check_arguments(arguments)
 
     def expect(self, batches: Sequence[Mapping[str, Any]]) -> bool:
-        """Say which micro-batches come until the optimizer's next step, so that ``lossless`` with ``prefixes: update``
-        computes once what they have in common. Each then has its forward and :meth:`backward` as ever, in this order.
+        """Announce the micro-batches until the optimizer's next step, so that ``lossless`` with ``prefixes: update``
+        computes their common prefixes once. Then run forward and :meth:`backward` of each, in this order.
 
         Args:
-            batches: Of each micro-batch ``input_ids`` (B, T), the mask and position numbers that its forward gets, if
-                any, and ``labels`` where only the positions that predict one are read; also ``loss_weight`` and
-                ``example_weight``, where rows of weight zero are not read, and ``fused_lm_head`` of trl's head.
+            batches: For each micro-batch its ``input_ids`` (B, T), and the mask and position ids of its forward, if
+                any. Add ``labels`` if only positions that predict a label are read. Add ``loss_weight`` and
+                ``example_weight`` if rows of weight zero are not read, and ``fused_lm_head`` for trl's head.
 
         Returns:
-            Whether they have anything in common; if not, each runs as if nothing had been said.
+            Whether they have a common prefix. If not, each runs as without this call.
         """
         found = [part.expect(batches) for part in self.extensions if self.enabled]
         return any(found)
 
     @contextmanager
     def scoring(self, labels: Tensor | None = None, *, reads: Literal["labels", "loss"] = "labels") -> Iterator[None]:
-        """Say what is read of forwards without a gradient inside, so that ``lossless`` can leave out the other rows of
-        them: of old log-probabilities, of a reference, of an evaluation. It does so inside of :meth:`disabled`, too. No
-        other policy acts on such forwards.
+        """Declare which outputs the script reads of forwards without gradient in this context, so that ``lossless`` can
+        skip the other rows: for old log-probabilities, a reference or an evaluation. This works inside
+        :meth:`disabled`, too. No other policy acts on such forwards.
 
         Args:
-            labels: (B, T), for forwards that are not given labels: logits are read at the positions that predict one,
-                and are 0 elsewhere; None: at all positions that are not padding.
-            reads: ``labels``: of a forward that is given labels, the loss is read, and logits at the positions that
-                predict one alone, being 0 elsewhere. ``loss``: whatever else is read is computed plainly then.
+            labels: (B, T), for forwards without labels: the script reads logits only at positions that predict a label,
+                and they are 0 elsewhere. None: it reads them at all positions that are not padding.
+            reads: For forwards with labels. ``labels``: the script reads the loss, and logits only at positions that
+                predict a label; they are 0 elsewhere. ``loss``: the engine computes other outputs plainly on access.
 
         Yields:
             None: While the script scores.
@@ -536,8 +530,8 @@ class Engine:
         """Return the state that a resumed run needs for the same decisions.
 
         Returns:
-            The step number, the backward's number within it, the tensors that error feedback will add, the states of
-            policies, and the entries of extensions: with an eager update, the norm of the last step's gradients.
+            The step's number, the backward's number within it, the residuals of error feedback, the states of policies,
+            and the entries of extensions, such as the gradient norm of the last step for an eager update.
         """
         self._scaled.settle()
         cut = dict(self.decisions.residuals)
@@ -551,28 +545,28 @@ class Engine:
         """Restore a state.
 
         Args:
-            state: What :meth:`state_dict` returned for an engine with the same policies and model.
+            state: A result of :meth:`state_dict` of an engine with the same policies and model.
 
         Raises:
-            UsageError: It is no such state.
+            UsageError: ``state`` is not such a result.
         """
-        state = {key: value for key, value in state.items() if key != "form_times"}  # up to 0.5 with time_forms
+        state = {key: value for key, value in state.items() if key != "form_times"}  # written by versions up to 0.5
         counts, cut = (state.get("index"), state.get("micro_batch")), state.get("cut")
         good = state.keys() == self.state_dict().keys() and all(type(count) is int and count >= 0 for count in counts)
         if not good or not isinstance(cut, dict) or not all(isinstance(value, Tensor) for value in cut.values()):
             raise UsageError(f"not a state of the engine: {dict(state)!r}")
         if self.decisions.has_selectors:
             self.decisions.residuals = dict(cut)
-        # Passes that were made belong to the state that is replaced.
+        # Completed trial passes belong to the replaced state.
         self._trials = Trials(self._model, self.states, self.extensions)
         self.states.load_state_dict(state)
         for extension in self.extensions:
             extension.load_state_dict(state)
-        self._clock.go_to(state["index"], state["micro_batch"])  # the last, since decisions of the step read states
+        self._clock.go_to(state["index"], state["micro_batch"])  # last, since decisions of the step read states
 
     def follow(self, before: Engine, state: Mapping[str, Any], index: int) -> None:
-        """Go on at a step where the engine of an earlier phase ended. What policies remember begins anew; other entries
-        of its ``state``, and what it has counted, go on.
+        """Continue at the step where the engine of an earlier phase ended, with its counts and the entries of its
+        ``state``. Only the states of policies start anew.
         """
         mine, theirs = self.state_dict(), {**state, "index": index}
         self.load_state_dict(mine | {key: theirs[key] for key in mine if key in theirs and key not in OF_POLICIES})
@@ -582,7 +576,7 @@ class Engine:
     def detach(self) -> None:
         """Restore the model as it was before ``attach``. Further calls do nothing."""
         if self._attached:
-            # The last installed first, since an override restores the forward that it found.
+            # In reverse order of installation, since an override restores the forward that it found.
             for extension in reversed(self.extensions):
                 extension.remove()
             self._adapter.remove()

@@ -1,14 +1,15 @@
-"""What is around the engine: site adapters, extensions, and the views of the engine that both get.
+"""Base classes and protocols of site adapters and engine extensions, and the views of the engine that both receive.
 
 Adapters and extensions depend on these classes instead of the engine, so that imports run in one direction.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, Protocol
 
 from sparsebp_cli.backward.observe.flops import DensePass, PassEstimate
 from sparsebp_cli.backward.observe.update_flops import UpdateFlops
@@ -28,40 +29,40 @@ class ShortForward:
     """A forward that runs only some positions or examples of a batch."""
 
     num_rows: int | None = None  # positions of the whole batch, B*T; None: the forward runs all positions
-    scale: float = 1.0  # examples of the batch over those that run
-    called: set[str] = field(default_factory=set)  # linears that have run in it
+    scale: float = 1.0  # examples of the batch over examples that run
+    called: set[str] = field(default_factory=set)  # linears that have run in this forward
 
 
 class EngineView(Protocol):
-    """The engine as an extension sees it."""
+    """The part of the engine that an extension uses."""
 
     enabled: bool  # whether policies are active
     reference: bool  # whether to mask gradients, then multiply densely
-    notes: dict[str, str]  # sentences for the report on how policies are carried out, by topic
+    notes: dict[str, str]  # sentences for the report on how the engine executes policies, by topic
     batch_sizes: frozenset[int] | None  # candidates, from the last forward; empty: unknown; None: not needed
-    dense_rows: int | None  # B*T of the last batch of which a compiled graph ran some positions; None: there is none
+    dense_rows: int | None  # B*T of the last batch in which a compiled graph ran only some positions; None: no batch
 
     @property
     def is_probing(self) -> bool:
-        """Whether the pass under way is a measurement, which trains nothing."""
+        """Whether the running pass is a probe, which trains nothing."""
 
     def now(self) -> Step:
-        """Return the step of the backward under way, or of the next one."""
+        """Return the step of the running backward, or of the next one."""
 
     def probing(self, draw: int = 1, *, feedback: bool = True) -> AbstractContextManager[None]:
-        """Return a context in which the policy is applied without side effects."""
+        """Return a context in which the engine applies the policy without side effects."""
 
     def disabled(self) -> AbstractContextManager[None]:
-        """Return a context in which everything is dense and nothing is counted at sites."""
+        """Return a context in which passes are dense and sites count nothing."""
 
     def short_forward(self, *, num_rows: int | None = None, scale: float = 1.0) -> AbstractContextManager[None]:
         """Return a context that scales the counts at sites during a forward that skips positions or examples."""
 
     def add_chosen(self, chosen: Chosen) -> None:
-        """Count what was chosen of a batch before its forward."""
+        """Add the counts of a choice before a forward."""
 
     def add_route(self, route: Route) -> None:
-        """Count where a router sent the gradient of one backward."""
+        """Add the route of one backward."""
 
 
 class Decisions(Protocol):
@@ -75,86 +76,83 @@ class Decisions(Protocol):
     def decide(
         self, site: Site, grad_NO: Tensor, work: SiteCost, dense_rows: int | None = None
     ) -> tuple[Tensor, Selection | None]:
-        """Return the gradient to use and the selection of it; None for everything."""
+        """Return the gradient to use and its selection; None keeps everything."""
 
     def decide_linear(
         self, site: Site, seen: Seen, work: SplitCost, dense_rows: int | None = None
     ) -> tuple[Tensor, Selection | Split | None, Budget]:
-        """Do the same at a linear, where dgrad and wgrad may be selected apart; return the declared shares, too."""
+        """Do the same at a linear, where a policy may select dgrad and wgrad separately; also return the budget."""
 
     def reads_at(self, site: Site) -> frozenset[Reading]:
-        """Return what the policy at a site reads beside the gradient."""
+        """Return the tensors that the policy at a site reads besides the gradient."""
 
     def selection_at(self, site: Site) -> type[Selection] | None:
-        """Return the type that the policy at a site selects, whatever the step; None: it stays dense."""
+        """Return the type that the policy at a site selects, the same at all steps; None: the site stays dense."""
 
 
 class SiteEngine(EngineView, Protocol):
-    """The engine as a site sees it: sites also request decisions."""
+    """The part of the engine that a site uses: sites also request decisions."""
 
     @property
     def decisions(self) -> Decisions:
-        """What decides about gradients."""
+        """The object that decides about gradients."""
 
-    stores: bool  # whether branches store the outputs of their linears
     forward: ShortForward | None  # the current forward, if it skips positions or examples
 
     def policy_at(self, site: Site) -> GradientSelector | None:
-        """Return the policy that decides at a site in the current or next backward; None: dense."""
+        """Return the policy that decides at a site in the current or next backward; None: the site stays dense."""
 
 
-class SiteAdapter(Protocol):
+class SiteAdapter(ABC):
     """Installs an engine at the sites of one kind in one model."""
 
     names: tuple[str, ...]  # sites known before the first backward, in the model's order
-    not_covered: tuple[str, ...]  # modules of this kind with a forward of their own: their backward stays dense
+    not_covered: tuple[str, ...]  # modules of this kind with a custom forward: their backward stays dense
     excluded: tuple[str, ...]  # modules that the user excluded
 
+    @abstractmethod
     def install(self, engine: SiteEngine) -> None:
         """Override modules so that their sites call this engine."""
 
+    @abstractmethod
     def remove(self) -> None:
         """Restore the model."""
 
+    @abstractmethod
     def backward_context(self, loss: Tensor) -> AbstractContextManager[Tensor | None]:
-        """Return the context in which the backward of ``loss`` runs; a tensor that it yields is differentiated
-        instead.
+        """Return the context in which the backward of ``loss`` runs. If it yields a tensor, the engine differentiates
+        that instead.
         """
 
 
-class SiteCost(Protocol):
-    """The dense work of one site in one backward, and the share of it that a policy claims to execute."""
+class SiteCost(ABC):
+    """The dense FLOPs of one site in one backward, and the estimate of the part that a policy executes."""
 
-    @property
-    def pads(self) -> bool:
-        """Whether every example multiplies as many rows as the example that keeps most."""
-
+    @abstractmethod
     def claim(self, selection: type[Selection] | None, budget: float) -> FlopEstimate:
-        """Return dense and claimed FLOPs for a kind of selection, None for dense, and a share of kept entries in (0,
-        1].
-        """
+        """Return dense and estimated FLOPs for a type of selection, None for dense, and a kept fraction in (0, 1]."""
 
 
-@runtime_checkable
-class SplitCost(SiteCost, Protocol):
-    """The work of a site whose dgrad and wgrad may be selected apart."""
+class SplitCost(SiteCost):
+    """The FLOPs of a site at which a policy may select dgrad and wgrad separately."""
 
+    @abstractmethod
     def claim_split(self, dgrad: Share, wgrad: Share) -> FlopEstimate:
-        """Return dense and claimed FLOPs for a kind of selection and a share of kept entries, for each product."""
+        """Return dense and estimated FLOPs for the type of selection and the kept fraction of each product."""
 
 
 class EngineExtension:
-    """What carries out a policy that does not decide at sites, or another way to run a pass.
+    """The base class of code that executes a kind of policy inside the engine.
 
-    The engine calls every hook; each does nothing here. A subclass marks with ``typing_extensions.override`` the hooks
-    that it defines, but for the first four. A method that merely has a hook's name would change what the engine does,
-    so a class with one raises :class:`TypeError`.
+    The engine calls every hook; the hooks of this class do nothing. A subclass must mark the hooks that it defines with
+    ``typing_extensions.override``, except the first four. A method that has a hook's name by accident would change the
+    engine's behaviour, so defining one without the mark raises :class:`TypeError`.
     """
 
-    hooks: ClassVar[frozenset[str]] = frozenset()  # names of those that the class or a base of it defines
+    hooks: ClassVar[frozenset[str]] = frozenset()  # names of the hooks that the class or one of its bases defines
 
     def __init_subclass__(cls, **options: object) -> None:
-        """Find the hooks that a class defines."""
+        """Set ``hooks`` of a subclass. Raise TypeError for a hook without the mark."""
         super().__init_subclass__(**options)
         own = HOOKS & vars(cls).keys()
         for name in own:
@@ -167,82 +165,81 @@ class EngineExtension:
         cls.hooks = cls.hooks.union(own)
 
     def install(self, engine: EngineView) -> None:
-        """Change the model; ``engine.now()`` is the step, ``engine.enabled`` whether policies are active."""
+        """Change the model. ``engine.now()`` is the step; ``engine.enabled`` says whether policies are active."""
 
     def remove(self) -> None:
         """Restore the model."""
 
     def enable(self, enabled: bool) -> None:
-        """Activate the policy, or make the model run as without it."""
+        """Activate the policy, or let the model run as without it."""
 
     def start_step(self, step: Step) -> None:
-        """Prepare for an optimizer step; called at attach, after each optimizer step, and on resume."""
+        """Prepare for an optimizer step. The engine calls this at attach, after each optimizer step, and on resume."""
 
     def set_columns(self, **columns: Tensor) -> None:
-        """Set columns of the batch that the model's forward will not get; they stay set until the next call."""
+        """Set columns of the batch that the model's forward does not receive. They stay set until the next call."""
 
     def check_arguments(self, arguments: Mapping[str, object]) -> None:
-        """Refuse a batch before a training by the names of the arguments that the model's forward would get."""
+        """Refuse unsupported arguments of the model's forward by name, before training."""
 
     def reading_by(self, labels: Tensor | None, reads: Literal["labels", "loss"]) -> AbstractContextManager[None]:  # noqa: ARG002
-        """Return a context in which a script reads no more of forwards without a gradient than it has said."""
+        """Return a context in which the script reads only the declared outputs of forwards without gradient."""
         return nullcontext()
 
     def expect(self, batches: Sequence[Mapping[str, Any]]) -> bool:  # noqa: ARG002
-        """Take the arguments of the coming forwards of one step; return whether they share anything."""
+        """Receive the arguments of the coming forwards of one step; return whether they share a prefix."""
         return False
 
     def finish_pass(self) -> None:
-        """Finish the backward of a micro-batch: of what it was the last one to read."""
+        """Finish the backward of a micro-batch, such as the backward of data that it was the last to read."""
 
     def check_called(self) -> None:
         """Refuse a backward if the policy has not been called in a forward since the model was attached."""
 
     def claim(self, dense: DensePass) -> PassEstimate:
-        """Return the estimated FLOPs under the policy, as of the current step, of a dense pass on the same batch."""
+        """Return the estimated FLOPs under the policy at the current step, given a dense pass on the same batch."""
         raise NotImplementedError
 
     def estimate(self, forward: Callable[[], Tensor], step: Step) -> Tensor:
-        """Add an estimate of the gradient of the loss that ``forward`` returns to ``.grad`` of the trained parameters,
-        without a backward, and return a loss to report, without a graph. Weights and buffers are afterwards those of
-        before."""
+        """Add an estimate of the gradient of ``forward``'s loss to ``.grad`` of the trained parameters, without a
+        backward. Return a loss to report, without a graph. Leave weights and buffers unchanged."""
         raise NotImplementedError
 
     @property
     def frozen(self) -> frozenset[str]:
-        """Names of parameters that the model trains in general but not in the current step. A backward may end before
-        it reaches a site."""
+        """Names of parameters that the model trains in general but not in the current step. With them, a backward may
+        end before it reaches a site."""
         return frozenset()
 
     @property
     def work_shares(self) -> tuple[float, ...]:
-        """Shares that the FLOPs of the last training pass follow, each between 0 and 1, such as that of blocks with a
-        backward; equally many at all times."""
+        """Fractions in [0, 1] that determine the FLOPs of the last training pass, such as the fraction of blocks with a
+        backward. Their number never changes."""
         return ()
 
     @property
     def gradient_bytes(self) -> int | None:
-        """Bytes of the gradients of a training step, if they are smaller than those that a probe shows; None: not."""
+        """Bytes of the gradients of a training step, if they are fewer than a probe measures; None otherwise."""
         return None
 
     @property
     def trains_frozen(self) -> bool:
-        """Whether weights that the user froze are trained, so that adapters alone are not the model."""
+        """Whether the policy trains weights that the user froze, so that saving adapters alone would lose changes."""
         return False
 
     @property
     def uncharged_comparisons(self) -> int:
-        """Comparisons with the plain step so far that no measurement of a step shows; each is a plain pass and one of
-        its own."""
+        """Number of comparisons with the plain step so far that no probe measures. Each costs a plain pass and another
+        pass of the extension."""
         return 0
 
     @property
     def left_out(self) -> float:
-        """FLOPs that the last forward took from what an earlier one had computed."""
+        """FLOPs that the last forward saved by reusing results of an earlier one."""
         return 0.0
 
     def take_use(self) -> OutputUse | None:
-        """Return what training forwards have used of kept outputs since the last call; None: nothing is kept."""
+        """Return how training forwards used cached outputs since the last call; None without a cache."""
         return None
 
     def state_dict(self) -> dict[str, Any]:
@@ -250,7 +247,7 @@ class EngineExtension:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore its own entries from the engine's state."""
+        """Restore this extension's entries from the engine's state."""
 
 
 ALWAYS = {"install", "remove", "enable", "start_step"}
@@ -265,7 +262,7 @@ class PassRunner(EngineExtension):
 
     @property
     def gradient_norm(self) -> float:
-        """2-norm of all gradients of the last pass that updated, before they were clipped; 0 before the first."""
+        """2-norm of all gradients of the last pass that updated, before clipping; 0 before the first such pass."""
         raise NotImplementedError
 
     def run_pass(
@@ -278,15 +275,15 @@ class PassRunner(EngineExtension):
     ) -> None:
         """Run one backward pass through ``differentiate``, which takes the arguments of ``loss.backward``.
 
-        ``backward`` is the function that the user runs a pass with, None for ``torch.Tensor.backward``. Without
-        ``updates`` no parameter changes and gradients stay in ``.grad``.
+        ``backward`` is the user's function that runs a pass, None for ``torch.Tensor.backward``. Without ``updates`` no
+        parameter changes and gradients stay in ``.grad``.
         """
         raise NotImplementedError
 
 
 def name_parameters(model: nn.Module, adapter: SiteAdapter) -> dict[int, str]:
-    """Return the names of parameters by ``id``; for a shared one, prefer a name that the report does not list
-    elsewhere.
+    """Return the names of parameters by ``id``. For a shared parameter, prefer a name in a module that the report lists
+    as excluded or not covered.
     """
     listed = {*adapter.not_covered, *adapter.excluded}
     names = list(model.named_parameters(remove_duplicate=False))
@@ -295,8 +292,8 @@ def name_parameters(model: nn.Module, adapter: SiteAdapter) -> dict[int, str]:
 
 
 def trains_at_sites(model: nn.Module, adapter: SiteAdapter) -> bool:
-    """Whether a site has trained weights, so that a loss of this model must depend on it: not if only adapters are
-    trained and they are excluded.
+    """Return whether a site has trained weights, so that a loss of this model must depend on it. This is not so if only
+    adapters are trained and the user excluded them.
     """
     modules = dict(model.named_modules())
     sites = (modules[name] for name in adapter.names if name in modules)
@@ -304,15 +301,14 @@ def trains_at_sites(model: nn.Module, adapter: SiteAdapter) -> bool:
 
 
 def refuse_uncalled(policy: Policy, model: nn.Module) -> NoReturn:
-    """Raise :class:`UsageError`: a backward came, and the forward of the model never called the policy."""
+    """Raise :class:`UsageError`: a backward ran, but no forward of the model called the policy."""
     if not model.training:
         raise UsageError(
-            f"{type(policy).__name__} was never asked: {type(model).__name__} is in eval mode, as from_pretrained "
-            "returns it, and this policy acts in training alone; call model.train() before the loop, and after each "
+            f"{type(policy).__name__} was not called: {type(model).__name__} is in eval mode, as from_pretrained "
+            "returns it, and this policy acts only in training; call model.train() before the loop, and after each "
             "evaluation"
         )
     raise UsageError(
-        f"{type(policy).__name__} was never asked: a backward came, and before it no forward of {type(model).__name__} "
-        "in training with gradients; a script that calls parts of the model by themselves, or something that kept the "
-        "forward from before the model was attached, goes past the policy"
+        f"{type(policy).__name__} was not called: no forward of {type(model).__name__} in training with gradients "
+        "preceded the backward; do not call parts of the model, or a forward that was stored before attach"
     )

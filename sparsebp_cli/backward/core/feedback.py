@@ -1,7 +1,7 @@
-"""Error feedback: what was cut of a site's gradient is added to it at the next step.
+"""Error feedback: add the cut part of a site's gradient, the residual, to the gradient of the next step.
 
 After Frank Seide et al., "1-Bit Stochastic Gradient Descent" (Interspeech 2014), applied to a site's gradient instead
-of a parameter's. A residual belongs to an example's index in the batch and a position, and stays until a gradient
+of a parameter's. A residual belongs to an example's index in the batch and a position, and waits until a gradient
 arrives at that index again. So the last batch of an epoch may be smaller, and batches may differ in length.
 """
 
@@ -17,7 +17,7 @@ from sparsebp_cli.policy import Selection, Site, Step
 
 
 def add_residual(grad_NO: Tensor, before: Tensor, site: Site, step: Step) -> Tensor:
-    """Return a gradient with the residual of earlier steps, which :func:`fit` has returned."""
+    """Return a gradient plus the residual of earlier steps, a result of :func:`fit`."""
     scaled = apply_scale(before, step.loss_scale).to(grad_NO.dtype)
     return _add_where_both_are(grad_NO.view(_shape(site)), scaled).view(grad_NO.shape)
 
@@ -25,16 +25,16 @@ def add_residual(grad_NO: Tensor, before: Tensor, site: Site, step: Step) -> Ten
 def find_residual(
     grad_NO: Tensor, selection: Selection | None, before: Tensor | None, site: Site, step: Step
 ) -> Tensor:
-    """Return what a selection cuts of a gradient, and what of the residual before waits for its example."""
-    # What is stored is what the kernel leaves out, weights included, so the sum over steps loses nothing.
+    """Return the part of a gradient that a selection cuts, and the part of ``before`` that still waits."""
+    # Subtract the weighted selection, exactly as the kernel uses it, so that the sum over steps loses nothing.
     kept_NO = grad_NO if selection is None else selection.apply(grad_NO)
     left = remove_scale(grad_NO - kept_NO, step.loss_scale).view(_shape(site))
     return left if before is None else _retain_unmatched(left, before)
 
 
 def fit(before: Tensor, site: Site) -> Tensor:
-    """Return a residual in the dimensions of a site's gradient. Raises :class:`UnsupportedError` if the gradient has
-    another number of dimensions than before.
+    """Return a residual in the dimensions of a site's gradient. Raises :class:`UnsupportedError` if the number of
+    dimensions or the number of features changed.
     """
     shape = _shape(site)
     if before.dim() == 2 and before.numel() == prod(shape):
@@ -53,7 +53,7 @@ def _add_where_both_are(grad: Tensor, before: Tensor) -> Tensor:
     if grad.shape == before.shape:
         return grad + before
     both = tuple(slice(min(sizes)) for sizes in zip(grad.shape, before.shape, strict=True))
-    # A copy: autograd may give the same tensor to other nodes.
+    # Copy, because autograd may pass the same tensor to other nodes.
     grad = grad.clone()
     grad[both] += before[both]
     return grad

@@ -1,4 +1,4 @@
-"""What every extension is made from: a policy, the model, and what ``attach`` was given beside both."""
+"""The arguments from which every extension is made: a policy, the model, and a record of the rest."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Given:
-    """What ``attach`` was given and has found, for all extensions of an engine.
+    """Arguments and findings of ``attach`` for all extensions of an engine.
 
     Args:
-        states: State and numbers of the policies that are :class:`~sparsebp_cli.policy.Stateful`.
-        optimizer: The model's optimizer; None: there is none, and every backward is a step.
+        states: States of the policies that are :class:`~sparsebp_cli.policy.Stateful`.
+        optimizer: The model's optimizer; None: without one, every backward is a step.
         first: The step at which the engine begins, with the run's seed and its number of steps.
-        num_layers: Number of the model's layers; 0 where they are not known.
-        linears: The sites at which an engine of linears is installed, with an empty ``batch_shape``.
-        num_examples: Rows of the training data; None if they are not known.
-        reference: The model that a policy compares with; any text: each batch brings the reference's losses.
-        validation: Examples that are never trained on, a batch of the model's arguments; None: there are none.
-        exclude: Globs over names of modules that no policy decides about.
-        packs: Whether a policy leaves out rows of whole batches, which then carries out what others choose.
-        folder: The training's own folder, in which policies keep what can be computed again; None: there is none.
+        num_layers: Number of the model's layers; 0 if unknown.
+        linears: The sites of an engine at linears, with an empty ``batch_shape``.
+        num_examples: Rows of the training data; None if unknown.
+        reference: The model with which a policy compares; a string: each batch contains the reference's losses.
+        validation: Examples that are never trained on, as one batch of the model's arguments, if any.
+        exclude: Globs over names of modules that policies ignore.
+        packs: Whether a policy packs batches. It then also executes the choices of other policies.
+        folder: The training's folder, in which policies cache results that can be computed again, if any.
     """
 
     states: PolicyStates = field(default_factory=PolicyStates)
@@ -49,12 +49,12 @@ class Given:
 
     @property
     def trained_by(self) -> torch.optim.Optimizer:
-        """The optimizer, of policies that are refused without one."""
+        """The optimizer. Use this in policies that ``attach`` refuses without one."""
         assert self.optimizer is not None
         return self.optimizer
 
 
-# Makes the extension that carries a policy out; None where its options need none. It is called before anything changes.
+# Makes the extension that executes a policy; None if its options need none. ``attach`` calls it before any change.
 MakeExtension: TypeAlias = "Callable[[Any, nn.Module, Given], EngineExtension | None]"
-# Returns where a policy with state decides.
+# Returns the places where a policy with state decides.
 FindPlaces: TypeAlias = "Callable[[Any, nn.Module, Given], Sequence[object]]"

@@ -1,8 +1,8 @@
-"""The unit of gradients: the loss scale of a pass.
+"""The loss scale of a pass.
 
-A ``torch.amp.GradScaler`` multiplies the loss by a factor that changes during the training, and divides the gradients
-of parameters by it later. Gradients at sites have the factor in them, so what a policy keeps or observes is divided by
-it.
+A ``torch.amp.GradScaler`` multiplies the loss by a factor that changes during the training, and later divides the
+gradients of parameters by it. Gradients at sites contain the factor, so the engine divides stored and observed
+gradients by it.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from torch.overrides import TorchFunctionMode
 
 from sparsebp_cli.errors import UnsupportedError
 
-# What a script may do to a loss after it was scaled. The factor is looked for below no other operation.
+# Operations that a script may apply to a scaled loss. The search for the factor passes through no others.
 _PASSED = frozenset({"AddBackward0", "DivBackward0", "MulBackward0", "SumBackward0"})
-_MOST = 16  # operations of one loss, and factors that are searched for at once
-_LEAST_BY_HAND = 16.0  # a power of two from here on is hardly the weight of a loss
+_MOST = 16  # limit of operations searched in a loss, and of new factors whose owners are searched
+_LEAST_BY_HAND = 16.0  # a factor that is a power of two and at least this is probably a loss scale
 
 
 def remove_scale(gradient: Tensor, scale: Tensor | float | None) -> Tensor:
-    """Return what a policy keeps of a gradient: without the loss scale, in float32 at least if there is one, since
-    float16 could not hold it; entries that are not finite become 0.
+    """Return a gradient divided by the loss scale, in at least float32, because float16 could underflow. Without a
+    scale keep the dtype. Entries that are not finite become 0.
     """
     if scale is not None:
         gradient = gradient.to(torch.promote_types(gradient.dtype, torch.float32)) / _at(scale, gradient)
@@ -36,7 +36,7 @@ def remove_scale(gradient: Tensor, scale: Tensor | float | None) -> Tensor:
 
 
 def apply_scale(kept: Tensor, scale: Tensor | float | None) -> Tensor:
-    """Return what was kept in the unit of the gradients of a pass."""
+    """Return a stored gradient multiplied by the loss scale of a pass."""
     return kept if scale is None else kept * _at(scale, kept)
 
 
@@ -45,9 +45,9 @@ def _at(scale: Tensor | float, other: Tensor) -> Tensor | float:
 
 
 def refuse_scale() -> NoReturn:
-    """Raise :class:`UnsupportedError`: gradients are gone before a scaler could divide them."""
+    """Raise :class:`UnsupportedError`: an eager update frees gradients before a scaler could divide them."""
     raise UnsupportedError(
-        "update='eager' with a GradScaler is not built: gradients would be applied before they are scaled back; "
+        "update='eager' with a GradScaler is not supported: gradients would be applied before they are scaled back; "
         "use bfloat16, or update='deferred'"
     )
 
@@ -55,15 +55,15 @@ def refuse_scale() -> NoReturn:
 class ScaleFinder:
     """Finds the factor by which a ``GradScaler`` has multiplied a loss.
 
-    The scaler belongs to the script. Its factor is a tensor that lives as long as the scaler, and the graph of a scaled
-    loss refers to it, so it is recognised by the object that holds it.
+    The engine has no access to the script's scaler. But the scaler owns its factor, a tensor, and the graph of a scaled
+    loss refers to the same tensor. The finder checks whether the tensor's owner is a ``GradScaler``.
     """
 
     def __init__(self) -> None:
-        self.note: str = ""  # that a loss seems to be scaled by hand; empty: none does
+        self.note: str = ""  # warning that the script seems to scale a loss by hand; empty: no such loss
         self._scales: list[weakref.ref[Tensor]] = []
         self._num_searches = 0
-        self._others: list[tuple[weakref.ref[Tensor], bool]] = []  # and whether their owners were searched
+        self._others: list[tuple[weakref.ref[Tensor], bool]] = []  # other factors, and whether they were searched
 
     def find(self, loss: Tensor) -> Tensor | None:
         """Return the factor, 0-d; None if no scaler has scaled the loss."""
@@ -81,13 +81,13 @@ class ScaleFinder:
         return None
 
     def _note_number(self, factor: Tensor | None) -> None:
-        """Note a number that a script scales by. It cannot be divided by: a loss may have such a weight, and what the
-        script does to gradients before its step looks like clipping. A number is on the CPU: nothing waits for it."""
+        """Set ``note`` if the script seems to scale by a number. The engine cannot divide by it, since it may be a loss
+        weight instead. The number is on the CPU, so reading it does not wait for a device."""
         if factor is None or factor.dim() or factor.dtype not in {torch.float64, torch.int64} or factor.is_cuda:
             return
         try:
             number = float(factor)
-        except RuntimeError:  # under a counter of operators: torch hands it a Python number where it names a tensor
+        except RuntimeError:  # while operators are counted, torch saves a Python number that it declares as a tensor
             return
         if number >= _LEAST_BY_HAND and math.frexp(number)[0] == 0.5:
             self.note = (
@@ -103,8 +103,8 @@ class ScaleFinder:
             return True
         self._others = [other for other in self._others if other[0]() is not None]
         was_searched = next((searched for other, searched in self._others if other() is factor), None)
-        # A search takes some 40 ms in a process with transformers. A script that multiplies its loss by a new tensor at
-        # each step pays for a few: later factors are searched for when they come back, as a scaler's does.
+        # A search takes about 40 ms in a process with transformers. If a script multiplies its loss by a new tensor at
+        # each step, limit the searches: after _MOST, search only factors that come again, as a scaler's does.
         if was_searched or (was_searched is None and self._num_searches >= _MOST):
             self._others += [] if was_searched else [(weakref.ref(factor), False)]
             return False
@@ -119,7 +119,7 @@ class ScaleFinder:
 
 
 class RootWatch(TorchFunctionMode):
-    """Calls a function with the tensor that a script's own function differentiates, right before it does."""
+    """Calls a function with the tensor that the script's ``backward`` differentiates, just before it does so."""
 
     def __init__(self, on_root: Callable[[Tensor], object]) -> None:
         super().__init__()

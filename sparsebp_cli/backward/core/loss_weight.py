@@ -1,11 +1,11 @@
 """Weights of single targets in the loss of a causal language model.
 
-The loss is the weighted sum over the number of targets: labels that are not ignored, as dense training divides, so a
-weight of 1 changes nothing and a weight of 0 takes the gradient of a token away. With ``num_items_in_batch`` it is
-divided by that number.
+The loss is the weighted sum divided by the number of targets, which are the labels that are not ignored. Dense training
+uses the same divisor, so a weight of 1 changes nothing and a weight of 0 removes the gradient of a token. With
+``num_items_in_batch`` that number is the divisor.
 
-While a forward runs that has weights, the model's ``loss_function`` is :class:`WeightedLoss`. Whatever computes the
-loss of the rows that it has kept calls the same function and says which positions these are.
+During a forward with weights, the model's ``loss_function`` is :class:`WeightedLoss`. Code that computes the loss of
+selected rows calls the same function with the weights of these positions.
 
 Shape letters: B examples, T positions, N targets, V vocabulary.
 """
@@ -27,33 +27,33 @@ IGNORED = -100
 
 
 class LossWeights:
-    """Lets a model's forward take ``loss_weight``, (B, T), as an argument, or in advance for the next forwards.
+    """Lets a model's forward accept ``loss_weight``, (B, T), as an argument, or in advance for the next forwards.
 
-    Raises :class:`UnsupportedError` if the model has no loss that could be weighted.
+    Raises :class:`UnsupportedError` if the model does not compute transformers' ``ForCausalLMLoss``.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._causal = _find_causal(model)
         self._loss = WeightedLoss(self._causal.loss_function)
-        self.given: Tensor | None = None  # of the next forwards with gradients, until it is changed
-        # Whether a loss of the script's own may have them: where a policy leaves out rows of weight 0.
+        self.given: Tensor | None = None  # weights of the next forwards with gradients, until changed
+        # Whether the weights may belong to the script's own loss: if a policy skips rows of weight 0.
         self.may_be_own = False
-        # What each running forward found: a model may call itself, and what it does inside has weights of its own.
+        # The state before each running forward, since a model may call itself with other weights.
         self._outer: list[tuple[Tensor | None, bool, bool]] = []
-        # First, so that it has run wherever the other one runs.
+        # Prepended, so that _before has run whenever _after runs.
         before = model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
-        # always_call: a forward that fails must not leave its weights to the next one.
+        # always_call, so that a failed forward does not leave its weights to the next one.
         after = model.register_forward_hook(self._after, with_kwargs=True, always_call=True)
         self._handles = (before, after)
 
     def remove(self) -> None:
-        """Take the argument away again."""
+        """Remove the argument from the model's forward."""
         for handle in self._handles:
             handle.remove()
 
     def _before(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         kwargs = dict(kwargs)
-        # Evaluations do not weigh. See decision 5.
+        # Evaluations use no weights. See decision 5.
         given = self.given if torch.is_grad_enabled() and not self._outer else None
         weight_BT = kwargs.pop(LOSS_WEIGHT, given)
         is_installed = self._causal.__dict__.get("_loss_function") is self._loss
@@ -66,7 +66,7 @@ class LossWeights:
         if is_installed:
             self._causal.loss_function = self._loss
         elif self._causal.__dict__.get("_loss_function") is self._loss:
-            self._causal.__dict__.pop("_loss_function")  # transformers' own follows from the model's class again
+            self._causal.__dict__.pop("_loss_function")  # the model's class then determines transformers' own again
 
     def _after(self, _: nn.Module, __: Any, kwargs: dict[str, Any], output: object) -> None:
         weight_BT, was_called = self._loss.weight_BT, self._loss.was_called
@@ -78,7 +78,7 @@ class LossWeights:
         if self.may_be_own and labels is None:
             return  # the script weighs its own loss
         if output is None or was_called or (labels is not None and not bool((labels != IGNORED).any())):
-            return  # it failed, or there was nothing to weigh
+            return  # the forward failed, or there was no target to weigh
         raise UsageError(
             "loss_weight weighs the model's own loss, and this forward computed none: pass it the labels, or weigh "
             "your own loss yourself"
@@ -92,7 +92,7 @@ class WeightedLoss:
 
     def __init__(self, plain: Callable[..., Tensor]) -> None:
         self.plain = plain
-        self.weight_BT: Tensor | None = None  # None: not in a forward that has weights
+        self.weight_BT: Tensor | None = None  # None outside of a forward with weights
         self.was_called = False
 
     def __call__(
@@ -106,7 +106,7 @@ class WeightedLoss:
         shift_weights: Tensor | None = None,
         **_: object,
     ) -> Tensor:
-        """Return the loss. ``shift_labels`` are the labels of rows that the caller has chosen, and ``shift_weights``
+        """Return the loss. ``shift_labels`` are the labels of rows that the caller selected, and ``shift_weights`` are
         their weights, from :func:`weights_at`."""
         self.was_called = True
         if shift_weights is None:
@@ -114,14 +114,14 @@ class WeightedLoss:
             if shift_labels is not None or self.weight_BT.shape != labels.shape:
                 got = "labels of rows" if shift_labels is not None else f"labels {tuple(labels.shape)}"
                 raise UnsupportedError(
-                    f"loss_weight {tuple(self.weight_BT.shape)} must have the shape of the labels, and the loss sees "
-                    f"{got}: a policy or a script that takes examples out of the batch does not go with it"
+                    f"loss_weight {tuple(self.weight_BT.shape)} must have the shape of the labels, but the loss gets "
+                    f"{got}: loss_weight is not supported if a policy or script removes examples from the batch"
                 )
             shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
             shift_weights = nn.functional.pad(self.weight_BT, (0, 1))[..., 1:]
         assert shift_labels is not None
         label_N = shift_labels.reshape(-1).to(logits.device)
-        # In float32, as transformers' ForCausalLMLoss casts its logits.
+        # In float32, like transformers' ForCausalLMLoss.
         loss_N = nn.functional.cross_entropy(
             logits.float().reshape(-1, vocab_size), label_N, ignore_index=ignore_index, reduction="none"
         )
@@ -131,8 +131,8 @@ class WeightedLoss:
 
 
 def weights_at(model: nn.Module, index_N: Tensor) -> Tensor | None:
-    """Return the weights, (N,), of the targets that positions predict; None in a forward that has none. ``index_N``
-    numbers the B * T positions."""
+    """Return the weights, (N,), of the targets that positions predict; None in a forward without weights. ``index_N``
+    are indices of the B * T positions."""
     function: object = getattr(model, "loss_function", None)
     if not isinstance(function, WeightedLoss) or function.weight_BT is None:
         return None
@@ -142,30 +142,45 @@ def weights_at(model: nn.Module, index_N: Tensor) -> Tensor | None:
 
 
 def forward_weights(model: nn.Module) -> Tensor | None:
-    """Return the weights, (B, T), of the labels of the forward that runs; None in a forward that has none."""
+    """Return the weights, (B, T), of the labels in the running forward; None in a forward without weights."""
     function: object = getattr(model, "loss_function", None)
     return function.weight_BT if isinstance(function, WeightedLoss) else None
 
 
 def has_weights(model: nn.Module) -> bool:
-    """Return whether the forward that runs has weights."""
+    """Return whether the running forward has weights."""
     return isinstance(getattr(model, "loss_function", None), WeightedLoss)
 
 
+def has_causal_loss(model: nn.Module) -> bool:
+    """Return whether the loss of a transformers model is ``ForCausalLMLoss``, with or without weights."""
+    function: object = getattr(model, "loss_function", None)
+    function = function.plain if isinstance(function, WeightedLoss) else function
+    return function is sys.modules["transformers.loss.loss_utils"].ForCausalLMLoss
+
+
+def check_causal_loss(model: nn.Module) -> None:
+    """Raise :class:`UsageError` if the loss of a model is no longer ``ForCausalLMLoss``."""
+    if not has_causal_loss(model):
+        raise UsageError(
+            "'loss_function' was replaced after the model was attached: call engine.detach(), set it, and attach the "
+            "model again"
+        )
+
+
 def calls_loss_function(model: nn.Module) -> bool:
-    """Whether a model's own forward names the ``loss_function``; one that does not may compute any other loss."""
-    # transformers decorates its forwards; only the innermost code has the names that it uses.
+    """Return whether a model's own forward names ``loss_function``. Otherwise it may compute another loss."""
+    # transformers decorates its forwards, and only the innermost code object contains the names.
     code: object = getattr(inspect.unwrap(type(model).forward), "__code__", None)
     return "loss_function" in getattr(code, "co_names", ())
 
 
 def _find_causal(model: nn.Module) -> Any:
-    # Looked up and not imported: a model of plain torch is attached without transformers.
+    # Look up the module instead of importing it, so that plain torch models need no transformers.
     loaded = sys.modules.get("transformers.modeling_utils")
     for module in model.modules():
         if loaded is not None and isinstance(module, loaded.PreTrainedModel):
-            causal = sys.modules["transformers.loss.loss_utils"].ForCausalLMLoss
-            if module.loss_function is causal and calls_loss_function(module):
+            if has_causal_loss(module) and calls_loss_function(module):
                 return module
             break
     raise UnsupportedError(

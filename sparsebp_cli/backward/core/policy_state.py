@@ -1,4 +1,4 @@
-"""The states of policies: the engine keeps them, and folds in what each step saw."""
+"""The states of policies. The engine stores them, and updates them with the observations of each step."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _OBSERVED = "observed"
 
 @final
 class PolicyStates:
-    """The states of those policies of an engine that have one, each by its number among all policies.
+    """The states of the stateful policies of an engine, by the policy's number among all policies.
 
-    ``policies`` is every policy with the places where it decides, ``gradients`` what the optimizer gets of trained
-    parameters, by name. Raises :class:`UsageError` if ``init`` returns anything but tensors and numbers.
+    ``policies`` lists all policies with the places where they decide. ``gradients`` returns the gradients of trained
+    parameters by name. Raises :class:`UsageError` if ``init`` returns anything but tensors and numbers.
     """
 
     def __init__(
@@ -35,11 +35,11 @@ class PolicyStates:
         self._policies = {str(n): policy for n, (policy, _) in enumerate(policies) if isinstance(policy, Stateful)}
         self._numbers = {id(policy): number for number, policy in self._policies.items()}
         self._states = {n: _check(policy, policy.init(policies[int(n)][1])) for n, policy in self._policies.items()}
-        self._observed: dict[str, Observation] = {}  # of the step under way, by policy
+        self._observed: dict[str, Observation] = {}  # observations of the current step, by policy
         self._gradients = gradients
         self._trial: _Trial | None = None
         self._device: torch.device | None = None
-        self.loss_scale: Tensor | float | None = None  # of the pass under way, or the last one
+        self.loss_scale: Tensor | float | None = None  # loss scale of the running pass, or of the last one
 
     def __bool__(self) -> bool:
         """Whether a policy has state."""
@@ -51,7 +51,7 @@ class PolicyStates:
         return {} if number is None else self._states[number]
 
     def show(self, policy: Policy, step: Step) -> Step:
-        """Return the step with the policy's state, as its decision reads it."""
+        """Return the step with the policy's state, for its decision."""
         return replace(step, state=self.of(policy))
 
     def move(self, device: torch.device) -> None:
@@ -62,29 +62,29 @@ class PolicyStates:
             self._device = device
 
     def watches(self, policy: Policy, what: type[Observed]) -> bool:
-        """Whether a policy measures something of the pass under way: of each step, or of its own trial passes alone."""
+        """Return whether a policy observes a class in the running pass. With trials it observes only trial passes."""
         if not isinstance(policy, Stateful) or what not in policy.observes:
             return False
         is_tried = self._trial is not None and self._trial.number == self._numbers[id(policy)]
         return is_tried if policy.has_trials else self._trial is None
 
     def see(self, policy: Policy, seen: Observed, step: Step | None = None) -> None:
-        """Fold in what a policy measures of something that it watches. A trial pass has a step of its own."""
+        """Measure an object that the policy watches, and fold in the measures. In a trial pass ``step`` is ignored."""
         assert isinstance(policy, Stateful)
         number, trial = self._numbers[id(policy)], self._trial
         if trial is not None:
             self._measure(policy, [seen], trial.step, trial.observation)
             return
         assert step is not None
-        if not step.draw:  # a probe leaves nothing
+        if not step.draw:  # probes must leave no trace
             self._measure(policy, [seen], step, self._observed.setdefault(number, Observation()))
 
     def unscale(self, gradient: Tensor) -> Tensor:
-        """Return a gradient of the pass under way without the loss scale."""
+        """Return a gradient of the running pass divided by the loss scale."""
         return gradient if self.loss_scale is None else remove_scale(gradient, self.loss_scale)
 
     def next_forward(self, policy: Policy) -> str:
-        """Return the name of a forward of the step, after those of which a policy has measured something."""
+        """Return the name of the next forward of the step: its number after the forwards that the policy measured."""
         before = self._observed.get(self._numbers[id(policy)], Observation())
         return str(max((int(name) for values in before.values() for name in values), default=-1) + 1)
 
@@ -95,12 +95,12 @@ class PolicyStates:
         for seen in shown:
             measures = policy.measure(seen, step)
             _check_measures(policy, measures)
-            # A policy may return what it was shown, which belongs to the caller.
+            # Copy, because a policy may return the tensor that it received, which belongs to the caller.
             own = {
                 name: replace(
                     measure,
-                    # The scale was divided out before; without one this only makes 0 of what is not finite. See
-                    # decision 103.
+                    # The caller has divided by the loss scale; without a scale this only replaces values that are not
+                    # finite by 0. See decision 103.
                     value=remove_scale(measure.value, None) if seen.is_gradient else measure.value.detach().clone(),
                 )
                 for name, measure in measures.items()
@@ -109,7 +109,7 @@ class PolicyStates:
 
     @contextmanager
     def trying(self, policy: Policy, step: Step, state: Values | None) -> Iterator[None]:
-        """Give a policy another state for a trial pass, and observe what it sees in it."""
+        """Use another state of a policy during a trial pass, and collect its observations of the pass."""
         number = self._numbers[id(policy)]
         before = self._states[number]
         assert isinstance(policy, Stateful)
@@ -121,7 +121,7 @@ class PolicyStates:
             self._states[number], self._trial = before, None
 
     def end_step(self, step: Step) -> None:
-        """Fold what the step saw into the states."""
+        """Update the states with the observations of the step."""
         if not self._policies:
             return
         observed, self._observed = self._observed, {}
@@ -129,17 +129,17 @@ class PolicyStates:
             for number, policy in self._policies.items():
                 observation = observed.get(number, Observation())
                 if self.watches(policy, ParameterGradient):
-                    # The scaler has divided them, if there is one.
+                    # If there is a scaler, it has divided these gradients already.
                     shown = (ParameterGradient(name, gradient) for name, gradient in self._gradients().items())
                     self._measure(policy, shown, step, observation)
                 self._replace(number, policy.at(step).observe(self._states[number], observation, step))
 
     def wanted(self, policy: Policy, step: Step) -> Sequence[Collection[str] | TrialPass]:
-        """Return the trial passes that a policy wants before a step."""
+        """Return the trial passes that a policy requests before a step."""
         return policy.wants_trials(self.show(policy, step)) if isinstance(policy, Stateful) else ()
 
     def end_trial(self, policy: Policy) -> Observation:
-        """Return what a policy has measured in the trial pass, with what it measures of the parameters as of now."""
+        """Return the policy's observation of the trial pass, with its measures of the parameters' gradients."""
         assert isinstance(policy, Stateful)
         assert self._trial is not None
         if self.watches(policy, ParameterGradient):
@@ -149,7 +149,7 @@ class PolicyStates:
         return self._trial.observation
 
     def fold_trials(self, policy: Policy, observations: Sequence[Observation], step: Step) -> None:
-        """Fold what trial passes saw into the state of the policy that wanted them."""
+        """Update the state of a policy with the observations of its trial passes."""
         assert isinstance(policy, Stateful)
         number = self._numbers[id(policy)]
         with torch.no_grad():
@@ -166,7 +166,7 @@ class PolicyStates:
         self._states[number] = {key: _stay(before[key], value) for key, value in after.items()}
 
     def remember(self) -> Callable[[], None]:
-        """Return what restores the states and observations of now."""
+        """Return a function that restores the present states and observations."""
         states, observed = dict(self._states), _map(lambda value: value, self._observed)
 
         def restore() -> None:
@@ -184,7 +184,7 @@ class PolicyStates:
             restore()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return one entry with everything by name; nothing if no policy has state."""
+        """Return one entry with all states and observations by name; empty if no policy has state."""
         if not self._policies:
             return {}
         own = {f"{n}/{key}": value for n, values in self._states.items() for key, value in values.items()}
@@ -197,15 +197,15 @@ class PolicyStates:
         return {"policy_state": own | measured}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the entry. Raises :class:`UsageError` if it is of other policies, or of the middle of a step of a
-        version whose observations had no policy.
+        """Restore the entry. Raises :class:`UsageError` if it belongs to other policies, or to the middle of a step of
+        a version that stored observations without a policy.
         """
         if not self._policies:
             return
         found = dict(state["policy_state"])
         observed: dict[str, Observation] = {}
         states: dict[str, dict[str, Tensor | float]] = {number: {} for number in self._policies}
-        for key, value in found.items():  # a checkpoint's file has one flat name a tensor
+        for key, value in found.items():  # a checkpoint's file has one flat name for each tensor
             first, rest = key.split("/", 1)
             if first == _OBSERVED:
                 number, measure, name = _split(rest)
@@ -220,31 +220,31 @@ class PolicyStates:
             raise UsageError(f"not a state of these policies: {sorted(states)}, got {sorted(self._states)}")
         self._states = {number: dict(sorted(values.items())) for number, values in states.items()}
         self._observed = observed
-        self._device = None  # wherever the state was saved
+        self._device = None  # unknown: the state may come from another device
 
 
 @dataclass(frozen=True)
 class _Trial:
-    """A trial pass under way."""
+    """The running trial pass."""
 
-    number: str  # of the policy that wants it
+    number: str  # number of the policy that requested it
     step: Step
     observation: Observation = field(default_factory=Observation)
 
 
 def _split(name: str) -> tuple[str, str, str]:
-    """Return policy, measure and place of an entry of what a step has seen so far."""
+    """Return policy, measure and place from the name of a stored observation."""
     number, measure, *place = name.split("/", 2)
     if not number.isdigit() or not place:
         raise UsageError(
             "the state was saved between two micro-batches of a step, by an earlier version of SparseBP that measured "
-            f"{number!r}: go on from a state that was saved at the end of a step, or with that version"
+            f"{number!r}: continue from a state that was saved at the end of a step, or use that version"
         )
     return number, measure, place[0]
 
 
 def _map(change: Callable[[Tensor], Tensor], observed: Mapping[str, Observation]) -> dict[str, Observation]:
-    """Return observations of their own, with changed values."""
+    """Return a copy of the observations with changed values."""
     found: dict[str, Observation] = {}
     for number, observation in observed.items():
         found[number] = Observation()
@@ -264,14 +264,14 @@ def _check_measures(policy: Policy, measures: Mapping[str, Measure]) -> None:
 
 
 def _check(policy: Stateful[Any], values: Values, before: Values = MappingProxyType({})) -> Values:
-    """Return a state of the engine's own: entries that are not those of before are copied, since a policy may return
-    one tensor under two names, or one that something else changes in place.
+    """Check a state and return it with new entries copied, since a policy may return one tensor under two names, or a
+    tensor that other code changes in place.
     """
     name = type(policy).__name__
     if not isinstance(values, Mapping):
         raise UsageError(f"{name}: a state is a mapping of tensors and numbers, got {type(values).__name__}")
     for key, value in values.items():
-        is_plain = type(value) in (Tensor, int, float) or hasattr(value, "fake_mode")  # a forecast's have no data
+        is_plain = type(value) in (Tensor, int, float) or hasattr(value, "fake_mode")  # a forecast uses fake tensors
         if not isinstance(key, str) or not is_plain:
             raise UsageError(f"{name}: a state is a mapping of tensors and numbers, got {key!r}: {value!r}")
     return {
@@ -281,15 +281,15 @@ def _check(policy: Stateful[Any], values: Values, before: Values = MappingProxyT
 
 
 def _stay(before: Tensor | float, after: Tensor | float) -> Tensor | float:
-    """Return an entry after a step: in a forecast, whose values nobody knows, the whole numbers of before. They say
-    what is chosen, and a step that chooses as much takes as much."""
+    """Return an entry after a step. In a forecast with fake tensors keep the previous integers: they determine how much
+    is chosen, and so the cost of a step."""
     if isinstance(after, Tensor) and hasattr(after, "fake_mode") and not after.is_floating_point():
         return before
     return after
 
 
 def _layout(values: Values) -> dict[str, str]:
-    """Describe the entries of a state, without reading them."""
+    """Return dtype and shape, or type, of each entry of a state, without reading values."""
     return {
         key: f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         for key, value in sorted(values.items())

@@ -21,10 +21,10 @@ def count_processes(model: nn.Module) -> int:
 
 
 def refuse_processes(model: nn.Module, policies: Iterable[Policy] = (), **options: object) -> None:
-    """Refuse combinations that would leave the processes with different gradients, or waiting for each other.
+    """Refuse combinations with which processes would have different gradients, or would wait for each other forever.
 
-    Checked again before a backward, since a model can be wrapped after it was attached. ``options`` are those of
-    ``attach``; the composition table raises :class:`UnsupportedError`.
+    The engine repeats this check before a backward, since a model can be wrapped after attach. ``options`` are the
+    options of ``attach``. Raises :class:`UnsupportedError` from the table of combinations.
     """
     facts = {**options, "processes": count_processes(model), "loop": "own"}
     refuse(Setup([PolicyFacts.of(policy) for policy in policies], facts, words={"processes": SEVERAL}))

@@ -1,4 +1,4 @@
-"""The engine's report: calls, kept entries and claimed FLOPs of every site, as plain numbers that outlive the model."""
+"""The engine's report: calls, kept entries and estimated FLOPs of every site, as numbers that outlive the model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparsebp_cli.backward.core.device_seconds import DeviceSeconds
 
-Number = int | float | Tensor  # tensors stay on their device until they are read
+Number = int | float | Tensor  # tensors stay on their device until something reads them
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class FlopEstimate:
 
     Args:
         dense_flops: FLOPs of the dense backward, counting only gradients that autograd requires.
-        claimed_flops: The part that the policy claims to execute, plus recomputation of the forward.
+        claimed_flops: Estimated FLOPs under the policy, including recomputation of the forward.
     """
 
     dense_flops: float
@@ -29,17 +29,17 @@ class FlopEstimate:
 
 @dataclass(frozen=True)
 class Route:
-    """Where a router sent the gradient. Routes of several backward passes can be added.
+    """Counts of a router's choices in a backward. Routes of several backward passes can be added.
 
     Args:
-        num_backwards: Number of backward passes that were routed.
+        num_backwards: Number of backward passes.
         num_nodes: Nodes of their graphs.
         num_nodes_reached: Nodes that a gradient reached; the others computed nothing.
         parameters: Names of the parameters that a gradient reached.
         num_decisions: Nodes with two or more edges to choose from.
-        num_judged: Decisions that were compared with a full backward (lookahead).
+        num_judged: Decisions that lookahead compared with a dense backward.
         num_misses: Compared decisions that excluded the largest gradient among the parameters behind the node.
-        num_largest_reached: Passes with lookahead that reached the parameter with the largest gradient of all.
+        num_largest_reached: Passes with lookahead that reached the parameter with the largest gradient in the model.
     """
 
     num_backwards: int
@@ -53,7 +53,7 @@ class Route:
 
     @property
     def miss_rate(self) -> float | None:
-        """Misses over compared decisions; None without lookahead."""
+        """Fraction of the compared decisions that were misses; None without lookahead."""
         return self.num_misses / self.num_judged if self.num_judged else None
 
     @property
@@ -70,7 +70,7 @@ class Route:
 
 @dataclass(frozen=True, repr=False)
 class Chosen:
-    """Counts of one or more forwards under token or example selection. Counts can be added.
+    """Counts of tokens and examples chosen in one or more forwards. Counts can be added.
 
     Args:
         targets: Predictions with a label; in a classification, examples.
@@ -79,7 +79,7 @@ class Chosen:
         carried: Real positions that carry gradient.
         examples: Examples to choose from.
         chosen_examples: Examples that were backpropagated.
-        scoring_seconds: Wall time of scoring forwards, the reference model's included; ``float()`` of it synchronises
+        scoring_seconds: Wall time of scoring forwards, including the reference model's. ``float()`` of it synchronises
             with the device.
         scoring_flops: FLOPs of scoring forwards; 0 unless they ran under :func:`~sparsebp_cli.backward.count_flops`.
     """
@@ -95,12 +95,12 @@ class Chosen:
 
     @property
     def trained_share(self) -> float | None:
-        """Trained over targets; None without targets. Synchronises with the device."""
+        """Fraction of the targets that are trained; None without targets. Synchronises with the device."""
         return float(self.trained) / float(self.targets) if float(self.targets) else None
 
     @property
     def carried_share(self) -> float | None:
-        """Carried over real; None if positions were not counted. Synchronises with the device."""
+        """Fraction of the real positions that carry gradient; None if not counted. Synchronises with the device."""
         return float(self.carried) / float(self.real) if float(self.real) else None
 
     def describe(self) -> str:
@@ -131,15 +131,15 @@ class Chosen:
 
 @dataclass(frozen=True)
 class OutputUse:
-    """What a policy kept of the outputs of frozen layers, and what that left out.
+    """Use of a cache for outputs of frozen layers, and the work that it saved.
 
     Args:
         examples: Examples of training forwards since the last count.
-        known: Those of them whose output was kept before, and used.
-        left_out_flops: FLOPs of the frozen layers that were not executed; less than 0 where outputs were compared with
-            computed ones.
-        num_bytes: Bytes that are kept now.
-        relative_error: 2-norm of the error of all kept outputs over that of the outputs; 0 where every bit is kept.
+        known: Examples among them whose cached output was used.
+        left_out_flops: FLOPs of the frozen layers that were saved; less than 0 if comparisons with computed outputs
+            cost more.
+        num_bytes: Present size of the cache, in bytes.
+        relative_error: 2-norm of the error of all cached outputs over the 2-norm of the outputs; 0 if they are exact.
     """
 
     examples: int = 0
@@ -149,25 +149,25 @@ class OutputUse:
     relative_error: float = 0.0
 
     def add(self, examples: int, known: int, left_out_flops: float) -> OutputUse:
-        """Return the counts with those of one more forward."""
+        """Return the sum with the counts of one more forward."""
         return OutputUse(self.examples + examples, self.known + known, self.left_out_flops + left_out_flops)
 
 
 @dataclass
 class ChosenCounter:
-    """Total of :class:`Chosen`, and the part of it since it was last taken."""
+    """Total of :class:`Chosen`, and the part since the last ``take``."""
 
     total: Chosen | None = None
     untaken: Chosen | None = field(default=None)
 
     def add(self, chosen: Chosen) -> None:
         """Count one forward."""
-        # The first one is added as well, so that the first step after a resume holds as many tensors as any other.
+        # Add even the first one, so that the first step after a resume allocates as many tensors as any other.
         self.total = (self.total or Chosen()) + chosen
         self.untaken = chosen if self.untaken is None else self.untaken + chosen
 
     def take(self) -> Chosen | None:
-        """Return what was counted since the last call; None if nothing was."""
+        """Return the counts since the last call; None if there are none."""
         chosen, self.untaken = self.untaken, None
         return chosen
 
@@ -178,10 +178,10 @@ class EagerReport:
 
     Args:
         num_early: Parameters that were updated during the pass.
-        waited: Names of parameters that were updated after it.
-        gradient_bytes: Peak bytes of gradients held at once: those that had arrived at parameters, or all that one
-            graph node produces together (a segment produces those of all its layers). Partial sums are not counted;
-            ``sbp.memory_trace`` sees everything.
+        waited: Names of parameters that were updated after the pass.
+        gradient_bytes: Peak bytes of gradients in memory: gradients that had arrived at parameters, or all gradients
+            that one graph node produces together, such as a segment's. Partial sums are not included; use
+            ``sbp.memory_trace`` for all memory.
         gradient_norm: 2-norm of all gradients together before clipping.
     """
 
@@ -193,19 +193,19 @@ class EagerReport:
 
 @dataclass(frozen=True)
 class SiteReport:
-    """One site since the model was attached.
+    """Counts of one site since the model was attached.
 
     Args:
         name: The site's name.
-        layer: Layer number from 0, an encoder's before a decoder's; None outside of the layers.
+        layer: Index of its layer, from 0; an encoder's layers come before a decoder's. None outside of layers.
         calls: Gradients that arrived.
         rows: Rows of all these gradients.
         entries: Entries of these gradients in the dense backward, including skipped positions and examples.
         kept_share: Kept entries over all entries; None if no gradient arrived.
         dense_flops: FLOPs of this site's dense backward, including skipped positions and examples.
-        claimed_flops: The part of ``dense_flops`` that the policies claim to execute.
-        allowed_flops: In a probe, ``claimed_flops`` with counts rounded up to whole rows, columns or blocks and
-            examples padded to the longest: executing more than that breaks the claim.
+        claimed_flops: Estimated FLOPs under the policies, as a part of ``dense_flops``.
+        allowed_flops: In a probe, ``claimed_flops`` with counts rounded up to whole rows, columns or blocks, and
+            examples padded to the longest. A policy that executes more exceeds its estimate.
         arrived_flops: The part of ``dense_flops`` whose gradients arrived.
     """
 
@@ -225,11 +225,11 @@ class SiteReport:
 class Whole:
     """The whole dense backward: every product in the autograd graphs of passes 1, 2, 4, 8 ...
 
-    Forward work that a checkpointed layer repeats is not included.
+    It does not include forward work that a checkpointed layer repeats.
 
     Args:
-        sites_share: Share of its FLOPs at sites, in [0, 1].
-        elsewhere: Share of its FLOPs with each parameter that is not at a site, the largest first; the empty name is
+        sites_share: Fraction of its FLOPs at sites, in [0, 1].
+        elsewhere: Fraction of its FLOPs for each parameter that is not at a site, the largest first. The empty name is
             for products without a parameter, such as queries times keys.
         num_passes: Passes whose graph was read.
     """
@@ -241,14 +241,14 @@ class Whole:
 
 @dataclass(frozen=True)
 class Short:
-    """What remained of the dense backward in passes 1, 2, 4, 8 ..., where a policy left out work before it.
+    """The remaining fraction of the dense backward in passes 1, 2, 4, 8 ..., if a policy skips work before it.
 
-    The dense backward of the same batches is counted from a forward on tensors without values.
+    A forward on tensors without values counts the dense backward of the same batches.
 
     Args:
-        whole_share: Share of the FLOPs of the whole dense backward that remained, as claimed.
-        claimed_share: The same of the sites alone, where the policy chooses which parameters are trained: then
-            gradients that do not arrive count. None for other policies.
+        whole_share: Estimated fraction of the FLOPs of the whole dense backward that remained.
+        claimed_share: The same fraction for the sites alone, if a policy chooses which parameters are trained.
+            Gradients that do not arrive count, too. None for other policies.
         num_passes: Passes that were counted.
     """
 
@@ -259,22 +259,23 @@ class Short:
 
 @dataclass(frozen=True, repr=False)
 class Report:
-    """Summary since the model was attached. ``print(report)`` shows a short table.
+    """Counts of the work that policies kept and skipped since attach. ``print(report)`` shows a short table.
 
     Args:
         sites: Every site, in the model's order.
-        not_covered: Modules with a forward of their own (quantised, sharded), and parameters that are multiplied
-            outside of sites, such as those of experts: their backward is dense.
+        not_covered: Modules with a custom forward (quantised, sharded), and parameters that are multiplied outside of
+            sites, such as experts. Their backward is dense.
         excluded: Modules that the user excluded.
         kept_share: Kept entries over all entries, over all sites; None if no gradient arrived.
-        num_backwards: Backward passes that went through the engine.
-        notes: One sentence on each choice that the engine made itself in carrying the policy out.
+        num_backwards: Backward passes that the engine ran.
+        notes: One sentence for each choice that the engine made itself when it executed the policies.
         route: Nodes and parameters to which a router sent the gradient; None without a router, and before the first
             backward.
-        chosen: Examples or positions chosen before the forward, and the cost of choosing; None if nothing was.
+        chosen: Examples or positions chosen before the forward, and the cost of choosing; None without a choice.
         whole: The whole dense backward; None if unknown.
-        whole_unknown: Why it is unknown; empty if it is known.
-        short: FLOPs of the backward with policies that leave out work before it; None without one, and if unknown.
+        whole_unknown: Why ``whole`` is unknown; empty if it is known.
+        short: The remaining fraction of the backward if policies skip work before it; None without such a policy, and
+            if unknown.
     """
 
     sites: tuple[SiteReport, ...]
@@ -306,21 +307,19 @@ class Report:
 
     @property
     def claimed_flops(self) -> float:
-        """The part of ``dense_flops`` that the policies claim to execute."""
+        """Estimated FLOPs of all sites under the policies, as a part of ``dense_flops``."""
         return sum(site.claimed_flops for site in self.sites)
 
     @property
     def claimed_share(self) -> float | None:
-        """Share of the *sites'* dense backward that the policies claim to execute; None if no gradient arrived at a
-        site.
-        """
+        """Estimated fraction of the *sites'* dense backward under the policies; None if no gradient arrived."""
         if self.short is not None and self.short.claimed_share is not None:
             return self.short.claimed_share
         return self.claimed_flops / self.dense_flops if self.dense_flops else None
 
     @property
     def whole_share(self) -> float | None:
-        """Share of the *whole* dense backward that the policies claim to execute; None if unknown."""
+        """Estimated fraction of the *whole* dense backward under the policies; None if unknown."""
         if self.short is not None:
             return self.short.whole_share
         if self.whole is None or self.claimed_share is None:
@@ -366,17 +365,17 @@ class Report:
         if self.whole is not None and self.whole_share is not None:
             yield (
                 "whole backward",
-                f"{self.whole_share:.1%} of its FLOPs remain, as claimed; "
+                f"{self.whole_share:.1%} of its FLOPs remain, as estimated; "
                 f"sites have {self.whole.sites_share:.1%} of the dense ones",
             )
         elif self.short is not None:
-            yield "whole backward", f"{self.short.whole_share:.1%} of its FLOPs remain, as claimed"
+            yield "whole backward", f"{self.short.whole_share:.1%} of its FLOPs remain, as estimated"
         elif self.num_backwards:
             yield "whole backward", f"not known{f': {self.whole_unknown}' if self.whole_unknown else ''}"
         if self.claimed_share is not None:
             yield (
                 "sites' backward",
-                f"{self.claimed_share:.1%} of its FLOPs remain, as claimed; "
+                f"{self.claimed_share:.1%} of its FLOPs remain, as estimated; "
                 f"{_percent(self.kept_share)} of gradient entries are kept",
             )
         if self.chosen is not None:
@@ -414,7 +413,7 @@ def _count(number: int, noun: str, plural: str = "s") -> str:
 
 
 def _name(names: Sequence[str], shares: Mapping[str, float] | None = None) -> str:
-    """Return the names with the largest shares of the whole backward; the same name in all layers counts as one."""
+    """Return the names with the largest fractions of the whole backward. One name in several layers counts once."""
     together: dict[str, float] = {}
     for name in names:
         known, pattern = {} if shares is None else shares, _NUMBER.sub(".*", name)

@@ -11,7 +11,7 @@ from torch import nn
 
 
 class Rewind:
-    """What passes of a model change, besides its parameters, as it was when this object was made."""
+    """A copy of the state that a model's passes change, besides parameters: random generators, buffers, gradients."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model, self._rng = model, capture_rng()
@@ -19,7 +19,7 @@ class Rewind:
         self._gradients = {parameter: parameter.grad for parameter in model.parameters() if parameter.grad is not None}
 
     def start(self) -> None:
-        """Return to it, but without gradients, for the next pass."""
+        """Restore the state without gradients, for the next pass."""
         restore_rng(self._rng)
         for parameter in self._model.parameters():
             parameter.grad = None
@@ -28,7 +28,7 @@ class Rewind:
                 buffer.copy_(before)
 
     def finish(self) -> None:
-        """Return to it, gradients included."""
+        """Restore the state, including gradients."""
         self.start()
         for parameter, gradient in self._gradients.items():
             parameter.grad = gradient
@@ -38,7 +38,7 @@ def capture_rng() -> dict[str, Any]:
     """Return the state of every global random generator."""
     version, numbers, gauss = random.getstate()
     numpy_state: Any = np.random.get_state(legacy=True)
-    # Lists of numbers and not tuples or arrays, which a checkpoint's JSON could not hold.
+    # Lists of numbers, because a checkpoint's JSON cannot store tuples or arrays.
     name, keys, position, has_gauss, cached = numpy_state
     return {
         "torch": torch.get_rng_state(),

@@ -14,11 +14,11 @@ class Placed(Protocol):
 
     @property
     def where(self) -> list[str] | None:
-        """Globs over names of sites; None: all."""
+        """Globs over names of sites; None: all sites."""
 
     @property
     def layers(self) -> list[int] | None:
-        """Numbers of layers, from 0, or from the end as -1; None: all."""
+        """Indices of layers, from 0, or from the end as -1; None: all layers."""
 
 
 class Scope:

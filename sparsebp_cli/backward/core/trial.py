@@ -1,36 +1,32 @@
-"""Trial passes: what the gradients would be with other decisions, measured before a step for a policy that asks."""
+"""Trial passes before a step: they measure gradients under other decisions, if a policy requests it."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from torch import nn
 
+from sparsebp_cli.backward.core.extension import EngineExtension
 from sparsebp_cli.backward.core.policy_state import PolicyStates
 from sparsebp_cli.backward.core.rewind import Rewind
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.policy import Policy, Step, TrialPass
 
-if TYPE_CHECKING:
-    from sparsebp_cli.backward.core.extension import EngineExtension
 
+class TrialExtension(EngineExtension):
+    """An extension that can use another decision for a trial pass."""
 
-@runtime_checkable
-class TriesDecisions(Protocol):
-    """An extension whose policy may be given a decision for a trial pass."""
+    policy: Policy
 
-    @property
-    def policy(self) -> Policy:
-        """The policy."""
-
+    @abstractmethod
     def trying(self, decision: Collection[str] | TrialPass) -> AbstractContextManager[None]:
-        """Return a context in which this is the policy's decision, or the state that it reads."""
+        """Return a context in which the policy uses this decision, or reads the state of this pass."""
 
 
 class Trials:
-    """The trial passes that the policies of one model ask for.
+    """The trial passes that the policies of one model request.
 
     ``run_pass`` runs forward and backward of one micro-batch, with gradients in ``.grad`` and no other effect on the
     engine.
@@ -38,17 +34,17 @@ class Trials:
 
     def __init__(self, model: nn.Module, states: PolicyStates, extensions: Sequence[EngineExtension]) -> None:
         self._model, self._states = model, states
-        self._trying = [extension for extension in extensions if isinstance(extension, TriesDecisions)]
-        self._done: int | None = None  # the step before which they were made
+        self._trying = [extension for extension in extensions if isinstance(extension, TrialExtension)]
+        self._done: int | None = None  # the step whose trial passes have run
 
     def are_due(self, step: Step) -> bool:
-        """Whether a policy asks for passes before a step, and they were not made yet."""
+        """Return whether a policy requests passes before a step that have not run yet."""
         if step.draw or step.micro_batch or step.index == self._done:
             return False
         return any(self._states.wanted(part.policy, step) for part in self._trying)
 
     def check_made(self, step: Step) -> None:
-        """Raise :class:`UsageError` if a backward of training comes before the passes that are due."""
+        """Raise :class:`UsageError` if trial passes are due before this step's backward."""
         if self.are_due(step):
             raise UsageError(
                 f"a policy wants trial passes before step {step.index}: call engine.run_trials(forward) before the "
@@ -56,12 +52,12 @@ class Trials:
             )
 
     def count_batches(self, step: Step) -> int:
-        """Return over how many micro-batches the passes before a step run."""
+        """Return the number of micro-batches in the passes before a step."""
         wanted = [trial for part in self._trying for trial in self._states.wanted(part.policy, step)]
         return max((_as_pass(trial).batch + 1 for trial in wanted), default=0)
 
     def run(self, step: Step, run_pass: Callable[[TrialPass], object]) -> None:
-        """Make the passes of all policies, and fold what they show into the states."""
+        """Run the passes of all policies, and update the states with their observations."""
         rewind = Rewind(self._model)
         try:
             for part in self._trying:

@@ -1,1 +1,1 @@
-"""Decoders of transformers: their layers, the layouts of their branches, and stand-ins for key/value caches."""
+"""Decoders of transformers: their layers, the layouts of their residual blocks, and replacements for KV caches."""

@@ -1,4 +1,4 @@
-"""The causal language model that token selection works on: its head, layers and attentions."""
+"""The causal language model of token selection: its head, layers and attentions."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from sparsebp_cli.backward.decoder.unfit import explain
 from sparsebp_cli.errors import UnsupportedError
 
 SUPPORTED = ("eager", "sdpa")
-PACKED = "packed_"  # precedes the name of an attention function while rows are packed, which call that function
-# Options of experts' routers: a loss over all positions, and noise that is not drawn again for some of them.
+PACKED = "packed_"  # prefix of an attention function's name while rows are packed; ours then calls that function
+# Options of experts' routers that concern all positions: a loss over them, and noise.
 ROUTER_OPTIONS = ("output_router_logits", "router_jitter_noise", "input_jitter_noise", "jitter_noise")
 
 
@@ -28,19 +28,19 @@ ROUTER_OPTIONS = ("output_router_logits", "router_jitter_noise", "input_jitter_n
 class Layer:
     """One decoder layer."""
 
-    name: str  # in the causal language model
+    name: str  # name in the causal language model
     module: nn.Module
     core: nn.Module  # its attention
     attention: AttentionLayout
-    argument_names: tuple[str, ...]  # of its forward, in order; hidden states come first
-    norm: nn.Module | None  # whose output the attention reads; None: it reads the residual stream
+    argument_names: tuple[str, ...]  # arguments of its forward, in order; hidden states come first
+    norm: nn.Module | None  # the norm whose output the attention reads; None: it reads the residual stream
 
 
 @dataclass(frozen=True)
 class Decoder:
     """A causal language model of transformers, its output head and its layers in order.
 
-    Or, if ``is_classifier``, a decoder whose head classifies each example by one position.
+    If ``is_classifier``, its head classifies each example by one position.
     """
 
     model: nn.Module
@@ -58,18 +58,18 @@ class Decoder:
 
     @cached_property
     def equal_windows(self) -> tuple[int, ...]:
-        """For each layer, all of which have a window, the first one whose window is the same."""
+        """For each layer the index of the first layer with the same window. All layers must have windows."""
         windows = [layer.core.get_buffer(layer.attention.window or "") for layer in self.layers]
         return tuple(next(n for n, other in enumerate(windows) if torch.equal(own, other)) for own in windows)
 
     @property
     def is_one_bias(self) -> bool:
-        """Whether the scores of all examples get the same bias of keys, so that these must be the same for all."""
+        """Whether all examples share one bias over keys, so that all must have the same keys."""
         return any(layer.attention.is_one_bias for layer in self.layers)
 
     @property
     def spreads_masked(self) -> bool:
-        """Whether a row that may attend to nothing attends to every position, as masks of lowest values let it."""
+        """Whether a fully masked row attends to every position, as with masks of lowest finite values."""
         return self.implementation == "eager" or any(layer.attention.bias for layer in self.layers)
 
     @property
@@ -77,12 +77,11 @@ class Decoder:
         """transformers' name of the attention function.
 
         Raises:
-            UnsupportedError: It is not known which keys this function attends to without a mask.
+            UnsupportedError: It is unknown to which keys this function attends without a mask.
         """
         names = {attention_name(layer.core) for layer in self.layers}
-        if (
-            names == {None} and attention_name(self.model) == "eager"
-        ):  # without a configuration: the masks are the model's
+        # The attentions may have no configuration; the model's masks are then for its own implementation.
+        if names == {None} and attention_name(self.model) == "eager":
             return "eager"
         name = names.pop() if len(names) == 1 else None
         if name not in SUPPORTED:
@@ -91,10 +90,10 @@ class Decoder:
 
 
 def find_decoder(model: nn.Module, *, or_classifier: bool = False) -> Decoder:
-    """Find the causal language model in a model or wrapper, such as peft's; ``or_classifier``: or one of transformers'
-    decoders that classify an example by its last token.
+    """Find the causal language model in a model or wrapper, such as peft's. ``or_classifier``: also accept
+    transformers' decoders that classify an example by its last token.
 
-    Raises :class:`UnsupportedError` if there is none, or its architecture is not known.
+    Raises :class:`UnsupportedError` if there is none, or its architecture is unknown.
     """
     causal = next((module for module in model.modules() if _has_head(module)), None)
     classifier = next((module for module in model.modules() if or_classifier and _classifies(module)), None)
@@ -110,10 +109,10 @@ def find_decoder(model: nn.Module, *, or_classifier: bool = False) -> Decoder:
     config: Any = causal.config
     for option in ("is_encoder_decoder", "add_cross_attention", "use_bidirectional_attention"):
         if getattr(config, option, False):
-            raise UnsupportedError(f"token selection needs a decoder alone; {_name(causal)} has {option}")
+            raise UnsupportedError(f"token selection needs a model with a decoder only; {_name(causal)} has {option}")
     if config.get_text_config() is not config:  # images may be attended to by earlier positions
         raise UnsupportedError(
-            f"token selection needs a model of text alone; {_name(causal)} has {type(config).__name__}"
+            f"token selection needs a model of text only; {_name(causal)} has {type(config).__name__}"
         )
     refuse_routers(causal, "token selection")
     layouts, numbers = find_layouts(), LayerNumbers(causal)
@@ -135,7 +134,7 @@ def find_decoder(model: nn.Module, *, or_classifier: bool = False) -> Decoder:
         raise UnsupportedError(f"{_name(causal)} has no list of layers")
     head = causal.score if causal is classifier else cast("Any", causal).get_output_embeddings()
     decoder = Decoder(causal, cast("nn.Module", head), tuple(layers), causal is classifier)
-    # It raises now, before anything changes, and not in the first forward.
+    # Raise now, before anything changes, rather than in the first forward.
     _ = decoder.implementation
     return decoder
 
@@ -146,8 +145,8 @@ def refuse_routers(model: nn.Module, what: str) -> None:
         for option in ROUTER_OPTIONS:
             if getattr(getattr(module, "config", None), option, None):
                 raise UnsupportedError(
-                    f"{what} computes some positions only, and {_name(module)} has {option}, which concerns all of "
-                    "them: set it to 0 or False"
+                    f"{what} computes only some positions, but {_name(module)} has {option}, which needs all "
+                    "positions: set it to 0 or False"
                 )
 
 
@@ -156,7 +155,7 @@ def refuse_prompt(model: nn.Module, name: str, mode: str) -> None:
     for module in model.modules():
         if getattr(getattr(module, "active_peft_config", None), "is_prompt_learning", False):
             raise UnsupportedError(
-                f"{name} in mode {mode} gives the prompt of {_name(module)} no gradient, since trained positions alone "
+                f"{name} in mode {mode} gives the prompt of {_name(module)} no gradient, since only trained positions "
                 "carry one: give carry: real, or mode: exact"
             )
 
@@ -168,24 +167,24 @@ def attention_name(core: nn.Module) -> str | None:
 
 
 def dropout_rates(module: nn.Module) -> list[float]:
-    """Return the shares that a module drops out in training, of itself and of functions that it calls."""
+    """Return the dropout rates of a module in training, including rates for functions that it calls."""
     # transformers keeps rates of dropout by function as numbers under many names, all with "drop" in them.
     rates = [value for name, value in vars(module).items() if "drop" in name and isinstance(value, float)]
     return [*rates, module.p] if isinstance(module, nn.Dropout) else rates
 
 
 def argument_names(module: nn.Module) -> tuple[str, ...]:
-    """Return the names of the arguments that a module's class takes in its forward, in order."""
+    """Return the names of the arguments of a module's class's forward, in order."""
     return _names(type(module).forward)
 
 
 def bind_arguments(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> dict[str, object]:
-    """Return the given arguments of a module's forward by their names, as its class declares them."""
+    """Return the arguments of a call of a module's forward by the names that its class declares."""
     return dict(zip(argument_names(module), args, strict=False)) | kwargs
 
 
 def find_reentrant(model: nn.Module) -> str | None:
-    """Return the name of a module whose layers are checkpointed with ``use_reentrant=True``; None: there is none."""
+    """Return the name of a module whose layers are checkpointed with ``use_reentrant=True``; None without one."""
     return next((str(name) for name, module in model.named_modules() if is_reentrant(module)), None)
 
 
@@ -193,14 +192,14 @@ def is_reentrant(module: nn.Module | None) -> bool:
     """Return whether the layers of a module itself are checkpointed with ``use_reentrant=True``."""
     if module is None or not getattr(module, "gradient_checkpointing", False):
         return False
-    # transformers keeps its options nowhere else: this is a partial of torch.utils.checkpoint.checkpoint.
+    # Only here transformers stores the options, in a partial of torch.utils.checkpoint.checkpoint.
     options: dict[str, object] = getattr(module.__dict__.get("_gradient_checkpointing_func"), "keywords", {})
     return bool(options.get("use_reentrant", True))
 
 
 @contextmanager
 def without_reentrance(model: nn.Module) -> Iterator[None]:
-    """Checkpoint the layers of a model in the other way, through which ``torch.autograd.grad`` goes."""
+    """Checkpoint the layers of a model without reentrance, which supports ``torch.autograd.grad``."""
     name = "_gradient_checkpointing_func"
     found: dict[nn.Module, Any] = {module: vars(module)[name] for module in model.modules() if name in vars(module)}
     for module, function in found.items():
@@ -230,15 +229,20 @@ def _names(forward: Callable[..., object]) -> tuple[str, ...]:
     return tuple(inspect.signature(forward).parameters)[1:]
 
 
-def _has_head(module: nn.Module) -> bool:
+def is_pretrained(module: nn.Module) -> bool:
+    """Return whether a module is a transformers model, not a layer of one."""
     loaded = sys.modules.get("transformers.modeling_utils")  # loaded if the model is one of transformers
-    if loaded is None or not isinstance(module, loaded.PreTrainedModel):
+    return loaded is not None and isinstance(module, loaded.PreTrainedModel)
+
+
+def _has_head(module: nn.Module) -> bool:
+    if not is_pretrained(module):
         return False
-    return "labels" in argument_names(module) and module.get_output_embeddings() is not None
+    return "labels" in argument_names(module) and module.get_output_embeddings() is not None  # type: ignore[operator]
 
 
 def _classifies(module: nn.Module) -> bool:
-    """Whether a module is one of transformers' classifiers by the last token, whose forwards are one and the same."""
+    """Return whether a module is a transformers classifier by the last token. All of them share one forward."""
     loaded = sys.modules.get("transformers.modeling_layers")
     known = loaded and loaded.GenericForSequenceClassification
     return isinstance(known, type) and isinstance(module, known) and type(module).forward is vars(known)["forward"]

@@ -1,14 +1,14 @@
-"""Stand-ins for a key/value cache, to read an attention's keys and values or to supply others."""
+"""Replacements for a key/value cache, to read an attention's keys and values or to supply others."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import NoReturn, Protocol, cast
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
-# What transformers calls the cache among arguments and outputs: since 5.24, and before. The later one is the older.
+# transformers' names of the cache among arguments and outputs: since 5.24, and before.
 CACHE_NAMES = ("cache", "past_key_values")
 
 
@@ -40,7 +40,7 @@ class StandInKV:
 
 
 class FixedKV(StandInKV):
-    """A cache that returns the given keys and values, each (B, H, T, D), whatever is added to it."""
+    """A cache that always returns the given keys and values, each (B, H, T, D), and ignores added ones."""
 
     keys: Tensor
     values: Tensor
@@ -58,14 +58,14 @@ def skip_outputs(
 ) -> list[tuple[nn.Module, Callable[[Tensor], Tensor]]]:
     """Return replacements that skip the computation of an attention's children whose output is not needed.
 
-    Linears return zeros, norms their input. With ``one_head`` the zeros are of one head's width, for attentions that
-    take any number of heads. The result is for :func:`~sparsebp_cli.backward.patch.forward.replace_forwards`.
+    Linears return zeros, norms their input. With ``one_head`` the zeros have the width of one head, for attentions that
+    accept any number of heads. Pass the result to :func:`~sparsebp_cli.backward.patch.forward.replace_forwards`.
     """
     skipped: list[tuple[nn.Module, Callable[[Tensor], Tensor]]] = []
     clips = getattr(getattr(core, "config", None), "clip_qkv", None) is not None  # olmo clamps them in place
     for name in names:
         module = getattr(core, name, None)
-        if module is None:  # one of several forms that its queries have
+        if module is None:  # the layout lists modules of several variants, and this attention lacks one
             continue
         width = getattr(module, "nf", getattr(module, "out_features", None))
         if width is not None and one_head:
@@ -76,20 +76,12 @@ def skip_outputs(
 
 def _zeros(width: int, x: Tensor, *, is_written: bool) -> Tensor:
     shape = (*x.shape[:-1], width)
-    return (
-        x.new_zeros(shape) if is_written else x.new_zeros(width).expand(shape)
-    )  # deepseek views the last dimension as complex
+    # Expand only the leading dimensions, since deepseek views the last dimension as complex.
+    return x.new_zeros(shape) if is_written else x.new_zeros(width).expand(shape)
 
 
 def _same(x: Tensor) -> Tensor:
     return x
-
-
-class SizedCache(Protocol):
-    """A key/value cache of transformers, as far as its size goes."""
-
-    def get_seq_length(self, layer_idx: int, /) -> int:
-        """Return the number of positions that it holds of a layer."""
 
 
 def find_cache(arguments: Mapping[str, object]) -> object:
@@ -97,6 +89,6 @@ def find_cache(arguments: Mapping[str, object]) -> object:
     return next((arguments[name] for name in CACHE_NAMES if arguments.get(name) is not None), None)
 
 
-def is_filled(cache: object, core: nn.Module) -> bool:
-    """Whether a key/value cache, or None, holds earlier positions of an attention."""
-    return cache is not None and cast("SizedCache", cache).get_seq_length(getattr(core, "layer_idx", 0)) > 0
+def is_filled(cache: Any, core: nn.Module) -> bool:
+    """Return whether a key/value cache contains earlier positions of an attention; False for None."""
+    return cache is not None and cache.get_seq_length(getattr(core, "layer_idx", 0)) > 0

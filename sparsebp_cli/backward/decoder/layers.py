@@ -8,8 +8,8 @@ from torch import nn
 class LayerNumbers:
     """The layers of a model, numbered from 0.
 
-    The layers are the entries of the module list with most parameters. If that list lies in one of two sibling modules
-    ``encoder`` and ``decoder``, the layers of both count, the encoder's first, so -1 is the decoder's last.
+    The layers are the entries of the module list with the most parameters. If that list is in one of two sibling
+    modules ``encoder`` and ``decoder``, the layers of both count, the encoder's first, so -1 is the decoder's last.
 
     Args:
         model: The model, of any architecture.
@@ -22,7 +22,7 @@ class LayerNumbers:
     names: list[str]
 
     def __init__(self, model: nn.Module) -> None:
-        # With duplicates: a shared module is asked for under any of its names.
+        # Include duplicates, since callers may use any name of a shared module.
         self._names = {name for name, _ in model.named_modules(remove_duplicate=False)}
         self._stacks = _find_stacks(model)
         self.layers: list[nn.Module] = [layer for _, stack in self._stacks for layer in stack]
@@ -50,7 +50,7 @@ class LayerNumbers:
         return self.owner_of(name) if number is None else self.names[number]
 
     def describe(self) -> str:
-        """Return a phrase that says which numbers belong to which module."""
+        """Return a phrase with the layer numbers of each module list."""
         parts, first = [], 0
         for name, stack in self._stacks:
             last = first + len(stack) - 1

@@ -1,8 +1,8 @@
-"""Layouts of residual branches in a layer, by the layer's class.
+"""Layouts of residual blocks in a layer, by the layer's class.
 
-A branch computes what is added to the residual stream: a norm, attention or MLP, and in some architectures another
-norm. Plugins add layouts through the entry-point group `sparsebp.layouts`: the entry's name is the class of the layer,
-its object a tuple of :class:`BranchLayout`.
+A residual block computes an addition to the residual stream: a norm, attention or MLP, and in some architectures
+another norm. Plug-ins add layouts through the entry-point group `sparsebp.layouts`: the entry's name is the class of
+the layer, its object a tuple of :class:`BranchLayout`.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ GROUP = "sparsebp.layouts"
 
 @dataclass(frozen=True)
 class AttentionLayout:
-    """The linears of an attention, as names of its children.
+    """The names of an attention's linears: queries, keys, values.
 
     Args:
         query: Children that compute only queries: linears, and norms over their whole width; empty if one linear
             computes queries, keys and values.
         key_value: Children that compute keys or values, or the one linear that computes all three.
-        cache: The argument of ``forward`` that takes a key/value cache, if it has neither of transformers' names.
-        some_queries: Whether its forward can compute the queries of some positions only; not where it takes their
-            number from its own input. Such an attention is recomputed whole.
-        any_heads: Whether its forward takes queries of any number of heads.
-        bias: The argument of ``forward`` with a bias that the scores get for each key, as ALiBi's; None: there is none.
-            Its shape is (examples * heads, 1, positions) or (examples, heads, 1, positions).
-        is_one_bias: Whether that bias is the same for all examples, (heads, 1, positions), of which the last count.
-        excludes: Whether True in its attention mask means that a key is not attended to.
-        expands: Children that compute keys and values from what the cache holds, position by position.
-        window: A buffer, (1, 1, positions, positions), with True where a position may attend to another, whose rows it
-            counts itself; None: there is none.
+        cache: The argument of ``forward`` with the key/value cache, if it has neither of transformers' names.
+        some_queries: Whether its forward can compute the queries of only some positions. It cannot if it takes their
+            number from its own input; then the whole attention is recomputed.
+        any_heads: Whether its forward accepts queries of any number of heads.
+        bias: The argument of ``forward`` with a bias for each key, such as ALiBi's; None: no bias. Its shape is
+            (examples * heads, 1, positions) or (examples, heads, 1, positions).
+        is_one_bias: Whether all examples share that bias, (heads, 1, positions). The attention uses its last positions.
+        excludes: Whether True in its attention mask excludes a key.
+        expands: Children that compute keys and values from cached values, position by position.
+        window: A buffer, (1, 1, positions, positions), with True where a position may attend to another. The attention
+            itself selects its rows; None: no such buffer.
     """
 
     query: tuple[str, ...]
@@ -57,34 +57,34 @@ class AttentionLayout:
         return not self.query
 
     def fitted(self, arguments: Collection[str]) -> AttentionLayout:
-        """Return the layout with the name that one ``forward`` has for the cache.
+        """Return the layout with the cache's name in a given ``forward``.
 
         Args:
-            arguments: Names of its arguments.
+            arguments: Names of the forward's arguments.
 
         Returns:
-            The layout; as it is if the forward names none.
+            The layout, unchanged if the forward has no cache.
         """
         return replace(self, cache=next((name for name in (self.cache, *CACHE_NAMES) if name in arguments), self.cache))
 
 
 @dataclass(frozen=True)
 class BranchLayout:
-    """One residual branch, as names of the layer's children.
+    """Describes one residual block of a layer by the names of its modules.
 
     Args:
-        core: The attention or MLP; one that is not a child has a name with dots.
-        last: The core's last linear, whose output is only added or dropped out; None, or a child that a core lacks,
-            such as a mixture of experts: there is none.
-        before: The norm whose output the core reads, or names of which the first that the layer has is that norm; None:
+        core: The attention or MLP; a name with dots if it is not a child.
+        last: The core's last linear, whose output is only added or dropped out. None, or a child that the core lacks,
+            as in a mixture of experts: no such linear.
+        before: The norm whose output the core reads, or several names, of which the layer's first is that norm; None:
             the core reads the residual stream.
-        after: The norm that reads the core's output; None: there is none.
+        after: The norm that reads the core's output, if any.
         attention: Its linears; None for a core that computes each position independently, such as an MLP.
-        num_outputs: Number of values that the core's forward returns, the first of which is added; 0: of an attention
-            2, else it returns a tensor.
+        num_outputs: Number of values that the core's forward returns, of which the layer adds the first. 0: an
+            attention returns 2 values, another core a tensor.
         is_written: Whether the layer changes the core's output in place.
-        adds: The argument of the core's ``forward``, the residual stream, that it adds to its output itself; None: the
-            layer does that.
+        adds: The argument with the residual stream that the core's ``forward`` adds to its output itself; None: the
+            layer adds it.
     """
 
     core: str
@@ -103,12 +103,12 @@ class BranchLayout:
         return next(iter((*found, *names)), None)
 
     def is_in(self, layer: nn.Module) -> bool:
-        """Whether a layer has the branch; its core is None where the model's configuration leaves it out."""
+        """Return whether a layer has the block. Its core is None if the model's configuration excludes it."""
         return find_child(layer, self.core, self) is not None
 
 
 def find_child(module: nn.Module, name: str, default: object = None) -> object:
-    """Return what a module has under a name, which may have dots."""
+    """Return a module's attribute by a name that may contain dots."""
     found: object = module
     for part in name.split("."):
         found = getattr(found, part, default)
@@ -118,7 +118,7 @@ def find_child(module: nn.Module, name: str, default: object = None) -> object:
 def find_attention(
     layer: nn.Module, layouts: Mapping[str, tuple[BranchLayout, ...]]
 ) -> tuple[nn.Module, AttentionLayout, BranchLayout] | None:
-    """Return the attention of a decoder's layer and what ``layouts`` say of it; None if they do not know its class."""
+    """Return the attention of a decoder's layer and its layouts; None if ``layouts`` do not contain its class."""
     branches = layouts.get(type(layer).__name__, ())
     found = next((branch for branch in branches if branch.attention is not None), None)
     core = None if found is None else find_child(layer, found.core)
@@ -128,7 +128,7 @@ def find_attention(
 
 
 _SEPARATE = AttentionLayout(("q_proj",), ("k_proj", "v_proj"))
-_WIDE_NORMS = AttentionLayout(("q_proj", "q_norm"), ("k_proj", "v_proj", "k_norm"))  # over all heads together
+_WIDE_NORMS = AttentionLayout(("q_proj", "q_norm"), ("k_proj", "v_proj", "k_norm"))  # norms over all heads together
 _FIXED_HEADS = AttentionLayout(("q_proj",), ("k_proj", "v_proj"), any_heads=False)
 _PRE_NORM = (
     BranchLayout("self_attn", "o_proj", "input_layernorm", attention=_SEPARATE),
@@ -139,7 +139,7 @@ _BOTH_NORMS = (
     BranchLayout("self_attn", "o_proj", "input_layernorm", "post_attention_layernorm", _SEPARATE),
     BranchLayout("mlp", "down_proj", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
 )
-_ONE_NORM = (  # both branches read it
+_ONE_NORM = (  # both residual blocks read one norm
     BranchLayout("self_attn", "o_proj", "input_layernorm", attention=_SEPARATE),
     BranchLayout("mlp", "down_proj", "input_layernorm"),
 )
@@ -155,13 +155,13 @@ _OWN_NAMES = (
     BranchLayout("self_attn", "o_proj", "attention_layernorm", attention=_SEPARATE),
     BranchLayout("mlp", "down_proj", "feedforward_layernorm"),
 )
-_EXPERTS = (  # the core "block_sparse_moe", and beside it an MLP that every position goes through, if there is one
+_EXPERTS = (  # the core "block_sparse_moe", and an MLP that every position goes through, if there is one
     BranchLayout("self_attn", "o_proj", "input_layernorm", attention=_SEPARATE),
     BranchLayout("block_sparse_moe", None, "post_attention_layernorm"),
     BranchLayout("shared_mlp", "output_linear", "post_attention_layernorm"),
 )
 _LOOSE_MLP = (BranchLayout("self_attn", "out_proj", "self_attn_layer_norm", attention=_FIXED_HEADS),)
-_LATENT = (  # the cache has latents and rotated parts of keys
+_LATENT = (  # the cache contains latents and rotated parts of keys
     BranchLayout(
         "self_attn",
         "o_proj",
@@ -229,7 +229,7 @@ _BUILT_IN: dict[str, tuple[BranchLayout, ...]] = {
         ),
         BranchLayout("mlp", "dense_4h_to_h", "post_attention_layernorm", adds="residual"),
     ),
-    "CodeGenBlock": (  # both branches read one norm
+    "CodeGenBlock": (  # both residual blocks read one norm
         BranchLayout("attn", "out_proj", "ln_1", attention=AttentionLayout((), ("qkv_proj",), "layer_past")),
         BranchLayout("mlp", "fc_out", "ln_1"),
     ),
@@ -258,7 +258,7 @@ _BUILT_IN: dict[str, tuple[BranchLayout, ...]] = {
     "Gemma3DecoderLayer": _BOTH_NORMS,
     "Glm4DecoderLayer": _FOUR_NORMS,
     "Glm4MoeLiteDecoderLayer": _LATENT,
-    "GPTJBlock": (  # both branches read one norm
+    "GPTJBlock": (  # both residual blocks read one norm
         BranchLayout(
             "attn", "out_proj", "ln_1", attention=AttentionLayout(("q_proj",), ("k_proj", "v_proj"), "layer_past")
         ),
@@ -324,7 +324,7 @@ _BUILT_IN: dict[str, tuple[BranchLayout, ...]] = {
         BranchLayout("mlp", "down_proj", "post_attention_layernorm"),
     ),
     "YoutuDecoderLayer": _LATENT,
-    "PhiDecoderLayer": (  # both branches read one norm
+    "PhiDecoderLayer": (  # both residual blocks read one norm
         BranchLayout("self_attn", "dense", "input_layernorm", attention=_SEPARATE),
         BranchLayout("mlp", "fc2", "input_layernorm"),
     ),
@@ -354,10 +354,10 @@ _BUILT_IN: dict[str, tuple[BranchLayout, ...]] = {
 
 
 def find_layouts(classes: Collection[str] | None = None) -> dict[str, tuple[BranchLayout, ...]]:
-    """Return every known layout by the layer's class; those of plugins override built-in ones.
+    """Return every known layout by the layer's class. Layouts of plug-ins override built-in ones.
 
-    With ``classes`` plugins are loaded for these layers alone. Raises :class:`UnsupportedError` if a plugin's layout
-    cannot be loaded.
+    With ``classes`` load plug-ins only for these layers. Raises :class:`UnsupportedError` if a plug-in's layout cannot
+    be loaded.
     """
     layouts = dict(_BUILT_IN)
     for entry in entry_points(group=GROUP):

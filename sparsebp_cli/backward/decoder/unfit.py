@@ -1,4 +1,4 @@
-"""Why the layers of some architectures have no layout."""
+"""Reasons why the layers of some architectures have no layout."""
 
 from __future__ import annotations
 
@@ -56,5 +56,5 @@ _UNFIT = {
 
 
 def explain(layer: str) -> str | None:
-    """Return why the layers of a class have no layout; None: that is not known, and a plugin can add one."""
+    """Return why the layers of a class have no layout; None if no reason is known, so that a plug-in can add one."""
     return _UNFIT.get(layer)

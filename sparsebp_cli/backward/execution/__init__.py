@@ -1,1 +1,1 @@
-"""Ways to run a backward pass and to hold its gradients: eager updates, segments, and a gradient store."""
+"""Ways to run a backward pass and to store its gradients: eager updates, segments, and a gradient store."""

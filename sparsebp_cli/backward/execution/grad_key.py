@@ -21,11 +21,11 @@ class Keys:
         self._parameters: dict[str, Tensor] = {}
         if model is not None:
             self._parameters = dict(model.named_parameters(remove_duplicate=False))
-        # Reversed, so that of several names of one parameter the first stays.
+        # Reversed, so that the first of several names of a parameter remains.
         self._names = {parameter: name for name, parameter in reversed(self._parameters.items())}
 
     def resolve(self, key: Key) -> Key:
-        """Return the key that an entry is stored under: the parameter if it is known, else the name.
+        """Return the key under which an entry is stored: the parameter if it is known, else the name.
 
         Raises :class:`UsageError` for anything else, or a parameter that is not the model's.
         """
@@ -58,7 +58,7 @@ class Keys:
         return repr(self._names[key]) if key in self._names else f"a tensor of shape {tuple(key.shape)}"
 
     def check_fit(self, key: Key, grad: Tensor, like: Tensor, *, on_device: bool = True) -> None:
-        """Raise :class:`UsageError` unless a gradient has the shape, kind of number and, if asked, device of
+        """Raise :class:`UsageError` unless a gradient has the shape, kind of number and, with ``on_device``, device of
         ``like``.
         """
         if grad.shape != like.shape:

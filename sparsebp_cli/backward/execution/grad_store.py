@@ -1,7 +1,7 @@
-"""A store of gradients apart from their parameters, to collect, sum and change before they are applied.
+"""A store of gradients outside of their parameters, to collect, sum and change them before they are applied.
 
-Several backward passes whose gradients are summed before one optimizer step need one place for the sums: segments of a
-network that share weights, two losses, or micro-batches. That place is a :class:`GradStore`.
+A :class:`GradStore` holds the sums if several backward passes contribute to one optimizer step: segments of a network
+that share weights, two losses, or micro-batches.
 """
 
 from __future__ import annotations
@@ -23,21 +23,22 @@ _NO_DEFAULT = object()
 
 
 class GradStore:
-    """Gradients by parameter. Works with any model, optimizer and way of differentiating.
+    """A store of gradients outside of ``.grad``, by parameter. Works with any model, optimizer and way of
+    differentiating.
 
         store = sbp.GradStore()
-        store.backward(loss_a)          # in place of loss_a.backward(); `.grad` is unchanged
+        store.backward(loss_a)          # instead of loss_a.backward(); `.grad` is unchanged
         store.backward(loss_b)          # summed
         store.clip(1.0)
         store.apply()                   # moves the sums to `.grad` and empties the store
         optimizer.step()
 
-    Keys are tensors that gradients accumulate in (parameters, or inputs that require grad), or names. With a model, a
-    parameter and its name are the same key, no other key is accepted, and errors name parameters. The store neither
-    copies nor changes a tensor that is passed in; sums and clipped gradients are new tensors.
+    Keys are tensors that accumulate gradients (parameters, or inputs that require grad), or names. With a model, a
+    parameter and its name are the same key, the store accepts no other key, and errors name parameters. The store
+    neither copies nor changes a tensor that is passed in; sums and clipped gradients are new tensors.
 
     Args:
-        model: The model that the parameters belong to; None: any parameters, and names are resolved by :meth:`apply`.
+        model: The model of the parameters; None: any parameters, and :meth:`apply` resolves names.
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
@@ -53,7 +54,7 @@ class GradStore:
                 dtypes holds the sum.
 
         Raises:
-            UsageError: The value is no gradient, the key is invalid, unknown to the model or not a leaf, or shape,
+            UsageError: The value is not a gradient, the key is invalid, unknown to the model or not a leaf, or shape,
                 device or kind of number do not fit.
         """
         check_gradient(grad)
@@ -68,9 +69,9 @@ class GradStore:
     ) -> None:
         """Differentiate, and add the gradients of all leaves to the store. ``.grad`` is neither read nor changed.
 
-        Hooks on a parameter's gradient (``register_hook``) run here; those that follow its accumulation
+        Hooks on a parameter's gradient (``register_hook``) run here; hooks after its accumulation
         (``register_post_accumulate_grad_hook``) run in :meth:`apply`. Wrappers that reduce gradients over processes
-        during the backward, such as DDP, do not take part.
+        during the backward, such as DDP, do not reduce these.
 
         Args:
             outputs: The tensors to differentiate, such as a loss.
@@ -90,7 +91,7 @@ class GradStore:
                 self._add(leaf, grad)
 
     def merge(self, other: GradStore) -> Self:
-        """Add all gradients of another store; those of shared parameters are summed.
+        """Add all gradients of another store. Gradients of the same parameter are summed.
 
         Args:
             other: The other store, which is not changed.
@@ -99,8 +100,8 @@ class GradStore:
             This store.
 
         Raises:
-            UsageError: ``other`` is no store or this one, a key is unknown to this store's model, or two gradients of
-                one key do not fit.
+            UsageError: ``other`` is not a store or is this one, a key is unknown to this store's model, or two
+                gradients of one key do not fit.
         """
         if not isinstance(other, GradStore):
             raise UsageError(f"only a GradStore can be merged, got {type(other).__name__}")
@@ -125,13 +126,13 @@ class GradStore:
 
         Args:
             key: A parameter or a name.
-            default: None, to be returned if there is no gradient.
+            default: Pass None to get None if there is no gradient.
 
         Returns:
             The gradient.
 
         Raises:
-            UsageError: There is none and no default was given, or the key is invalid.
+            UsageError: There is no gradient and no default, or the key is invalid.
         """
         key = self._keys.resolve(key)
         if key not in self._entries:
@@ -143,22 +144,22 @@ class GradStore:
     def items(self) -> Iterator[tuple[Key, Tensor]]:
         """Return every key with its gradient, in the order in which keys were first added.
 
-        Keys are parameters where the store knows them, else the given names.
+        A key is the parameter if the store knows it, else the given name.
         """
         return ((key, entry.grad) for key, entry in list(self._entries.items()))
 
     def apply(self, model: nn.Module | None = None) -> None:
-        """Move all gradients to ``.grad``, adding to what is there like a backward pass, and empty the store.
+        """Add all gradients to ``.grad``, like a backward pass, and empty the store.
 
-        Each parameter gets its whole sum at once, and its post-accumulation hooks run once. A gradient is moved to its
+        Each parameter gets its whole sum at once, and its post-accumulation hooks run once. Gradients move to their
         parameter's device and dtype.
 
         Args:
             model: Resolves names that the store does not know; only its parameters are allowed.
 
         Raises:
-            UsageError: A name or parameter is not the model's, a name has no model, or shapes do not fit. Nothing is
-                applied then.
+            UsageError: A name or parameter is not the model's, a name has no model, or shapes do not fit. Then no
+                gradient is applied.
         """
         known = self._keys if model is None else Keys(model)
         targets: list[tuple[Tensor, Key]] = []
@@ -169,13 +170,12 @@ class GradStore:
             known.check_fit(target, entry.grad, target, on_device=False)
             targets.append((target, key))
         for target, key in targets:
-            # Out of the store first: the sum is freed with the parameter's own, and a hook that fails leaves the rest
-            # here.
+            # Remove the entry first, so that the sum is freed early, and a failing hook leaves the other entries here.
             entry = self._entries.pop(key)
             accumulate(target, entry.grad, is_spare=entry.is_own)
 
     def norm(self, norm_type: float = 2.0) -> Tensor:
-        """Return the norm of all gradients together, as ``torch.nn.utils.clip_grad_norm_`` does.
+        """Return the norm of all gradients together, like ``torch.nn.utils.clip_grad_norm_``.
 
         Args:
             norm_type: 2.0, ``inf`` or another p.
@@ -196,7 +196,7 @@ class GradStore:
             The norm before scaling.
 
         Raises:
-            UsageError: ``max_norm`` is no number above 0.
+            UsageError: ``max_norm`` is not a number above 0.
         """
         check_max_norm(max_norm)
         norm = self.norm(norm_type)
@@ -216,13 +216,13 @@ class GradStore:
             Another store. Gradients that need no change are shared with this one; neither store changes them.
 
         Raises:
-            UsageError: ``dtype`` is no floating-point dtype.
+            UsageError: ``dtype`` is not a floating-point dtype.
         """
         if dtype is not None:
             check_dtype(dtype)
         store = GradStore(self._keys.model)
         for key, entry in self._entries.items():
-            # `to` may return the very tensor.
+            # `to` may return the same tensor.
             entry.is_own = False
             store._entries[key] = GradEntry(entry.grad.to(device=device, dtype=dtype))
         return store
@@ -237,7 +237,7 @@ class GradStore:
             The gradient.
 
         Raises:
-            UsageError: There is none.
+            UsageError: The key has no gradient.
         """
         key = self._keys.resolve(key)
         if key not in self._entries:
@@ -250,7 +250,7 @@ class GradStore:
         return found is not None and found in self._entries
 
     def __iter__(self) -> Iterator[Key]:
-        """Return the keys, as :meth:`items` does."""
+        """Return the keys, in the order of :meth:`items`."""
         return iter(list(self._entries))
 
     def __len__(self) -> int:
@@ -287,19 +287,18 @@ class GradEntry:
     """A gradient, and whether the store may change its tensor."""
 
     grad: Tensor
-    # Only tensors that the store computed itself may be changed: the caller may use others elsewhere, and autograd
-    # can return one tensor for two parameters.
+    # Change only tensors that the store computed itself: the caller may use others elsewhere, and autograd can return
+    # one tensor for two parameters.
     is_own: bool = False
 
     def plus(self, grad: Tensor) -> GradEntry:
-        """Return the sum with a gradient of the same shape and device, in this entry's own tensor if that can hold
-        it.
-        """
+        """Return the sum with a gradient of the same shape and device, in this entry's own tensor if possible."""
         fits = torch.result_type(self.grad, grad) == self.grad.dtype and self.grad.is_sparse == grad.is_sparse
         if self.is_own and fits:
             self.grad += grad
             return self
-        first, second = (grad, self.grad) if self.grad.is_sparse else (self.grad, grad)  # sparse + dense is not built
+        # The sparse one must be second, since torch does not support sparse + dense.
+        first, second = (grad, self.grad) if self.grad.is_sparse else (self.grad, grad)
         return GradEntry(first + second, is_own=True)
 
     def scale(self, factor: Tensor) -> None:
@@ -308,5 +307,5 @@ class GradEntry:
         self.grad, self.is_own = self.grad.mul_(factor) if self.is_own else self.grad * factor, True
 
     def values(self) -> Tensor:
-        """Return the stored entries: all of a dense gradient."""
+        """Return the stored entries; for a dense gradient all entries."""
         return self.grad.coalesce().values() if self.grad.is_sparse else self.grad

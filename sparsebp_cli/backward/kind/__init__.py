@@ -1,1 +1,1 @@
-"""What carries out kinds of policies that do not decide at sites: a folder, or a file, for each kind."""
+"""Extensions that execute kinds of policies that do not decide at sites: a package or module for each kind."""

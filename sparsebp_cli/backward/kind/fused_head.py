@@ -1,13 +1,13 @@
-"""trl's fused head, as far as more than one kind knows it.
+"""Support for trl's fused head that several kinds share.
 
 Trainers of trl replace the forward of the model that they train (``add_fused_lm_head``, trl 1.16). Called with
-``fused_lm_head=True`` it runs the base model and returns log-probabilities of the labels, (B, T - 1), not logits. It
-also takes labels that are shifted already, as under sequence parallelism: rows that somebody has chosen are given so.
+``fused_lm_head=True``, it runs the base model and returns log-probabilities of the labels, (B, T - 1), not logits. It
+also accepts shifted labels, as under sequence parallelism. Extensions pass the labels of selected rows in this form.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 
 from torch import nn
 from typing_extensions import override
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 ARGUMENT = "fused_lm_head"
 IGNORED = -100  # the label of no target
-LEFT = "a model that a trainer of trl has trained keeps that head: for a loop of your own, `del model.forward`"
+LEFT = "a model that a trl trainer has trained keeps that head: for your own loop, `del model.forward`"
 
 P = TypeVar("P", bound=Policy)
 
@@ -33,13 +33,16 @@ def has_fused_head(model: nn.Module) -> bool:
 
 
 class FusedHeadExtension(EngineExtension, Generic[P]):
-    """What selectors in a model with trl's fused head have in common. Each installs a forward of its own.
+    """The base class of extensions for selectors in a model with trl's fused head. Each installs its own forward.
 
     Args:
         policy: The selector.
         model: The module whose forward is trl's.
         states: The states of the engine's policies.
     """
+
+    ARGUMENT: ClassVar[str] = ARGUMENT
+    LEFT: ClassVar[str] = LEFT
 
     policy: P
     was_called: bool  # whether the forward has chosen

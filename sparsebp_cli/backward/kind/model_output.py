@@ -1,4 +1,4 @@
-"""What a language model of transformers returns, and a copy of it with another loss or other logits."""
+"""The output of a transformers language model, and copies of it with another loss or other logits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     class ModelOutput(DataclassInstance, Protocol):
-        """What a causal language model of transformers returns."""
+        """The output of a causal language model of transformers."""
 
         loss: Tensor
         logits: Tensor
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def with_changes(output: ModelOutput, **changes: Tensor | None) -> ModelOutput:
-    """Return a copy of a transformers output with some fields replaced; fields that it does not have are ignored.
+    """Return a copy of a transformers output with some fields replaced. Ignore fields that it does not have.
 
     Assigning attributes instead would not change ``output[0]``.
     """

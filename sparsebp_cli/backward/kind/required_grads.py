@@ -1,8 +1,8 @@
 """Estimates which gradients a backward still requires if only some parameters are trained.
 
-A node requires a gradient if a trained parameter, or an input whose gradient the user requested, can be reached from
-it. The graph of the *dense* forward is used, so the estimate depends neither on the pass with the policy nor on which
-tensors require a gradient at the time.
+A node requires a gradient if it leads to a trained parameter, or to an input whose gradient the user requested. The
+estimate reads the graph of the *dense* forward. So it depends neither on the pass with the policy nor on which tensors
+require a gradient at the time.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ if TYPE_CHECKING:
 def claim_needed(
     model: nn.Module, dense: DensePass, frozen: Iterable[Tensor], cut: Collection[str] = ()
 ) -> PassEstimate:
-    """Return the shares of a dense pass that remain without the gradients of the ``frozen`` parameters, and without the
-    backward of the modules ``cut``, by name.
+    """Return the remaining fractions of a dense pass without the gradients of the ``frozen`` parameters, and without
+    the backward of the modules named in ``cut``.
 
-    Linears count by product: wgrad if the weight is trained, dgrad if anything before it is. Other modules count whole
-    if they require any gradient, since attention computes those of queries, keys and values together. A checkpointed
-    layer is recomputed if it requires any gradient; with modules that are cut, up to the last one that requires one.
+    Linears count by product: wgrad if the weight is trained, dgrad if an earlier parameter is trained. Other modules
+    count whole if they require any gradient, since attention computes the gradients of queries, keys and values
+    together. A checkpointed layer is recomputed if it requires any gradient. With ``cut``, it is recomputed only up to
+    its last module that requires one.
     """
     graph = _Graph(dense, {id(parameter) for parameter in frozen}, frozenset(cut))
     linears = {name: module for name, module, _ in find_linears(model).covered}
@@ -44,7 +45,7 @@ def claim_needed(
     ends: dict[str, int] = {}
     for name in graph.needing:
         part = layers.part_of(name)
-        if not cut or name != part:  # the layer itself adds to the residual stream, and keeps nothing for that
+        if not cut or name != part:  # the layer's own additions to the residual stream save nothing for backward
             ends[part] = max(graph.ends[name], ends.get(part, 0))
     for name in dense.flops.recomputed:
         start = graph.starts.get(name, 0) if cut else 0
@@ -57,14 +58,14 @@ class _Graph:
 
     def __init__(self, dense: DensePass, frozen: set[int], cut: frozenset[str]) -> None:
         self.wanted: set[int] = set()  # tensors whose gradient is required, by id
-        self.needing: set[str] = set()  # modules with a node that leads to one of them
-        self.passing: set[str] = set()  # modules from which one can be reached through another module's node
-        # Autograd's numbers of the first node of each module, and of its last one that leads to a wanted tensor.
+        self.needing: set[str] = set()  # modules with a node that leads to a wanted tensor
+        self.passing: set[str] = set()  # modules that lead to a wanted tensor through another module's node
+        # Autograd's sequence numbers of each module's first node, and of its last node that leads to a wanted tensor.
         self.starts: dict[str, int] = {}
         self.ends: dict[str, int] = {}
         reaches: dict[Node, bool] = {}
         for node in _from_the_leaves(dense.loss.grad_fn):
-            variable = getattr(node, "variable", None)  # only a node that accumulates has one
+            variable = getattr(node, "variable", None)  # only nodes that accumulate a gradient have this attribute
             if isinstance(variable, Tensor):
                 reaches[node] = id(variable) not in frozen
                 if reaches[node]:
@@ -83,7 +84,7 @@ class _Graph:
 
 
 def _belongs(child: Node, module: str, dense: DensePass) -> bool:
-    """Whether a node was created by the module's own forward, or is one of its parameters."""
+    """Return whether the module's own forward created a node, or the node is one of its parameters."""
     variable = getattr(child, "variable", None)
     return isinstance(variable, nn.Parameter) or dense.trace.module_of(child) == module
 

@@ -1,4 +1,4 @@
-"""Copies from the host to the device that computes, without a wait."""
+"""Copies from the host to the computing device for which the host does not wait."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import Tensor
 
 
 def upload(device: torch.device, *tensors: Tensor) -> Sequence[Tensor]:
-    """Return tensors of whole numbers or truth values on a device, in one copy that the host does not wait for.
+    """Return integer or boolean tensors on a device, by one copy for which the host does not wait.
 
-    Tensors are all on the CPU. Pageable memory would make the host wait for all that the device has to do before.
+    All tensors are on the CPU. From pageable memory, the host would wait for all earlier work of the device.
     """
     if device.type == "cpu":
         return tensors

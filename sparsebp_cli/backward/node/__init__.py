@@ -1,1 +1,1 @@
-"""The site `nodes`: the nodes of the autograd graph."""
+"""Sites at nodes (``sites: nodes``): the nodes of the autograd graph."""

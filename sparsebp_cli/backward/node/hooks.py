@@ -1,7 +1,7 @@
-"""Visitors of a backward pass node by node, and the hooks through which PyTorch's engine calls them.
+"""Visitors of the nodes of a backward pass, and the hooks through which PyTorch's engine calls them.
 
-The Python walk (:mod:`sparsebp_cli.backward.node.python_walk`) calls the same visitors at the same places, so the two
-can be compared.
+The Python walk (:mod:`sparsebp_cli.backward.node.python_walk`) calls the same visitors at the same places, so that
+tests can compare the two.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class Visitor(ABC):
 
     @abstractmethod
     def before(self, place: GraphNode, grads: Gradients) -> Gradients:
-        """Return the gradients to run a node with, one per output of its forward; None where none arrived."""
+        """Return the gradients for running a node, one per output of its forward; None if no gradient arrived."""
 
     @abstractmethod
     def after(self, place: GraphNode, results: Gradients) -> Gradients:
-        """Return the gradients to pass to a node's children, one per edge; None where nothing is passed.
+        """Return the gradients for a node's children, one per edge; None stops the gradient on this edge.
 
-        Called for nodes with a gradient that are not leaves.
+        The engine calls this for nodes with a gradient that are not leaves.
         """
 
 
@@ -43,7 +43,7 @@ class Visitor(ABC):
 def visiting(graph: Graph, visitor: Visitor) -> Iterator[None]:
     """Let a visitor take part in the next backward pass of PyTorch's engine.
 
-    The graph must stay alive meanwhile, since hooks of a node are lost with it.
+    The graph must stay alive meanwhile, since a node's hooks are deleted together with it.
     """
     with ExitStack() as stack:
         for place in graph.places.values():
@@ -70,7 +70,7 @@ class _After:
 
     def __call__(self, results: Gradients, grads: Gradients) -> Gradients | None:
         if all(grad is None for grad in grads):
-            # The engine also runs a node without any gradient; its results must not be passed on.
+            # The engine also runs a node without any gradient. Do not pass on its results.
             return None if all(result is None for result in results) else (None,) * len(results)
         changed = self.visitor.after(self.place, results)
         return None if changed is results else changed

@@ -1,18 +1,18 @@
 """A backward pass in plain Python over ``grad_fn.next_functions``: the reference for hooks on PyTorch's engine.
 
-Its results equal those of ``loss.backward()`` bit for bit: the latest node runs first, gradients of one tensor are
-summed in that order, and each is summed, cast and moved to match the forward, as the engine does between nodes. It
-costs a few microseconds per node. Hooks do not run, except those after a parameter's accumulation, so models whose
-hooks matter are refused: see :func:`refuse_hooks`.
+Its results are bit-identical to ``loss.backward()``: the latest node runs first, gradients of one tensor are summed in
+that order, and each is reduced, cast and moved to match the forward, like the engine does between nodes. It costs a few
+microseconds per node. It runs no hooks, except hooks after a parameter's accumulation, so :func:`refuse_hooks` refuses
+models with other hooks.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.utils.checkpoint
@@ -35,7 +35,7 @@ _WALKED = "sparsebp.walked"
 def walked(loss: Tensor, graph: Graph, visitor: Visitor) -> Tensor:
     """Return a tensor equal to a loss whose backward pass is a walk; call ``backward`` on it once.
 
-    So code that scales the loss and starts the pass, such as accelerate, works unchanged.
+    Code that scales the loss and starts the pass, such as accelerate, then works unchanged.
     """
     root = cast("Node", loss.grad_fn)
     return cast("Tensor", _Walk.apply(loss.detach().requires_grad_(), root, loss.output_nr, graph, visitor))  # type: ignore[no-untyped-call]
@@ -44,8 +44,8 @@ def walked(loss: Tensor, graph: Graph, visitor: Visitor) -> Tensor:
 def walk(root: Node, output_nr: int, grad: Tensor, graph: Graph, visitor: Visitor) -> None:
     """Run a backward pass from output ``output_nr`` of a root node.
 
-    Parameters collect their gradients, and tensors saved for the pass are released. Raises :class:`UsageError` if the
-    graph was walked before.
+    Parameters accumulate their gradients, and the walk releases saved tensors. Raises :class:`UsageError` if the graph
+    was walked before.
     """
     notes = cast("dict[object, object]", root.metadata)
     if notes.get(_WALKED):
@@ -58,7 +58,7 @@ def walk(root: Node, output_nr: int, grad: Tensor, graph: Graph, visitor: Visito
                 waiting[child] += 1
     arrived: dict[Node, list[Tensor | None]] = {root: [None] * _num_outputs(root)}
     arrived[root][output_nr] = grad
-    # Leaves run first, as in the engine, so that their large gradients are accumulated and freed early.
+    # Leaves run first, as in PyTorch's engine, so that their large gradients are accumulated and freed early.
     ready = [_order(graph, root)]
     nodes = list(graph.places)
     with torch.no_grad():
@@ -170,28 +170,21 @@ def _fit(grad: Tensor | None, child: Node | None, output_nr: int) -> Tensor | No
 
 
 def _release(node: Node) -> None:
-    """Release a node's saved tensors, as the engine does after it ran; otherwise all activations would live to the
-    end.
+    """Release a node's saved tensors, like the engine after the node ran. Otherwise all activations would live until
+    the end.
     """
     if isinstance(node, BackwardCFunction):
         cast("Any", node).maybe_clear_saved_tensors()
         return
     for saved in _saved(node):
-        # register_hooks replaces the saved tensor by what the first hook returns. It raises if nothing was saved, or if
-        # hooks exist already, such as those of checkpointing, which release the tensor themselves.
+        # register_hooks replaces the saved tensor by the result of the first hook. It raises if there is no tensor, or
+        # if there are hooks already, such as checkpointing's, which release the tensor themselves.
         with suppress(RuntimeError):
             saved.register_hooks(lambda _: None, lambda _: None)
 
 
-class SavedTensor(Protocol):
-    """PyTorch's handle on a tensor that a node has saved."""
-
-    def register_hooks(self, pack: Callable[[Tensor], object], unpack: Callable[[object], object], /) -> None:
-        """Replace the tensor by what ``pack`` returns."""
-
-
-def _saved(node: Node) -> Iterator[SavedTensor]:
-    """Yield a handle on each tensor saved by a node that is no Python Function."""
+def _saved(node: Node) -> Iterator[Any]:
+    """Yield a handle on each tensor saved by a node that is not a Python Function."""
     for name in _names_of_saved(type(node)):
         saved = getattr(node, name)
         yield from (each for each in (saved if isinstance(saved, tuple | list) else (saved,)) if each is not None)

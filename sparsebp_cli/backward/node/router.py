@@ -42,7 +42,7 @@ class Routing:
         return self._visitor
 
     def finish(self, engine: EngineView, model: nn.Module) -> None:
-        """Count the pass that has ended; with ``missing: zero``, fill in zero gradients."""
+        """Count the completed pass; with ``missing: zero``, fill in zero gradients."""
         assert self._visitor is not None
         engine.add_route(self._visitor.route())
         self._visitor = None
@@ -54,15 +54,15 @@ class Routing:
 
 @final
 class Lookahead:
-    """The true size of every parameter's gradient, by a full pass that keeps the graph, and the nodes that lead to
-    it.
+    """The size of every parameter's dense gradient, from a dense pass that keeps the graph, and the nodes that lead to
+    the parameter.
     """
 
     largest: Node | None
 
     def __init__(self, loss: Tensor, graph: Graph, router: EdgeRouter) -> None:
         leaves = list(graph.parameters)
-        # Returned and not accumulated: `.grad` belongs to the pass that follows.
+        # Do not accumulate gradients, since `.grad` belongs to the pass that follows.
         gradients = torch.autograd.grad(
             loss, [graph.parameters[leaf] for leaf in leaves], retain_graph=True, allow_unused=True
         )
@@ -95,7 +95,7 @@ class Lookahead:
 
 @final
 class Router(Visitor):
-    """Calls the router at every node of one pass. ``ahead`` has the results of a full pass, if there was one."""
+    """Calls the router at every node of one pass. ``ahead`` has the results of a dense pass, if there was one."""
 
     routes = True
 
@@ -141,7 +141,7 @@ class Router(Visitor):
         return tuple(result if i in going_on else None for i, result in enumerate(results))
 
     def route(self) -> Route:
-        """Return where the gradient went."""
+        """Return the route of the gradient."""
         return Route(
             num_backwards=1,
             num_nodes=len(self._graph.places),

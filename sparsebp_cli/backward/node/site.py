@@ -1,8 +1,9 @@
-"""The site `nodes`: every node of the autograd graph, through hooks that exist during one backward pass.
+"""Sites at every node of the autograd graph, through hooks that exist during one backward pass.
 
-A gradient policy gets every gradient that enters a node, including those of parameters, *before* the node uses it: the
-literal meaning of a sparse backward. It saves no time; it is the reference for the fast implementations. A router gets
-the gradients that leave a node; those it drops are not propagated, so the work behind them is not executed.
+A gradient policy gets every gradient that enters a node, including gradients of parameters, *before* the node uses it:
+the literal meaning of a sparse backward. It saves no time, but it is the reference for the fast implementations. A
+router gets the gradients that leave a node. The engine does not propagate those that it drops, and skips the work
+behind them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from sparsebp_cli.backward.core.extension import SiteCost
+from sparsebp_cli.backward.core.extension import SiteAdapter, SiteCost
 from sparsebp_cli.backward.core.report import FlopEstimate
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
 from sparsebp_cli.backward.node.hooks import Gradients, Visitor, visiting
@@ -33,11 +34,11 @@ if TYPE_CHECKING:
 
 
 @final
-class NodeAdapter:
-    """Every node of a loss's graph; see :class:`~sparsebp_cli.backward.core.extension.SiteAdapter`.
+class NodeAdapter(SiteAdapter):
+    """Every node of a loss's graph.
 
-    Nodes made outside of the model, such as by a loss function, are sites as well. ``exclude`` has globs over module
-    names; gradients that enter nodes of such a module are not changed. With ``routing`` a router decides instead of a
+    Nodes made outside of the model, such as by a loss function, are also sites. ``exclude`` has globs over module
+    names; gradients that enter nodes of such a module stay unchanged. With ``routing`` a router decides instead of a
     selector. Raises :class:`UsageError` if a pattern matches no module.
     """
 
@@ -100,13 +101,11 @@ class NodeAdapter:
 
 
 class NoCost(SiteCost):
-    """The cost of a node: masked gradients are multiplied as zeros, so no policy claims to save anything."""
-
-    pads = False
+    """The cost of a node. Nodes multiply masked gradients as zeros, so no policy saves FLOPs here."""
 
     @override
     def claim(self, selection: type[Selection] | None, budget: float) -> FlopEstimate:
-        """Return zero dense and claimed FLOPs."""
+        """Return zero dense and estimated FLOPs."""
         return FlopEstimate(0.0, 0.0)
 
 
@@ -158,5 +157,5 @@ def _watch(output: object, check: Callable[[], None]) -> None:
 
 
 def make_adapter(policy: EdgeRouter, model: nn.Module, given: Given) -> NodeAdapter:
-    """Return what installs an engine at the nodes where a router decides."""
+    """Return the adapter for the nodes where a router decides."""
     return NodeAdapter(model, given.exclude, Routing(policy))

@@ -1,8 +1,8 @@
 """Attribution of autograd nodes to modules, by the sequence number that autograd assigns in the forward.
 
-Every node takes the next number of its thread when it is created. The counter is recorded at a module's entry and exit,
-and a number between them belongs to that module, the innermost of several. ``FlopCounterMode`` instead credits modules
-that share an input with each other's backward.
+Autograd numbers the nodes of a thread in the order of their creation. This module records the counter at each module's
+entry and exit; a number in between belongs to that module, the innermost of several. ``FlopCounterMode`` instead
+credits modules that share an input with each other's backward.
 """
 
 from __future__ import annotations
@@ -22,18 +22,17 @@ from sparsebp_cli.backward.observe.internals import (
 )
 from sparsebp_cli.backward.patch.forward import NotCopyable
 
-# A model of a few hundred modules makes a thousand records per forward, so at least the last hundred forwards are kept.
+# A model of a few hundred modules makes a thousand records per forward, so this stores at least the last 100 forwards.
 MOST_RECORDS = 200_000
 
 
 class Attribution:
     """Records sequence numbers at every module's entry and exit, until its hooks are removed.
 
-    Several forwards may precede one backward (accumulation, two losses), so records accumulate; the oldest are dropped
-    in the end. Forwards that run again inside a backward (activation checkpointing) are not recorded: the graph
-    consists of the nodes of the first run, and numbers of a device's own backward thread would collide with theirs.
-    Each module gets two hooks; parameters and state_dict keys do not change. ``at_exit`` is called with the output of
-    each outermost module.
+    Several forwards may precede one backward (accumulation, two losses), so records accumulate, up to a limit. Forwards
+    that rerun inside a backward (activation checkpointing) are not recorded: the graph consists of the nodes of the
+    first run, and the numbers of a device's own backward thread would collide with theirs. Each module gets two hooks;
+    parameters and state_dict keys do not change. The hooks call ``at_exit`` with the output of each outermost module.
     """
 
     def __init__(self, model: nn.Module, at_exit: Callable[[object], None] | None = None) -> None:
@@ -89,7 +88,7 @@ class Attribution:
         number = next_sequence_number()
         if self._starts and self._starts[-1] > number:  # the forward moved to another thread, with its own counter
             self._starts, self._names = [], []
-        if self._starts and self._starts[-1] == number:  # no node was created since
+        if self._starts and self._starts[-1] == number:  # autograd has created no node since
             self._names[-1] = name
         else:
             self._starts.append(number)

@@ -1,8 +1,8 @@
-"""The products of the dense backward of a forward that was not run densely: from a forward on tensors without values.
+"""The products of a dense backward that did not run, from a forward on tensors without values.
 
-Policies that leave out positions, examples, blocks or parameters before the backward leave no trace of them in the
-graph. PyTorch's fake tensors have shapes and no values, so a forward on them costs neither multiplications nor memory,
-draws no random numbers, and has the graph that the dense forward would have had.
+If a policy skips positions, examples, blocks or parameters before the backward, the graph does not contain them.
+PyTorch's fake tensors have shapes but no values. So a forward on them needs neither multiplications nor memory, draws
+no random numbers, and has the graph of the dense forward.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PLAIN = (type(None), bool, int, float, str)
 
 @dataclass(frozen=True)
 class _Shape:
-    """A tensor, without its values."""
+    """The properties of a tensor, without its values."""
 
     size: tuple[int, ...]
     dtype: torch.dtype
@@ -34,14 +34,14 @@ class _Shape:
 
 @dataclass(frozen=True)
 class CallShape:
-    """The arguments of a forward, tensors by their shapes; equal if a dense forward would have the same products."""
+    """The arguments of a forward, with shapes for tensors. Equal objects have the same products in a dense forward."""
 
     leaves: tuple[object, ...]
     spec: Any
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallShape | None:
-        """Return those of a call; None if it has arguments that are neither tensors nor plain values."""
+        """Return the arguments of a call; None if one is neither a tensor nor a plain value."""
         leaves, spec = tree_flatten((args, dict(kwargs)))
         if not all(isinstance(leaf, (Tensor, *_PLAIN)) for leaf in leaves):
             return None
@@ -52,7 +52,7 @@ class CallShape:
         return cls(tuple(shapes), spec)
 
     def fill(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return arguments with tensors of these shapes, of whatever values."""
+        """Return arguments with tensors of these shapes and arbitrary values."""
         made = [
             torch.empty(leaf.size, dtype=leaf.dtype, device=leaf.device).requires_grad_(leaf.requires_grad)
             if isinstance(leaf, _Shape)
@@ -64,7 +64,7 @@ class CallShape:
 
 
 class CallNote(NotCopyable):
-    """A hook before the model's forward that reports the arguments where gradients are enabled, except under
+    """A hook before the model's forward that reports its arguments if gradients are enabled, except under
     ``torch.compile``.
     """
 
@@ -72,36 +72,36 @@ class CallNote(NotCopyable):
         self._note = note
 
     def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Report them."""
+        """Report the arguments."""
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self._note(args, kwargs)
 
 
 def count_dense(model: nn.Module, call: CallShape) -> Products | None:
-    """Return the products of the backward of a call, by the names of parameters; None if the model asks for values.
+    """Return the products in the backward of a call, by the names of parameters; None if the model reads values.
 
-    Parameters that require a gradient now are trained. No module changes, and nothing is computed.
+    Parameters that require a gradient now count as trained. No module changes, and no value is computed.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode  # which takes long to import
 
     products = Products()
     try:
-        # A model may keep tensors that are neither parameters nor buffers.
+        # A model may store tensors that are neither parameters nor buffers.
         with torch.enable_grad(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
             fake: dict[str, Tensor] = {name: mode.from_tensor(buffer) for name, buffer in model.named_buffers()}
             for name, parameter in model.named_parameters():
-                # A parameter again: products are attributed to parameters by their class.
+                # Make it a parameter, since products are attributed to parameters by their class.
                 fake[name] = nn.Parameter(mode.from_tensor(parameter.detach()), parameter.requires_grad)
             args, kwargs = call.fill()
             loss = _sum(functional_call(model, fake, args, kwargs, tie_weights=True))
             products.add(loss, {id(tensor): name for name, tensor in fake.items()})
-    except Exception:  # whatever a model makes of tensors without values
+    except Exception:  # a model may raise anything for tensors without values
         return None
     return products
 
 
 def _sum(output: Any) -> Tensor:
-    """Return a scalar that depends on all that a loss may read: the model's loss, or the first output."""
+    """Return a scalar that depends on everything that a loss may read: the model's loss, or the first output."""
     loss = getattr(output, "loss", None)
     if isinstance(loss, Tensor):
         return loss

@@ -1,9 +1,9 @@
 """Assigns the rows of a linear's output to examples if its input shape alone does not.
 
 Most models keep examples in the first dimension. Some pass the rows of all examples to a linear in one dimension: OPT
-in its MLP, mixtures of experts in their shared experts. There the order of the rows is read from the autograd graph, up
-to the reshape that joined them. An order that cannot be proved is reported as unknown, and refused if a policy needs
-it.
+in its MLP, mixtures of experts in their shared experts. Then this module reads the order of the rows from the autograd
+graph, back to the reshape that joined them. If it cannot prove an order, it reports the order as unknown, and the
+engine refuses policies that need it.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ UNPROVED = "rows lie in one dimension, and nothing proves their order"
 class BatchRows(NamedTuple):
     """The rows of one call of a linear."""
 
-    shape: tuple[int, ...]  # of the output without features; examples first, if known
-    unknown: str = ""  # why the example of a row is not known; empty if it is
+    shape: tuple[int, ...]  # the output's shape without features; examples first, if known
+    unknown: str = ""  # why the example of a row is unknown; empty if it is known
 
 
 class BatchNote(NotCopyable):
@@ -129,7 +129,7 @@ def _joined_from(x: Tensor) -> tuple[int, ...] | None:
 
 
 def _row_inputs(node: Node) -> Iterator[tuple[Node, tuple[int, ...]]]:
-    """Yield the inputs whose row i is all that row i of the output depends on, as far as known."""
+    """Yield the inputs of a node whose output row i depends only on input row i."""
     inputs = [
         (child, tuple(outputs_of(child)[output].shape)) for child, output in node.next_functions if child is not None
     ]
@@ -143,7 +143,7 @@ def _row_inputs(node: Node) -> Iterator[tuple[Node, tuple[int, ...]]]:
 
 
 def find_time_first(model: nn.Module) -> frozenset[str]:
-    """Return the names of modules inside of PyTorch's attention layers that have positions before examples."""
+    """Return the names of modules inside PyTorch's attention layers with positions before examples."""
     found: set[str] = set()
     for name, module in model.named_modules():
         attention = module if isinstance(module, nn.MultiheadAttention) else getattr(module, "self_attn", None)

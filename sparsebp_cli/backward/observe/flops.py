@@ -1,10 +1,10 @@
-"""Counts the multiplications that are executed, as operators reach the device's kernels.
+"""Counts executed multiplications when operators reach the device's kernels.
 
-The formulas are those of ``torch.utils.flop_counter``, plus ours for operators that it does not count, overcounts or
+The formulas come from ``torch.utils.flop_counter``. We add formulas for operators that it does not count, overcounts or
 refuses: attention on a CPU, attention with fewer heads of keys than of queries (pytorch #177188), grouped products and
 convolutions, LSTM layers on a CPU, in-place sums of products, products with a vector, and sparse products, in which
-each stored entry is multiplied. Like in PyTorch, attention counts the whole square, causal or not. The engine's kernels
-need no formula: they multiply gathered rows by ordinary matrix products.
+each stored entry is multiplied. As in PyTorch, attention counts the whole square, causal or not. The engine's kernels
+need no formula, since they multiply gathered rows by ordinary matrix products.
 
 Counting slows a pass down, so count on passes that are not timed.
 """
@@ -34,9 +34,9 @@ class FlopCount:
     Attributes:
         by_operator: FLOPs of forward and backward together.
         forward: FLOPs by the innermost running module.
-        backward: FLOPs by the innermost module whose forward created the running node; ``""`` is outside of all.
-        recomputed: Forwards repeated inside the backward, by module; not part of ``backward``.
-        is_scoring: Whether the forward is computing scores: then a backward inside of it belongs to it.
+        backward: FLOPs by the innermost module whose forward created the running node; ``""``: outside of modules.
+        recomputed: FLOPs of forwards repeated inside the backward, by module; not part of ``backward``.
+        is_scoring: Whether the forward is computing scores. Then a backward inside it counts as forward.
         is_ahead: Whether the forward is computing gradients of its backward.
     """
 
@@ -58,7 +58,7 @@ class FlopCount:
         Args:
             operator: Name of the operator, such as ``aten.mm``.
             flops: Number of its FLOPs in this call.
-            modules: Finds the module it belongs to; None: do not count by module.
+            modules: Finds the operator's module; None: do not count by module.
         """
         self.by_operator[operator] += flops
         if modules is None or not flops:
@@ -75,7 +75,7 @@ class FlopCount:
 
 @dataclass(frozen=True)
 class DensePass:
-    """A counted forward and backward of the model without policies."""
+    """The counted FLOPs of a forward and backward without policies."""
 
     loss: torch.Tensor  # its graph exists, without the saved tensors
     trace: ModuleTrace
@@ -84,15 +84,15 @@ class DensePass:
 
 @dataclass(frozen=True)
 class PassEstimate:
-    """Shares of a dense pass's FLOPs that a policy claims to execute, by module; a module not listed keeps all.
+    """Estimated fractions of a dense pass's FLOPs under a policy, by module. A module that is not listed keeps all.
 
-    Shares of several policies are multiplied.
+    The engine multiplies the fractions of several policies.
     """
 
     backward: Mapping[str, float] = field(default_factory=dict)  # in [0, 1]
-    recomputed: Mapping[str, float] = field(default_factory=dict)  # of forwards repeated in the backward, in [0, 1]
-    forward: Mapping[str, float] = field(default_factory=dict)  # from 0; may exceed 1
-    # The same with counts rounded up to what can be computed; empty: no rounding.
+    recomputed: Mapping[str, float] = field(default_factory=dict)  # for forwards repeated in the backward, in [0, 1]
+    forward: Mapping[str, float] = field(default_factory=dict)  # at least 0; may exceed 1
+    # The same fractions with counts rounded up to computable shapes; empty: no rounding.
     allowed_backward: Mapping[str, float] = field(default_factory=dict)
     allowed_recomputed: Mapping[str, float] = field(default_factory=dict)
 
@@ -120,7 +120,7 @@ def counting_now() -> FlopCount | None:
 
 @contextmanager
 def counting_as_backward() -> Iterator[None]:
-    """Count what runs in the block as the backward of the module that runs, in all counts of this thread."""
+    """Count operators in the block as the backward of the running module, in all counts of this thread."""
     counts = [mode.count for mode in _get_current_dispatch_mode_stack() if isinstance(mode, _Counting)]
     for count in counts:
         count.is_ahead = True
@@ -172,9 +172,9 @@ def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: 
 def _attention_backward(
     grad: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: object, **__: object
 ) -> int:
-    if grad is None:  # autograd calls the kernel without a gradient too, and it returns at once
+    if grad is None:  # autograd also calls the kernel without a gradient, and it returns at once
         return 0
-    # Products of the key width: scores again, gradients of query and key. Of the value width: two.
+    # Three products with the key width: scores again, gradients of query and key. Two with the value width.
     return 2 * query[..., 0].numel() * key.shape[-2] * (3 * query.shape[-1] + 2 * value.shape[-1])
 
 
@@ -204,13 +204,14 @@ def _sum_and_batched(_: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *__: obj
 
 
 def _quantized(a: torch.Tensor, _: torch.Tensor, shape: Sequence[int], *__: object, **___: object) -> int:
-    return 2 * a.numel() * shape[0]  # restoring the weight multiplies no rows
+    return 2 * a.numel() * shape[0]  # without the restoring of the weight
 
 
 def _convolution_backward(
     grad: torch.Tensor, given: torch.Tensor, weight: torch.Tensor, *rest: Any, **_: object
 ) -> int:
-    """Each gradient multiplies as often as the forward; torch.utils.flop_counter ignores groups for the weight's."""
+    """Return the FLOPs of a convolution's backward: each gradient needs as many as the forward.
+    torch.utils.flop_counter ignores groups for the weight's gradient."""
     transposed, output_mask = rest[4], rest[7]
     each = 2 * (given if transposed else grad).numel() * weight[0].numel()
     return each * (bool(output_mask[0]) + bool(output_mask[1]))
@@ -230,9 +231,9 @@ def _is_sparse(tensor: torch.Tensor) -> bool:
     return tensor.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_coo)
 
 
-# Operators that turned out not to be made of others: to ask each time takes as long as many of them do.
+# Operators that are not composed of others. Checking this at each call would take as long as many of them run.
 _WHOLE: set[object] = set()
-# By name: these operators exist once their library is imported.
+# By name, since these operators exist only after an import of their library.
 _FOREIGN: dict[str, Callable[..., int]] = {"bitsandbytes.gemm_4bit": _quantized}
 _ATEN = torch.ops.aten
 _FORMULAS: dict[object, Callable[..., int]] = {

@@ -41,7 +41,7 @@ _HIDING = {
 class GraphNode:
     """One node of the graph."""
 
-    node: Node  # kept alive, because hooks of a node are lost with it
+    node: Node  # a reference that keeps it alive, because its hooks are deleted with it
     name: str  # unique in the graph, and the same in every step
     number: int  # index in the order of a backward pass; leaves come last
     module: str  # the innermost module that created it, or the owner of a parameter; empty if unknown
@@ -56,7 +56,7 @@ class Graph:
     def __init__(self, loss: Tensor, parameters: Mapping[Tensor, str], attribution: Attribution) -> None:
         nodes = sorted(_reach(loss), key=_order, reverse=True)
         leaves = [node for node in nodes if _is_leaf(node)]
-        inner = nodes[len(leaves) :]  # sorting is stable and a leaf's number is the largest there is
+        inner = nodes[len(leaves) :]  # leaves come first: they have the largest number, and the sort is stable
         self.leaves = frozenset(leaves)  # nodes that accumulate gradients
         self.parameters: dict[Node, Tensor] = {}  # the model's parameters among the leaves
         self.places: dict[Node, GraphNode] = {}  # in the order of a backward pass; leaves come last
@@ -113,7 +113,7 @@ def _is_leaf(node: Node) -> bool:
 
 
 def _name_inner(inner: list[Node], attribution: Attribution) -> dict[Node, tuple[str, str]]:
-    """Name inner nodes, numbering those of one kind within each module in the order of the forward."""
+    """Name inner nodes. Nodes of one kind within a module are numbered in the order of the forward."""
     seen: Counter[str] = Counter()
     names: dict[Node, tuple[str, str]] = {}
     for node in reversed(inner):

@@ -1,7 +1,7 @@
-"""What PyTorch and transformers tell only under private names, each behind a function that says why it is needed.
+"""Access to private names of PyTorch and transformers, each through a function that says why we need it.
 
-Names of operators, and of what single kinds of nodes save, are where these kinds are told apart. `make test-oldest`
-runs all of them with the oldest versions that are allowed.
+Other modules may use names of operators, and of tensors that certain kinds of nodes save. `make test-oldest` runs all
+of these with the oldest supported versions.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,44 +32,28 @@ from torch.nn.attention import SDPBackend
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-# torch.func (vmap, grad, jacrev) has no public query. An alias, not a function: every call of a linear asks.
+# torch.func (vmap, grad, jacrev) has no public query. An alias instead of a function, since every linear calls it.
 are_transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active  # noqa: SLF001
 
 
-class OutputMetadata(Protocol):
-    """What autograd records of an output of a node, to check the gradient that arrives for it."""
+def outputs_of(node: Node) -> Sequence[Any]:
+    """Return shape, dtype and device of a node's outputs in the forward, which are the inputs of its backward.
 
-    @property
-    def shape(self) -> torch.Size:
-        """Its shape."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Its dtype."""
-
-    @property
-    def device(self) -> torch.device:
-        """Its device."""
-
-
-def outputs_of(node: Node) -> Sequence[OutputMetadata]:
-    """Return the metadata of a node's outputs in the forward, which are the inputs of its backward.
-
-    The public ``node.metadata`` is a dictionary for users' own notes. Without this record, zeros for an output that
-    got no gradient could not be made.
+    The public ``node.metadata`` is a dictionary for users' own notes. We need this record to make zeros for an output
+    without gradient.
     """
-    metadata: Sequence[OutputMetadata] = node._input_metadata  # noqa: SLF001
+    metadata: Sequence[Any] = node._input_metadata  # noqa: SLF001
     return metadata
 
 
 def sequence_number_of(node: Node) -> int:
-    """Return the number that autograd gave a node when it was created; autograd's own order of a backward."""
+    """Return the number that autograd gave a node at its creation; it determines the order of a backward."""
     number: int = node._sequence_nr()  # noqa: SLF001
     return number
 
 
 def next_sequence_number() -> int:
-    """Return the number that the next node of this thread will get. A node itself does not tell its module."""
+    """Return the number that the next node of this thread will get, since a node does not know its module."""
     number: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]  # noqa: SLF001
     return number
 
@@ -83,20 +67,20 @@ def current_pass() -> int | None:
 def keeps_graph() -> bool:
     """Return whether the backward pass that runs in this thread keeps its graph, so that another may follow.
 
-    What a node has saved can be changed in place where none can; PyTorch's compiled functions ask the same.
+    If no other pass can follow, saved tensors may be changed in place. PyTorch's compiled functions use the same query.
     """
     keeps: bool = _get_current_graph_task_keep_graph()
     return keeps
 
 
 def running_node() -> Node | None:
-    """Return the node that autograd runs in this thread, for attributing what its kernel multiplies."""
+    """Return the node that autograd runs in this thread, to attribute the FLOPs of its kernels."""
     node: Node | None = torch._C._current_autograd_node()  # noqa: SLF001
     return node
 
 
 def call_after_pass(function: Callable[[], None]) -> None:
-    """Call a function when the backward pass that is running has ended; DDP ends its reduction in the same way."""
+    """Call a function at the end of the running backward pass, like DDP to finish its reduction."""
     Variable._execution_engine.queue_callback(function)  # noqa: SLF001
 
 
@@ -116,7 +100,7 @@ def version_of(tensor: Tensor) -> int:
 
 
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
-    """Return a module's own dictionary of buffers; ``named_buffers()`` leaves out those that are None."""
+    """Return a module's own dictionary of buffers; ``named_buffers()`` skips buffers that are None."""
     return module._buffers  # noqa: SLF001
 
 
@@ -128,7 +112,7 @@ def parameter_of(module: nn.Module, name: str) -> nn.Parameter:
 
 
 def has_backward_hooks(part: nn.Module | Tensor) -> bool:
-    """Whether a module or parameter has backward hooks; no public query exists."""
+    """Return whether a module or parameter has backward hooks; no public query exists."""
     # Parameters have no backward pre-hooks.
     return bool(part._backward_hooks or getattr(part, "_backward_pre_hooks", None))  # noqa: SLF001
 
@@ -143,18 +127,18 @@ def forward_pre_hooks_of(module: nn.Module) -> list[object]:
     return list(module._forward_pre_hooks.values())  # noqa: SLF001
 
 
-# Hooks of these are part of the model's own computation, or of the engine.
+# Hooks of these libraries belong to the model's own computation, or to the engine.
 LIBRARIES = ("sparsebp_cli", "torch", "transformers", "accelerate", "peft")
 
 
 def find_hook(model: nn.Module, *, inside: bool = False) -> str:
-    """Return a sentence on the first forward hook of somebody else, which would see rows of
-    a short forward in place of the batch; empty for none.
+    """Return a sentence about the first foreign forward hook, which would see rows of a short forward instead of the
+    batch; empty without one.
 
-    ``inside`` leaves out the model itself, whose inputs and outputs have the shapes of the plain forward.
+    ``inside`` skips the model itself, whose inputs and outputs have the shapes of the plain forward.
     """
     for where, module in model.named_modules():
-        # Asked of every module at every forward: most have none, and two empty dicts are seen at once.
+        # This runs for every module at every forward. Most have no hooks, and checking two empty dicts is fast.
         if not (module._forward_hooks or module._forward_pre_hooks) or (inside and module is model):  # noqa: SLF001
             continue
         for hook in forward_hooks_of(module) + forward_pre_hooks_of(module):
@@ -174,37 +158,37 @@ def is_batch_norm(module: nn.Module) -> bool:
 
 
 def has_attention(config: object) -> bool:
-    """Return whether a configuration of transformers selects an attention."""
+    """Return whether a transformers configuration selects an attention implementation."""
     return hasattr(config, "_attn_implementation")
 
 
 def attention_name(config: object) -> str:
-    """Return the name of the attention that a configuration of transformers selects, such as sdpa."""
+    """Return the name of the attention implementation that a transformers configuration selects, such as sdpa."""
     name: str = config._attn_implementation  # type: ignore[attr-defined]  # noqa: SLF001
     return name
 
 
 def find_attentions(model: nn.Module) -> frozenset[str]:
-    """Return the names of the attentions that a model of transformers uses.
+    """Return the names of the attention implementations that a transformers model uses.
 
     Args:
-        model: The whole model: its parts may have configurations of their own; those that choose no attention are left
-            out.
+        model: The whole model. Its parts may have their own configurations; the function skips configurations without
+            an attention.
 
     Returns:
-        Such as ``sdpa``; none of a model that is not of transformers.
+        Names such as ``sdpa``; empty for other models.
     """
     configs = (getattr(module, "config", None) for module in model.modules())
     return frozenset(attention_name(config) for config in configs if has_attention(config))
 
 
 def use_attention(config: object, name: str) -> None:
-    """Select another attention. The model's public setter also checks the name, and switches its parts together."""
+    """Select another attention implementation. The public setter would also check the name and switch all parts."""
     config._attn_implementation = name  # type: ignore[attr-defined]  # noqa: SLF001
 
 
 def hooks_after_accumulation(parameter: Tensor) -> list[Callable[[Tensor], object]]:
-    """Return the hooks that run once a parameter's gradient is accumulated; they can be added but not listed."""
+    """Return the hooks that run after a parameter's gradient is accumulated; no public function lists them."""
     hooks: dict[int, Callable[[Tensor], object]] | None = parameter._post_accumulate_grad_hooks  # noqa: SLF001
     return list((hooks or {}).values())
 
@@ -223,14 +207,14 @@ def count_sparse_bytes(gradient: Tensor) -> int:
 
 
 def run_checkpointed(layer: nn.Module, run: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
-    """Run a function under the activation checkpointing of a layer of transformers, with the layer's own options."""
+    """Run a function under a transformers layer's activation checkpointing, with the layer's own options."""
     checkpoint = layer._gradient_checkpointing_func  # noqa: SLF001 - gradient_checkpointing_enable() sets only this
     assert callable(checkpoint)
     output: Tensor = checkpoint(run, hidden)
     return output
 
 
-# The kernel of attention on CPUs. The public function gives no sums of exponents, which its backward reads.
+# The attention kernel on CPUs. The public function does not return the sums of exponents that its backward reads.
 FLASH_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
 FLASH_ON_CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward  # noqa: SLF001
 
@@ -262,7 +246,7 @@ def sparse_values(tensor: Tensor) -> Tensor:
 
 
 def is_mutable(operator: OpOverload) -> bool:
-    """Return whether an operator writes into its arguments; only its schema tells."""
+    """Return whether an operator writes into its arguments, which only its schema shows."""
     return bool(operator._schema.is_mutable)  # noqa: SLF001
 
 
@@ -272,8 +256,8 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def misses_gradients() -> bool:
-    """Return whether a forward of DDP runs that waits for the gradient of every parameter; a module inside cannot see
-    its wrapper.
+    """Return whether a DDP forward is running that waits for the gradient of every parameter, since a module inside
+    cannot see its wrapper.
     """
     wrapper = DistributedDataParallel._active_ddp_module  # noqa: SLF001
     return wrapper is not None and not wrapper.find_unused_parameters
@@ -285,7 +269,7 @@ def has_fsdp_state(module: nn.Module) -> bool:
 
 
 def fsdp_state(module: nn.Module) -> object:
-    """Return what ``fully_shard`` keeps of a module; the parameter groups in it have no public access."""
+    """Return the state that ``fully_shard`` stores for a module; its parameter groups have no public access."""
     get_state = module._get_fsdp_state  # noqa: SLF001
     assert callable(get_state)
     return get_state()

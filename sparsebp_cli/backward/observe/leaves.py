@@ -39,10 +39,10 @@ def find_leaves(outputs: Iterable[Tensor]) -> list[Tensor]:
 
 
 def accumulate(leaf: Tensor, grad: Tensor, *, is_spare: bool) -> None:
-    """Add a gradient to a leaf's ``.grad`` as autograd does, on its device and in its dtype, and run
-    post-accumulation hooks.
+    """Add a gradient to a leaf's ``.grad`` like autograd, on its device and in its dtype, and run post-accumulation
+    hooks.
 
-    With ``is_spare`` nothing else uses the tensor ``grad``, so it may become ``.grad`` itself.
+    ``is_spare``: no other code uses the tensor ``grad``, so it may become ``.grad`` itself.
     """
     here = grad.to(leaf.device, leaf.dtype)
     if leaf.grad is None:

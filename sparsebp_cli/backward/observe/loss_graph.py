@@ -1,8 +1,8 @@
 """Reads the autograd graph below a loss before its backward: whether it contains a site, and the FLOPs of every
 product.
 
-FLOPs follow from the shapes that nodes store of their inputs and outputs, so nothing is computed and no saved tensor is
-unpacked. Forwards that checkpointed layers repeat are not included.
+FLOPs follow from the shapes of inputs and outputs that nodes store, without computing values or unpacking saved
+tensors. They do not include forwards that checkpointed layers repeat.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
@@ -20,13 +20,13 @@ from sparsebp_cli.backward.observe.internals import outputs_of
 
 Shape = tuple[int, ...]
 
-# Kinds of nodes that run other nodes, among which sites may be hidden.
+# Kinds of nodes that run other nodes, and so may hide sites.
 _HIDING = ("checkpoint", "compiledfunction", "segmentfunction")
 _LEAF = "torch::autograd::AccumulateGrad"
 
 UNSEEN = (
-    "no site of the attached model takes part in this loss, so its gradients would be dense without a word: run the "
-    "forward of this model after attach and outside of engine.disabled(), or put the backward inside it too"
+    "no site of the attached model takes part in this loss, so no policy would act: run the forward of this model "
+    "after attach and outside of engine.disabled(), or put the backward inside it too"
 )
 
 
@@ -63,14 +63,6 @@ def walk(root: Node) -> Iterator[Node]:
                 waiting.append(child)
 
 
-@runtime_checkable
-class CountsFlops(Protocol):
-    """A site that knows the FLOPs of its own node's dense backward."""
-
-    def dense_flops(self, batch_shape: Shape, call: Any) -> float:
-        """Return the FLOPs for an output shape without features and the forward call that computed it."""
-
-
 @dataclass
 class Products:
     """FLOPs of the products in the backward of one or more losses, dense at the sites."""
@@ -82,7 +74,7 @@ class Products:
     unknown: set[str] = field(default_factory=set)  # kinds of nodes that hide products; if any, `total` is incomplete
 
     def add(self, loss: Tensor, names: Mapping[int, str]) -> None:
-        """Add a loss before its backward; ``names`` are those of the model's parameters, by ``id``."""
+        """Add a loss before its backward; ``names`` are the names of the model's parameters by ``id``."""
         if loss.grad_fn is None:
             return
         for node in walk(loss.grad_fn):
@@ -90,7 +82,7 @@ class Products:
             if isinstance(node, BackwardCFunction):
                 self._add_function(node, kind)
                 continue
-            # Names of native nodes end in a number of their version.
+            # Names of native nodes end in a version number.
             formula = _FORMULAS.get(kind.rstrip("0123456789"))
             if formula is None:
                 if any(word in kind for word in ("Rnn", "Lstm", "Gru")):
@@ -108,8 +100,6 @@ class Products:
         if hasattr(node, "decider"):  # a linear of the engine
             shape = _output(node)
             self.total += 2.0 * prod(shape) * node.input_shape[-1] * sum(map(bool, node.needs_input_grad[:2]))
-        elif isinstance(getattr(node, "selector", None), CountsFlops):
-            self.total += node.selector.dense_flops(_output(node)[:-1], node.call)
         elif hasattr(node, "products"):  # an attention, outside of sites
             self.total += node.products
             self.by_parameter[""] = self.by_parameter.get("", 0.0) + node.products
@@ -117,8 +107,8 @@ class Products:
             self.unknown.add(kind.removesuffix("Backward"))
 
 
-# Python Functions that multiply nothing: the mask at a branch's end, DDP's, and those that pad packed rows.
-_WITHOUT_PRODUCTS = ("_MaskGradientBackward", "_DDPSinkBackward", "_WithPaddingBackward", "_WithoutPaddingBackward")
+# Python Functions without products: DDP's, and the padding of packed rows.
+_WITHOUT_PRODUCTS = ("_DDPSinkBackward", "_WithPaddingBackward", "_WithoutPaddingBackward")
 
 
 def _output(node: Any) -> Shape:
@@ -126,7 +116,7 @@ def _output(node: Any) -> Shape:
 
 
 def _input(node: Node, number: int) -> Shape | None:
-    """Return the shape of an input whose gradient is computed; None for another."""
+    """Return the shape of an input if its gradient is computed, else None."""
     if number >= len(node.next_functions):
         return None
     child, output = node.next_functions[number]

@@ -1,10 +1,10 @@
-"""The module that is running, in forward, backward, and forwards repeated inside a backward.
+"""Tracking of the running module, in forward, backward, and forwards repeated inside a backward.
 
 :class:`~sparsebp_cli.backward.observe.attribution.Attribution` covers the nodes of a forward's own graph. A backward
-may run modules as well: activation checkpointing does to recompute their inputs, and sparse recompute builds a graph of
-them and differentiates it immediately. The nodes of such an inner graph are numbered by the thread that runs the
-backward, which on an accelerator has its own counter. So they are recorded separately. A node belongs to an inner graph
-if an inner pass runs it: passes inside another have their own id.
+may run modules as well: activation checkpointing recomputes their inputs, and sparse recompute builds a graph of them
+and differentiates it immediately. The thread that runs the backward numbers the nodes of such an inner graph, and on an
+accelerator it has its own counter. So this module records them separately. A node belongs to an inner graph if an inner
+pass runs it; passes inside another have their own id.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ class _ThreadState(threading.local):
 
 
 class ModuleTrace:
-    """Names the running module. A context manager: run forward and backward inside of it.
+    """Tracks which module is running, so that counts can be split by module. A context manager: run forward and
+    backward inside it.
 
     Args:
-        model: Has hooks while the block lasts; its parameters and state_dict keys do not change.
+        model: The model. It has hooks during the block; its parameters and state_dict keys do not change.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -76,9 +77,9 @@ class ModuleTrace:
 
     @property
     def current(self) -> str:
-        """The innermost module whose forward is running; else the one whose forward created the running node.
+        """The name of the innermost module whose forward is running; else of the module that created the running node.
 
-        Its name in the model; empty for the model itself and for nodes without a module.
+        It is empty for the model itself and for nodes without a module.
         """
         state = self._thread
         if state.running:
@@ -114,7 +115,7 @@ class ModuleTrace:
         if not is_in_backward():
             return
         state = self._thread
-        # The nodes that a forward makes have the numbers between its entry and its exit. See decision 4.
+        # The nodes of a forward have the numbers between its entry and its exit. See decision 4.
         state.starts.append(next_sequence_number())
         state.names.append(state.running[-1] if state.running else None)
 
@@ -133,7 +134,7 @@ class ModuleTrace:
 
 
 def is_in_backward() -> bool:
-    """Whether this thread is inside a backward pass."""
+    """Return whether this thread is inside a backward pass."""
     return current_pass() is not None
 
 

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 class SavedBytes:
     """Bytes stored for the backward; a storage saved by several operators counts once.
 
-    Tensors that are released within the forward do not count: checkpointing saves the input of a layer before it knows
-    that the layer needs no backward.
+    Tensors that autograd releases within the forward do not count: checkpointing saves the input of a layer before it
+    knows that the layer needs no backward.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class SavedBytes:
             self._holders[address] += 1
 
     def drop(self, tensor: Tensor) -> None:
-        """Remove a tensor from the count, unless others hold its storage or the forward is over.
+        """Remove a tensor from the count, unless other tensors use its storage or the forward has ended.
 
         Args:
             tensor: The released tensor.
@@ -124,7 +124,7 @@ def tensor_bytes(tensors: Iterable[Tensor | None]) -> int:
 
 
 def _storages(tensor: Tensor) -> Iterator[tuple[int, int]]:
-    """Yield address and bytes of a tensor's storage; of a wrapper, such as a quantised weight, those of its parts."""
+    """Yield address and bytes of a tensor's storage; for a wrapper, such as a quantised weight, of all its parts."""
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
         for name in names:

@@ -1,8 +1,8 @@
-"""Counts the arithmetic of an optimizer's update, as operators reach the device's kernels.
+"""Counts the arithmetic of an optimizer's update when operators reach the device's kernels.
 
-Updates hardly multiply matrices, so their FLOPs are those of elementwise operators, by entry: AdamW with weight decay
-takes 14, as a loop, batched (foreach) or fused, which differ in time alone. Norms and matrix products count as well;
-decompositions (of GaLore, once in hundreds of steps) do not. The counted update is the real one, to the bit.
+Updates mostly run elementwise operators, so we count their FLOPs by entry: AdamW with weight decay takes 14, as a loop,
+batched (foreach) or fused, which differ only in time. Norms and matrix products count as well; decompositions (of
+GaLore, once in hundreds of steps) do not. Counting does not change the update.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sparsebp_cli.backward.observe.flops import find_formula
 if TYPE_CHECKING:
     from torch._ops import OpOverload
 
-# FLOPs by entry of operators that are not one operation.
+# FLOPs by entry, for operators with other than one FLOP.
 BY_ENTRY = {
     "addcmul": 3,
     "addcdiv": 3,
@@ -29,14 +29,14 @@ BY_ENTRY = {
     "sum": 1,
     "mean": 1,
 }
-# A fused kernel does what the loop of torch.optim does: without weight decay and momentum, and what each of them adds.
+# FLOPs by entry of fused kernels: without weight decay and momentum, and the addition for each of the two.
 FUSED = {"fused_adam": (13, 2, 0), "fused_adamw": (13, 1, 0), "fused_sgd": (2, 2, 2), "fused_adagrad": (8, 2, 0)}
-# Copies, comparisons and choices: no arithmetic.
+# Copies, comparisons and selections: no arithmetic.
 NONE = frozenset({"clone", "where", "isfinite", "isnan", "ge", "gt", "le", "lt", "eq", "ne", "logical_not"})
 
 
 class UpdateFlops(TorchDispatchMode):
-    """A context manager; ``flops`` grows while updates run inside."""
+    """A context manager that adds the FLOPs of updates inside it to ``flops``."""
 
     flops: int
 

@@ -1,1 +1,1 @@
-"""Changes around a forward: overrides of modules' forwards, and states of random generators."""
+"""Overrides of modules' forwards, checks of their outputs, and states of random generators."""

@@ -1,14 +1,14 @@
-"""What leaves a forward that computed some positions only: values at every position.
+"""The outputs of a forward that computed only some positions: values at every position, with checks of reads.
 
-The loss of a script must not read a position that was not computed: the plain step would send its gradient through the
-model, and here it would be lost. Three things show that it does.
+The script's loss must not read a position that was not computed, since this position's gradient would be lost. Three
+checks detect such a read.
 
-- A gradient that arrives there. What stands there is of the size of real values, and no two entries are equal, so a
-  loss that is flat at equal or at small values has a gradient too.
-- In a batch that is compared with the plain step, the plain values stand there. A gradient that is zero there is zero
-  in the plain step as well, whatever the loss.
-- In such a batch the loss has a second value, of other numbers at these positions (``twin``). It differs if the loss
-  reads them in any way, also without a gradient.
+- The backward refuses a gradient that arrives at such a position. The filled values have the size of real ones, and no
+  two entries are equal, so that even a loss that is flat at equal or small values has a gradient.
+- A batch that is compared with the plain step has the plain values at these positions. Then a gradient that is zero
+  there is also zero in the plain step, for any loss.
+- In such a batch the loss also has a second value, from other numbers at these positions (``twin``). It differs if the
+  loss reads them in any way, even without a gradient.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from torch.autograd.function import once_differentiable
 from sparsebp_cli.backward.patch.twin import Twin
 from sparsebp_cli.errors import UnsupportedError
 
-NOISE = (0.05, 1.0)  # of the mean size of an entry: what is added to a real row, and what to that of the second value
+NOISE = (0.05, 1.0)  # noise added to a real row, and to a row of the second value, relative to the mean entry
 _checked: ContextVar[dict[str, Tensor] | None] = ContextVar("checked", default=None)
 
 
 class ReadsUncomputedError(UnsupportedError):
-    """The loss of a script reads a position at which nothing was computed."""
+    """The script's loss reads a position that was not computed."""
 
 
 @contextmanager
 def checked(plain: dict[str, Tensor]) -> Iterator[None]:
-    """Let what leaves a forward in the block show every read of what was not computed.
+    """Let the outputs of a forward in the block detect every read of positions that were not computed.
 
     Args:
         plain: Values of the plain step, (B, T, ...), by the ``what`` of :func:`fill`.
@@ -48,7 +48,7 @@ def checked(plain: dict[str, Tensor]) -> Iterator[None]:
 
 
 def fill(values: Tensor, computed: Tensor, what: str) -> Tensor:
-    """Return values with others in the range of real ones where nothing was computed; zeros without a graph.
+    """Return values, filled with realistic ones at positions that were not computed, or with zeros without a graph.
 
     Args:
         values: Values by position, (B, T, ...).
@@ -56,8 +56,8 @@ def fill(values: Tensor, computed: Tensor, what: str) -> Tensor:
         what: Name of the values in the error, in the plural, such as ``logits``.
 
     Returns:
-        The values, whose backward raises :class:`ReadsUncomputedError` if a gradient other than zero arrives at a
-        position that was not computed: before any parameter has changed.
+        The values. Their backward raises :class:`ReadsUncomputedError` if a nonzero gradient arrives at a position that
+        was not computed, before any parameter changes.
     """
     if not values.requires_grad:
         return values.masked_fill(~computed.view(*computed.shape, *[1] * (values.dim() - 2)), 0)
@@ -70,16 +70,16 @@ def fill(values: Tensor, computed: Tensor, what: str) -> Tensor:
 
 
 def refuse() -> None:
-    """Raise the error of a loss whose value depends on what was not computed."""
+    """Raise the error for a loss whose value depends on positions that were not computed."""
     raise ReadsUncomputedError(_SENTENCE.format(what="outputs", number="positions"))
 
 
 def _fill(values: Tensor, computed: Tensor, kind: int) -> Tensor:
-    """Return values with a computed row beside each position that has none, and noise of which no two entries are
-    equal. Nothing is read on the host, and one tensor of this size is made."""
+    """Return values in which each position without a row has a copy of a computed row, plus noise with different
+    entries. The host reads nothing, and the function makes one tensor of this size."""
     flat_NX, computed_N = values.flatten(0, 1).flatten(1), computed.to(values.device).flatten()
     number_N = torch.arange(len(computed_N), device=values.device)
-    # The row before, in the order of positions; of the second kind the row behind.
+    # Copy the previous computed row in the order of positions; for the second value the next one.
     places_N = computed_N if kind == 0 else computed_N.flip(0)
     last_N = torch.where(places_N, number_N, -1).cummax(0).values
     last_N = torch.where(last_N < 0, places_N.long().argmax(), last_N)
@@ -89,7 +89,7 @@ def _fill(values: Tensor, computed: Tensor, kind: int) -> Tensor:
     size = NOISE[kind] * flat_NX.abs().mean()
     noise_N = (12.9898 * (number_N + 1 + kind)).sin().to(values.dtype) * size
     noise_X = (78.233 * (torch.arange(flat_NX.shape[1], device=values.device) + 1 + kind)).sin().to(values.dtype)
-    if kind == 1:  # far from the first in every direction, so that a largest, a smallest and a sign are others
+    if kind == 1:  # far from the first value in every direction, so that its maximum, minimum and signs differ
         filled_NX.mul_((2 * (4.1414 * number_N).sin().to(values.dtype)).masked_fill(computed_N, 1)[:, None])
         noise_X = 1 + noise_X
     filled_NX.addcmul_(noise_N.masked_fill(computed_N, 0)[:, None], noise_X[None])
@@ -120,6 +120,6 @@ class _Fill(torch.autograd.Function):
 
 _SENTENCE = (
     "the loss reads {what} at {number} that were not computed, so its gradient "
-    "would be wrong: leave them out of the loss (padding, and whatever has no label), or give no labels to "
+    "would be wrong: leave them out of the loss (padding, and positions without a label), or give no labels to "
     "the forward or engine.columns if the loss reads other positions than those with a label"
 )

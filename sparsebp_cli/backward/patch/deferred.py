@@ -1,4 +1,4 @@
-"""Outputs of transformers whose logits are computed when somebody reads them."""
+"""Transformers outputs whose logits are computed on their first read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sparsebp_cli.errors import UnsupportedError
 
 
 class Deferred:
-    """Logits of an output that are computed when somebody reads them: a loss does not, and they may be the largest
+    """Logits of an output that are computed on their first read. A loss does not read them, and they may be the largest
     tensor of a step."""
 
     def __init__(self, compute: Callable[[], Tensor]) -> None:
@@ -21,7 +21,7 @@ class Deferred:
         self._made: Tensor | None = None
 
     def read(self) -> Tensor:
-        """Return the logits; a gradient that arrives at them is refused."""
+        """Return the logits, which refuse a gradient."""
         if self._made is None:
             self._made = self._compute().requires_grad_()
             self._made.register_hook(_refuse_gradient)
@@ -32,19 +32,19 @@ class Deferred:
 
 
 def defer_logits(output: Any, compute: Callable[[], Tensor]) -> Any:
-    """Return an output of transformers whose logits are computed when they are read, in whatever form.
+    """Return a transformers output whose logits are computed on their first read, by attribute, key or index.
 
-    What its ``items`` and ``values`` yield is left as it is: accelerate copies outputs through them at every step of a
-    mixed precision, and DistributedDataParallel passes them through its own backward.
+    ``items`` and ``values`` do not compute them: accelerate copies outputs through these at every mixed-precision step,
+    and DistributedDataParallel passes them through its own backward.
     """
     kind: Any = next(base for base in type(output).__mro__ if "__dataclass_fields__" in vars(base))
     values = {field.name: getattr(output, field.name) for field in fields(kind)}
     return deferring(kind)(**values | {"logits": Deferred(compute)})
 
 
-@cache  # transformers registers every class of outputs with torch for ever, so there is one for each kind
+@cache  # one class for each kind, since transformers registers every output class with torch permanently
 def deferring(kind: type[Any]) -> type[Any]:
-    """Return the class of a kind of output whose deferred values are computed when somebody reads them."""
+    """Return a subclass of an output class whose deferred values are computed on their first read."""
 
     def resolve(value: Any) -> Any:
         return value.read() if isinstance(value, Deferred) else value

@@ -1,6 +1,6 @@
 """Overrides of a module's forward while a model is attached. All of the engine's overrides are installed here.
 
-A module's own forward is that of its class. An override is an entry ``forward`` in the module's instance dictionary, so
+A module's own forward belongs to its class. An override is an entry ``forward`` in the module's instance dictionary, so
 class, parameters and state_dict keys do not change, and removing the entry restores the module.
 """
 
@@ -25,7 +25,7 @@ _Result = TypeVar("_Result")
 
 
 class NotCopyable:
-    """An object that an attached model refers to. A copy of it would act on the original model's engine."""
+    """An object that an attached model refers to. It refuses copies, which would act on the original model's engine."""
 
     def __reduce_ex__(self, _: object) -> NoReturn:
         raise UnsupportedError("an attached model cannot be copied or pickled: call engine.detach() first")
@@ -34,15 +34,15 @@ class NotCopyable:
 class ForwardOverride(NotCopyable, ABC):
     """A module's ``forward`` while an engine is attached; :class:`ForwardPatches` installs it and sets its attributes.
 
-    Another library may wrap the override (accelerate does so with the whole model) and still call it after it was
-    removed. So :meth:`__call__` runs the module as without an engine once ``is_removed`` is set.
+    Another library may wrap the override (accelerate wraps the whole model's) and still call it after its removal. So
+    once ``is_removed`` is set, :meth:`__call__` must run the module as without an engine.
 
     Attributes:
-        covered: The module's forward before, of an engine or another library; None: that of its class.
+        covered: The module's earlier forward, of an engine or another library; None: its class's forward.
         is_removed: Whether the engine was detached.
     """
 
-    covered: Callable[..., object] | None = None  # the instance's forward before; None: its class's forward applied
+    covered: Callable[..., object] | None = None  # the instance's earlier forward; None: its class's forward
     is_removed = False
     __signature__: inspect.Signature
 
@@ -51,24 +51,24 @@ class ForwardOverride(NotCopyable, ABC):
         """Run the module."""
 
     def run_covered(self, module: nn.Module, *args: object, **kwargs: object) -> Any:
-        """Run the module as without this override.
+        """Run the module without this override.
 
         Args:
-            module: Whose forward this is.
-            *args: As its own forward takes them.
-            **kwargs: The same, by name.
+            module: The module of this override.
+            *args: Positional arguments of its own forward.
+            **kwargs: Keyword arguments of its own forward.
 
         Returns:
-            What its own forward returns.
+            The result of its own forward.
         """
         return call_module(module, *args, **kwargs) if self.covered is None else self.covered(*args, **kwargs)
 
 
 class CheckpointedForward(ForwardOverride):
-    """An override that runs inside of the activation checkpointing of its module, and again where that is run again.
+    """An override that runs inside its module's activation checkpointing, and again when checkpointing reruns it.
 
-    Before transformers 5.24, a layer called its forward inside of checkpointing. Since then its class's forward has
-    checkpointing inside, and would run again without the override.
+    Before transformers 5.24, a layer called its forward inside checkpointing. Since then its class's forward contains
+    the checkpointing, which would rerun without the override.
     """
 
     def __init__(self, module: nn.Module, forward: Forward) -> None:
@@ -86,7 +86,7 @@ class CheckpointedForward(ForwardOverride):
         return module._gradient_checkpointing_func(partial(self._run, **kwargs), *args)  # noqa: SLF001
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copy as what runs inside: some overrides leave a copy of the model its plain forward."""
+        """Copy like the inner override: some overrides give a copy of the model its plain forward."""
         return self._forward.__reduce_ex__(protocol)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
@@ -101,7 +101,7 @@ _checkpointed: ContextVar[frozenset[int]] = ContextVar("checkpointed", default=f
 
 
 def checkpoints_in_forward(module: nn.Module) -> bool:
-    """Whether a module's class has checkpointing inside of its forward, as layers of transformers 5.24 have it."""
+    """Return whether a module's class has checkpointing inside its forward, like layers since transformers 5.24."""
     base = next((kind for kind in type(module).__mro__ if kind.__name__ == "GradientCheckpointingLayer"), None)
     return base is not None and "__call__" not in vars(base)
 
@@ -109,31 +109,31 @@ def checkpoints_in_forward(module: nn.Module) -> bool:
 class ForwardPatches:
     """The forwards that one adapter or extension has overridden.
 
-    Under activation checkpointing an override runs inside of it, and again where the module is run again.
+    Under activation checkpointing an override runs inside it, and again when the module reruns.
     """
 
     def __init__(self) -> None:
-        # The module, what was given, what is its forward now, and what was before.
+        # (module, the given forward, its forward now, its forward before).
         self._installed: list[tuple[nn.Module, Forward, Forward, Forward | None]] = []
 
     def install(self, module: nn.Module, forward: Callable[..., object]) -> None:
         """Override a module's forward.
 
         Args:
-            module: Of the model; its class, parameters and keys of ``state_dict`` do not change.
-            forward: What runs in its place; a :class:`ForwardOverride` can run what was there before.
+            module: A module of the model. Its class, parameters and keys of ``state_dict`` do not change.
+            forward: The replacement. A :class:`ForwardOverride` can run the earlier forward.
         """
         covered = module.__dict__.get("forward")
         if isinstance(forward, ForwardOverride):
             forward.covered = covered
-            # transformers' generate passes what the forward takes: without position_ids it miscounts left padding.
+            # transformers' generate reads the signature: without position_ids it would miscount left padding.
             forward.__signature__ = inspect.signature(module.forward)
         installed = CheckpointedForward(module, forward) if checkpoints_in_forward(module) else forward
         self._installed.append((module, forward, installed, covered))
         module.forward = installed
 
     def remove(self) -> None:
-        """Restore all forwards, the latest first; one that another library has wrapped since is left in place."""
+        """Restore all forwards, the latest first. Leave a forward that another library has wrapped since in place."""
         while self._installed:
             module, forward, installed, covered = self._installed.pop()
             for override in (forward, installed):
@@ -149,7 +149,7 @@ class ForwardPatches:
 
 @contextmanager
 def replace_forwards(replacements: Iterable[tuple[nn.Module, Callable[..., object]]]) -> Iterator[None]:
-    """Let modules run other functions inside of the block."""
+    """Let modules run other functions inside the block."""
     patches = ForwardPatches()
     try:
         for module, forward in replacements:
@@ -160,14 +160,14 @@ def replace_forwards(replacements: Iterable[tuple[nn.Module, Callable[..., objec
 
 
 def uncompiled(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Return a function that runs outside of ``torch.compile``, also where compiled code calls it."""
-    # torch.compiler, since importing torch._dynamo takes seconds; its functions have no types.
+    """Return a function that runs outside of ``torch.compile``, even if compiled code calls it."""
+    # Use torch.compiler, since importing torch._dynamo takes seconds. Its functions have no types.
     result: Callable[_Arguments, _Result] = torch.compiler.disable(function)
     return result
 
 
 def call_module(module: nn.Module, *args: object, **kwargs: object) -> Any:
-    """Run a module by its class's forward, whatever overrides it, without activation checkpointing of the module."""
+    """Run a module by its class's forward, without overrides and without activation checkpointing of the module."""
     forward: Callable[..., Any] = type(module).forward
     if checkpoints_in_forward(module):
         forward = forward.__wrapped__  # type: ignore[attr-defined]
@@ -185,15 +185,14 @@ def check_free(name: str, module: nn.Module) -> None:
 
 
 class ModulePlaces:
-    """The modules of a model as they were when it was attached: overrides and decisions know these, and no later ones.
+    """The modules of a model at attach. Overrides and decisions refer to these, so a replaced module is an error.
 
-    Finds a module that was replaced, as new heads are and embeddings that were resized.
-
-    Wrappers are no replacement: ``torch.compile`` of a layer, activation checkpointing, an adapter around a linear.
+    Examples are a new head or resized embeddings. Wrappers are not replacements: ``torch.compile`` of a layer,
+    activation checkpointing, an adapter around a linear.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        # The dictionaries themselves: looking a module up by its path takes ten times as long.
+        # Store the dictionaries themselves, since looking up a module by its path takes ten times as long.
         self._places = [
             (parent._modules, child, module, f"{name}.{child}".lstrip("."))  # noqa: SLF001 - named_children are copies
             for name, parent in model.named_modules()
@@ -201,7 +200,7 @@ class ModulePlaces:
         ]
 
     def check(self) -> None:
-        """Raise :class:`UsageError` if a module is another one."""
+        """Raise :class:`UsageError` if a module was replaced."""
         for modules, child, module, name in self._places:
             now = modules.get(child)
             if now is not module and (now is None or all(inner is not module for inner in now.modules())):

@@ -1,7 +1,7 @@
 """A tensor that carries a second value through the functions of a script.
 
-What a script computes of a :class:`Twin` is computed a second time, without a graph, of the other value. Whether a
-result depends on where the two differ then shows without calling the script again, however it is computed.
+Each function of a :class:`Twin` runs a second time, without a graph, on the second value. So the result shows whether
+it depends on entries in which the two values differ, without another call of the script.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 
 from sparsebp_cli.backward.patch.rng import capture_generators, generators_at
 
-# What two evaluations of one loss may differ by, in units of its last place: some kernels add in an order of their own.
+# Allowed difference of two evaluations of one loss, in units of its last place: some kernels vary the order of sums.
 LAST_PLACES = 2.0
 # Functions that compute nothing of a tensor.
 _SILENT = {"backward", "register_hook", "requires_grad_", "retain_grad", "__repr__", "__format__", "__deepcopy__"}
@@ -27,7 +27,7 @@ class Twin(Tensor):
 
     Attributes:
         other: The second value, without a graph.
-        refuse: Called, and has to raise, where a result that is differentiated differs from its second value.
+        refuse: Called if a differentiated result differs from its second value; it must raise an error.
     """
 
     other: Tensor
@@ -35,7 +35,7 @@ class Twin(Tensor):
 
     @staticmethod
     def of(value: Tensor, other: Tensor, refuse: Callable[[], None]) -> Twin:
-        """Return a tensor, with its graph, that carries another value."""
+        """Return a tensor with the graph of ``value`` and the second value ``other``."""
         made = value if isinstance(value, Twin) else value.as_subclass(Twin)
         made.other, made.refuse = other.detach(), refuse
         return made
@@ -66,7 +66,7 @@ class Twin(Tensor):
             try:
                 with torch.no_grad(), generators_at(before, carrier.device):
                     others = func(*second, **tree_map(_second, kwargs))
-            except Exception:  # a function that takes no second value: from here on the gradient alone is looked at
+            except Exception:  # the function does not support a second value; from here on only the gradient is checked
                 return result
             if isinstance(target, Tensor) and not isinstance(target, Twin):
                 target.__class__ = Twin
@@ -75,7 +75,7 @@ class Twin(Tensor):
 
 
 def settle(value: Tensor) -> Tensor:
-    """Return a tensor without its second value; call its ``refuse`` if that is another one."""
+    """Return a tensor without its second value; call its ``refuse`` if the two values differ."""
     if not isinstance(value, Twin):
         return value
     with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
@@ -100,7 +100,7 @@ def _find(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Twin | None:
 
 
 def _changes(name: str) -> bool:
-    """Whether a function with this name writes into its first argument."""
+    """Return whether a function with this name writes into its first argument."""
     return (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or name == "__setitem__"
 
 

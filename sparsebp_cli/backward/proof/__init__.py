@@ -1,1 +1,1 @@
-"""Measurements of what a policy did, compared with what it claims."""
+"""Measurements of policies: counted FLOPs against estimates, approximation error, and changed parameters."""

@@ -1,7 +1,7 @@
-"""How close a policy's gradient is to the dense one, per layer and overall, and how a random policy's draws vary.
+"""The approximation error of a policy's gradient against the dense one, per layer and overall, over random draws.
 
 Sums are float64 over chunks of a tensor. In addition to its input, a comparison holds 32 MiB for the chunks, and from
-the second draw on one more set of gradients, in float32 or wider.
+the second draw on one more set of gradients, in at least float32.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ _PIECE = 1 << 20  # entries; four float64 pieces are alive at a time
 
 @dataclass(frozen=True)
 class Fidelity:
-    """A comparison of two gradients. With several draws the first three values are means over the draws.
+    """The approximation error of a policy's gradient: cosine, relative error, sign agreement. With several draws
+    the first three values are means over the draws.
 
     Args:
-        cosine: Cosine of the angle between them, in [-1, 1]; None if one of them is zero.
+        cosine: Cosine of the angle between both gradients, in [-1, 1]; None if one of them is zero.
         relative_error: Norm of the difference over the norm of the dense gradient; None if that is zero.
-        sign_agreement: Share of the dense gradient's nonzero entries whose sign the policy's gradient has; dropped
-            entries have none. None if all are zero.
+        sign_agreement: Fraction of the dense gradient's nonzero entries whose sign the policy's gradient has. Dropped
+            entries do not agree. None if all are zero.
         bias: Norm of the mean error over the draws, over the norm of the dense gradient; None unless draws differ.
-        bias_standard_error: The ``bias`` expected by chance for an unbiased policy with as many draws.
+        bias_standard_error: The ``bias`` expected by chance for an unbiased policy with the same number of draws.
         variance: Mean squared distance of a draw from the mean of draws, over the dense gradient's squared norm.
-        squared_error: Squared norm of the difference over that of the dense gradient, mean over the draws.
+        squared_error: Squared norm of the difference over the dense gradient's squared norm, mean over the draws.
     """
 
     cosine: float | None
@@ -69,7 +70,7 @@ class GradientComparison:
 
     Args:
         dense: The dense gradients, which are not copied.
-        part_of: Maps a parameter's name to the part of the model that it is reported under; None: one part.
+        part_of: Maps a parameter's name to its part of the model in the report; None: one part.
         num_draws: The number of draws to come, at least 1.
     """
 
@@ -83,7 +84,7 @@ class GradientComparison:
         """Compare one more draw.
 
         Args:
-            gradients: Gradients by the same names as the dense ones; None for a parameter without one.
+            gradients: Gradients by the same names as the dense ones; None for a parameter without gradient.
         """
         sums: dict[str, Tensor] = {}
         for name, dense in self._dense.items():
@@ -145,10 +146,10 @@ class _Sums:
     """Sums over all entries of a part, in one draw."""
 
     product: float = 0.0
-    policy: float = 0.0  # squares
+    policy: float = 0.0  # sum of squares
     dense: float = 0.0
     error: float = 0.0
-    same_sign: float = 0.0  # entries
+    same_sign: float = 0.0  # number of entries
     signed: float = 0.0
 
     def __add__(self, other: _Sums) -> _Sums:
@@ -160,7 +161,7 @@ class _Sums:
         if not norms:
             return None
         value = self.product / norms
-        # Rounding may lead out of [-1, 1], and min and max would make a bound of no number.
+        # Rounding may lead out of [-1, 1]. min and max would turn NaN into a bound.
         return value if math.isnan(value) else min(1.0, max(-1.0, value))
 
     @property

@@ -1,4 +1,4 @@
-"""Which parameters an optimizer step changed."""
+"""Measurement of the parameters that an optimizer step changed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Moved:
-    """How much of a parameter, or of several, a step changed.
+    """How many entries of one or more parameters a step changed.
 
     Args:
         entries: Number of all entries.
@@ -28,9 +28,9 @@ class Moved:
 
 
 class Movement:
-    """A copy of parameters before a step, to compare with those after it.
+    """A copy of parameters before a step, to compare with the parameters after it.
 
-    The copy is on the host: it takes as much host memory as the parameters, and none of an accelerator's.
+    The copy is in host memory, with the size of the parameters.
 
     Args:
         parameters: Names and trained parameters.
@@ -38,7 +38,7 @@ class Movement:
 
     def __init__(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
         self._parameters = dict(parameters)
-        # copy=True: on a CPU `to` would return the parameter itself.
+        # copy=True, because on a CPU `to` would return the parameter itself.
         self._before = {name: p.detach().to("cpu", copy=True) for name, p in self._parameters.items()}
 
     def measure(self) -> dict[str, Moved]:

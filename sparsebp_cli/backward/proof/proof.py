@@ -1,7 +1,7 @@
-"""What a backward pass executed and stored, by module, compared with what the policy claims.
+"""Counted FLOPs and saved bytes of a backward pass, by module, compared with the policy's estimate.
 
-Both the dense pass and the policy's are counted on one batch. What they have in common (the repeated forward of
-checkpointed layers, layers without a site) cancels out, so only the saving is judged.
+The dense pass and the policy's pass are counted on one batch. Their common work (the repeated forward of checkpointed
+layers, layers without a site) cancels out, so the comparison judges only the saving.
 
 Shape letters: N rows (= B*T), D input width, O output width.
 """
@@ -25,12 +25,12 @@ from sparsebp_cli.backward.observe.saved_bytes import SavedBytes
 
 @dataclass(frozen=True)
 class PassCount:
-    """Counts of one forward and backward pass.
+    """FLOPs and saved bytes of one forward and backward pass.
 
     Args:
         flops: FLOPs of forward and backward, by module.
         saved: Bytes that the forward saved for the backward, by module.
-        left_out: FLOPs of the forward that were not executed because their result was kept from an earlier pass.
+        left_out: FLOPs of the forward that were saved by reusing results of an earlier pass.
     """
 
     flops: FlopCount
@@ -39,18 +39,18 @@ class PassCount:
 
     @property
     def backward_flops(self) -> Counter[str]:
-        """FLOPs executed inside the backward, by module, repeated forwards included."""
+        """FLOPs executed inside the backward, by module, including repeated forwards."""
         return self.flops.backward + self.flops.recomputed
 
 
 @dataclass(frozen=True)
 class Overclaim:
-    """A broken claim. Shares are of the sites' dense backward FLOPs.
+    """A backward whose counted FLOPs exceed the policy's estimate. Fractions refer to the sites' dense backward FLOPs.
 
     Args:
-        claimed_share: The share that the policy claims to execute.
-        executed_share: The share that was executed, which is larger.
-        sites: Sites that executed more than claimed, the largest excess first; empty if none does so alone.
+        claimed_share: The estimated fraction.
+        executed_share: The counted fraction, which is larger.
+        sites: Sites whose counted FLOPs exceed their estimate, the largest excess first; empty if no single site does.
     """
 
     claimed_share: float
@@ -60,7 +60,7 @@ class Overclaim:
 
 @dataclass(frozen=True)
 class Proof:
-    """The counts of one batch, dense and with the policy.
+    """FLOPs and saved bytes of one batch, dense and with the policy.
 
     Args:
         dense: The dense pass.
@@ -69,8 +69,8 @@ class Proof:
         row_flops: 2 D O of each linear, by name: the FLOPs of one row of one product.
         owners: The innermost module of each site, by the site's name.
         checkpointed: Modules of layers that the dense pass ran again inside the backward.
-        claims: Claims about the dense pass by policies that do not decide at sites. If there are any, shares are of the
-            whole dense backward instead of that of the sites.
+        claims: Estimates for the dense pass by policies that do not decide at sites. If there are any, fractions refer
+            to the whole dense backward instead of the sites'.
     """
 
     dense: PassCount
@@ -97,7 +97,7 @@ class Proof:
             dense: The dense pass.
             policy: The pass with the policy.
             report: The engine's report of the pass with the policy alone.
-            claims: Claims about the dense pass by policies that do not decide at sites.
+            claims: Estimates for the dense pass by policies that do not decide at sites.
 
         Returns:
             The proof.
@@ -107,20 +107,20 @@ class Proof:
         again = {layers.part_of(name) for name in dense.flops.recomputed}
         checkpointed = frozenset(name for name in dense.flops.forward if layers.part_of(name) in again)
         owners = {site.name: layers.owner_of(site.name) for site in report.sites}
-        # A router's lookahead runs through the whole graph, so claims of other policies do not hold.
+        # A router's lookahead runs through the whole graph, so estimates of other policies do not apply.
         held = () if report.route is not None else tuple(claims)
         return cls(dense, policy, report, row_flops, owners, checkpointed, held)
 
     @property
     def claimed_flops(self) -> float | None:
-        """Dense backward FLOPs that all policies together claim to execute; None if none claims anything."""
+        """Estimated backward FLOPs under all policies together; None without estimates."""
         if not self._base:
             return None
         return sum(self.left_flops.values()) - self.report.arrived_flops + self.report.claimed_flops
 
     @property
     def claimed_forward_flops(self) -> float:
-        """Dense forward FLOPs that all policies together claim to execute, plus those of scoring forwards."""
+        """Estimated forward FLOPs under all policies together, plus FLOPs of scoring forwards."""
         left = sum(
             flops * prod(claim.forward.get(name, 1.0) for claim in self.claims)
             for name, flops in self.dense.flops.forward.items()
@@ -129,21 +129,21 @@ class Proof:
 
     @property
     def claimed_share(self) -> float | None:
-        """Share of the sites' dense backward FLOPs that the policy claims to execute; None if the sites have none."""
+        """Estimated fraction of the sites' dense backward FLOPs under the policy; None if the sites have none."""
         if not self.claims:
             return claimed_share(self.report.sites)
         return None if self.claimed_flops is None else self.claimed_flops / self._base
 
     @property
     def executed_share(self) -> float | None:
-        """Share of the sites' dense backward FLOPs that was executed; None if the sites have none."""
+        """Counted fraction of the sites' dense backward FLOPs; None if the sites have none."""
         saved = self.dense.backward_flops.total() - self.policy.backward_flops.total()
         return 1.0 - saved / self._base if self._base else None
 
     @property
     def excess_share(self) -> float | None:
-        """Share of the sites' dense backward FLOPs executed beyond the claim, with its counts rounded up; 0 for a
-        kept claim.
+        """Counted FLOPs beyond the estimate with its counts rounded up, as a fraction of the sites' dense backward
+        FLOPs; 0 without an excess.
 
         The larger of the excess overall and the sum of excesses at single sites.
         """
@@ -156,18 +156,18 @@ class Proof:
 
     @property
     def _base(self) -> float:
-        """The FLOPs that shares refer to."""
+        """The FLOPs to which fractions refer."""
         return float(self.dense.backward_flops.total()) if self.claims else self.report.arrived_flops
 
     @property
     def rows_share(self) -> float | None:
-        """Rows that linears multiplied for dgrad and wgrad, over those of the dense backward; None without linears."""
+        """Rows that linears multiplied for dgrad and wgrad, over rows of the dense backward; None without linears."""
         rows = [sum(self.rows(name, count) or 0.0 for name in self.row_flops) for count in (self.policy, self.dense)]
         return rows[0] / rows[1] if rows[1] else None
 
     @property
     def left_flops(self) -> dict[str, float]:
-        """Dense backward FLOPs by module that policies which do not decide at sites claim to execute."""
+        """Estimated backward FLOPs by module, under the policies that do not decide at sites."""
         shares = [(claim.backward, claim.recomputed) for claim in self.claims]
         return _times(self.dense.flops.backward, self.dense.flops.recomputed, shares)
 
@@ -189,10 +189,10 @@ class Proof:
         return tabulate(self)
 
     def find_overclaim(self) -> Overclaim | None:
-        """Compare what was executed with the claim, at every site named like a module and overall.
+        """Compare counted FLOPs with the estimate, overall and at every site that is named like a module.
 
         Returns:
-            The broken claim; None if all were kept.
+            The excess; None if there is none.
         """
         excess = self._excess_by_site()
         if not self.excess_share:
@@ -213,9 +213,9 @@ class Proof:
         }
 
     def _before(self) -> dict[str, float]:
-        """Dense backward FLOPs by module, with the repeated forward of checkpointed layers counted whole.
+        """Dense backward FLOPs by module, with the whole repeated forward of checkpointed layers.
 
-        PyTorch ends such a forward once the last needed tensor exists, which depends on what the linears save.
+        PyTorch ends such a forward once the last needed tensor exists, which depends on the tensors that linears save.
         """
         again = {
             name: max(self.dense.flops.recomputed[name], self.dense.flops.forward[name]) for name in self.checkpointed
@@ -228,9 +228,9 @@ class Proof:
 
 
 def _excess(executed: float, before: float, dense: float, allowed: float) -> float:
-    """Return the FLOPs executed beyond the dense pass minus the claimed saving; counts are exact integers."""
+    """Return the FLOPs executed beyond the dense pass minus the estimated saving. Counts are exact integers."""
     beyond = executed - (before - dense + allowed)
-    return beyond if beyond > 0.5 + 1e-9 * dense else 0.0  # claims are sums of floats, so allow for rounding
+    return beyond if beyond > 0.5 + 1e-9 * dense else 0.0  # estimates are sums of floats, so allow for rounding
 
 
 def _times(
@@ -238,7 +238,7 @@ def _times(
     recomputed: Mapping[str, int],
     shares: Sequence[tuple[Mapping[str, float], Mapping[str, float]]],
 ) -> dict[str, float]:
-    """Return the FLOPs by module that remain if each policy's shares of backward and repeated forward are applied."""
+    """Return the remaining FLOPs by module after applying each policy's fractions of backward and repeated forward."""
     return {
         name: backward.get(name, 0) * prod(of_backward.get(name, 1.0) for of_backward, _ in shares)
         + recomputed.get(name, 0) * prod(of_recomputed.get(name, 1.0) for _, of_recomputed in shares)
@@ -300,14 +300,14 @@ def _claimed(proof: Proof, name: str, sites: list[SiteReport], left: Mapping[str
 
 
 def claimed_share(sites: Iterable[SiteReport]) -> float | None:
-    """Return the share of some sites' dense backward FLOPs that a policy claims to execute; None if they have none."""
+    """Return the estimated fraction of some sites' dense backward FLOPs under a policy; None if they have none."""
     claims = [(site.claimed_flops, site.arrived_flops) for site in sites]
     dense = sum(dense for _, dense in claims)
     return sum(claimed for claimed, _ in claims) / dense if dense else None
 
 
 def kept_share(sites: Iterable[SiteReport]) -> float | None:
-    """Return the share of gradient entries kept at some sites; None if no gradient arrived."""
+    """Return the fraction of gradient entries kept at some sites; None if no gradient arrived."""
     counts = [(site.kept_share * site.entries, site.entries) for site in sites if site.kept_share is not None]
     entries = sum(entries for _, entries in counts)
     return sum(kept for kept, _ in counts) / entries if entries else None

@@ -187,6 +187,18 @@ def test_a_mask_that_is_made_before_the_cache_knows_of_texts_in_a_row(uses_cache
     assert error(grads, expected) < 1e-5
 
 
+@pytest.mark.parametrize("name", ["chunks", "LlamaForCausalLM"])
+def test_checkpointing_which_makes_no_cache_is_seen_wherever_the_layers_are(name: str) -> None:
+    """The layers of Llama 4 are in a model of their own below the one with the head."""
+    case = {axis: values[0] for axis, values in AXES.items()} | {"architecture": name, "wrapper": "checkpointing"}
+    model = make_family(case)
+    ids, position = torch.tensor([[12, 8, 20, 5]]), torch.tensor([[7, 20, 27, 28]])
+    batch = {"input_ids": ids, "labels": ids, "position_ids": position}
+    expected = model(**batch).loss
+    with sbp.attach(model, [sbp.make_policy("lossless", verify="never")]):
+        assert float(model(**batch).loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
+
+
 @pytest.mark.parametrize("name", ["OPTForCausalLM", "BioGptForCausalLM", "AfmoeForCausalLM"])
 def test_a_model_whose_mask_mixes_texts_holds_them_apart_in_every_batch(name: str) -> None:
     """In one of two batches nothing can be left out, and no comparison has told of the mixing."""

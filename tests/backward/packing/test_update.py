@@ -271,7 +271,7 @@ def test_an_optimizer_may_not_step_before_the_last_micro_batch() -> None:
     with attach(model) as engine:
         engine.expect(batches)
         engine.backward(model(**batches[0]).loss)
-        with pytest.raises(UsageError, match=r"3 of the 4 micro-batches that engine\.expect was given"):
+        with pytest.raises(UsageError, match=r"3 of the 4 micro-batches passed to engine\.expect"):
             optimizer.step()
         assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
         model.zero_grad()
@@ -328,7 +328,7 @@ def test_under_reentrant_checkpointing_each_batch_shares_alone() -> None:
     with attach(model) as engine:
         assert not engine.expect(batches)
         assert error(expected, train(model, engine, batches)) < LIMIT
-        assert "not built with reentrant checkpointing" in engine.notes["packing of updates"]
+        assert "not supported with reentrant checkpointing" in engine.notes["packing of updates"]
 
 
 def test_the_report_says_so_where_nobody_names_the_micro_batches() -> None:

@@ -14,8 +14,8 @@ from sparsebp_cli.backward.kind.score.scorer import next_tokens
 from sparsebp_cli.errors import UnsupportedError, UsageError
 from sparsebp_cli.policies.tokens import SelectedTokens
 from sparsebp_cli.policies.topk import TopK
-from sparsebp_cli.policies.uniform import Uniform
 from sparsebp_cli.policy import Score, ScoredTokenSelector, Step, Tokens
+from sparsebp_shelf.example import Uniform
 from tests.backward.families import tiny_decoder
 from tests.backward.score.test_scorer import batch, score
 
@@ -162,8 +162,8 @@ def test_examples_first_then_their_tokens() -> None:
     [
         ([SelectedTokens(**EXCESS)], {}, r"SelectedTokens compares with a reference: give attach\(reference=MODEL\)"),
         ([SelectedTokens(**EXCESS)], {"reference": "austen"}, "reference must be a model or 'batch', got 'austen'"),
-        ([SelectedTokens(score="loss", keep=0.5)], {"reference": "batch"}, "no policy compares with one"),
-        ([TopK(keep=0.5)], {"reference": "batch"}, "no policy compares with one"),
+        ([SelectedTokens(score="loss", keep=0.5)], {"reference": "batch"}, "but no policy uses it"),
+        ([TopK(keep=0.5)], {"reference": "batch"}, "but no policy uses it"),
     ],
 )
 def test_what_is_missing_is_told_before_the_model_is_changed(policies, options, text) -> None:

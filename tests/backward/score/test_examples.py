@@ -14,8 +14,8 @@ from sparsebp_cli.backward import attach, count_flops
 from sparsebp_cli.errors import UnsupportedError, UsageError
 from sparsebp_cli.policies.max_child import MaxChild
 from sparsebp_cli.policies.topk import TopK
-from sparsebp_cli.policies.uniform import Uniform
-from sparsebp_cli.policy import Examples, ExampleSelector, Step
+from sparsebp_cli.policy import Examples, Step
+from sparsebp_shelf.example import ExampleSelector, Uniform
 from sparsebp_shelf.policies.selective_backprop import SelectiveBackprop
 from tests.backward.conftest import FAMILIES
 from tests.backward.families import tiny_decoder
@@ -209,8 +209,6 @@ def test_evaluation_disabled_and_probing_leave_everything_as_it_was() -> None:
     "options",
     [
         {},
-        {"sites": "branches"},
-        {"sites": "branches", "checkpointing": "sparse"},
         {"sites": "nodes"},
         {"segments": 2},
         {"execution": "reference"},
@@ -249,7 +247,7 @@ def test_what_cannot_be_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedError, match="Uniform chooses examples in the forward of a transformers model"):
         attach(torch.nn.Linear(2, 2), [Uniform(**ALWAYS)])
     del arguments["labels"]
-    with attach(model, [Uniform(**ALWAYS)]), pytest.raises(UsageError, match="Uniform needs the labels"):
+    with attach(model, [Uniform(**ALWAYS)]), pytest.raises(UsageError, match="Uniform needs labels"):
         model(**arguments)
     with pytest.raises(UnsupportedError, match="make the same decision"):
         attach(model, [Uniform(**ALWAYS), SelectiveBackprop(**ALWAYS)])

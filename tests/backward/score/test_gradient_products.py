@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, OPTConfig, OPTForCausalLM
 
 from sparsebp_cli.backward import ModuleTrace, attach, count_flops
-from sparsebp_cli.backward.kind.example import gradient_products as room
-from sparsebp_cli.backward.kind.example.gradient_products import GradientProducts
 from sparsebp_cli.backward.observe.flops import DensePass
 from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.policies.frozen import Frozen
 from sparsebp_cli.policies.topk import TopK
+from sparsebp_shelf.example import gradient_products as room
+from sparsebp_shelf.example.gradient_products import GradientProducts
 from sparsebp_shelf.policies.greats import Greats
 from tests.backward.conftest import VOCABULARY
 from tests.backward.families import tiny_decoder
@@ -121,7 +121,7 @@ def test_rows_of_unknown_examples_are_refused_by_name() -> None:
     model = tiny_decoder("llama")
     plain = model.model.layers[0].mlp.forward
     model.model.layers[0].mlp.forward = lambda x: plain(x.transpose(0, 1)).transpose(0, 1)
-    with pytest.raises(UnsupportedError, match=r"needs to know the example of each row, and at 'model.layers.0.mlp"):
+    with pytest.raises(UnsupportedError, match=r"needs to know the example of each row; at 'model.layers.0.mlp"):
         products(model, batch(3), batch(2))
 
 

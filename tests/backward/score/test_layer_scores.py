@@ -166,5 +166,5 @@ def test_everything_kept_is_dense() -> None:
 def test_a_mask_by_query_is_refused_with_a_score_of_attention() -> None:
     model, arguments = tiny_decoder("llama"), batch()
     arguments["attention_mask"] = torch.ones(3, 1, 12, 12, dtype=torch.bool).tril()
-    with pytest.raises(UnsupportedError, match=r"a score of attention needs an attention_mask of \(B, T\)"):
+    with pytest.raises(UnsupportedError, match=r"a score of attention needs an attention_mask of shape \(B, T\)"):
         score(model, arguments, {"attention"})

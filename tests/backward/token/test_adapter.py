@@ -1,4 +1,4 @@
-"""An architecture that is not built in works with the map that the guide shows, found by its entry point."""
+"""An architecture that is not supported in works with the map that the guide shows, found by its entry point."""
 
 from __future__ import annotations
 

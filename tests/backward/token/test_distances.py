@@ -8,10 +8,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-import sparsebp_cli as sbp
 from sparsebp_cli.asset.checkpointing import checkpoint_activations
 from sparsebp_cli.backward.kind.token import row_plan as planning
-from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.policy.token import TokenMode
 from tests.backward.conftest import VOCABULARY
 
@@ -65,17 +63,3 @@ def test_a_checkpointed_layer_with_distances_gives_the_same_gradient(family: str
     checkpoint_activations(model)
     for mode, expected in zip(CUT, stored, strict=True):
         assert_near(step(model, unequal(), mode), expected, 1e-6)
-
-
-def test_branches_refuse_a_bloom_that_adds_to_the_output_of_its_norms() -> None:
-    policy = sbp.make_policy("topk", keep=0.5, along="rows")
-    with pytest.raises(UnsupportedError, match="needs apply_residual_connection_post_layernorm=False in BloomBlock"):
-        sbp.attach(biased("bloom", apply_residual_connection_post_layernorm=True), [policy], sites="branches")
-
-
-def test_an_attention_that_drops_out_by_a_function_is_recomputed_whole() -> None:
-    model = biased("bloom", hidden_dropout=0.1)
-    with sbp.attach(model, [sbp.make_policy("topk", keep=0.5, along="rows")], sites="branches") as engine:
-        engine.backward(model(**make_batch("scattered").inputs).loss)
-        notes = " ".join(engine.report().notes)
-    assert "its attention has dropout" in notes

@@ -49,21 +49,18 @@ def test_an_architecture_that_cannot_have_a_layout_is_refused_with_the_reason(
     model = tiny(family, **options)
     with pytest.raises(UnsupportedError, match=f"token selection does not know .*{reason}"):
         sbp.attach(model, [Marked()])
-    with pytest.raises(UnsupportedError, match=f"sites='branches' does not know .*{reason}"):
-        sbp.attach(model, [sbp.make_policy("topk", keep=0.5, along="rows")], sites="branches")
 
 
 @pytest.mark.parametrize("option", [{"output_router_logits": True}, {"router_jitter_noise": 0.1}])
-@pytest.mark.parametrize("sites", ["linears", "branches"])
-def test_a_loss_and_noise_of_routers_are_refused_before_and_in_the_forward(option: dict[str, Any], sites: Any) -> None:
-    policy: Any = Marked() if sites == "linears" else sbp.make_policy("topk", keep=0.5, along="rows")
+def test_a_loss_and_noise_of_routers_are_refused_before_and_in_the_forward(option: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedError, match=f"MixtralForCausalLM has {next(iter(option))}"):
-        sbp.attach(tiny("mixtral", num_local_experts=4, **option), [policy], sites=sites)
+        sbp.attach(tiny("mixtral", num_local_experts=4, **option), [Marked()])
     model, batch = tiny("mixtral", num_local_experts=4), make_batch("scattered")
-    with sbp.attach(model, [policy], sites=sites):
-        given = batch.arguments if sites == "linears" else batch.inputs
-        with pytest.raises(UnsupportedError, match="output_router_logits"):
-            model(**given, output_router_logits=True)
+    with (
+        sbp.attach(model, [Marked()]),
+        pytest.raises(UnsupportedError, match="output_router_logits"),
+    ):
+        model(**batch.arguments, output_router_logits=True)
 
 
 def tiny(family: str, **options: Any) -> PreTrainedModel:
@@ -94,7 +91,7 @@ def pictured() -> PaliGemmaForConditionalGeneration:
             ),
             "does not know BertLayer",
         ),
-        (pictured, "a model of text alone; PaliGemmaForConditionalGeneration has PaliGemmaConfig"),
+        (pictured, "a model of text only; PaliGemmaForConditionalGeneration has PaliGemmaConfig"),
         (lambda: tiny_decoder("gemma3_text", use_bidirectional_attention=True), "has use_bidirectional_attention"),
         (lambda: tiny_decoder("gpt2", add_cross_attention=True), "has add_cross_attention"),
         (lambda: tiny_decoder("llama", attn_implementation="flex_attention"), "attention eager or sdpa, got 'flex_att"),
@@ -107,10 +104,9 @@ def test_a_model_that_is_no_plain_decoder_is_refused_when_attached(model: Any, c
     assert not any("forward" in module.__dict__ for module in found.modules())
 
 
-@pytest.mark.parametrize("sites", ["branches", "nodes"])
-def test_sites_that_do_not_go_with_tokens_are_refused(sites: str) -> None:
-    with pytest.raises(UnsupportedError, match=f"Marked needs sites='linears', got '{sites}'"):
-        sbp.attach(decoder("llama"), [Marked()], sites=sites)
+def test_nodes_do_not_go_with_tokens() -> None:
+    with pytest.raises(UnsupportedError, match="Marked needs sites='linears', got 'nodes'"):
+        sbp.attach(decoder("llama"), [Marked()], sites="nodes")
 
 
 def test_two_token_selectors_are_refused() -> None:
@@ -132,8 +128,8 @@ def test_a_model_with_a_loss_of_its_own_is_refused() -> None:
         ({"output_attentions": True}, "output_attentions"),
         ({"logits_to_keep": 3}, "logits_to_keep"),
         ({"shift_labels": random_ids()}, "shift_labels"),
-        ({"cu_seq_lens_q": torch.tensor([0, 5, 16])}, "it takes cu_seq_lens_q"),
-        ({"is_causal": True}, "it takes is_causal"),
+        ({"cu_seq_lens_q": torch.tensor([0, 5, 16])}, "a layer that gets cu_seq_lens_q"),
+        ({"is_causal": True}, "a layer that gets is_causal"),
     ],
 )
 def test_an_argument_that_cannot_be_cut_is_refused(extra: dict[str, Any], complaint: str) -> None:

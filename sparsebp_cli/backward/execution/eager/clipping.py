@@ -1,6 +1,6 @@
-"""Gradient clipping when gradients do not exist at the same time.
+"""Gradient clipping for gradients that do not exist at the same time.
 
-The arithmetic is that of :func:`torch.nn.utils.clip_grad_norm_`, applied to one gradient at a time.
+It applies the arithmetic of :func:`torch.nn.utils.clip_grad_norm_` to one gradient at a time.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class Clipping:
-    """The bound on gradient norms, and which norm is compared with it.
+    """The bound on gradient norms, and the norm to compare with it.
 
-    ``max_norm`` is greater than 0; None clips nothing. ``by`` is ``parameter``: each gradient by its own norm;
-    ``previous``: all by the total norm of the step before, and in the first step each by its own; ``exact``: all by
-    their total norm, which an extra backward pass computes first.
+    ``max_norm`` is greater than 0; None: no clipping. ``by`` is ``parameter``: each gradient by its own norm;
+    ``previous``: all by the total norm of the previous step, and in the first step each by its own norm; ``exact``: all
+    by their total norm, which an extra backward pass computes first.
     """
 
     max_norm: float | None = None
@@ -46,7 +46,7 @@ class Clipping:
     def clip(self, parameter: Tensor, norm: Tensor, total_norm: Tensor | None) -> None:
         """Clip the gradient of one parameter, given its norm.
 
-        ``total_norm`` is that of all gradients in this step or the one before; None if unknown.
+        ``total_norm`` is the norm of all gradients in this step or the previous one; None if unknown.
         """
         if self.max_norm is None:
             return
@@ -68,7 +68,7 @@ def norm_of(gradient: Tensor) -> Tensor:
 def total_of(norms: Sequence[Tensor]) -> Tensor:
     """Return the 2-norm of all gradients together, as a scalar tensor.
 
-    ``norms`` must be in the order of the parameters, because the order of a sum shows in its last bits.
+    ``norms`` must be in the order of the parameters, because the order of a sum changes its last bits.
     """
     first = norms[0].device
     total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(first) for norm in norms]), 2.0)

@@ -1,9 +1,9 @@
-"""Tells whether a gradient that arrives at a parameter is complete.
+"""Determines whether a gradient that arrives at a parameter is complete.
 
 In one pass of PyTorch's engine a parameter's gradient arrives once, as the sum over all its uses. Reentrant activation
-checkpointing runs passes within the pass: a parameter used in two checkpointed segments gets two gradients, and nothing
-in the graph shows that in advance. So once such checkpointing was seen, the forward counts uses. A gradient that cannot
-be proved complete waits for the end of the pass.
+checkpointing runs passes within the pass. Then a parameter in two checkpointed segments gets two gradients, which the
+graph does not show in advance. So after it has detected such checkpointing, this module counts uses in the forward. A
+gradient that cannot be proved complete waits for the end of the pass.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from torch.autograd.graph import Node
 
 _LEAF = "torch::autograd::AccumulateGrad"
-_REENTRANT = "CheckpointFunction"  # PyTorch's class; those of DeepSpeed and fairscale contain the same name
+_REENTRANT = "CheckpointFunction"  # PyTorch's class; DeepSpeed's and fairscale's classes contain the same name
 
 _Use = tuple[int, bool]  # the parameter's id, and whether a graph is recorded
 
 
 class GradientCompleteness:
-    """Tells whether a gradient that arrives at one of ``parameters`` is complete.
+    """Determines whether a gradient that arrives at one of ``parameters`` is complete.
 
-    Uses in the forward of ``model`` are counted from when reentrant checkpointing was first seen.
+    It counts uses in the forward of ``model`` after it has first detected reentrant checkpointing.
     """
 
     def __init__(self, model: nn.Module, parameters: Iterable[Tensor]) -> None:
@@ -59,7 +59,7 @@ class GradientCompleteness:
         return self._graph.leaves
 
     def is_complete(self, parameter: Tensor) -> bool:
-        """Return whether no more of the gradient that has just arrived can come in this pass; False also if unknown."""
+        """Return whether the gradient that has just arrived is complete in this pass; False also if unknown."""
         is_direct = parameter in self._graph.leaves
         if is_direct and not self._graph.is_reentrant:
             return True
@@ -78,7 +78,7 @@ class GradientCompleteness:
         self._uses = None
 
     def _count_uses(self) -> None:
-        """Count uses from the next forward on; models without reentrant checkpointing do not pay for it."""
+        """Count uses from the next forward on, so that models without reentrant checkpointing have no overhead."""
         if self._uses is None:
             self._uses = UseCounter(self._model, self._parameters)
 
@@ -88,8 +88,8 @@ class GraphSummary:
     """Facts about a graph that has not run yet."""
 
     leaves: frozenset[Tensor]  # tensors that collect a gradient
-    is_reentrant: bool  # whether a node runs a backward pass of its own
-    bytes_at_once: int  # most bytes of gradients that one node produces together
+    is_reentrant: bool  # whether a node runs its own backward pass
+    bytes_at_once: int  # largest number of bytes of gradients that one node produces together
 
 
 def read_graph(loss: Tensor) -> GraphSummary:
@@ -110,7 +110,7 @@ def read_graph(loss: Tensor) -> GraphSummary:
                 seen.add(child)
                 waiting.append(child)
         leaves |= own
-        if len(own) > 1:  # one alone is counted when it arrives: it may be sparse
+        if len(own) > 1:  # a single gradient is counted when it arrives, since it may be sparse
             most = max(most, sum(leaf.nbytes for leaf in own))
     return GraphSummary(frozenset(leaves), is_reentrant, most)
 
@@ -124,7 +124,7 @@ class UseCounter:
         self._modes: list[TorchFunctionMode] = []
         self._hooks = [
             model.register_forward_pre_hook(self._enter, prepend=True),
-            # always_call: a forward that fails must not leave its mode in force.
+            # always_call, so that a failed forward does not leave its mode active.
             model.register_forward_hook(self._leave, always_call=True),
         ]
 
@@ -141,7 +141,7 @@ class UseCounter:
     def _enter(self, *_: object) -> None:
         if torch.is_grad_enabled() and not self._modes:
             mode = _Counting(self._count, self._parameters)
-            # By hand, since it has to span from one hook to the other.
+            # Enter the mode explicitly, since it must last from one hook to the other.
             mode.__enter__()  # type: ignore[no-untyped-call]
             self._ran = True
             self._modes.append(mode)
@@ -165,7 +165,7 @@ class _Counting(TorchFunctionMode):
     ) -> object:
         result = func(*args, **(kwargs or {}))
         is_recorded = torch.is_grad_enabled()
-        if not isinstance(result, bool | int | str | torch.dtype | torch.device):  # reading metadata is no use
+        if not isinstance(result, bool | int | str | torch.dtype | torch.device):  # reading metadata does not count
             for value in (*args, *(kwargs or {}).values()):
                 for each in value if isinstance(value, list | tuple) else (value,):
                     if id(each) in self._parameters:

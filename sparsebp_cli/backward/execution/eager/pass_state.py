@@ -41,7 +41,7 @@ class EagerPassState:
 
 
 def count_bytes(gradient: Tensor) -> int:
-    """Return the bytes of a gradient; for a sparse one its values and indices."""
+    """Return the bytes of a gradient; for a sparse gradient of its values and indices."""
     return count_sparse_bytes(gradient) if gradient.is_sparse else gradient.nbytes
 
 
@@ -49,7 +49,7 @@ def count_bytes(gradient: Tensor) -> int:
 def preserve_grads(tensors: Iterable[Tensor]) -> Iterator[None]:
     """Set ``.grad`` aside during a pass that only measures, and restore it afterwards.
 
-    ``tensors`` collect gradients that no update takes away: inputs, or parameters of other optimizers.
+    ``tensors`` accumulate gradients that no update frees: inputs, or parameters of other optimizers.
     """
     before = [(tensor, tensor.grad) for tensor in tensors]
     for tensor, _ in before:

@@ -18,9 +18,9 @@ from sparsebp_cli.errors import UnsupportedError
 class PerParameterStep:
     """Steps an optimizer parameter by parameter.
 
-    Values that a step writes into its group (some optimizers count steps there) are written back once per group by
-    :meth:`write_back`. accelerate's wrapper around the optimizer is accepted. Raises :class:`UnsupportedError` for an
-    object that is no torch optimizer, or whose step needs a closure.
+    :meth:`write_back` copies values that a step writes into its group, such as a step count, once to the optimizer's
+    group. The class accepts accelerate's wrapper around the optimizer. Raises :class:`UnsupportedError` for an object
+    that is not a torch optimizer, or whose step needs a closure.
     """
 
     optimizer: torch.optim.Optimizer
@@ -40,7 +40,7 @@ class PerParameterStep:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def start(self) -> None:
-        """Read the groups; their options, such as the learning rate, apply to all updates that follow."""
+        """Read the groups. Their options, such as the learning rate, apply to all following updates."""
         groups = self.optimizer.param_groups
         self._group_of = {p: number for number, group in enumerate(groups) for p in group["params"]}
         self._options = [{name: value for name, value in g.items() if name != "params"} for g in groups]
@@ -49,7 +49,7 @@ class PerParameterStep:
     def update(self, parameter: Tensor) -> None:
         """Update one of the optimizer's parameters with its gradient."""
         number, groups = self._group_of[parameter], self.optimizer.param_groups
-        # With one parameter: an update costs the same however many the optimizer has. See decision 18.
+        # Pass one parameter, so that an update's time does not depend on the number of parameters. See decision 18.
         shown = {**self._options[number], "params": [parameter]}
         try:
             self.optimizer.param_groups = [shown]
@@ -62,7 +62,7 @@ class PerParameterStep:
         torch.autograd.graph.increment_version(parameter)
 
     def write_back(self) -> None:
-        """Write back what the updates since :meth:`start` have written into their groups."""
+        """Write back values that the updates since :meth:`start` wrote into their groups."""
         for number, after in self._after.items():
             before, group = self._options[number], self.optimizer.param_groups[number]
             for name, value in after.items():
@@ -78,7 +78,7 @@ def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[torch.optim.Optimiz
     """
     step: Callable[[torch.optim.Optimizer], object] = type(optimizer).step
     if getattr(step, "hooked", False):  # PyTorch wraps the method once, at the first optimizer of the class
-        step = getattr(step, "__wrapped__", step)  # one level: the next one may be the step's own no_grad
+        step = getattr(step, "__wrapped__", step)  # only one level, since the next may be the step's own no_grad
     closure = inspect.signature(step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise UnsupportedError(

@@ -1,4 +1,4 @@
-"""Tests, on two small parameters, whether an optimizer updates each parameter independently of the others."""
+"""Tests on two small parameters whether an optimizer updates each parameter independently of the others."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _TOLERANCE = 1e-5  # foreach implementations may round differently
 def refuse_inseparable(optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer whose update of a parameter depends on other parameters.
 
-    The user's optimizer is not changed. One that cannot be constructed from its own defaults is accepted untested.
+    The user's optimizer does not change. If it cannot be constructed from its own defaults, accept it without a test.
     """
     inner = getattr(optimizer, "optimizer", optimizer)
     known = inspect.signature(type(inner)).parameters.keys() - {"fused", "capturable"}  # may need an accelerator
     options = {name: value for name, value in inner.defaults.items() if name in known}
-    # No devices: by default this forks the generator of every GPU, and both parameters are on the host.
+    # Pass no devices, since both parameters are on the host, and the default forks the generator of every GPU.
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -44,7 +44,7 @@ def _train(
     kind: Callable[..., torch.optim.Optimizer], options: dict[str, object], *, one_by_one: bool
 ) -> list[nn.Parameter]:
     torch.manual_seed(0)
-    # Of very unequal size, so that a norm over both is far from that of each.
+    # Very unequal sizes, so that a norm over both is far from the norm of each.
     parameters = [nn.Parameter(torch.randn(4, 6)), nn.Parameter(100.0 * torch.randn(8, 4))]
     optimizer = kind(parameters, **options)
     single = PerParameterStep(optimizer)
@@ -61,8 +61,8 @@ def _train(
             single.write_back()
             if num_hooked:
                 raise UnsupportedError(
-                    f"update='eager' does not work with {type(optimizer).__name__}: its step calls that of the class "
-                    "below it, whose hooks would run for every parameter; use update='deferred'"
+                    f"update='eager' does not work with {type(optimizer).__name__}: its step calls its base class's "
+                    "step, whose hooks would run for every parameter; use update='deferred'"
                 )
         else:
             optimizer.step()

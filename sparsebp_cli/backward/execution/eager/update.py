@@ -1,8 +1,8 @@
-"""Runs the optimizer inside the backward: each parameter is updated when its gradient is complete, then it is freed.
+"""Runs the optimizer inside the backward: it updates each parameter when its gradient is complete, and frees it.
 
 After Lv, Yang, Liu, Gao, Guo, Qiu: Full Parameter Fine-tuning for Large Language Models with Limited Resources
 (LOMO), 2023, https://arxiv.org/abs/2306.09782. We differ: any separable PyTorch optimizer works, each hook handles its
-own parameter (LOMO's scan all of them), and a shared parameter is updated once, with the sum.
+own parameter (LOMO's hooks scan all), and a shared parameter is updated once, with the sum.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class EagerUpdate(PassRunner):
     """Updates parameters during a backward.
 
     Parameters of the optimizer that are not in the model are updated in the same way. Raises
-    :class:`UnsupportedError` if another engine updates one of its parameters already.
+    :class:`UnsupportedError` if another engine already updates one of its parameters.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, clipping: Clipping) -> None:
@@ -53,7 +53,7 @@ class EagerUpdate(PassRunner):
         self._pass: EagerPassState | None = None
         self._total: Tensor | None = None  # norm of all gradients of the last step
         self._has_updated = False  # whether a pass has updated parameters since optimizer.step()
-        self._interrupted = ""  # describes a pass since then that was interrupted
+        self._interrupted = ""  # describes an interrupted pass since optimizer.step()
         self._write_back_hook: RemovableHandle | None = None
         self._lock = RLock()  # autograd runs hooks in one thread per device
         self.report: EagerReport | None = None
@@ -66,7 +66,7 @@ class EagerUpdate(PassRunner):
 
     def install(self, engine: EngineView) -> None:
         self._engine = engine
-        # optimizer.step() itself finds no gradients, so counters in its groups must be written back after it.
+        # optimizer.step() itself finds no gradients, so write back counters in its groups after it.
         self._write_back_hook = self._stepper.optimizer.register_step_post_hook(lambda *_: self._stepper.write_back())
         self._hook_parameters()
         engine.notes["eager"] = f"update: eager: parameters change inside the backward; {self.clipping.describe()}"
@@ -121,9 +121,9 @@ class EagerUpdate(PassRunner):
     ) -> None:
         """Run a backward pass.
 
-        Raises :class:`UsageError` if this step has updated parameters before, perhaps in an interrupted pass, or a
-        parameter got a gradient after its update; :class:`UnsupportedError` if ``backward`` scales the loss or takes
-        gradients away; :class:`DivergedError` if a gradient is not finite.
+        Raises :class:`UsageError` if this step has already updated parameters, perhaps in an interrupted pass, or a
+        parameter got a gradient after its update; :class:`UnsupportedError` if ``backward`` scales the loss or removes
+        gradients; :class:`DivergedError` if a gradient is not finite.
         """
         refuse_scaling(backward)
         if not updates:
@@ -144,12 +144,12 @@ class EagerUpdate(PassRunner):
             self._engine.notes["eager accumulation"] = (
                 "update: eager: gradients of earlier micro-batches are kept for the last one's pass: no memory is saved"
             )
-        # Accumulated gradients exist until the end anyway, so their total norm needs no pass of its own.
+        # Accumulated gradients exist until the end anyway, so their total norm needs no extra pass.
         measures_first = is_exact and not keeps
         if measures_first:
             state = EagerPassState(lambda parameter, _: _free(parameter), updates=False)
             spared = preserve_grads({*self._completeness.leaves, *self._names} - set(self._stepper.parameters))
-            # With the same step and draw, policies decide alike in both passes.
+            # With the same step and draw, policies make the same decisions in both passes.
             with self._engine.probing(draw=self._engine.now().draw), self._running(state), spared:
                 differentiate(retain_graph=True)
                 self._finish_all(state)
@@ -173,7 +173,7 @@ class EagerUpdate(PassRunner):
         self._note_late_updates(waited, all_wait=not state.early)
 
     def _note_late_updates(self, waited: Sequence[str], *, all_wait: bool) -> None:
-        """Add report notes on parameters that are updated late; the first pass is left out, since it may know less."""
+        """Add report notes on late updates, except in the first pass, which may prove fewer gradients complete."""
         if all_wait:
             why = "clipping by the exact norm of accumulated gradients needs all of them"
             self._engine.notes["eager wait"] = f"update: eager: parameters are updated after the backward: {why}"
@@ -189,14 +189,14 @@ class EagerUpdate(PassRunner):
                 self.clipping.clip(parameter, norm, self._total)
                 self._stepper.update(parameter)
         finally:
-            _free(parameter)  # also after an error, so that no gradient is applied twice
+            _free(parameter)  # even after an error, so that no gradient is applied twice
 
     @contextmanager
     def _running(self, state: EagerPassState) -> Iterator[None]:
         self._pass = state
         for parameter in self._held():
             state.hold(parameter)
-        # Fires when checkpointing runs a forward again inside the backward.
+        # This hook runs when checkpointing reruns a forward inside the backward.
         watch = register_module_forward_pre_hook(self._refuse_changed)
         try:
             yield
@@ -206,7 +206,7 @@ class EagerUpdate(PassRunner):
 
     @contextmanager
     def _recording_interruption(self, state: EagerPassState) -> Iterator[None]:
-        """Record how far a pass came if it is interrupted, by lack of memory, a user's hook or Ctrl-C."""
+        """Record the progress of a pass if lack of memory, a user's hook or Ctrl-C interrupts it."""
         try:
             yield
         except BaseException as error:
@@ -217,7 +217,7 @@ class EagerUpdate(PassRunner):
             raise
 
     def _hook_parameters(self) -> None:
-        """Hook the trainable parameters; called before each pass, since a frozen one may be unfrozen later."""
+        """Hook the trainable parameters. Called before each pass, since a frozen parameter may be unfrozen later."""
         for parameter in self._stepper.parameters:
             if parameter.requires_grad and parameter not in self._hooks:
                 handle = parameter.register_post_accumulate_grad_hook(self._on_gradient)
@@ -245,9 +245,9 @@ class EagerUpdate(PassRunner):
             state.waiting[parameter] = None
 
     def _refuse_changed(self, module: nn.Module, _: object) -> None:
-        """Refuse a forward that runs again, inside the backward, with a parameter that was updated since.
+        """Refuse a forward that reruns inside the backward with a parameter that was updated since.
 
-        That happens if no gradient comes back from the first use; otherwise the update would have waited for it.
+        This happens if no gradient comes from the first use; otherwise the update would have waited for it.
         """
         state = self._pass
         if state is None or not state.updates:
@@ -261,7 +261,7 @@ class EagerUpdate(PassRunner):
 
     def _finish(self, state: EagerPassState, parameter: Tensor) -> None:
         norm = norm_of(_gradient(parameter))
-        if norm.device.type == "cpu" and not math.isfinite(norm):  # elsewhere each check would synchronise
+        if norm.device.type == "cpu" and not math.isfinite(norm):  # on other devices each check would synchronise
             self._refuse(norm, self._name(parameter), len(state.done) if state.updates else 0)
         state.norms[parameter] = norm
         state.done.add(parameter)  # before `finish`, since an interrupted update may have changed it
@@ -269,9 +269,7 @@ class EagerUpdate(PassRunner):
         state.bytes_now -= state.held.pop(parameter)
 
     def _finish_all(self, state: EagerPassState) -> None:
-        """Finish the waiting parameters, and those that only earlier micro-batches reached, in the optimizer's
-        order.
-        """
+        """Finish waiting parameters, and those that only earlier micro-batches reached, in the optimizer's order."""
         for parameter in self._held():
             self._finish(state, parameter)
 
@@ -302,15 +300,15 @@ def _free(parameter: Tensor) -> None:
 
 
 def refuse_scaling(backward: Callable[..., object] | None) -> None:
-    """Refuse a ``backward`` that scales the loss, since gradients are gone before they could be scaled back.
+    """Refuse a ``backward`` that scales the loss, since the update frees gradients before they could be unscaled.
 
-    Also refuse that of a GradStore, which keeps gradients from arriving at parameters.
+    Also refuse the ``backward`` of a GradStore, with which no gradient arrives at parameters.
     """
     owner = getattr(backward, "__self__", None)
     if isinstance(owner, GradStore):
         raise UnsupportedError(
-            "update='eager' does not work with a GradStore: the store takes the gradients, and none are left for an "
-            "update; use update='deferred'"
+            "update='eager' does not work with a GradStore, which takes all gradients and leaves none for the update; "
+            "use update='deferred'"
         )
     if getattr(owner, "scaler", None) is not None:  # accelerate's: before the first pass that only measures
         refuse_scale()
@@ -324,8 +322,8 @@ def choose_update(
 ) -> list[EagerUpdate]:
     """Return the extension for ``update='eager'``, or none for ``deferred``.
 
-    ``model`` is as the user has it, so that wrappers are visible. Raises :class:`UsageError` if the optimizer has no
-    parameter of the model, and :class:`UnsupportedError` if it cannot update parameters one by one.
+    ``model`` is the user's model with its wrappers. Raises :class:`UsageError` if the optimizer has no parameter of the
+    model, and :class:`UnsupportedError` if it cannot update parameters one by one.
     """
     if update == "deferred":
         return []

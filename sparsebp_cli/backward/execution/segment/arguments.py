@@ -1,7 +1,7 @@
-"""Checks of a layer's arguments and outputs: tensors in tuples, lists and dicts are supported, hidden ones are refused.
+"""Checks of a layer's arguments and outputs: tensors in tuples, lists and dicts are supported, others are refused.
 
-A segment runs twice, and its gradients flow through its arguments and outputs. A tensor inside another object would
-be missed, and a list or object that a layer writes into would be written twice, or not at all.
+A segment runs twice, and its gradients flow through its arguments and outputs. It would miss a tensor inside another
+object, and a layer that writes into a list or object would write twice, or not at all.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _ALLOWED = "allowed: tensors, and tuples, lists and dicts of them"
 
 
 class ArgumentSnapshot:
-    """The contents of lists, dicts and objects among a layer's arguments, to find those that the layer changes."""
+    """The contents of lists, dicts and objects among a layer's arguments, to detect changes by the layer."""
 
     def __init__(self, tree: object) -> None:
         self._found = [(container, _values(container)) for container in _containers(tree)]
@@ -31,8 +31,8 @@ class ArgumentSnapshot:
         for container in changed:
             if id(container) not in returned:
                 raise UnsupportedError(
-                    f"segments: {where} changes a {type(container).__name__} that it is given and does not return, "
-                    "and would do so a second time in the backward: let it return what it adds"
+                    f"segments: {where} changes a {type(container).__name__} among its arguments without returning it, "
+                    "and would change it again in the backward: let it return its additions"
                 )
 
 
@@ -54,7 +54,7 @@ def refuse_hidden(leaves: Iterable[object], where: str, *, given: bool) -> None:
 
 
 def _containers(tree: object) -> Iterator[object]:
-    """Yield every list, dict and object with tensors in it, outer ones first."""
+    """Yield every list, dict and object that contains tensors, outer ones first."""
     if isinstance(tree, Tensor):
         return
     if isinstance(tree, list | dict) or (not isinstance(tree, tuple) and _values(tree)):
@@ -65,7 +65,7 @@ def _containers(tree: object) -> Iterator[object]:
 
 
 def _values(container: object) -> list[object]:
-    """Return the contents of a list or dict; of an object, the tensors among its attributes."""
+    """Return the contents of a list or dict, or the tensors among an object's attributes."""
     if isinstance(container, list):
         return list(container)
     if isinstance(container, dict):
@@ -81,7 +81,7 @@ def _are_same(before: list[object], after: list[object]) -> bool:
 
 
 class NoGradientHook:
-    """Tensor hook inside a segment, of the layer ``name``: refuses a gradient, which would be lost there."""
+    """Tensor hook inside a segment, in the layer ``name``, that refuses a gradient, which would be lost there."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -27,10 +27,10 @@ def segmented_backward(
 ) -> tuple[Tensor, GradStore]:
     """Run forward and backward segment by segment, so that no two segments store their activations at once.
 
-    The forward runs each segment without a graph and stores its input only. Then each segment, from the last to the
-    first, runs with a graph and is differentiated; the gradient of its input goes to the segment before it, and
-    gradients of parameters go to one store, which sums those of shared weights. The last segment runs once, the others
-    twice; dropout, autocast and running statistics behave as if they had run once.
+    The forward runs each segment without a graph and stores only its input. Then each segment, from the last to the
+    first, runs with a graph and is differentiated. The gradient of its input goes to the segment before it. Gradients
+    of parameters go to one store, which sums gradients of shared weights. The last segment runs once, the others twice;
+    dropout, autocast and running statistics behave as if they had run once.
 
         loss, store = sbp.segmented_backward(model, x, lambda y: mse_loss(y, target), num_segments=4)
         store.apply()
@@ -41,9 +41,9 @@ def segmented_backward(
             segment.
         x: The input of the first segment. A segment's output is the only argument of the next, as in ``nn.Sequential``:
             a tensor, or tuples, lists and dicts of tensors.
-        loss_fn: Maps the last segment's output to a scalar loss. It may have parameters of its own.
-        num_segments: Join the entries of ``segments`` to this many; None: one segment per entry.
-        store: The store that gradients are added to, such as over micro-batches; None: a new one.
+        loss_fn: Maps the last segment's output to a scalar loss. It may have its own parameters.
+        num_segments: Join the entries of ``segments`` to this number; None: one segment per entry.
+        store: The store to which gradients are added, such as over micro-batches; None: a new one.
 
     Returns:
         The loss, without a graph, and the store. An ``x`` that requires grad has its gradient in the store.
@@ -59,7 +59,7 @@ def segmented_backward(
     if not (store is None or isinstance(store, GradStore)):
         raise UsageError(f"store must be a GradStore, got {type(store).__name__}")
     if not torch.is_grad_enabled():
-        raise UsageError("segmented_backward needs gradients: call it outside of torch.no_grad()")
+        raise UsageError("segmented_backward needs gradients: call it outside torch.no_grad()")
     if any(isinstance(leaf, Tensor) and not leaf.is_leaf for leaf in tree_flatten(x)[0]):
         raise UsageError("x was computed: give x.detach().requires_grad_(), and take its gradient out with store.pop")
     runs: list[_SegmentRun] = []
@@ -69,15 +69,15 @@ def segmented_backward(
         runs.append(_SegmentRun(number, part, value))
         value = runs[-1].run_without_graph(wants_grad=reaches)
         if not reaches:
-            runs.pop()  # nothing up to here is trained, so it needs no backward
+            runs.pop()  # no parameter up to here is trained, so no backward is needed
     loss = loss_fn(_run(parts[-1], value))
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise UsageError(f"loss_fn must return one number, got {got}")
-    # Not the caller's: it also holds gradients of the segments' borders, and after an error the caller's is unchanged.
+    # A separate store, since it also holds gradients of segments' borders, and an error must not change the caller's.
     found = GradStore()
     found.backward(loss)
-    # Without its graph: the last segment's activations are freed before the next segment runs.
+    # Drop its graph, so that the last segment's activations are freed before the next segment runs.
     loss = loss.detach()
     del value
     while runs:
@@ -90,7 +90,7 @@ class _SegmentRun:
 
     def __init__(self, number: int, part: Sequence[Module], value: object) -> None:
         self._number, self._part = number, part
-        # Flattened, so that each run gets new lists and dicts, which a module may change.
+        # Flatten, so that each run gets new lists and dicts, which a module may change.
         self._leaves, self._spec = tree_flatten(value)
         self._outputs: list[object] = []
 
@@ -168,7 +168,7 @@ def _run(part: Sequence[Module], value: object) -> object:
 
 
 def _is_trained(module: Module) -> bool:
-    """Whether a module has trained parameters; assumed of plain functions."""
+    """Return whether a module has trained parameters; True for plain functions."""
     return not isinstance(module, nn.Module) or any(p.requires_grad for p in module.parameters())
 
 

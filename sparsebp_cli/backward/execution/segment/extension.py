@@ -31,15 +31,15 @@ if TYPE_CHECKING:
 class Segments(EngineExtension):
     """The segments of one model.
 
-    Segments are a way to execute a step and no policy, so they stay active where policies are disabled: as with
-    checkpointing, dense and policy are compared under the same execution.
+    Segments are a way to execute a step, not a policy, so they stay active while policies are disabled. So, as with
+    checkpointing, dense pass and policy are compared under the same execution.
 
     Args:
         model: The model; its list of layers is found automatically.
         segments: The number of segments, or the first module of each.
 
     Raises:
-        UsageError: There are not so many layers, or the names are not layers in their order.
+        UsageError: There are fewer layers than segments, or the names are not layers in their order.
         UnsupportedError: The model has no list of layers, or its layers are checkpointed or skipped at random.
     """
 
@@ -50,15 +50,15 @@ class Segments(EngineExtension):
             if getattr(module, "gradient_checkpointing", False):
                 where = f" (at {name!r})" if name else ""
                 raise UnsupportedError(
-                    f"segments and activation checkpointing{where} in one model are not built: "
-                    "switch checkpointing off, segments compute layers again as well"
+                    f"segments and activation checkpointing{where} in one model are not supported: "
+                    "switch checkpointing off, since segments also recompute layers"
                 )
         dropped = getattr(self._layers.owner, "layerdrop", 0.0)  # an attribute of transformers' speech models and BART
         if isinstance(dropped, float | int) and dropped > 0.0:
             name = type(self._layers.owner).__name__
             raise UnsupportedError(f"segments: {name} skips layers at random (layerdrop={dropped}): set it to 0")
         self._checked: set[str] = set()  # segments whose layers use only their own parameters and arguments
-        self._position = -1  # of the layer that ran last in this forward
+        self._position = -1  # position of the layer that ran last in this forward
         self._recorded: RecordedForward | None = None
         self._hook: RemovableHandle | None = None
         self._patches = ForwardPatches()
@@ -68,7 +68,7 @@ class Segments(EngineExtension):
         starts = ", ".join(names[part[0]] for part in self.segments)
         engine.notes["segments"] = f"layers run in segments that begin with {starts}; all but the last are run again"
         self._hook = self._layers.owner.register_forward_pre_hook(_StartHook(self))
-        # A shared module occurs several times, and is overridden once.
+        # A shared module occurs several times, but override it only once.
         for module in dict.fromkeys(self._layers.modules):
             self._patches.install(module, LayerOverride(module, self))
 
@@ -78,7 +78,7 @@ class Segments(EngineExtension):
         self._patches.remove()
 
     def start_forward(self) -> None:
-        """Reset to the first layer, even if the forward before was interrupted."""
+        """Reset to the first layer, even if the previous forward was interrupted."""
         self._position, self._recorded = -1, None
 
     def run(self, layer: LayerOverride, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
@@ -118,19 +118,19 @@ class Segments(EngineExtension):
 
     def _open(self, segment: range) -> RecordedForward:
         names, modules = self._layers.names, self._layers.modules
-        # Asked in each forward: FSDP2 cuts the weights after the engine was attached. See decision 14.
+        # Check in each forward, since FSDP2 shards the weights after attach. See decision 14.
         if segment is self.segments[0] and any(_is_sharded(p) for module in modules for p in module.parameters()):
-            raise UnsupportedError("segments of sharded weights (FSDP2) are not built: use DDP")
+            raise UnsupportedError("segments of sharded weights (FSDP2) are not supported: use DDP")
         return RecordedForward([names[n] for n in segment], [modules[n] for n in segment])
 
     def _close(self, recorded: RecordedForward, output: object) -> object:
         leaves, places, spec = recorded.finish(output)
         given = recorded.release()
-        # Leaves refuse gradients inside of a segment; what leaves it gets the segment's node below.
+        # Leaves refuse gradients inside a segment. Outputs of the segment get its node below.
         leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         if places and any(t.requires_grad for t in (*given, *recorded.parameters)):
             work = SegmentWork(recorded, tuple(places), len(given), self._checked)
-            # Parameters are inputs of the node: autograd adds up their gradients, and hooks on them need not know of
+            # Parameters are inputs of the node, so autograd sums their gradients, and hooks on them need no code for
             # segments. See decision 18.
             results = SegmentFunction.apply(work, [leaves[n] for n in places], *given, *recorded.parameters)  # type: ignore[no-untyped-call]
             for place, result in zip(places, results, strict=True):
@@ -146,12 +146,12 @@ class LayerOverride(ForwardOverride):
 
     def __init__(self, module: nn.Module, segments: Segments) -> None:
         self.module, self.segments = module, segments
-        # torch.compile cannot trace a Function that runs layers again in its backward. Used as a decorator, disable
-        # would import torch._dynamo with this file.
+        # torch.compile cannot trace a Function that reruns layers in its backward. As a decorator, disable would import
+        # torch._dynamo together with this module.
         self._run = uncompiled(segments.run)
 
     def plain(self, *args: object, **kwargs: object) -> object:
-        """Run the layer as without segments."""
+        """Run the layer without segments."""
         return self.run_covered(self.module, *args, **kwargs)
 
     def __call__(self, *args: object, **kwargs: object) -> object:
@@ -168,7 +168,7 @@ class _StartHook:
 
 
 def _is_sharded(parameter: Tensor) -> bool:
-    # A plain tensor is none, without an import of torch.distributed.tensor.
+    # Recognise a plain tensor without importing torch.distributed.tensor.
     if type(parameter.data) is Tensor:
         return False
     from torch.distributed.tensor import DTensor

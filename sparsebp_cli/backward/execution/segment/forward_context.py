@@ -1,6 +1,6 @@
-"""The state that a forward depends on besides its arguments, saved to run the forward again.
+"""The state on which a forward depends besides its arguments, saved to run the forward again.
 
-That is the random generators of PyTorch, Python and numpy (layers may be dropped by either), autocast, buffers and
+It includes the random generators of PyTorch, Python and numpy (layers may use any of them), autocast, buffers and
 other module state, and which modules are training.
 """
 
@@ -24,7 +24,7 @@ from sparsebp_cli.backward.patch.rng import capture_generators, generators_at
 
 @dataclass
 class _Buffer:
-    """One buffer of a module, as it was when the forward began."""
+    """One buffer of a module at the beginning of the forward."""
 
     module: nn.Module
     name: str
@@ -34,13 +34,13 @@ class _Buffer:
 
     @property
     def is_changed(self) -> bool:
-        """Whether the module has changed the buffer since, in place or by assigning another tensor."""
+        """Return whether the module has changed the buffer since, in place or by assigning another tensor."""
         if getattr(self.module, self.name, None) is not self.tensor or version_of(self.tensor) != self.version:
             return True
         return not torch.equal(self.tensor, self.value)  # batch norm writes without increasing the version
 
 
-# States of Python's generator, in the form that it takes back, and of numpy's.
+# States of Python's generator, in the form for ``setstate``, and of numpy's.
 HostStates = tuple[tuple[Any, ...], bytes]
 
 
@@ -55,7 +55,7 @@ class ForwardContext:
         devices = {t.device for t in tensors} | {p.device for m in inner for p in m.parameters(recurse=False)}
         kinds = {device.type for device in devices} | {"cpu"}
         self._generators = {device: capture_generators(device) for device in devices or {torch.device("cpu")}}
-        # Autocast knows no meta device.
+        # Autocast does not support the meta device.
         self._autocast = [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds - {"meta"}]
         self._buffers = [
             _Buffer(module, name, tensor, version_of(tensor), tensor.detach().clone())
@@ -67,9 +67,7 @@ class ForwardContext:
         self._host: HostStates | None = _get_host()
 
     def keep_changes(self, guard: Callable[[Tensor], Tensor]) -> None:
-        """Drop what the forward, which has ended, did not change; ``guard`` is as in
-        :meth:`ModuleState.keep_changes`.
-        """
+        """Drop state that the completed forward did not change; ``guard`` as in :meth:`ModuleState.keep_changes`."""
         self._buffers = [buffer for buffer in self._buffers if buffer.is_changed]
         self._state.keep_changes(guard)
         if self._host == _get_host():
@@ -99,7 +97,7 @@ class ForwardContext:
                 stack.enter_context(generators_at(states, device))
             try:
                 for buffer, _ in now:
-                    # A copy: the second run may write into it, and exact clipping runs a backward twice.
+                    # Copy, since the second run may write into it, and exact clipping runs a backward twice.
                     setattr(buffer.module, buffer.name, buffer.value.clone())
                 for module, is_training in switched:
                     module.training = not is_training

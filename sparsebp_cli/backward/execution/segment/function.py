@@ -16,8 +16,8 @@ from sparsebp_cli.errors import UnsupportedError
 class SegmentWork:
     """Everything except tensors that the backward of one segment needs.
 
-    ``places`` index the outputs' leaves that a gradient can arrive at; ``num_given`` counts tensors from outside;
-    ``checked`` collects segments, by their last layer, that were found to use only their own tensors.
+    ``places`` are the indices of output leaves that can get a gradient. ``num_given`` counts tensors from outside.
+    ``checked`` collects segments, by their last layer, that use only their own tensors.
     """
 
     recorded: RecordedForward
@@ -59,7 +59,7 @@ class SegmentWork:
 
 @final
 class SegmentFunction(Function):
-    """A segment that has run already, and whose backward runs it again."""
+    """A segment that has run already. Its backward runs it again."""
 
     @staticmethod
     def forward(ctx: Any, work: SegmentWork, outputs: list[Tensor], *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -30,7 +30,7 @@ class ModuleState:
         self._changes: list[tuple[nn.Module, str, object]] = []
 
     def keep_changes(self, guard: Callable[[Tensor], Tensor]) -> None:
-        """Drop what the forward, which has ended, did not change.
+        """Drop state that the completed forward did not change.
 
         ``guard`` makes a tensor that a module has newly stored refuse gradients, since it was computed without a graph.
         """
@@ -105,7 +105,7 @@ def _get_state(generator: _Generator) -> object:
     return generator.get_state(legacy=False)
 
 
-def _set_state(generator: _Generator, state: Any) -> None:  # each kind has a state of its own type
+def _set_state(generator: _Generator, state: Any) -> None:  # the state's type depends on the kind of generator
     if isinstance(generator, random.Random):
         generator.setstate(state)
     elif isinstance(generator, np.random.Generator):
@@ -117,7 +117,7 @@ def _set_state(generator: _Generator, state: Any) -> None:  # each kind has a st
 def _differ(one: object, other: object) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return not torch.equal(one, other)
-    # By text: states hold arrays, whose == has no single truth value; 624 numbers are written out whole.
+    # Compare as text, since states contain arrays, whose == has no single truth value. repr shows all 624 numbers.
     return repr(one) != repr(other)
 
 

@@ -1,9 +1,10 @@
 """One forward through one segment of a model: runs its layers without a graph, and records how to run them again.
 
-The model's own forward calls the layers, with arguments that it computes: masks, positions, the residual stream. Each
-call is recorded with its arguments; a tensor among them comes from outside the segment or from a layer before. Nothing
-may be computed between two layers. To detect it, a layer's outputs are leaves that require grad: a tensor computed from
-one is found when it arrives at the next layer, or when a gradient arrives at the leaf.
+The model's own forward calls the layers with arguments that it computes: masks, positions, the residual stream. This
+module records each call with its arguments. A tensor among them comes from outside the segment or from a previous
+layer. The model may compute nothing between two layers. To detect such a computation, a layer's outputs are leaves that
+require grad. A tensor computed from a leaf shows when it arrives at the next layer, or when a gradient arrives at the
+leaf.
 """
 
 from __future__ import annotations
@@ -89,14 +90,14 @@ class RecordedForward:
             output = forward(*args, **kwargs)
         contents.refuse_changed(output, where)
         self._calls.append(_Call(forward, placeholders, spec))
-        for each, length in captured:  # such as router logits, which a loss may use
+        for each, length in captured:  # collected outputs, such as router logits, which a loss may use
             each[length:] = [self._guarded(leaf) if isinstance(leaf, Tensor) else leaf for leaf in each[length:]]
         outputs, spec = tree_flatten(output)
         refuse_hidden(outputs, where, given=False)
         return tree_unflatten([self._mark(leaf, number) for number, leaf in enumerate(outputs)], spec)
 
     def finish(self, output: object) -> tuple[list[object], list[int], TreeSpec]:
-        """End the forward; return the output's leaves, the indices of those that can get a gradient, and their tree.
+        """End the forward; return the output's leaves, the indices of leaves that can get a gradient, and their tree.
 
         Raises :class:`UnsupportedError` if a layer changed in place a tensor that the segment begins with.
         """
@@ -105,8 +106,8 @@ class RecordedForward:
         changed = self._versions.find_changed()
         if changed is not None:
             raise UnsupportedError(
-                f"segments: the segment that begins with {self.names[0]!r} changes a tensor of shape "
-                f"{tuple(changed.shape)} in place that it is given: begin it with another layer"
+                f"segments: the segment that begins with {self.names[0]!r} changes an input of shape "
+                f"{tuple(changed.shape)} in place: begin it with another layer"
             )
         leaves, spec = tree_flatten(output)
         self._made = {}
@@ -126,7 +127,7 @@ class RecordedForward:
         if changed is not None:
             raise UsageError(
                 f"segments: a weight of shape {tuple(changed.shape)} in the segment that begins with {self.names[0]!r} "
-                "was changed since its forward began: the layers would give something else the second time"
+                "has changed since its forward began: the layers would return another result the second time"
             )
         assert self._context is not None
         outputs: list[list[object]] = []
@@ -146,7 +147,7 @@ class RecordedForward:
         if not isinstance(leaf, Tensor):
             return leaf
         made = self._made.get(id(leaf))
-        # An id alone may be that of a tensor that is gone.
+        # An id alone may belong to a deleted tensor.
         if made is not None and made[0]() is leaf:
             return made[1]
         if id(leaf) not in self._number:
@@ -176,7 +177,7 @@ class RecordedForward:
     def _refuse_between(self) -> NoReturn:
         before, after = self.names[len(self._calls) - 1], self._name
         raise UnsupportedError(
-            f"segments: between {before!r} and {after!r} something is computed that is in neither of them: "
+            f"segments: the model computes a tensor between {before!r} and {after!r}, outside of both: "
             f"let a segment begin with {after!r}"
         )
 
@@ -189,7 +190,7 @@ def _put(leaf: object, given: Sequence[Tensor], outputs: list[list[object]]) -> 
 
 def _find_captured() -> list[list[object]]:
     """Return the lists in which transformers collects outputs of modules, such as attentions and router logits."""
-    # Private: the wrapper of a model's forward fills it, and transformers has no call that asks for it.
+    # This name is private: the wrapper of a model's forward fills the lists, and transformers has no public access.
     loaded = sys.modules.get("transformers.utils.output_capturing")
     collector = getattr(loaded, "_active_collector", None)
     found = None if collector is None else collector.get()

@@ -14,7 +14,7 @@ from sparsebp_cli.errors import UnsupportedError, UsageError, did_you_mean
 
 @dataclass(frozen=True)
 class LayerSequence:
-    """Modules that run one after the other, each on the output of the one before."""
+    """Modules that run in sequence, each on the output of the previous one."""
 
     owner: nn.Module  # its forward runs the layers
     names: tuple[str, ...]
@@ -22,7 +22,7 @@ class LayerSequence:
 
 
 def find_layers(model: nn.Module) -> LayerSequence:
-    """Return the entries of the model's module list with most parameters, or else of its ``nn.Sequential``.
+    """Return the entries of the model's module list with the most parameters, or else of its ``nn.Sequential``.
 
     Raises :class:`UnsupportedError` if the model has neither.
     """

@@ -1,1 +1,1 @@
-"""Which parameters a step trains, and at which rates, by a parameter selector."""
+"""Execution of parameter selectors: which parameters a step trains, and at which learning rates."""

@@ -1,15 +1,15 @@
 """Parameter selection: parameters that are not trained at a step do not require a gradient during it.
 
-Autograd itself then computes no gradient of a frozen parameter, stores no input for it, and ends the backward after the
-last trained one. ``.grad`` of a frozen parameter is None, not zero: PyTorch's optimizers then skip the parameter and
-its state, weight decay included.
+Autograd then computes no gradient for a frozen parameter, stores no input for it, and ends the backward after the last
+trained one. ``.grad`` of a frozen parameter is None, not zero, so that PyTorch's optimizers skip the parameter and its
+state, including weight decay.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol, final, runtime_checkable
+from typing import TYPE_CHECKING, cast, final
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -27,6 +27,8 @@ from sparsebp_cli.errors import PolicyError, UnsupportedError
 from sparsebp_cli.policy import Parameter, ParameterSelector, Stateful, Step
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from sparsebp_cli.backward.core.extension import EngineView
     from sparsebp_cli.backward.core.given import Given
 
@@ -52,9 +54,9 @@ class ParameterExtension(EngineExtension):
         self.parameters, self._places = find_parameters(model)
         self._trained = self._select(given.first)
         self._enabled = True
-        self._frozen_here: set[str] = set()  # names of parameters that this extension has frozen, and not the user
+        self._frozen_here: set[str] = set()  # names of parameters that this extension froze, not the user
         self._handles: list[RemovableHandle] = []
-        self._notes: dict[str, str] = {}  # the engine's
+        self._notes: dict[str, str] = {}  # the engine's notes
         self._offloaded: OffloadedState | None = None
         if policy.offloads_state and given.optimizer is not None:
             self._offloaded = OffloadedState(given.optimizer)
@@ -87,17 +89,17 @@ class ParameterExtension(EngineExtension):
             parameter = self._get(name)
             if enabled and name not in self._trained:
                 if parameter.requires_grad:
-                    # Before the forward: decided in the backward, the inputs would be kept by then. See decision 16.
+                    # Freeze before the forward, since at the backward the inputs are already saved. See decision 16.
                     parameter.requires_grad_(False)
                     self._frozen_here.add(name)
-            elif name in self._frozen_here:  # not those that the user has frozen meanwhile
+            elif name in self._frozen_here:  # not a parameter that the user has frozen meanwhile
                 parameter.requires_grad_(True)
                 self._frozen_here.remove(name)
 
     def start_step(self, step: Step) -> None:
         before, self._trained = self._trained, self._select(step)
         if self._policy.drops_state and self._optimizer is not None:
-            # Of those that leave alone: a resumed optimizer may hold the state of a later step than that of attach.
+            # Only of parameters that leave: a resumed optimizer may have the state of a later step than at attach.
             for name in before - self._trained:
                 self._optimizer.state.pop(self._get(name), None)
         if self._offloaded is not None:
@@ -109,11 +111,11 @@ class ParameterExtension(EngineExtension):
             self._notes[f"parameters from step {step.index}"] = f"{self._describe()} from step {step.index + 1} on"
         self.enable(self._enabled)
         for name in self.frozen:
-            self._get(name).grad = None  # a gradient of an earlier step would be applied again
+            self._get(name).grad = None  # the optimizer would apply an earlier step's gradient again
 
     @override
     def claim(self, dense: DensePass) -> PassEstimate:
-        """Return the remaining shares of a dense pass."""
+        """Return the remaining fractions of a dense pass."""
         return claim_needed(self._model, dense, [self._get(name) for name in self.frozen])
 
     def _select(self, step: Step) -> frozenset[str]:
@@ -129,7 +131,7 @@ class ParameterExtension(EngineExtension):
         return chosen
 
     def _get(self, name: str) -> nn.Parameter:
-        # Looked up by module and key, since sharding (FSDP2) replaces the parameter object.
+        # Look up by module and key, since sharding (FSDP2) replaces the parameter object.
         module, key = self._places[name]
         return parameter_of(module, key)
 
@@ -145,10 +147,10 @@ class ParameterExtension(EngineExtension):
 
 
 class _DetachLeaf(NotCopyable):
-    """Hook after embeddings whose output was made a leaf that requires grad: it returns the output detached.
+    """Hook that detaches the output of embeddings if it is a leaf that requires grad.
 
-    ``enable_input_require_grads`` creates such leaves for reentrant checkpointing. They would let the backward run down
-    to the embeddings whatever is trained.
+    ``enable_input_require_grads`` creates such leaves for reentrant checkpointing. With them, every backward would run
+    down to the embeddings, even if no parameter there is trained.
     """
 
     def __call__(self, _module: nn.Module, _args: object, output: object) -> Tensor | None:
@@ -158,8 +160,8 @@ class _DetachLeaf(NotCopyable):
 
 
 def find_parameters(model: nn.Module) -> tuple[tuple[Parameter, ...], Places]:
-    """Return the parameters that require a gradient, as a policy sees them in the model's order, and their places
-    by name.
+    """Return the parameters that require a gradient, as a policy's arguments in the model's order, and their places by
+    name.
     """
     layers, modules = LayerNumbers(model), dict(model.named_modules(remove_duplicate=False))
     names: dict[nn.Parameter, list[str]] = {}
@@ -175,26 +177,17 @@ def find_parameters(model: nn.Module) -> tuple[tuple[Parameter, ...], Places]:
 
 
 def find_places(policy: ParameterSelector, model: nn.Module, given: Given) -> tuple[Parameter, ...]:  # noqa: ARG001
-    """Return the parameters among which a policy chooses."""
+    """Return the parameters from which a policy chooses."""
     return find_parameters(model)[0]
-
-
-@runtime_checkable
-class HasEmbeddings(Protocol):
-    """A model of transformers that has token embeddings."""
-
-    def get_input_embeddings(self) -> nn.Module:
-        """Return them."""
 
 
 def _find_forced(model: nn.Module) -> Sequence[nn.Module]:
     """Return the embeddings whose output is forced to require a gradient by ``enable_input_require_grads``."""
     found: dict[nn.Module, None] = {}
     for module in model.modules():
-        # enable_input_require_grads leaves no other trace in a model of transformers.
+        # enable_input_require_grads leaves no other trace in a transformers model.
         if module.__dict__.get("_require_grads_hooks"):
-            assert isinstance(module, HasEmbeddings)
-            found[module.get_input_embeddings()] = None
+            found[cast("PreTrainedModel", module).get_input_embeddings()] = None
     return list(found)
 
 

@@ -1,7 +1,7 @@
-"""Learning rates that a parameter selector sets: by parameter, or held for several steps.
+"""Learning rates that a parameter selector sets: by parameter, or constant for several steps.
 
-During the optimizer's step, and only then, its groups are replaced by groups of equal rates. What the user sees between
-two steps is what the schedule of the learning rate has set, and the optimizer's state_dict is as ever.
+Only during the optimizer's step, this extension replaces its groups by groups of equal rates. Between two steps the
+user sees the rates of the learning rate schedule, and the optimizer's state_dict is unchanged.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class LearningRates(EngineExtension):
         self._policy, self._states, optimizer = policy, given.states, given.trained_by
         self._optimizer: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper
         self._parameters, self._places = find_parameters(model)
-        self._held: dict[str, float] = {}  # rate of each group, by its number, at the step whose rate is in force
-        self._given: list[Group] = []  # the optimizer's own groups while it steps
-        self._shown: list[tuple[Group, Group]] = []  # what stands for them, each with its own group
+        self._held: dict[str, float] = {}  # rate of each group, by its number, at the step whose rate applies
+        self._given: list[Group] = []  # the optimizer's own groups during its step
+        self._shown: list[tuple[Group, Group]] = []  # replacement groups, each with the original group
         self._handles: list[RemovableHandle] = []
         self._enabled = True
 
@@ -65,12 +65,12 @@ class LearningRates(EngineExtension):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return the rates that are held."""
+        """Return the held rates."""
         return {"held_rates": dict(self._held)}
 
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the rates that are held."""
+        """Restore the held rates."""
         self._held = dict(state["held_rates"])
 
     def _replace(self) -> None:
@@ -80,7 +80,7 @@ class LearningRates(EngineExtension):
             return
         step = self._states.show(self._policy, replace(self._engine.now(), micro_batch=0, call=0, draw=0, rank=0))
         policy, groups = self._policy.at(step), self._optimizer.param_groups
-        # Also where the optimizer got a group since.
+        # Also update if the optimizer got a new group since.
         if policy.rate_step(self._parameters, step) == step.index or len(self._held) != len(groups):
             self._held = {str(number): float(group["lr"]) for number, group in enumerate(groups)}
         factors = self._factors(policy.rates(self._parameters, step))
@@ -90,11 +90,11 @@ class LearningRates(EngineExtension):
             for number, group in enumerate(groups)
             for shown in _split(group, self._held[str(number)], factors)
         ]
-        # For this step alone: schedules, the log and the optimizer's state_dict see the user's own. See decision 16.
+        # Only for this step: schedules, the log and the optimizer's state_dict use the user's groups. See decision 16.
         self._optimizer.param_groups = [shown for shown, _ in self._shown]
 
     def _restore(self) -> None:
-        """Give the optimizer its groups back, with what its step has written into those that stood for them."""
+        """Restore the optimizer's groups, with the values that its step wrote into the replacements."""
         if not self._given:
             return
         for shown, group in self._shown:
@@ -112,12 +112,12 @@ class LearningRates(EngineExtension):
 
 
 def make_rates(policy: ParameterSelector, model: nn.Module, given: Given) -> LearningRates | None:
-    """Return what sets the rates of a policy; None if it sets none, or there is no optimizer."""
+    """Return the extension that sets a policy's rates; None if it sets none, or without an optimizer."""
     return LearningRates(policy, model, given) if policy.sets_rates and given.optimizer is not None else None
 
 
 def _split(group: Group, rate: float, factors: Mapping[nn.Parameter, float]) -> Sequence[Group]:
-    """Return groups that together stand for one: of equal rates, in the order of its parameters."""
+    """Return a group split into groups of equal rates, in the order of its parameters."""
     by_factor: dict[float, list[nn.Parameter]] = {}
     for parameter in group["params"]:
         by_factor.setdefault(factors.get(parameter, 1.0), []).append(parameter)

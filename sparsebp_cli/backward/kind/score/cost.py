@@ -1,4 +1,4 @@
-"""Time and FLOPs of what runs only to compute scores."""
+"""Time and FLOPs of computing scores."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from sparsebp_cli.backward.observe.flops import counting_now
 
 @dataclass
 class ScoringCost:
-    """A context manager around scoring forwards. On a CUDA device both ends are events, which are read later."""
+    """A context manager around scoring forwards. On a CUDA device it records events, which are read later."""
 
     device: torch.device
-    seconds: float | DeviceSeconds = 0.0  # wall time, after the block
-    flops: int = 0  # 0 unless FLOPs are being counted
+    seconds: float | DeviceSeconds = 0.0  # wall time, set at the end of the block
+    flops: int = 0  # 0 unless the block runs under count_flops
 
     def __enter__(self) -> Self:
         """Start."""

@@ -1,8 +1,7 @@
-"""Scores of positions that are known inside of the layers: attention received, updates of the residual stream, and the
-gradient at the input of the last layer.
+"""Scores of positions from inside the layers: attention received, updates of the residual stream, and the gradient at
+the input of the last layer.
 
-Hooks read them in the scoring forward. For the gradient, that forward builds a graph from the last layer on, and no
-other layer is differentiated.
+Hooks read them in the scoring forward. For the gradient, that forward builds a graph only from the last layer on.
 
 Shape letters: B examples, T positions, H heads, N rows (= B*T), D width.
 """
@@ -23,7 +22,7 @@ from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.policy import Score
 
 INSIDE: frozenset[Score] = frozenset({"attention", "update", "last_gradient"})
-_MASK_DIMENSIONS = 4  # of a mask by head, query and key
+_MASK_DIMENSIONS = 4  # dimensions of a mask by example, head, query and key
 
 
 @final
@@ -33,14 +32,14 @@ class LayerScores:
     Args:
         decoder: Layers of the model that runs the forward.
         wanted: Names among ``INSIDE``; others are ignored.
-        real_BT: Whether a position is no padding.
+        real_BT: Whether a position is not padding.
     """
 
     found: dict[Score, Tensor]  # each (B, T), float32
 
     def __init__(self, decoder: Decoder, wanted: Collection[Score], real_BT: Tensor) -> None:
         self._decoder, self._wanted, self._real_BT = decoder, INSIDE & set(wanted), real_BT
-        self._input: Tensor | None = None  # of the last layer, a leaf
+        self._input: Tensor | None = None  # input of the last layer, a leaf
         self.found = {}
 
     @property
@@ -53,10 +52,10 @@ class LayerScores:
         """Read the scores of the forward in the block.
 
         Args:
-            arguments: Arguments of this forward by name, among them the attention mask.
+            arguments: Arguments of this forward by name, including the attention mask.
 
         Yields:
-            None: Where the forward runs.
+            None: While the forward runs.
         """
         layers, handles, mode = self._decoder.layers, [], torch.is_grad_enabled()
         config = layers[-1].core.config
@@ -68,9 +67,11 @@ class LayerScores:
         if "attention" in self._wanted:
             mask = arguments.get("attention_mask")
             if isinstance(mask, Tensor) and mask.ndim == _MASK_DIMENSIONS:
-                raise UnsupportedError("a score of attention needs an attention_mask of (B, T), got one by query")
+                raise UnsupportedError(
+                    "a score of attention needs an attention_mask of shape (B, T), got one with more dimensions"
+                )
             handles.append(layers[-1].core.register_forward_hook(self._see_attention))
-            use_attention(config, "eager")  # the only one that returns its weights
+            use_attention(config, "eager")  # the only implementation that returns its weights
         if self.differentiates:
             begin = partial(self._begin_graph, layers[-1].argument_names[0])
             handles.append(layers[-1].module.register_forward_pre_hook(begin, with_kwargs=True))
@@ -86,7 +87,7 @@ class LayerScores:
         """Find the norm of the gradient at the input of the last layer.
 
         Args:
-            hidden_ND: Input of the head, with a graph to that of the last layer.
+            hidden_ND: Input of the head, with a graph down to the input of the last layer.
             grad_ND: Gradient of the loss at the input of the head.
         """
         assert self._input is not None
@@ -114,7 +115,7 @@ class LayerScores:
     def _begin_graph(
         self, argument: str, _: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> tuple[tuple[object, ...], dict[str, object]]:
-        """Let the last layer read a leaf, and what follows it in the forward have a graph."""
+        """Replace the last layer's input by a leaf, and record a graph from there on."""
         given = args[0] if args else kwargs[argument]
         assert isinstance(given, Tensor)
         self._input = given.detach().requires_grad_()

@@ -1,8 +1,8 @@
-"""Scores of every target, by a forward without dropout and, but for ``last_gradient``, without gradients.
+"""Scores of every target, from a forward without dropout and, except for ``last_gradient``, without gradients.
 
-The head runs for targets only, and for a limited number at a time, so that the logits stay small. The model's own
-forward runs it, whatever it does to the logits (soft capping, scaling): meanwhile, the layers below the head are
-replaced by a function that returns their earlier output.
+The head runs only for targets, and for a limited number at a time, so that the logits stay small. The model's own
+forward runs the head, so that changes of the logits (soft capping, scaling) apply. During this, a function that returns
+their earlier output replaces the layers below the head.
 
 Shape letters: B examples, T positions, N rows (= B*T), D width, V vocabulary, K rows at a time.
 """
@@ -25,13 +25,13 @@ from sparsebp_cli.backward.patch.forward import replace_forwards
 from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.policy import Score
 
-MOST_LOGITS = 1 << 24  # entries at a time: 64 MiB in float32
+MOST_LOGITS = 1 << 24  # largest number of logits at a time: 64 MiB in float32
 IGNORED = -100
 _LABELS = ("labels", "num_items_in_batch", "shift_labels")
 
 
 class HasLogits(Protocol):
-    """What a model's forward returns, as far as scores go."""
+    """The part of a model's output that scores need."""
 
     logits: Tensor
 
@@ -39,9 +39,9 @@ class HasLogits(Protocol):
 class Scorer:
     """Scores the targets of batches with one model.
 
-    ``what`` names the policy that needs the scores and starts the text of errors. ``decoder`` is the same model, for
-    scores that are known inside of its layers. Raises :class:`UnsupportedError`
-    unless the model is a transformers model with a language-modelling head and ``logits_to_keep``.
+    ``what`` names the policy that needs the scores, at the beginning of errors. ``decoder`` is the same model, for
+    scores from inside its layers. Raises :class:`UnsupportedError` unless the model is a transformers model with a
+    language-modelling head and ``logits_to_keep``.
     """
 
     model: nn.Module
@@ -68,9 +68,9 @@ class Scorer:
         forward: Callable[..., HasLogits],
         wanted: Collection[Score],
     ) -> dict[Score, Tensor]:
-        """Run the model by ``forward`` and return each wanted score, (B, T), float32, 0 where there is no target.
+        """Run the model by ``forward`` and return each wanted score, (B, T), float32, 0 at positions without target.
 
-        ``next_BT`` is the token that each position predicts, -100 for none; labels among the arguments are ignored.
+        ``next_BT`` is the token that each position predicts, -100 for none. Labels among the arguments are ignored.
         """
         target_N = next_BT.flatten()
         by_logits = [name for name in wanted if name in _SCORES]
@@ -79,7 +79,7 @@ class Scorer:
         }
         layers = self._watch(arguments, next_BT, wanted)
         with torch.no_grad(), evaluating(self.model):
-            rows = (target_N != IGNORED).nonzero()[:, 0]  # waits for a GPU, which has less to do before the forward
+            rows = (target_N != IGNORED).nonzero()[:, 0]  # waits for a GPU; before the forward the wait is short
             with nullcontext() if layers is None else layers.watching(arguments):
                 hidden_ND = self._hidden(arguments, forward)
             differentiates = layers is not None and layers.differentiates
@@ -108,7 +108,7 @@ class Scorer:
         }
 
     def _watch(self, arguments: Mapping[str, object], next_BT: Tensor, wanted: Collection[Score]) -> LayerScores | None:
-        """Return what reads those scores that are known inside of the layers; None if none is wanted."""
+        """Return the reader for scores from inside the layers; None if none is wanted."""
         if not INSIDE & set(wanted):
             return None
         assert self._decoder is not None
@@ -122,7 +122,7 @@ class Scorer:
             base.register_forward_hook(lambda base, _, output: kept.append((base, output[0]))) for base in self._bases
         ]
         try:
-            # The head runs for one position, whose logits nobody reads: those of the targets follow in pieces.
+            # Run the head for one unused position. The logits of the targets follow in pieces.
             forward(**(given | {"use_cache": False, "logits_to_keep": 1}))
         finally:
             for handle in handles:
@@ -146,18 +146,18 @@ class Scorer:
 
 
 def is_known(score: Tensor) -> bool:
-    """Whether a score is a number: in a forecast, which runs a step without data on the CPU, it is none."""
+    """Return whether a score has values. In a forecast, which runs a step with fake tensors on the CPU, it has none."""
     return not (hasattr(score, "fake_mode") and score.device.type == "cpu")
 
 
 def draw_like(score: Tensor) -> Tensor:
-    """Return drawn numbers in the place of a score that is not known: what is chosen by them is not what a run chooses,
-    but as much, and from among the same."""
+    """Return random numbers instead of a score without values. A choice by them has the same size as a real one, among
+    the same candidates."""
     return torch.rand(score.shape, generator=torch.Generator().manual_seed(0))
 
 
 def real_positions(arguments: Mapping[str, object], like_BT: Tensor) -> Tensor:
-    """Return which positions are not padding, as a boolean (B, T); only a two-dimensional ``attention_mask`` tells."""
+    """Return which positions are not padding, as a boolean (B, T), by a two-dimensional ``attention_mask`` alone."""
     mask = arguments.get("attention_mask")
     if isinstance(mask, Tensor) and mask.ndim == 2:
         return mask != 0
@@ -167,7 +167,7 @@ def real_positions(arguments: Mapping[str, object], like_BT: Tensor) -> Tensor:
 def next_tokens(labels_BT: Tensor) -> Tensor:
     """Return the token that each position predicts, (B, T), -100 where there is none.
 
-    ``labels_BT`` is as transformers' models take it: the entry at t is the token at t.
+    ``labels_BT`` has transformers' form: the entry at t is the token at t.
     """
     return pad(labels_BT[:, 1:], (0, 1), value=IGNORED)
 
@@ -178,7 +178,7 @@ def _hidden_class() -> Callable[..., object]:
     from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
     class Hidden(BaseModelOutputWithPastAndCrossAttentions):
-        """What the layers below the head return; whatever else some of them do, such as routers' logits, is None."""
+        """The output of the layers below the head. Other fields, such as routers' logits, are None."""
 
         def __getattr__(self, name: str) -> None:
             if name.startswith("_"):
@@ -189,8 +189,8 @@ def _hidden_class() -> Callable[..., object]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Switch dropout off inside of the block, and restore each module's mode afterwards."""
-    # Not eval() and train(): what the script has in evaluation stays there.
+    """Switch dropout off inside the block, and restore each module's mode afterwards."""
+    # Not model.train() afterwards: modules that the script has in eval mode stay in it.
     training = [module for module in model.modules() if module.training]
     for module in training:
         module.training = False
@@ -211,8 +211,8 @@ def _entropy(logits_KV: Tensor, _: Tensor) -> Tensor:
 
 
 def gradient_norm(logits_KV: Tensor, target_K: Tensor) -> Tensor:
-    """Return the 2-norm of the gradient of each row's loss with respect to its logits, (K,): that of the probabilities,
-    less 1 at the target."""
+    """Return the 2-norm of the gradient of each row's loss with respect to its logits, (K,). This gradient is the
+    probabilities, minus 1 at the target."""
     share_KV = logits_KV.softmax(-1)
     share_KV.scatter_add_(1, target_K[:, None], share_KV.new_full((len(target_K), 1), -1.0))
     norm_K: Tensor = torch.linalg.vector_norm(share_KV, dim=-1)

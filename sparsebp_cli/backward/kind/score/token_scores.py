@@ -1,5 +1,5 @@
 """Calls a token selector with the scores that it needs; implements
-:class:`~sparsebp_cli.backward.kind.token.extension.TokenChoiceSource`.
+:class:`~sparsebp_cli.backward.kind.token.extension.TokenExtension`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ OWN_SCORES: frozenset[Score] = INSIDE.union(("loss", "entropy", "gradient_norm")
 class TokenChooser:
     """Builds a selector's input from the model's arguments, and calls the selector.
 
-    ``decoder`` is the model without a DDP wrapper. ``reference`` computes ``reference_loss``; None: the batch has it as
-    a column. Raises :class:`UnsupportedError` if a model cannot be scored, or the reference has another vocabulary.
+    ``decoder`` is the model without a DDP wrapper. ``reference`` computes ``reference_loss``; None: a column of the
+    batch has it. Raises :class:`UnsupportedError` if a model cannot be scored, or the reference has another vocabulary.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class TokenChooser:
         what = f"{type(policy).__name__}, which scores tokens,"
         self._policy, self._has_schedule, self._states = policy, bool(policy.schedules), states
         self._count: Callable[[Chosen], None] = _forget
-        # While a score is differentiated, the engine is disabled, so that no site counts this backward.
+        # Disables the engine while a score is differentiated, so that no site counts this backward.
         self._disabled: Callable[[], AbstractContextManager[None]] = nullcontext
         self._scorer = Scorer(decoder.model, what, decoder) if policy.needs & OWN_SCORES else None
         self._needs_reference = "reference_loss" in policy.needs
@@ -56,7 +56,7 @@ class TokenChooser:
         self.columns: frozenset[str] = self._reads | (frozenset({REFERENCE_COLUMN}) if by_batch else frozenset())
 
     def install(self, engine: EngineView) -> None:
-        """Count choices with this engine; before, nothing is counted."""
+        """Count choices with this engine from now on."""
         self._count = engine.add_chosen
         if "last_gradient" in self._policy.needs:
             self._disabled = engine.disabled

@@ -1,1 +1,1 @@
-"""Token selection: exact, or with positions that carry no gradient detached."""
+"""Execution of token selectors: exact, or with detached positions that carry no gradient."""

@@ -1,7 +1,7 @@
-"""Decoders that classify an example by one position: which one, and the logits of these positions alone.
+"""Decoders that classify an example by one position: find that position, and compute logits only there.
 
-The loss reads one position of each example, and which positions carry gradient is the policy's choice. The model's own
-forward computes the loss: it gets logits of all positions, which are 0 where it does not read them.
+The loss reads one position of each example, and the policy chooses which positions carry gradient. The model's own
+forward computes the loss. It receives logits of all positions, which are 0 where it does not read them.
 
 Shape letters: B examples, T positions, N read positions of all examples.
 """
@@ -31,8 +31,8 @@ def check_selector(policy: TokenSelector, decoder: Decoder) -> None:
 
 
 def read_positions(model: nn.Module, arguments: Mapping[str, object]) -> Tensor:
-    """Return the position of each example that the loss reads, as a boolean (B, T): that of the last token that is not
-    the padding token, as transformers finds it.
+    """Return the position of each example that the loss reads, as a boolean (B, T): the last token that is not the
+    padding token, as in transformers.
     """
     ids, embeddings = arguments.get("input_ids"), arguments.get("inputs_embeds")
     given = ids if isinstance(ids, Tensor) else embeddings

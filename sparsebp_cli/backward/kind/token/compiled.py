@@ -1,10 +1,9 @@
-"""Token selection inside of a graph that ``torch.compile`` makes, in mode ``detach``.
+"""Token selection inside a graph of ``torch.compile``, in mode ``detach``.
 
-One operator chooses the positions when the graph runs. The numbers of carried and dropped positions are sizes that the
-compiler does not know, so one graph serves every batch. As in eager mode carried rows run with a graph of autograd and
-dropped ones without; examples are padded to the longest, the attention mask is written out, and the head computes all
-carried rows. Keys and values are all that the last layer computes of dropped rows, since the compiler leaves out what
-nothing reads.
+One operator chooses the positions when the graph runs. The numbers of carried and dropped positions are dynamic sizes
+for the compiler, so one graph serves every batch. As in eager mode, carried rows run with an autograd graph and dropped
+rows without one. In contrast to eager mode, examples are padded to the longest, the attention mask is explicit, and
+the head computes all carried rows. In the last layer the compiler keeps only keys and values of dropped rows.
 
 Shape letters: B examples, T positions, K carried rows, M dropped rows, Q queries, S keys, D width.
 """
@@ -13,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, cast, final
+from typing import TYPE_CHECKING, Any, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -32,15 +31,6 @@ if TYPE_CHECKING:
     from sparsebp_cli.backward.kind.model_output import ModelOutput
 
 
-class ChoosesRows(Protocol):
-    """What chooses the positions of a batch while a graph runs."""
-
-    def choose_rows(self, known: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        """Return positions (B, K) and which of them are no padding, the same of dropped positions (B, M), the labels
-        of the carried ones, and two numbers: the trained share of the targets, and 0 if none is trained, else 1.
-        """
-
-
 @torch.library.custom_op(
     "sparsebp::choose_positions",
     mutates_args=(),
@@ -49,9 +39,10 @@ class ChoosesRows(Protocol):
     tags=UNSAFE,
 )
 def _choose(labels: Tensor, others: list[Tensor], site: int, names: str) -> tuple[Tensor, ...]:
-    found = cast("ChoosesRows", require_site(site))
+    found: Any = require_site(site)
     known = dict(zip(names.split(",") if names else (), others, strict=True))
-    return found.choose_rows({"labels": labels} | known)
+    chosen: tuple[Tensor, ...] = found.choose_rows({"labels": labels} | known)
+    return chosen
 
 
 @_choose.register_fake
@@ -60,7 +51,7 @@ def _choose_shapes(labels: Tensor, *_: object) -> tuple[Tensor, ...]:
     num_examples = labels.shape[0]
     made = []
     for _number in range(2):
-        # Compilers take sizes of 0 and 1 for constants, so `_list` gives two rows at least.
+        # Compilers treat sizes 0 and 1 as constants, so `_list` returns at least two rows.
         num_rows = context.new_dynamic_size(min=2)
         made.append(labels.new_empty(num_examples, num_rows, dtype=torch.long))
         made.append(labels.new_empty(num_examples, num_rows, dtype=torch.bool))
@@ -68,7 +59,7 @@ def _choose_shapes(labels: Tensor, *_: object) -> tuple[Tensor, ...]:
 
 
 def list_rows(marks: PositionMask, labels_BT: Tensor) -> tuple[Tensor, ...]:
-    """Return what :meth:`ChoosesRows.choose_rows` returns."""
+    """Return positions, masks and labels as ``TokenExtension.choose_rows`` does."""
     trained, needed = find_needed(marks)
     carried = needed & (marks.carries | trained)
     position_BK, valid_BK = _list(carried)
@@ -79,13 +70,13 @@ def list_rows(marks: PositionMask, labels_BT: Tensor) -> tuple[Tensor, ...]:
     numbers = torch.tensor([share, float(num_trained > 0)], dtype=torch.float64).to(labels_BT.device)
     *moved, is_trained_BK = upload(labels_BT.device, position_BK, valid_BK, *dropped, is_trained_BK)
     label_BK = labels_BT.roll(-1, 1).gather(1, moved[0])
-    if num_trained == 0:  # the placeholder's label may be the ignored one, and the mean over no label is NaN
+    if num_trained == 0:  # the placeholder's label may be ignored, and the mean over no label is NaN
         label_BK = label_BK.clamp(min=0)
     return *moved, label_BK.masked_fill(~is_trained_BK, IGNORED), numbers
 
 
 def _list(member_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the members of each example in order, and which of them are no padding; two rows at least."""
+    """Return the members of each example in order, and which of them are not padding; at least two rows."""
     num_rows = max(2, int(member_BT.sum(1).max()))
     position_BK = (~member_BT).to(torch.uint8).argsort(dim=1, stable=True)[:, :num_rows].contiguous()
     return position_BK, member_BT.gather(1, position_BK)
@@ -93,7 +84,7 @@ def _list(member_BT: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass
 class _Rows:
-    """Some positions of every example, and the mask of their attention."""
+    """Some positions of every example, and which of them are not padding."""
 
     position_BQ: Tensor
     valid_BQ: Tensor
@@ -106,17 +97,17 @@ class _Rows:
 
 @dataclass
 class _Run:
-    """One forward in a graph that is being made."""
+    """One forward that torch.compile traces."""
 
     decoder: Decoder
     carried: _Rows
     dropped: _Rows
     length: int  # T
     implementation: str
-    hidden: Tensor | None = None  # of the dropped rows, before the layer that runs
+    hidden: Tensor | None = None  # hidden states of the dropped rows before the running layer
 
     def run(self, number: int, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-        """Run a layer for both kinds of rows; return the carried ones, after the last layer padded to T rows."""
+        """Run a layer for carried and dropped rows; return the carried rows, padded to T rows after the last layer."""
         layer = self.decoder.layers[number]
         arguments = dict(zip(layer.argument_names, args, strict=False)) | kwargs
         hidden = arguments.pop(layer.argument_names[0])
@@ -139,7 +130,7 @@ class _Run:
         return (result, None) if isinstance(output, tuple) else result
 
     def run_dropped(self, layer: Layer, arguments: dict[str, object], cache: object) -> Tensor:
-        """Run a layer for the dropped rows, without a graph of autograd."""
+        """Run a layer for the dropped rows, without an autograd graph."""
         assert self.hidden is not None
         output = _call(layer, self.hidden, self._restrict(arguments, self.dropped, 0), cache)
         result: Tensor = output[0] if isinstance(output, tuple) else output
@@ -155,7 +146,7 @@ class _Run:
         return {**arguments, **changed}
 
     def _mask(self, mask: Tensor | None, rows: _Rows, first: int) -> Tensor:
-        """Return which keys rows attend to, (B, 1, Q, S); ``first`` is the number of keys before the rows' own."""
+        """Return to which keys rows attend, (B, 1, Q, S); ``first`` is the number of keys before the rows' own."""
         key_BS = torch.cat([self.dropped.position_BQ, self.carried.position_BQ], 1)
         valid_B11S = torch.cat([self.dropped.valid_BQ, self.carried.valid_BQ], 1)[:, None, None]
         query_BQ, fills = rows.position_BQ, ~rows.valid_BQ[:, None, :, None]
@@ -168,7 +159,7 @@ class _Run:
             allowed = mask.expand(len(query_BQ), -1, -1, -1).gather(2, of_query)
             of_key = key_BS[:, None, None].expand(-1, mask.shape[1], query_BQ.shape[1], -1)
             allowed = allowed.gather(3, of_key)
-        # A padding row attends to itself: one that attends to nothing gives NaN.
+        # Let padding rows attend to themselves, since a row that attends to nothing yields NaN.
         if allowed.dtype == torch.bool:
             return (allowed & valid_B11S) | (own_QS & fills)
         return allowed.masked_fill(~valid_B11S, -torch.inf).masked_fill(own_QS & fills, 0.0)
@@ -200,7 +191,7 @@ class _Joined(StandInKV):
 
 
 class _Behind(StandInKV):
-    """A cache that keeps what is added to it, and appends other keys and values."""
+    """A cache that stores added keys and values, and appends others to them."""
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         self._keys, self._values = keys, values
@@ -217,10 +208,10 @@ class GraphTokens:
 
     fits: bool
 
-    def __init__(self, decoder: Decoder, source: ChoosesRows, patches: ForwardPatches) -> None:
+    def __init__(self, decoder: Decoder, source: object, patches: ForwardPatches) -> None:
         self._decoder, self._number, self._implementation = decoder, register(source), decoder.implementation
         self.current: _Run | None = None
-        # Attentions whose arguments hold more about positions than masks and rotations are left to eager mode.
+        # If attention has further arguments about positions besides masks and rotations, the forward runs eagerly.
         layouts = {layer.attention for layer in decoder.layers}
         self.fits = not any(layout.bias or layout.window or layout.excludes or layout.expands for layout in layouts)
         for number, layer in enumerate(decoder.layers):
@@ -228,8 +219,8 @@ class GraphTokens:
         patches.install(decoder.head, _HeadOverride(self, decoder.head))
 
     def run(self, known: Mapping[str, object], own: dict[str, object]) -> ModelOutput:
-        """Run the model in a graph that is being made; ``known`` are all arguments by name, ``own`` those that its own
-        forward takes.
+        """Run the model while torch.compile traces. ``known`` are all arguments by name, ``own`` the arguments of the
+        model's own forward.
         """
         labels, num_items = known["labels"], own.pop("num_items_in_batch", None)
         own["labels"] = None
@@ -263,7 +254,7 @@ class GraphTokens:
 
 @final
 class _LayerOverride(ForwardOverride):
-    """The ``forward`` of a layer: as without it, but for graphs."""
+    """The ``forward`` of a layer. It changes the layer only in graphs."""
 
     def __init__(self, graph: GraphTokens, number: int, module: nn.Module) -> None:
         self.graph, self.number, self.module = graph, number, module
@@ -277,7 +268,7 @@ class _LayerOverride(ForwardOverride):
 
 @final
 class _HeadOverride(ForwardOverride):
-    """The ``forward`` of the head: in graphs for the rows that are no padding of the last layer."""
+    """The ``forward`` of the head. In graphs it runs only on the carried rows."""
 
     def __init__(self, graph: GraphTokens, module: nn.Module) -> None:
         self.graph, self.module = graph, module

@@ -1,8 +1,8 @@
-"""Token selection in one model: its forward lets the policy choose positions, and computes what they need.
+"""Token selection in one model: its forward lets the policy choose positions, and computes the rows that they need.
 
-In training with gradients and labels, the model's forward returns the loss of the trained positions; its logits cannot
-be read. A script with its own loss calls the model without labels. :meth:`TokenExtension.set_columns` then supplies
-them, and the forward returns logits of all positions, with zeros where a position is not trained.
+In training with gradients and labels, the model's forward returns the loss of the trained positions, and its logits
+cannot be read. A script with its own loss calls the model without labels. :meth:`TokenExtension.set_columns` then
+supplies the labels, and the forward returns logits of all positions, with zeros at positions that are not trained.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from sparsebp_cli.backward.core.extension import EngineExtension, refuse_uncalled
-from sparsebp_cli.backward.core.loss_weight import calls_loss_function, has_weights
+from sparsebp_cli.backward.core.loss_weight import calls_loss_function, has_causal_loss, has_weights
 from sparsebp_cli.backward.decoder.decoder import Decoder, argument_names, find_decoder, refuse_prompt
 from sparsebp_cli.backward.decoder.kv_cache import CACHE_NAMES
 from sparsebp_cli.backward.kind.fused_head import has_fused_head
@@ -55,7 +55,7 @@ from sparsebp_cli.backward.patch.forward import (
     uncompiled,
 )
 from sparsebp_cli.errors import UnsupportedError, UsageError
-from sparsebp_cli.policy import ScoredTokenSelector, Step, TokenSelector
+from sparsebp_cli.policy import ScoredTokenSelector, TokenSelector
 from sparsebp_cli.policy.token import TokenChoice
 
 if TYPE_CHECKING:
@@ -66,37 +66,10 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class PacksRows(Protocol):
-    """A forward beneath that leaves out the rows that the labels do not need."""
+    """An inner forward that skips the rows that the labels do not need."""
 
     def reading(self, labels_BT: Tensor) -> AbstractContextManager[None]:
-        """Return a context in which a forward without labels computes what these need."""
-
-
-class TokenChoiceSource(Protocol):
-    """Chooses the positions of one batch."""
-
-    def choose(
-        self,
-        arguments: Mapping[str, object],
-        plain_forward: Callable[..., ModelOutput],
-        step: Step,
-        read_BT: Tensor | None = None,
-    ) -> TokenChoice:
-        """Choose positions, as two boolean tensors of the labels' shape; called in a training forward before any
-        computation.
-
-        ``arguments`` are the forward's by name, as the caller gave them, and must not be changed: ``labels``,
-        ``input_ids`` or ``inputs_embeds``, and ``columns`` that the model's own forward does not accept.
-        ``plain_forward`` is the model's forward without the policy, for scores; it follows the gradient and training
-        mode of its caller. ``read_BT``, (B, T), has the positions that a classifier reads; there are no labels then.
-        """
-
-    def install(self, engine: EngineView) -> None:
-        """Set the engine that counts choices, before the first one."""
-
-    @property
-    def columns(self) -> frozenset[str]:
-        """Names of arguments that only the policy reads."""
+        """Return a context in which a forward without labels computes the rows that these labels need."""
 
 
 _NO_LABELS = (
@@ -111,14 +84,13 @@ _UNKNOWN = (*CACHE_NAMES, *_OUTPUTS, "logits_to_keep", "shift_labels")
 class TokenExtension(EngineExtension):
     """A token selector in one model.
 
-    ``prefix`` precedes the decoder's module names in the attached model; ``packs``: a packer carries out what is
-    chosen. Raises :class:`UnsupportedError` if a forward
-    is overridden already.
+    ``prefix`` precedes the decoder's module names in the attached model. ``packs``: a packer executes the choice.
+    Raises :class:`UnsupportedError` if a forward is overridden already.
     """
 
     policy: TokenSelector
     decoder: Decoder
-    chooser: TokenChoiceSource
+    chooser: TokenChooser
     was_called: bool
     places: ModulePlaces
 
@@ -126,7 +98,7 @@ class TokenExtension(EngineExtension):
         self,
         policy: TokenSelector,
         decoder: Decoder,
-        chooser: TokenChoiceSource,
+        chooser: TokenChooser,
         prefix: str = "",
         *,
         packs: bool = False,
@@ -138,7 +110,7 @@ class TokenExtension(EngineExtension):
         self._patches = ForwardPatches()
         self.given: dict[str, Tensor] = {}
         self.was_called = False
-        if not packs:  # a packer checks the forward that it covers, and knows that of trl
+        if not packs:  # a packer checks the forward that it covers itself, and supports trl's
             check_free("the model", decoder.model)
         for layer in decoder.layers:
             check_free(layer.name, layer.module)
@@ -165,8 +137,10 @@ class TokenExtension(EngineExtension):
             refuse_uncalled(self.policy, self.decoder.model)
 
     def choose_rows(self, known: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        """Choose the positions of a batch while a compiled graph runs; see
-        :class:`~sparsebp_cli.backward.kind.token.compiled.ChoosesRows`.
+        """Choose the positions of a batch while a compiled graph runs.
+
+        Returns the carried positions (B, K) and which of them are not padding, the same for dropped positions (B, M),
+        the labels of the carried positions, the fraction of the targets that is trained, and 0 if none is, else 1.
         """
         self.was_called = True
         labels, mask, decoder, engine = known["labels"], known.get("attention_mask"), self.decoder, self._engine
@@ -175,28 +149,30 @@ class TokenExtension(EngineExtension):
         marks = read_choice(choice, labels, mask, spreads=decoder.spreads_masked)
         self.remember(make_plan(marks, labels, self.policy.mode, decoder.pair_cost), labels.shape[1])
         engine.dense_rows = labels.numel()
-        with engine.short_forward(num_rows=labels.numel()):  # notes that positions are left out
+        with engine.short_forward(num_rows=labels.numel()):  # records that positions are skipped
             return list_rows(marks, labels)
 
     def fits_graph(self, known: Mapping[str, object]) -> bool:
-        """Whether a forward with these arguments can be one graph."""
+        """Return whether a forward with these arguments can be one graph."""
         if self.policy.mode != "detach" or self.policy.needs or self.decoder.is_classifier or self.given:
             return False
         if not (self.graph.fits and calls_loss_function(self.decoder.model)) or has_weights(self.decoder.model):
             return False
-        if self._engine is None or self._engine.batch_sizes is not None:  # gradients are selected at linears, too
+        if not has_causal_loss(self.decoder.model):  # the loss was replaced; the eager forward raises an error
+            return False
+        if self._engine is None or self._engine.batch_sizes is not None:  # a gradient selector is attached, too
             return False
         labels, mask = known.get("labels"), known.get("attention_mask")
         is_plain = mask is None or (isinstance(mask, Tensor) and mask.dim() == 2)
         return isinstance(labels, Tensor) and is_plain and known.get("return_dict") is not False
 
     def remember(self, plan: RowPlan | None, length: int) -> None:
-        """Store the plan of the last forward for :meth:`claim`; None if it computed everything."""
+        """Store the plan of the last forward for :meth:`claim`; None if it computed all positions."""
         self._last, self._length = plan, length
 
     @override
     def claim(self, dense: DensePass) -> PassEstimate:
-        """Return the remaining shares of a dense pass, by the choice of the last forward on the same batch."""
+        """Return the remaining fractions of a dense pass, from the choice of the last forward on the same batch."""
         if self._last is None:
             return PassEstimate()
         return claim(
@@ -217,14 +193,14 @@ class DecoderOverride(ForwardOverride):
     def __init__(self, extension: TokenExtension, engine: EngineView) -> None:
         self.extension, self.engine = extension, engine
         self._model = extension.decoder.model
-        # Not compiled, since the number of rows differs from step to step. Compiled layers stay compiled.
+        # Do not compile, since the number of rows differs from step to step. Compiled layers stay compiled.
         self._run = uncompiled(self._select)
         self._names = argument_names(self._model)
         self._knows_loss = extension.decoder.is_classifier or calls_loss_function(self._model)
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         """Run the model."""
-        if args and args[0] is self._model:  # accelerate's wrapper calls a forward it has wrapped as a method
+        if args and args[0] is self._model:  # accelerate's wrapper calls the wrapped forward as a method
             args = args[1:]
         arguments = dict(zip(self._names, args, strict=False)) | kwargs
         columns = self.extension.chooser.columns
@@ -238,7 +214,7 @@ class DecoderOverride(ForwardOverride):
         return self._run(arguments, own)
 
     def _check_modules(self) -> None:
-        """Refuse a module that was replaced, and a hook of somebody else that would see the chosen positions alone."""
+        """Refuse a replaced module, and a foreign hook that would see only the chosen positions."""
         self.extension.places.check()
         if hook := find_hook(self._model, inside=True):
             raise UnsupportedError(f"{hook} of a part of the batch: remove it, or train without token selection")
@@ -290,7 +266,7 @@ class DecoderOverride(ForwardOverride):
         *,
         given: bool,
     ) -> ModelOutput:
-        """Compute the rows that the chosen labels need, or all of them where nothing can be left out."""
+        """Compute the rows that the chosen labels need, or all rows if none can be skipped."""
         policy, plan = self.extension.policy, None if marks.is_whole else self._plan(marks, labels)
         self.extension.remember(plan, labels.shape[1])
         is_weighted = choice.weight_BT is not None
@@ -310,7 +286,7 @@ class DecoderOverride(ForwardOverride):
                 changes = self._finish(output.logits, plan, num_items, marks, with_loss=given)
                 if policy.mode == "exact" and (logits := changes.get("logits")) is not None:
                     changes["logits"] = guard_unlabelled(logits, labels, marks)
-        # The cache may lack positions, so it must not be used after this forward.
+        # The cache may lack positions, so remove it from the output.
         return with_changes(output, **dict.fromkeys(CACHE_NAMES), **changes)
 
     def _select_carried(self, arguments: dict[str, object], own: dict[str, object]) -> object:
@@ -377,10 +353,10 @@ class DecoderOverride(ForwardOverride):
         *,
         given: bool,
     ) -> ModelOutput:
-        """Let the packed forward compute what the chosen labels need."""
+        """Let the packed forward compute the rows that the chosen labels need."""
         chosen = masked_labels(labels, marks)
         if given and choice.weight_BT is None:
-            # The mean over no label is no number, and the loss of a batch of which nothing was chosen is 0.
+            # The mean over no label is NaN, but the loss of a batch without chosen tokens must be 0.
             items = scale(num_items, marks) if marks.trained.any() else 1
             return self._call(own | {"labels": chosen} | ({} if items is None else {"num_items_in_batch": items}))
         with packed.reading(chosen):
@@ -393,7 +369,7 @@ class DecoderOverride(ForwardOverride):
         return with_changes(output, logits=guard_unlabelled(logits, labels, marks))
 
     def _run_cut(self, own: dict[str, object], marks: PositionMask) -> ModelOutput:
-        """Compute all positions, and detach what carries no gradient."""
+        """Compute all positions, and detach positions that carry no gradient."""
         mode = self.extension.policy.mode
         if mode == "exact":
             return self._call(own)
@@ -420,19 +396,19 @@ class DecoderOverride(ForwardOverride):
     def _finish(
         self, logits: Tensor, plan: RowPlan, num_items: NumItems, marks: PositionMask, *, with_loss: bool
     ) -> dict[str, Tensor | None]:
-        """Return what changes in the output: a loss in place of the rows' logits, or logits of all positions."""
+        """Return the changed fields of the output: a loss without logits, or logits of all positions."""
         if with_loss:
             return {"loss": row_loss(self._model, logits, plan, num_items, marks), "logits": None}
         if plan.num_trained:
             return {"logits": spread_logits(logits[0], marks)}
-        # Zeros that depend on the one row that was computed, so that the user's loss has a graph.
+        # Zeros that depend on the computed placeholder row, so that the user's loss has a graph.
         return {"logits": logits.new_zeros(*marks.trained.shape, logits.shape[-1]) + 0.0 * logits.sum()}
 
 
 def _refuse_logits() -> NoReturn:
     raise UnsupportedError(
-        "token selection computes logits where a position is chosen, and keeps none of them beside a loss: read them "
-        "in evaluation, or leave the labels out of the forward and give them to engine.columns"
+        "token selection returns no logits if the forward computes the loss: read them in evaluation, or leave the "
+        "labels out of the forward and give them to engine.columns"
     )
 
 
@@ -444,11 +420,11 @@ def _refuse_unknown(own: Mapping[str, object]) -> None:
     for name in _UNKNOWN:
         value = own.get(name)
         if isinstance(value, Tensor) or value:
-            raise UnsupportedError(f"token selection does not know what to do with {name} in training")
+            raise UnsupportedError(f"token selection does not support {name} in training")
 
 
 def _losses_of_all(logits: Tensor, labels_BT: Tensor, marks: PositionMask) -> Tensor:
-    """Return the losses of the trained positions, (N,), from the logits of all; without any, of one placeholder."""
+    """Return the losses of the trained positions, (N,), from logits of all positions; without any, one placeholder."""
     trained_BT = marks.trained.to(logits.device)
     if not bool(marks.trained.any()):
         return logits[:1, :1].flatten().float()
@@ -456,15 +432,15 @@ def _losses_of_all(logits: Tensor, labels_BT: Tensor, marks: PositionMask) -> Te
 
 
 def _run_head(head: nn.Module, covered: Callable[[Tensor], Tensor] | None, num_rows: int, hidden: Tensor) -> Tensor:
-    """Run the head for the trained rows; padding rows follow them."""
+    """Run the head for the trained rows, which precede padding rows."""
     rows_1ND = hidden.flatten(0, -2)[None, :num_rows]
     logits: Tensor = type(head).forward(head, rows_1ND) if covered is None else covered(rows_1ND)
     return logits
 
 
 def make_extension(policy: TokenSelector, model: nn.Module, given: Given) -> TokenExtension | FusedTokens | None:
-    """Return the extension for a token selector that leaves out rows itself; None: a packer does, and it only chooses.
-    Under trl's fused head it chooses beneath a packer, too: what it leaves out are rows of the head's backward.
+    """Return the extension for a token selector that skips rows itself; None if a packer skips them. Under trl's fused
+    head, return an extension even with a packer, since it skips rows of the head's backward.
 
     Raise :class:`UnsupportedError` if the model's architecture is unknown, or it is attached.
     """
@@ -475,7 +451,7 @@ def make_extension(policy: TokenSelector, model: nn.Module, given: Given) -> Tok
 
 
 def make_chooser(policy: TokenSelector, model: nn.Module, given: Given) -> TokenExtension | None:
-    """Return the same for a token selector whose choice a packer carries out, around the packer's forward."""
+    """Return the extension for a token selector whose choice a packer executes; it wraps the packer's forward."""
     return _make(policy, model, given) if given.packs and _find_fused(model) is None else None
 
 

@@ -1,6 +1,6 @@
-"""The FLOPs of a forward and backward that a choice of positions claims to execute, by module, from counts alone.
+"""The estimated FLOPs of a forward and backward for a choice of positions, by module, from counts alone.
 
-Attention counts the whole square of queries and keys, as :mod:`sparsebp_cli.backward.observe.flops` does.
+Attention counts the whole square of queries and keys, like :mod:`sparsebp_cli.backward.observe.flops`.
 
 Shape letters: B examples, T positions.
 """
@@ -26,10 +26,10 @@ class Sizes:
     num_rows: int  # B * T
     length: int  # T
     carried: Tensor  # rows with a graph
-    dropped: Tensor  # rows without one
+    dropped: Tensor  # rows without a graph
     trained: Tensor  # rows that the head reads
     is_prompt: bool  # dropped rows attend only to dropped ones
-    is_joined: bool  # examples are concatenated to one
+    is_joined: bool  # examples are concatenated into one
     learns: bool  # dropped rows train the weights that make their keys and values
 
     @classmethod
@@ -39,7 +39,7 @@ class Sizes:
 
     @property
     def computed(self) -> Sizes:
-        """The sizes that are executed: every example padded to the longest, or all of them concatenated."""
+        """The executed sizes: every example padded to the longest, or all examples concatenated."""
         counts = (self.carried, self.dropped, self.trained)
         carried, dropped, trained = (
             count.sum()[None] if self.is_joined else torch.full_like(count, float(count.max())) for count in counts
@@ -47,22 +47,22 @@ class Sizes:
         return replace(self, carried=carried, dropped=dropped, trained=trained)
 
 
-class Share(NamedTuple):
-    """Shares of a module's dense FLOPs, or numbers of its rows or pairs."""
+class WorkShare(NamedTuple):
+    """Fractions of a module's dense FLOPs, or numbers of its rows or pairs."""
 
     forward: float
     backward: float
-    again: float  # of a forward that activation checkpointing repeats
+    again: float  # for the forward that activation checkpointing repeats
 
-    def __truediv__(self, whole: float) -> Share:
-        return Share(*(part / whole for part in self))
+    def __truediv__(self, whole: float) -> WorkShare:
+        return WorkShare(*(part / whole for part in self))
 
 
 def claim(decoder: Decoder, prefix: str, sizes: Sizes, *, narrows: bool, remembers: bool) -> PassEstimate:
-    """Return the shares of a dense pass that remain; rounding up to computable shapes is allowed but not claimed.
+    """Return the remaining fractions of a dense pass. Padding to computable shapes is allowed, but not in the estimate.
 
-    ``narrows``: the last layer computes queries for trained rows only; ``remembers``: a checkpointed layer recomputes
-    carried rows only.
+    ``narrows``: the last layer computes queries only for trained rows. ``remembers``: a checkpointed layer recomputes
+    only carried rows.
     """
     ideal = _shares(decoder, sizes, narrows=narrows)
     most = _shares(decoder, sizes.computed, narrows=narrows, is_most=True)
@@ -80,10 +80,10 @@ def _named(prefix: str, shares: Mapping[str, float]) -> dict[str, float]:
     return {f"{prefix}{name}": share for name, share in shares.items()}
 
 
-def _shares(decoder: Decoder, sizes: Sizes, *, narrows: bool, is_most: bool = False) -> dict[str, Share]:
+def _shares(decoder: Decoder, sizes: Sizes, *, narrows: bool, is_most: bool = False) -> dict[str, WorkShare]:
     names = {module: name for name, module in decoder.model.named_modules()}
     num_rows = sizes.num_rows
-    shares = {names[decoder.head]: Share(*[float(sizes.trained.sum()) / num_rows] * 3)}
+    shares = {names[decoder.head]: WorkShare(*[float(sizes.trained.sum()) / num_rows] * 3)}
     for number, layer in enumerate(decoder.layers):
         is_last = number == len(decoder.layers) - 1
         linears, attention = _of_last(sizes, layer, narrows=narrows) if is_last else _of_middle(sizes)
@@ -97,18 +97,18 @@ def _shares(decoder: Decoder, sizes: Sizes, *, narrows: bool, is_most: bool = Fa
                 if sizes.learns and kind != "others":
                     part = 1.0 if is_most else _learning(layer, module)
                     dropped = float(sizes.dropped.sum())
-                    repeats = layer.attention.fused and not is_last  # for the queries of dropped rows
+                    repeats = layer.attention.fused and not is_last  # a fused linear repeats queries of dropped rows
                     again = share.again + dropped * (kind == "keys")
-                    share = Share(share.forward + repeats * dropped, share.backward + part * dropped, again)
+                    share = WorkShare(share.forward + repeats * dropped, share.backward + part * dropped, again)
                 shares[f"{layer.name}.{name}"] = share / num_rows
     return shares
 
 
 def _learning(layer: Layer, module: nn.Module) -> float:
-    """Return the share of its backward that a linear that makes keys and values has for a row whose gradient ends at
-    the layer's input: the product for its weight, and that for its input where a norm before it is trained.
+    """Return the fraction of backward FLOPs that remains for a linear of keys and values, for rows whose gradient ends
+    at the layer's input: wgrad, and dgrad if a norm before it is trained.
 
-    Adapters, and a first layer whose input has no gradient either way, may have more: it is allowed but not claimed.
+    Adapters may execute more, and so may a first layer. This is allowed, but not in the estimate.
     """
     weight, norm = (
         part is not None and any(parameter.requires_grad for parameter in part.parameters(recurse=False))
@@ -118,7 +118,7 @@ def _learning(layer: Layer, module: nn.Module) -> float:
 
 
 def _kind(layer: Layer, name: str, module: nn.Module) -> Literal["keys", "expanded", "others"]:
-    """Return which rows a module of a layer runs on: ``expanded``: all that a cache holds."""
+    """Return on which rows a module of a layer runs; ``expanded``: all rows in the cache."""
     core = next(found for found, part in layer.module.named_modules() if part is layer.core)
     inside = name.removeprefix(f"{core}.") if name.startswith(f"{core}.") else ""
     child = "" if module is layer.core else inside.split(".")[0]
@@ -127,22 +127,22 @@ def _kind(layer: Layer, name: str, module: nn.Module) -> Literal["keys", "expand
     return "keys" if child in layer.attention.key_value else "others"
 
 
-def _of_middle(sizes: Sizes) -> tuple[dict[str, Share], Share]:
-    """Return the shares of rows in linears, and of query-key pairs."""
+def _of_middle(sizes: Sizes) -> tuple[dict[str, WorkShare], WorkShare]:
+    """Return the numbers of rows in linears by kind of module, and of query-key pairs, in layers before the last."""
     k, m = sizes.carried, sizes.dropped
-    rows = Share(float((k + m).sum()), *[float(k.sum())] * 2)
+    rows = WorkShare(float((k + m).sum()), *[float(k.sum())] * 2)
     looked_at = m if sizes.is_prompt else k + m
-    pairs = Share(float((k * (k + m) + m * looked_at).sum()), *[float((k * (k + m)).sum())] * 2)
-    again = looked_at * bool(m.any())  # by dropped rows, and before that by the carried ones
-    expanded = Share(float((k + m + again).sum()), float(k.sum()), float((k + m).sum()))
+    pairs = WorkShare(float((k * (k + m) + m * looked_at).sum()), *[float((k * (k + m)).sum())] * 2)
+    again = looked_at * bool(m.any())  # dropped rows attend to them again after the carried rows
+    expanded = WorkShare(float((k + m + again).sum()), float(k.sum()), float((k + m).sum()))
     return {"keys": rows, "expanded": expanded, "others": rows}, pairs
 
 
-def _of_last(sizes: Sizes, layer: Layer, *, narrows: bool) -> tuple[dict[str, Share], Share]:
+def _of_last(sizes: Sizes, layer: Layer, *, narrows: bool) -> tuple[dict[str, WorkShare], WorkShare]:
     k, m = sizes.carried, sizes.dropped
     r = sizes.trained if narrows else k
     again = r if narrows and layer.attention.fused else torch.zeros_like(r)
-    keys = Share(float((k + m + again).sum()), *[float((k + again).sum())] * 2)
+    keys = WorkShare(float((k + m + again).sum()), *[float((k + again).sum())] * 2)
     others, pairs = float(r.sum()), float((r * (k + m)).sum())
-    expanded = Share(float((k + m).sum()), float(k.sum()), float((k + m).sum()))
-    return {"keys": keys, "expanded": expanded, "others": Share(*[others] * 3)}, Share(*[pairs] * 3)
+    expanded = WorkShare(float((k + m).sum()), float(k.sum()), float((k + m).sum()))
+    return {"keys": keys, "expanded": expanded, "others": WorkShare(*[others] * 3)}, WorkShare(*[pairs] * 3)

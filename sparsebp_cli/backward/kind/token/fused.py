@@ -1,10 +1,10 @@
-"""Chosen tokens under trl's fused head, where the trainer computes a loss of its own from log-probabilities.
+"""Token selection under trl's fused head, where the trainer computes its own loss from log-probabilities.
 
-The trainer's loss and log read the values of all labels, so all are computed, without a graph in the head. What is
-chosen are rows of the head's backward: the gradient that arrives at a log-probability is multiplied by the token's
-weight, and the head runs again, with a graph, for the rows at which it is not zero then. A gradient is linear in what
-arrives at the head. So tokens that are drawn with known probabilities and weighted by their inverse give the gradient
-of all tokens in the mean over draws, whatever the loss makes of the values: divergences, clipped ratios, sums.
+The trainer's loss and log read the values of all labels, so the head computes all of them, without a graph. The policy
+chooses rows of the head's backward. The gradient of each log-probability is multiplied by the token's weight. Then the
+head runs again, with a graph, for rows whose gradient is not zero. The model's gradient is linear in the gradient at
+the head. So tokens drawn with known probabilities and weighted by their inverse have the gradient of all tokens as
+their mean over draws, for any loss of the values: divergences, clipped ratios, sums.
 
 Shape letters: B examples, T positions, R labels, K rows of the head's backward, D width.
 """
@@ -42,21 +42,21 @@ NEEDED = (
     "tokens need mode: exact there, and a choice among all labels of the batch by chance, loss or entropy, without a "
     "column of the data"
 )
-_DIFFERENTIABLE = ("log_probs", "entropy")  # what trl's head returns with a gradient, a number for each label
+_DIFFERENTIABLE = ("log_probs", "entropy")  # outputs of trl's head with a gradient, a number for each label
 
 
 @final
 class FusedTokens(FusedHeadExtension[TokenSelector]):
     """A token selector in a model with trl's fused head.
 
-    Raises :class:`UnsupportedError` for a selector that needs more than the head returns.
+    Raises :class:`UnsupportedError` for a selector that needs values that the head does not return.
     """
 
     places: ModulePlaces
 
     def __init__(self, policy: TokenSelector, model: nn.Module, states: PolicyStates) -> None:
         if not policy.fits_head:
-            raise UnsupportedError(f"{type(policy).__name__} is not built with trl's fused head: {NEEDED}; {LEFT}")
+            raise UnsupportedError(f"{type(policy).__name__} is not supported with trl's fused head: {NEEDED}; {LEFT}")
         refuse_routers(model, f"{type(policy).__name__} under trl's fused head")
         super().__init__(policy, model, states)
 
@@ -65,8 +65,8 @@ class FusedTokens(FusedHeadExtension[TokenSelector]):
         self._patches.install(self.model, FusedForward(self, engine))
 
     def choose(self, values: Mapping[str, Tensor | None]) -> Tensor:
-        """Return the weight of each label, (R,), 0 where it is not chosen; ``values`` are what the head returned, each
-        (R,) or None.
+        """Return the weight of each label, (R,), 0 for a label that is not chosen. ``values`` are the head's outputs,
+        each (R,) or None.
         """
         policy, step = self.policy, self._engine.now()
         scores: dict[Score, Tensor] = {}
@@ -93,8 +93,8 @@ class FusedTokens(FusedHeadExtension[TokenSelector]):
 def _weights(policy: TokenSelector, choice: TokenChoice) -> Tensor:
     """Return the factor of each label's gradient, (1, R), float32.
 
-    An unweighted choice that is unbiased is a draw in which all labels are as likely. Others are sums of the trainer's
-    terms over what is chosen, divided by what the trainer divides by.
+    In an unbiased choice without weights all labels have the same probability, so its inverse is the factor. Other
+    choices without weights sum the trainer's terms over the chosen labels, with the trainer's divisor.
     """
     weight_1R = choice.trained_BT.float()
     if choice.weight_BT is not None:
@@ -107,17 +107,17 @@ def _weights(policy: TokenSelector, choice: TokenChoice) -> Tensor:
 
 
 class FusedForward(ForwardOverride):
-    """The ``forward`` of a model with trl's fused head, whose backward has the chosen rows alone."""
+    """The ``forward`` of a model with trl's fused head, whose backward has only the chosen rows."""
 
     def __init__(self, extension: FusedTokens, engine: EngineView) -> None:
         self._extension, self._engine, self._model = extension, engine, extension.model
         self._stack: nn.Module = extension.model.base_model  # type: ignore[assignment]
-        # Not compiled, since the number of rows differs from step to step. Compiled layers stay compiled.
+        # Do not compile, since the number of rows differs from step to step. Compiled layers stay compiled.
         self._run = uncompiled(self._choose)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model."""
-        if args and args[0] is self._model:  # accelerate's wrapper calls a forward it has wrapped as a method
+        if args and args[0] is self._model:  # accelerate's wrapper calls the wrapped forward as a method
             args = args[1:]
         active = self._engine.enabled and self._model.training and torch.is_grad_enabled()
         if self.is_removed or not active:
@@ -137,7 +137,7 @@ class FusedForward(ForwardOverride):
         label_BT, shifted_BT = given.pop("labels", None), given.pop("shift_labels", None)
         target_BT = label_BT[:, 1:] if shifted_BT is None else shifted_BT
         mask_BT = target_BT != IGNORED
-        if not bool(mask_BT.any()):  # nothing has a gradient, and the loss needs a graph
+        if not bool(mask_BT.any()):  # without labels nothing has a gradient, but the loss needs a graph
             return self.run_covered(self._model, *args, **kwargs)
         if self._engine.reference:
             return self._run_all(args, kwargs, mask_BT)
@@ -155,7 +155,7 @@ class FusedForward(ForwardOverride):
             output = self.run_covered(self._model, *args, **given, shift_labels=target_R[None])
         if output.aux_loss is not None:
             raise UnsupportedError(
-                f"{type(extension.policy).__name__} under trl's fused head is not built for a loss of a model's routers"
+                f"{type(extension.policy).__name__} under trl's fused head does not support a loss of routers"
             )
         values = {f.name: _first(getattr(output, f.name)) for f in fields(output) if f.name not in ("loss", "aux_loss")}
         weight_R = extension.choose(values)
@@ -169,7 +169,7 @@ class FusedForward(ForwardOverride):
     def _attach_graph(
         self, values: Mapping[str, Tensor | None], hidden_RD: Tensor, target_R: Tensor, weight_R: Tensor
     ) -> dict[str, Tensor]:
-        """Return those of the values that have a gradient, with a graph of the chosen rows."""
+        """Return the differentiable values, with a graph for the chosen rows."""
         names = [name for name in _DIFFERENTIABLE if values.get(name) is not None]
         head = self._model.get_output_embeddings()  # type: ignore[operator]
         weights = [parameter for parameter in head.parameters() if parameter.requires_grad]
@@ -190,7 +190,7 @@ class FusedForward(ForwardOverride):
         return dict(zip(names, outputs, strict=True))
 
     def _run_all(self, args: tuple[Any, ...], kwargs: dict[str, Any], mask_BT: Tensor) -> Any:
-        """Compute all rows, and multiply the gradients that arrive by the weights: the reference."""
+        """Compute all rows, and multiply arriving gradients by the weights: the reference implementation."""
         output = self.run_covered(self._model, *args, **kwargs)
         values = {f.name: getattr(output, f.name) for f in fields(output)}
         known = {name: None if v is None or not v.dim() else v[mask_BT] for name, v in values.items()}
@@ -202,14 +202,14 @@ class FusedForward(ForwardOverride):
 
 
 class _Hidden:
-    """What trl's head reads of the output of a base model."""
+    """The field of a base model's output that trl's head reads."""
 
     def __init__(self, last_hidden_state: Tensor) -> None:
         self.last_hidden_state = last_hidden_state
 
 
 class _ChosenRows(torch.autograd.Function):
-    """Values that the head has computed of all labels, and a backward that runs it again for the chosen ones."""
+    """Returns the head's values for all labels, with a backward that runs the head again for the chosen ones."""
 
     @staticmethod
     def forward(
@@ -245,7 +245,7 @@ class _ChosenRows(torch.autograd.Function):
 
 
 class _Weighted(torch.autograd.Function):
-    """A tensor whose gradient is multiplied by weights."""
+    """Returns its input, with a backward that multiplies the gradient by weights."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, weight: Tensor) -> Tensor:
@@ -260,7 +260,7 @@ class _Weighted(torch.autograd.Function):
 
 
 def _autocast_of(device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
-    """Return what restores the autocast of now in the backward."""
+    """Return a function that makes a context with the present autocast settings, for the backward."""
     kind = device.type
     if not torch.is_autocast_enabled(kind):
         return nullcontext
@@ -269,10 +269,10 @@ def _autocast_of(device: torch.device) -> Callable[[], AbstractContextManager[An
 
 
 def _first(value: Tensor | None) -> Tensor | None:
-    """Return what the head returned of a row of labels."""
+    """Return the head's values for the single row of labels."""
     return None if value is None else value[0]
 
 
 def _spread(value_R: Tensor, mask_BT: Tensor) -> Tensor:
-    """Return the values of labels at their places, 0 elsewhere."""
+    """Return the values of labels at their positions, 0 elsewhere."""
     return value_R.new_zeros(mask_BT.shape).masked_scatter(mask_BT, value_R)

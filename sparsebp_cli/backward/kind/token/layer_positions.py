@@ -1,7 +1,7 @@
-"""Layers that run on some of their positions in the forward of training; the others bypass a layer unchanged.
+"""Layers that run on some positions in training forwards; other positions bypass the layer unchanged.
 
-Each layer's forward is the model's own, with arguments restricted to the positions: masks and rotary positions are
-those of their places. Only the layers that get fewer positions are touched.
+Each layer runs the model's own forward, with arguments restricted to the positions. Masks and rotary embeddings are
+those of the original positions. Layers that get all positions run unchanged.
 
 Shape letters: B examples, T positions, K positions that go through, D width.
 """
@@ -31,20 +31,20 @@ ChoosePositions: TypeAlias = Callable[[int, Tensor], Tensor | None]
 
 @final
 class LayerPositions:
-    """The layers of a decoder, each run on the positions that a function chooses; the others bypass it unchanged.
+    """The layers of a decoder. Each runs on the positions that a function chooses; others bypass it unchanged.
 
-    Behind a layer the positions stand at their places again, and the gradient of one that bypassed is the identity. In
+    After a layer all positions are at their places again; for positions that bypass it, the layer is the identity. In
     evaluation, without gradients and with a disabled engine all positions go through all layers.
 
     Args:
-        model: The model whose layers are overridden once :meth:`install` is called.
-        asker: The policy that chooses, whose name messages have.
+        model: The model whose layers :meth:`install` overrides.
+        asker: The policy that chooses; errors contain its name.
 
     Raises:
         UnsupportedError: The model's architecture is unknown, or it is under reentrant checkpointing.
     """
 
-    names: tuple[str, ...]  # of the layers in the model, from the first
+    names: tuple[str, ...]  # names of the layers in the model, from the first
 
     def __init__(self, model: nn.Module, asker: Policy) -> None:
         name = find_reentrant(model)
@@ -57,17 +57,17 @@ class LayerPositions:
         self.names = tuple(layer.name for layer in self._decoder.layers)
         self._modules = {module: name for name, module in model.named_modules()}
         self._patches = ForwardPatches()
-        self._forward_step: Step | None = None  # of the last forward
+        self._forward_step: Step | None = None  # the step of the last forward
         for layer in self._decoder.layers:
             check_free(layer.name, layer.module)
 
     def install(self, engine: EngineView, choose: ChoosePositions) -> None:
-        """Let layers ask.
+        """Override the layers, so that they call ``choose``.
 
         Args:
-            engine: View of the engine, as the caller's own ``install`` got it.
-            choose: Takes the number of a layer, from 0, and its input, (B, T, D); returns the positions that go
-                through, (B, K), int64, ascending and each once, or None for all.
+            engine: View of the engine, the argument of the caller's own ``install``.
+            choose: Takes the index of a layer, from 0, and its input, (B, T, D). Returns the positions that go through
+                the layer, (B, K), int64, ascending and each once, or None for all.
         """
         for number, layer in enumerate(self._decoder.layers):
             override = _SomePositions(layer, number, self._decoder, engine, self._ask(engine, choose))
@@ -78,13 +78,13 @@ class LayerPositions:
         self._patches.remove()
 
     def claim(self, shares: Mapping[int, float]) -> PassEstimate:
-        """Return the remaining shares of a dense pass.
+        """Return the remaining fractions of a dense pass.
 
         Args:
-            shares: K / T by the number of the layer; a layer without one keeps all.
+            shares: K / T by the index of the layer; a missing layer keeps all positions.
 
         Returns:
-            The share of each module in them, squared at the attention, whose work grows with the pairs.
+            The fraction for each module of these layers. It is squared for attention, whose work grows with the pairs.
         """
         found = {}
         for number, share in shares.items():
@@ -116,7 +116,7 @@ class _SomePositions(ForwardOverride):
     ) -> None:
         self._layer, self._number, self._decoder = layer, number, decoder
         self._engine, self._choose = engine, choose
-        # Not compiled, since the number of rows differs from step to step.
+        # Do not compile, since the number of rows differs from step to step.
         self._run: Callable[..., Any] = uncompiled(self._restrict)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,10 +1,10 @@
 """Runs the layers of a decoder on the rows of a plan instead of all positions.
 
-The model's own forward runs with its layers replaced. The first layer takes the embeddings of all positions and
-continues with the rows that carry gradient. The dropped rows run through the same layer without a graph, from inside
-its attention: when it passes its keys and values to a cache, those of the dropped rows are computed, attend to the
-carried ones, and are returned. So rotary or learned positions, masks and norms are the model's own. In mode ``stop``
-these keys and values have a graph down to the dropped rows' input of the layer.
+The model's own forward runs with its layers replaced. The first layer receives the embeddings of all positions and
+continues with the rows that carry gradient. When its attention passes keys and values to a cache, the cache runs the
+dropped rows through the same layer without a graph. They attend to the carried rows, and the cache adds their keys and
+values. So rotary or learned positions, masks and norms are the model's own. In mode ``stop`` these keys and values have
+a graph down to the dropped rows' input of the layer.
 
 Shape letters: B examples, T positions, K carried rows, M dropped rows, R trained rows, D width, N trained rows of all
 examples.
@@ -32,8 +32,8 @@ from sparsebp_cli.errors import UnsupportedError
 
 KeysValues = tuple[Tensor, Tensor]  # each (B, H, T, D)
 
-# A fused linear for queries, keys and values must be multiplied again for trained rows. Above this share of the carried
-# rows that costs more than the output projection and the MLP save (3 products against at least 9).
+# A fused linear for queries, keys and values must multiply again for trained rows. Above this fraction of the carried
+# rows this costs more than the output projection and the MLP save (3 products against at least 9).
 MOST_FUSED = 0.75
 
 
@@ -44,7 +44,7 @@ class LayerStack:
         self._decoder, self._plan, self._length = decoder, plan, shape[1]
         self._views = Views.of(decoder, implementation, plan, shape)
         self._dropped: Tensor | None = None
-        # Most models pass the same tensors to every layer, which are then restricted once.
+        # Most models pass the same tensors to every layer, so they are restricted only once.
         self._arguments: dict[str, object] | None = None
         self._restricted: dict[int, dict[str, object]] = {}
         self._windowed: dict[tuple[int, int], Tensor] = {}  # by the mask's id and the first layer with an equal window
@@ -53,7 +53,7 @@ class LayerStack:
     def installed(self, *others: tuple[nn.Module, Callable[..., object]]) -> Iterator[None]:
         """Replace the model's layers, and the forwards of ``others``, while its own forward runs."""
         modules = [layer.module for layer in self._decoder.layers]
-        # Older transformers checkpoint the layer's call instead of its forward; the second run would miss the override.
+        # Older transformers checkpoint the layer's call instead of its forward; a rerun would miss the override.
         self._again = [getattr(module, "gradient_checkpointing", False) and module.training for module in modules]
         replacements = [(module, partial(self._run, number)) for number, module in enumerate(modules)]
         with replace_forwards([*replacements, *others]), without_checkpointing(*modules):
@@ -64,7 +64,7 @@ class LayerStack:
         arguments = dict(zip(layer.argument_names, args, strict=False)) | kwargs
         hidden = arguments.pop(layer.argument_names[0])
         assert isinstance(hidden, Tensor)
-        # An empty cache stays unused. It is only removed here, because the masks that the model builds depend on it.
+        # Remove an empty cache only here, because the masks that the model builds depend on it.
         held = arguments.pop(layer.attention.cache, None)
         if number == 0:
             if is_filled(held, layer.core):
@@ -94,14 +94,14 @@ class LayerStack:
         return (output, None) if run.returns_tuple else output
 
     def _has_same(self, arguments: dict[str, object]) -> bool:
-        """Whether a layer gets the very objects that the layer before it got."""
+        """Return whether a layer receives the same objects as the layer before it."""
         before = self._arguments
         if before is None or arguments.keys() != before.keys():
             return False
         return all(before[name] is value for name, value in arguments.items())
 
     def _spread(self, hidden_BRD: Tensor) -> Tensor:
-        """Return the trained rows, zero-padded so that a model can view them as (B, T, D), as gpt2 does."""
+        """Return the trained rows, zero-padded so that a model such as gpt2 can view them as (B, T, D)."""
         rows_ND = hidden_BRD.flatten(0, 1)
         if self._plan.place_N is not None:
             rows_ND = rows_ND.index_select(0, self._plan.place_N)
@@ -123,11 +123,11 @@ class Views:
 
     attention_args: AttentionArgs
     carried: AttentionView  # rows that carry gradient
-    dropped: AttentionView | None  # dropped rows; None: there are none
+    dropped: AttentionView | None  # dropped rows, if any
     trained: RowNumbers  # rows that the head reads, as indices into the carried rows
     trained_positions: AttentionView  # the same rows, as positions
     is_prompt: bool  # dropped rows attend only to dropped ones
-    narrows: bool  # the last layer computes queries for trained rows only
+    narrows: bool  # the last layer computes queries only for trained rows
     learns: bool  # dropped rows train the weights that make their keys and values
 
     @classmethod
@@ -160,18 +160,18 @@ class LayerRun:
 
     views: Views
     layer: Layer
-    arguments: dict[str, object]  # of the layer, for all positions
-    restricted: dict[int, dict[str, object]]  # the same for a view, by its id; shared with layers of equal arguments
+    arguments: dict[str, object]  # arguments of the layer, for all positions
+    restricted: dict[int, dict[str, object]]  # arguments for a view, by its id; layers with equal arguments share this
     dropped: Tensor | None  # the dropped rows before the layer
-    after: Tensor | None = None  # the dropped rows after it
+    after: Tensor | None = None  # the dropped rows after the layer
     remembered: KeysValues | None = None  # keys and values of dropped rows, if the layer may run again
-    returns_tuple: bool = False  # whether its forward returns the hidden states and something else
+    returns_tuple: bool = False  # whether its forward returns a tuple that begins with the hidden states
     _remembers: bool = False
 
     def checkpointed(self, run: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
         """Run :meth:`middle` or :meth:`last` under the layer's own activation checkpointing."""
         module = self.layer.module
-        # Skipping the dropped rows in the second run would shift the random numbers of a later dropout.
+        # With dropout, a rerun must not skip the dropped rows, which would shift later random numbers.
         self._remembers = not has_dropout(module)
 
         def again(hidden: Tensor) -> Tensor:
@@ -186,8 +186,8 @@ class LayerRun:
         return self._call(hidden_BKD, self._restrict(self.views.carried), cache)
 
     def last(self, hidden_BKD: Tensor) -> Tensor:
-        """Run the layer for the rows that the head reads, and return them, (B, R, D); of other rows compute keys
-        and values only.
+        """Run the layer for the rows that the head reads, and return them, (B, R, D). Compute only keys and values of
+        other rows.
         """
         trained = self.views.trained
         if not self.views.narrows:
@@ -219,7 +219,7 @@ class LayerRun:
         return hidden_states
 
     def _expanding(self) -> list[tuple[nn.Module, Callable[[Tensor], Tensor]]]:
-        """Return what computes keys and values of dropped rows without a graph, where the cache has less than these."""
+        """Return replacements for modules that expand cached values, so that dropped rows run without a graph."""
         if self.views.dropped is None or self.views.learns:
             return []
         num_dropped = self.views.dropped.queries.num_rows
@@ -252,7 +252,7 @@ class LayerRun:
     def _run_learning(self, dropped: Tensor, view: AttentionView, carried: KeysValues | None) -> KeysValues:
         """Compute the dropped rows' keys and values with a graph, and the rest of the layer for them without one."""
         own = self._capture(dropped, view)
-        if self.after is not None and self._remembers:  # the second run of a checkpointed layer
+        if self.after is not None and self._remembers:  # the rerun of a checkpointed layer
             return own
         skipped = () if self.layer.attention.fused else self.layer.attention.key_value
         given = [part.detach() for part in own]
@@ -290,9 +290,9 @@ def _expand(module: nn.Module, covered: Callable[[Tensor], Tensor] | None, num_d
 
 @contextmanager
 def no_graph(device: torch.device) -> Iterator[None]:
-    """Run the block without a graph inside of a forward with one.
+    """Run the block without a graph inside a forward with a graph.
 
-    Autocast's cache is disabled, because it would return weights cast without a graph to code that needs one.
+    The context disables autocast's cache, which would return weights cast without a graph to code that needs one.
     """
     kind = device.type
     enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
@@ -306,14 +306,14 @@ def has_dropout(module: nn.Module) -> bool:
 
 
 def narrows(decoder: Decoder, plan: RowPlan) -> bool:
-    """Return whether computing queries for trained rows only saves work in the last layer."""
+    """Return whether computing queries only for trained rows saves work in the last layer."""
     fused = decoder.layers[-1].attention.fused
     share = plan.trained.num_rows / plan.carried.num_rows
     return share <= MOST_FUSED if fused else share < 1.0
 
 
 class ConcatKV(StandInKV):
-    """A cache that prepends keys and values of other positions to those added to it.
+    """A cache that prepends keys and values of other positions to the added ones.
 
     ``before`` returns them, each (B, H, T, D), given the added ones.
     """
@@ -328,9 +328,7 @@ class ConcatKV(StandInKV):
 
 
 class SharedKV(StandInKV):
-    """A cache that stores what is added to it as ``own``, and appends keys and values (B, H, T, D) of other
-    positions.
-    """
+    """A cache that stores added keys and values as ``own``, and appends those of other positions, (B, H, T, D)."""
 
     def __init__(self, behind: KeysValues | None) -> None:
         self._behind = behind
@@ -350,7 +348,7 @@ def _apply(function: Callable[[Tensor, Tensor], KeysValues], keys: Tensor, value
 
 @cache
 def _uncompiled() -> Callable[[Callable[[Tensor, Tensor], KeysValues], Tensor, Tensor], KeysValues]:
-    """Return a function that calls another outside of torch.compile: a compiled attention may call a cache that runs a
-    layer.
+    """Return a function that calls another outside of torch.compile, since a compiled attention may call a cache that
+    runs a layer.
     """
     return uncompiled(_apply)

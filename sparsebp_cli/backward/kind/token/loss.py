@@ -1,18 +1,17 @@
-"""The loss of trained positions alone, by the arithmetic of transformers.
+"""The loss of only the trained positions, with transformers' arithmetic.
 
 Shape letters: B examples, T positions, N trained positions of all examples, V vocabulary.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sparsebp_cli.backward.core.loss_weight import weights_at
+from sparsebp_cli.backward.core.loss_weight import check_causal_loss, has_causal_loss, weights_at
 from sparsebp_cli.backward.kind.token.layers import no_graph
 from sparsebp_cli.backward.kind.token.row_plan import IGNORED, PositionMask, RowPlan
 from sparsebp_cli.backward.kind.transfer import upload
@@ -22,23 +21,22 @@ from sparsebp_cli.backward.patch.rng import capture_generators, generators_at
 from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.policy.token import TokenChoice
 
-_TRIED = 4  # positions that tell losses apart
-NumItems = Tensor | float | None  # targets in all micro-batches of a step; None: the mean of this batch
+_TRIED = 4  # number of positions in the test that distinguishes losses
+NumItems = Tensor | float | None  # number of targets in all micro-batches of a step; None: the mean over this batch
 
 
 def check_loss(model: nn.Module) -> None:
     """Raise :class:`UnsupportedError` unless a model's loss is transformers' for causal language models."""
-    function = loss_function_of(model)
-    known = sys.modules["transformers.loss.loss_utils"].ForCausalLMLoss
-    if function is not known:
+    if not has_causal_loss(model):
+        function = loss_function_of(model)
         name = getattr(function, "__name__", repr(function))
         raise UnsupportedError(f"token selection computes transformers' ForCausalLMLoss, the model has {name}")
 
 
 def check_own_loss(model: nn.Module, head: nn.Module, arguments: Mapping[str, object]) -> None:
-    """Raise :class:`UnsupportedError` if a model's own forward computes another loss than its ``loss_function`` does.
+    """Raise :class:`UnsupportedError` if the loss of a model's own forward differs from its ``loss_function``.
 
-    The forward runs once on a few positions of the first example, with logits that tell such losses apart.
+    The forward runs once on a few positions of the first example, with logits that distinguish common losses.
     """
     first = next(x for x in map(arguments.get, ("input_ids", "inputs_embeds")) if isinstance(x, Tensor))
     shape, length = first.shape[:2], min(first.shape[1], _TRIED)
@@ -62,18 +60,17 @@ def check_own_loss(model: nn.Module, head: nn.Module, arguments: Mapping[str, ob
 
 
 def loss_function_of(model: nn.Module) -> Callable[..., Tensor]:
-    """Return the function that a model of transformers computes its loss with."""
+    """Return the loss function of a transformers model."""
     function: object = model.loss_function
     assert callable(function)
     return function
 
 
 def scale(num_items: NumItems, marks: PositionMask) -> NumItems:
-    """Return the divisor of the summed trained losses, so that each trained token has the weight it has in a mean
-    over all.
+    """Return the divisor of the summed losses of trained tokens, so that the loss is a mean over trained tokens.
 
-    ``num_items`` is the number of targets in all micro-batches of a step, None for the mean of this batch; it is
-    multiplied by the trained share of this batch's targets.
+    ``num_items`` is the number of targets in all micro-batches of a step, None for the mean of this batch. The function
+    multiplies it by the fraction of this batch's targets that is trained.
     """
     num_targets, num_trained = int(marks.target.sum()), int(marks.trained.sum())
     if num_items is None or num_trained in (0, num_targets):
@@ -82,10 +79,11 @@ def scale(num_items: NumItems, marks: PositionMask) -> NumItems:
 
 
 def row_loss(model: nn.Module, logits: Tensor, plan: RowPlan, num_items: NumItems, marks: PositionMask) -> Tensor:
-    """Return the loss of a plan's trained rows, whose logits are (1, N, V); ``num_items`` as in :func:`scale`."""
+    """Return the loss of a plan's trained rows, with logits (1, N, V); ``num_items`` as in :func:`scale`."""
+    check_causal_loss(model)
     function = loss_function_of(model)
     labels = plan.label_N[None]
-    # Without trained positions in the whole step, num_items may be zero and the loss NaN.
+    # If no position of the whole step is trained, num_items may be zero and the loss NaN.
     items = scale(num_items, marks) if plan.num_trained else None
     loss = function(
         logits, labels, logits.shape[-1], num_items_in_batch=items, shift_labels=labels, **_shift_weights(model, marks)
@@ -94,7 +92,7 @@ def row_loss(model: nn.Module, logits: Tensor, plan: RowPlan, num_items: NumItem
 
 
 def _shift_weights(model: nn.Module, marks: PositionMask) -> dict[str, Tensor]:
-    """Return the user's own weights of the trained positions, as an argument of the loss; without any, 0."""
+    """Return the user's weights of the trained positions, as an argument of the loss; 0 without trained positions."""
     index_N = marks.trained.flatten().nonzero().flatten()
     weight_N = weights_at(model, index_N)
     if weight_N is None:
@@ -103,7 +101,7 @@ def _shift_weights(model: nn.Module, marks: PositionMask) -> dict[str, Tensor]:
 
 
 def weigh(loss_N: Tensor, model: nn.Module, marks: PositionMask) -> Tensor:
-    """Return the losses of the trained positions times the user's own weights, if the forward has any."""
+    """Return the losses of the trained positions times the user's weights, if the forward has weights."""
     if not bool(marks.trained.any()):
         return loss_N
     weight_N = weights_at(model, marks.trained.flatten().nonzero().flatten())
@@ -111,11 +109,11 @@ def weigh(loss_N: Tensor, model: nn.Module, marks: PositionMask) -> Tensor:
 
 
 def weighted_loss(loss_N: Tensor, choice: TokenChoice, num_items: NumItems, marks: PositionMask) -> Tensor:
-    """Return the weighted sum of the trained positions' losses, in the order of the positions, over the number of
-    targets of the step, or over the share of it that the weights have.
+    """Return the weighted sum of the trained positions' losses, in the order of the positions, divided by the number of
+    targets of the step. With ``denominator: weights`` multiply the divisor by the mean weight of this batch's targets.
 
-    ``num_items`` is the number of targets in all micro-batches of a step, None for those of this batch. Without trained
-    positions ``loss_N`` has one placeholder, which counts nothing.
+    ``num_items`` is the number of targets in all micro-batches of a step, None for this batch. Without trained
+    positions ``loss_N`` has one placeholder, which does not count.
     """
     num_targets = int(marks.target.sum())
     if not bool(marks.trained.any()):
@@ -130,27 +128,27 @@ def weighted_loss(loss_N: Tensor, choice: TokenChoice, num_items: NumItems, mark
 
 
 def token_losses(logits_NV: Tensor, label_N: Tensor) -> Tensor:
-    """Return the loss of each position, (N,), in float32 at least, as transformers computes it."""
+    """Return the loss of each position, (N,), in at least float32, like transformers."""
     return nn.functional.cross_entropy(logits_NV.float(), label_N, ignore_index=IGNORED, reduction="none")
 
 
 def masked_labels(labels_BT: Tensor, marks: PositionMask) -> Tensor:
-    """Return labels (B, T) that train only the chosen positions: the reference of the loss."""
+    """Return labels (B, T) that train only the chosen positions, for the reference implementation."""
     trains_BT = torch.zeros_like(marks.trained)
     trains_BT[:, 1:] = marks.trained[:, :-1]
     return labels_BT.masked_fill(~upload(labels_BT.device, trains_BT)[0], IGNORED)
 
 
 def guard_unlabelled(logits_BTV: Tensor, labels_BT: Tensor, marks: PositionMask) -> Tensor:
-    """Return logits whose backward refuses a gradient at a position that has no label. A loss of a script may read
-    labels that were not chosen, which get no gradient, and nothing else that was not computed."""
+    """Return logits whose backward refuses a gradient at a position without a label. The script's loss may read labels
+    that were not chosen, which get no gradient, but no other position that was not computed."""
     has_label_BT = nn.functional.pad(labels_BT[:, 1:] != IGNORED, (0, 1))
     may_read_BT = has_label_BT.to(logits_BTV.device) | marks.trained.to(logits_BTV.device)
     return fill(logits_BTV, may_read_BT, "logits")
 
 
 def spread_logits(logits_NV: Tensor, marks: PositionMask) -> Tensor:
-    """Return logits (B, T, V) for the user's own loss; rows that were not computed are 0 and have no gradient."""
+    """Return logits (B, T, V) for the user's loss. Rows that were not computed are 0 and have no gradient."""
     size = logits_NV.shape[-1]
     index = upload(logits_NV.device, marks.trained.flatten().nonzero().flatten())[0]
     all_rows = logits_NV.new_zeros(marks.trained.numel(), size).index_copy(0, index, logits_NV)

@@ -1,4 +1,4 @@
-"""The reference of token selection: computes all positions, and detaches what carries no gradient.
+"""The reference implementation of token selection: compute all positions, and detach positions without gradient.
 
 Shape letters: B examples, T positions, H heads, D width.
 """
@@ -16,14 +16,14 @@ from sparsebp_cli.backward.decoder.decoder import Decoder, Layer, without_checkp
 from sparsebp_cli.backward.decoder.kv_cache import StandInKV
 from sparsebp_cli.backward.patch.forward import call_module, replace_forwards
 
-Arguments = dict[str, object]  # of a layer's forward, by name
+Arguments = dict[str, object]  # arguments of a layer's forward, by name
 
 
 @contextmanager
 def detached(decoder: Decoder, carries_BT: Tensor) -> Iterator[None]:
     """Detach keys and values of positions that carry no gradient, in every layer, while the model's own forward runs.
 
-    That is enough: such a position affects the loss only through its keys and values, since its own prediction is not
+    This suffices: such a position affects the loss only through its keys and values, since its own prediction is not
     trained.
     """
     carries_B1T1 = carries_BT[:, None, :, None]
@@ -38,7 +38,7 @@ def detached(decoder: Decoder, carries_BT: Tensor) -> Iterator[None]:
 def stopped(decoder: Decoder, carries_BT: Tensor) -> Iterator[None]:
     """Detach the input of every layer at positions that carry no gradient, while the model's own forward runs.
 
-    Such a position still trains the weights that make its keys and values in the layer that reads them.
+    In each layer, such a position still trains the weights that make its keys and values.
     """
 
     def change(layer: Layer, arguments: Arguments) -> Arguments:
@@ -53,14 +53,14 @@ def stopped(decoder: Decoder, carries_BT: Tensor) -> Iterator[None]:
 
 @contextmanager
 def _changed(decoder: Decoder, change: Callable[[Layer, Arguments], Arguments]) -> Iterator[None]:
-    """Run every layer with some arguments replaced; ``change`` returns these, given all of them."""
+    """Run every layer with some arguments replaced. ``change`` returns the replacements, given all arguments."""
 
     def run(layer: Layer, *args: object, **kwargs: object) -> object:
         arguments = dict(zip(layer.argument_names, args, strict=False)) | kwargs
         return call_module(layer.module, **(arguments | change(layer, arguments)))
 
     replacements = [(layer.module, partial(run, layer)) for layer in decoder.layers]
-    # Without checkpointing, because a repeated forward in the backward would not run the override.
+    # Without checkpointing, because a rerun in the backward would not use the override.
     with replace_forwards(replacements), without_checkpointing(*(layer.module for layer in decoder.layers)):
         yield
 
@@ -68,7 +68,7 @@ def _changed(decoder: Decoder, change: Callable[[Layer, Arguments], Arguments]) 
 def _expand(
     module: nn.Module, covered: Callable[[Tensor], Tensor] | None, carries_B1T1: Tensor, x_B1TD: Tensor
 ) -> Tensor:
-    """Run a module that computes keys and values from what the cache holds, and detach its output likewise."""
+    """Run a module that expands cached values to keys and values, and detach its output at the same positions."""
     output: Tensor = call_module(module, x_B1TD) if covered is None else covered(x_B1TD)
     return torch.where(carries_B1T1, output, output.detach())
 

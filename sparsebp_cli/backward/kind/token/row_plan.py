@@ -1,4 +1,4 @@
-"""Plans which rows of a batch are computed, which of them with a graph, and which reach the head.
+"""Plans which rows of a batch are computed, which have a graph, and which reach the head.
 
 Shape letters: B examples, T positions, K rows that carry gradient, R of them trained, N trained rows of all examples.
 """
@@ -16,7 +16,7 @@ from sparsebp_cli.backward.kind.transfer import upload
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.policy.token import TokenChoice, TokenMode
 
-IGNORED = -100  # the label of no target, as in PyTorch's cross entropy
+IGNORED = -100  # the label of a position without target, as in PyTorch's cross entropy
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class PositionMask:
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing can be skipped: all targets are trained, and every real position but an example's last is
-        a target.
+        """Whether no position can be skipped: all targets are trained, and every real position but an example's last
+        is a target.
         """
         follows = torch.zeros_like(self.real)
         follows[:, :-1] = self.real[:, 1:]
@@ -44,16 +44,16 @@ class RowPlan:
     """The rows of one forward."""
 
     carried: RowNumbers  # computed with a graph, in the order of their positions
-    dropped: RowNumbers | None  # computed without one, because carried rows attend to them; None: there are none
+    dropped: RowNumbers | None  # computed without a graph, because carried rows attend to them; None: no such rows
     learns: bool  # keys and values of dropped rows have a graph down to the input of their layer
     is_prompt: bool  # in every example all dropped positions precede all carried ones
     trained: RowNumbers  # rows that the head reads, as indices into the carried rows
     trained_positions: RowNumbers  # the same rows, as positions
-    place_N: Tensor | None  # numbers of the trained rows that are no padding; None: all
-    label_N: Tensor  # their labels, example by example
+    place_N: Tensor | None  # indices of the trained rows that are not padding; None: all
+    label_N: Tensor  # labels of these rows, example by example
     num_trained: int  # N, not counting the placeholder row of a batch without trained rows
     counts: tuple[Tensor, Tensor, Tensor]  # carried, dropped and trained rows by example, (B,), float64, on the CPU
-    # Examples are concatenated to one, so none is padded; the positions of example b are b * T + t.
+    # Whether examples are concatenated into one, so none is padded; the positions of example b are then b * T + t.
     is_joined: bool
 
 
@@ -67,9 +67,9 @@ def read_choice(
 ) -> PositionMask:
     """Move a choice to the CPU and check it, and return the properties of every position.
 
-    Position t predicts the label at t + 1; ``read_BT`` has the targets of a classifier, which has no such labels. Only
-    a two-dimensional ``mask`` tells padding. With ``spreads`` a fully masked row, which only
-    padding has, attends to all positions. Raises :class:`UsageError` if a selector must not return this choice.
+    Position t predicts the label at t + 1. ``read_BT`` marks the targets of a classifier, which has no such labels.
+    Only a two-dimensional ``mask`` marks padding. ``spreads``: a fully masked row attends to all positions; only
+    padding is fully masked. Raises :class:`UsageError` for an invalid choice.
     """
     for name in ("trained_BT", "carries_BT"):
         given = getattr(choice, name)
@@ -87,16 +87,16 @@ def read_choice(
     parts = _download(target_BT, real_BT, choice.trained_BT, choice.carries_BT)
     target, real, trained, carries = (part.bool() for part in parts)
     if (trained & ~target).any():
-        raise UsageError(f"trained_BT holds {int((trained & ~target).sum())} positions that the labels do not train")
+        raise UsageError(f"trained_BT holds {int((trained & ~target).sum())} positions without a label")
     if (trained & ~carries).any():
-        raise UsageError(f"{int((trained & ~carries).sum())} trained positions are not among those of carries_BT")
+        raise UsageError(f"{int((trained & ~carries).sum())} trained positions are not in carries_BT")
     # A four-dimensional mask from the user may allow anything.
     attends_later = (trained & ~real).any(1, keepdim=True) & spreads
     return PositionMask(target, real, trained, carries, attends_later | (mask is not None and mask.dim() == 4))
 
 
 def _download(*tensors: Tensor) -> Sequence[Tensor]:
-    """Return tensors of one shape on the CPU, in one copy, so that the host waits once; copied ones as int64."""
+    """Return tensors of one shape on the CPU, by one copy, so that the host waits once. Copied ones are int64."""
     if all(tensor.device.type == "cpu" for tensor in tensors):
         return tensors
     device = next(tensor.device for tensor in tensors if tensor.device.type != "cpu")
@@ -104,9 +104,9 @@ def _download(*tensors: Tensor) -> Sequence[Tensor]:
 
 
 def find_needed(marks: PositionMask) -> tuple[Tensor, Tensor]:
-    """Return the positions that are trained, or one placeholder, and those that they read, (B, T) on the CPU."""
+    """Return the trained positions, or one placeholder, and the positions to which they attend, (B, T), on the CPU."""
     trained = marks.trained.clone()
-    if not bool(trained.any()):  # the forward needs one row; its loss is multiplied by 0
+    if not bool(trained.any()):  # the forward needs one row, whose loss is multiplied by 0
         trained[0, 0] = True
     length = trained.shape[1]
     last_B1 = (trained * torch.arange(length)).amax(1, keepdim=True)
@@ -119,9 +119,9 @@ def make_plan(
 ) -> RowPlan:
     """Plan the rows of a batch.
 
-    In mode ``exact`` all rows up to the last trained one of the batch carry gradient; in ``detach`` and ``stop``,
-    those that the policy chose. ``pair_cost`` is the cost of a query-key pair over that of a row in a layer's linears.
-    With ``joins_unequal`` examples that do not have the same rows are concatenated, whatever that costs.
+    In mode ``exact`` all rows up to the batch's last trained one carry gradient; in ``detach`` and ``stop``, the rows
+    that the policy chose. ``pair_cost`` is the cost of a query-key pair over the cost of a row in a layer's linears.
+    ``joins_unequal``: concatenate examples with different rows at any cost.
     """
     device, num_trained = labels_BT.device, int(marks.trained.sum())
     trained, needed = find_needed(marks)
@@ -156,7 +156,7 @@ def make_plan(
         for number, (position, valid) in zip(numbers, pairs, strict=True)
     )
     label_N = labels_BT.roll(-1, 1).flatten().index_select(0, target_N)
-    if num_trained == 0:  # the placeholder's label may be the ignored one, and the mean over no label is NaN
+    if num_trained == 0:  # the placeholder's label may be ignored, and the mean over no label is NaN
         label_N = label_N.clamp(min=0)
     return RowPlan(
         carried,
@@ -174,7 +174,7 @@ def make_plan(
 
 
 def _joining_pays(carried_B: Tensor, dropped_B: Tensor, pair_cost: float, *, is_prompt: bool) -> bool:
-    """Whether masked pairs between concatenated examples cost less than padding every example to the longest."""
+    """Return whether masked pairs between concatenated examples cost less than padding all examples to the longest."""
 
     def cost(carried: float, dropped: float) -> float:
         keys = carried + dropped

@@ -1,4 +1,4 @@
-"""Some positions of every example as the rows of one rectangle, and the arguments of a layer restricted to them.
+"""Some positions of every example as rows of one tensor, and the arguments of a layer restricted to them.
 
 Shape letters: B examples, T positions, K rows of an example, H heads, Q queries, S keys, D anything.
 """
@@ -22,22 +22,20 @@ _Value = TypeVar("_Value")
 
 @dataclass(frozen=True, eq=False)
 class RowNumbers:
-    """Positions of every example, ascending; an example with fewer rows than another is padded with arbitrary
-    positions.
-    """
+    """Positions of every example, ascending. Examples with fewer rows are padded with arbitrary positions."""
 
     position_BK: Tensor
     valid_BK: Tensor  # False for padding rows, which no row may attend to
-    start: int | None  # if the rows are positions start to start + K of every example; else None
+    start: int | None  # set if the rows are positions start to start + K of every example
     shared: bool  # all examples have the same positions
     is_full: bool  # there are no padding rows
     num_rows: int  # K
 
     @classmethod
     def of(cls, member_BT: Tensor, *, valid_BT: Tensor | None = None) -> Self | None:
-        """Return the rows of the positions in ``member_BT``, a mask on the CPU, as the mask is; None if it is empty.
+        """Return the rows of the positions in ``member_BT``, a mask on the CPU; None if it is empty.
 
-        ``valid_BT`` restricts which of them other rows may attend to; None: all.
+        Rows attend only to members in ``valid_BT``; None: to all members.
         """
         count_B1 = member_BT.sum(1, keepdim=True)
         most = int(count_B1.max())
@@ -57,7 +55,7 @@ class RowNumbers:
         return cls(position_BK, valid_BK, start, shared, bool(valid_BK.all()), most)
 
     def among(self, rows: Self) -> RowNumbers:
-        """Return some of these rows, given as indices into them, as positions."""
+        """Return the positions of some of these rows; ``rows`` are indices into them."""
         start = None if self.start is None or rows.start is None else self.start + rows.start
         position_BK = self.position_BK.gather(1, rows.position_BK)
         return RowNumbers(position_BK, rows.valid_BK, start, self.shared and rows.shared, rows.is_full, rows.num_rows)
@@ -82,7 +80,7 @@ class RowNumbers:
 
 @dataclass(frozen=True, eq=False)
 class AttentionView:
-    """The query rows of an attention, and the key rows that they attend to."""
+    """The query rows of an attention, and the key rows to which they attend."""
 
     queries: RowNumbers
     keys: tuple[RowNumbers, ...]  # groups of positions, concatenated
@@ -103,12 +101,12 @@ class AttentionView:
 
 @dataclass
 class AttentionArgs:
-    """Restricts the arguments of every layer; arguments shared by layers are restricted once."""
+    """Restricts the arguments of every layer. Arguments that layers share are restricted once."""
 
     implementation: str  # transformers' name of the attention function: eager or sdpa
     layout: AttentionLayout
     shape: tuple[int, int]  # B and T
-    is_joined: bool = False  # the examples are concatenated to one
+    is_joined: bool = False  # the examples are concatenated into one
     # Boolean masks are converted to this dtype once, so that no layer converts and stores its own; None: unchanged.
     mask_dtype: torch.dtype | None = None
     # Results by the ids of value and view. The entry holds both, so that no other object gets their ids meanwhile.
@@ -117,7 +115,7 @@ class AttentionArgs:
     def restrict(self, arguments: Mapping[str, object], view: AttentionView) -> dict[str, object]:
         """Return a layer's named arguments, without hidden states and cache, for the queries of a view.
 
-        :meth:`check` has accepted them.
+        Call :meth:`check` on the arguments first.
         """
         mask, parts, ids = (arguments.get(name) for name in ("attention_mask", "position_embeddings", "position_ids"))
         assert mask is None or isinstance(mask, Tensor)
@@ -147,13 +145,13 @@ class AttentionArgs:
         if listed is not None and not (isinstance(listed, tuple) and all(part.dim() == 3 for part in listed)):
             unknown.append("position_embeddings that are not of three dimensions")
         if unknown:
-            raise UnsupportedError(f"token selection cannot cut a layer's arguments: it takes {unknown[0]}")
+            raise UnsupportedError(f"token selection does not support a layer that gets {unknown[0]}")
 
     def _restrict_mask(self, mask: Tensor | None, view: AttentionView) -> Tensor | None:
         if self.layout.excludes and mask is not None:
             mask = torch.zeros_like(mask, dtype=torch.float32).masked_fill_(mask, torch.finfo(torch.float32).min)
         allowed = _restrict_joined_mask(mask, view, self.shape[1]) if self.is_joined else _restrict_mask(mask, view)
-        if self.layout.excludes and allowed is not None:  # of joined examples the bias excludes each other's keys
+        if self.layout.excludes and allowed is not None:  # the bias excludes keys of other concatenated examples
             return (allowed < 0) & allowed.isfinite() if self.is_joined else allowed < 0
         if allowed is None or allowed.dtype != torch.bool or self.mask_dtype is None:
             return allowed
@@ -163,7 +161,7 @@ class AttentionArgs:
         return tuple(self._take(part, view) for part in parts)
 
     def _restrict_bias(self, bias: Tensor, view: AttentionView) -> Tensor:
-        """Return the bias of a view's keys, which is that of their positions."""
+        """Return the bias for a view's keys, by their positions."""
         num_examples, length = self.shape
         key_BS = torch.cat([rows.position_BK for rows in view.keys], 1)
         if self.layout.is_one_bias:
@@ -191,7 +189,7 @@ class AttentionArgs:
 
 
 def _restrict_mask(mask: Tensor | None, view: AttentionView) -> Tensor | None:
-    """Return the attention mask of a view; None if that is plain causal attention among the queries."""
+    """Return the attention mask of a view; None for plain causal attention among the queries."""
     if mask is None and view.is_own:  # rows ascend, and padding rows come last
         return None
     query_BQ = view.queries.position_BK
@@ -230,21 +228,21 @@ def _gather(mask: Tensor, query_BQ: Tensor, key_BS: Tensor) -> Tensor:
 def _exclude(allowed: Tensor, valid: Tensor, view: AttentionView) -> Tensor:
     """Mask padding rows as keys, and let each padding row attend to itself.
 
-    A row that attends to nothing gives NaN, which would spread even when multiplied by zero. A trained row at a
-    position of padding is handled by the model's own mask.
+    A row that attends to nothing yields NaN, which would spread even when multiplied by zero. The model's own mask
+    handles a trained row at a position of padding.
     """
     slot = view.slot_BQ[: len(allowed), None, :, None].expand(len(allowed), allowed.shape[1], -1, 1)
     fills = ~view.queries.valid_BK[: len(allowed), None, :, None]
     if allowed.dtype == torch.bool:
         allowed = allowed & valid
         return allowed.scatter(3, slot, allowed.gather(3, slot) | fills)
-    # -inf is lower than the finite value in masks: eager attention gives a fully masked row equal weights.
+    # -inf is lower than the finite value in masks, with which eager attention gives a fully masked row equal weights.
     allowed = allowed.masked_fill(~valid, -torch.inf)
     return allowed.scatter(3, slot, allowed.gather(3, slot).masked_fill(fills, 0.0))
 
 
 def _is_causal(allowed: Tensor, valid_BQ: Tensor) -> bool:
-    """Whether every real row attends to all earlier ones; synchronises with the device once for all layers."""
+    """Return whether every real row attends to all earlier ones; synchronises with the device once for all layers."""
     size = allowed.shape[-1]
     causal = torch.ones(size, size, dtype=torch.bool, device=allowed.device).tril()
     return bool(((allowed == causal) | ~valid_BQ[:, None, :, None]).all())

@@ -1,4 +1,4 @@
-"""The calls of the frozen layers in one forward: what each was given, for all examples or for some of them.
+"""The calls of the frozen layers in one forward: their arguments, for all examples or for some of them.
 
 Shape letters: B examples, T positions, D width.
 """
@@ -15,15 +15,15 @@ from torch import Tensor
 
 from sparsebp_cli.errors import UnsupportedError
 
-HIDDEN = "hidden_states"  # transformers' name of what the residual stream brings
-# transformers hands arguments of the loss on to every layer, and no layer reads them; they differ from batch to batch.
+HIDDEN = "hidden_states"  # transformers' name for the argument with the residual stream
+# transformers passes arguments of the loss to every layer. No layer reads them, and they differ from batch to batch.
 OF_THE_LOSS = frozenset({"num_items_in_batch", "labels", "shift_labels"})
 PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
 
 @dataclass(frozen=True)
 class Call:
-    """One layer's call; ``run`` runs the layer as without the engine."""
+    """One layer's call. ``run`` runs the layer without the engine."""
 
     name: str
     run: Callable[..., Any]
@@ -32,19 +32,19 @@ class Call:
 
     @property
     def hidden(self) -> object:
-        """What the residual stream brings."""
+        """The argument with the residual stream."""
         return self.args[0] if self.args else self.kwargs.get(HIDDEN)
 
 
 def hidden_of(output: Any) -> Any:
-    """Return the hidden states of a layer's output, which is these or a tuple that begins with them."""
+    """Return the hidden states of a layer's output, which is a tensor or a tuple that begins with them."""
     return output[0] if isinstance(output, tuple) else output
 
 
 class LayerCalls:
-    """The calls of consecutive layers, each of which reads what the one before returned.
+    """The calls of consecutive layers. Each layer reads the output of the layer before.
 
-    Raises :class:`UnsupportedError` for arguments that are not those of examples, or whose content is not known.
+    Raises :class:`UnsupportedError` for arguments that do not belong to examples, or whose content is unknown.
     """
 
     def __init__(self, calls: Sequence[Call]) -> None:
@@ -53,12 +53,12 @@ class LayerCalls:
         assert isinstance(hidden, Tensor)
         self.hidden_BTD = hidden
         self.num_examples, self.length = hidden.shape[0], hidden.shape[1]
-        self._tensors: dict[int, Tensor] = {}  # each once, though most layers get the same ones
+        self._tensors: dict[int, Tensor] = {}  # each tensor once, although most layers get the same ones
         self._order: dict[int, int] = {}
         self._form = "\n".join(self._describe(call) for call in calls)
 
     def keys(self, context: bytes) -> list[bytes]:
-        """Return a key for each example: of all that its output follows from.
+        """Return a key for each example: the digest of all values that determine its output.
 
         Args:
             context: Digest of the layers, and of how they run.
@@ -88,10 +88,10 @@ class LayerCalls:
         """Run the layers, for all examples or for some of them, in the given order.
 
         Args:
-            rows: Numbers of examples; None: all, with the arguments as they are.
+            rows: Indices of examples; None: all examples, with unchanged arguments.
 
         Returns:
-            The output of the last layer, one row of its first dimension for each.
+            The output of the last layer, with one row of its first dimension for each example.
         """
         picked = None if rows is None else torch.tensor(rows, device=self.hidden_BTD.device)
         memo: dict[int, Tensor] = {}
@@ -110,9 +110,9 @@ class LayerCalls:
         return hidden
 
     def cut(self, row: int, positions: range) -> LayerCalls:
-        """Return the calls of one example alone, without the positions that are padding."""
+        """Return the calls of one example alone, without padding."""
         span = slice(positions.start, positions.stop)
-        memo: dict[int, Tensor] = {}  # layers that share a tensor share its part
+        memo: dict[int, Tensor] = {}  # layers that share a tensor also share its part
 
         def part(tensor: Tensor) -> Tensor:
             if id(tensor) not in memo:
@@ -132,7 +132,7 @@ class LayerCalls:
         """Return the part of an argument that belongs to some positions of one example."""
         if self._has_rows(tensor):
             tensor = tensor[row : row + 1]
-        # The last dimension of three is that of features; of four, as of a mask, it is that of keys.
+        # In tensors with three dimensions the last one is features; with four, as in a mask, it is keys.
         places = {1: (0,), 2: (1,), 3: (1,), 4: (2, 3)}.get(tensor.dim(), ())
         for place in places:
             if tensor.shape[place] == self.length:
@@ -140,12 +140,12 @@ class LayerCalls:
         return tensor.contiguous()
 
     def _has_rows(self, tensor: Tensor) -> bool:
-        """Whether the first dimension of an argument is that of the examples. Where the length is the same by chance,
-        a comparison of shuffled examples shows it."""
+        """Return whether the first dimension of an argument has the number of examples. If another dimension has this
+        length by chance, a comparison of shuffled examples detects it."""
         return tensor.dim() > 1 and tensor.shape[0] == self.num_examples
 
     def _describe(self, call: Call) -> str:
-        """Return a layer's arguments as text, with tensors by their numbers."""
+        """Return a layer's arguments as text, with numbers for tensors."""
         named = {str(number): value for number, value in enumerate(call.args[1:], 1)} | dict(call.kwargs)
         return "; ".join(
             f"{name}={self._show(value, name, call.name)}"
@@ -163,21 +163,19 @@ class LayerCalls:
         if isinstance(value, PLAIN):
             return repr(value)
         hint = ": set model.config.use_cache = False" if "key_value" in name or "Cache" in type(value).__name__ else ""
-        raise UnsupportedError(
-            f"outputs of frozen layers cannot be kept: {layer} gets {name}, a {type(value).__name__}{hint}"
-        )
+        raise UnsupportedError(f"frozen: outputs cannot be cached: {layer} gets {name}, a {type(value).__name__}{hint}")
 
     def _check_rows(self, tensor: Tensor, name: str, layer: str) -> None:
         count = self.num_examples
         if count > 1 and tensor.dim() > 2 and tensor.shape[0] > count and tensor.shape[0] % count == 0:
             raise UnsupportedError(
-                f"outputs of frozen layers cannot be kept: {layer} gets {name} with {tensor.shape[0]} rows for "
-                f"{count} examples, so it is not known which of them belong to an example"
+                f"frozen: outputs cannot be cached: {layer} gets {name} with {tensor.shape[0]} rows for "
+                f"{count} examples, so the rows of an example are not known"
             )
 
 
 def _to_bytes(tensor: Tensor) -> Tensor:
-    """Return the bytes of a tensor on the host, its first dimension as it is."""
+    """Return the bytes of a tensor on the host, with its first dimension unchanged."""
     flat = tensor.detach().to("cpu").contiguous()
     if flat.dtype is torch.bool:
         return flat.view(torch.uint8)
@@ -196,26 +194,26 @@ def find_positions(mask_BT: Tensor | None, calls: LayerCalls) -> list[range]:
     """Return the positions of each example that are not padding.
 
     Args:
-        mask_BT: The batch's attention mask; None: nothing is padded.
+        mask_BT: The batch's attention mask; None: no padding.
         calls: The calls of the layers in the same forward.
 
     Returns:
-        B ranges of positions that follow one another.
+        B ranges of positions.
     """
     if mask_BT is None:
         return [range(calls.length)] * calls.num_examples
     if mask_BT.shape != (calls.num_examples, calls.length):
         raise UnsupportedError(
-            f"cache_padding: drop needs an attention mask of examples and positions, got {tuple(mask_BT.shape)}"
+            f"cache_padding: drop needs an attention mask of shape (examples, positions), got {tuple(mask_BT.shape)}"
         )
     found = []
     for mask_T in mask_BT.detach().to("cpu") != 0:
         count = int(mask_T.sum())
-        # Padding before an example is read: its last position predicts the first token.
+        # Refuse padding before an example, since its last position predicts the first token, so it is read.
         if not count or not bool(mask_T[:count].all()):
             raise UnsupportedError(
-                "cache_padding: drop needs padding behind the examples alone, and the attention mask has 0 before or "
-                "inside of one; use cache_padding: keep"
+                "cache_padding: drop needs padding only at the end of examples, but the attention mask has 0 before or "
+                "inside one; use cache_padding: keep"
             )
         found.append(range(count))
     return found

@@ -1,4 +1,4 @@
-"""What the outputs of frozen layers follow from beside their arguments: weights, code, modes and libraries."""
+"""The digest of everything but arguments that determines outputs of frozen layers: weights, code, modes, libraries."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from sparsebp_cli.errors import UnsupportedError
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SCALARS = (bool, int, float, str, torch.dtype)
-# What torch keeps in each module, such as hooks, which probes put there for a while.
+# Attributes that torch stores in each module, such as hooks, which probes add temporarily.
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
-# Nor does an output follow from what a forward of ours knows of the batch under way.
+# Outputs do not depend on the state of our own forwards either.
 _NOT_HELD = _OF_TORCH | {"config", "forward"}
-# Options of what follows the layers; transformers sets the first one in a model's first forward.
+# Options that apply after the layers. transformers sets the first one in a model's first forward.
 _OF_THE_HEAD = frozenset({"problem_type", "num_labels", "id2label", "label2id", "return_dict", "use_cache"})
 
 
 class FrozenContext:
-    """The digest of some layers and of how they run; it is another one as soon as any of that has changed.
+    """The digest of some layers and of how they run. It changes with any of these.
 
     Args:
         names: Names of the layers, for messages.
-        layers: The layers, all of whose parameters are frozen.
+        layers: The layers, in which all parameters are frozen.
     """
 
     def __init__(self, names: Sequence[str], layers: Sequence[nn.Module]) -> None:
@@ -41,33 +41,33 @@ class FrozenContext:
         self._weights = b""
 
     def refuse_random(self) -> None:
-        """Raise :class:`UnsupportedError` for dropout in the layers, whatever their mode is now."""
+        """Raise :class:`UnsupportedError` for dropout in the layers, in any mode."""
         for name, module in self._modules.items():
             rate = max(dropout_rates(module), default=0.0)
             if rate > 0.0:
                 raise UnsupportedError(
-                    f"outputs of frozen layers cannot be kept: {name} drops out {rate:g} of its numbers anew in each "
+                    f"frozen: outputs cannot be cached: {name} drops out {rate:g} of its numbers anew in each "
                     "forward; set its dropout to 0"
                 )
 
     def refuse_hooks(self) -> None:
-        """Raise :class:`UnsupportedError` for hooks in the layers, which would not see examples that are known."""
+        """Raise :class:`UnsupportedError` for hooks in the layers, which would not see cached examples."""
         for name, module in self._modules.items():
             if module._forward_hooks or module._forward_pre_hooks:  # noqa: SLF001 - torch has no other way to ask
                 raise UnsupportedError(
-                    f"outputs of frozen layers cannot be kept: {name} has a forward hook, which would not be called "
+                    f"frozen: outputs cannot be cached: {name} has a forward hook, which would not be called "
                     "for an example whose output is known; remove it"
                 )
 
     @property
     def trains(self) -> bool:
-        """Whether somebody has thawed a parameter of the layers."""
+        """Whether a parameter of the layers requires a gradient now."""
         return any(p.requires_grad for module in self._modules.values() for p in module.parameters(recurse=False))
 
     def digest(self) -> bytes:
-        """Return the digest. Weights are read whole when a quick look finds them changed: at their places, versions,
-        or sums of their bits, which sees writes that autograd does not count."""
-        # torch has no other name for the number of writes that autograd has counted.
+        """Return the digest. Read weights completely only if their addresses, versions or sums of bits have changed.
+        The sums detect writes that autograd does not count."""
+        # torch has no public name for the number of writes that autograd has counted.
         seen = [(id(tensor), tensor.data_ptr(), tensor._version) for _, tensor in self._tensors()]  # noqa: SLF001
         found = (seen, self._sum_bits())
         if found != self._seen:
@@ -101,8 +101,8 @@ class FrozenContext:
 
 
 def _find_held(name: str, owner: object, depth: int = 3) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors that a module, a weight or what they hold keeps as a plain attribute: scales of a quantised
-    weight are in its ``quant_state`` (bitsandbytes, 4 bits) or in its layer's ``state`` (8 bits)."""
+    """Yield tensors in plain attributes of a module, a weight or their attributes. Scales of a quantised weight are in
+    its ``quant_state`` (bitsandbytes, 4 bits) or in its layer's ``state`` (8 bits)."""
     for key, value in getattr(owner, "__dict__", {}).items():
         if isinstance(value, Tensor):
             yield f"{name}.{key}", value
@@ -111,7 +111,7 @@ def _find_held(name: str, owner: object, depth: int = 3) -> Iterator[tuple[str, 
 
 
 def _describe(name: str, module: nn.Module) -> str:
-    """Return what a module's code and its numbers are."""
+    """Return a description of a module's code and its plain attributes."""
     scalars = {key: value for key, value in sorted(vars(module).items()) if key not in _OF_TORCH and _is_plain(value)}
     config: Any = getattr(module, "config", None)
     options = config.to_dict() if hasattr(config, "to_dict") else {}
@@ -125,7 +125,7 @@ def _describe(name: str, module: nn.Module) -> str:
 
 
 def _is_plain(value: object) -> bool:
-    """Whether a value is a number, a text, or made of these, as adapters keep their scales by name."""
+    """Return whether a value is a number, a string, or a collection of these, such as adapters' scales by name."""
     if isinstance(value, dict):
         return all(map(_is_plain, value.values())) and all(map(_is_plain, value))
     return (
@@ -134,7 +134,7 @@ def _is_plain(value: object) -> bool:
 
 
 def _describe_place() -> str:
-    """Return what decides in which order numbers are added up."""
+    """Return a description of everything that determines the order of sums."""
     devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     casts = [(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in devices]
     attention = (

@@ -1,8 +1,8 @@
-"""The output of the frozen layers for a batch, from what is known of it and what has to run.
+"""The output of the frozen layers for a batch, from cached and computed outputs.
 
-With the padding kept, the layers run on batches, and nothing is taken from another batch before it was shown, on this
-machine and for this shape, that the bits of an example do not depend on its neighbours: a product of another shape may
-add up in another order. With the padding dropped, each example runs on its own, so there are no neighbours.
+With ``padding: keep``, the layers run on batches. A product of another shape may sum in another order. So a cached
+output is reused only after a test showed, on this machine and for this shape, that the bits of an example do not depend
+on its neighbours. With ``padding: drop``, each example runs alone, so there are no neighbours.
 """
 
 from __future__ import annotations
@@ -17,54 +17,54 @@ import torch
 from torch import Tensor
 
 from sparsebp_cli.backward.kind.parameter.kept_output.calls import LayerCalls, find_positions
-from sparsebp_cli.backward.kind.parameter.kept_output.form import Encoded, RoundingError, encode
+from sparsebp_cli.backward.kind.parameter.kept_output.form import EncodedOutput, RoundingError, encode
 from sparsebp_cli.backward.kind.parameter.kept_output.store import OutputStore
 from sparsebp_cli.backward.observe.flops import counting_now
 from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.policy import KeptOutputs
 
-RECHECK = 64  # batches of one shape from known outputs, after which, and after twice as many, one is computed as well
-# Of the 2-norm of a batch's outputs, between examples alone and padded: rounding is 1e-7 and 5e-3 (float32, bfloat16).
+RECHECK = 64  # the cached batches of one shape with this number, and with 2, 4, ... times it, are computed as well
+# Largest relative difference between outputs of examples alone and padded. Rounding is 1e-7 (float32), 5e-3 (bfloat16).
 LARGEST = {torch.float32: 1e-4, torch.float64: 1e-10}
 LARGEST_OTHER = 0.05
 SQUARES = ("attention", "bmm")  # operators whose products grow with the square of the length
-Shape = tuple[int, int, int]  # examples that are computed, examples, positions
+Shape = tuple[int, int, int]  # (examples that are computed, examples, positions)
 
 
 @dataclass(frozen=True)
-class Forward:
+class FrozenForward:
     """One forward of the frozen layers."""
 
     calls: LayerCalls
-    mask_BT: Tensor | None  # the model's; None: nothing is padded
-    whole_BTD: Tensor | None  # the output, if the layers have run on the batch as it is; None: not yet
+    mask_BT: Tensor | None  # the model's attention mask; None: no padding
+    whole_BTD: Tensor | None  # the output, if the layers have run on the whole batch; None: not yet
     context: bytes  # digest of the layers and of how they run
-    probes: bool  # whether this is a measurement, which keeps nothing
+    probes: bool  # whether this is a probe, which caches nothing
 
 
 @dataclass(frozen=True)
 class Filled:
-    """What came of a forward."""
+    """The result of a forward."""
 
     output_BTD: Tensor
-    num_known: int  # examples whose kept output was used
-    executed_share: float  # FLOPs that were executed, over those of the plain forward; more than 1 with comparisons
-    left_out: float  # FLOPs of the plain forward that were not executed
+    num_known: int  # examples whose cached output was used
+    executed_share: float  # executed FLOPs over the FLOPs of the plain forward; more than 1 with comparisons
+    left_out: float  # FLOPs of the plain forward that were saved
 
 
 class Fill(ABC):
-    """Fills the output of a batch, and keeps what is new in it."""
+    """Returns the output of a batch, and caches new outputs of examples."""
 
     store: OutputStore
     error: RoundingError
-    cost: tuple[float, float] | None  # FLOPs of the layers by position, and by its square; None: nobody has counted
-    notes: dict[str, str]  # for the report
+    cost: tuple[float, float] | None  # FLOPs of the layers per position, and per squared position; None: not counted
+    notes: dict[str, str]  # notes for the report
 
     def __init__(self, kept: KeptOutputs, store: OutputStore) -> None:
         self._kept, self.store, self.error = kept, store, RoundingError()
         self.cost, self.notes = None, {}
 
-    def __call__(self, forward: Forward) -> Filled:
+    def __call__(self, forward: FrozenForward) -> Filled:
         """Return the output of a batch."""
         if not forward.probes:
             self.store.begin(forward.context)
@@ -74,11 +74,11 @@ class Fill(ABC):
         return filled
 
     @abstractmethod
-    def fill(self, forward: Forward) -> Filled:
-        """Return the output of a batch, in whose context the store is unless the forward probes."""
+    def fill(self, forward: FrozenForward) -> Filled:
+        """Return the output of a batch. Except in probes, the store has the context of the forward."""
 
     def run(self, calls: LayerCalls, rows: Sequence[int] | None, *, probes: bool) -> Tensor:
-        """Run the layers, and count what they cost if a measurement counts."""
+        """Run the layers, and set ``cost`` if a probe counts FLOPs."""
         count = counting_now() if probes else None
         before = Counter() if count is None else Counter(count.by_operator)
         output = calls.compute(rows)
@@ -90,26 +90,26 @@ class Fill(ABC):
         return output
 
     def price(self, length: int) -> float:
-        """Return the FLOPs of the layers for one example; 0 while nothing was counted."""
+        """Return the FLOPs of the layers for one example; 0 if not counted yet."""
         return 0.0 if self.cost is None else length * (self.cost[0] + length * self.cost[1])
 
-    def keep(self, key: bytes, encoded: Encoded, output_TD: Tensor) -> None:
-        """Keep a new output, and measure its error."""
+    def keep(self, key: bytes, encoded: EncodedOutput, output_TD: Tensor) -> None:
+        """Cache a new output, and measure its error."""
         if self.store.put(key, encoded) and self._kept.form != "exact":
             self.error.add(output_TD, encoded.decode())
 
 
 @dataclass
 class _Batch:
-    """A batch on its way through the frozen layers."""
+    """The state of a batch in the frozen layers."""
 
-    forward: Forward
+    forward: FrozenForward
     known: Mapping[int, Tensor]
     missing: Sequence[int]
-    # Of computed rows, with what was encoded, if that is rounded: a first visit then equals the others.
-    encoded: dict[int, tuple[Encoded, Tensor]] = field(default_factory=dict)
-    num_executed: int = 0  # examples that ran through the layers, each as often as it did
-    is_whole: bool = False  # whether all of them ran together, so that the result is the plain one
+    # Encoded and original outputs of computed rows, if encoding rounds: the first visit uses rounded values, too.
+    encoded: dict[int, tuple[EncodedOutput, Tensor]] = field(default_factory=dict)
+    num_executed: int = 0  # runs of examples through the layers, including repeated ones
+    is_whole: bool = False  # whether all examples ran together, so that the result is the plain one
 
     @property
     def shape(self) -> Shape:
@@ -118,15 +118,15 @@ class _Batch:
 
 @final
 class PaddedFill(Fill):
-    """Runs the layers on batches as they are. Every bit is that of training without kept outputs."""
+    """Runs the layers on padded batches. The result is bit-identical to training without a cache."""
 
     def __init__(self, kept: KeptOutputs, store: OutputStore) -> None:
         super().__init__(kept, store)
-        self._even: dict[Shape, bool] = {}  # whether outputs of this shape did not depend on the neighbours
+        self._even: dict[Shape, bool] = {}  # whether outputs of this shape are independent of neighbours
         self._num_used: Counter[Shape] = Counter()
-        self._context = b""  # in which that was shown
+        self._context = b""  # the context of these tests
 
-    def fill(self, forward: Forward) -> Filled:
+    def fill(self, forward: FrozenForward) -> Filled:
         if forward.context != self._context:
             self._context, self._even = forward.context, {}
             self._num_used.clear()
@@ -145,7 +145,7 @@ class PaddedFill(Fill):
         return Filled(output, 0 if batch.is_whole else len(known), executed, left_out)
 
     def _compute(self, batch: _Batch) -> Tensor:
-        """Return outputs, of which those that are known are taken only where that was shown to change no bit."""
+        """Return the outputs. Reuse a cached one only where reuse was verified to be bit-identical."""
         shape, probes = batch.shape, batch.forward.probes
         if shape[0] == shape[1]:
             whole = self._run(batch, None)
@@ -176,7 +176,7 @@ class PaddedFill(Fill):
         return self.run(forward.calls, rows, probes=forward.probes)
 
     def _is_even(self, batch: _Batch, whole: Tensor) -> bool:
-        """Whether examples in another order have the same outputs, to the last bit."""
+        """Return whether the outputs are bit-identical with the examples in another order."""
         if batch.shape[1] == 1:
             return True
         order = [*range(1, batch.shape[1]), 0]
@@ -186,7 +186,7 @@ class PaddedFill(Fill):
         return is_even
 
     def _join(self, batch: _Batch) -> Tensor:
-        """Return what is known beside what is computed, in the order of the batch."""
+        """Return cached and computed outputs together, in the order of the batch."""
         device = batch.forward.calls.hidden_BTD.device
         rows = {row: output.to(device) for row, output in batch.known.items()}
         if batch.missing:
@@ -195,7 +195,7 @@ class PaddedFill(Fill):
         return torch.stack([rows[row] for row in range(batch.shape[1])])
 
     def _round(self, batch: _Batch, output_BTD: Tensor, rows: Sequence[int]) -> Tensor:
-        """Return outputs of some rows as they are kept."""
+        """Return outputs of some rows after encoding and decoding."""
         if self._kept.form == "exact":
             return output_BTD
         for row, output_TD in zip(rows, output_BTD, strict=True):
@@ -213,16 +213,16 @@ class PaddedFill(Fill):
 
 @final
 class LoneFill(Fill):
-    """Runs each example on its own, without padding, at whose positions the output is 0.
+    """Runs each example alone, without padding. The output is 0 at positions of padding.
 
-    What comes out depends on nothing but the example, so it does not matter which others are known.
+    An output depends only on its example, so it does not matter which other examples are cached.
     """
 
     def __init__(self, kept: KeptOutputs, store: OutputStore) -> None:
         super().__init__(kept, store)
-        self._longest = 0  # of the batches that were compared with the padded forward
+        self._longest = 0  # length of the longest batch that was compared with the padded forward
 
-    def fill(self, forward: Forward) -> Filled:
+    def fill(self, forward: FrozenForward) -> Filled:
         calls, probes = forward.calls, forward.probes
         places = find_positions(forward.mask_BT, calls)
         output_BTD, executed, num_known, plain = None, 0.0, 0, forward.whole_BTD
@@ -254,11 +254,11 @@ class LoneFill(Fill):
         return Filled(output_BTD, num_known, executed / whole, left_out)
 
     def _weigh(self, length: int) -> float:
-        """Return the FLOPs of one example, or its positions while nobody has counted."""
+        """Return the FLOPs of one example, or its number of positions if not counted yet."""
         return self.price(length) or float(length)
 
     def _compare(self, output_BTD: Tensor, plain_BTD: Tensor, places: Sequence[range]) -> None:
-        """Refuse layers that return something else for an example alone, such as experts of limited capacity."""
+        """Refuse layers whose output for an example alone differs, such as experts of limited capacity."""
         error = norm = 0.0
         for row, positions in enumerate(places):
             span = slice(positions.start, positions.stop)
@@ -272,6 +272,6 @@ class LoneFill(Fill):
         )
         if relative > LARGEST.get(plain_BTD.dtype, LARGEST_OTHER) + rounding:
             raise UnsupportedError(
-                f"cache_padding: drop: the frozen layers return something else for an example on its own, by "
+                f"cache_padding: drop: the output of the frozen layers for an example alone differs by "
                 f"{relative:.1e} of its norm; use cache_padding: keep"
             )

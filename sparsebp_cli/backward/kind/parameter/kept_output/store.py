@@ -1,7 +1,6 @@
-"""Where encoded outputs are kept: in the memory of the host, or in a folder. Neither holds more than its bytes.
+"""Stores for encoded outputs: in host memory, or in a folder, each with a maximum size.
 
-What does not fit is not kept, and nothing makes room for it: epochs visit all examples in turn, so whatever was dropped
-for a later example would be the next to be asked for.
+A store never evicts entries for new ones. Epochs visit all examples in turn, so an evicted entry would be needed next.
 """
 
 from __future__ import annotations
@@ -9,54 +8,58 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol, final
+from typing import final
 
 import torch
 from torch import Tensor
 
-from sparsebp_cli.backward.kind.parameter.kept_output.form import Encoded
+from sparsebp_cli.backward.kind.parameter.kept_output.form import EncodedOutput
 
-_DIGEST = 16  # bytes of the checksum that a file begins with
-_PART = ".part"  # ends the name of a file that is being written
+_DIGEST = 16  # bytes of the checksum at the beginning of a file
+_PART = ".part"  # suffix of a file during its write
 
 
-class OutputStore(Protocol):
-    """Encoded outputs by key, all of one context: those of another one are dropped."""
+class OutputStore(ABC):
+    """Encoded outputs by key, all of one context. Outputs of other contexts are deleted."""
 
     num_bytes: int
-    problem: str  # why nothing more is kept; empty: it is, as far as there is room
+    problem: str  # why the store accepts no more outputs; empty: it accepts them up to its size
 
+    @abstractmethod
     def begin(self, context: bytes) -> None:
-        """Keep outputs of this context from now on."""
+        """Store outputs of this context from now on."""
 
-    def get(self, key: bytes) -> Encoded | None:
-        """Return what is kept; None: it is not, or not readable any more."""
+    @abstractmethod
+    def get(self, key: bytes) -> EncodedOutput | None:
+        """Return the output of a key; None if it is missing or cannot be read."""
 
-    def put(self, key: bytes, output: Encoded) -> bool:
-        """Keep an output if there is room, and return whether it is kept."""
+    @abstractmethod
+    def put(self, key: bytes, output: EncodedOutput) -> bool:
+        """Store an output if it fits, and return whether it is stored."""
 
 
 @final
-class MemoryStore:
+class MemoryStore(OutputStore):
     """Outputs in the memory of this process."""
 
     def __init__(self, max_bytes: int) -> None:
         self.num_bytes, self.problem = 0, ""
         self._max_bytes, self._context = max_bytes, b""
-        self._outputs: dict[bytes, Encoded] = {}
+        self._outputs: dict[bytes, EncodedOutput] = {}
 
     def begin(self, context: bytes) -> None:
         if context != self._context:
             self._context, self.num_bytes = context, 0
             self._outputs.clear()
 
-    def get(self, key: bytes) -> Encoded | None:
+    def get(self, key: bytes) -> EncodedOutput | None:
         return self._outputs.get(key)
 
-    def put(self, key: bytes, output: Encoded) -> bool:
+    def put(self, key: bytes, output: EncodedOutput) -> bool:
         size = output.num_bytes + len(key)
         if key not in self._outputs and self.num_bytes + size <= self._max_bytes:
             self._outputs[key] = output
@@ -65,11 +68,11 @@ class MemoryStore:
 
 
 @final
-class DiskStore:
-    """Outputs in files, one each, that a killed process leaves whole or not at all.
+class DiskStore(OutputStore):
+    """Outputs in files, one for each. A killed process leaves a file complete or not at all.
 
-    A file begins with a checksum of the rest, so nothing waits for the disk: what a power cut has torn is computed
-    again.
+    A file begins with a checksum of the rest, so the store need not wait for the disk: it ignores files that a power
+    cut has damaged, and their outputs are computed again.
     """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
@@ -84,7 +87,7 @@ class DiskStore:
         place = self._place
         try:
             for other in self._folder.iterdir() if self._folder.exists() else ():
-                # Ours alone: the folder is one that a script has named.
+                # Delete only our own folders, since the script has named this folder.
                 if _is_key(other.name) and other.is_dir() and not other.is_symlink() and other != place:
                     shutil.rmtree(other)
             place.mkdir(parents=True, exist_ok=True)
@@ -94,7 +97,7 @@ class DiskStore:
         except OSError as error:
             self.problem = f"{self._folder}: {error.strerror or error}"
 
-    def get(self, key: bytes) -> Encoded | None:
+    def get(self, key: bytes) -> EncodedOutput | None:
         if key not in self._sizes:
             return None
         try:
@@ -103,7 +106,7 @@ class DiskStore:
             self._forget(key)
             return None
 
-    def put(self, key: bytes, output: Encoded) -> bool:
+    def put(self, key: bytes, output: EncodedOutput) -> bool:
         if self.problem or key in self._sizes:
             return key in self._sizes
         content = _write(output)
@@ -128,7 +131,7 @@ class DiskStore:
         return self._folder / self._context.hex()
 
     def _scan(self, place: Path) -> Iterator[tuple[bytes, int]]:
-        """Yield what a process before has kept, up to the bytes that are allowed now; remove the rest."""
+        """Yield the entries of an earlier process, up to the present maximum size; remove the others."""
         room = self._max_bytes
         for path in sorted(path for path in place.iterdir() if _is_key(path.name.removesuffix(_PART))):
             size = path.stat().st_size
@@ -148,8 +151,8 @@ def _is_key(name: str) -> bool:
     return len(name) == 64 and set(name) <= set("0123456789abcdef")
 
 
-def _write(output: Encoded) -> bytes:
-    """Return an output as bytes: a checksum, a line that describes the tensors, and these."""
+def _write(output: EncodedOutput) -> bytes:
+    """Return an output as bytes: a checksum, a line that describes the tensors, and the tensors."""
     tensors = [output.values_TD] if output.scale_T1 is None else [output.values_TD, output.scale_T1]
     head = {"of": _name(output.dtype), "tensors": [[_name(t.dtype), list(t.shape)] for t in tensors]}
     body = json.dumps(head).encode() + b"\n"
@@ -157,8 +160,8 @@ def _write(output: Encoded) -> bytes:
     return hashlib.blake2b(body, digest_size=_DIGEST).digest() + body
 
 
-def _read(content: bytes) -> Encoded:
-    """Return the output. Raises ValueError for bytes that are not those that were written."""
+def _read(content: bytes) -> EncodedOutput:
+    """Return the output from the bytes of :func:`_write`. Raises ValueError if they have changed."""
     body = content[_DIGEST:]
     if hashlib.blake2b(body, digest_size=_DIGEST).digest() != content[:_DIGEST]:
         raise ValueError("the checksum differs")
@@ -167,10 +170,10 @@ def _read(content: bytes) -> Encoded:
     for name, shape in head["tensors"]:
         dtype = getattr(torch, name)
         size = dtype.itemsize * torch.Size(shape).numel()
-        # bytearray: a tensor over bytes could be written to, which they must not be.
+        # Copy to a bytearray, since a tensor over immutable bytes could be written to.
         tensors.append(torch.frombuffer(bytearray(rest[:size]), dtype=dtype).reshape(shape))
         rest = rest[size:]
-    return Encoded(tensors[0], tensors[1] if len(tensors) > 1 else None, getattr(torch, head["of"]))
+    return EncodedOutput(tensors[0], tensors[1] if len(tensors) > 1 else None, getattr(torch, head["of"]))
 
 
 def _name(dtype: torch.dtype) -> str:
