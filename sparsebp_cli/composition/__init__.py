@@ -1,4 +1,4 @@
-"""Supported combinations of policies and options: one table without torch, for recipes, ``attach``, trainer, worker and
+"""Decide which policies and options combine: one table without torch, for recipes, ``attach``, trainer, worker and
 docs."""
 
 from sparsebp_cli.composition.adapter import ADAPTER_TYPES, READERS, find_adapter_options

@@ -1,6 +1,6 @@
-"""Methods of peft by their types and the names of their options, without importing peft, which loads torch.
+"""List peft's methods by type, with their option names, without importing peft, which loads torch.
 
-As with PyTorch's optimizers, the source is read: a recipe is checked before anything heavy is loaded.
+A recipe is checked before anything heavy is loaded. So this reads peft's source, as for PyTorch's optimizers.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-# The types that tests train, merge and load; the others need what a run does not have: task ids, a call after each
-# step, virtual tokens; pvera draws noise. LoRA has a section of its own.
+# The types that tests train, merge and load. Other types need what a run does not have: task ids, a call after each
+# step, or virtual tokens; pvera draws noise. LoRA has its own section.
 ADAPTER_TYPES = (
     *("boft", "c3a", "delora", "fourierft", "gralora", "hira", "hra", "ia3", "ln_tuning", "loha", "lokr", "miss"),
     *("oft", "randlora", "road", "shira", "trainable_tokens", "vblora", "vera"),
 )
 
-# Of these, the ones whose code in peft 0.21 reads the weights of the base as plain numbers, by type of quantisation.
+# By type of quantisation: the types above whose code in peft 0.21 reads the base's weights as plain numbers.
 READERS: dict[str, tuple[str, ...]] = {
     "nf4": ("delora", "hra", "loha", "lokr"),
     "fp4": ("delora", "hra", "loha", "lokr"),
     "int8": ("delora", "hira", "hra"),
 }
 
-# What an adapter's config says of its base and of its own history, which a recipe says elsewhere.
+# Fields of an adapter's config about its base or its history; recipes state these elsewhere.
 NOT_OPTIONS = frozenset(
     {
         "auto_mapping",
@@ -41,8 +41,8 @@ NOT_OPTIONS = frozenset(
 
 @cache
 def find_adapter_options(adapter_type: str) -> tuple[str, ...]:
-    """Return the options of a method of peft, which are the fields of its config class. Empty for a type that the
-    installed peft does not have."""
+    """Return the option names of a peft method: the fields of its config class. Empty for a type that the installed
+    peft does not have."""
     folder = _tuners()
     if folder is None or not (folder / adapter_type / "config.py").is_file():
         return ()
@@ -52,12 +52,12 @@ def find_adapter_options(adapter_type: str) -> tuple[str, ...]:
 
 
 def _tuners() -> Path | None:
-    spec = find_spec("peft")  # of a package at the top, this imports nothing
+    spec = find_spec("peft")  # a top-level package: this imports nothing
     return Path(spec.origin).parent / "tuners" if spec is not None and spec.origin is not None else None
 
 
 def _find_config(file: Path) -> str:
-    """Return the name of the config class that a package registers its method with."""
+    """Return the name of the config class with which a peft package registers its method."""
     for node in ast.walk(ast.parse(file.read_bytes())):
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "register_peft_method":
             for keyword in node.keywords:

@@ -1,20 +1,41 @@
-"""How a backward pass is executed: options of ``attach``, of trainers, and of a recipe's section ``backward``."""
+"""Define how a backward pass is executed: options of ``attach``, trainers, and a recipe's section ``backward``."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Annotated, ClassVar, Literal, TypedDict, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    ValidationError,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
 
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.policy.field_error import describe_errors
 
-Sites = Literal["linears", "branches", "nodes"]
+Sites = Literal["linears", "nodes"]
 Execution = Literal["fast", "reference"]
 Update = Literal["deferred", "eager"]
 EagerClip = Literal["parameter", "previous", "exact"]
-Checkpointing = Literal["none", "sparse", "full"]
+Checkpointing = Literal["none", "full"]
+
+
+STORED = {"stored": True}  # validation context for plans of an earlier release
+FORMER = ("branches", "sparse")  # values up to 0.5: their runs can be shown and compared, but not continued
+
+
+def _accept_former(value: object, handler: ValidatorFunctionWrapHandler, info: ValidationInfo) -> object:
+    return value if info.context == STORED and value in FORMER else handler(value)
+
+
+FormerToo = (WrapValidator(_accept_former), PlainSerializer(str))
 
 
 def _as_list(value: object) -> object:
@@ -22,15 +43,15 @@ def _as_list(value: object) -> object:
 
 
 class BackwardOptions(BaseModel):
-    """How a step is executed. None of these changes which gradient is meant."""
+    """Options of how a step is executed. None of them changes which gradient is computed."""
 
     model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     execution: Execution = Field(
         "fast", description="fast multiplies only what was selected; reference masks the gradient and multiplies all."
     )
-    sites: Sites = Field(
-        "linears", description="Where policies are asked: every linear, residual branch, or node of the graph."
+    sites: Annotated[Sites, *FormerToo] = Field(
+        "linears", description="Where policies are asked: every linear, or node of the graph."
     )
     exclude: Annotated[list[str], BeforeValidator(_as_list)] = Field(
         default_factory=list, description="Sites that stay dense: globs over module names, such as lm_head."
@@ -45,10 +66,10 @@ class BackwardOptions(BaseModel):
         description="With update: eager, the norm by which training.max_grad_norm clips. parameter: each gradient's "
         "own. previous: that of all gradients in the step before. exact: that of all, found by a backward of its own.",
     )
-    checkpointing: Checkpointing = Field(
+    checkpointing: Annotated[Checkpointing, *FormerToo] = Field(
         "none",
         description="What is kept for the backward. none: all that it reads. full: each layer's input, and every layer "
-        "is computed again. sparse: each branch's input, and the kept rows are.",
+        "is computed again.",
     )
     segments: (
         Annotated[int, Field(ge=1)] | Annotated[list[str], BeforeValidator(_as_list), Field(min_length=1)] | None
@@ -60,7 +81,7 @@ class BackwardOptions(BaseModel):
 
     @classmethod
     def of(cls, choices: BackwardOptions | BackwardChoices | None) -> BackwardOptions:
-        """Return the options with these choices, the rest at their defaults; a wrong one is a :class:`UsageError`."""
+        """Return the options: these choices, else defaults. Raise :class:`UsageError` for a wrong choice."""
         if isinstance(choices, BackwardOptions):
             return choices
         try:
@@ -70,12 +91,12 @@ class BackwardOptions(BaseModel):
             raise UsageError(": ".join(part for part in (finding.key, finding.text) if part)) from None
 
     def choices(self, **changes: object) -> BackwardChoices:
-        """Return the keyword arguments of ``attach``, some of them changed."""
+        """Return the keyword arguments of ``attach``, with ``changes`` applied."""
         return cast("BackwardChoices", dict(self) | changes)
 
 
 class BackwardChoices(TypedDict, total=False):
-    """The fields of :class:`BackwardOptions` as keyword arguments; see there for their meaning."""
+    """The fields of :class:`BackwardOptions` as keyword arguments. The class explains them."""
 
     execution: Execution
     sites: Sites

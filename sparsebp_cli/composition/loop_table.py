@@ -1,10 +1,10 @@
-"""The rules for a loop of the user's own and for a Trainer, which no recipe can break, and for compiled models."""
+"""Define the rules that no recipe can break: for a user's own training loop, for a Trainer, and for compiled models."""
 
 from __future__ import annotations
 
 from sparsebp_cli.policy.rule import ABSENT, GIVEN, SEVERAL, Conditions, Rule, not_in_trainer
 
-# Combinations that no recipe can contain: a model that the user wrapped, an optimizer that the user did not give.
+# Combinations that no recipe can contain: the user wrapped the model, or gave no optimizer.
 OWN_LOOP = (
     Rule(
         "{checkpointing} is for recipes: call model.gradient_checkpointing_enable() before attach instead",
@@ -31,35 +31,27 @@ OWN_LOOP = (
 
 
 def make_compiled_rules(shortens: Conditions, without_backward: Conditions) -> tuple[Rule, ...]:
-    """Return the rules of what a recipe compiles; what a user wraps is refused above, or where it fails."""
+    """Return the rules for models that a recipe compiles. Models compiled by the user are refused above or later."""
     return (
         Rule(
-            "{policy} is not built with {compile}: the forward's computation differs from step to step",
+            "{policy} is not supported with {compile}: the forward's computation differs from step to step",
             policy=shortens,
             options={"compile": (True,)},
         ),
         Rule(
-            "{policy} is not built with {compile}: gradients are estimated without a backward, by forwards that are "
-            "not compiled",
+            "{policy} is not supported with {compile}: gradients are estimated without a backward, by forwards "
+            "that are not compiled",
             policy=without_backward,
             options={"compile": (True,)},
         ),
         Rule(
-            "{compile} is not built at {sites}: the nodes of a compiled graph are hidden",
+            "{compile} is not supported at {sites}: the nodes of a compiled graph are hidden",
             options={"compile": (True,), "sites": ("nodes",)},
             blame="compile",
         ),
         Rule(
-            "{compile} with {checkpointing} is not built at {sites}: use {checkpointing:sparse}, which stores one "
-            "input a branch",
-            why="A graph that a layer's checkpointing repeats may change nothing outside of it, and a branch notes "
-            "what its norm got.",
-            options={"compile": (True,), "checkpointing": ("full",), "sites": ("branches",)},
-            blame="compile",
-        ),
-        Rule(
-            "{compile} is not built with {update}: a compiled backward returns all gradients at once, so none is freed "
-            "before the next",
+            "{compile} is not supported with {update}: a compiled backward returns all gradients at once, so none is "
+            "freed before the next",
             options={"compile": (True,), "update": ("eager",)},
             blame="compile",
         ),
@@ -72,16 +64,16 @@ def make_compiled_rules(shortens: Conditions, without_backward: Conditions) -> t
     )
 
 
-_TRAINER = "policies in a transformers.Trainer are not built with "
-_TRAINER_CHOOSER = "{policy} in a transformers.Trainer is not built with "
+_TRAINER = "policies in a transformers.Trainer are not supported with "
+_TRAINER_CHOOSER = "{policy} in a transformers.Trainer is not supported with "
 _READS_LOGITS = "which reads the logits of all positions: let the model compute the loss"
 
 
 def make_trainer_rules(shortens: Conditions, chooses: Conditions) -> tuple[Rule, ...]:
-    """Return the rules of a Trainer. ``chooses`` are the kinds that choose what the loss is computed of."""
+    """Return the rules for a Trainer. ``chooses`` are the kinds that choose the tokens or examples of the loss."""
     return (
         Rule(
-            "{update} in a transformers.Trainer is not built: the trainer steps the optimizer itself; built: "
+            "{update} in a transformers.Trainer is not supported: the trainer steps the optimizer itself; built: "
             "{update:deferred}",
             options={"update": ("eager",), "loop": ("trainer",)},
             blame="update",

@@ -1,7 +1,7 @@
-"""Optimizers by name, without importing torch: the entry-point group ``sparsebp.optimizers``, and torch.optim.
+"""Find optimizers by name without importing torch: the entry-point group ``sparsebp.optimizers``, and torch.optim.
 
-A recipe is checked on machines without a GPU and before torch is loaded. So an entry point names an
-:class:`OptimizerEntry`, which says what the class takes, and of PyTorch's own optimizers the source is read.
+Recipes are checked on machines without a GPU and before torch is loaded. So an entry point names an
+:class:`OptimizerEntry`, which declares the arguments of the class. For PyTorch's own, this module reads the source.
 """
 
 from __future__ import annotations
@@ -15,45 +15,46 @@ from pathlib import Path
 
 from sparsebp_cli.entry_point import entry_points
 from sparsebp_cli.errors import UsageError, did_you_mean
-from sparsebp_cli.policy.shelf import OPTIMIZERS, tell_home
+from sparsebp_cli.policy.shelf import OPTIMIZERS, tell_moved
 
 GROUP = "sparsebp.optimizers"
-NO_ORDINARY_GRADIENTS = ("SparseAdam",)  # of torch.optim; it takes sparse gradients alone, and no training here has any
+# In torch.optim; it accepts only sparse gradients, which no training here produces.
+NO_ORDINARY_GRADIENTS = ("SparseAdam",)
 
 
 @dataclass(frozen=True)
 class OptimizerEntry:
-    """One optimizer."""
+    """An optimizer for recipes: how to create it and what it supports."""
 
     place: str  # ``module:class``; a ``torch.optim.Optimizer`` whose ``step`` works without a closure
-    arguments: tuple[str, ...]  # names that ``training.optim_args`` may give; all but the parameters and ``lr``
-    # arguments that its name gives beside the class; ``optim_args`` may override them
+    arguments: tuple[str, ...]  # names that ``training.optim_args`` may give: all but the parameters and ``lr``
+    # arguments that the entry's name implies; ``optim_args`` may override them
     implied: Mapping[str, object] = field(default_factory=dict)
-    # package that it needs, and the extra of this or another distribution that brings it; None: none
+    # a package that it needs, and the extra that installs it (of this or another distribution); None: nothing
     extra: tuple[str, str] | None = None
-    # whether its state has the shape of its parameter or is a number, made at the first step: only then can weights be
-    # cut into parts (``target.sharding: fsdp2``)
+    # whether each state tensor has its parameter's shape or is a number, and is created at the first step: only then
+    # can weights be sharded (``target.sharding: fsdp2``)
     is_sharded: bool = False
-    # whether its class takes the model in place of the parameters
+    # whether its class takes the model instead of the parameters
     takes_model: bool = False
-    # whether it updates the second factors of low-rank adapters, whose first ones are frozen
+    # whether it updates the second factors of low-rank adapters, whose first factors are frozen
     of_adapters: bool = False
-    # whether it has moments in the projection that a saver of inputs keeps for several steps
+    # whether it keeps moments in the projection that an activation-saving policy keeps for several steps
     of_projections: bool = False
 
 
 def list_optimizers() -> list[str]:
-    """Return every name that ``training.optim`` can have on this machine, sorted."""
+    """Return every allowed name of ``training.optim`` on this machine, sorted."""
     installed = entry_points(group=GROUP).names
     return sorted({*installed, *_torch_classes()} - (OPTIMIZERS - installed))
 
 
 def find_optimizer(name: str) -> OptimizerEntry:
-    """Return an optimizer's entry; an entry point comes before a class of torch.optim with the same name. An unknown
-    name and a broken plugin are a :class:`UsageError`."""
+    """Return an optimizer's entry. An entry point takes precedence over a torch.optim class of the same name. Raise
+    :class:`UsageError` for an unknown name or a broken plug-in."""
     found = {entry.value: entry for entry in entry_points(group=GROUP).select(name=name)}
     if len(found) > 1:
-        raise UsageError(f"{name!r} is offered more than once, by {' and '.join(sorted(found))}")
+        raise UsageError(f"{name!r} is registered more than once, by {' and '.join(sorted(found))}")
     for value, entry in found.items():
         try:
             loaded = entry.load()
@@ -64,7 +65,7 @@ def find_optimizer(name: str) -> OptimizerEntry:
         if not isinstance(loaded, OptimizerEntry):
             raise UsageError(f"{name!r} is broken: {value} is no OptimizerEntry")
         return loaded
-    if home := tell_home(name, OPTIMIZERS):  # before torch.optim, which has another muon
+    if home := tell_moved(name, OPTIMIZERS):  # check before torch.optim, which has another muon
         raise UsageError(f"{name!r} is not installed: {home}")
     if name in _torch_classes():
         return find_in_torch(name)
@@ -73,15 +74,15 @@ def find_optimizer(name: str) -> OptimizerEntry:
 
 
 def find_in_torch(name: str, *, is_sharded: bool = False) -> OptimizerEntry:
-    """Return the entry of a class of torch.optim, whose arguments are read from its source."""
+    """Return the entry of a torch.optim class. Its arguments are read from its source."""
     file, class_name = _torch_classes()[name]
     return OptimizerEntry(f"torch.optim:{class_name}", _arguments(file, class_name), is_sharded=is_sharded)
 
 
 @cache
 def _torch_classes() -> dict[str, tuple[Path, str]]:
-    """Return torch.optim's classes by their names in lower case: the file, and the class."""
-    spec = find_spec("torch")  # of a package at the top, this imports nothing
+    """Return torch.optim's classes by lower-case name: the file and the class name."""
+    spec = find_spec("torch")  # a top-level package: this imports nothing
     if spec is None or not spec.submodule_search_locations:
         return {}
     folder = Path(spec.submodule_search_locations[0]) / "optim"
@@ -110,9 +111,9 @@ def _method(file: Path, class_name: str, method: str) -> ast.FunctionDef | None:
 
 
 def _steps_without_closure(file: Path, class_name: str) -> bool:
-    """Return whether a step needs nothing but gradients; LBFGS computes the loss anew in every step."""
+    """Return whether a step needs only gradients. LBFGS, in contrast, recomputes the loss in every step."""
     step = _method(file, class_name, "step")
-    if step is None:  # inherited, as AdamW's
+    if step is None:  # inherited, as in AdamW
         return _method(file, class_name, "__init__") is not None
     return len(step.args.defaults) == len(step.args.args) - 1
 

@@ -1,4 +1,4 @@
-"""The rules about how a training is executed and by what optimizer, whatever its policies are."""
+"""Define the rules about execution options and optimizers that hold for all policies."""
 
 from __future__ import annotations
 
@@ -68,32 +68,20 @@ OPTIONS = (
         blame="eager_clip",
     ),
     Rule(
-        "{checkpointing} needs {sites:branches}, got {sites:=}",
-        options={"checkpointing": ("sparse",), "sites": ("linears", "nodes")},
-        blame="checkpointing",
-    ),
-    Rule(
         "{segments} and {checkpointing} both recompute layers: keep one of them",
         options={"segments": GIVEN, "checkpointing": ("full",)},
         blame="segments",
     ),
     Rule(
-        "{segments} hides the nodes of its layers: needs {sites:linears} or branches, got {sites:=}",
+        "{segments} hides the nodes of its layers: needs {sites:linears}, got {sites:=}",
         options={"segments": GIVEN, "sites": ("nodes",)},
         blame="segments",
     ),
     Rule(
-        "{segments} is not built with {sharding}; use {sharding:none}",
+        "{segments} is not supported with {sharding}; use {sharding:none}",
         why="Sharded weights are gathered for each layer's forward only.",
         options={"segments": GIVEN, "sharding": ("fsdp2",)},
         blame="segments",
-    ),
-    Rule(
-        "{float8} with {sites} is not built; use {sites:linears}",
-        why="Rows would be recomputed on their own, with another float8 scale than in the forward, where it is that of "
-        "all rows.",
-        options={"float8": GIVEN, "sites": ("branches",)},
-        blame="float8",
     ),
     Rule(
         "{quantization} freezes the weights: train model.lora, model.peft or model.adapter, or leave it out",
@@ -102,26 +90,26 @@ OPTIONS = (
     ),
     *(
         Rule(
-            "{peft} with {quantization} is not built: this method reads the weights as plain numbers; use model.lora, "
-            "or another type",
+            "{peft} with {quantization} is not supported: this method reads the weights as plain numbers; use "
+            "model.lora, or another type",
             options={"peft": types, "quantization": (quantization,)},
             blame="peft",
         )
         for quantization, types in READERS.items()
     ),
     Rule(
-        "{quantization} with {float8} is not built: give one of them",
+        "{quantization} with {float8} is not supported: give one of them",
         options={"quantization": GIVEN, "float8": GIVEN},
         blame="quantization",
     ),
     Rule(
-        "{quantization} is not built with torch.compile",
-        why="The forward of a quantised linear is the library's own function, which a graph does not hold.",
+        "{quantization} is not supported with torch.compile",
+        why="The forward of a quantised linear is the library's own function, which a compiled graph cannot contain.",
         options={"quantization": GIVEN, "wrapped": ("compiled",)},
         blame="quantization",
     ),
     Rule(
-        "{quantization} is not built with {sharding}; use {sharding:none}",
+        "{quantization} is not supported with {sharding}; use {sharding:none}",
         why="A sharded weight is gathered as numbers, and its scales lie beside it.",
         options={"quantization": GIVEN, "sharding": ("fsdp2",)},
         blame="quantization",
@@ -132,7 +120,7 @@ OPTIONS = (
         blame="sharding",
     ),
     Rule(
-        "{optim} is not built with {sharding}; use {sharding:none}",
+        "{optim} is not supported with {sharding}; use {sharding:none}",
         why="Its state exists before the weights are sharded, does not have the shape of its parameter, or the "
         "optimizer does not declare that it can be sharded.",
         options={"optim_is_sharded": (False,), "sharding": ("fsdp2",)},

@@ -1,4 +1,4 @@
-"""The rules about policies that change in phases."""
+"""Define the rules about policies that change in phases."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from sparsebp_cli.policy.rule import SEVERAL, Conditions, Rule
 
 
 def make_phase_rules(shortens: Conditions) -> tuple[Rule, ...]:
-    """Return the rules. ``shortens`` are the kinds whose forward computes less than all positions and examples."""
+    """Return the rules. ``shortens`` are the kinds whose forward skips token positions or examples."""
     return (
         Rule(
             "a schedule of phases needs {sharding:none}, got {sharding:=}",
-            why="The modules of a sharded model are of other classes, to which no policy can be attached any more.",
+            why="Sharding replaces the classes of a model's modules, so no policy can be attached afterwards.",
             options={"phases": SEVERAL, "sharding": ("fsdp2",)},
             blame="sharding",
         ),
         Rule(
-            "{policy} makes trial passes at a share of the whole training: not built in a schedule, whose phase may be "
-            "another part of it",
+            "{policy} makes trial passes at a fraction of the training: not supported in a schedule, whose phase may "
+            "be another part of it",
             policy={"has_trials": (True,)},
             options={"phases": SEVERAL},
         ),
@@ -28,7 +28,7 @@ def make_phase_rules(shortens: Conditions) -> tuple[Rule, ...]:
             options={"is_later_phase": (True,), "mixed_precision": ("bf16",)},
         ),
         Rule(
-            "a schedule of phases is not built with torch.compile: each phase would be compiled again",
+            "a schedule of phases is not supported with torch.compile: each phase would be compiled again",
             options={"phases": SEVERAL, "wrapped": ("compiled",)},
         ),
     )

@@ -1,4 +1,4 @@
-"""A combination of policies and options, in the user's spelling, and its checks against the table."""
+"""Check a combination of policies and options against the table, in the user's spelling."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from sparsebp_cli.policy import ParameterGradient, Policy, Stateful
 from sparsebp_cli.policy.known_kind import find_facts
 from sparsebp_cli.policy.rule import AllBut, Condition, Match, Rule
 
-_UNKNOWN = object()  # the value of an option that this caller does not have: no rule about it applies
+_UNKNOWN = object()  # the value of an option that this caller does not have: rules about it do not apply
 Spelling = Callable[[str, object], str]
 
 
 @dataclass(frozen=True)
 class PolicyFacts:
-    """The facts of a policy that the table's rules refer to."""
+    """The facts of a policy that the table's rules use."""
 
     label: str  # the policy's name in a message
-    facts: Mapping[str, object]  # its kind, and what its contract declares with its options
-    place: str = ""  # its place, for a message about two policies; may be empty
+    facts: Mapping[str, object]  # its kind, and what its contract declares for its options
+    place: str = ""  # its place, for messages about two policies; may be empty
 
     @classmethod
     def of(cls, policy: Policy, label: str = "", place: str = "") -> Self:
-        """Return the facts of a policy. An empty label stands for its class."""
+        """Return the facts of a policy. An empty label means the name of its class."""
         facts = {
             **find_facts(policy),
             "observes": isinstance(policy, Stateful) and not policy.is_identical,
@@ -38,7 +38,7 @@ class PolicyFacts:
 
 
 def _reads_gradients(policy: Policy) -> bool:
-    """Whether a policy observes the gradients of parameters at the end of a step, and not in trial passes alone."""
+    """Return whether a policy reads parameter gradients at the end of a step, not only in trial passes."""
     if not isinstance(policy, Stateful) or policy.has_trials:
         return False
     return ParameterGradient in policy.observes
@@ -54,20 +54,20 @@ class Setup:
     """Policies and options to be combined."""
 
     policies: Sequence[PolicyFacts]
-    # by name; rules about a missing option do not apply, because nobody can choose it here
+    # by name; rules about a missing option do not apply, because the caller cannot choose it
     options: Mapping[str, object]
-    # formats an option and its value in the reader's notation; without a name, the value alone
+    # formats an option and its value in the reader's notation; with an empty name, only the value
     spell: Spelling = _format_argument
     words: Mapping[str, str] = field(default_factory=dict)  # options with a special spelling, by name
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """A rule of the table that applies."""
+    """A rule that refuses a setup."""
 
     rule: Rule
-    text: str  # the rule's message, filled in
-    policy: int | None = None  # number of the policy that it is about; None: it is about options alone
+    text: str  # the rule's message with its fields filled in
+    policy: int | None = None  # index of the policy that the rule refuses; None for a rule about options alone
 
 
 def find_refusals(setup: Setup) -> Iterator[Refusal]:
@@ -86,7 +86,7 @@ def find_refusals(setup: Setup) -> Iterator[Refusal]:
 
 
 def _find_other(rule: Rule, policy: PolicyFacts, before: Sequence[PolicyFacts]) -> PolicyFacts | None:
-    """Return the first earlier policy that the rule refuses together with this one."""
+    """Return the first earlier policy that the rule refuses together with this policy."""
     for other in before:
         for one, two in ((policy, other), (other, policy)):
             if _matches(rule.policy, one) and _matches(rule.other, two, one):
@@ -122,7 +122,7 @@ def _holds(condition: Condition, value: object) -> bool:
 
 @dataclass(frozen=True)
 class _Option:
-    """An option in a message: ``{sites}``, ``{sites:nodes}`` with another value, ``{sites:=}`` the value alone."""
+    """An option in a message: ``{sites}``; ``{sites:nodes}`` with another value; ``{sites:=}`` only its value."""
 
     name: str
     setup: Setup

@@ -1,7 +1,7 @@
-"""The table of combinations that are refused although each of their parts is valid by itself, and why.
+"""List the combinations that are refused although each part alone is valid, and why.
 
-It has the rules about options, about what kinds have in common, and the limits that each kind declares. What no rule
-refuses works; ``tests/composition`` checks both.
+The table has rules about options, rules about properties of kinds, and the limits that each kind declares. A
+combination that no rule refuses works; ``tests/composition`` checks both.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from sparsebp_cli.composition.loop_table import OWN_LOOP, make_compiled_rules, m
 from sparsebp_cli.composition.option_table import OPTIONS
 from sparsebp_cli.composition.phase_table import make_phase_rules
 from sparsebp_cli.policy.kind import Kind
-from sparsebp_cli.policy.known_kind import ASPECTS, KnownKinds, find_kinds
+from sparsebp_cli.policy.known_kind import KnownKinds, find_kinds
 from sparsebp_cli.policy.rule import GIVEN, SAME, Conditions, Rule, one_process, whole_weights
 
 
 def make_rules(known: KnownKinds) -> tuple[Rule, ...]:
-    """Return the table for some kinds. The first rule that applies is the sentence that a user reads."""
+    """Return the table for the given kinds. Users see the message of the first rule that applies."""
     names = [kind.name for kind in known.kinds]
     shortens = _of(known, lambda kind: kind.shortens)
     without_backward = _of(known, lambda kind: not kind.has_backward)
     chooses = _of(known, lambda kind: kind.chooses_targets)
     rules = (
         *_make_common_rules(known),
-        *(rule for kind in (*ASPECTS, *known.kinds) for rule in kind.rules),
+        *(rule for kind in (*known.aspects, *known.kinds) for rule in kind.rules),
         *_make_backward_rules(without_backward),
         whole_weights(facts=shortens),
         *make_phase_rules(shortens),
@@ -38,7 +38,7 @@ def make_rules(known: KnownKinds) -> tuple[Rule, ...]:
 
 
 def _of(known: KnownKinds, has: Callable[[Kind], bool]) -> Conditions:
-    """Return the condition that a policy is of one of the kinds that have something."""
+    """Return the condition that a policy's kind satisfies ``has``."""
     return {"kind": tuple(kind.name for kind in known.kinds if has(kind))}
 
 
@@ -46,7 +46,7 @@ def _make_common_rules(known: KnownKinds) -> tuple[Rule, ...]:
     broken = f"; {'; '.join(known.problems)}" if known.problems else ""
     return (
         Rule(
-            "{policy}: its kind is not built; built: "
+            "{policy}: its kind is not supported; built: "
             + ", ".join(kind.name for kind in known.kinds)
             + broken.replace("{", "{{").replace("}", "}}"),
             policy={"kind": ("",)},
@@ -57,12 +57,12 @@ def _make_common_rules(known: KnownKinds) -> tuple[Rule, ...]:
             other={"kind": SAME},
         ),
         one_process(
-            "Each process observes its own examples, and their states would part.",
+            "Each process observes its own examples, so the states of the processes would differ.",
             what="{policy} keeps a state from what it observes: it",
             facts={"observes": (True,)},
         ),
         Rule(
-            "{policy} keeps a state, which a {kind} is not given",
+            "{policy} keeps a state, which is not supported for a {kind}",
             policy={"stateful": (True,), **_of(known, lambda kind: not kind.keeps_state)},
         ),
         Rule(
@@ -70,7 +70,7 @@ def _make_common_rules(known: KnownKinds) -> tuple[Rule, ...]:
             "input savers alone",
             policy={
                 "has_trials": (True,),
-                "samples_layers": (False,),
+                **{aspect.fact: (False,) for aspect in known.aspects if aspect.makes_trials},
                 **_of(known, lambda kind: not kind.makes_trials),
             },
         ),
@@ -89,12 +89,12 @@ def _make_common_rules(known: KnownKinds) -> tuple[Rule, ...]:
 
 
 def _make_backward_rules(without: Conditions) -> tuple[Rule, ...]:
-    """Return the rules of kinds that estimate gradients without a backward."""
+    """Return the rules for kinds that estimate gradients without a backward pass."""
     return (
         Rule(
             "{policy} has no backward, and so no sites: needs {sites:linears}, got {sites:=}",
             policy=without,
-            options={"sites": ("branches", "nodes")},
+            options={"sites": ("nodes",)},
         ),
         Rule(
             "{policy} has no backward: needs {update:deferred}, got {update:=}",
@@ -102,23 +102,23 @@ def _make_backward_rules(without: Conditions) -> tuple[Rule, ...]:
             options={"update": ("eager",)},
         ),
         Rule(
-            "{policy} has no backward, for which {segments} computes layers again: leave it out",
+            "{policy} has no backward, so {segments} has nothing to compute again: leave it out",
             policy=without,
             options={"segments": GIVEN},
         ),
         Rule(
-            "{policy} has no backward, for which {checkpointing} computes layers again: needs {checkpointing:none}",
+            "{policy} has no backward, so {checkpointing} has nothing to compute again: needs {checkpointing:none}",
             policy=without,
-            options={"checkpointing": ("full", "sparse")},
+            options={"checkpointing": ("full",)},
         ),
         Rule(
-            "{policy} with {float8} is not built: weights are shifted by less than float8 rounds",
+            "{policy} with {float8} is not supported: weights are shifted by less than float8 rounds",
             policy=without,
             options={"float8": GIVEN},
         ),
         one_process("DDP and FSDP sum gradients inside of the backward.", facts=without),
         Rule(
-            "{policy} keeps a state, which is not built for a policy that estimates gradients",
+            "{policy} keeps a state, which is not supported for a policy that estimates gradients",
             policy={**without, "stateful": (True,)},
         ),
     )
@@ -130,5 +130,5 @@ def _find_rules(known: KnownKinds) -> tuple[Rule, ...]:
 
 
 def find_rules() -> tuple[Rule, ...]:
-    """Return the table for the kinds of this installation."""
+    """Return the table for the installed kinds."""
     return _find_rules(find_kinds())

@@ -1,8 +1,8 @@
-"""Triton kernels for CUDA, and the one place that says where they run. It knows tensors and nothing of policies.
+"""Triton kernels for CUDA, and the only code that decides where they run. It does not depend on policies.
 
-``find(tensor)`` returns the operations for the device and type of a tensor, or None: on a CPU, without Triton, on a
-device older than compute capability 8.0, for float64, and where a first small kernel cannot be built or is wrong.
-Neither torch nor Triton is imported before a tensor on CUDA comes.
+``find(tensor)`` returns the operations for the device and dtype of a tensor. It returns None on a CPU, without Triton,
+on a device older than compute capability 8.0, for float64, and if small test cases fail to compile or are wrong. This
+package imports torch and Triton only when a caller passes a tensor on CUDA.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _disabled = [False]
 
 @contextmanager
 def disabled() -> Iterator[None]:
-    """Return a context without Triton's kernels, with which a benchmark compares them."""
+    """Return a context without Triton's kernels, so that a benchmark can compare."""
     before, _disabled[0] = _disabled[0], True
     try:
         yield
@@ -36,18 +36,16 @@ def disabled() -> Iterator[None]:
 
 
 def is_on_gpu(tensor: Tensor) -> bool:
-    """Return whether a tensor is on CUDA, where forms differ from those on a CPU: it reads memory once rather than
-    save arithmetic.
-    """
+    """Return whether a tensor is on CUDA. There, callers prefer one read of memory over less arithmetic."""
     return tensor.is_cuda
 
 
 def find(tensor: Tensor, *, multiplies: bool = False) -> Any:
-    """Return the module of operations for a tensor, or None where PyTorch's own are to be used.
+    """Return the module of operations for a tensor, or None where the caller must use PyTorch's operations.
 
     Args:
         tensor: The gradient, a matrix.
-        multiplies: Whether it is to be multiplied; float32 is, if TF32 is allowed.
+        multiplies: Whether the caller multiplies it; a float32 tensor then needs TF32 to be allowed.
 
     Returns:
         :mod:`sparsebp_cli.kernel.operation`, or None.
@@ -61,10 +59,9 @@ def find(tensor: Tensor, *, multiplies: bool = False) -> Any:
 
 @cache
 def find_on(device: torch.device, product: torch.dtype | None = None) -> Any:
-    """Return the operations on a CUDA device, or None; ``product`` is the dtype of what is multiplied, None for scores.
+    """Return the operations on a CUDA device, or None. ``product`` is the dtype of the factors, None for scores.
 
-    Small cases run first and are compared with PyTorch's operations, once for each dtype; this is the only time that
-    the host waits.
+    The first call for each dtype compares small cases with PyTorch's operations. Only then the host waits.
     """
     import torch
 
@@ -75,7 +72,7 @@ def find_on(device: torch.device, product: torch.dtype | None = None) -> Any:
         check = import_module("sparsebp_cli.kernel.check")
         wrong = check.find_wrong(operation, device, product)
         reason = f"wrong: {', '.join(wrong)}"
-    except Exception as error:  # no compiler, a folder that cannot be written, a device that Triton does not know
+    except Exception as error:  # no compiler, a folder without write access, a device that Triton does not support
         wrong, reason = ["all"], f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
     if wrong:
         log.warning("Triton's kernels are not used on %s (%s): PyTorch's operations are used", device, reason)
@@ -86,7 +83,7 @@ def find_on(device: torch.device, product: torch.dtype | None = None) -> Any:
 def _is_compiling() -> bool:
     import torch
 
-    return torch.compiler.is_compiling()  # then PyTorch's operations are compiled, and no small case can run
+    return torch.compiler.is_compiling()  # no small case can run then, so PyTorch's operations are compiled
 
 
 def _allows_tf32() -> bool:

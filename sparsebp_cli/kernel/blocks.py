@@ -1,7 +1,7 @@
 """Triton kernels of kept blocks: each program sums over the kept blocks of one row or column of blocks.
 
-Blocks are sorted by row for dgrad and by column for wgrad, and the first of each row or column is found on the device,
-so the host does not wait. A row without a kept block is stored as zeros.
+The caller sorts the blocks by row for dgrad and by column for wgrad, and finds the first of each row or column on the
+device, so the host does not wait. The kernels store zeros for a row without a kept block.
 
 Shape letters: N rows, D input width, O output width, K kept.
 """
@@ -31,9 +31,9 @@ def dgrad_of_blocks(
     # Offsets into a large tensor exceed int32.
     row = (down * block_high + n).to(tl.int64)
     begin, end = tl.load(start + down), tl.load(start + down + 1)
-    num_pieces = tl.cdiv(block_wide, DEEP)  # of one block along the sum
+    num_pieces = tl.cdiv(block_wide, DEEP)  # pieces of one block along the sum
     grad_row_of = grad + row[:, None] * grad_row
-    # Columns beyond the last are wrapped round, so that loads need no condition on them; they are not stored.
+    # Columns beyond the last wrap around, so that loads need no condition. They are not stored.
     weight_column_of = weight + (d % num_inputs).to(tl.int64)[None, :] * weight_input
     total = tl.zeros((HIGH, WIDE), tl.float32)
     for step in range((end - begin) * num_pieces):
@@ -121,7 +121,7 @@ def multiply_wgrad(
     (num_rows, num_outputs), num_inputs = grad_NO.shape, x_ND.shape[1]
     (rows, columns), wide = block_shape, -(-num_outputs // block_shape[1])
     high = -(-num_rows // rows)
-    turned_K = index_K % max(wide, 1) * high + index_K // max(wide, 1)  # numbers of the blocks, column by column
+    turned_K = index_K % max(wide, 1) * high + index_K // max(wide, 1)  # indices of the blocks, column by column
     order_K, start, factor_K = _sort(turned_K, wide, high, weight_K)
     wgrad_OD = empty_wgrad(grad_NO, num_inputs, by_input=by_input)
     if wgrad_OD.numel():
@@ -147,8 +147,8 @@ def choose_tile(high: int, deep: int) -> Tile:
 
 
 def _sort(index_K: Tensor, num_lines: int, length: int, weight_K: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the numbers in order, the first place of each of ``num_lines`` lines of ``length`` blocks, and the weights
-    in that order.
+    """Return the sorted indices, the first position of each of ``num_lines`` lines of ``length`` blocks, and the
+    weights in the sorted order.
     """
     order_K, place_K = index_K.sort()
     first = torch.arange(num_lines + 1, device=index_K.device) * length

@@ -1,7 +1,7 @@
 """Small cases of every Triton kernel on a device, compared with PyTorch's operations before the kernels are used.
 
-The tests run in Triton's interpreter and compile for two generations of devices; what a device, a driver and a compiler
-make of the kernels together shows only there.
+The project's tests run in Triton's interpreter and compile for two generations of devices. Only a run on the actual
+device shows what its driver and compiler make of the kernels.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# Largest error, as a fraction of the largest entry. TF32 rounds to ten bits.
 LIMIT = {
     torch.float16: 4e-3,
     torch.bfloat16: 3e-2,
     torch.float32: 4e-3,
-}  # of the largest entry; TF32 rounds to ten bits
+}
 NUM_ROWS, NUM_OUTPUTS, NUM_INPUTS, BLOCK = 150, 76, 90, 32
 
 
 def find_wrong(operation: Any, device: torch.device, product: torch.dtype | None) -> list[str]:
-    """Return the names of kernels that are wrong, of products in this dtype, or of scores if it is None."""
+    """Return the names of wrong kernels: kernels of products in this dtype, or kernels of scores if it is None."""
     generator = torch.Generator().manual_seed(0)
     shapes = (NUM_ROWS, NUM_OUTPUTS), (NUM_OUTPUTS, NUM_INPUTS), (NUM_ROWS, NUM_INPUTS)
     dtype = product or torch.float32
@@ -31,7 +32,7 @@ def find_wrong(operation: Any, device: torch.device, product: torch.dtype | None
 
 
 def check_scores(operation: Any, grad: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield the name of each kernel of scores, its result and the true one."""
+    """Yield the name of each kernel of scores, its result and the expected result."""
     yield "row_norm", operation.row_norm(grad), grad.norm(dim=1)
     yield "column_norm", operation.column_norm(grad), grad.norm(dim=0)
     places = grad.view(NUM_ROWS, -1, 4).topk(2, dim=-1).indices
@@ -40,7 +41,7 @@ def check_scores(operation: Any, grad: Tensor) -> Iterator[tuple[str, Tensor, Te
 
 
 def check_products(operation: Any, grad: Tensor, weight: Tensor, x: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield the same of products, with and without weights of what is kept."""
+    """Yield the name of each kernel of products, its result and the expected result, with and without weights."""
     rows = torch.arange(1, NUM_ROWS, 2, device=grad.device)
     high, wide = -(-NUM_ROWS // BLOCK), -(-NUM_OUTPUTS // BLOCK)
     blocks = torch.arange(0, high * wide, 2, device=grad.device)

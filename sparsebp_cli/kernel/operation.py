@@ -1,5 +1,4 @@
-"""The Triton kernels as operations of PyTorch, ``torch.ops.sparsebp``, so that fake tensors and compilers know their
-outputs.
+"""The Triton kernels as PyTorch operators, ``torch.ops.sparsebp``, with output shapes for fake tensors and compilers.
 
 Shape letters: N rows, D input width, O output width, K kept.
 """

@@ -1,8 +1,8 @@
 """Triton kernels of selected rows: products that gather in their loads and scatter in their stores.
 
-dgrad reads the kept rows of the gradient where they lie and writes the products to the rows that they belong to. wgrad
-gathers both operands along the sum. Nothing that was gathered is stored. Tiles have fixed sizes: trying several and
-taking the fastest would make the order of sums, and so the last bits of a run, depend on a clock.
+dgrad reads the kept rows of the gradient in place and writes the products to the same rows of the result. wgrad gathers
+both operands along the sum. Gathered values stay in registers. Tiles have fixed sizes: an autotuner would make the
+order of sums, and so the last bits of a run, depend on timings.
 
 Shape letters: N rows, D input width, O output width, K kept.
 """
@@ -17,21 +17,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-IS_INTERPRETED: bool = triton.knobs.runtime.interpret  # there a product of bfloat16 operands is wrong without a warning
+IS_INTERPRETED: bool = triton.knobs.runtime.interpret  # the interpreter multiplies bfloat16 wrongly, without a warning
 
 
 class Tile(NamedTuple):
-    """The part of a product that one program computes, and how."""
+    """The size of the part of a product that one program computes, and its launch options."""
 
     high: int
     wide: int
-    deep: int  # entries of the sum that are loaded at a time
+    deep: int  # entries of the sum that the program loads at a time
     num_warps: int
     num_stages: int
 
 
-# Fixed tiles: an autotuner picks by the clock, and with the tile the order of a sum. See decision 60.
-WIDE = Tile(128, 256, 64, 8, 3)  # on Hopper alone: older tensor cores need more registers than there are
+# An autotuner would choose the tile, and with it the order of sums, by timings. See decision 60.
+WIDE = Tile(128, 256, 64, 8, 3)  # only on Hopper; older tensor cores would need more registers than exist
 LARGE = Tile(128, 128, 64, 8, 3)
 SMALL = Tile(64, 64, 64, 4, 4)
 INTERPRETED = Tile(16, 32, 16, 4, 1)  # the interpreter takes seconds for large tiles
@@ -40,8 +40,8 @@ NUM_TILES = 120  # an H100 has 132 multiprocessors: a product of fewer large til
 
 @triton.jit
 def _place(num_high, num_wide, GROUP: tl.constexpr):
-    """Return the row and column of this program's tile; neighbours in time are neighbours in the product, so that
-    they read the same operands from the cache.
+    """Return the row and column of this program's tile. Consecutive programs compute neighbouring tiles, so that they
+    read the same operands from the cache.
     """
     number = tl.program_id(0)
     band = number // (GROUP * num_wide)
@@ -52,7 +52,7 @@ def _place(num_high, num_wide, GROUP: tl.constexpr):
 
 @triton.jit
 def scale(value, factor):
-    """Return the product with factors that are rounded to the type of the values first, as PyTorch rounds it."""
+    """Return ``value * factor``. Round the factor to the dtype of the values first, like PyTorch."""
     return (value.to(tl.float32) * factor.to(value.dtype).to(tl.float32)).to(value.dtype)
 
 
@@ -69,7 +69,7 @@ def dgrad_of_rows(
     d = tile_wide * WIDE + tl.arange(0, WIDE)
     o = tl.arange(0, DEEP)
     row = tl.load(index + k, mask=k < num_kept, other=0)
-    # Rows and features past the end repeat others that exist; they are not stored.
+    # Rows and features past the end repeat existing ones. They are not stored.
     grad_tile = grad + row[:, None] * grad_row + o[None, :] * grad_column
     weight_tile = weight + o[:, None] * weight_output + (d % num_inputs).to(tl.int64)[None, :] * weight_input
     total = tl.zeros((HIGH, WIDE), tl.float32)
@@ -153,7 +153,7 @@ def multiply_wgrad(
 
 
 def empty_wgrad(grad_NO: Tensor, num_inputs: int, *, by_input: bool) -> Tensor:
-    """Return an (O, D) matrix to be filled, which lies in memory as (D, O) if ``by_input``."""
+    """Return an uninitialized (O, D) matrix, with the memory layout of (D, O) if ``by_input``."""
     num_outputs = grad_NO.shape[1]
     if by_input:
         return grad_NO.new_empty(num_inputs, num_outputs).t()
@@ -161,7 +161,7 @@ def empty_wgrad(grad_NO: Tensor, num_inputs: int, *, by_input: bool) -> Tensor:
 
 
 def choose_tile(high: int, wide: int, like: Tensor) -> Tile:
-    """Return the tile for a product of this size, on the device of a tensor and of its type."""
+    """Return the tile for a product of this size, for the device and dtype of the tensor ``like``."""
     if IS_INTERPRETED:
         return INTERPRETED
     capability = torch.cuda.get_device_capability(like.device)
@@ -169,7 +169,7 @@ def choose_tile(high: int, wide: int, like: Tensor) -> Tile:
 
 
 def find_tile(high: int, wide: int, *, is_hopper: bool) -> Tile:
-    """Return the largest tile of which enough cover the product."""
+    """Return the largest tile that splits the product into at least ``NUM_TILES`` tiles, else ``SMALL``."""
     fitting = [WIDE, LARGE] if is_hopper else [LARGE]
     return next((tile for tile in fitting if count_tiles(tile, high, wide) >= NUM_TILES), SMALL)
 
@@ -180,17 +180,17 @@ def count_tiles(tile: Tile, high: int, wide: int) -> int:
 
 
 def options(tile: Tile, dtype: torch.dtype, *, indirect: bool = False) -> dict[str, Any]:
-    """Return the options that a product is compiled with; ``indirect`` if each step of the sum first loads numbers that
-    tell where its operands lie, which takes a stage of its own.
+    """Return the compile options of a product. ``indirect``: each step of the sum first loads the indices of its
+    operands, which needs one more pipeline stage.
     """
     is_wide = dtype == torch.float32 and not IS_INTERPRETED
     found: dict[str, Any] = {"HIGH": tile.high, "WIDE": tile.wide, "DEEP": tile.deep // 2 if is_wide else tile.deep}
-    # Float32 is multiplied here only where TF32 is allowed; the interpreter multiplies in float32 whatever it is told.
+    # Float32 products come here only if TF32 is allowed. The interpreter always multiplies in float32.
     found |= {"PRECISION": "tf32" if is_wide else "ieee", "INTERPRETED": IS_INTERPRETED}
     return found | {"num_warps": tile.num_warps, "num_stages": tile.num_stages + indirect}
 
 
 def on_device(tensor: Tensor) -> AbstractContextManager[object]:
     """Return a context in which kernels run on the device of a tensor."""
-    # Triton launches on the current device, wherever its arguments are.
+    # Triton launches on the current device, even if its arguments are on another.
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()

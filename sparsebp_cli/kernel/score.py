@@ -1,7 +1,7 @@
 """Triton kernels of scores, each in one read: norms of rows, norms of columns, and the two largest of every four.
 
-Norms are sums of squares in float32 of entries over a power of two near the largest that was read, so squares neither
-underflow nor overflow. When a larger entry comes, the sum so far is scaled down.
+The kernels divide entries by a power of two near the largest entry so far before they square them in float32, so that
+squares neither underflow nor overflow. When a larger entry comes, they scale the sum so far down.
 
 Shape letters: N rows, O output width.
 """
@@ -15,21 +15,21 @@ from torch import Tensor
 
 from sparsebp_cli.kernel.rows import IS_INTERPRETED, on_device
 
-FEW_ROWS = 128  # one program reads a row: of fewer rows a library's reduction uses more of the device
-ROWS_PER_PART = 32 if IS_INTERPRETED else 256  # of a column, which one program sums
-WIDTH = 64 if IS_INTERPRETED else 2048  # entries of a row that are read at a time
-GROUPS = 32 if IS_INTERPRETED else 1024  # of four entries, for one program
+FEW_ROWS = 128  # one program reads a row; for fewer rows PyTorch's reduction uses more of the device
+ROWS_PER_PART = 32 if IS_INTERPRETED else 256  # entries of a column that one program sums
+WIDTH = 64 if IS_INTERPRETED else 2048  # entries of a row that a program reads at a time
+GROUPS = 32 if IS_INTERPRETED else 1024  # groups of four entries for one program
 
 
 @triton.jit
 def _power(size):
-    """Return the exponent's bits of a float32 in (0, inf), so limited that the power and its inverse are normal."""
+    """Return the exponent bits of a float32 in (0, inf), clamped so that the power and its inverse are normal."""
     return tl.minimum(tl.maximum(size.to(tl.int32, bitcast=True) & 0x7F800000, 1 << 23), 253 << 23)
 
 
 @triton.jit
 def _ratio(bits, other):
-    """Return the first power over the second, which is at least as large; 0 where that underflows."""
+    """Return the first power over the second, which must be at least as large; 0 on underflow."""
     return tl.maximum(bits - other + (127 << 23), 0).to(tl.float32, bitcast=True)
 
 
@@ -62,7 +62,7 @@ def norm_of_column_parts(
     grad, powers, totals, num_rows, num_outputs, grad_row, grad_column,
     ROWS: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Compute for each column and each ``ROWS`` rows a power of two and the sum of squares over its square."""
+    """Compute a power of two and the sum of squares divided by its square, for each column and each ``ROWS`` rows."""
     o = tl.program_id(0) * WIDE + tl.arange(0, WIDE)
     begin = tl.program_id(1) * ROWS
     power = tl.full((WIDE,), 1 << 23, tl.int32)
@@ -84,7 +84,7 @@ def norm_of_column_parts(
 
 @triton.jit
 def norm_of_columns(powers, totals, out, num_parts, num_outputs, WIDE: tl.constexpr):
-    """Add the parts of each column in order; compute its 2-norm."""
+    """Compute the 2-norm of each column: add its parts in order."""
     o = tl.program_id(0) * WIDE + tl.arange(0, WIDE)
     power = tl.full((WIDE,), 1 << 23, tl.int32)
     total = tl.zeros((WIDE,), tl.float32)
@@ -100,7 +100,7 @@ def norm_of_columns(powers, totals, out, num_parts, num_outputs, WIDE: tl.conste
 
 @triton.jit
 def two_of_four(score, mask, num_groups, groups_of_row, score_row, mask_row, GROUPS: tl.constexpr):
-    """Set the two largest of every four neighbours; of equal ones the first."""
+    """Set the mask of the two largest of every four neighbours. Between equal entries the first wins."""
     group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
     inside = group < num_groups
     row, four = group // groups_of_row, group % groups_of_row * 4
@@ -112,7 +112,7 @@ def two_of_four(score, mask, num_groups, groups_of_row, score_row, mask_row, GRO
     second, fourth = tl.split(odd)
     a, b, c = (second > first).to(tl.int32), (third > first).to(tl.int32), (fourth > first).to(tl.int32)
     d, e, f = (third > second).to(tl.int32), (fourth > second).to(tl.int32), (fourth > third).to(tl.int32)
-    # Each pair has one winner; the two with at most one defeat stay.
+    # Each pair has one winner. The two entries with at most one defeat are kept.
     even = tl.join(a + b + c < 2, (1 - b) + (1 - d) + f < 2)
     odd = tl.join((1 - a) + d + e < 2, (1 - c) + (1 - e) + (1 - f) < 2)
     kept = tl.reshape(tl.join(even, odd), (GROUPS, 4))

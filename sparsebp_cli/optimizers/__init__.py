@@ -1,6 +1,6 @@
-"""PUBLIC. The entry of an optimizer, those that ship, as the group ``sparsebp.optimizers`` has them, and a base class.
+"""PUBLIC. The entry type of optimizers, the built-in entries of the group ``sparsebp.optimizers``, and a base class.
 
-Of PyTorch's own, those are listed whose state can be cut into parts; the others are found by their names alone.
+The entries include PyTorch's optimizers whose state can be sharded. SparseBP finds other PyTorch optimizers by name.
 Importing this package does not import torch.
 """
 
@@ -51,4 +51,4 @@ ADAM, ADAMAX, ADAMW, NADAM, RADAM, RMSPROP, SGD = (
     find_in_torch(name, is_sharded=True) for name in ("adam", "adamax", "adamw", "nadam", "radam", "rmsprop", "sgd")
 )
 APOLLO = _apollo(scale_type="channel")
-APOLLO_MINI = _apollo(scale_type="tensor", rank=1, scale=128.0)  # the paper's: rank 1, a factor of the root of 128
+APOLLO_MINI = _apollo(scale_type="tensor", rank=1, scale=128.0)  # as in the paper: rank 1, and sqrt(128) as factor

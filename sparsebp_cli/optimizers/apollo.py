@@ -1,10 +1,9 @@
 """APOLLO and APOLLO-Mini: the whole gradient, scaled as AdamW would scale a few random projections of it.
 
 Zhu, Zhang, Cong, Liu, Park, Chandra, Long, Pan, Wang, Lee: APOLLO: SGD-like Memory, AdamW-level Performance, 2025,
-https://arxiv.org/abs/2412.05270, algorithm 1. We differ: the projection of a matrix is drawn again at every step from a
-seed of its own and never stored, so it depends neither on the order in which parameters are updated nor on what else is
-drawn. (pytorch-optimizer 4.1 scales the projected gradient in place of the whole one: its steps have the projection's
-rank.)
+https://arxiv.org/abs/2412.05270, algorithm 1. We differ: each step draws the projection of a matrix again from its own
+seed and does not store it. So it depends neither on the order of updates nor on other random draws. (pytorch-optimizer
+4.1 scales the projected gradient instead of the whole one, so its steps have the projection's rank.)
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from torch.optim.optimizer import ParamsT
 from sparsebp_cli.optimizers.separate import SeparateOptimizer, adam_step, check_betas, check_not_negative, wide_dtype
 from sparsebp_cli.policy import Step
 
-_GROWTH = 1.01  # section 3.2: by how much the norm of a step may exceed that of the one before
+_GROWTH = 1.01  # section 3.2: largest ratio of the norms of two consecutive steps
 
 
 @dataclass(frozen=True)
 class _Projection:
-    """Where a projection is drawn, as :meth:`Step.generator` wants to know it."""
+    """The name from which :meth:`Step.generator` draws a projection."""
 
     name: str
 
@@ -34,15 +33,15 @@ class Apollo(SeparateOptimizer):
     """AdamW for vectors; for matrices, gradients scaled by channel or as a whole.
 
     Args:
-        params: Parameters or groups of them, as for a class of torch.optim.
+        params: Parameters or parameter groups, as for torch.optim.
         lr: Learning rate, 0 or more.
         betas: Decay rates of the first and the second moment, in [0, 1).
         eps: Added to the root of the second moment.
-        weight_decay: Decoupled from the gradient, as in AdamW; 0 or more.
-        rank: Projections of a matrix, 1 or more.
-        scale: The square of the factor of matrices' steps.
-        scale_type: ``channel``, a factor for each row or column, whichever are more; ``tensor``, one for all.
-        update_proj_gap: Steps for which a projection is used.
+        weight_decay: Weight decay, decoupled from the gradient as in AdamW; 0 or more.
+        rank: Number of projections of a matrix, 1 or more.
+        scale: The square of the factor of matrices' steps, 0 or more.
+        scale_type: ``channel``: one factor for each row or column, whichever are more. ``tensor``: one factor for all.
+        update_proj_gap: Number of steps that use the same projection, 1 or more.
         seed: Seed of the random projections.
 
     Raises:
@@ -85,20 +84,20 @@ class Apollo(SeparateOptimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Take further parameters; each gets a number, by which its projections are drawn."""
+        """Add parameters. Each gets a number, which determines its projections."""
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
             self._number[parameter] = len(self._number)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Be the copy of such an optimizer, of which PyTorch copies groups and state alone."""
+        """Restore a copied optimizer. PyTorch copies only groups and state, so number the parameters again."""
         super().__setstate__(state)
         parameters = (p for group in self.param_groups for p in group["params"])
         self._number = {parameter: number for number, parameter in enumerate(parameters)}
 
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
         state, gradient = self.state[parameter], parameter.grad
-        assert gradient is not None  # step() leaves the others out
+        assert gradient is not None  # step() skips parameters without gradient
         state["step"] = state.get("step", 0) + 1
         if gradient.dim() != 2:
             update = adam_step(gradient.to(wide_dtype(gradient)), state, group)
@@ -108,7 +107,7 @@ class Apollo(SeparateOptimizer):
         parameter.add_(update.to(parameter.dtype), alpha=-group["lr"])
 
     def _scale(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
-        """Equations 5 to 7: the factors come from the projections, what is scaled is the gradient."""
+        """Return the scaled gradient by equations 5 to 7, with factors from the projected gradient."""
         small = 0 if gradient.shape[0] <= gradient.shape[1] else 1
         projection_RS = self._draw(parameter, gradient.shape[small], state["step"], group).to(gradient.dtype)
         projected = projection_RS @ (gradient if small == 0 else gradient.t())  # rank by channels

@@ -52,7 +52,7 @@ def check_not_negative(values: Mapping[str, object]) -> None:
 
 
 def check_betas(betas: tuple[float, ...]) -> None:
-    """Raise ValueError for the decays of Adam's moments if they are not two numbers in [0, 1)."""
+    """Raise ValueError unless the decay rates of Adam's moments are two numbers in [0, 1)."""
     if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
         raise ValueError(f"betas must be two numbers in [0, 1), got {betas}")
 
@@ -63,8 +63,8 @@ def wide_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def adam_step(gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
-    """Fold a gradient into the moments of ``state`` and return Adam's step, before it is multiplied by the learning
-    rate; ``step`` in the state counts this step already."""
+    """Update the moments in ``state`` with a gradient, and return Adam's step without the learning rate. ``step`` in
+    the state must already include this step."""
     beta1, beta2 = group["betas"]
     if "exp_avg" not in state:
         state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(gradient), torch.zeros_like(gradient)
@@ -77,10 +77,11 @@ def adam_step(gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) ->
 
 
 class SeparateOptimizer(torch.optim.Optimizer, ABC):
-    """Updates one parameter after the other. Its state is in single precision, or the weights' if that is wider."""
+    """A base class of optimizers that update each parameter independently of the others. Its state is in float32, or
+    in the weights' dtype if that is wider."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters; a complex one is a ValueError."""
+        """Add parameters. Raise ValueError for complex parameters."""
         super().add_param_group(param_group)
         refuse_complex(self.param_groups[-1]["params"], type(self).__name__)
 
@@ -91,8 +92,8 @@ class SeparateOptimizer(torch.optim.Optimizer, ABC):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have a gradient, and return the closure's result; the closure, if given, computes
-        the gradients first. A sparse gradient is an UnsupportedError."""
+        """Update all parameters that have a gradient. The closure, if given, computes the gradients first; return its
+        result. Raise UnsupportedError for a sparse gradient."""
         loss = evaluate(closure)
         for group in self.param_groups:
             for parameter in group["params"]:

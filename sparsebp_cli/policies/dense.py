@@ -1,7 +1,7 @@
-"""Every gradient is kept: the baseline that each other policy is compared with.
+"""Keep every gradient: the baseline of all other policies.
 
 Backpropagation as in David E. Rumelhart, Geoffrey E. Hinton and Ronald J. Williams, "Learning representations by
-back-propagating errors" (Nature 323, 1986), https://doi.org/10.1038/323533a0. We differ in nothing.
+back-propagating errors" (Nature 323, 1986), https://doi.org/10.1038/323533a0.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ class Dense(GradientSelector):
     """Keep everything."""
 
     card: ClassVar[MethodCard | None] = MethodCard(
-        use="As the baseline of everything else, also with a smaller batch at equal cost.",
+        use="As the baseline, also with a smaller batch at equal cost.",
         year=1986,
         work="1",
         memory="Every linear's input.",
     )
 
-    # Nothing is cut, so nothing could be fed back or fall. The keys stay, since recorded runs have them.
+    # These options have no effect, because nothing is cut. The keys remain because recorded runs contain them.
     keep_warmup_steps: Literal[0] = Field(0, description="Nothing is cut at any step.")
     error_feedback: Literal[False] = Field(False, description="Nothing is cut that could be fed back.")
 

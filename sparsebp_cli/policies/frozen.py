@@ -1,15 +1,15 @@
 """Train some parameters and freeze the others, for the whole run or in turns.
 
-Fine-tuning some layers and freezing the others is as old as transfer learning and needs no paper. Training one layer at
-a time, in turn: Qijun Luo, Hengxu Yu and Xiao Li, "BAdam: A Memory Efficient Full Parameter Optimization Method for
-Large Language Models" (NeurIPS 2024), https://arxiv.org/abs/2404.02827. Layers drawn anew for each turn, beside
-embeddings and head that are always trained: Rui Pan et al., "LISA: Layerwise Importance Sampling for Memory-Efficient
-Large Language Model Fine-Tuning" (NeurIPS 2024), https://arxiv.org/abs/2403.17919. Another layer at every step, with a
-learning rate that follows its schedule once a round: Yongkang Liu et al., "HiFT: A Hierarchical Full Parameter
-Fine-Tuning Strategy" (EMNLP 2024), https://arxiv.org/abs/2401.15207. We differ: HiFT's groups include embeddings and
-head, which have no turn here; by default the optimizer
-keeps the state of layers after their turn, as LISA's code does and BAdam's does not; parameters outside the layers are
-trained at every step, unless a pattern freezes them; there is no copy of the layers in turn in 32 bits.
+Training one layer at a time, in turn: Qijun Luo, Hengxu Yu and Xiao Li, "BAdam: A Memory Efficient Full Parameter
+Optimization Method for Large Language Models" (NeurIPS 2024), https://arxiv.org/abs/2404.02827. New random layers for
+each turn, with embeddings and head always trained: Rui Pan et al., "LISA: Layerwise Importance Sampling for
+Memory-Efficient Large Language Model Fine-Tuning" (NeurIPS 2024), https://arxiv.org/abs/2403.17919. Another layer at
+every step, with a learning rate that follows its schedule once a round: Yongkang Liu et al., "HiFT: A Hierarchical Full
+Parameter Fine-Tuning Strategy" (EMNLP 2024), https://arxiv.org/abs/2401.15207.
+
+We differ. HiFT's groups include embeddings and head, which have no turn here. By default the optimizer keeps the state
+of layers after their turn, like LISA's code and unlike BAdam's. Parameters outside the layers are trained at every
+step, unless a pattern freezes them. There is no 32-bit copy of the layers in turn.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sparsebp_cli.policy import KeptOutputs, MethodCard, Parameter, ParameterSel
 
 @final
 class Frozen(ParameterSelector):
-    """Train the parameters that patterns name, or all but those; train the layers all the time, or in turns."""
+    """Train the parameters that patterns name, or all others; train the layers all the time, or in turns."""
 
     card: ClassVar[MethodCard | None] = MethodCard(
         use="Where lower layers are good as they are, or optimizer state does not fit. Embeddings that are "
@@ -159,7 +159,7 @@ class Frozen(ParameterSelector):
         return [p.name for p in parameters if p.name in chosen and p.layer not in resting]
 
     def _chosen(self, parameters: Sequence[Parameter]) -> set[str]:
-        """Return the names of those that are trained at all."""
+        """Return the names of the parameters that are trained at any step."""
         chosen = {parameter.name for parameter in parameters}
         if self.train is not None:
             chosen = match("train", self.train, parameters)

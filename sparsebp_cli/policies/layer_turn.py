@@ -1,4 +1,4 @@
-"""Which layers are in turn where only some of them are trained at a time."""
+"""Choice of the layers that are trained at a step, for policies that train some layers at a time, in turns."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Order = Literal["descending", "ascending", "random", "independent"]
 
 @dataclass(frozen=True)
 class _Round:
-    """The name under which random orders of layers are drawn, one for each round through all layers."""
+    """The name from which the random order of layers in one round is drawn."""
 
     name: str = "the order of layers"
 
 
 @dataclass(frozen=True)
 class _Turn:
-    """The name under which the layers of a turn are drawn, independently of other turns."""
+    """The name from which the layers of one turn are drawn, independently of other turns."""
 
     name: str = "the layers of a turn"
 
@@ -42,14 +42,14 @@ def find_in_turn(layers: Sequence[int], order: Order, every: int, at_once: int, 
     """Return the layers that are in turn at a step.
 
     Args:
-        layers: Numbers of all that take turns, ascending.
-        order: Order of the turns; ``random`` is a new one in each round, ``independent`` draws each turn by itself.
-        every: Steps that a turn lasts.
-        at_once: Layers of a turn; the last one of a round may have fewer.
-        step: The step, whose index says how many turns have passed.
+        layers: Indices of all layers that take turns, ascending.
+        order: Order of the turns. ``random`` is a new order in each round; ``independent`` draws each turn separately.
+        every: Steps of a turn.
+        at_once: Layers of a turn; the last turn of a round may have fewer.
+        step: The step, whose index determines the turn.
 
     Returns:
-        Their numbers.
+        The indices of the layers in turn.
     """
     if order == "independent":
         return set(_shuffle(layers, turn_generator(step, every))[:at_once])

@@ -1,8 +1,8 @@
-"""The same gradient with less work: no row of a batch is computed that no loss needs.
+"""Compute the same gradient with less work: skip token positions that no loss needs.
 
-Padding-free batches and prompts that are computed once for several completions are known from single trainers and
-kernels. We differ: both work together, with the head's rows, in any loop and by the model's own attention, and the
-gradient is compared with the plain one.
+Some trainers and kernels have padding-free batches, or compute a shared prompt once for several completions. We differ:
+both work together, also skip rows of the head, and work in any loop with the model's own attention. The engine compares
+the gradient with the plain one.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from typing import ClassVar, final
 
 from sparsebp_cli.policy import BatchPacker, MethodCard, PackedSize
 
-# Chosen, not measured: packing copies rows, so a smaller saving is not worth it.
+# Packing copies rows, so smaller savings do not pay off. The value is a guess, not measured.
 MIN_SAVED = 0.02
 
 
 @final
 class Lossless(BatchPacker):
-    """Leave out padding, repeated prefixes and positions without a label; the gradient is the dense one."""
+    """Skip padding, repeated prefixes and positions without a label; the gradient equals the dense one."""
 
     card: ClassVar[MethodCard | None] = MethodCard(
-        use="First of all, wherever batches have padding, prompts without labels, or shared prefixes. Nothing "
-        "to gain on packed texts of which every position is trained.",
+        use="First of all, if batches have padding, prompts without labels, or shared prefixes. It saves nothing "
+        "on packed texts whose every position is trained.",
         saves=("time", "memory"),
         work="computed",
         memory="The rows that are computed.",

@@ -1,11 +1,11 @@
 """At each node of the autograd graph, continue only into the child with the largest gradient.
 
-The rule is a question from a PyTorch forum: "at node N, compute the gradients of all children, and continue only into
-the child with the largest one (L1 norm for tensors)". It comes from no paper. The replies asked three questions. (a) If
-the weight's gradient is largest, is only its ``grad`` filled, and nothing else computed? (b) If the input's is largest,
-does the last weight get no gradient? ``leaves: compete`` says yes to both; with ``always``, parameters accumulate every
-gradient that arrives and only inputs compete. (c) A parameter far from the loss may have a larger gradient than any
-near it, and a greedy rule never sees that: ``lookahead`` counts how often this happens.
+The method comes from a question in a PyTorch forum, not from a paper: "at node N, compute the gradients of all
+children, and continue only into the child with the largest one (L1 norm for tensors)". The replies raised three
+questions. (a) If the weight's gradient is largest, does the backward fill only its ``grad`` and compute nothing else?
+(b) If the input's gradient is largest, does the last weight get no gradient? With ``leaves: compete`` both answers are
+yes. With ``leaves: always``, parameters accumulate every gradient that arrives, and only inputs compete. (c) A
+parameter far from the loss may have the largest gradient, which a greedy method never finds. ``lookahead`` counts this.
 """
 
 from __future__ import annotations

@@ -28,8 +28,8 @@ Pattern = Annotated[str, Field(min_length=1), AfterValidator(_check)]
 def match(option: str, patterns: Sequence[str], parameters: Iterable[Parameter]) -> set[str]:
     """Return the (first) names of the parameters that any of the patterns matches. A glob must match the whole name of
     the parameter, or of a module that contains it; ``*`` matches dots as well. A regular expression must match
-    somewhere in the parameter's name. All names of a shared parameter are tried. A pattern that matches nothing is a
-    PolicyError, which names the option."""
+    somewhere in the parameter's name. All names of a shared parameter count. Raise a PolicyError that names the option
+    if a pattern matches nothing."""
     known = {p.name: (p.name, *p.aliases) for p in parameters}
     found: set[str] = set()
     for pattern in patterns:

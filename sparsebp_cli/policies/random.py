@@ -2,7 +2,7 @@
 
 With ``weighted``, the estimator of Menachem Adelman, Kfir Y. Levy, Ido Hakimi and Mark Silberstein, "Faster Neural
 Network Training with Approximate Tensor Operations" (NeurIPS 2021), https://arxiv.org/abs/1805.08079, with uniform
-probabilities. We differ: one selection, without replacement, is used for the gradients of both input and weight.
+probabilities. We differ: we use one selection, without replacement, for the gradients of both input and weight.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Random(StructuredSelector):
     )
 
     weighted: bool = Field(
-        False, description="Multiply what is kept by 1 / its probability: a site's gradient is then unbiased."
+        False, description="Multiply what is kept by 1 / probability, so that a site's gradient is unbiased."
     )
 
     @property
@@ -61,7 +61,7 @@ class Random(StructuredSelector):
         if isinstance(selection, TwoToFour):
             return replace(selection, weight=2.0)
         assert isinstance(selection, Rows | Columns | Blocks | Elements)
-        weight = count / selection.index_K.numel()  # 1 / probability: the kept share is rounded, so not exactly keep
+        weight = count / selection.index_K.numel()  # 1 / probability; not 1 / keep, because the kept count is rounded
         if isinstance(selection, Elements):
             return replace(selection, weight=weight)
         dtype = torch.promote_types(grad_NO.dtype, torch.float32)

@@ -12,7 +12,7 @@ from sparsebp_cli.policy import Edge, EdgeRouter, MethodCard, Step
 
 
 class ChildRouter(EdgeRouter):
-    """A router that selects among the children that compete; a single one is always selected."""
+    """A router that selects among competing children. It always continues into an only child."""
 
     leaves: Literal["compete", "always"] = Field(
         "compete", description="Whether parameters compete with inputs, or always accumulate the gradient that arrives."
@@ -33,10 +33,10 @@ class ChildRouter(EdgeRouter):
 
     @abstractmethod
     def choose(self, rivals: list[int], edges: Sequence[Edge], step: Step) -> list[int]:
-        """Return the numbers of the children that continue, out of at least two rivals."""
+        """Return the indices of the children that continue, out of at least two rivals."""
 
     def draw(self, numbers: list[int], edges: Sequence[Edge], step: Step) -> list[int]:
-        """Return one of the numbers, drawn uniformly."""
+        """Return one of the indices, drawn uniformly."""
         import torch
 
         return [numbers[int(torch.randint(len(numbers), (1,), generator=step.generator(edges[0])))]]

@@ -1,5 +1,4 @@
-"""Shared options of gradient selectors that score rows, columns, blocks or entries: what they select, how much, and
-where."""
+"""The base class of gradient selectors that score rows, columns, blocks or entries, with their shared options."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ _PLACES = {"rows": ("batch", "example"), "elements": ("batch", "example", "row")
 
 
 class StructuredSelector(GradientSelector):
-    """A gradient selector that scores parts of the gradient and keeps those of largest score."""
+    """A gradient selector that scores parts of the gradient and keeps the parts of largest score."""
 
     keep: Annotated[float, Field(gt=0.0, le=1.0)] = Field(description="Share that is kept, in (0, 1]; 1.0 is dense.")
     along: Literal["rows", "columns", "blocks", "elements", "2:4"] = Field(
@@ -78,7 +77,7 @@ class StructuredSelector(GradientSelector):
         return {"rows": (num_rows,), "columns": (num_columns,)}.get(self.along, (num_rows, num_columns))
 
     def choose(self, score: Tensor, grad_NO: Tensor, site: Site) -> Selection:
-        """Return the unweighted selection of the largest scores, given in the shape of :meth:`score_shape`."""
+        """Return the unweighted selection of the largest scores. ``score`` has the shape of :meth:`score_shape`."""
         examples = site.num_examples if self.within == "example" else 1
         if self.along == "rows":
             return choice.choose_rows(score, self.keep, examples)

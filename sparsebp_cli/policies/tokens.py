@@ -1,30 +1,28 @@
-"""Train a part of the tokens: those that the data marks, or those of largest score.
+"""Train a part of the tokens: the tokens that the data marks, or the tokens of largest score.
 
 Zhenghao Lin et al., "Rho-1: Not All Tokens Are What You Need" (2024), https://arxiv.org/abs/2404.07965, for ``score:
-excess``. We differ: their share is taken within the batch, ours also within each example, and our backward can skip the
-work for untrained tokens (``mode``), where theirs does all of it.
+excess``. We differ: they select a fraction within the batch, we also within each example. Our backward can skip the
+work for untrained tokens (``mode``), and theirs does not.
 
 Antoine Simoulin et al., "Memory-Efficient Fine-Tuning of Transformers via Token Selection" (TokenTune, EMNLP 2024),
-https://arxiv.org/abs/2501.18824, for ``carry: random`` in mode ``detach``. We differ: ``carry_keep`` is a share of each
-example's positions, theirs a number, and ``mode: stop`` is beside it.
+https://arxiv.org/abs/2501.18824, for ``carry: random`` in mode ``detach``. We differ: ``carry_keep`` is a fraction of
+each example's positions, theirs is a number, and we also have ``mode: stop``.
 
 ``score: tokenseek``: Runjia Zeng, Qifan Wang, Qiang Guan, Ruixiang Tang, Lifu Huang, Zhenting Wang, Xueling Zhang,
 Cheng Han and Dongfang Liu, "TokenSeek: Memory Efficient Fine Tuning via Instance-Aware Token Ditching" (ICLR 2026),
-https://arxiv.org/abs/2601.19739, after the abstract: the attention that a position receives in the last layers plus the
-norm of the gradient at the last block, each times a weight. We differ: both are of the last layer alone, attention in
-the mean over heads and summed over positions, the gradient at the layer's input; and each is divided by its mean over
-the batch before they are added.
+https://arxiv.org/abs/2601.19739, after the abstract: a weighted sum of the attention that a position receives in the
+last layers and the norm of the gradient at the last block. We differ: both terms come from the last layer alone. We
+average attention over heads and sum it over positions, and take the gradient at the layer's input. We divide each term
+by its mean over the batch before we add them.
 
-``score: update``: "TokenDrop" (ICML 2026, poster 65486), after the abstract: the norm of what a layer adds to the
-residual stream. We differ: the sum over layers chooses one set of positions for all layers, by a forward of its own,
-where theirs lets the set grow from layer to layer towards the loss and reads the norms from the same forward. Such sets
-are not built. A choice is asked for before the first layer, and one plan of rows follows from it for all layers: which
-rows have a graph, the padding between examples, each attention's mask, what the reference detaches, and the FLOPs that
-are claimed. Sets that grow need a choice after each layer, for which the host waits for its norms; a plan for each
-layer; and rows that leave those without a graph and join the others in the order of their positions.
+``score: update``: "TokenDrop" (ICML 2026, poster 65486), after the abstract: the norm of a layer's addition to the
+residual stream. We differ: a separate forward computes the sum over layers, which chooses one set of positions for all
+layers. Theirs lets the set grow from layer to layer towards the loss, and reads the norms from the same forward. We do
+not support growing sets, because the engine plans the rows of all layers before the first one. Growing sets would need
+a plan and a wait of the host for each layer.
 
-``draw: proportional`` is importance sampling of tokens, as Angelos Katharopoulos and François Fleuret (ICML 2018),
-https://arxiv.org/abs/1803.00942, sample examples: with ``score: gradient_norm`` by their upper bound of a gradient.
+``draw: proportional`` is importance sampling of tokens. Angelos Katharopoulos and François Fleuret (ICML 2018),
+https://arxiv.org/abs/1803.00942, sample examples like this; ``score: gradient_norm`` is their bound of a gradient.
 """
 
 from __future__ import annotations
@@ -53,7 +51,7 @@ _SEEKS: tuple[Score, Score] = ("attention", "last_gradient")
 
 @final
 class SelectedTokens(ScoredTokenSelector):
-    """Train the marked tokens, or those of largest loss, excess loss, entropy, gradient or update, or random ones."""
+    """Train marked tokens, random tokens, or the tokens of largest loss, excess loss, entropy, gradient or update."""
 
     card: ClassVar[MethodCard | None] = MethodCard(
         use="With mode exact where a part of the labels is trained, best beside lossless, which computes what these "
@@ -86,7 +84,7 @@ class SelectedTokens(ScoredTokenSelector):
         "of all targets in the mean.",
     )
 
-    constants: ClassVar[tuple[str, ...]] = ("attention_weight",)  # it says which scores are computed
+    constants: ClassVar[tuple[str, ...]] = ("attention_weight",)  # it determines which scores are computed
 
     @model_validator(mode="after")
     def _has_budget(self) -> Self:
@@ -151,7 +149,7 @@ class SelectedTokens(ScoredTokenSelector):
         return tokens.scores[self.score]
 
     def _seek_shares(self) -> tuple[float, float]:
-        """Return the shares of attention and of the gradient."""
+        """Return the weights of the attention term and of the gradient term, which sum to 1."""
         share = 0.5 if self.attention_weight is None else self.attention_weight
         return share, 1.0 - share
 

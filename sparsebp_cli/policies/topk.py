@@ -25,7 +25,7 @@ class TopK(StructuredSelector):
     """Keep the rows, columns, blocks or elements of largest norm."""
 
     card: ClassVar[MethodCard | None] = MethodCard(
-        use="To try a choice quickly, always beside random with the same share. The head must stay dense.",
+        use="To try a choice quickly; always compare with random at the same `keep`. Keep the head dense.",
         year=2017,
         saves=("time",),
         work="(1 + 2 * keep) / 3",

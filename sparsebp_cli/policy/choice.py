@@ -1,7 +1,7 @@
-"""Selections of the largest scores, with which most gradient policies end. The policy computes the score.
+"""Selections of the largest scores, the last step of most gradient policies. The policy computes the scores.
 
-All selections are by count, ``max(1, round(keep * number))``, so no operation waits for a device, and all indices are
-in order, so that gathers read memory forwards.
+All functions select by count, ``max(1, round(keep * number))``, so no operation waits for a device. All indices are
+ascending, so that gathers read memory forwards.
 
 Shape letters: N rows (= B*T), O output width, K kept.
 """
@@ -20,30 +20,30 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-# On a CPU float32 is read once, instead of four times, if squares neither underflow nor overflow: then entries above
-# 1e-10 of the largest count. Longer rows lose precision in one sum.
+# On a CPU, norms of float32 need one read instead of four if squares neither underflow nor overflow. Within these
+# limits, entries above 1e-10 of the largest count. Rows longer than _WIDEST would lose precision in one sum.
 _LEAST_NORM, _MOST_NORM, _WIDEST = 1e-6, 1e18, 1 << 16
 
 
 def count_kept(keep: float, number: int) -> int:
-    """Return how many of ``number`` things a share ``keep`` in (0, 1] keeps: at least 1."""
+    """Return how many of ``number`` items a fraction ``keep`` in (0, 1] keeps: at least 1."""
     return max(1, round(keep * number))
 
 
 def largest(score: Tensor, keep: float, groups: int = 1) -> Tensor:
-    """Return the numbers of the largest scores, in order.
+    """Return the indices of the largest scores, ascending.
 
     Args:
-        score: Any shape; flattened.
-        keep: Share of the scores that is kept, in (0, 1].
+        score: Scores of any shape; the function flattens them.
+        keep: Fraction of the scores that is kept, in (0, 1].
         groups: Number of equal parts of the flat scores; each part keeps the same number.
 
     Returns:
-        int64, (K,): part after part, in order within each.
+        int64, (K,): indices into the flat scores, ascending.
     """
     import torch
 
-    if groups == 1:  # fewer small operations, of which a step has some for each linear
+    if groups == 1:  # needs fewer small operations, which each linear repeats at every step
         score_N = score.reshape(-1)
         return score_N.topk(count_kept(keep, len(score_N)), sorted=False).indices.sort().values
     parts = score.reshape(groups, -1)
@@ -56,7 +56,7 @@ def choose_rows(score_N: Tensor, keep: float, num_examples: int = 1) -> Rows:
 
     Args:
         score_N: One score a row.
-        keep: Share of the rows that is kept, in (0, 1].
+        keep: Fraction of the rows that is kept, in (0, 1].
         num_examples: Number of equal parts of the rows; each part keeps the same number.
 
     Returns:
@@ -66,7 +66,7 @@ def choose_rows(score_N: Tensor, keep: float, num_examples: int = 1) -> Rows:
 
 
 def choose_columns(score_O: Tensor, keep: float) -> Columns:
-    """Keep the output features of largest score, one score a feature, a share ``keep`` in (0, 1]."""
+    """Keep the output features of largest score, a fraction ``keep`` in (0, 1]; ``score_O`` has one score a feature."""
     return Columns(largest(score_O, keep))
 
 
@@ -75,8 +75,8 @@ def choose_elements(score_NO: Tensor, keep: float, groups: int = 1) -> Elements:
 
     Args:
         score_NO: One score an entry.
-        keep: Share of the entries that is kept, in (0, 1].
-        groups: 1 over the whole gradient, N in each row, B in each example.
+        keep: Fraction of the entries that is kept, in (0, 1].
+        groups: 1 to select over the whole gradient, N within each row, B within each example.
 
     Returns:
         Unweighted entries.
@@ -100,7 +100,7 @@ def without_underflow(grad_NO: Tensor) -> Tensor:
 
 
 def norm(matrix_NO: Tensor, dim: int) -> Tensor:
-    """Return 2-norms along a dimension, (N,) for 1 and (O,) for 0, in which squares do not underflow.
+    """Return 2-norms along a dimension, (N,) for ``dim=1`` and (O,) for ``dim=0``, without underflow of squares.
 
     Args:
         matrix_NO: Rows by features, of any floating-point dtype.
@@ -126,7 +126,7 @@ def norm(matrix_NO: Tensor, dim: int) -> Tensor:
 
 
 def _norm_of_rows(matrix_NO: Tensor) -> Tensor | None:
-    """Read each row once; None where that is not exact enough."""
+    """Return the norms of the rows from one read of each, or None where that is not exact enough."""
     import torch
 
     if not _fits_once(matrix_NO) or matrix_NO.shape[1] > _WIDEST:
@@ -142,7 +142,7 @@ def _fits_once(matrix_NO: Tensor) -> bool:
 
 
 def _norm_on_cuda(matrix_NO: Tensor, dim: int) -> Tensor:
-    """Read the matrix once: by Triton's kernels, or summing in float64, where squares of float32 do not underflow."""
+    """Return norms from one read of the matrix: by Triton's kernels, or in float64, where squares do not underflow."""
     import torch
 
     operation = kernel.find(matrix_NO)
@@ -154,8 +154,8 @@ def _norm_on_cuda(matrix_NO: Tensor, dim: int) -> Tensor:
 
 
 def size(matrix_NO: Tensor, dim: int, order: int = 2) -> Tensor:
-    """Return sizes along a dimension, (N,) for 1 and (O,) for 0, which are in the order of the norms. That of 2-norms
-    holds where squares of entries would underflow, too.
+    """Return sizes along a dimension, (N,) for ``dim=1`` and (O,) for ``dim=0``, that sort in the order of the norms.
+    The order of 2-norms is right even where squares of entries would underflow.
 
     Args:
         matrix_NO: Rows by features, of any floating-point dtype.
@@ -183,7 +183,7 @@ def size(matrix_NO: Tensor, dim: int, order: int = 2) -> Tensor:
 
 
 def block_size(matrix_NO: Tensor, block_shape: tuple[int, int], order: int = 2) -> Tensor:
-    """Return the sizes of blocks, as :func:`size` returns those of rows, in the shape of the grid of blocks.
+    """Return the sizes of blocks in the shape of the grid of blocks, by the definition of :func:`size`.
 
     Args:
         matrix_NO: Rows by features, of any floating-point dtype.
@@ -205,7 +205,7 @@ def block_size(matrix_NO: Tensor, block_shape: tuple[int, int], order: int = 2) 
 
 
 def _sum_powers(matrix_NO: Tensor, order: int, add: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return sums of magnitudes, or of squares whose order is that of the exact ones."""
+    """Return sums of magnitudes, or sums of squares that sort in the exact order."""
     import torch
 
     matrix_NO = matrix_NO.to(torch.promote_types(matrix_NO.dtype, torch.float32))
@@ -219,7 +219,7 @@ def _sum_powers(matrix_NO: Tensor, order: int, add: Callable[[Tensor], Tensor]) 
 
 
 def l2_norm(tensor: Tensor) -> Tensor:
-    """Return the 2-norm of all entries, in which squares do not underflow.
+    """Return the 2-norm of all entries, without underflow of squares.
 
     Args:
         tensor: A tensor of any shape and floating-point dtype.
@@ -273,7 +273,7 @@ def sum_blocks(score_NO: Tensor, block_shape: tuple[int, int]) -> Tensor:
 
 
 def _split(matrix_NO: Tensor, block_shape: tuple[int, int]) -> Tensor:
-    """Return the matrix as a grid of blocks, (high, rows, wide, columns), with zeros beyond its edges."""
+    """Return the matrix as a grid of blocks, (high, rows, wide, columns), padded with zeros."""
     from torch.nn.functional import pad
 
     (rows, columns), (num_rows, num_columns) = block_shape, matrix_NO.shape
@@ -287,7 +287,7 @@ def choose_blocks(score: Tensor, keep: float, block_shape: tuple[int, int]) -> B
 
     Args:
         score: One score a block, in the shape of the grid.
-        keep: Share of the blocks that is kept, in (0, 1].
+        keep: Fraction of the blocks that is kept, in (0, 1].
         block_shape: Rows and features of a block.
 
     Returns:
@@ -297,7 +297,7 @@ def choose_blocks(score: Tensor, keep: float, block_shape: tuple[int, int]) -> B
 
 
 def choose_two_of_four(score_NO: Tensor) -> TwoToFour:
-    """Keep the two largest of every four neighbouring features, with one score an entry."""
+    """Keep the two of every four neighbouring features with the largest scores, one score an entry."""
     import torch
 
     operation = kernel.find(score_NO)
@@ -306,8 +306,8 @@ def choose_two_of_four(score_NO: Tensor) -> TwoToFour:
     num_rows, num_columns = score_NO.shape
     whole = num_columns // 4 * 4
     mask_NO = torch.ones(score_NO.shape, dtype=torch.bool, device=score_NO.device)
-    # Each pair of a group has one winner, by equal scores the first; the two with at most one defeat stay. A top-k of
-    # four entries does the same at many times the cost of these comparisons.
+    # Each pair of a group has one winner; if scores are equal, the first entry wins. The two entries with at most one
+    # defeat are kept. A top-k of four entries returns the same, at many times the time of these comparisons.
     entries = (
         score_NO[:, :whole].nan_to_num(nan=torch.inf, posinf=torch.inf).reshape(num_rows, whole // 4, 4).unbind(-1)
     )

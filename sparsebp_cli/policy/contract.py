@@ -1,8 +1,8 @@
 """The contract of a policy: a frozen set of options, and one decision.
 
 A policy never touches autograd, the optimizer, the device or the global random generators. The engine keeps all state
-and passes what a decision needs: the gradient, the :class:`Site` and the :class:`Step`. So the same seed gives the same
-decisions, and a resumed run decides as the uninterrupted one would have.
+and passes each decision its arguments: the gradient, the :class:`Site` and the :class:`Step`. So the same seed yields
+the same decisions, and a resumed run decides as the uninterrupted one would have.
 
 Shape letters: N rows (= B*T), O output width, D input width.
 """
@@ -37,19 +37,19 @@ if TYPE_CHECKING:
 
     from sparsebp_cli.policy.selection import Selection
 
-State: TypeAlias = Mapping[str, "torch.Tensor | float"]  # of a policy that is Stateful
+State: TypeAlias = Mapping[str, "torch.Tensor | float"]  # the state of a Stateful policy
 
 
 @dataclass(frozen=True)
 class Site:
-    """A module at whose output a policy decides.
+    """A place where the engine calls a policy, by default the output of a linear.
 
     Args:
         name: The module's name in the model, such as ``model.layers.3.mlp.down_proj``.
         num_features: O, the width of the output whose gradient the policy receives.
         batch_shape: The output's shape without the feature dimension, usually (B, T); its product is N.
-        layer: Number of the layer that it belongs to, from 0, an encoder's before a decoder's; None outside of layers.
-        unknown: Why the example of each row is not known; empty where it is.
+        layer: Index of its layer, from 0; an encoder's layers come before a decoder's. None outside of layers.
+        unknown: Why the engine cannot tell which example each row belongs to; empty if it can.
     """
 
     name: str
@@ -60,10 +60,10 @@ class Site:
 
     @property
     def num_examples(self) -> int:
-        """B, or 1 if the output has no dimension for examples. Rows are ordered by example.
+        """Return B, or 1 if the output has no dimension for examples. Rows are ordered by example.
 
         Raises:
-            UnsupportedError: It is not known which rows belong to one example.
+            UnsupportedError: The engine cannot tell which rows belong to one example.
         """
         if self.unknown:
             raise UnsupportedError(
@@ -83,22 +83,22 @@ class Named(Protocol):
 
 @dataclass(frozen=True)
 class Step:
-    """The step and the call in which a policy decides.
+    """The optimizer step and call for which a policy decides, and the source of its random generators.
 
     Args:
         index: Current optimizer step, counted from 0.
         micro_batch: Backward within this step, counted from 0 (gradient accumulation).
-        call: Gradient of this site within this backward, counted from 0 (a shared layer has more than one).
+        call: Gradient of this site within this backward, counted from 0. A shared layer has more than one.
         seed: The run's seed.
-        draw: 0 in training; other numbers give independent draws for measuring a random policy, and -1 that of
-            training itself.
-        rank: Number of this process among those that train together, from 0; each decides about its own examples.
+        draw: 0 in training. Positive numbers are independent draws, for measuring a random policy. -1 repeats the draw
+            of training.
+        rank: Index of this process, from 0. Each process decides about its own examples.
         num_steps: Optimizer steps of the whole training; None if not known.
-        state: State of the policy that is asked, before this step, if it is :class:`Stateful`. It must not be changed.
-        loss_scale: Factor of the loss of this backward, a number or 0-d, and so of the gradient that a decision sees,
-            but not of what a state was computed from; None: 1.
-        on_draw: Called whenever a random generator is asked for, by which a measurement knows that another draw would
-            be the same; None: nobody asks.
+        state: The deciding policy's state before this step, if it is :class:`Stateful`. It must not be changed.
+        loss_scale: Factor of this backward's loss, a number or 0-d tensor; None means 1. The gradient that the decision
+            receives contains it. Measures from which a state was computed do not.
+        on_draw: Called at each request for a random generator, so that a measurement can detect whether decisions are
+            random; None: no call.
     """
 
     index: int
@@ -116,20 +116,20 @@ class Step:
         """Return a fresh random generator that depends only on seed, step, draw, rank and site.
 
         Args:
-            site: Place or thing that is decided about; another name has independent numbers.
+            site: What the policy decides about. Different names have independent random numbers.
             device: Device on which the random numbers are needed.
 
         Returns:
-            A new generator. The global ones are not used, so nothing has to be saved for a resume.
+            A new generator. It does not use the global generators, so a checkpoint needs to save nothing for it.
         """
         import torch
 
         if self.on_draw is not None:
             self.on_draw()
-        # A draw of -1 repeats that of training.
+        # -1 repeats the draw of training.
         draw = max(0, self.draw)
         key = f"{self.seed}/{self.index}/{self.micro_batch}/{self.call}/{draw}/{site.name}"
-        # Ranks draw different rows; rank 0 draws what a single process would.
+        # Ranks draw different rows; rank 0 draws the rows that a single process would.
         key += f"/rank {self.rank}" if self.rank else ""
         digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
         return torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
@@ -137,12 +137,12 @@ class Step:
 
 @dataclass(frozen=True)
 class Budget:
-    """Shares of a site's work that are kept, for each of the two products of a linear's backward.
+    """Fractions of a site's work that a policy keeps, for each of the two products of a linear's backward.
 
     Args:
-        dgrad: Share kept for the gradient of the input, in (0, 1].
-        wgrad: Share kept for the gradients of the weight and the bias, in (0, 1].
-        is_mean: Whether the shares are means over draws; otherwise no draw keeps more.
+        dgrad: Fraction kept for the gradient of the input, in (0, 1].
+        wgrad: Fraction kept for the gradients of the weight and the bias, in (0, 1].
+        is_mean: Whether the fractions are means over draws. Otherwise they are upper limits for every draw.
     """
 
     dgrad: float
@@ -151,37 +151,38 @@ class Budget:
 
     @classmethod
     def of(cls, budget: float | Budget) -> Budget:
-        """Return a budget; a number is that of both products.
+        """Return a ``Budget``; a number applies to both products.
 
         Args:
-            budget: Budget as a policy declares it; a number is a share in (0, 1].
+            budget: Budget as a policy declares it; a number is a fraction in (0, 1].
 
         Returns:
-            The shares of both.
+            The fractions for both products.
         """
         return budget if isinstance(budget, Budget) else cls(budget, budget)
 
 
 class Policy(BaseModel, ABC):
-    """Options of a policy, checked before a run starts. Subclass one of the *kinds* below, not this class.
+    """The base class of all policies: an immutable set of options that are checked before a run starts. Subclass a
+    *kind*, such as :class:`GradientSelector`, not this class.
 
-    Options are pydantic fields with a description and a range; unknown ones are refused. Import torch inside the
+    Options are pydantic fields with a description and a range. Unknown options are refused. Import torch inside the
     decision, not at the top of the file, so that recipes can be checked without it.
 
-    A real number among the options may follow a :class:`Schedule` over the training, except those that ``constants``
-    names. A policy does nothing for it: the engine asks a copy that has the numbers of the step.
+    Each option that is a real number may follow a :class:`Schedule` over the training, unless ``constants`` names it.
+    The policy needs no code for this: the engine calls a copy that has the step's values.
 
     Args:
-        takes_schedules: Whether options may follow a schedule; no for kinds that decide alike at every step.
-        constants: Names of options that may not, such as one that says itself when something happens.
-        card: Use, cost and results of the method, for the catalogue; None without one.
+        takes_schedules: Whether options may follow a schedule; False for kinds that decide alike at every step.
+        constants: Names of options that may not follow one, such as an option that itself sets a time.
+        card: Use, cost and results of the method, for the catalogue; None without a card.
     """
 
     model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-    # Options that came later, left out of plans while they have their defaults: ids of runs and trials hold.
+    # Options that a later version added. Plans leave them out at their defaults, so that ids of runs and trials stay.
     later_options: ClassVar[frozenset[str]] = frozenset()
-    # Options that are gone, with the value that plans of earlier versions hold: the only one that is still carried out,
-    # and written into each plan, so that ids of runs and trials hold.
+    # Removed options, each with the only value that is still accepted. Every plan contains it, so that ids of runs and
+    # trials stay the same.
     former_options: ClassVar[tuple[tuple[str, object], ...]] = ()
     takes_schedules: ClassVar[bool] = True
     constants: ClassVar[tuple[str, ...]] = ()
@@ -201,17 +202,17 @@ class Policy(BaseModel, ABC):
 
     @property
     def control(self) -> Mapping[str, object] | None:
-        """Name and options of a policy that selects as much at random, as a recipe writes them under ``policy``. None
-        if there is none, as for a policy that itself draws at random. A comparison asks for runs with the control."""
+        """Name and options of a policy that selects the same amount at random, as a recipe writes them under
+        ``policy``; None without one, such as for a random policy. A comparison asks for runs with this control."""
         return None
 
     @property
     def schedules(self) -> Mapping[str, Schedule]:
-        """The options that follow a schedule, by name; their own values are those of one of its ends."""
+        """The schedules by name of the option. The option's own value is one end of its schedule."""
         return dict(self._schedules)
 
     def follow(self, schedules: Mapping[str, Schedule]) -> Self:
-        """Return a copy of which some options follow schedules.
+        """Return a copy in which some options follow schedules.
 
         Args:
             schedules: Schedules by name of the option. Both ends must be allowed values.
@@ -230,7 +231,7 @@ class Policy(BaseModel, ABC):
             step: A step with ``num_steps``, unless no option follows a schedule.
 
         Returns:
-            As many numbers as there are schedules.
+            One number for each schedule.
         """
         if not self._schedules:
             return ()
@@ -257,15 +258,15 @@ class Policy(BaseModel, ABC):
         for name in self.later_options & options.keys():
             if options[name] == type(self).model_fields[name].default:
                 del options[name]
-        # With their former options plans hash to the ids that their runs have.
+        # Plans must contain the former options to hash to the ids of their runs.
         options = {**dict(self.former_options), **options}
         return {**options, **{name: schedule.model_dump() for name, schedule in self._schedules if name in options}}
 
 
 class GradientSelector(Policy):
-    """Selects the part of a gradient that continues from a site, inside the backward. All gradient selectors have the
-    four options below; the engine implements them. Several selectors work in one model if each has its own sites, by
-    ``where`` or ``layers``; a site that none of them names stays dense."""
+    """Selects the part of a gradient that continues from a site, inside the backward. The engine implements the four
+    options below for all gradient selectors. Several selectors work in one model if each has its own sites, by
+    ``where`` or ``layers``. All other sites stay dense."""
 
     where: list[str] | None = Field(
         None,
@@ -290,41 +291,41 @@ class GradientSelector(Policy):
 
     @abstractmethod
     def select(self, grad_NO: torch.Tensor, site: Site, step: Step) -> Selection | None:
-        """Select what is kept of the gradient of a site's output.
+        """Select the part of the gradient of a site's output that is kept.
 
         Select by count (top-k) rather than by threshold: counting on the host stalls a GPU.
 
         Args:
             grad_NO: Gradient of the site's output, all leading dimensions flattened to rows. It must not be changed.
-            site: The linear or branch whose output has this gradient.
+            site: The linear or residual block whose output has this gradient.
             step: The step and call of the decision; ``step.generator(site, grad_NO.device)`` is the only source of
                 randomness allowed.
 
         Returns:
-            What is kept; None keeps everything.
+            The selection; None keeps everything.
         """
 
     @property
     @abstractmethod
     def selection(self) -> type[Selection] | None:
         """The type that ``select`` returns with these options; None if it always returns None. The engine prepares for
-        this type, and computes from it and the budget what the policy claims to leave of the backward."""
+        this type, and estimates the FLOPs of the backward from it and the budget."""
 
     @property
     @abstractmethod
     def budget(self) -> float | Budget:
-        """Share of the gradient's entries that is kept at each site, in (0, 1], or a :class:`Budget`. It is checked
-        against what was kept. Where sites or steps have other shares, the largest; see :meth:`budget_at`."""
+        """Fraction of the gradient's entries that is kept at each site, in (0, 1], or a :class:`Budget`. The engine
+        checks it against the kept entries. If sites or steps differ, return the largest; see :meth:`budget_at`."""
 
     def budget_at(self, site: Site, step: Step) -> float | Budget:  # noqa: ARG002 - for overrides
-        """Return the share that is kept at one site and step, from which the claimed work is computed.
+        """Return the fraction that is kept at one site and step, from which the engine estimates FLOPs.
 
         Args:
-            site: The site whose share is asked for.
-            step: The step whose share is asked for.
+            site: The site of the decision.
+            step: The step of the decision.
 
         Returns:
-            At most ``budget``, which it is unless a policy defines otherwise.
+            At most ``budget``. Without an override it equals ``budget``.
         """
         return self.budget
 
@@ -355,8 +356,8 @@ GRADIENT_SELECTOR = Kind(
             other={"kind": SAME},
         ),
         Rule(
-            "{other} and {policy} at {sites} are not built: give one of them",
-            why="Nodes have no names before the first backward, so nothing could tell whose a node is.",
+            "{other} and {policy} at {sites} are not supported: give one of them",
+            why="Nodes have no names before the first backward, so the engine cannot assign them to policies.",
             other={"kind": SAME},
             options={"sites": ("nodes",)},
         ),

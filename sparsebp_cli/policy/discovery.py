@@ -1,5 +1,4 @@
-"""Discovery of policies by entry point, built-in ones like those of plugins. A broken plugin is listed with its
-problem."""
+"""Discovery of built-in policies and plug-ins by entry point. A broken plug-in is listed with its problem."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from sparsebp_cli.policy.hidden_state import find_hidden_state, refuse_hidden_st
 from sparsebp_cli.policy.option import validate_options
 from sparsebp_cli.policy.reference import ReferenceReader
 from sparsebp_cli.policy.scheduled_option import split_schedules
-from sparsebp_cli.policy.shelf import tell_home, tell_shelf
+from sparsebp_cli.policy.shelf import tell_moved, tell_shelf
 
 GROUP = "sparsebp.policies"
 LONGEST_REASON = 300
@@ -31,13 +30,13 @@ PolicyLike = Policy | str | Mapping[str, object]
 
 @dataclass(frozen=True)
 class FoundPolicy:
-    """One installed policy.
+    """An installed policy: its name, class and package, or why it cannot be imported.
 
     Args:
         name: The name that recipes use.
-        source: The distribution it comes from, and its version.
-        policy_class: The class; None when the plugin is broken.
-        problem: Why it is broken, one line; empty when it works.
+        source: Name and version of its distribution.
+        policy_class: The class; None if the plug-in is broken.
+        problem: Why it is broken, one line; empty if it works.
     """
 
     name: str
@@ -47,13 +46,13 @@ class FoundPolicy:
 
     @property
     def kind(self) -> str:
-        """The contract class that it derives from, by name; ``broken`` for a broken plugin."""
+        """The name of the contract class that it derives from; ``broken`` for a broken plug-in."""
         if self.policy_class is None:
             return "broken"
         return _find_kinds(self.policy_class)[-1].__name__
 
     def make(self, options: Mapping[str, object]) -> Policy:
-        """Make the policy from options as plan.json stores them, where a list may stand for a tuple.
+        """Make the policy from options as plan.json stores them, with lists for tuples.
 
         Args:
             options: The policy's options by name.
@@ -62,8 +61,8 @@ class FoundPolicy:
             The policy, frozen.
 
         Raises:
-            PolicyError: The plugin is broken.
-            ValidationError: An option is wrong; pydantic's own error, so that a recipe can locate it.
+            PolicyError: The plug-in is broken.
+            ValidationError: An option is wrong. This is pydantic's own error, so that a recipe can locate it.
         """
         if self.policy_class is None:
             raise PolicyError(f"policy {self.name!r} of {self.source} is broken: {self.problem}")
@@ -74,7 +73,7 @@ class FoundPolicy:
             self._validate(self.policy_class, plain | {name: getattr(s, end) for name, s in schedules.items()})
             for end in ("to", "start")
         ]
-        # What a policy declares of itself must hold at every step, so the end that promises less stands for all.
+        # Declarations must be true at every step, so use the end of the schedule that promises less.
         return min(ends, key=lambda policy: policy.exact + policy.unbiased).follow(schedules)
 
     def _validate(self, policy_class: type[Policy], options: Mapping[str, object]) -> Policy:
@@ -88,21 +87,21 @@ class FoundPolicy:
 
 
 def find_policies() -> dict[str, FoundPolicy]:
-    """Return every installed policy by name, sorted; broken ones carry their problem.
+    """Return every installed policy by name, sorted. A policy that cannot be imported has a ``problem``.
 
     Returns:
-        Name to policy. A name that two distributions offer is broken, and its problem names both.
+        Name to policy. A name that two distributions register is broken, and its problem names both.
     """
     entries = entry_points(group=GROUP)
     return {name: _load(name, entries.select(name=name)) for name in sorted(entries.names)}
 
 
 def find_policy(name: str) -> FoundPolicy:
-    """Return one installed policy, importing only its own plugin, so that another broken or slow one does no harm.
-    Raise PolicyError if the name is unknown or the plugin broken."""
+    """Return one installed policy. Import only its own plug-in, so that another broken or slow one does no harm.
+    Raise PolicyError if the name is unknown or the plug-in broken."""
     entries = entry_points(group=GROUP)
     if name not in entries.names:
-        names, home = sorted(entries.names), tell_home(name)
+        names, home = sorted(entries.names), tell_moved(name)
         if home:
             raise PolicyError(f"policy {name!r} is not installed: {home}")
         more = did_you_mean(name, names) or tell_shelf({entry.dist.name for entry in entries if entry.dist is not None})
@@ -124,7 +123,7 @@ def make_policy(name: str, /, **options: object) -> Policy:
         The policy, frozen.
 
     Raises:
-        PolicyError: The name is unknown, the plugin broken, or an option wrong.
+        PolicyError: The name is unknown, the plug-in broken, or an option wrong.
     """
     policy = find_policy(name)
     try:
@@ -136,17 +135,17 @@ def make_policy(name: str, /, **options: object) -> Policy:
 
 
 def make_policies(given: PolicyLike | Iterable[PolicyLike]) -> tuple[Policy, ...]:
-    """Make policies from one or several of: a policy, its name, a mapping of ``name`` and options.
+    """Make policies from one or several descriptions: a policy, its name, or a mapping of ``name`` and options.
 
     Args:
-        given: Policies, their names, or mappings of ``name`` and options; or one of these.
+        given: One description, or an iterable of them.
 
     Returns:
         The policies, in the same order.
 
     Raises:
-        PolicyError: One is neither of these, its name is unknown, the plugin broken, an option wrong, or it could keep
-            state by itself.
+        PolicyError: A description has another type, its name is unknown, the plug-in is broken, an option is wrong, or
+            the policy could keep hidden state.
     """
     if isinstance(given, str | Policy | Mapping):
         given = [given]
@@ -167,8 +166,8 @@ def _make_one(policy: PolicyLike) -> Policy:
     name = options.pop("name", None)
     if not isinstance(name, str) and options.keys() & _OF_PHASES:
         raise PolicyError(
-            "phases (schedule, until, policy) are no policy: give them to attach_phases(model, schedule, ...), or to "
-            "schedule= of PolicyTrainer and PolicyCallback"
+            "phases (schedule, until, policy) are not a policy: pass them to attach_phases(model, schedule, ...), or "
+            "to schedule= of PolicyTrainer and PolicyCallback"
         )
     if not isinstance(name, str):
         raise PolicyError(f"a policy's mapping needs its name, got {dict(policy)!r}")
@@ -180,11 +179,11 @@ def _load(name: str, entries: Iterable[EntryPoint]) -> FoundPolicy:
     by_target = {(find_source(entry), entry.value): entry for entry in entries}
     sources = " and ".join(dict.fromkeys(source for source, _ in by_target))
     if len(by_target) > 1:
-        return FoundPolicy(name, sources, None, f"this name is offered more than once, by {sources}")
+        return FoundPolicy(name, sources, None, f"this name is registered more than once, by {sources}")
     ((source, value), entry), *_ = by_target.items()
     try:
         policy_class = entry.load()
-    except (Exception, SystemExit) as error:  # a plugin may fail in any way; its name and reason are shown
+    except (Exception, SystemExit) as error:  # a plug-in may fail in any way; the list shows its name and reason
         return FoundPolicy(name, source, None, _describe_failure(error))
     problem = _find_problem(policy_class) if _is_policy(policy_class) else "is not a Policy class"
     return FoundPolicy(name, source, None if problem else policy_class, f"{value} {problem}" if problem else "")
@@ -194,9 +193,9 @@ def _is_policy(found: object) -> TypeGuard[type[Policy]]:
     return inspect.isclass(found) and issubclass(found, Policy)
 
 
-@cache  # half a millisecond each, of fifty policies, three times a run
+@cache  # 0.5 ms for each of fifty policies, three times a run
 def _find_problem(policy_class: type[Policy]) -> str:
-    """Return why this is not a usable policy; empty when it is."""
+    """Return why a class is not a usable policy; empty if it is usable."""
     if inspect.isabstract(policy_class):
         return f"leaves abstract: {', '.join(sorted(policy_class.__abstractmethods__))}"
     if not _find_kinds(policy_class):
@@ -207,8 +206,8 @@ def _find_problem(policy_class: type[Policy]) -> str:
 
 
 def _find_kinds(policy_class: type[Policy]) -> list[type[Policy]]:
-    """Return the abstract policies that a class derives from; the last is the contract's, those before are a plugin's
-    own. Options that several kinds share decide nothing."""
+    """Return the abstract policies that a class derives from. The last is the contract's, earlier ones are a plug-in's.
+    Leave out classes with options that several kinds share."""
     above = policy_class.__mro__[1:]
     shared = (Policy, ReferenceReader)
     return [c for c in above if inspect.isabstract(c) and issubclass(c, Policy) and c not in shared]

@@ -1,7 +1,7 @@
 """The kind of policy that chooses, at the start of each epoch, the examples that it visits and the weight of each.
 
-An example is known by its row in the training split. The worker keeps the loss that each had when it was last trained
-on, and saves these losses in checkpoints.
+The row in the training split identifies an example. The worker stores the last training loss of each example, and
+saves these losses in checkpoints.
 
 Shape letters: N examples of the training split, K visited.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Epoch:
-    """What is known of the training examples when an epoch starts.
+    """The training examples and their last losses at the start of an epoch.
 
     Args:
         number: Number of the epoch, counted from 0.
@@ -48,8 +48,8 @@ class Visits:
     """The examples that an epoch visits, each once, in an order that the worker draws.
 
     Args:
-        index_K: Their rows in the training split, int64, ascending, each once, at least one.
-        weight_K: Factor of each one's loss, float32, greater than 0.
+        index_K: Rows in the training split, int64, ascending, each once, at least one.
+        weight_K: Factor of each example's loss, float32, greater than 0.
     """
 
     index_K: torch.Tensor
@@ -57,15 +57,15 @@ class Visits:
 
 
 class EpochSelector(Policy):
-    """Chooses the examples that an epoch visits. A step's loss is the sum of its examples' losses, each times its
-    weight, over the number of the step's targets; the sum of the weights does not divide it.
+    """Chooses the examples that an epoch visits. A step's loss is the weighted sum of its examples' losses, divided by
+    the number of the step's targets. The sum of the weights does not divide it.
 
-    The number of steps stays as the recipe says: an epoch of fewer examples ends after fewer steps. ``exact`` means
-    that every epoch visits every example with the weight 1. ``unbiased`` means that the weight of each example, 0 if it
-    is left out, is 1 in the mean over draws, whatever the losses are.
+    The recipe fixes the number of steps; an epoch of fewer examples has fewer steps. ``exact`` means that every epoch
+    visits every example with the weight 1. ``unbiased`` means that the expected weight of each example over draws is 1,
+    for all losses; an example that is left out has the weight 0.
 
-    One that is :class:`~sparsebp_cli.policy.Stateful` gets the rows of the training split as its places, and observes
-    :class:`~sparsebp_cli.policy.ReadExamples` after each micro-batch, not once a step, and nothing else.
+    A :class:`~sparsebp_cli.policy.Stateful` epoch selector gets the rows of the training split as its places. It
+    observes only :class:`~sparsebp_cli.policy.ReadExamples`, after each micro-batch rather than once a step.
     """
 
     @abstractmethod
@@ -107,7 +107,7 @@ EPOCH_SELECTOR = Kind(
         not_with("format", ("regression",), "it weighs losses that are a cross-entropy"),
         not_with("segments", GIVEN, "it weighs the losses of examples outside of the model"),
         Rule(
-            "{policy} chooses the examples of an epoch: not built in a schedule, whose phases end within one",
+            "{policy} chooses the examples of an epoch: not supported in a schedule, whose phases end within one",
             options={"phases": SEVERAL},
         ),
     ),

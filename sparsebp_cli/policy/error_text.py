@@ -14,7 +14,7 @@ HUGE = "a huge number"
 
 
 def show(value: object) -> str:
-    """Return a value as YAML writes it, in one line of at most about 60 characters; collections only by their type."""
+    """Return a value as YAML writes it, in one line of at most about 60 characters; a collection's type alone."""
     if value is None:
         return "nothing"
     if isinstance(value, bool):
@@ -38,7 +38,7 @@ def show_with_type(value: object) -> str:
 
 
 def describe_kind(value: object) -> str:
-    """Return what a value is without the value, for errors about files that may be somebody's secret."""
+    """Return the type of a value in words, for errors about files whose content may be secret."""
     match value:
         case None:
             return "nothing"
@@ -61,9 +61,9 @@ def shorten(text: str, longest: int = LONGEST_SHOWN) -> str:
 
 
 def describe_range(bound: str, limit: object, field: FieldInfo | None) -> str:
-    """Return the whole range of a field, such as ``in (0, 1]``, not only the bound that a value broke. ``bound`` is the
-    broken one (``gt``, ``ge``, ``lt`` or ``le``) and ``limit`` its value; a field with several ranges gets that bound
-    alone."""
+    """Return the whole range of a field, such as ``in (0, 1]``, not only the bound that a value violated. ``bound`` is
+    the violated bound (``gt``, ``ge``, ``lt`` or ``le``) and ``limit`` its value. If the field has several ranges,
+    return this bound alone."""
     found: dict[str, set[object]] = {name: set() for name in BOUNDS}
     for part in _walk_metadata(field):
         for name in BOUNDS:
@@ -83,7 +83,7 @@ def _plain(limit: object) -> str:
 
 
 def _walk_metadata(field: FieldInfo | None) -> Iterator[object]:
-    """Yield the constraints of a field, including those inside Optional, Annotated and list."""
+    """Yield the constraints of a field, including constraints inside Optional, Annotated and list."""
     if field is None:
         return
     yield from field.metadata

@@ -1,7 +1,7 @@
-"""One-line messages for pydantic errors in a recipe or an option: what is wrong, the value got, what is allowed.
+"""One-line messages for pydantic errors in a recipe or an option: the problem, the value, and the allowed values.
 
-pydantic names one bound at a time and puts the tags of its unions into the location; here a message shows the whole
-range, and the branches of a union become one message.
+pydantic names one bound at a time, and puts the tags of its unions into the location. This module shows the whole
+range, and makes one message of the branches of a union.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ LONGEST_REASON = 300
 
 @dataclass(frozen=True)
 class FieldError:
-    """One thing that is wrong in a recipe or in options."""
+    """One error in a recipe or in options."""
 
-    location: Location  # keys and list indices that lead to it; of a missing key, the place where it should be
-    text: str  # what is wrong, the value got, what is allowed; one line
+    location: Location  # keys and list indices that lead to the error; a missing key is at its intended place
+    text: str  # the problem, the value and the allowed values; one line
     kind: Literal["missing", "unknown", "value"] = "value"  # missing and unknown are about a key
-    plain: str = ""  # of an unknown key: the same without a guess at what was meant
+    plain: str = ""  # for an unknown key: the text without a guess at the intended key
 
     @property
     def key(self) -> str:
@@ -61,7 +61,7 @@ class FieldError:
 
 
 def describe_errors(error: ValidationError, model: type[BaseModel], data: object) -> list[FieldError]:
-    """Return one FieldError for each location that pydantic reports, in its order; the branches of a union are one."""
+    """Return one FieldError for each location that pydantic reports, in its order. Merge the branches of a union."""
     groups: dict[Location, list[tuple[Location, ErrorDetails]]] = {}
     for details in error.errors(include_url=False):
         location, union = _strip_tags(details, data)
@@ -76,7 +76,7 @@ def unknown_key_message(key: str, known: Sequence[str]) -> str:
 
 
 def _strip_tags(details: ErrorDetails, data: Any) -> tuple[Location, Location | None]:
-    """Return the location of the error in the data, and that of the first union above it, if any."""
+    """Return the location of the error in the data, and the location of the first union above it, if any."""
     location: list[str | int] = []
     union: Location | None = None
     last = len(details["loc"]) - 1
@@ -94,7 +94,7 @@ def _strip_tags(details: ErrorDetails, data: Any) -> tuple[Location, Location | 
 
 
 def _describe_group(root: Location, group: list[tuple[Location, ErrorDetails]], model: type[BaseModel]) -> FieldError:
-    """Describe one location; of a union, the branch that matches deepest into the data is what the user meant."""
+    """Describe one location. For a union, assume that the user meant the branch that matches deepest."""
     deepest = max(len(location) for location, _ in group)
     group = [(location, details) for location, details in group if len(location) == deepest]
     location, details = group[0]
@@ -168,7 +168,7 @@ def _find_hint(kind: str, value: object, owner: type[BaseModel] | None) -> str:
 
 
 def _find_key_for(value: str, owner: type[BaseModel] | None) -> str:
-    """Return a hint where one key of a section allows a value that was given in the section's place."""
+    """Return a hint if a key of the section allows the value that was given instead of the section."""
     for key, field in owner.model_fields.items() if owner is not None else ():
         if get_origin(field.annotation) is Literal and value in get_args(field.annotation):
             return f"; write {{{key}: {value}}}"

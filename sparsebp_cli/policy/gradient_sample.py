@@ -10,19 +10,19 @@ if TYPE_CHECKING:
 
     from sparsebp_cli.policy.contract import Step
 
-SAMPLED = 100  # one in so many entries is taken
+SAMPLED = 100  # entries of a gradient for each entry of its sample
 
 
 def sample_gradient(gradient: Tensor, name: str, step: Step) -> Tensor:
-    """Return some entries of a gradient, the same in all trial passes before one step.
+    """Return random entries of a gradient, the same ones in all trial passes before one step.
 
     Args:
         gradient: A gradient of any shape, with at least one entry.
-        name: Name of the parameter, or of its linear, on which the drawn entries depend.
+        name: Name of the parameter or of its linear, which determines the drawn entries.
         step: The coming step.
 
     Returns:
-        (K,), float32, scaled so that the sum of their squares estimates that of all entries.
+        (K,), float32, scaled so that their sum of squares estimates the sum of squares of all entries.
     """
     import torch
 
@@ -30,7 +30,7 @@ def sample_gradient(gradient: Tensor, name: str, step: Step) -> Tensor:
     num_drawn = -(-number // SAMPLED)
     generator = step.generator(_Draw(f"sample of {name}"))
     index_K = torch.randint(number, (num_drawn,), generator=generator).to(gradient.device)
-    # Scaled so that the squared distance of two samples is in the mean that of the gradients.
+    # With this scale, the expected squared distance of two samples equals that of the gradients.
     return gradient.reshape(-1)[index_K].float() * float((number / num_drawn) ** 0.5)
 
 

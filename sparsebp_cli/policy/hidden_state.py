@@ -1,6 +1,6 @@
-"""What a policy could keep from one decision to the next without the engine's knowledge.
+"""Checks that refuse policies with hidden state: values that change between decisions and that no checkpoint contains.
 
-It would be lost at a resume, and the resumed run would train another model. Such policies are refused.
+Hidden state would be lost at a resume, and the resumed run would train another model.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from functools import cached_property
 from sparsebp_cli.errors import PolicyError
 from sparsebp_cli.policy.contract import Policy
 
-_WHY = "which no checkpoint holds: a policy is frozen options and a decision, and declares its state by Stateful"
+_WHY = "which no checkpoint holds: use immutable options, and declare state by Stateful"
 
 
 def find_hidden_state(policy_class: type[Policy]) -> str:
-    """Return what is wrong with a class that could remember something by itself; empty if it could not."""
+    """Return why a class could keep hidden state; empty if it could not."""
     for name in policy_class.__private_attributes__.keys() - Policy.__private_attributes__.keys():
         return f"keeps state in its private attribute {name!r}, {_WHY}"
     if not policy_class.model_config.get("frozen"):
@@ -30,7 +30,7 @@ def find_hidden_state(policy_class: type[Policy]) -> str:
 
 
 def refuse_hidden_state(policy: Policy) -> None:
-    """Raise PolicyError for a policy that remembers, or could remember, something by itself."""
+    """Raise PolicyError for a policy that keeps, or could keep, hidden state."""
     problem = find_hidden_state(type(policy))
     unknown = [name for name in vars(policy) if name not in type(policy).model_fields]
     if not problem and unknown:
@@ -40,7 +40,7 @@ def refuse_hidden_state(policy: Policy) -> None:
 
 
 def _can_change(value: object) -> bool:
-    """Return whether a value of a class could be changed in place: a list, a dict, a set, an array, an iterator."""
+    """Return whether a class attribute could be changed in place, such as a list, dict, set, array or iterator."""
     kind = type(value)
     if isinstance(value, type):
         return False

@@ -1,7 +1,8 @@
-"""Gradient selectors that see more than the gradient, or select dgrad and wgrad apart.
+"""Gradient selectors that receive more than the gradient, or select dgrad and wgrad separately.
 
-The gradient of a linear's weight sums over rows, that of its input over features. An estimate of either is best if it
-keeps the largest *products* of both sides, so it needs the norms of input and weight, and other entries for each.
+wgrad, the gradient of a linear's weight, is a sum over rows. dgrad, the gradient of its input, is a sum over features.
+The best estimate of each keeps the largest *products* of both factors. So the policy needs the norms of input and
+weight, and a separate selection for each sum.
 
 Shape letters: N rows (= B*T), O output width, D input width.
 """
@@ -30,13 +31,14 @@ Reading = Literal["input", "input_norm", "weight_norm", "output_norm"]
 
 @dataclass(frozen=True)
 class Seen:
-    """What a decision sees of one linear. All norms are 2-norms, in float32 at least.
+    """The gradient of one linear's output, with the input or norms that the policy names in ``reads``. All norms are
+    2-norms, in float32 at least.
 
     Args:
         grad_NO: Gradient of the output. It must not be changed.
-        needs_dgrad: Whether the gradient of the input is wanted.
-        needs_wgrad: Whether the gradient of the weight is wanted.
-        readings: Tensors by the names in the policy's ``reads``; the properties of the same names return them.
+        needs_dgrad: Whether the backward needs the gradient of the input.
+        needs_wgrad: Whether the backward needs the gradient of the weight.
+        readings: Tensors by the names in the policy's ``reads``. Properties of the same names return them.
     """
 
     grad_NO: Tensor
@@ -51,7 +53,7 @@ class Seen:
 
     @property
     def input_norm(self) -> Tensor:
-        """Norm of each row of the input, (N,), computed once for linears that read one tensor."""
+        """Norm of each row of the input, (N,). Linears that read one tensor share the computation."""
         return self._read("input_norm")
 
     @property
@@ -78,32 +80,33 @@ class SplitTypes(NamedTuple):
 
 
 class InformedSelector(GradientSelector):
-    """A gradient selector that sees what :class:`Seen` holds, and may select dgrad and wgrad apart.
+    """A gradient selector that receives a :class:`Seen`, and may select dgrad and wgrad separately.
 
-    Works at ``sites: linears``. If it selects apart, ``split`` has both types, and ``selection`` that of wgrad.
+    It works at ``sites: linears``. If it selects separately, ``split`` names both types, and ``selection`` names the
+    type for wgrad.
     """
 
     @property
     def reads(self) -> frozenset[Reading]:
-        """What is to be read beside the gradient. Nothing is computed that no policy names."""
+        """Names of the tensors that the policy needs besides the gradient. The engine computes no others."""
         return frozenset()
 
     @property
     def split(self) -> SplitTypes | None:
-        """The types in the :class:`Split` that ``choose`` returns with these options; None if it returns none."""
+        """The types in the :class:`Split` that ``choose`` returns with these options; None without a ``Split``."""
         return None
 
     @abstractmethod
     def choose(self, seen: Seen, site: Site, step: Step) -> Selection | Split | None:
-        """Select what is kept; the rules of :meth:`GradientSelector.select` hold.
+        """Select the part of the gradient that is kept, by the rules of :meth:`GradientSelector.select`.
 
         Args:
-            seen: The gradient, and what ``reads`` names.
-            site: The linear that has computed the output.
+            seen: The gradient, and the tensors that ``reads`` names.
+            site: The linear that computed the output.
             step: The step and call of the decision, and the only source of randomness.
 
         Returns:
-            What is kept for both products, or a :class:`Split`; None keeps everything.
+            One selection for both products, or a :class:`Split`; None keeps everything.
         """
 
     @final
@@ -126,7 +129,7 @@ class InformedSelector(GradientSelector):
     @model_validator(mode="after")
     def _feeds_back_one_selection(self) -> Self:
         if self.error_feedback and self.split is not None:
-            raise ValueError("error_feedback adds what one selection cut: it does not go with dgrad and wgrad apart")
+            raise ValueError("error_feedback does not work with separate selections for dgrad and wgrad")
         return self
 
 

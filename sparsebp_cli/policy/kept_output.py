@@ -1,4 +1,4 @@
-"""What a policy says of the outputs of frozen layers that the engine keeps from one visit of an example to the next."""
+"""Options of the cache in which the engine keeps outputs of frozen layers from one visit of an example to the next."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ Padding = Literal["keep", "drop"]
 
 @dataclass(frozen=True)
 class KeptOutputs:
-    """Where outputs are kept, in which form, and how much of them.
+    """Options of a cache for outputs of frozen layers: place, dtype and size.
 
     Args:
-        place: ``memory`` is that of the host, and lasts as long as the process; ``disk`` is a folder of the training.
+        place: ``memory`` is host memory, for the life of the process. ``disk`` is a folder of the training.
         form: ``exact`` keeps every bit; ``bfloat16`` 2 bytes a number; ``int8`` one byte a number, and a scale for
             each position.
-        padding: ``keep`` runs the layers on the batch as it is, and knows an example again at the same padded length;
-            ``drop`` runs each example on its own, without padding, and knows it again in every batch.
-        max_bytes: Bytes of all that is kept, at least 1; what does not fit is computed at each visit.
+        padding: ``keep`` runs the layers on the padded batch, and reuses an output only at the same padded length.
+            ``drop`` runs each example separately without padding, and reuses its output in every batch.
+        max_bytes: Maximum size of the cache, at least 1. Outputs that do not fit are recomputed at each visit.
     """
 
     place: Place

@@ -1,8 +1,8 @@
-"""What a kind of policy declares of itself: all that the rest of the package knows of it.
+"""The record in which a kind of policy declares its properties. The rest of the package reads only this record.
 
-A record stands beside the class of each kind, and refers to what imports torch by name alone, so a recipe is checked
-without it. ``attach``, the table of combinations, the conformance suites, the worker and the documentation read the
-records. A package brings a kind of its own by an entry point in the group ``sparsebp.kinds``.
+The module of each kind defines its record. A record refers to functions that import torch by name, so that recipes can
+be checked without torch. ``attach``, the table of combinations, the conformance suites, the worker and the
+documentation read the records. A package adds a kind by an entry point in the group ``sparsebp.kinds``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, ClassVar, final
 from sparsebp_cli.policy.rule import NONE, Conditions, Rule
 
 
-def _no_facts(policy: Any) -> Mapping[str, object]:  # noqa: ARG001 - of any policy
+def _no_facts(policy: Any) -> Mapping[str, object]:  # noqa: ARG001 - the signature of Kind.facts
     return {}
 
 
@@ -27,33 +27,33 @@ class Kind:
     Args:
         policy: The class that its policies derive from.
         asked: Text for the reference: when its policies decide, and when they are exact and unbiased.
-        extensions: (number, ``module:name``) of each callable that takes the policy, the model and a ``Given`` and
-            returns an extension of the engine that carries the policy out, or None where it needs none. They change the
-            model in the order of the numbers. Empty: the engine itself asks its policies, or the worker does.
-        places: ``module:name`` of a function of the same arguments that returns where a policy with state decides;
-            empty: nowhere.
+        extensions: (number, ``module:name``) of each callable that takes the policy, the model and a ``Given``. It
+            returns an extension of the engine that executes the policy, or None if it needs none. Extensions change the
+            model in the order of the numbers. Empty: the engine or the worker calls the policies itself.
+        places: ``module:name`` of a function of the same arguments that returns the places where a policy with state
+            decides; empty: there are none.
         suite: ``module:name`` of its conformance suite, which takes a policy.
-        at_sites: Whether it decides at sites, or what it leaves out is counted there.
-        adapter: ``module:name`` of what installs the engine at its sites, from the same arguments; empty: the adapter
-            that the option ``sites`` names.
+        at_sites: Whether it decides at sites, or its savings are counted there.
+        adapter: ``module:name`` of the callable that installs the engine at its sites, from the same arguments; empty:
+            the adapter that the option ``sites`` names.
         needs_linears: Whether a model without any linear is refused.
-        by_worker: Whether the worker asks its policies, and ``attach`` does not get them.
+        by_worker: Whether the worker calls its policies, and ``attach`` does not receive them.
         has_backward: Whether the step has a backward.
         shortens: Whether its forward computes less than all positions and examples.
-        chooses_targets: Whether it chooses what the loss is computed of.
-        weighs_examples: Whether it compares and weighs the losses of whole examples by itself.
-        leaves_out_gradients: Whether trained parameters have no gradient at some steps, on which DDP would wait.
+        chooses_targets: Whether it chooses the targets of the loss.
+        weighs_examples: Whether it weights the losses of whole examples itself.
+        leaves_out_gradients: Whether trained parameters have no gradient at some steps, for which DDP would wait.
         may_repeat: Whether several of its policies may work in one model; its limits then say when.
         keeps_state: Whether its policies may be stateful.
-        makes_trials: Whether they may want trial passes.
-        fact: Name of a fact that is true of the policies that have an aspect; empty: this is a kind.
-        facts: Returns what a policy declares with its options, for the rules, by name.
-        limits: Rules of what does not go with it. Conditions are on its own policies; their kind is added, except to
-            those of an aspect.
+        makes_trials: Whether its policies may request trial passes.
+        fact: For an aspect, the name of the fact that is true of its policies; empty: this is a kind.
+        facts: Function that returns a policy's facts by name, for the rules.
+        limits: Rules of unsupported combinations. Their conditions refer to this kind's policies. ``rules`` adds the
+            condition on the kind, except for an aspect.
     """
 
-    # Extensions of packages change a model behind all that are built in; the eager update, which frees gradients, comes
-    # behind every extension that sees them. See decision 29.
+    # Extensions of packages change a model after all built-in ones. The eager update frees gradients, so it comes
+    # after every extension that reads them. See decision 29.
     OF_PACKAGES: ClassVar[int] = 1_500
     EAGER_UPDATE: ClassVar[int] = 2_000
 
@@ -80,21 +80,21 @@ class Kind:
 
     @property
     def name(self) -> str:
-        """The name of its class, by which rules refer to it."""
+        """The name of its policy class, which rules use."""
         return self.policy.__name__
 
     @property
     def rules(self) -> tuple[Rule, ...]:
-        """The limits with the condition that a policy is of this kind; those of an aspect as they are."""
+        """The limits, with the condition that a policy is of this kind. Limits of an aspect are unchanged."""
         own: Conditions = NONE if self.fact else {"kind": (self.name,)}
         return tuple(replace(rule, policy={**own, **rule.policy}) for rule in self.limits)
 
 
 def load(name: str) -> Any:
-    """Import what a kind names.
+    """Import a function or class that a kind names.
 
     Args:
-        name: Place of a function or class, ``module:name``.
+        name: Its place, ``module:name``.
 
     Returns:
         The function or class.

@@ -1,4 +1,4 @@
-"""The kinds of policies that there are: those built in, in their order, and those of installed packages."""
+"""The known kinds of policies: first the built-in ones, then those of installed packages."""
 
 from __future__ import annotations
 
@@ -11,80 +11,77 @@ from sparsebp_cli.entry_point import entry_points, find_source
 from sparsebp_cli.policy.contract import GRADIENT_SELECTOR, Policy
 from sparsebp_cli.policy.epoch import EPOCH_SELECTOR
 from sparsebp_cli.policy.error_text import shorten
-from sparsebp_cli.policy.example import EXAMPLE_SELECTOR
 from sparsebp_cli.policy.informed import INFORMED_SELECTOR
 from sparsebp_cli.policy.kind import Kind
-from sparsebp_cli.policy.layer import LAYER_SAMPLER
 from sparsebp_cli.policy.packer import BATCH_PACKER
 from sparsebp_cli.policy.parameter import PARAMETER_SELECTOR
 from sparsebp_cli.policy.reference import REFERENCE_READER
 from sparsebp_cli.policy.router import EDGE_ROUTER
-from sparsebp_cli.policy.saver import INPUT_SAVER
 from sparsebp_cli.policy.token import TOKEN_SELECTOR
 
 GROUP = "sparsebp.kinds"
 LONGEST_REASON = 300
-# A policy is of the first kind whose class it derives from. Messages and the reference name kinds in this order.
+# A policy's kind is the first whose class it derives from. Messages and the reference list kinds in this order.
 KINDS = (
     GRADIENT_SELECTOR,
     EDGE_ROUTER,
     TOKEN_SELECTOR,
-    EXAMPLE_SELECTOR,
     EPOCH_SELECTOR,
     PARAMETER_SELECTOR,
     BATCH_PACKER,
-    INPUT_SAVER,
 )
-ASPECTS = (INFORMED_SELECTOR, LAYER_SAMPLER, REFERENCE_READER)
+ASPECTS = (INFORMED_SELECTOR, REFERENCE_READER)
 
 
-@dataclass(frozen=True, eq=False)  # rules have no hash; one installation has one object
+@dataclass(frozen=True, eq=False)  # eq=False: rules have no hash, and one installation has one object
 class KnownKinds:
     """The kinds of this installation.
 
     Args:
-        kinds: Built-in kinds in their order, then those of packages by the names of their entry points.
-        problems: One line for each entry point that gives none.
+        kinds: Built-in kinds in their order, then kinds of packages, sorted by the names of their entry points.
+        problems: One line for each broken entry point.
+        aspects: Built-in aspects in their order, then aspects of packages.
     """
 
     kinds: tuple[Kind, ...]
     problems: tuple[str, ...] = ()
+    aspects: tuple[Kind, ...] = ASPECTS
 
 
 def find_kinds() -> KnownKinds:
-    """Return the kinds of this installation; a broken one of a package is among the problems.
+    """Return the kinds of this installation. Broken ones of packages are among the problems.
 
     Returns:
-        The kinds that are built in, then those of packages.
+        The built-in kinds, then the kinds of packages.
     """
     return _load_all(tuple(entry_points(GROUP)))
 
 
 @lru_cache(maxsize=8)
 def _load_all(entries: tuple[EntryPoint, ...]) -> KnownKinds:
-    kinds, problems = list(KINDS), list[str]()
+    kinds, aspects, problems = list(KINDS), list(ASPECTS), list[str]()
     for entry in sorted(entries, key=lambda entry: entry.name):
         try:
             found = entry.load()
-        except (Exception, SystemExit) as error:  # a package may fail in any way; its name and reason are shown
+        except (Exception, SystemExit) as error:  # a package may fail in any way; the problem says how
             problem = shorten(" ".join(f"{type(error).__name__}: {error}".split()), LONGEST_REASON)
         else:
             problem = _find_problem(found, kinds)
         if problem:
             problems.append(f"{entry.name!r} of {find_source(entry)} is broken: {problem}")
         else:
-            kinds.append(found)
-    return KnownKinds(tuple(kinds), tuple(problems))
+            (aspects if found.fact else kinds).append(found)
+    return KnownKinds(tuple(kinds), tuple(problems), tuple(aspects))
 
 
 def _find_problem(found: object, kinds: Sequence[Kind]) -> str:
-    """Return why this is not a kind that can be added; empty when it is."""
+    """Return why an object cannot be added as a kind; empty if it can."""
     if not isinstance(found, Kind):
         return f"it is a {type(found).__name__}, not a Kind"
+    if found.fact:
+        return ""
     if not issubclass(found.policy, Policy):
         return f"{found.name} is not a Policy class"
-    if found.fact:
-        return f"{found.name} says fact={found.fact!r}: a package brings kinds, not aspects of policies"
     above = next((kind.name for kind in kinds if issubclass(found.policy, kind.policy)), "")
     if above:
         return f"{found.name} derives from {above}, which is a kind: derive it from Policy"
@@ -94,53 +91,53 @@ def _find_problem(found: object, kinds: Sequence[Kind]) -> str:
 
 
 def find_kind(policy: Policy) -> Kind | None:
-    """Return the kind of a policy; None for one of no kind that is known.
+    """Return the kind of a policy; None if its kind is not known.
 
     Args:
         policy: A policy of any class.
 
     Returns:
-        The first kind whose class it derives from.
+        The first kind whose class the policy derives from.
     """
     return next((kind for kind in find_kinds().kinds if isinstance(policy, kind.policy)), None)
 
 
 def list_kinds(policies: Iterable[Policy]) -> list[Kind]:
-    """Return the kinds of some policies, those of no known kind left out.
+    """Return the kinds of some policies. Skip policies of no known kind.
 
     Args:
         policies: Policies of any class.
 
     Returns:
-        A kind for each policy, in their order.
+        A kind for each remaining policy, in their order.
     """
     return [kind for policy in policies if (kind := find_kind(policy)) is not None]
 
 
 def find_aspects(policy: Policy) -> tuple[Kind, ...]:
-    """Return the aspects that a policy has beside its kind.
+    """Return the aspects of a policy.
 
     Args:
         policy: A policy of any class.
 
     Returns:
-        Those whose class it derives from.
+        The aspects whose class the policy derives from.
     """
-    return tuple(aspect for aspect in ASPECTS if isinstance(policy, aspect.policy))
+    return tuple(aspect for aspect in find_kinds().aspects if isinstance(policy, aspect.policy))
 
 
 def find_facts(policy: Policy) -> Mapping[str, object]:
-    """Return what a policy declares with its options, as its kind and its aspects say.
+    """Return the facts that a policy's kind and aspects derive from the policy and its options.
 
     Args:
-        policy: A policy with its options, on which facts depend.
+        policy: A policy with its options.
 
     Returns:
-        Facts by name, ``kind`` among them, which is empty for a policy of no known kind.
+        Facts by name. Among them is ``kind``, which is empty for a policy of no known kind.
     """
     kind, aspects = find_kind(policy), find_aspects(policy)
     facts: dict[str, object] = {"kind": "" if kind is None else kind.name}
-    facts |= {aspect.fact: aspect in aspects for aspect in ASPECTS}
+    facts |= {aspect.fact: aspect in aspects for aspect in find_kinds().aspects}
     for each in (*([] if kind is None else [kind]), *aspects):
         facts |= each.facts(policy)
     return facts
@@ -150,7 +147,7 @@ def find_columns(policies: Iterable[Policy]) -> frozenset[str]:
     """Return the names of the columns of the data that policies read.
 
     Args:
-        policies: Policies with their options, on which columns depend.
+        policies: Policies with their options.
 
     Returns:
         Names of columns.

@@ -1,8 +1,8 @@
-"""What a policy with state may measure: what a step comes by, and the numbers that the policy makes of it.
+"""Measures of a policy with state: the objects that it can observe in a step, and the numbers that it computes.
 
-The engine shows a policy each gradient, input or score that it ``observes``, where and when it has it; the policy's
-``measure`` returns numbers by names of its own, and the engine folds those of one place over the step. So what one
-method alone needs is a line of that method.
+The engine calls the policy's ``measure`` with each gradient, input or score of a class that the policy ``observes``.
+``measure`` returns numbers under names that the policy chooses. The engine folds the numbers of one name and place over
+the step.
 
 Shape letters: B examples, T positions, N rows (= B*T), O output width, D input width.
 """
@@ -17,19 +17,20 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from sparsebp_cli.policy.example import Examples
     from sparsebp_cli.policy.informed import Seen
     from sparsebp_cli.policy.token import Tokens
+
+EXAMPLE_ROW = "example_row"  # the column of a batch with the row of each example in the training data, (B,), int64
 
 
 @dataclass(frozen=True)
 class Measure:
-    """A number or tensor that a policy measured, on the device.
+    """A number or tensor that a policy measured. It stays on its device.
 
     Args:
-        value: A tensor of the same shape wherever measures of one name and place are added.
-        fold: Combination of the measures of one name and place in a step, over micro-batches and uses: the ``last``
-            one, their ``sum``, or the root of the sum of their squares, ``hypot``, as of norms.
+        value: A tensor. All measures of one name and place have the same shape.
+        fold: How the engine combines measures of one name and place over a step's micro-batches and calls: the
+            ``last`` one, their ``sum``, or ``hypot``, the root of the sum of squares.
     """
 
     value: Tensor
@@ -38,13 +39,13 @@ class Measure:
 
 @dataclass(frozen=True)
 class Observed:
-    """Something that a policy may measure. No tensor of it may be changed.
+    """An object that a policy may measure. The policy must not change its tensors.
 
-    Gradients are without the loss scale, in float32 at least if there is one; what a policy measures of them that is
-    not finite becomes 0.
+    Gradients do not contain the loss scale; with a loss scale they are at least float32. The engine replaces measures
+    of gradients that are not finite by 0.
 
     Args:
-        name: Name of the place, under which the observation has the measures.
+        name: Name of the place, which is the measures' key in the observation.
     """
 
     is_gradient: ClassVar[bool] = True
@@ -53,10 +54,10 @@ class Observed:
 
 @dataclass(frozen=True)
 class ParameterGradient(Observed):
-    """The gradient that the optimizer gets of a trained parameter, after clipping; in trial passes as it arrived.
+    """The gradient of a trained parameter, as the optimizer receives it after clipping; in trial passes unclipped.
 
     Args:
-        name: Name of the parameter; a shared one has one gradient, by its first name.
+        name: Name of the parameter; the first name of a shared parameter, which has one gradient.
         gradient: The gradient, in the shape of the parameter.
     """
 
@@ -65,11 +66,11 @@ class ParameterGradient(Observed):
 
 @dataclass(frozen=True)
 class SiteGradient(Observed):
-    """The gradient of the output of one of a gradient selector's sites, before anything is cut.
+    """The gradient of the output of one of a gradient selector's sites, before the selection.
 
     Args:
         name: Name of the site.
-        shown: The gradient, (N, O), and what the policy's ``reads`` name.
+        shown: The gradient, (N, O), and the tensors that the policy's ``reads`` name.
     """
 
     shown: Seen
@@ -77,7 +78,7 @@ class SiteGradient(Observed):
 
 @dataclass(frozen=True)
 class LayerGradient(Observed):
-    """The gradient at a layer's output, by example, for a :class:`~sparsebp_cli.policy.LayerSampler`.
+    """The gradient at a layer's output, by example, for a policy that chooses examples there.
 
     Args:
         name: Number of the layer.
@@ -89,8 +90,7 @@ class LayerGradient(Observed):
 
 @dataclass(frozen=True)
 class ReaderGradients(Observed):
-    """The gradients of the weights of all linears that read one input, for an
-    :class:`~sparsebp_cli.policy.InputSaver`, in trial passes alone.
+    """The gradients of the weights of all linears that read one input. Only input savers see them, in trial passes.
 
     Args:
         name: Name of the linear that reads the input first.
@@ -104,11 +104,10 @@ class ReaderGradients(Observed):
 
 @dataclass(frozen=True)
 class LinearInput(Observed):
-    """The input of a linear in a forward, for an :class:`~sparsebp_cli.policy.InputSaver`; of linears that read one
-    tensor, the first. A forward that is computed again shows it again.
+    """The input of a linear in a forward, for an input saver. A recomputed forward shows it again.
 
     Args:
-        name: Name of the linear.
+        name: Name of the linear; the first, if several linears read one tensor.
         x_ND: The input, all leading dimensions flattened to rows.
     """
 
@@ -117,9 +116,47 @@ class LinearInput(Observed):
 
 
 @dataclass(frozen=True)
+class Examples:
+    """The batch from which an example selector chooses.
+
+    Args:
+        number: Number of examples in the batch, B, at least 1.
+        loss_B: The mean loss of each example's targets among the positions that were read, nats, float32, finite. An
+            example without targets has the mean of the others. None if the policy does not need it.
+        gradient_norm_B: The 2-norm of the gradient of each example's summed loss with respect to its logits at the
+            same positions, float32, at least 0. None unless the policy reads it.
+        reference_loss_B: The same as ``loss_B`` with the reference model. None unless the policy is a
+            :class:`~sparsebp_cli.policy.ReferenceReader` and needs losses.
+        row_B: The row of each example in the training data, int64. None unless the policy reads it.
+        product_B: The inner product of the gradient of each example's mean loss with the mean of the validation
+            examples' gradients, over the weights of trained linears. None unless ``num_validation`` is above 0.
+        product_BB: The inner products among the examples' gradients, (B, B), symmetric.
+        learning_rate: The learning rate of the optimizer's first group; None without products.
+        weight_B: The magnitude of the factor with which a trainer's own loss multiplies each example, such as an
+            advantage, at least 0. None unless the policy reads it. None if the trainer passed no factors, or if its
+            loss has further terms.
+    """
+
+    number: int
+    loss_B: Tensor | None = None
+    gradient_norm_B: Tensor | None = None
+    reference_loss_B: Tensor | None = None
+    row_B: Tensor | None = None
+    product_B: Tensor | None = None
+    product_BB: Tensor | None = None
+    learning_rate: float | None = None
+    weight_B: Tensor | None = None
+
+    @property
+    def name(self) -> str:
+        """Name of the decision, for ``step.generator(examples, device)``."""
+        return "examples"
+
+
+@dataclass(frozen=True)
 class ReadExamples(Observed):
-    """The examples of a forward, for an :class:`~sparsebp_cli.policy.ExampleSelector` what it chooses among, for an
-    :class:`~sparsebp_cli.policy.EpochSelector` what a micro-batch was trained on.
+    """The examples of a forward: the candidates of an example selector, or, for an
+    :class:`~sparsebp_cli.policy.EpochSelector`, the examples that a micro-batch trained on.
 
     Args:
         name: Number of the forward within the step, from "0".
@@ -144,17 +181,17 @@ class ReadTokens(Observed):
 
 
 class Observation(dict[str, dict[str, "Tensor"]]):
-    """What a policy measured of one optimizer step, or of one trial pass: by name of the measure, by place.
+    """The measures of an optimizer step or a trial pass, by name and then by place.
 
-    A measure that nothing was seen of is empty. Read values by tensor operations alone: a conversion to a number waits
-    for the device.
+    A missing name returns an empty mapping. Read values by tensor operations alone: a conversion to a number waits for
+    the device.
     """
 
     def __missing__(self, measure: str) -> dict[str, Tensor]:
         return {}
 
     def add(self, place: str, measures: Mapping[str, Measure]) -> None:
-        """Fold the measures of a place into those before.
+        """Fold the measures of a place into its earlier measures.
 
         Args:
             place: Name of the site, parameter, block, layer or forward.

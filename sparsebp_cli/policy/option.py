@@ -1,4 +1,4 @@
-"""Validate options that come from outside: a policy's, a target's. What JSON can say is checked as JSON."""
+"""Validation of options of policies and targets. Options that JSON can represent are checked as JSON."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ _Options = TypeVar("_Options", bound=BaseModel)
 
 
 def validate_options(options_class: type[_Options], options: Mapping[str, object]) -> _Options:
-    """Make options of what a recipe, a plan or a call gives. A recipe has no tuple, path or enumeration, so a list or a
-    text may stand for one; number and text stay apart. Raise pydantic's ValidationError, which a recipe can locate."""
-    former = getattr(options_class, "former_options", ())  # a policy's: plans have them, with their only value
+    """Make options from the values in a recipe, a plan or a call. Accept a list for a tuple, and a string for a path or
+    an enumeration, which recipes do not have; refuse a string for a number. Raise pydantic's ValidationError, which a
+    recipe can locate."""
+    former = getattr(options_class, "former_options", ())  # only policies have it; plans contain these options
     options = {name: value for name, value in options.items() if (name, value) not in former}
     try:
         text = to_json(options, inf_nan_mode="constants")
         from_json(text)
-    except ValueError:  # options of a call in Python that JSON cannot represent: validate the objects themselves
+    except ValueError:  # JSON cannot represent the options of this Python call: validate the objects themselves
         return options_class.model_validate(options)
-    # Strict classes refuse a list for a tuple in Python's objects, but not in JSON, which has no other form of it.
+    # Strict classes refuse a list for a tuple in Python objects, but accept it in JSON, which has no tuples.
     return options_class.model_validate_json(text)

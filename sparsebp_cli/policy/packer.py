@@ -1,4 +1,4 @@
-"""The kind of policy that leaves out the rows of a batch that no loss needs. The gradient stays the dense one."""
+"""The kind of policy that skips token positions that no loss needs. The gradient equals the dense one."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ from sparsebp_cli.policy.rule import (
 
 @dataclass(frozen=True)
 class PackedSize:
-    """A batch as a packer sees it: what the engine would compute of it.
+    """The size of a batch before and after packing, for a ``BatchPacker``.
 
     Args:
         num_positions: Positions of the batch, examples times length, at least 1.
-        num_rows: Rows of the layers that remain, from 1 to num_positions.
-        num_head_rows: Rows of the head that remain, from 0 to num_positions; num_positions without such a head.
-        num_last_rows: Rows of the last layer that remain, from 1 to num_rows; None: as many as of the others.
-        head_share: Share of the head in the products of a step, in [0, 1].
-        last_share: Share of the last layer in them, in [0, 1].
+        num_rows: Rows that the layers compute after packing, from 1 to num_positions.
+        num_head_rows: Rows that the head computes after packing, from 0 to num_positions; num_positions if the head
+            cannot skip rows.
+        num_last_rows: Rows that the last layer computes after packing, from 1 to num_rows; None: num_rows.
+        head_share: Fraction of a step's multiplications in the head, in [0, 1].
+        last_share: Fraction of a step's multiplications in the last layer, in [0, 1].
     """
 
     num_positions: int
@@ -46,12 +47,13 @@ class PackedSize:
 
 
 class BatchPacker(Policy):
-    """Leaves out rows of a batch. That changes no gradient except by rounding, so its only decision is whether it is
-    worth it. All packers have the four options below; the engine implements them."""
+    """A policy that decides whether to pack a batch, so that the engine skips positions that need no computation.
+    Packing changes gradients only by rounding, so the policy decides only whether it saves work. The engine implements
+    the four options below for all packers."""
 
     takes_schedules: ClassVar[bool] = False
     later_options: ClassVar[frozenset[str]] = frozenset({"logits"})
-    # Rows of padding that are computed are attended to by others, so False was wrong with padding on the left.
+    # With False, other rows attended to computed padding, which was wrong for padding on the left.
     former_options: ClassVar[tuple[tuple[str, object], ...]] = (("padding", True),)
 
     labels: bool = Field(
@@ -89,13 +91,13 @@ class BatchPacker(Policy):
 
     @abstractmethod
     def packs(self, size: PackedSize) -> bool:
-        """Return whether a batch is packed; otherwise the plain forward runs, bit for bit, unless the head has tiles.
+        """Return whether to pack a batch. Otherwise the plain forward runs, bit-identical unless the head has tiles.
 
         Args:
-            size: Rows that the layers and the head would compute of the batch.
+            size: Rows that the layers and the head would compute after packing.
 
         Returns:
-            Whether to pack it.
+            Whether to pack the batch.
         """
 
 
@@ -131,23 +133,23 @@ BATCH_PACKER = Kind(
             other={"kind": ("TokenSelector",), "mode": ("detach", "stop")},
         ),
         one_process(
-            "Gradients would have to be summed over the processes after the last of what they share.",
+            "The processes would have to sum gradients after the backward of the last shared rows.",
             what="{policy} with prefixes: update",
             facts=_OF_UPDATES,
         ),
-        not_with("update", ("eager",), "gradients of what micro-batches share come after theirs", facts=_OF_UPDATES),
-        not_with("compile", (True,), "what micro-batches share is not compiled", facts=_OF_UPDATES),
+        not_with("update", ("eager",), "gradients of rows that micro-batches share come last", facts=_OF_UPDATES),
+        not_with("compile", (True,), "rows that micro-batches share are not compiled", facts=_OF_UPDATES),
         not_compiled(
-            "what micro-batches share is not compiled", what="{policy} with prefixes: update", facts=_OF_UPDATES
+            "rows that micro-batches share are not compiled", what="{policy} with prefixes: update", facts=_OF_UPDATES
         ),
         Rule(
-            "{other} and {policy} in one forward is not built with prefixes: update: give one of them, or try "
+            "{other} and {policy} in one forward is not supported with prefixes: update: give one of them, or try "
             "prefixes: share",
-            why="What several micro-batches share is computed before it is known what other policies choose in each.",
+            why="Shared rows run before other policies choose in each micro-batch.",
             policy=_OF_UPDATES,
             other={"kind": AllBut(("ParameterSelector",))},
         ),
-        at_linears("Branches and nodes are known by the examples and positions of the plain forward."),
+        at_linears("Nodes are identified by the examples and positions of the plain forward."),
         not_with("segments", GIVEN, "it changes the batch inside of the forward"),
         in_trainer_not_with(
             "neftune_noise_alpha",

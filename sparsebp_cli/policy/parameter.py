@@ -28,10 +28,10 @@ class Parameter:
     """A parameter that the model would train without a policy.
 
     Args:
-        name: Name in the model; a shared one has its first name.
-        layer: Number of the layer that it belongs to, from 0, an encoder's before a decoder's; None outside of layers.
+        name: Name in the model; the first name of a shared parameter.
+        layer: Index of its layer, from 0; an encoder's layers come before a decoder's. None outside of layers.
         num_entries: Number of its entries, at least 0.
-        aliases: Its further names if modules share it, such as that of a tied head.
+        aliases: Its further names if modules share it, such as the name of a tied head's weight.
         shape: Its shape; a matrix has two dimensions.
     """
 
@@ -45,9 +45,9 @@ class Parameter:
 class ParameterSelector(Policy):
     """Selects the parameters that are trained, at the start of each step.
 
-    The gradient of a trained parameter is the dense one, bit for bit: the engine only skips work that no trained
-    parameter needs. ``exact`` and ``unbiased`` refer to all parameters. A policy that leaves any of them out is
-    therefore not exact, and not unbiased either, because no weight makes up for a missing gradient.
+    The gradient of a trained parameter is bit-identical to the dense one: the engine only skips work that no trained
+    parameter needs. ``exact`` and ``unbiased`` refer to all parameters. A policy that leaves out a parameter is neither
+    exact nor unbiased, because no weight makes up for a missing gradient.
     """
 
     @property
@@ -57,46 +57,46 @@ class ParameterSelector(Policy):
 
     @property
     def drops_state(self) -> bool:
-        """Whether the optimizer's state of a parameter is freed when it is no longer trained."""
+        """Whether the engine frees the optimizer's state of a parameter when it is no longer trained."""
         return False
 
     @property
     def offloads_state(self) -> bool:
-        """Whether the optimizer's state of a parameter is in the CPU's memory while it is not trained."""
+        """Whether the engine moves the optimizer's state of a parameter to CPU memory while it is not trained."""
         return False
 
     @property
     def keeps_outputs(self) -> KeptOutputs | None:
-        """How the output of the frozen lowest layers is kept for the next visits of each example; None: it is not."""
+        """How the engine caches each example's output of the frozen lowest layers for later visits; None: no cache."""
         return None
 
     @property
     def sets_rates(self) -> bool:
-        """Whether :meth:`rates` or :meth:`rate_step` may answer anything but the optimizer's own learning rate."""
+        """Whether :meth:`rates` or :meth:`rate_step` may change the optimizer's learning rate."""
         return False
 
     def rates(self, parameters: Sequence[Parameter], step: Step) -> Mapping[str, float]:
         """Return factors of the learning rate at a step.
 
         Args:
-            parameters: All that the model would train, as for :meth:`select`.
+            parameters: All parameters that the model would train, as for :meth:`select`.
             step: The step whose learning rate is scaled.
 
         Returns:
-            Factors of at least 0 by name; 1 for those that are missing.
+            Factors by name, at least 0; a missing name means 1.
         """
         del parameters, step
         return {}
 
     def rate_step(self, parameters: Sequence[Parameter], step: Step) -> int:
-        """Return the step whose learning rate is in force: this one, or an earlier one at which it was last set.
+        """Return the step whose learning rate applies: this one, or an earlier one at which the rate was last set.
 
         Args:
-            parameters: All that the model would train, as for :meth:`select`.
-            step: The step whose learning rate is asked for.
+            parameters: All parameters that the model would train, as for :meth:`select`.
+            step: The current step.
 
         Returns:
-            The index of a step, from 0 to that of ``step``.
+            The index of a step, from 0 to ``step.index``.
         """
         del parameters
         return step.index
@@ -106,17 +106,17 @@ class ParameterSelector(Policy):
         """Select parameters.
 
         Raise :class:`~sparsebp_cli.errors.PolicyError` for options that do not fit the model, such as a pattern that
-        matches nothing: the engine calls this when the policy is attached, before anything starts.
+        matches nothing: the engine also calls this at attach, before training starts.
 
         Args:
-            parameters: All that the model would train, in the model's order.
+            parameters: All parameters that the model would train, in the model's order.
             step: The step of the decision; ``step.generator(...)`` is the only source of randomness allowed.
-                Micro-batch, call, draw and rank are 0: one selection holds for the whole step, on every process and in
-                every probe.
+                Micro-batch, call, draw and rank are 0: one selection applies to the whole step, on every process and
+                in every probe.
 
         Returns:
-            Names of those that are trained, at least one; for the others no gradient is computed, and nothing is
-            stored.
+            Names of the trained parameters, at least one. The engine neither computes nor stores gradients of the
+            others.
         """
 
 
@@ -167,28 +167,24 @@ PARAMETER_SELECTOR = Kind(
             facts=_TURNS,
         ),
         not_compiled("each set would be compiled again", what=_TURNING, facts=_TURNS),
-        not_compiled("which examples are known is another thing in each step", what=_KEEPING, facts=_KEEPS),
+        not_compiled("each step finds other examples in the cache", what=_KEEPING, facts=_KEEPS),
         one_process(
-            "Each process would keep its own examples, and gets others in each epoch.", what=_KEEPING, facts=_KEEPS
+            "Each process would cache its own examples, but gets others in each epoch.", what=_KEEPING, facts=_KEEPS
         ),
         at_linears(
-            "Branches and nodes of the frozen layers are not there when an output is known.",
-            does=" with cache",
-            facts=_KEEPS,
+            "With a cached output, the nodes of the frozen layers do not exist.", does=" with cache", facts=_KEEPS
         ),
-        not_with(
-            "segments", GIVEN, "segments and cache both run the layers in another way than the model", facts=_KEEPS
-        ),
+        not_with("segments", GIVEN, "segments and cache both change how the model runs its layers", facts=_KEEPS),
         not_with("float8", GIVEN, "with cache, the scale of a batch depends on all of its examples", facts=_KEEPS),
         Rule(
-            "{other} and {policy} are not built: one packs the examples of a batch, and the other keeps outputs by "
+            "{other} and {policy} are not supported: one packs the examples of a batch, and the other keeps outputs by "
             "example, whose bits depend on the packing; give one of them, or leave cache out",
             policy=_KEEPS,
             other={"kind": ("BatchPacker",)},
         ),
         Rule(
-            "{other} and {policy} in one forward are not built where one keeps outputs of frozen layers: give one of "
-            "them, or leave cache out",
+            "{other} and {policy} in one forward are not supported where one keeps outputs of frozen layers: give one "
+            "of them, or leave cache out",
             why="The other one changes what the frozen layers compute: which rows, examples or layers.",
             policy=_KEEPS,
             other={"kind": AllBut(("GradientSelector", "EpochSelector", "ParameterSelector", "BatchPacker"))},

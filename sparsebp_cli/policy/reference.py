@@ -1,4 +1,4 @@
-"""Policies that compare the model's losses with those of a reference model: their options."""
+"""The base class of policies that compare the model's losses with the losses of a reference model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ REFERENCE_COLUMN = "reference_loss"  # (B, T) float32: the loss of the token tha
 
 class ReferenceReader(Policy):
     """A policy that may compare with a reference model: derive from the kind and from this class. The engine implements
-    the two options. In a loop of the user's own the model is ``attach(reference=...)``."""
+    the two options. In your own training loop, pass the reference model as ``attach(reference=...)``."""
 
     reference: str | None = Field(
         None, description="Model, by name or path, whose loss of each token is the score reference_loss."
@@ -30,12 +30,12 @@ class ReferenceReader(Policy):
     @property
     @abstractmethod
     def reads_reference(self) -> bool:
-        """Whether the losses of the reference are read with these options."""
+        """Whether the policy reads the losses of the reference with these options."""
 
     @model_validator(mode="after")
     def _has_reference(self) -> Self:
         if self.reference is not None and not self.reads_reference:
-            raise ValueError("reference is not read by any score that these options use: leave it out")
+            raise ValueError("reference is not used with these options: leave it out")
         return self
 
 

@@ -1,6 +1,6 @@
 """The kind of policy that selects the children of a graph node to which the gradient continues.
 
-A router needs nothing of autograd: it receives the edges that carry a gradient, and names those that continue.
+A router does not touch autograd. It receives the edges that carry a gradient, and returns the ones that continue.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Edge:
 
     Args:
         gradient: The gradient that would continue. It must not be changed.
-        is_leaf: Whether the child is a parameter, also behind views of it (such as the transpose of a weight) or a
-            cast; a leaf accumulates its gradient and has no children.
+        is_leaf: Whether the child is a parameter, perhaps behind a cast or a view such as a weight's transpose. A leaf
+            accumulates its gradient and has no children.
         name: The parameter's name for a leaf; otherwise a name that is the same in every step.
     """
 
@@ -39,7 +39,7 @@ class Edge:
 
 class EdgeRouter(Policy):
     """Selects the children to which the gradient continues, inside the backward, at each node of the autograd graph.
-    All routers have the three options below; the engine implements the first two."""
+    All routers have the three options below. The engine implements the first two."""
 
     missing: Literal["none", "zero"] = Field(
         "none",
@@ -57,27 +57,26 @@ class EdgeRouter(Policy):
 
     @abstractmethod
     def route(self, edges: Sequence[Edge], step: Step) -> Sequence[int]:
-        """Select the edges on which the gradient continues. Nothing behind the others is computed.
+        """Select the edges on which the gradient continues. The engine computes nothing behind the others.
 
         Args:
-            edges: Edges of the node that have a gradient, at least one, in the node's own order.
+            edges: Edges of the node that have a gradient, at least one, in the node's order.
             step: The step of the decision; ``step.generator(edges[0])`` is the only source of randomness allowed.
                 ``call`` is the node's number in the graph.
 
         Returns:
-            Numbers of edges, each at most once; none stops the gradient at this node.
+            Indices into ``edges``, each at most once. An empty result stops the gradient at this node.
         """
 
     @final
     def sizes(self, gradients: Sequence[torch.Tensor]) -> list[float]:
-        """Return how large gradients are by ``norm``, summed in at least float32; waits for the device once.
+        """Return the sizes of gradients by ``norm``, summed in at least float32. Waits for the device once.
 
         Args:
             gradients: Gradients of any shapes, at least one.
 
         Returns:
-            Their sizes. The size is infinite if an entry is not a number, so that a router follows it and the error is
-            found.
+            Their sizes. A gradient with NaN has an infinite size, so that a router follows it and the error shows.
         """
         import torch
 
@@ -110,7 +109,7 @@ EDGE_ROUTER = Kind(
         ),
         Rule(
             "{policy} routes at graph nodes: needs {sites:nodes}, got {sites:=}",
-            options={"sites": ("linears", "branches")},
+            options={"sites": ("linears",)},
         ),
         one_process(
             "Each process would route its own gradient differently, and their sum would be the gradient of neither."

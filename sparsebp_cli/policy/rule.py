@@ -1,8 +1,8 @@
-"""A rule about what does not go together: what it refuses, and the shapes that most rules have.
+"""Rules about unsupported combinations, and functions that make the most common ones.
 
-A rule is data. It refers to facts that a policy declares by its contract (its kind, whether its selection changes) and
-to options, never to a policy by name. Kinds declare the rules that limit them; ``sparsebp_cli.composition`` has those
-of options.
+A rule is data. It refers to options and to facts that a policy declares by its contract, such as its kind. It never
+refers to a policy by name. Kinds declare the rules that limit them; ``sparsebp_cli.composition`` declares the rules
+about options.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ class Match(Enum):
     GIVEN = "given"
     ABSENT = "null"
     SEVERAL = "2 or more"
-    SAME = "the same"  # as the other policy's fact
+    SAME = "the same"  # equals the other policy's fact
 
 
 @dataclass(frozen=True)
 class AllBut:
-    """A condition on a kind: every known one but these.
+    """A condition that every known kind meets, with exceptions.
 
     Args:
-        kinds: Names of the kinds to which it does not apply.
+        kinds: Names of the kinds that do not meet it.
     """
 
     kinds: tuple[str, ...]
@@ -44,14 +44,14 @@ class Rule:
     """One combination that is refused.
 
     Args:
-        text: The sentence that is raised. ``{policy}`` and ``{other}`` are the policies' names, ``{kind}`` the first
-            one's kind; ``{sites}`` is an option in the reader's notation, ``{sites:nodes}`` the same with another
-            value, ``{sites:=}`` the value alone.
-        why: Why it is not supported, for the documentation; empty if the text says it.
+        text: The error message. ``{policy}`` and ``{other}`` are the policies' names, ``{kind}`` is the kind of
+            ``{policy}``. ``{sites}`` is the option with its value in the reader's notation, ``{sites:nodes}`` the
+            option with another value, ``{sites:=}`` the value alone.
+        why: Reason, for the documentation; empty if ``text`` contains it.
         policy: Facts of a policy with the values that are refused.
-        other: Facts of another policy, in either order; the later one is ``{policy}``.
+        other: Facts of another policy with the values that are refused. Both orders match; ``{policy}`` is the later.
         options: Options with the values that are refused.
-        blame: The option at which a recipe is wrong; empty: the policy's name.
+        blame: The option that the error of a recipe points at; empty: the policy's name.
     """
 
     text: str
@@ -62,13 +62,13 @@ class Rule:
     blame: str = ""
 
     def resolve(self, kinds: Sequence[str]) -> Rule:
-        """Return the rule with the kinds that :class:`AllBut` stands for.
+        """Return the rule with each :class:`AllBut` replaced by names of kinds.
 
         Args:
             kinds: Names of all known kinds.
 
         Returns:
-            The rule, without a condition that depends on what kinds there are.
+            The rule without ``AllBut``.
         """
         return replace(self, policy=_resolve(self.policy, kinds), other=_resolve(self.other, kinds))
 
@@ -80,8 +80,8 @@ def _resolve(conditions: Conditions, kinds: Sequence[str]) -> Conditions:
     }
 
 
-# The shapes that most limits of a kind have. The kind itself is added where it declares them; ``facts`` are conditions
-# on its policies beside that.
+# Functions for the most common limits of a kind. ``Kind.rules`` adds the condition on the kind; ``facts`` are further
+# conditions on its policies.
 
 
 def at_linears(why: str = "", *, does: str = "", facts: Conditions = NONE) -> Rule:
@@ -89,14 +89,14 @@ def at_linears(why: str = "", *, does: str = "", facts: Conditions = NONE) -> Ru
 
     Args:
         why: Reason, for the documentation; empty: none is given.
-        does: Activity of the policy, which goes on after its name: ``" saves inputs of linears:"``.
+        does: Words after the policy's name that say what it does: ``" saves inputs of linears:"``.
         facts: Facts of the policies that are refused; empty: all of the kind.
 
     Returns:
         The rule.
     """
     text = f"{{policy}}{does} needs {{sites:linears}}, got {{sites:=}}"
-    return Rule(text, why, facts, options={"sites": ("branches", "nodes")})
+    return Rule(text, why, facts, options={"sites": ("nodes",)})
 
 
 def not_with(option: str, condition: Condition, because: str, *, facts: Conditions = NONE) -> Rule:
@@ -105,13 +105,13 @@ def not_with(option: str, condition: Condition, because: str, *, facts: Conditio
     Args:
         option: Its name in the table.
         condition: Values that are refused.
-        because: Why, as the sentence goes on.
+        because: Reason, as the end of the sentence.
         facts: Facts of the policies that are refused; empty: all of the kind.
 
     Returns:
         The rule.
     """
-    return Rule(f"{{policy}} with {{{option}}} is not built: {because}", policy=facts, options={option: condition})
+    return Rule(f"{{policy}} with {{{option}}} is not supported: {because}", policy=facts, options={option: condition})
 
 
 def needs(option: str, value: str, got: tuple[object, ...], because: str, *, facts: Conditions = NONE) -> Rule:
@@ -121,7 +121,7 @@ def needs(option: str, value: str, got: tuple[object, ...], because: str, *, fac
         option: Its name in the table.
         value: The value that is needed.
         got: Values that are refused.
-        because: Why, as the sentence goes on.
+        because: Reason, as the end of the sentence.
         facts: Facts of the policies that are refused; empty: all of the kind.
 
     Returns:
@@ -131,11 +131,11 @@ def needs(option: str, value: str, got: tuple[object, ...], because: str, *, fac
     return Rule(text, policy=facts, options={option: got})
 
 
-def whole_weights(because: str = "it is not built for sharded weights", *, facts: Conditions = NONE) -> Rule:
+def whole_weights(because: str = "it is not supported for sharded weights", *, facts: Conditions = NONE) -> Rule:
     """Refuse weights that FSDP2 shards.
 
     Args:
-        because: Why, as the sentence goes on.
+        because: Reason, as the end of the sentence.
         facts: Facts of the policies that are refused; empty: all of the kind.
 
     Returns:
@@ -162,22 +162,22 @@ def not_compiled(because: str, *, what: str = "{policy}", facts: Conditions = NO
     """Refuse a model that torch.compile has wrapped.
 
     Args:
-        because: Why, as the sentence goes on.
+        because: Reason, as the end of the sentence.
         what: The sentence's subject.
         facts: Facts of the policies that are refused; empty: all of the kind.
 
     Returns:
         The rule.
     """
-    text = f"{what} is not built with torch.compile: {because}"
+    text = f"{what} is not supported with torch.compile: {because}"
     return Rule(text, policy=facts, options={"wrapped": ("compiled",)})
 
 
 def needs_optimizer(because: str, *, what: str = "{policy}", facts: Conditions = NONE) -> Rule:
-    """Refuse a loop of the user's own that does not give the optimizer.
+    """Refuse a user's own training loop that does not pass the optimizer.
 
     Args:
-        because: Why, as the sentence goes on.
+        because: Reason, as the end of the sentence.
         what: The sentence's subject.
         facts: Facts of the policies that are refused; empty: all of the kind.
 
@@ -192,7 +192,7 @@ def not_in_trainer(text: str, *, facts: Conditions = NONE) -> Rule:
     """Refuse a transformers.Trainer.
 
     Args:
-        text: The sentence that is raised, with ``{policy}`` for the policy's name.
+        text: The error message, with ``{policy}`` for the policy's name.
         facts: Facts of the policies that are refused; empty: all of the kind.
 
     Returns:
@@ -207,13 +207,13 @@ def in_trainer_not_with(option: str, condition: Condition, what: str, *, facts: 
     Args:
         option: Its name in the table.
         condition: Values that are refused.
-        what: The option and why, as the sentence goes on.
+        what: The option and the reason, as the end of the sentence.
         facts: Facts of the policies that are refused; empty: all of the kind.
 
     Returns:
         The rule.
     """
-    text = f"{{policy}} in a transformers.Trainer is not built with {what}"
+    text = f"{{policy}} in a transformers.Trainer is not supported with {what}"
     return Rule(text, policy=facts, options={option: condition})
 
 
@@ -226,18 +226,18 @@ def not_beside(
     facts: Conditions = NONE,
     options: Conditions = NONE,
 ) -> Rule:
-    """Refuse another policy beside one of this kind.
+    """Refuse certain other policies together with a policy of this kind.
 
     Args:
         kinds: Names of the other policy's kinds.
         why: Reason, for the documentation.
         where: Part of a step on which both would act: ``forward``, ``backward`` or ``training``.
-        other: Facts of the other policy beside its kind.
+        other: Further facts of the other policy.
         facts: Facts of the policies of this kind that are refused; empty: all of them.
-        options: Options with which both are refused; empty: whatever they are.
+        options: Options with which both are refused; empty: any options.
 
     Returns:
         The rule.
     """
-    text = f"{{other}} and {{policy}} in one {where} is not built: give one of them"
+    text = f"{{other}} and {{policy}} in one {where} is not supported: give one of them"
     return Rule(text, why, facts, {"kind": kinds, **other}, options)

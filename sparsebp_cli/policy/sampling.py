@@ -1,19 +1,19 @@
-"""Random selections with chosen probabilities, of a fixed size: what most unbiased gradient estimators end with.
+"""Random selections of a fixed size with chosen probabilities: the last step of most unbiased gradient estimators.
 
-A policy scores its rows (or columns), :func:`water_fill` turns scores into inclusion probabilities that sum to the
-number kept, :func:`draw` draws exactly that many, and what is kept is multiplied by 1 / its probability. The sum of
-what is kept is then unbiased, and probabilities in proportion to the scores make its variance the smallest.
+A policy scores its rows (or columns). :func:`water_fill` turns scores into inclusion probabilities that sum to the
+number kept. :func:`draw` draws exactly that number. The policy multiplies kept rows by 1 / probability, so that their
+sum is unbiased. Probabilities in proportion to the scores minimize its variance.
 
-The probabilities are those of Ziteng Wang, Jianfei Chen and Jun Zhu, "Efficient Backpropagation with
-Variance-Controlled Adaptive Sampling" (ICLR 2024), https://arxiv.org/abs/2402.17227. We differ: they draw each row
-independently, so the number of rows is random and the host waits for it; we draw systematically in random order, W. G.
-Madow, "On the Theory of Systematic Sampling, II" (Annals of Mathematical Statistics, 1949), which has the same
-probabilities, nearly the same variance and a fixed number.
+The probabilities come from Ziteng Wang, Jianfei Chen and Jun Zhu, "Efficient Backpropagation with Variance-Controlled
+Adaptive Sampling" (ICLR 2024), https://arxiv.org/abs/2402.17227. They draw each row independently, so the number of
+rows is random and the host waits for it. We draw systematically in random order: W. G. Madow, "On the Theory of
+Systematic Sampling, II" (Annals of Mathematical Statistics, 1949). This has the same probabilities, nearly the same
+variance and a fixed number.
 
-Sums are of integers, exact in any order, so the same generator always gives the same draw, on a GPU too. Nothing waits
-for the device.
+Sums are of integers, so they are exact in any order: the same generator always yields the same draw, even on a GPU.
+No function except :func:`draw_independently` waits for the device.
 
-Shape letters: N rows (or whatever is drawn), K kept.
+Shape letters: N rows (or other candidates), K kept.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _BITS = 40  # a probability is a multiple of 2^-40, unless there are more than 2
 def water_fill(score_N: Tensor, num_kept: int) -> Tensor:
     """Return inclusion probabilities ``min(1, c * score)``, with the ``c`` for which they sum to ``num_kept``.
 
-    A score below about 1e-12 of the largest counts as that much, so that everything may be drawn and no weight is
-    infinite. NaN counts as 0, infinity as the largest finite number.
+    Scores below about 1e-12 of the largest are raised to it, so that each row may be drawn and no weight is infinite.
+    NaN counts as 0, infinity as the largest finite number.
 
     Args:
         score_N: Scores, at least 0, such as the product of the norms of the two rows that are multiplied.
-        num_kept: Expected number that is drawn, in [1, N].
+        num_kept: Number of rows to draw, in [1, N].
 
     Returns:
         float64, (N,), each in (0, 1], on the device of the scores.
@@ -54,28 +54,28 @@ def water_fill(score_N: Tensor, num_kept: int) -> Tensor:
     sorted_N, order_N = level_N.sort(descending=True, stable=True)
     rest_N = level_N.sum() - sorted_N.cumsum(0) + sorted_N  # of this one and all smaller ones
     place_N = torch.arange(number, device=score_N.device)
-    # The first is certain if its share of the expected number exceeds 1; then so is the second of what remains.
+    # The largest is certain if its share of num_kept exceeds 1. The same test applies to the next among the rest.
     num_certain = (sorted_N * (num_kept - place_N) > rest_N).sum()
-    last = num_certain.clamp(max=number - 1)  # if all are certain, the number kept of the others is not used
+    last = num_certain.clamp(max=number - 1)  # if all are certain, the factor is not used
     factor = (num_kept - num_certain) / rest_N.gather(0, last[None]).double()
     probability_N = torch.where(place_N < num_certain, 1.0, (sorted_N * factor).clamp(max=1.0))
     return torch.empty_like(probability_N).index_copy_(0, order_N, probability_N)
 
 
 def draw(probability_N: Tensor, num_kept: int, generator: torch.Generator) -> Tensor:
-    """Draw exactly ``num_kept`` different numbers, number ``n`` with probability ``probability_N[n]``.
+    """Draw exactly ``num_kept`` different indices, index ``n`` with probability ``probability_N[n]``.
 
-    The numbers are put in random order, each on a segment as long as its probability; every whole number plus one
-    common random offset then falls into another segment.
+    The function arranges the indices in random order on a line, each as a segment as long as its probability. It draws
+    the indices whose segments contain a whole number plus one common random offset.
 
     Args:
-        probability_N: Probability of each number, in (0, 1], summing to ``num_kept`` up to rounding, such as from
+        probability_N: Probability of each index, in (0, 1], summing to ``num_kept`` up to rounding, such as from
             :func:`water_fill`.
-        num_kept: Number that is drawn, in [1, N].
+        num_kept: Number of indices to draw, in [1, N].
         generator: ``step.generator(site, device)``, on the device of the probabilities.
 
     Returns:
-        int64, (K,), in order.
+        int64, (K,), ascending.
 
     Raises:
         ValueError: ``probability_N`` has more than one dimension, or ``num_kept`` is not in [1, N].
@@ -88,8 +88,8 @@ def draw(probability_N: Tensor, num_kept: int, generator: torch.Generator) -> Te
     order_N = torch.randperm(number, generator=generator, device=device)
     length_N = (probability_N.double()[order_N] * one).round().long().clamp(0, one)
     end_N = length_N.cumsum(0)
-    # Rounding leaves the sum a little off. The first numbers in random order get or give what is missing, none more
-    # than one in all, so that no segment can be hit twice and the last point hits one.
+    # Rounding leaves the sum a little off. Lengthen or shorten the first segments by the difference. No segment becomes
+    # longer than one, so that no point hits a segment twice, and the last point hits one.
     lacking = num_kept * one - end_N[-1]
     end_N = end_N + torch.minimum((one - length_N).cumsum(0), lacking.clamp(min=0))
     end_N = end_N - torch.minimum(length_N.cumsum(0), (-lacking).clamp(min=0))
@@ -103,11 +103,11 @@ def draw_by_score(score_N: Tensor, num_kept: int, generator: torch.Generator) ->
 
     Args:
         score_N: Scores, at least 0, as for :func:`water_fill`.
-        num_kept: Number that is drawn, in [1, N].
+        num_kept: Number of indices to draw, in [1, N].
         generator: ``step.generator(site, device)``, on the device of the scores.
 
     Returns:
-        What is drawn, int64, (K,), in order, and the weight of each, float32, (K,).
+        The drawn indices, int64, (K,), ascending, and the weight of each, float32, (K,).
     """
     probability_N = water_fill(score_N, num_kept)
     index_K = draw(probability_N, num_kept, generator)
@@ -115,16 +115,16 @@ def draw_by_score(score_N: Tensor, num_kept: int, generator: torch.Generator) ->
 
 
 def draw_independently(probability_N: Tensor, generator: torch.Generator) -> Tensor:
-    """Draw each number by itself, ``n`` with probability ``probability_N[n]``: how many is random, and may be none.
+    """Draw each index independently, ``n`` with probability ``probability_N[n]``. Their number is random, perhaps 0.
 
     The host waits for the count. Prefer :func:`draw`, except to reproduce a published method.
 
     Args:
-        probability_N: Probability of each number, in [0, 1].
+        probability_N: Probability of each index, in [0, 1].
         generator: ``step.generator(site, device)``, on the device of the probabilities.
 
     Returns:
-        int64, in order.
+        int64, ascending.
     """
     import torch
 
@@ -133,11 +133,11 @@ def draw_independently(probability_N: Tensor, generator: torch.Generator) -> Ten
 
 
 def weigh(probability_N: Tensor, index_K: Tensor) -> Tensor:
-    """Return 1 / the probability of each number drawn: the weight that makes a sum unbiased.
+    """Return 1 / probability for each drawn index: the weight that makes a sum unbiased.
 
     Args:
-        probability_N: Probabilities with which they were drawn, in (0, 1].
-        index_K: Numbers that were drawn, int64.
+        probability_N: Probabilities of the draw, in (0, 1].
+        index_K: The drawn indices, int64.
 
     Returns:
         float32, (K,).
@@ -148,7 +148,7 @@ def weigh(probability_N: Tensor, index_K: Tensor) -> Tensor:
 def variance(size_N: Tensor, probability_N: Tensor) -> Tensor:
     """Return the variance of an independently drawn, weighted sum: the sum of ``size^2 * (1 / probability - 1)``.
 
-    A draw of fixed size comes close to it; its own variance depends on pairs, and has to be measured.
+    The variance of a draw of fixed size is close to it. Its exact value depends on pairs, and must be measured.
 
     Args:
         size_N: Norm of each term of the sum, such as of a row's part of the weight gradient.

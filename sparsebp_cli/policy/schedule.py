@@ -1,7 +1,7 @@
-"""Options that change over the training: from one value to another, by a curve.
+"""Schedules: options that change over the training from one value to another along a curve.
 
-A schedule is written in place of the number, ``keep: {from: 1.0, to: 0.1, over: 0.5, by: cosine}``. Policies do not
-know of it: each decision is made by a copy of the policy with the numbers of its step.
+A recipe writes a schedule instead of the number, ``keep: {from: 1.0, to: 0.1, over: 0.5, by: cosine}``. Policies need
+no code for it: a copy of the policy with the step's values makes each decision.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class Schedule(BaseModel):
-    """The course of one number over the training."""
+    """An option whose value changes over the training."""
 
     model_config: ClassVar[ConfigDict] = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, serialize_by_alias=True
@@ -36,7 +36,7 @@ class Schedule(BaseModel):
             num_steps: Optimizer steps of the whole training, at least 1.
 
         Returns:
-            A number between both ends, which it reaches exactly.
+            A number between both ends. It equals them exactly at the start and after the change.
         """
         progress = index / (self.over * num_steps)
         if progress >= 1.0:

@@ -1,4 +1,4 @@
-"""Which options of a policy follow schedules: told apart from plain values, and refused by name where they cannot."""
+"""Separation of a policy's options into plain values and schedules, with errors for options that cannot follow one."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _UNIONS = (Union, UnionType)
 
 
 def is_schedulable(policy_class: type[Policy], option: str) -> bool:
-    """Return whether an option of a policy may follow a schedule: a real number that does not fix a layout or time."""
+    """Return whether an option may follow a schedule: a real number that the policy's ``constants`` do not name."""
     field = policy_class.model_fields.get(option)
     if field is None or not policy_class.takes_schedules or option in policy_class.constants:
         return False
-    # Not counts: a period that changed would shift the turns that follow. See decision 103.
+    # Counts are excluded: a changed period would shift all later turns. See decision 103.
     return float in _kinds(field.annotation)
 
 
@@ -34,7 +34,7 @@ def split_schedules(
 ) -> tuple[dict[str, object], dict[str, Schedule]]:
     """Return the options that are plain values, and the schedules of the others.
 
-    Raises ValidationError for a schedule that is wrong, or of an option that cannot follow one.
+    Raises ValidationError for a wrong schedule, or for an option that cannot follow one.
     """
     plain, schedules = dict(options), dict[str, Schedule]()
     for name, value in options.items():
@@ -52,7 +52,7 @@ def split_schedules(
 
 
 def needs_length(policy: Policy, num_steps: int | None) -> None:
-    """Raise UsageError if a policy has schedules and nobody gave the length of the training."""
+    """Raise UsageError if a policy has schedules and ``num_steps`` is None."""
     if policy.schedules and num_steps is None:
         name = next(iter(policy.schedules))
         raise UsageError(

@@ -1,7 +1,7 @@
-"""Token selectors that score every position and train the largest scores: their shared options.
+"""The base class of token selectors that score every position and train the largest scores.
 
-All selections are by count, and no operation waits for a device: a position is kept if its rank is below a number that
-stays a tensor. Shape letters: B examples, T positions.
+All selections are by count. No operation waits for a device: a position is kept if its rank is below a count that
+remains a tensor. Shape letters: B examples, T positions.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class ScoredTokenSelector(TokenSelector):
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if self.keep is not None and self.band is not None:
-            raise ValueError("keep and band both select what is trained: give one of them")
+            raise ValueError("give keep or band, not both: each selects what is trained")
         if self.band is not None and not self.band[0] < self.band[1]:
             raise ValueError(f"band must be [low, high] with low below high, got [{self.band[0]}, {self.band[1]}]")
         if self.keep_warmup_steps and self.keep is None:
@@ -79,8 +79,8 @@ class ScoredTokenSelector(TokenSelector):
             step: The step of the decision; ``step.generator(tokens, device)`` is the only source of randomness allowed.
 
         Returns:
-            (B, T), finite; the largest are trained. Scores of positions that are no targets are ignored. None: all
-            targets are trained.
+            (B, T), finite; the largest scores are trained. Scores outside of targets are ignored. None trains all
+            targets.
         """
 
     @property
@@ -90,7 +90,7 @@ class ScoredTokenSelector(TokenSelector):
 
     @property
     def carries_all(self) -> bool:
-        """Whether the gradient is that of the masked loss, with these options."""
+        """Whether the gradient equals the gradient of the masked loss with these options."""
         return self.mode == "exact" or self.carry == "real" or self.carry_keep == 1.0
 
     @property
@@ -135,11 +135,11 @@ class ScoredTokenSelector(TokenSelector):
         tokens: Tokens,  # noqa: ARG002 - for overrides
         step: Step,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return which candidates are trained, and the weights of their losses; by default those of largest score,
-        without weights.
+        """Return which candidates are trained, and the weights of their losses. Without an override, choose the
+        candidates of largest score, without weights.
 
         Args:
-            score_BT: Scores that :meth:`score_tokens` has returned.
+            score_BT: The result of :meth:`score_tokens`.
             candidate_BT: Targets that may be trained.
             tokens: The batch, with its targets and columns.
             step: The step of the decision, with the source of randomness.
@@ -150,7 +150,7 @@ class ScoredTokenSelector(TokenSelector):
         return self._largest(score_BT, candidate_BT, step), None
 
     def _largest(self, score_BT: Tensor, candidate_BT: Tensor, step: Step) -> Tensor:
-        """Return the candidates between two ranks, of the whole batch or of each example."""
+        """Return the candidates between two ranks, over the whole batch or within each example."""
         import torch
 
         shape = candidate_BT.shape
@@ -168,11 +168,11 @@ class ScoredTokenSelector(TokenSelector):
 
     @staticmethod
     def _draw_carried(share: float, trained_BT: Tensor, tokens: Tokens, step: Step) -> Tensor:
-        """Return a share of the positions of each example, drawn at random after the trained ones, which come first."""
+        """Return a fraction of the positions of each example: the trained ones first, then random ones."""
         import torch
 
         device, real_BT = trained_BT.device, tokens.real_BT | trained_BT
-        # The first half of these numbers may be the scores: with the same numbers both choices would be one.
+        # A random policy may use the first half of these numbers as scores. The second half is independent of them.
         order_BT = torch.rand((2, *real_BT.shape), generator=step.generator(tokens, device), device=device)[1]
         order_BT = order_BT.masked_fill(trained_BT, 2.0).masked_fill(~real_BT, -1.0)
         count_B1 = (share * real_BT.sum(1, keepdim=True).double()).round().clamp(min=1)
@@ -180,7 +180,7 @@ class ScoredTokenSelector(TokenSelector):
         return (rank_BT < count_B1) & real_BT
 
     def keep_at(self, step: Step) -> float:
-        """Return the share that is kept at a step of the warm-up, in (0, 1]."""
+        """Return the fraction that is kept at a step of the warm-up, in (0, 1]."""
         keep, steps = 1.0 if self.keep is None else self.keep, self.keep_warmup_steps
         return keep if step.index >= steps else keep ** (step.index / steps)
 

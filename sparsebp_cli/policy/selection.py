@@ -1,8 +1,8 @@
-"""Selections: the part of a gradient that a policy keeps, as it is passed to the engine.
+"""Selections: the part of a gradient that a policy keeps, in the form that it passes to the engine.
 
-Each Selection defines its meaning in ``apply``: the dense gradient with everything else set to zero, and what is kept
-multiplied by its weight. Every fast kernel must equal the dense backward of ``selection.apply(grad_NO)``. All
-selections are by count, so that the host never waits for a count from the device.
+``apply`` defines what each Selection means: it multiplies kept entries by their weight and sets all others to zero.
+Every fast kernel must equal the dense backward of ``selection.apply(grad_NO)``. All selections are by count, so that
+the host never waits for a count from the device.
 
 Shape letters: N rows (= B*T), O output width, K kept.
 """
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 class Selection(ABC):
-    """Which entries of one gradient are kept. ``None`` in place of a Selection means dense: all of them."""
+    """The kept entries of one gradient. ``None`` instead of a Selection keeps all entries (dense)."""
 
     @abstractmethod
     def apply(self, grad_NO: Tensor) -> Tensor:
-        """Return the masked, dense gradient that this selection stands for.
+        """Return the gradient as a dense tensor in which entries that are not kept are zero.
 
         Args:
             grad_NO: Gradient of a site's output, rows by features. It is not changed.
@@ -35,7 +35,7 @@ class Selection(ABC):
 
     @abstractmethod
     def num_kept(self, grad_NO: Tensor) -> int | Tensor:
-        """Return how many entries of ``grad_NO`` are kept; a 0-d tensor where counting on the host would stall.
+        """Return how many entries of ``grad_NO`` are kept, as a 0-d tensor where counting on the host would stall.
 
         Args:
             grad_NO: The gradient that was selected from.
@@ -48,14 +48,14 @@ class Selection(ABC):
 @final
 @dataclass(frozen=True)
 class Rows(Selection):
-    """Token rows.
+    """The kept token positions, each with a weight.
 
     Args:
         index_K: int64 row numbers, each at most once, in any order, on the gradient's device.
         weight_K: Factor of each kept row (1/probability makes a random choice unbiased); None means 1.
-        num_examples: Number of equal parts of ``index_K``, part b within the rows of example b; 1 promises nothing.
-            With equal parts, attention can be recomputed for the kept rows without copying their number in each
-            example to the host.
+        num_examples: Number of equal parts of ``index_K``, where part b has only rows of example b. 1 promises
+            nothing. With equal parts, the engine can recompute attention for the kept rows without copying the
+            number of rows of each example to the host.
     """
 
     index_K: Tensor
@@ -78,7 +78,7 @@ class Rows(Selection):
 @final
 @dataclass(frozen=True)
 class Columns(Selection):
-    """Output features, the same for every row (meProp's unified top-k, arXiv 1706.06197).
+    """The kept output features, the same for every row (meProp's unified top-k, arXiv 1706.06197).
 
     Args:
         index_K: int64 feature numbers, each at most once, in any order, on the gradient's device.
@@ -106,7 +106,7 @@ class Elements(Selection):
     """Single entries: the literal semantics of "keep the k largest". Never faster than dense in our measurements.
 
     Args:
-        index_K: int64 numbers of the kept entries, counted row by row (row * O + feature), each at most once, in any
+        index_K: int64 indices of the kept entries, counted row by row (row * O + feature), each at most once, in any
             order, on the gradient's device.
         weight: Factor of every kept entry; 1.0 keeps them as they are.
     """
@@ -131,10 +131,10 @@ class Elements(Selection):
 @final
 @dataclass(frozen=True)
 class Blocks(Selection):
-    """Rectangles of a grid over rows and features; those at the lower and right edge may be smaller.
+    """Rectangles of a grid over rows and features. Blocks at the lower and right edge may be smaller.
 
     Args:
-        index_K: int64 numbers of the kept blocks, counted row by row over the grid, each at most once, in any order,
+        index_K: int64 indices of the kept blocks, counted row by row over the grid, each at most once, in any order,
             on the gradient's device.
         block_shape: Rows and features of a block, each at least 1.
         weight_K: Factor of each kept block; None means 1.
@@ -201,14 +201,14 @@ class TwoToFour(Selection):
 @final
 @dataclass(frozen=True)
 class Groups(Selection):
-    """A few of every group of neighbouring entries, each with a weight of its own. They are multiplied densely: no
-    kernel of this package is faster for them.
+    """A few entries of every group of neighbours, each with its own weight. The engine multiplies them densely: this
+    package has no faster kernel for them.
 
     Args:
-        weight_NO: Factor of each entry, 0 for those that are cut, finite, on the gradient's device. A last group of
-            fewer entries keeps as many, or all that it has.
+        weight_NO: Factor of each entry, finite, 0 for an entry that is cut, on the gradient's device. A smaller last
+            group keeps the same number of entries, or all if it has fewer.
         num_of: (entries of each group that are kept, entries of a group).
-        along_rows: Whether the neighbours are one below the other, as in a sum over rows; else side by side.
+        along_rows: Whether a group is part of a column, as in a sum over rows; else it is part of a row.
     """
 
     weight_NO: Tensor
@@ -227,7 +227,7 @@ class Groups(Selection):
 @final
 @dataclass(frozen=True)
 class Values(Selection):
-    """Another value for every entry, such as a rounded one. They are multiplied densely.
+    """A replacement for every entry of a gradient, such as a rounded value. The engine multiplies densely.
 
     Args:
         value_NO: The values, finite, on the gradient's device; 0 where an entry is cut.
@@ -245,12 +245,12 @@ class Values(Selection):
 @final
 @dataclass(frozen=True)
 class Split:
-    """One selection for the gradient of the input, another for those of weight and bias.
+    """One selection for the gradient of the input, and another for the gradients of weight and bias.
 
     Args:
         dgrad: Selection for the gradient of the input; None keeps everything.
         wgrad: Selection for the gradient of the weight; None keeps everything.
-        full_bias: Whether the bias gets the whole gradient; otherwise what ``wgrad`` keeps.
+        full_bias: Whether the bias gets the whole gradient; otherwise it gets the part that ``wgrad`` keeps.
     """
 
     dgrad: Selection | None
@@ -258,7 +258,7 @@ class Split:
     full_bias: bool = False
 
     def num_kept(self, grad_NO: Tensor) -> float | Tensor:
-        """Return how many entries of ``grad_NO`` are kept, as the mean of both.
+        """Return how many entries of ``grad_NO`` are kept, as the mean over both selections.
 
         Args:
             grad_NO: The gradient that was selected from.

@@ -1,15 +1,15 @@
-"""Policies and optimizers that were built in once, and are on the shelf now, a package of the same version.
+"""Names of policies and optimizers that were once built in, and moved to the package sparsebp-shelf.
 
-Names alone: what is known of them is known of a policy of any package. A policy that is new on the shelf needs no line
-here.
+A policy that is new in that package needs no line here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
+from sparsebp_cli.entry_point import tell_home
+
 SHELF = "sparsebp-shelf"
-_INSTALL = f"pip install {SHELF}, or plugins/{SHELF} of a checkout"
 MOVED = frozenset(
     {
         "autofreeze",
@@ -41,36 +41,46 @@ MOVED = frozenset(
         "selective-backprop",
         "sketch",
         "subnet",
+        "uniform",
         "vcas",
         "velora",
         "wta-crs",
     }
 )
 OPTIMIZERS = frozenset({"adalomo", "compact", "fira", "galore", "lora-fa", "muon"})
+# Public classes of `sparsebp_cli.policy` in 0.5, and the modules of sparsebp-shelf that have them.
+CLASSES = {
+    **dict.fromkeys(("BlockDropper", "BlockGradient", "DropDraw", "ResidualBlock"), "sparsebp_shelf.block"),
+    **dict.fromkeys(("ExampleSelector", "KeptExamples", "WeightedExamples"), "sparsebp_shelf.example"),
+    **dict.fromkeys(("LayerOutput", "LayerSampler"), "sparsebp_shelf.layer_sampler"),
+    **dict.fromkeys(("InputSaver", "SavedDirection", "SavedElements", "SavedProjection"), "sparsebp_shelf.saver"),
+    **dict.fromkeys(("SavedRepresentatives", "SavedRows", "SavedSketch"), "sparsebp_shelf.saver"),
+    "SavedCodes": "sparsebp_shelf.policies.saved_codes",
+}
 
 
-def tell_home(name: str, moved: Collection[str] = MOVED) -> str:
+def tell_moved(name: str, moved: Collection[str] = MOVED) -> str:
     """Return how to get a policy that is not installed; empty if it was never built in.
 
     Args:
-        name: Name of a policy, as a recipe has it.
-        moved: Names that were built in, ``OPTIMIZERS`` for an optimizer.
+        name: Name of a policy in a recipe.
+        moved: Names that were built in; pass ``OPTIMIZERS`` for an optimizer.
 
     Returns:
         The end of a sentence.
     """
     if name not in moved:
         return ""
-    return f"it is in the package {SHELF}: {_INSTALL}"
+    return f"it is {tell_home(SHELF)}"
 
 
 def tell_shelf(distributions: Collection[str]) -> str:
-    """Return where an unknown policy may be; empty if the shelf is installed, where it would be known.
+    """Return where an unknown policy may be found; empty if sparsebp-shelf is installed already.
 
     Args:
-        distributions: Names of those that have policies.
+        distributions: Names of the installed distributions that have policies.
 
     Returns:
-        A further part of a sentence.
+        The end of a sentence.
     """
-    return "" if SHELF in distributions else f"; more are in the package {SHELF}: {_INSTALL}"
+    return "" if SHELF in distributions else f"; more are {tell_home(SHELF)}"

@@ -1,8 +1,8 @@
-"""State of a policy, from one step to the next. The policy computes it, the engine keeps it.
+"""State of a policy, from one step to the next. The policy computes it, and the engine stores it.
 
-Three pure functions: ``init`` returns the first state, ``measure`` numbers of what a step sees, ``observe`` the next
-state from them. The engine owns the value in between: it is saved in checkpoints, moved with the model's device, and
-set aside by probes.
+A policy defines three pure functions. ``init`` returns the first state. ``measure`` returns numbers about what the
+policy observes in a step. ``observe`` returns the next state from them. The engine saves the state in checkpoints and
+moves it to the model's device. Probes do not change it.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import Generic, TypeVar, final
 from sparsebp_cli.policy.contract import State, Step
 from sparsebp_cli.policy.measure import Measure, Observation, Observed
 
-Place = TypeVar("Place")  # where the policy decides: a Site, a Parameter
+Place = TypeVar("Place")  # where the policy decides, such as a Site or a Parameter
 
 
 @dataclass(frozen=True)
 class TrialPass:
-    """A trial pass as a policy wants it.
+    """A trial pass that a policy requests: its batch, draw and state.
 
     Args:
         batch: 0 for the step's first micro-batch, 1 for another one, and so on.
-        draw: Number of the random decisions' draw, at least 1; other numbers give independent draws.
-        state: The state that the policy's decisions read in it; None: the state before the step.
+        draw: Number of the random decisions' draw, at least 1. Different numbers are independent draws.
+        state: The state that the policy's decisions read in this pass; None: the state before the step.
     """
 
     batch: int = 0
@@ -37,36 +37,36 @@ class Stateful(ABC, Generic[Place]):
     """A policy of any kind with state: derive from this class and from the kind. Its decision reads ``step.state``.
 
     State is a mapping of names to tensors and numbers, with the same names, shapes and dtypes at every step. The engine
-    hands it over sorted by name.
+    sorts it by name.
     """
 
     @property
     def observes(self) -> frozenset[type[Observed]]:
-        """What :meth:`measure` is shown with these options, at the policy's own places; of gradients of parameters,
-        those of all that are trained. A policy with trial passes is shown what is in those alone."""
+        """Classes of objects that :meth:`measure` receives with these options, at the policy's own places. Gradients of
+        parameters come from all trained parameters. A policy with trial passes observes only those passes."""
         return frozenset()
 
     def measure(self, seen: Observed, step: Step) -> Mapping[str, Measure]:  # noqa: ARG002 - for overrides
-        """Return numbers of what a step sees, by names of the policy's own without a "/". Called without recording of
-        gradients, and not in probes.
+        """Return measures of one observed object, under names that the policy chooses, without a "/". The engine calls
+        this without recording gradients, and not in probes.
 
         Args:
             seen: An object of a class that ``observes`` names. It must not be changed.
-            step: The step that sees it, with the state; of gradients of parameters, the step that ended; in a trial
-                pass, the coming one.
+            step: The current step, with the state. For gradients of parameters it is the step that ended, in a trial
+                pass the coming step.
 
         Returns:
-            Measures; empty, as without an override: nothing.
+            Measures by name. Without an override there are none.
         """
         return {}
 
     @final
     def look(self, shown: Iterable[Observed], step: Step) -> Observation:
-        """Return what the policy measures of several things of one step, folded.
+        """Return the folded measures of several objects of one step.
 
         Args:
-            shown: Objects of one step; those that the policy does not observe are left out.
-            step: The step that sees them, with the state.
+            shown: Objects of one step. The function skips objects that the policy does not observe.
+            step: The step of the objects, with the state.
 
         Returns:
             The observation, as the engine makes it.
@@ -79,8 +79,8 @@ class Stateful(ABC, Generic[Place]):
 
     @property
     def is_identical(self) -> bool:
-        """Whether the state is the same in every process, as one that follows from the steps' numbers alone is.
-        Otherwise the policy works in one process: each observes only its own examples."""
+        """Whether the state is the same in every process, such as a state that depends only on the step's index.
+        Otherwise the policy works in one process only, because each process observes only its own examples."""
         return False
 
     @abstractmethod
@@ -88,10 +88,10 @@ class Stateful(ABC, Generic[Place]):
         """Return the state before the first step.
 
         Args:
-            places: Places where the policy decides: the sites of a gradient selector, with an empty ``batch_shape``,
-                which is not known yet; the parameters of a parameter selector; the blocks of a block dropper; the
-                weights of a part selector; the linears of an input saver; the rows of the training data, as numbers
-                from 0, of an epoch selector, and of an example selector that reads them; otherwise none.
+            places: Places where the policy decides, by its kind. A gradient selector gets its sites, with an empty
+                ``batch_shape``; a parameter selector parameters; a block dropper blocks; a part selector weights; an
+                input saver linears. An epoch selector, and an example selector that reads rows, gets the rows of the
+                training data, as numbers from 0. Other kinds get none.
 
         Returns:
             Tensors on the CPU, and numbers.
@@ -99,11 +99,11 @@ class Stateful(ABC, Generic[Place]):
 
     @abstractmethod
     def observe(self, state: State, observation: Observation, step: Step) -> State:
-        """Return the state after a step. Called at the end of each optimizer step.
+        """Return the state after a step. The engine calls this at the end of each optimizer step.
 
         Args:
             state: State before the step. It must not be changed.
-            observation: Measures of the whole step, folded, as :meth:`measure` has returned them.
+            observation: The folded results of :meth:`measure` over the whole step.
             step: The step that ended.
 
         Returns:
@@ -112,31 +112,31 @@ class Stateful(ABC, Generic[Place]):
 
     @property
     def has_trials(self) -> bool:
-        """Whether ``wants_trials`` asks for any, at whatever step."""
+        """Whether ``wants_trials`` requests a pass at any step."""
         return False
 
     def wants_trials(self, step: Step) -> Sequence[Collection[str] | TrialPass]:  # noqa: ARG002 - for overrides
-        """Return what is to be tried before a step: decisions, of a block dropper; passes with a state of their own, of
-        a layer sampler or an input saver; dense passes, of a part selector.
+        """Return the trial passes before a step: decisions of a block dropper, passes with their own state of a layer
+        sampler or an input saver, or dense passes of a part selector. Only these four kinds support trial passes.
 
-        Each is one forward and backward over one micro-batch, with the same random numbers of dropout; they cost what
-        they cost, and change nothing but the state. Built for these four kinds.
+        Each pass is one forward and backward over one micro-batch. All passes use the same random numbers for dropout.
+        They change nothing but the state.
 
         Args:
-            step: The coming one, with the state.
+            step: The coming step, with the state.
 
         Returns:
-            One entry a pass; empty, as without an override: none.
+            One entry a pass. Without an override there are none.
         """
         return ()
 
     def observe_trials(self, state: State, observations: Sequence[Observation], step: Step) -> State:  # noqa: ARG002
-        """Return the state after the trial passes. Called before the step that they were made for.
+        """Return the state after the trial passes. The engine calls this before the step that requested them.
 
         Args:
             state: State before the trial passes. It must not be changed.
             observations: Measures of each pass, in the order of ``wants_trials``.
-            step: The coming one.
+            step: The coming step.
 
         Returns:
             New values for all entries.

@@ -1,6 +1,6 @@
-"""The kind of policy that selects the positions of a batch that are trained, and those that carry gradient.
+"""The kind of policy that selects which positions of a batch are trained, and which carry gradient.
 
-Shape letters: B examples, T positions. Position t predicts the token at t + 1. A property of a position refers to that
+Shape letters: B examples, T positions. Position t predicts the token at t + 1. A property of a position refers to this
 prediction, so the last position of an example is never a target.
 """
 
@@ -27,18 +27,18 @@ TokenMode = Literal["exact", "detach", "stop"]
 
 @dataclass(frozen=True)
 class Tokens:
-    """A batch as a token selector sees it.
+    """The batch from which a token selector chooses, with the scores in the policy's ``needs``.
 
     Args:
         input_ids_BT: Token ids; None if the model receives embeddings.
         target_BT: Whether the labels train the position's prediction.
-        real_BT: Whether the position is no padding.
-        scores: Scores that the policy needs, by name, each (B, T) in float32 and 0 where there is no target: ``loss``
-            in nats and ``entropy`` in nats of the model at this step, ``gradient_norm``, the 2-norm of the loss'
-            gradient with respect to the position's logits, and ``reference_loss`` of the reference model; ``attention``
-            that all positions but padding give to this one in the last layer, in the mean over its heads;
-            ``last_gradient``, the 2-norm of the gradient of the batch's summed loss at the input of the last layer; and
-            ``update``, the sum over layers of the 2-norm of what a layer adds to the residual stream.
+        real_BT: Whether the position is not padding.
+        scores: Scores by name, each (B, T) in float32, and 0 outside of targets. ``loss`` and ``entropy``: of the model
+            at this step, in nats. ``gradient_norm``: the 2-norm of the loss' gradient with respect to the position's
+            logits. ``reference_loss``: the loss of the reference model, in nats. ``attention``: the attention in the
+            last layer from all positions but padding to this one, in the mean over heads. ``last_gradient``: the 2-norm
+            of the gradient of the batch's summed loss at the input of the last layer. ``update``: the sum over layers
+            of the 2-norm of the layer's addition to the residual stream.
         columns: Further columns of the batch, by name, each (B, T), as in the data: the entry at t refers to the token
             at t, which the position t - 1 predicts.
     """
@@ -61,13 +61,13 @@ class TokenChoice:
 
     Args:
         trained_BT: Positions whose loss counts; only targets.
-        carries_BT: Positions that carry gradient, at least the trained ones, and no padding; the modes
+        carries_BT: Positions that carry gradient: at least the trained ones, and no padding. Only the modes
             ``detach`` and ``stop`` use it.
-        weight_BT: Factor of the loss of each trained position, (B, T), floating-point, finite, at least 0; what it is
-            elsewhere is ignored. 1 / probability makes a random choice unbiased. None: the loss is the mean of the
-            trained positions. Weights need the model's own loss, so the labels among its arguments.
-        denominator: Divisor of the sum of the weighted losses: all ``targets``, trained or not, or the ``weights`` of
-            the trained ones, which makes it a weighted mean; biased. Without weights it has no meaning.
+        weight_BT: Factor of the loss of each trained position, (B, T), floating-point, finite, at least 0; other
+            entries are ignored. 1 / probability makes a random choice unbiased. None: the loss is the mean over the
+            trained positions. Weights need the model's own loss, so pass it the labels.
+        denominator: Divisor of the sum of the weighted losses. ``targets``: the number of all targets. ``weights``: the
+            sum of the weights, which yields a weighted mean and is biased. Ignored without weights.
     """
 
     trained_BT: torch.Tensor
@@ -77,9 +77,9 @@ class TokenChoice:
 
 
 class TokenSelector(ReferenceReader):
-    """Selects the positions that are trained and those that carry gradient, before the forward that training
-    differentiates. It receives the scores of a forward without gradients if it needs them. All token selectors have
-    ``mode`` and the options of a reference; the engine implements them."""
+    """Selects which positions are trained and which carry gradient, before the forward that training differentiates.
+    If ``needs`` names scores, the engine computes them, mostly by a forward without gradients. The engine implements
+    ``mode`` and the options of a reference for all token selectors."""
 
     mode: TokenMode = Field(
         "exact",
@@ -91,11 +91,11 @@ class TokenSelector(ReferenceReader):
     @property
     @abstractmethod
     def needs(self) -> frozenset[Score]:
-        """Scores that ``choose`` reads with these options; each costs a forward, which is counted."""
+        """Scores that ``choose`` reads with these options. The engine counts the FLOPs of computing them."""
 
     @property
     def reads_reference(self) -> bool:
-        """Whether ``needs`` has the loss of a reference."""
+        """Whether ``needs`` names the loss of a reference."""
         return "reference_loss" in self.needs
 
     @property
@@ -105,23 +105,23 @@ class TokenSelector(ReferenceReader):
 
     @property
     def candidate_column(self) -> str | None:
-        """The one of these columns that marks trainable labels, 0 or 1 a token; None: all labels are trainable.
+        """The column among ``reads`` that marks trainable labels, 0 or 1 a token; None: all labels are trainable.
 
-        Trainable targets all have the same weight, also with gradient accumulation and on several processes.
+        All trainable targets have the same weight, even with gradient accumulation or several processes.
         """
         return None
 
     @property
     def fits_head(self) -> bool:
-        """Whether ``choose`` can be asked under a fused head, whose trainer computes a loss of its own from the values
-        of all labels. It then gets these as one example (1, T) that has nothing else: no ids, no columns, and no score
-        but ``loss`` and ``entropy``. What it does not choose has no gradient; the loss stays that of all."""
+        """Whether ``choose`` works under a fused head, whose trainer computes its own loss from all labels' values.
+        ``choose`` then gets one example (1, T) without ids and columns, with only the scores ``loss`` and ``entropy``.
+        Positions that it does not choose have no gradient, but the reported loss includes them."""
         return False
 
     @property
     @abstractmethod
     def budget(self) -> float | None:
-        """Share of the targets that is trained once schedules have ended, in (0, 1]; None if it depends on the data."""
+        """Fraction of the targets that is trained after the warm-up, in (0, 1]; None if it depends on the data."""
 
     @abstractmethod
     def choose(self, tokens: Tokens, step: Step) -> TokenChoice:
@@ -132,7 +132,7 @@ class TokenSelector(ReferenceReader):
             step: The step of the decision; ``step.generator(tokens, device)`` is the only source of randomness allowed.
 
         Returns:
-            The positions that are trained, and those that carry gradient.
+            The positions that are trained, and the positions that carry gradient.
         """
 
 
@@ -152,7 +152,7 @@ TOKEN_SELECTOR = Kind(
     asked="Decides before each forward of training, by the scores that it needs, whose cost is counted. "
     "Exact if all targets are trained and all gradient is carried; unbiased if they are drawn from the whole "
     "batch and all gradient is carried. [Train only some tokens or examples](../guide/tokens.md)\n",
-    # Beside a packer of rows it chooses among the labels first, so it comes around it.
+    # With a batch packer, it must choose among the labels before the packer runs, so its chooser wraps the packer.
     extensions=(
         (100, "sparsebp_cli.backward.kind.token.extension:make_extension"),
         (550, "sparsebp_cli.backward.kind.token.extension:make_chooser"),
@@ -171,7 +171,7 @@ TOKEN_SELECTOR = Kind(
             options={"format": ("classification",)},
         ),
         not_with("format", ("regression",), "it computes losses that are a cross-entropy"),
-        at_linears("Branches and nodes store tensors by their index among all positions."),
+        at_linears("Nodes store tensors by their index among all positions."),
         whole_weights(
             "its score differentiates the last layer inside of the forward", facts={"differentiates": (True,)}
         ),

@@ -1,4 +1,4 @@
-"""PUBLIC. Conformance suites for plugin authors: one line of a test checks everything that a contract promises.
+"""PUBLIC. Conformance suites for plug-in authors: one line of a test checks everything that a contract promises.
 
 from sparsebp_cli.testing import check_kind, check_policy, check_target, check_tracker
 
@@ -14,15 +14,18 @@ def test_my_cluster_keeps_the_contract():
 def test_my_tracker_keeps_the_contract():
     check_tracker("my-tracker", read_what_it_stored)
 
-``FakeTarget`` is a target inside the test's own process. Tests can cut its connection and lose its workers. In the
-suite of a kind of your own, ``check_repeatable`` and ``check_draws`` check what every kind promises of its decisions,
-and ``check_state`` what every policy with a state does.
+``FakeTarget`` is a target inside the test's own process. Tests can cut its connection and lose its workers. If you
+write a suite for a new kind, call ``check_repeatable`` and ``check_draws``, which check the promises of all kinds about
+decisions. Call ``check_state`` for policies with a state.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from typing import TYPE_CHECKING
+
+from sparsebp_cli.tracker.contract import find_feeder
 
 __all__ = [
     "FakeTarget",
@@ -34,21 +37,30 @@ __all__ = [
     "check_target",
     "check_tracker",
     "enough",
+    "equal",
+    "find_share",
+    "first_state",
     "name_of",
     "require",
+    "through_json",
+    "train_network",
+    "vary",
 ]
 
 if TYPE_CHECKING:
     from sparsebp_cli.testing.fake import FakeTarget
     from sparsebp_cli.testing.kind import check_kind
     from sparsebp_cli.testing.policy import check_policy
-    from sparsebp_cli.testing.promise import enough, name_of, require
-    from sparsebp_cli.testing.state import check_state
-    from sparsebp_cli.testing.suite import check_draws, check_repeatable
+    from sparsebp_cli.testing.promise import enough, equal, name_of, require, through_json, train_network, vary
+    from sparsebp_cli.testing.state import check_state, first_state
+    from sparsebp_cli.testing.suite import check_draws, check_repeatable, find_share
     from sparsebp_cli.testing.target import check_target
-    from sparsebp_cli.testing.tracker import check_tracker
+    from sparsebp_cli.tracker import TrackedRun
+
+    def check_tracker(name: str, read: Callable[[TrackedRun], Iterable[tuple[str, int, float]]]) -> None:
+        """Check everything that a tracker promises. Defined in sparsebp-tools."""
 else:
-    # Imported on first use, because those for targets need no torch.
+    # Imported on first use, because the suites for targets need no torch.
     _FILES = {
         "FakeTarget": "fake",
         "check_draws": "suite",
@@ -57,13 +69,20 @@ else:
         "check_repeatable": "suite",
         "check_state": "state",
         "check_target": "target",
-        "check_tracker": "tracker",
         "enough": "promise",
+        "equal": "promise",
+        "find_share": "suite",
+        "first_state": "state",
         "name_of": "promise",
         "require": "promise",
+        "through_json": "promise",
+        "train_network": "promise",
+        "vary": "promise",
     }
 
     def __getattr__(name):
+        if name == "check_tracker":
+            return find_feeder().check_tracker
         if name in _FILES:
             return getattr(import_module(f"sparsebp_cli.testing.{_FILES[name]}"), name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -24,8 +24,8 @@ _NUM_SIGMAS = 6.0  # the draws are fixed by the seed
 
 
 def check_epoch_selector(policy: EpochSelector) -> None:
-    """Check an epoch selector against every promise of the contract, with training splits of 1, 2, 9 and 24 examples of
-    which none, some and all were trained on before."""
+    """Check an epoch selector against every promise of the contract, with training splits of 1, 2, 9 and 24 examples.
+    None, some or all of the examples were trained on before."""
     check_state(policy, range(NUM_ROWS))
     for check in _CHECKS:
         check(policy)
@@ -117,7 +117,7 @@ def _choose(policy: EpochSelector, epoch: Epoch, step: Step) -> Visits | None:
 
 
 def _state(policy: EpochSelector, epoch: Epoch, step: Step) -> Mapping[str, Tensor | float]:
-    """Return the state after one visit of the examples that were trained on; empty without one."""
+    """Return the policy's state after one visit of the examples that were trained on; empty without a state."""
     if not isinstance(policy, Stateful):
         return {}
     row_K = (~epoch.loss_N.isnan()).nonzero().flatten()
@@ -128,7 +128,7 @@ def _state(policy: EpochSelector, epoch: Epoch, step: Step) -> Mapping[str, Tens
 
 
 def _weights(policy: EpochSelector, epoch: Epoch, step: Step) -> Tensor:
-    """Return the weight of every example, 0 for those that are left out."""
+    """Return the weight of every example, 0 for an example that is left out."""
     visits, number = _choose(policy, epoch, step), len(epoch.loss_N)
     if visits is None:
         return torch.ones(number, dtype=torch.float64)
@@ -136,7 +136,7 @@ def _weights(policy: EpochSelector, epoch: Epoch, step: Step) -> Tensor:
 
 
 def _cases() -> Iterator[tuple[Epoch, Step]]:
-    """Yield epochs from the first to the last of a training, with losses of which some are equal and some missing."""
+    """Yield epochs from the first to the last of a training. Some losses are equal and some are missing."""
     for size in (1, 2, 9, 24):
         for number, seen in ((0, 0.0), (1, 0.7), (2, 1.0), (5, 1.0), (9, 1.0)):
             generator = torch.Generator().manual_seed(100 * size + number)

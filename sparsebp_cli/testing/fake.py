@@ -1,8 +1,8 @@
-"""PUBLIC. A target inside this process. Tests can cut its connection and lose its workers; it needs no installation.
+"""PUBLIC. A target inside this process, without installation. Tests can cut its connection and lose its workers.
 
 target = FakeTarget(tmp_path / "there")
 job = target.submit(run)
-target.engine.cut()          # from now on it does not answer
+target.engine.cut()          # the target stops answering
 assert job.status() is State.UNREACHABLE
 """
 
@@ -19,8 +19,9 @@ from typing import ClassVar, final
 
 from sparsebp_cli.errors import RunBusyError, RunFailedError, UnreachableError
 from sparsebp_cli.run import RunFolder
+from sparsebp_cli.run.budget import size_of
 from sparsebp_cli.run.journal import FILE as JOURNAL
-from sparsebp_cli.target.archive import append_lines, merge_into_run, pack, receive, size_of
+from sparsebp_cli.target.archive import append_lines, merge_into_run, pack, receive
 from sparsebp_cli.target.contract import CheckResult, Job, Target
 from sparsebp_cli.target.dispatcher import Dispatcher
 from sparsebp_cli.target.engine import Phase, TargetEngine, WorkerStatus
@@ -70,7 +71,7 @@ class FakeEngine(TargetEngine):
         """Choose the folder.
 
         Args:
-            there: Folder that stands for the other machine, empty or missing.
+            there: Folder that represents the other machine, empty or missing.
         """
         self.there = there
         self.reachable: bool = True

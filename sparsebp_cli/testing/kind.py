@@ -1,6 +1,6 @@
 """Conformance suite for kinds of policies. Each broken promise is an ``AssertionError`` of one sentence.
 
-Everything runs on the CPU with fixed seeds, in double precision. What one kind promises beside is in its own suite.
+Everything runs on the CPU with fixed seeds, in double precision. Each kind's own suite checks its further promises.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from sparsebp_cli.testing.policy import check_policy
 from sparsebp_cli.testing.promise import Network, enough, equal, name_of, random_states, require, through_json
 
 NUM_STEPS, STOP = 6, 3
-EXACT = 1e-9  # of the largest change of a weight: the order of sums, in double precision
-OFTEN = 20  # steps, of which a policy that is not exact leaves something out in one on average
-OVER = 1e-9  # share of the dense backward's FLOPs
+EXACT = 1e-9  # fraction of the largest change of a weight, for the order of sums in double precision
+OFTEN = 20  # a policy that is not exact must leave something out in one of so many steps on average
+OVER = 1e-9  # tolerance, as a fraction of the dense backward's FLOPs
 
 Loss = Callable[[nn.Module, int], Tensor]
 
@@ -46,15 +46,15 @@ def check_kind(
     """Check a kind of policy, and some of its policies, against what every kind promises; a broken promise is an
     ``AssertionError``.
 
-    The kind must be known to this installation: by its entry point in the group ``sparsebp.kinds``.
+    The installation must register the kind by an entry point in the group ``sparsebp.kinds``.
 
     Args:
         kind: The record that the package's entry point names.
-        policies: Policies of the kind: at least one that is exact with its options, unless the kind has none, and one
-            that is not, unless all are.
-        make_model: Makes a model, the same at each call, for a kind that needs another one than the suite's three
-            linears with tanh between them. It is converted to double precision.
-        loss: Runs the model on a batch with a number, from 0, and returns the loss.
+        policies: Policies of the kind: at least one that is exact with its options and one that is not, if the kind has
+            both.
+        make_model: Makes a model, the same at each call; None: three linears with tanh between them. The suite converts
+            the model to double precision.
+        loss: Runs the model on the batch of a given number, from 0, and returns the loss.
         **given: Further arguments of ``attach``, such as ``num_examples``.
 
     Raises:
@@ -87,7 +87,7 @@ class _Trial:
         self._make_model, self._given, self.loss = make_model, given, loss
 
     def make(self) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Return a new model with the same weights as ever, and its optimizer."""
+        """Return a new model, with the same weights at every call, and its optimizer."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model = self._make_model().double().train()
@@ -96,7 +96,7 @@ class _Trial:
     def attach(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, *policies: Policy, seed: int | None = None
     ) -> Engine:
-        """Attach policies; ``seed``: another one than that which was given."""
+        """Attach policies; ``seed`` replaces the seed among the suite's arguments."""
         given = self._given if seed is None else {**self._given, "seed": seed}
         return attach(model, policies, optimizer=optimizer, num_steps=NUM_STEPS, **given)
 
@@ -122,13 +122,13 @@ class _Trial:
             self.loss(model, batch).backward()
 
     def train(self, policy: Policy | None, *, resumes: bool = False, seed: int | None = None) -> list[Tensor]:
-        """Train, and return the weights. With ``resumes`` what is saved after some steps is loaded into new objects."""
+        """Train, and return the weights. With ``resumes``, load the state after ``STOP`` steps into new objects."""
         model, optimizer = self.make()
         engine = None if policy is None else self.attach(model, optimizer, policy, seed=seed)
         for number in range(NUM_STEPS):
             if resumes and number == STOP and policy is not None and engine is not None:
                 saved = model.state_dict(), optimizer.state_dict(), engine.state_dict()
-                engine.detach()  # what a kind has changed for the whole process goes as well
+                engine.detach()  # also undoes changes of a kind to the whole process
                 model, optimizer = self.make()
                 model.load_state_dict(saved[0])
                 engine = self.attach(model, optimizer, through_json(policy))
@@ -168,7 +168,7 @@ def _check_record(kind: Kind) -> None:
 
 
 def _check_refusals(kind: Kind, policy: Policy) -> None:
-    """Check that every limit names the policy, and whatever else it is about, in one line."""
+    """Check that the error of every limit is one line, which names the policy and everything else that it concerns."""
     label = type(policy).__name__
     names = [known.name for known in find_kinds().kinds]
     for rule in (limit.resolve(names) for limit in kind.rules):
@@ -190,7 +190,7 @@ def _is_same(one: Rule, other: Rule) -> bool:
 
 
 def _pick(wanted: object) -> object:
-    """Return a value for which a condition holds."""
+    """Return a value that meets a condition."""
     if isinstance(wanted, tuple):
         return wanted[0]
     return {Match.GIVEN: "given", Match.SEVERAL: 2}.get(wanted) if isinstance(wanted, Match) else None
@@ -205,7 +205,7 @@ def _check_training(policy: Policy, trial: _Trial, dense: list[Tensor]) -> None:
     if policy.exact:
         require(apart <= EXACT, f"{name}: says it is exact, and is off by {apart:.1e} of what dense changes")
     elif apart <= EXACT:
-        # Each step may have been drawn dense: as many are tried as never all are, if one of OFTEN is not.
+        # Each step may be dense by chance. Try so many steps that a policy with one sparse step in OFTEN shows one.
         num_seeds = ceil(enough(1 / OFTEN) / NUM_STEPS)
         others = (_measure_distance(trial.train(policy, seed=seed), dense, trial) for seed in range(1, num_seeds))
         text = f"{name}: says it is not exact, and trains as dense does in {num_seeds * NUM_STEPS} steps"
@@ -213,14 +213,14 @@ def _check_training(policy: Policy, trial: _Trial, dense: list[Tensor]) -> None:
 
 
 def _measure_distance(found: list[Tensor], dense: list[Tensor], trial: _Trial) -> float:
-    """Return how far weights are from those of dense training, as a share of the largest change that this makes."""
+    """Return the largest difference from the weights of dense training, over the largest change in dense training."""
     start = [parameter.detach() for parameter in trial.make()[0].parameters()]
     moved = max(float((weight - before).abs().max()) for weight, before in zip(dense, start, strict=True))
     return max(float((ours - theirs).abs().max()) for ours, theirs in zip(found, dense, strict=True)) / moved
 
 
 def _describe(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, object]:
-    """Return what an engine could leave behind in a model or its optimizer."""
+    """Return everything that an engine could leave changed in a model or its optimizer."""
     hooks = [name for name in vars(model) if name.endswith("_hooks")]
     of_modules = {
         name: (*sorted(set(vars(module)) - set(hooks)), *(len(getattr(module, hook)) for hook in hooks))
@@ -272,8 +272,8 @@ def _check_pair(kind: Kind, policy: Policy, trial: _Trial) -> None:
 
 
 def _check_claim(policy: Policy, trial: _Trial) -> None:
-    """Check that no step executes another share of the dense backward than is claimed. As in a probe of a training, the
-    claim follows a forward of the same draw; -1 is that of the coming step.
+    """Check that the estimated FLOPs of each step equal the counted ones. As in a probe, the estimate follows a forward
+    of the same draw; -1 is the draw of the coming step.
     """
     model, optimizer = trial.make()
     engine = trial.attach(model, optimizer, policy)

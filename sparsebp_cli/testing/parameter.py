@@ -43,9 +43,9 @@ class _Decoder(nn.Module):
 
 
 def check_parameter_selector(policy: ParameterSelector) -> None:
-    """Check a parameter selector against every promise of the contract. It selects from a decoder of four layers,
-    ``layers.0`` to ``layers.3``, with ``embed_tokens``, ``norm`` and ``lm_head``; patterns among its options must match
-    that."""
+    """Check a parameter selector against every promise of the contract. The suite's model is a decoder of four layers,
+    ``layers.0`` to ``layers.3``, with ``embed_tokens``, ``norm`` and ``lm_head``. Patterns among the policy's options
+    must match these names."""
     check_state(policy, _parameters())
     _check_choice(policy)
     _check_repeatable(policy)
@@ -101,7 +101,7 @@ def _check_rates(policy: ParameterSelector) -> None:
 
 
 def _check_gradients(policy: ParameterSelector) -> None:
-    """Check that trained parameters have the dense gradient, to the last bit, and the others have none."""
+    """Check that trained parameters have a gradient bit-identical to the dense one, and the others have none."""
     ((dense, _),) = _gradients(None, 1)
     for index, (gradients, state) in enumerate(_gradients(policy, NUM_STEPS)):
         chosen = frozenset(policy.select(_parameters(), replace(_at(policy, index), state=state)))
@@ -122,7 +122,7 @@ def _choose(policy: ParameterSelector, index: int) -> frozenset[str]:
 
 
 def _at(policy: ParameterSelector, index: int) -> Step:
-    """Return a step, with the first state of a policy that has one."""
+    """Return a step with the policy's first state, if it has a state."""
     state = policy.init(_parameters()) if isinstance(policy, Stateful) else {}
     return Step(index, num_steps=NUM_STEPS, state=state)
 

@@ -19,17 +19,17 @@ from sparsebp_cli.testing.selector import check_keep_all
 
 
 def check_policy(policy: str | type[Policy] | Policy, **options: object) -> None:
-    """Check a policy against every promise of the contract; a broken one is an ``AssertionError``.
+    """Check a policy against every promise of the contract; a broken promise is an ``AssertionError``.
 
     Args:
         policy: The name of an installed policy, a class, or an instance, which already has its options.
-        **options: Options for a name or a class, as a recipe would give them.
+        **options: Options for a name or a class, as in a recipe.
 
     Raises:
         UsageError: ``policy`` is none of these, or an instance with further options.
     """
     policy_class, options = _find_class(policy, options)
-    options = {name: value for name, value in options.items() if name != "where"}  # of sites that the suite has not
+    options = {name: value for name, value in options.items() if name != "where"}  # the suite's sites have other names
     made = _check_options(policy_class, options)
     _check_control(made)
     kind = find_kind(made)

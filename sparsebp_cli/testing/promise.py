@@ -18,7 +18,7 @@ from sparsebp_cli.policy import Policy, Step
 from sparsebp_cli.policy.option import validate_options
 
 Kind = TypeVar("Kind", bound=Policy)
-RARE = 1e-6  # chance with which a suite may refuse a policy that keeps its promise about draws
+RARE = 1e-6  # probability that a suite refuses a policy that keeps its promise about draws
 
 
 def require(condition: bool, text: str) -> None:
@@ -28,7 +28,7 @@ def require(condition: bool, text: str) -> None:
 
 
 def enough(share: float) -> int:
-    """Return a number of draws of which, with a chance of all but RARE, at least one is among a share of all draws."""
+    """Return how many draws show an outcome of a given probability almost surely."""
     return 1 if share >= 1.0 else ceil(log(RARE) / log1p(-share))
 
 
@@ -43,7 +43,7 @@ def through_json(policy: Kind) -> Kind:
 
 
 def vary(step: Step, part: str, numbers: Iterable[int]) -> list[Step]:
-    """Return copies of a step with other numbers of one of its parts."""
+    """Return copies of a step, each with another number in the field ``part``."""
     changes: list[dict[str, Any]] = [{part: number} for number in numbers]
     return [replace(step, **change) for change in changes]
 
@@ -56,7 +56,7 @@ def random_states() -> tuple[object, ...]:
 
 
 def equal(one: list[Tensor], other: list[Tensor]) -> bool:
-    """Return whether two lists of tensors are equal to the last bit."""
+    """Return whether two lists of tensors are bit-identical."""
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
@@ -87,7 +87,7 @@ def train_network(
     resume_with: Policy | None = None,
     dtype: torch.dtype = torch.float32,
     execution: Literal["fast", "reference"] = "fast",
-    sites: Literal["linears", "branches", "nodes"] = "linears",
+    sites: Literal["linears", "nodes"] = "linears",
 ) -> list[Tensor]:
     """Train a small network with two backward passes a step, and return its weights. Without a policy this is plain
     PyTorch. Before step ``stop`` the engine is detached, and a new one with the policy ``resume_with`` (None: the same)

@@ -81,7 +81,7 @@ def _train(
 
 
 def _nodes() -> Iterator[list[Edge]]:
-    """Yield edges as nodes of common kinds have them: a linear, a residual sum, a norm, a single child, only zeros."""
+    """Yield the edges of common nodes: a linear, a residual sum, a norm, a node with one child, only zero gradients."""
     generator = torch.Generator().manual_seed(0)
 
     def edge(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Edge:

@@ -38,7 +38,7 @@ from sparsebp_cli.testing.state import check_state
 from sparsebp_cli.testing.suite import check_draws, check_repeatable
 
 _NUM_DRAWS = 2000
-_NUM_MEANS = 50  # draws of a policy whose budget is a mean
+_NUM_MEANS = 50  # number of draws for a policy whose budget is a mean
 _NUM_LAYERS, _NUM_STEPS = 4, 8
 _NUM_SIGMAS = 6.0  # an unbiased policy fails for one in 500 million entries, and the seeds are fixed
 
@@ -165,12 +165,12 @@ def _check_budget(policy: GradientSelector) -> None:
 def _check_share(
     policy: GradientSelector, draws: Sequence[Selection | None], share: float, grad_NO: Tensor, layer: int
 ) -> None:
-    """Check what is kept of one product, over one draw or the mean of many, against its share of the budget."""
+    """Check the entries kept for one product, in one draw or in the mean of many, against the budget."""
     kept = torch.tensor(
         [grad_NO.numel() if one is None else int(one.num_kept(grad_NO)) for one in draws], dtype=torch.float64
     )
     unit, number = _budget_unit(draws[0], grad_NO)
-    # A product that is a whole number may be a last bit above it.
+    # Rounding may put the product slightly above a whole number.
     allowed = unit * max(1, math.ceil(share * number - 1e-9))
     bound = _NUM_SIGMAS * float(kept.std()) / math.sqrt(len(draws)) if len(draws) > 1 else 0.0
     text = (
@@ -181,8 +181,8 @@ def _check_share(
 
 
 def _budget_unit(selection: Selection | None, grad_NO: Tensor) -> tuple[int, int]:
-    """Return the number of entries that are kept or cut only together, and the number of such units; a share of the
-    units is rounded up."""
+    """Return the number of entries of a unit, which are kept or cut only together, and the number of units. A fraction
+    of the units is rounded up."""
     num_rows, num_columns = grad_NO.shape
     if isinstance(selection, Rows):
         return num_columns * selection.num_examples, num_rows // selection.num_examples
@@ -194,7 +194,7 @@ def _budget_unit(selection: Selection | None, grad_NO: Tensor) -> tuple[int, int
         length, others = grad_NO.shape if selection.along_rows else grad_NO.shape[::-1]
         return others * selection.num_of[1], -(-length // selection.num_of[1])
     if isinstance(selection, Elements | Columns):
-        return num_rows, num_columns  # a policy may round the number of entries up in each row
+        return num_rows, num_columns  # a policy may round up the number of entries in each row
     return 1, grad_NO.numel()
 
 
@@ -238,7 +238,7 @@ def _check_claim(policy: GradientSelector) -> None:
                 engine.backward(loss)
             claim = engine.claim()
         executed.append(count.total)
-    # A share is rounded up to whole rows or columns: one of them more.
+    # Rounding up to whole rows or columns adds at most one of them.
     rounding = claim.dense_flops / min(num_rows, num_outputs)
     bound = _NUM_SIGMAS * statistics.stdev(executed) / math.sqrt(len(executed)) if len(executed) > 1 else 0.0
     mean = statistics.fmean(executed)
@@ -273,7 +273,7 @@ def check_keep_all(policy: Policy) -> None:
 
 def _gradients(*dtypes: torch.dtype) -> Iterator[Tensor]:
     for dtype in dtypes or (torch.float32, torch.float64, torch.bfloat16):
-        # Also an odd number of rows, a rest behind groups of four, one row alone, and one column alone.
+        # These include an odd number of rows, widths that 4 does not divide, a single row, and a single column.
         for number, shape in enumerate(((8, 6), (7, 5), (1, 9), (9, 1), (64, 32))):
             generator = torch.Generator().manual_seed(number)
             yield torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
@@ -289,7 +289,7 @@ def _sites(grad_NO: Tensor) -> list[Site]:
 
 
 def ask(policy: GradientSelector, grad_NO: Tensor, site: Site, step: Step) -> Selection | Split | None:
-    """Return what a policy selects, at a linear with some input and weight."""
+    """Return a policy's selection at a linear with random input, output and weight."""
     if isinstance(policy, Stateful):
         step = replace(step, state=policy.init(_sites(grad_NO)))
     if not isinstance(policy, InformedSelector):
@@ -308,12 +308,12 @@ def ask(policy: GradientSelector, grad_NO: Tensor, site: Site, step: Step) -> Se
 
 
 def parts_of(selection: Selection | Split | None, number: int) -> tuple[Selection | None, ...]:
-    """Return the selections for dgrad and wgrad, or as many times the one for both."""
+    """Return the selections for dgrad and wgrad, or ``number`` times a selection that serves both."""
     return (selection.dgrad, selection.wgrad) if isinstance(selection, Split) else (selection,) * number
 
 
 def _apply(policy: GradientSelector, grad_NO: Tensor, step: Step) -> Tensor:
-    """Return what is left of the gradient for each product, (2, N, O)."""
+    """Return the masked gradient for each product, (2, N, O)."""
     parts = parts_of(ask(policy, grad_NO, _site(grad_NO), step), 2)
     return torch.stack([grad_NO if part is None else part.apply(grad_NO) for part in parts])
 

@@ -39,12 +39,12 @@ from sparsebp_cli.testing.suite import same
 Values = Mapping[str, Tensor | float]
 Show: TypeAlias = Callable[[int], Sequence[Observed]]
 NUM_STEPS = 3
-LONGEST = 1000  # steps within which trial passes are looked for
+LONGEST = 1000  # steps in which the suite searches for trial passes
 NUM_ROWS = 6
 
 
 def first_state(policy: Policy, places: Sequence[object] = ()) -> Values:
-    """Return the state before the first step; empty without one."""
+    """Return the state before the first step; empty for a policy without state."""
     return policy.init(places) if isinstance(policy, Stateful) else {}
 
 
@@ -53,10 +53,10 @@ def check_state(policy: Policy, places: Sequence[Any], show: Show | None = None)
     and dtypes; a broken promise is an ``AssertionError``.
 
     Args:
-        policy: Of any kind; one without a state promises nothing here.
-        places: Where it decides, as ``init`` gets them.
-        show: Returns what policies of its kind are shown of a step, with values that are drawn by a seed; None: what
-            the built-in kinds are shown at such places. It must return new tensors at each call.
+        policy: A policy of any kind. The function checks nothing if it has no state.
+        places: Places where the policy decides, as arguments for ``init``.
+        show: Returns the objects that policies of its kind observe in a step, with random values from a seed, as new
+            tensors at each call. None: the objects of the built-in kinds at such places.
     """
     if not isinstance(policy, Stateful):
         return
@@ -78,7 +78,7 @@ def check_state(policy: Policy, places: Sequence[Any], show: Show | None = None)
 
 
 def _check_saved(policy: Policy, places: Sequence[Any], show: Show) -> None:
-    """Check that what the engine keeps can be stored after every step, as a checkpoint does, and read again."""
+    """Check that a checkpoint can store the policy's state after every step, and that it can be read again."""
     assert isinstance(policy, Stateful)
     states, observed = PolicyStates([(policy, places)]), dict[str, Tensor]()
     if not policy.has_trials:
@@ -92,12 +92,12 @@ def _check_saved(policy: Policy, places: Sequence[Any], show: Show) -> None:
         states.load_state_dict({"policy_state": states.state_dict()["policy_state"] | observed})
         states.end_step(Step(index, num_steps=NUM_STEPS))
         kept = {key: value for key, value in states.state_dict()["policy_state"].items() if isinstance(value, Tensor)}
-        stored = load(save(kept))  # which refuses tensors that share memory
+        stored = load(save(kept))  # save refuses tensors that share memory
         require(same(kept, stored), f"{name_of(policy)}: the state of step {index} is another one when it is read")
 
 
 def _check_trials(policy: Policy, show: Show, first: Values) -> None:
-    """Check the same of ``observe_trials``, at the first step that wants trial passes."""
+    """Check that ``observe_trials`` is pure and keeps the layout of the state, at the first step with trial passes."""
     assert isinstance(policy, Stateful)
     name, steps = name_of(policy), (Step(index, num_steps=LONGEST, state=first) for index in range(LONGEST))
     step = next((step for step in steps if policy.wants_trials(step)), None)
@@ -114,7 +114,7 @@ def _check_trials(policy: Policy, show: Show, first: Values) -> None:
 
 
 def _observe(policy: Policy, show: Show, seed: int = 0) -> Observation:
-    """Return what the policy measures of an invented step; check that ``measure`` is pure."""
+    """Return the policy's measures of a step with random values; check that ``measure`` is pure."""
     assert isinstance(policy, Stateful)
     name, step, shown = name_of(policy), Step(0, seed=seed, num_steps=NUM_STEPS), show(seed)
     unknown = sorted(observed.__name__ for observed in policy.observes - {type(seen) for seen in shown})
@@ -131,7 +131,7 @@ def _observe(policy: Policy, show: Show, seed: int = 0) -> Observation:
 
 
 def _show(places: Sequence[Named | int], seed: int) -> list[Observed]:
-    """Return what each kind of policy is shown of a step with these places, with invented values."""
+    """Return the objects that policies of the built-in kinds observe at these places, with random values."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:

@@ -1,5 +1,5 @@
-"""What every kind of policy promises, said once: the same decision at the same place and step, whoever asks; other
-draws for other steps. A kind's own suite says how its policies are asked, and what only they promise."""
+"""Checks of the promises that all kinds of policies share: repeatable decisions, and independent draws for other steps.
+The suite of each kind passes the function that calls its policies, and checks its further promises."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from torch import Tensor
 from sparsebp_cli.policy import Policy, Step
 from sparsebp_cli.testing.promise import Kind, enough, name_of, random_states, require, through_json, vary
 
-_FEW, _MOST = 16, 4096  # draws after which one that was always alike is not random, and at most
-# Unlike draws that are waited for, and how many times fewer there may truly be. That 8 come in an eighth of the draws
-# which they take on average has a chance of 1e-5, and even then 999 of 1,000 policies are not refused.
+# A policy is not random if its first _FEW draws are equal. No check needs more than _MOST draws.
+_FEW, _MOST = 16, 4096
+# find_share waits for _SEEN differing draws, and divides their share by _FEWER for safety. The probability that 8 come
+# in an eighth of the expected number of draws is 1e-5. Even then the suite accepts 999 of 1,000 policies.
 _SEEN, _FEWER = 8, 4
 Place = ParamSpec("Place")
 
@@ -25,14 +26,14 @@ Place = ParamSpec("Place")
 def check_repeatable(
     policy: Kind, ask: Callable[Concatenate[Kind, Place], object], *place: Place.args, **more: Place.kwargs
 ) -> None:
-    """Check that a policy decides alike when it is asked again, and when a resumed run asks its copy, with no generator
-    but the step's, and that it leaves alone what it is shown.
+    """Check that a policy repeats its decision, that its copy in a resumed run decides the same, that it uses only the
+    step's random generator, and that it does not change its arguments.
 
     Args:
         policy: A policy with its options.
         ask: Returns the decision of a policy at a place.
-        *place: Arguments with which ``ask`` shows the policy the place.
-        **more: The same, by name.
+        *place: Positional arguments of ``ask`` after the policy.
+        **more: Keyword arguments of ``ask``.
     """
     name, before, states = name_of(policy), deepcopy((place, more)), random_states()
     first = ask(policy, *place, **more)
@@ -45,11 +46,11 @@ def check_repeatable(
 
 
 def check_draws(policy: Policy, asked: Sequence[tuple[Callable[[Step], object], Step]], parts: Sequence[str]) -> bool:
-    """Check that a policy whose decision depends on the draw draws anew where another part of the step is another one.
+    """Check that a random policy draws anew when seed, step, site or micro-batch changes.
 
     Args:
         policy: A policy with its options.
-        asked: For each place a function that returns its decision at a step, and the first step.
+        asked: For each place, a function that returns the decision at a step, and the first step.
         parts: Names of the fields of :class:`~sparsebp_cli.policy.Step` on which the draw must depend.
 
     Returns:
@@ -73,13 +74,14 @@ def check_draws(policy: Policy, asked: Sequence[tuple[Callable[[Step], object], 
 
 
 def find_share(differing: Iterable[bool]) -> float | None:
-    """Return the share of draws that surely are unlike the first one; None: hardly any is.
+    """Return a safe lower estimate of the fraction of draws that differ from the first; None: hardly any differs.
 
     Args:
-        differing: For one draw after another, whether it is unlike the first one.
+        differing: Whether each further draw differs from the first.
 
     Returns:
-        A fraction of the share that was seen; the suites wait for that many draws (:func:`enough`) before they refuse.
+        A quarter of the observed fraction. Suites pass it to :func:`enough` to get the number of draws before they
+        refuse a policy.
     """
     seen = 0
     for number, is_other in enumerate(islice(differing, _MOST), 1):
@@ -92,14 +94,14 @@ def find_share(differing: Iterable[bool]) -> float | None:
 
 
 def same(one: object, other: object) -> bool:
-    """Return whether two decisions are equal, tensors to the last bit, NaN to NaN.
+    """Return whether two decisions are equal. Tensors must be bit-identical; NaN equals NaN.
 
     Args:
         one: A tensor, a number, or a collection or frozen record of them.
-        other: Another such object, of the same type if they are equal.
+        other: An object to compare with; objects of different types are not equal.
 
     Returns:
-        Whether they are.
+        Whether they are equal.
     """
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return (

@@ -1,4 +1,4 @@
-"""PUBLIC. Conformance suite of targets: every promise is tried on a real one, with a worker that trains nothing."""
+"""PUBLIC. Conformance suite of targets: it checks every promise on a real target, with a worker that trains nothing."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ NUM_STEPS = 12
 
 
 def check_target(target: str | Target, **options: object) -> None:
-    """Try everything that a target promises. Runs are created under ``$SPARSEBP_HOME``: set it to a temporary folder.
+    """Check a target against every promise of its contract. Runs are created under ``$SPARSEBP_HOME``: set it to a
+    temporary folder.
 
     Args:
-        target: The name of an installed kind, or a target.
-        **options: Options of the kind; its workers must be able to import ``sparsebp_cli``.
+        target: The name of an installed kind of target, or a target.
+        **options: Options of the target. Its workers must be able to import ``sparsebp_cli``.
 
     Raises:
-        AssertionError: The target breaks a promise; the text says which.
+        AssertionError: The target breaks a promise, which the text names.
     """
     section = {"kind": target, "worker": WORKER, **options} if isinstance(target, str) else {}
     suite = _Suite(section, None if isinstance(target, str) else target)

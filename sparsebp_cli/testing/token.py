@@ -97,8 +97,7 @@ def _check_exact(policy: TokenSelector) -> None:
 
 
 def _check_unbiased(policy: TokenSelector) -> None:
-    """The loss is a mean over what is trained, or a weighted sum: each target's part in it must have the dense one as
-    its mean."""
+    """Check that the expected factor of each target in the loss equals its factor in dense training."""
     if not policy.unbiased:
         return
     for tokens in _batches(policy):
@@ -142,8 +141,8 @@ def _late(policy: TokenSelector) -> Step:
 
 
 def _batches(policy: TokenSelector) -> Iterator[Tokens]:
-    """Yield examples of one length; of several, padded left and right, with masked prompts; a single target; no target.
-    Scores and columns are only those that the policy declares."""
+    """Yield batches: examples of one length; of several lengths, padded left and right, with masked prompts; one
+    target; no target. They have only the scores and columns that the policy declares."""
     generator = torch.Generator().manual_seed(0)
     for number, (num_examples, length) in enumerate(((2, 9), (3, 16), (1, 8), (2, 8))):
         ids_BT = torch.randint(0, 50, (num_examples, length), generator=generator)

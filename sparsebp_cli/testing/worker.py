@@ -1,11 +1,11 @@
-"""PUBLIC. A worker that trains nothing but keeps the promises of the real one (lock, journal, signals, exit codes).
+"""PUBLIC. A worker that trains nothing but behaves like the real one (lock, event log, signals, exit codes).
 
     python -m sparsebp_cli.testing.worker RUN/plan.json
 
-A target's option ``worker`` selects it instead of the real one. ``tracking.tags.fake`` of the recipe says what it
-does: ``ok``; ``slow`` (continues until it is stopped); ``stubborn`` (the same, and ignores signals); ``fail`` (an
+A target's option ``worker`` selects it instead of the real worker. ``tracking.tags.fake`` of the recipe selects its
+behaviour: ``ok``; ``slow`` (continues until it is stopped); ``stubborn`` (like slow, and ignores signals); ``fail`` (an
 exception without a final record); ``data-error`` (the recipe cannot be executed there); ``silent`` (dies before it
-opens its journal).
+opens its event log).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from pathlib import Path
 from sparsebp_cli import durable
 from sparsebp_cli.run import JournalWriter, RunFolder, State, manifest
 
-STEP_SECONDS = 0.05  # of the slow ones
+STEP_SECONDS = 0.05  # duration of a step of a slow worker
 
 
 def work(run: RunFolder, asked: Callable[[], int | None]) -> int:
-    """Execute a plan and return the exit code. ``asked`` returns the signal that asked the worker to stop, None before;
-    it raises to end without a final record. Raise RuntimeError if the recipe asks for a failure."""
+    """Execute a plan and return the exit code. ``asked`` returns the signal that stops the worker, None before it; it
+    raises to end the worker without a final record. Raise RuntimeError if the recipe selects ``fail``."""
     recipe = json.loads(run.plan_file.read_bytes())["recipe"]
     fake, max_steps = recipe["tracking"]["tags"].get("fake", "ok"), recipe["training"]["max_steps"]
     if fake == "silent":

@@ -46,7 +46,6 @@ def _policy(label: str, sections: Sections | None = None, *, is_heavy: bool = Fa
 
 _SMALL = {"apollo": {"rank": 2}, "fira": {"rank": 2}, "galore": {"rank": 2}}
 _LIGHT = ("galore",)
-_SPARSE = {"sites": "branches", "checkpointing": "sparse"}
 _EXACT = {"update": "eager", "eager_clip": "exact"}
 CHOICES = (
     _policy("topk (rows)", name="topk", keep=0.5, along="rows"),
@@ -86,8 +85,6 @@ CHOICES = (
     _policy("frozen (freeze)", name="frozen", freeze=["*.layers.0.*"]),
     _policy("frozen (turn)", name="frozen", turn="layers"),
     _policy("max-child at nodes", _backward(sites="nodes"), name="max-child"),
-    Choice("sites: branches", "sites", _backward(sites="branches")),
-    Choice("sites: branches, checkpointing: sparse", "sites", _backward(**_SPARSE)),
     Choice("sites: nodes", "sites", _backward(sites="nodes")),
     Choice("execution: reference", "execution", _backward(execution="reference")),
     Choice("update: eager", "update", {"backward": {"update": "eager"}, "training": {"max_grad_norm": None}}),

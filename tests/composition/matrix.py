@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-SITES = ("linears", "branches", "nodes")
+SITES = ("linears", "nodes")
 COMPOSITIONS = {
     "accumulation": "gradients of two micro-batches added up",
     "clipping": "`clip_grad_norm_` between backward and step",

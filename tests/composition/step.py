@@ -17,8 +17,6 @@ from sparsebp_cli.backward.linear.function import weight_of
 from sparsebp_cli.backward.linear.site import find_linears
 from sparsebp_cli.policy import (
     Examples,
-    ExampleSelector,
-    InputSaver,
     Observation,
     Parameter,
     ParameterSelector,
@@ -31,13 +29,15 @@ from sparsebp_cli.policy import (
 )
 from sparsebp_shelf.block import BlockDropper
 from sparsebp_shelf.block.layout import find_blocks
+from sparsebp_shelf.example import ExampleSelector
 from sparsebp_shelf.part import PartSelector
 from sparsebp_shelf.part.extension import find_divisible, show_weights
+from sparsebp_shelf.saver import InputSaver
 from sparsebp_shelf.tile import TileSelector
 from tests.saver import saving_by_hand
 from tests.tile import tiling_by_hand
 
-from .training import batch, compile_branches
+from .training import batch, compile_parts
 from .training import build as build_model
 from .way import Way
 
@@ -98,7 +98,7 @@ def train(composition: str, ways: Sequence[Way], *, tokens_by_reference: bool = 
 
     engine = attach()
     if composition == "compile":
-        compile_branches(model)
+        compile_parts(model)
     for number in range(_num_steps(ways)):
         micro_batches = _micro_batches(composition, number)
         for left, (ids, share) in zip(reversed(range(len(micro_batches))), micro_batches, strict=True):

@@ -37,7 +37,7 @@ def test_the_section_of_a_recipe_is_this_object() -> None:
 
 
 def test_choices_of_options_make_the_same_options() -> None:
-    options = BackwardOptions(sites="branches", exclude=["lm_head"], segments=["model.layers.0"])
+    options = BackwardOptions(sites="nodes", exclude=["lm_head"], segments=["model.layers.0"])
     assert BackwardOptions.of(options.choices()) == options
     assert BackwardOptions.of(options) is options
     assert BackwardOptions.of(None) == BackwardOptions()
@@ -49,7 +49,7 @@ def test_choices_of_options_make_the_same_options() -> None:
 @pytest.mark.parametrize(
     ("choices", "text"),
     [
-        ({"sites": "edges"}, "sites: got 'edges', allowed: 'linears', 'branches', 'nodes'; did you mean nodes?"),
+        ({"sites": "edges"}, "sites: got 'edges', allowed: 'linears', 'nodes'; did you mean nodes?"),
         ({"exclude": "lm_head"}, "exclude: must be a list, got 'lm_head' (text)"),
         ({"segments": 0}, "segments: must be "),
         ({"segments": True}, "segments: must be "),

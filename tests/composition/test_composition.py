@@ -15,13 +15,13 @@ import torch
 
 import sparsebp_cli as sbp
 from sparsebp_cli.errors import RecipeError, UnsupportedError
-from sparsebp_cli.policy import GradientSelector, Rows, find_policies
+from sparsebp_cli.policy import GradientSelector, find_policies
 from sparsebp_cli.recipe import load_recipe
 from tests.plugin import find_ours
 
 from .matrix import COMPOSITIONS, ENTRIES, SITES, Entry, find_refusal
 from .replay import Decisions, repeat
-from .training import batch, build, compile_branches, largest_difference, train
+from .training import batch, build, compile_parts, largest_difference, train
 from .way import WAYS
 from .way import find_refusal as find_way_refusal
 
@@ -50,7 +50,6 @@ def _way(composition: str, entry: Entry) -> str:
 
 # Compiling takes 4 to 15 seconds a cell; these show each way of it, `make test-long` the others.
 COMPILED = {("linears", "topk (along: rows)"), ("linears", "random (along: columns, weighted: true)")}
-COMPILED |= {("branches", "topk (along: rows)")}
 
 
 def _cells() -> list[Any]:
@@ -80,19 +79,10 @@ def test_a_cell_is_what_the_table_says(composition: str, site: str, entry: Entry
         return
     reference, options = _reference(composition, entry, site)
     tolerance = TOLERANCE.get(composition, 1e-11) if entry.policy != "dense" else 0.0
-    for kept in _kept(composition, entry, site):
-        torch._dynamo.utils.counters.clear()
-        ours = train(composition, entry, site, compiled=compiled, checkpointing=kept, **options)
-        assert largest_difference(ours, reference) <= tolerance, kept
-        assert (torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0) == (compiled != "never")
-
-
-def _kept(composition: str, entry: Entry, site: str) -> tuple[str, ...]:
-    """Return the values of ``checkpointing`` that make a difference."""
-    policy = sbp.make_policy(entry.policy, **entry.options_at(site))
-    if site != "branches" or getattr(policy, "selection", None) is not Rows:
-        return ("none",)
-    return ("sparse",) if composition == "compile" else ("none", "sparse")
+    torch._dynamo.utils.counters.clear()
+    ours = train(composition, entry, site, compiled=compiled, **options)
+    assert largest_difference(ours, reference) <= tolerance
+    assert (torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0) == (compiled != "never")
 
 
 def _reference(composition: str, entry: Entry, site: str) -> tuple[Any, dict[str, Any]]:
@@ -114,7 +104,7 @@ def _reference(composition: str, entry: Entry, site: str) -> tuple[Any, dict[str
 @pytest.mark.compiles
 def test_what_is_refused_leaves_no_gradient() -> None:
     """Before the first backward: nothing has been added up that a caught error would leave."""
-    for composition, prepare in (("reentrant checkpointing", lambda _: None), ("compile", compile_branches)):
+    for composition, prepare in (("reentrant checkpointing", lambda _: None), ("compile", compile_parts)):
         model = build(composition)
         prepare(model)
         ids = batch(0)
@@ -178,21 +168,18 @@ def test_a_recipe_is_accepted_or_refused_as_the_table_says(tmp_path: Path, site:
     assert refusal.recipe
 
 
-@pytest.mark.always("branches")
 @pytest.mark.slow
 @pytest.mark.compiles
-@pytest.mark.compiles
-@pytest.mark.parametrize("site", ["linears", "branches"])
-def test_a_model_that_is_compiled_whole_is_its_reference(site: str) -> None:
+def test_a_model_that_is_compiled_whole_is_its_reference() -> None:
     entry = Entry("topk", (("keep", 0.3), ("along", "rows")))
     policy, ids = sbp.make_policy("topk", keep=0.3, along="rows"), batch(0)
     model = build("compile")
     called: Any = torch.compile(model, backend="aot_eager", fullgraph=True)
     torch._dynamo.utils.counters.clear()
-    with sbp.attach(called, [policy], sites=site, seed=3) as engine:
+    with sbp.attach(called, [policy], seed=3) as engine:
         engine.backward(called(input_ids=ids, labels=ids).loss)
         assert all("_orig_mod" not in each.name for each in engine.report().sites)
-    reference = train("compile", entry, site, execution="reference")[:1]
+    reference = train("compile", entry, "linears", execution="reference")[:1]
     ours = [{name: parameter.grad for name, parameter in model.named_parameters()}]
     assert largest_difference(ours, reference) <= 1e-11
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0

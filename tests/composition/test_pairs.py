@@ -73,7 +73,7 @@ def _tokenizer(section: str) -> Any:
 _DATA: dict[str, Any] = {}
 
 
-def _data(section: Any, tokenizer: Any, columns: Any = (), architecture: Any = None) -> Any:
+def _data(section: Any, tokenizer: Any, columns: Any = (), architecture: Any = None, **_: Any) -> Any:
     from sparsebp_cli.worker.data import build_data
 
     key = f"{section.model_dump_json()} {sorted(columns)}"

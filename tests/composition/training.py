@@ -68,7 +68,7 @@ def quantize(model: Any, *, restored: bool) -> None:
                 model.set_submodule(name, packed)
 
 
-def compile_branches(model: Any, *, fullgraph: bool = False) -> None:
+def compile_parts(model: Any, *, fullgraph: bool = False) -> None:
     """Compile attention and MLP of the last layer, with all of autograd's part but without a compiler of C++."""
     layer = model.model.layers[-1]
     layer.self_attn.compile(backend="aot_eager", fullgraph=fullgraph)
@@ -104,10 +104,10 @@ def train(
     model = build(composition)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2)
     if compiled == "before":
-        compile_branches(model, fullgraph=site == "linears")
+        compile_parts(model, fullgraph=site == "linears")
     engine = None if plain else attach(model, entry, site, optimizer, **options)
     if compiled == "after":
-        compile_branches(model, fullgraph=site == "linears")
+        compile_parts(model, fullgraph=site == "linears")
     gradients: Gradients = []
     torch.manual_seed(4)  # of dropout
     for number in range(1 if composition == "autocast" else 2):  # whose rounding would move the second

@@ -83,13 +83,13 @@ _DROPPED = (
     "with use_reentrant=False"
 )
 _QUANTIZED = (
-    "{name} with quantised linears (at 'base_model.model.model.layers.0.self_attn.q_proj.base_layer') is not built: "
-    "no part of a quantised weight is trained"
+    "{name} with quantised linears (at 'base_model.model.model.layers.0.self_attn.q_proj.base_layer') is not "
+    "supported: no part of a quantised weight is trained"
 )
 _PARTS = "parts of weights and reentrant checkpointing (at 'model'): enable checkpointing with use_reentrant=False"
 _CHECKPOINTED = (
-    "segments and activation checkpointing (at 'model') in one model are not built: switch checkpointing off, segments "
-    "compute layers again as well"
+    "segments and activation checkpointing (at 'model') in one model are not supported: switch checkpointing off, "
+    "since segments also recompute layers"
 )
 
 
@@ -116,7 +116,7 @@ def find_refusal(way: Way, composition: str, wrapped: str = "after") -> str:
     if composition == "DDP" and way.label == "velora":
         return "VeLoRA keeps a state from what it observes: it works in one process, got several (DDP or FSDP)"
     if way.label == "greats" and composition.endswith("checkpointing"):
-        return "Greats and activation checkpointing (at 'model') are not built: switch it off"
+        return "Greats and activation checkpointing (at 'model') are not supported: switch it off"
     return {
         ("PartSelector", "reentrant checkpointing"): _PARTS,
         ("PartSelector", "QLoRA"): _QUANTIZED.format(name=_class_of(way)),
@@ -131,10 +131,10 @@ def find_refusal(way: Way, composition: str, wrapped: str = "after") -> str:
 def _find_skipping_refusal(first: Way, second: Way) -> str:
     if second.question == "segments":
         return (
-            f"{_class_of(first)} with segments=2 is not built: segments run the layers without gradients first, where "
-            "no block is left out"
+            f"{_class_of(first)} with segments=2 is not supported: segments run the layers without gradients first, "
+            "where no block is left out"
         )
-    return f"{_class_of(first)} and {_class_of(second)} in one forward is not built: give one of them"
+    return f"{_class_of(first)} and {_class_of(second)} in one forward is not supported: give one of them"
 
 
 def _find_eager_refusal(way: Way) -> str:
@@ -150,20 +150,21 @@ def _find_part_refusal(other: Way, way: Way, second: Way) -> str:
     name = _class_of(way)
     if other.policy:
         names = [_class_of(other), name] if second is way else [name, _class_of(other)]
-        beside = f"{' and '.join(names)} in one training is not built: give one of them"
+        beside = f"{' and '.join(names)} in one training is not supported: give one of them"
         return "" if other.question == "ExampleSelector" else beside
     return {
         "update": f"{name} needs update='deferred', got 'eager': parts are written into the weights after a whole step",
-        "segments": f"{name} with segments=2 is not built: segments know the parameters of layers, and parts are none "
-        "of them",
+        "segments": f"{name} with segments=2 is not supported: segments know the parameters of layers, and parts are "
+        "none of them",
     }[other.question]
 
 
 def _find_weighing_refusal(first: Way, second: Way) -> str:
     if "TokenSelector" in (first.question, second.question):
-        return f"{_class_of(first)} and {_class_of(second)} in one forward is not built: give one of them"
+        return f"{_class_of(first)} and {_class_of(second)} in one forward is not supported: give one of them"
     if second.question == "segments":
-        return f"{_class_of(first)} with segments=2 is not built: it weighs the losses of examples outside of the model"
+        policy = _class_of(first)
+        return f"{policy} with segments=2 is not supported: it weighs the losses of examples outside of the model"
     return ""
 
 
@@ -187,9 +188,9 @@ def find_pair_refusal(first: Way, second: Way) -> str:
 
 def _find_comparing_refusal(first: Way, second: Way) -> str:
     if second.question == "PartSelector":
-        return f"{_class_of(first)} and {_class_of(second)} in one training is not built: give one of them"
+        return f"{_class_of(first)} and {_class_of(second)} in one training is not supported: give one of them"
     if second.question == "segments":
-        return f"{_class_of(first)} with segments=2 is not built: it differentiates a forward of its own"
+        return f"{_class_of(first)} with segments=2 is not supported: it differentiates a forward of its own"
     return ""
 
 
@@ -197,7 +198,7 @@ def _find_tile_refusal(first: Way, second: Way) -> str:
     other = first.question if second.question == "TileSelector" else second.question
     if other not in ("TokenSelector", "BatchPacker"):
         return ""
-    return f"{_class_of(first)} and {_class_of(second)} in one forward is not built: give one of them"
+    return f"{_class_of(first)} and {_class_of(second)} in one forward is not supported: give one of them"
 
 
 def _find_other_refusal(first: Way, second: Way) -> str:
@@ -207,8 +208,8 @@ def _find_other_refusal(first: Way, second: Way) -> str:
         return _find_skipping_refusal(first, second)
     if "segments" in questions and questions & {"TokenSelector", "BatchPacker"}:
         return {
-            "TokenSelector": "SelectedTokens with segments=2 is not built: it runs layers for some positions only",
-            "BatchPacker": "Lossless with segments=2 is not built: it changes the batch inside of the forward",
+            "TokenSelector": "SelectedTokens with segments=2 is not supported: it runs layers for some positions only",
+            "BatchPacker": "Lossless with segments=2 is not supported: it changes the batch inside of the forward",
         }[first.question]
     if "update" in questions and (refusal := _find_eager_refusal(first) or _find_eager_refusal(second)):
         return refusal
@@ -219,7 +220,7 @@ def _find_other_refusal(first: Way, second: Way) -> str:
         return f"{shown} " + (
             f"both {both}: give one of them, or each its own linears by where or layers"
             if "GradientSelector" in questions
-            else "in one forward is not built: give one of them"
+            else "in one forward is not supported: give one of them"
         )
     if "BatchPacker" in questions and questions & {"TokenSelector", "ExampleSelector", "GradientSelector"}:
         return _find_packing_refusal(first, second)
@@ -230,5 +231,5 @@ def _find_packing_refusal(first: Way, second: Way) -> str:
     other = first if second.question == "BatchPacker" else second
     both = f"{_class_of(first)} and {_class_of(second)} in one forward is"
     if other.question != "TokenSelector":
-        return f"{both} not built: give one of them"
+        return f"{both} not supported: give one of them"
     return "" if other.policy["mode"] == "exact" else f"{both} built for mode: exact alone: set it, or give one of them"

@@ -19,7 +19,6 @@ from sparsebp_cli.policy import (
     Elements,
     GradientSelector,
     InformedSelector,
-    InputSaver,
     Policy,
     Rows,
     Selection,
@@ -29,6 +28,7 @@ from sparsebp_cli.policy import (
     find_policies,
 )
 from sparsebp_cli.testing import check_policy
+from sparsebp_shelf.saver import InputSaver
 from tests.selector import Promises
 
 _BY_ENGINE: dict[str, list[Any]] = {

@@ -62,7 +62,7 @@ def test_a_recipe_without_the_shelf_says_in_one_line_how_to_get_it(without: None
     text = str(raised.value)
     assert text.endswith(
         f"policy.0.name: policy {name!r} is not installed: it is in the package sparsebp-shelf: "
-        "pip install sparsebp-shelf, or plugins/sparsebp-shelf of a checkout"
+        "python -m pip install sparsebp-shelf, or plugins/sparsebp-shelf of a checkout"
     )
     assert text.startswith(f"{RECIPES[name]}:")
     assert "\n" not in text
@@ -75,7 +75,8 @@ def test_a_recipe_of_what_is_new_on_the_shelf_says_where_more_policies_are(witho
     with pytest.raises(RecipeError, match=f"unknown policy {name!r}; installed: ") as raised:
         load_recipe(ROOT / "recipes" / "methods" / f"{name}.yaml")
     assert str(raised.value).endswith(
-        "; more are in the package sparsebp-shelf: pip install sparsebp-shelf, or plugins/sparsebp-shelf of a checkout"
+        "; more are in the package sparsebp-shelf: python -m pip install sparsebp-shelf, "
+        "or plugins/sparsebp-shelf of a checkout"
     )
     with pytest.raises(PolicyError, match=r"did you mean topk\?$"):
         make_policy("topq")
@@ -99,7 +100,7 @@ def test_an_optimizer_without_the_shelf_says_in_one_line_how_to_get_it(
     text = str(raised.value)
     assert text.endswith(
         f"training.optim: {name!r} is not installed: it is in the package sparsebp-shelf: "
-        "pip install sparsebp-shelf, or plugins/sparsebp-shelf of a checkout"
+        "python -m pip install sparsebp-shelf, or plugins/sparsebp-shelf of a checkout"
     )
     assert "\n" not in text
 
