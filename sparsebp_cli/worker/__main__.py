@@ -1,11 +1,11 @@
 """``python -m sparsebp_cli.worker RUN/plan.json``: execute one plan, or resume it from its last checkpoint.
 
-Exit codes: 0 finished, or stopped by checkpoint.stop_at; 1 failed; 2 the recipe cannot be executed here; 3 diverged;
-4 lost a node; 130 interrupted; 143 terminated. The journal records the reason; standard error also shows it, with the
-traceback of anything unexpected.
+Exit codes: 0 finished, or stopped by checkpoint.stop_at; 1 failed; 2 the recipe cannot be executed here; 3 diverged; 4
+lost a node; 130 interrupted; 143 terminated. The event log records the reason. Standard error shows it too, with the
+traceback of unexpected errors.
 
 For a plan with several processes, this process starts them with the same command and waits for them. On several nodes
-one worker is started on each, and the environment says where (see :mod:`sparsebp_cli.worker.process`).
+one worker runs on each, and the environment says where (see :mod:`sparsebp_cli.worker.process`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sparsebp_cli.worker.ending import StopRequest, describe_failure, name_refus
 from sparsebp_cli.worker.process import NodePlace, process_options
 from sparsebp_cli.worker.rank import find_rank, run_rank
 
-# The functions below import torch, whose OpenMP reads this once, when it is loaded.
+# The functions below import torch, whose OpenMP reads this once, when torch is loaded.
 wait_briefly()
 
 
@@ -47,13 +47,13 @@ def _work(plan_file: Path, run: RunFolder, stop: StopRequest) -> int:
             plan = _load_plan(plan_file, place)
             is_first = place is None or place.node == 0 or process_options(plan.recipe).nodes == 1
             rank = find_rank(plan)
-            if rank is None:  # a rank has the environment of its launcher, and torchrun's variables
+            if rank is None:  # a rank has its launcher's environment, plus torchrun's variables
                 options = plan.recipe.target.options
                 interpreter.keep_declared(*(options.get(key) or {} for key in ("env", "secrets", "setup")))
             if rank is None and is_first:
                 stack.enter_context(run.lock("worker"))
             elif rank == 0:
-                # Ranks may outlive a launcher that was killed: the next one waits for this lock.
+                # Ranks may outlive a launcher that was killed: the next launcher waits for this lock.
                 stack.enter_context(run.lock("rank"))
         except (RunBusyError, SparseBPError) as error:
             _print_error(f"error: {error}")
@@ -99,7 +99,8 @@ def _execute(plan: Plan, run: RunFolder, journal: JournalWriter, stop: StopReque
     except Exception as error:
         text, code = describe_failure(error)
         if not isinstance(error, SparseBPError) and name_refusal(error) is None:
-            traceback.print_exc()
+            with suppress(MemoryError):  # describing an out-of-memory error may itself need memory
+                traceback.print_exc()
         _print_error(f"error: {text}")
         more: dict[str, object] = {"changes": error.changes} if isinstance(error, ChangedError) else {}
         more |= {"cause": "diverged"} if isinstance(error, DivergedError) else {}
@@ -114,7 +115,7 @@ def _execute(plan: Plan, run: RunFolder, journal: JournalWriter, stop: StopReque
 
 
 def _end(journal: JournalWriter, code: int, status: State, step: int, text: str, **more: object) -> int:
-    """Write the run's final status and return the exit code, which is nonzero if the journal could not be written."""
+    """Write the run's final status and return the exit code. It is nonzero if the event log could not be written."""
     try:
         journal.write("end", status=status, step=step, text=text, **more)
     except OSError as error:
@@ -123,13 +124,13 @@ def _end(journal: JournalWriter, code: int, status: State, step: int, text: str,
 
 
 def _report_unwritten(error: OSError, code: int) -> int:
-    reason, remedy = name_refusal(error) or (str(error), "mend what it names, then resume")
+    reason, remedy = name_refusal(error) or (str(error), "fix this, then resume")
     _print_error(f"error: the run's folder cannot be written: {reason}: {remedy}")
     return code
 
 
 def _print_error(text: str) -> None:
-    with suppress(OSError):  # the output may be a file on the same disk
+    with suppress(OSError):  # the output may be a file on the same full disk
         print(text, file=sys.stderr, flush=True)
 
 

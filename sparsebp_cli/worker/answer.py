@@ -1,7 +1,7 @@
-"""What a short process says to the client that started it; libraries may print what they like.
+"""Send a short process's answer to the client that started it, while libraries may print anything.
 
 The last line of standard output is its answer, as JSON. A process with progress (:func:`converse`) reads a request of
-one line from standard input, which stays open: when it ends, the client is gone and the process exits. Lines out are
+one line from standard input, which stays open: when it ends, the client is gone and the process exits. Output lines are
 ``{"kind": "progress", "what": ..., "done": passes, "total": passes}``, and finally ``{"kind": "result", "content":
 ...}`` or ``{"kind": "error", "text": ..., "code": exit code}``.
 """
@@ -22,7 +22,7 @@ from sparsebp_cli.errors import SparseBPError
 def answer(make: Callable[[], Mapping[str, object]]) -> int:
     """Print what ``make`` returns, or ``{"error": text, "code": exit code}``, and return the exit code."""
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as channel:
-        os.dup2(2, 1)  # libraries may print to standard output, which carries the result
+        os.dup2(2, 1)  # redirect prints of libraries, because standard output carries the result
         try:
             result, code = dict(make()), 0
         except Exception as error:
@@ -37,8 +37,8 @@ def answer(make: Callable[[], Mapping[str, object]]) -> int:
 
 
 def converse(make: Callable[[str, Callable[[str, int, int], None]], Mapping[str, object]]) -> int:
-    """Make what the request asks for, and return the exit code. ``make`` is given the request, and a function to report
-    what it does with the numbers of finished and of all passes."""
+    """Answer a request, and return the exit code. ``make`` gets the request, and a function that reports progress: what
+    it does, and the numbers of finished and of all passes."""
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as channel:
         os.dup2(2, 1)
 
@@ -47,7 +47,7 @@ def converse(make: Callable[[str, Callable[[str, int, int], None]], Mapping[str,
 
         try:
             request = sys.stdin.readline()
-            # After the request: both read the same input.
+            # Start after reading the request, because both read the same input.
             threading.Thread(target=_end_with_input, daemon=True).start()
             found = make(request, lambda what, done, total: send("progress", what=what, done=done, total=total))
         except Exception as error:
@@ -63,7 +63,7 @@ def converse(make: Callable[[str, Callable[[str, int, int], None]], Mapping[str,
 
 
 def _end_with_input() -> None:
-    # The input ends with the process that asked, even if that was killed: nobody reads the answer any more.
+    # The input ends when the client ends, even if it was killed: then nobody reads the answer any more.
     while os.read(0, 4096):
         pass
     os.kill(os.getpid(), signal.SIGTERM)

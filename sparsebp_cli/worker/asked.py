@@ -1,7 +1,7 @@
-"""Asks a saved model the first held-out prompts, by plain transformers, as its user will.
+"""Ask a saved model the first held-out prompts with plain transformers, as its user will.
 
-A loss says little of what a model answers: one whose prompts are tokenised otherwise than its training texts has a
-small loss and answers nothing. So a run ends with the folder asked, and shows prompt, reference and answer.
+The loss does not show what a model answers. If prompts are tokenised differently than in training, the loss is small
+but the answers are useless. So a run ends by querying the saved folder, and shows prompt, reference and answer.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from sparsebp_cli.errors import DataError
 from sparsebp_cli.recipe.schema import DatasetSection
 from sparsebp_cli.run.journal import UNENDED
 from sparsebp_cli.source.column import Rows
-from sparsebp_cli.worker.encoding import Example
+from sparsebp_cli.worker.encoding import EncodedExample
 from sparsebp_cli.worker.generation import MOST_CHARACTERS, MOST_SAMPLES
 from sparsebp_cli.worker.prompt import Prompt, make_prompts
 
-MOST_TOKENS = 64  # of an answer
-MORE_TOKENS = 8  # than the longest reference has
+MOST_TOKENS = 64  # largest length of an answer
+MORE_TOKENS = 8  # additional tokens beyond the longest reference
 
 
 def find_questions(
-    rows: Rows, examples: Sequence[Example], section: DatasetSection, tokenizer: PreTrainedTokenizerBase
+    rows: Rows, examples: Sequence[EncodedExample], section: DatasetSection, tokenizer: PreTrainedTokenizerBase
 ) -> list[Prompt]:
-    """Return the first prompts of the held-out rows; none where the format has no prompts, or a row has no answer."""
+    """Return the first prompts of the held-out rows; none if the format has no prompts or a row has no answer."""
     if section.format not in ("completion", "chat"):
         return []
     try:
@@ -39,9 +39,9 @@ def find_questions(
 
 @torch.no_grad()
 def ask(model: nn.Module, tokenizer: PreTrainedTokenizerBase, questions: Sequence[Prompt]) -> dict[str, list[str]]:
-    """Return prompts, references and what a loaded model writes, greedily, with its own settings of where a text ends.
+    """Return prompts, references and the greedy answers of a loaded model, with its own end tokens.
 
-    An answer that has not ended after as many tokens as the longest reference and 8, at most 64, says so.
+    An answer may have 8 tokens more than its reference, at most 64. An answer without an end is marked.
     """
     answers = list[str]()
     inner: Any = model.eval()

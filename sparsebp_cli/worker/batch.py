@@ -1,7 +1,8 @@
-"""Micro-batches as tensors, in a reproducible order.
+"""Build micro-batches as tensors, in a reproducible order.
 
 The order is a pure function of seed and position, so a checkpoint stores one number and a resumed run reads the same
-data. Where a policy chooses the examples of each epoch, it follows their losses as well, and a checkpoint stores both.
+data. If a policy chooses the examples of each epoch, the order also depends on their losses, and a checkpoint stores
+both.
 """
 
 from __future__ import annotations
@@ -15,21 +16,21 @@ from torch import Tensor, nn
 
 from sparsebp_cli.backward.core.loss_weight import LOSS_WEIGHT
 from sparsebp_cli.policy import EpochSelector
-from sparsebp_cli.policy.example import EXAMPLE_ROW
-from sparsebp_cli.worker.data import IGNORED, Example
+from sparsebp_cli.policy.measure import EXAMPLE_ROW
+from sparsebp_cli.worker.data import IGNORED, EncodedExample
 from sparsebp_cli.worker.epoch import ChosenEpochs, EpochShuffle
 from sparsebp_cli.worker.gap import Gaps
 from sparsebp_cli.worker.grouping import GroupBy
 from sparsebp_cli.worker.model import predicts_in_place
 
-IN_PLACE = "decoder_attention_mask"  # a column of batches whose labels are of their own positions
-PAD_TO = 8  # padded lengths are multiples of this, so that kernels are called with few distinct shapes
+IN_PLACE = "decoder_attention_mask"  # a column of batches whose labels belong to their own positions
+PAD_TO = 8  # padded lengths are multiples of this, so that kernels see few distinct shapes
 
 
 class BatchOrder:
-    """Endless sequence of micro-batches: a new permutation each epoch, and no example dropped between epochs."""
+    """An endless sequence of micro-batches: a new permutation each epoch, and no example dropped between epochs."""
 
-    examples: Sequence[Example]
+    examples: Sequence[EncodedExample]
     seed: int
     pad_token_id: int
     batch_size: int
@@ -39,7 +40,7 @@ class BatchOrder:
 
     def __init__(
         self,
-        examples: Sequence[Example],
+        examples: Sequence[EncodedExample],
         batch_size: int,
         seed: int,
         pad_token_id: int,
@@ -49,16 +50,16 @@ class BatchOrder:
         candidates: str | None = None,
         group_by: GroupBy | None = None,
     ) -> None:
-        """Make the order of the micro-batches that all ranks process together, each with ``batch_size`` of their
-        examples. ``rank`` is the number of this rank, and that of all; ``columns`` names the data columns that a batch
-        includes; ``candidates`` names the one of them that marks trainable targets; ``group_by`` is what the examples
-        of a micro-batch have in common, None for a random order."""
+        """Make the order of the micro-batches that all ranks process together. Each rank has ``batch_size`` examples of
+        a micro-batch. ``rank`` is this rank's number and the number of ranks. ``columns`` names the data columns that a
+        batch includes, and ``candidates`` the one that marks trainable targets. ``group_by`` is what the examples of a
+        micro-batch have in common; None means a random order."""
         self.examples, self.seed, self.pad_token_id = examples, seed, pad_token_id
         self.batch_size, self.num_ranks, self.columns = batch_size * rank[1], rank[1], columns
         self.candidates, self.group_by = candidates, group_by
-        self.gaps: Gaps | None = None  # of a masked language model
-        self.sorted_batches = 1  # micro-batches of a step whose examples are sorted by their tokens; 1: none are
-        self._sorted: tuple[int, list[int]] = (-1, [])  # of the step that was sorted last
+        self.gaps: Gaps | None = None  # for a masked language model
+        self.sorted_batches = 1  # number of micro-batches in a step whose examples are sorted by tokens; 1: no sorting
+        self._sorted: tuple[int, list[int]] = (-1, [])  # the last sorted step and its positions
         self._own = slice(rank[0] * batch_size, (rank[0] + 1) * batch_size)
         self._shuffle = EpochShuffle(examples, seed, self.batch_size, group_by)
         self._chosen: ChosenEpochs | None = None
@@ -70,14 +71,14 @@ class BatchOrder:
         return self._collate([self._example(position) for position in positions], positions)
 
     def rank_part(self, number: int) -> tuple[dict[str, Tensor], int]:
-        """Return this rank's examples of a micro-batch, padded as in the whole one, and the number of candidate targets
-        in the whole one."""
+        """Return this rank's examples of a micro-batch, padded as in the whole micro-batch, and the number of candidate
+        targets in the whole micro-batch."""
         batch = self[number]
         return {name: tensor[self._own] for name, tensor in batch.items()}, num_targets(batch, self.candidates)
 
     def other_batches(self, number: int, count: int) -> Iterator[dict[str, Tensor]]:
         """Yield batches of ``count`` random examples that a micro-batch does not contain, fewer if the training set is
-        too small. The last batch may be short, and the order of training is unaffected."""
+        too small. The last batch may be short. The order of training is unaffected."""
         held = {self._example(position) for position in self._positions(number)}
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
         shuffled = torch.randperm(len(self.examples), generator=generator).tolist()
@@ -87,7 +88,7 @@ class BatchOrder:
             yield self._collate(some, [f"{number} other {row}" for row in some])
 
     def _collate(self, rows: Sequence[int], visits: Sequence[object]) -> dict[str, Tensor]:
-        """Collate examples; ``visits`` says for each what the gaps of a masked language model follow from."""
+        """Collate examples. ``visits`` holds for each example the key that determines its masked tokens."""
         columns = [name for name in self.columns if name != EXAMPLE_ROW]
         examples = [self.examples[row] for row in rows]
         if self.gaps is not None:
@@ -97,40 +98,40 @@ class BatchOrder:
         return batch if EXAMPLE_ROW not in self.columns else batch | {EXAMPLE_ROW: torch.tensor(rows)}
 
     def choose_epochs(self, policy: EpochSelector, *, num_steps: int, micro_batches: int) -> None:
-        """Let a policy choose the examples of each epoch, before the first batch is read; ``micro_batches`` is how many
-        make an optimizer step."""
+        """Let a policy choose the examples of each epoch. Call this before the first batch is read. ``micro_batches``
+        is their number in an optimizer step."""
         self._chosen = ChosenEpochs(policy, self._shuffle, num_steps=num_steps, micro_batches=micro_batches)
 
     def weights(self, number: int) -> list[float] | None:
-        """Return the weights of the losses of a micro-batch's examples; None if no policy chooses epochs."""
+        """Return the loss weights of a micro-batch's examples; None if no policy chooses epochs."""
         chosen = self._chosen
         return None if chosen is None else [chosen.visit(position)[1] for position in self._positions(number)]
 
     def see(self, number: int, loss_B: Tensor) -> None:
-        """Keep the losses of a micro-batch's examples for the policy that chooses epochs."""
+        """Record the losses of a micro-batch's examples for the policy that chooses epochs."""
         assert self._chosen is not None
         self._chosen.see(number, [self._example(position) for position in self._positions(number)], loss_B.tolist())
 
     @property
     def follows_policy(self) -> bool:
-        """Whether a policy chooses the examples of each epoch, by the losses until then."""
+        """Whether a policy chooses the examples of each epoch, from the losses so far."""
         return self._chosen is not None
 
     @property
     def epoch(self) -> tuple[int, float] | None:
-        """Number of the newest epoch, and the share of all examples that it visits; None if no policy chooses them."""
+        """Number of the newest epoch, and the fraction of examples that it visits; None without policy on epochs."""
         return None if self._chosen is None else self._chosen.current
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs beside the number of its next batch, after a step."""
+        """Return what a resumed run needs in addition to the number of its next batch."""
         return {} if self._chosen is None else self._chosen.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state. Raise ValueError or LookupError if it is of another training split or kind of order."""
+        """Restore a state. Raise ValueError or LookupError if it belongs to another training split or kind of order."""
         if self._chosen is not None:
             self._chosen.load_state_dict(state)
         elif state:
-            raise ValueError("a policy chose the examples of each epoch there, and none does in the plan")
+            raise ValueError("a policy chose the examples of each epoch, but the plan has no such policy")
 
     def _positions(self, number: int) -> Sequence[int]:
         count = self.sorted_batches
@@ -139,12 +140,12 @@ class BatchOrder:
         step, place = divmod(number, count)
         if self._sorted[0] != step:
             every = range(step * count * self.batch_size, (step + 1) * count * self.batch_size)
-            # Examples that begin alike are neighbours then, in the order of their prefix tree.
+            # This makes examples with the same beginning neighbours, in the order of their prefix tree.
             self._sorted = step, sorted(every, key=lambda p: self.examples[self._example(p)].input_ids.tobytes())
         return self._sorted[1][place * self.batch_size : (place + 1) * self.batch_size]
 
     def sort_steps(self, num_batches: int) -> None:
-        """Sort the examples of each optimizer step, of so many micro-batches, by their tokens; 1: leave them."""
+        """Sort the examples of ``num_batches`` micro-batches, one optimizer step, by tokens; 1: no sorting."""
         self.sorted_batches, self._sorted = num_batches, (-1, [])
 
     def _example(self, position: int) -> int:
@@ -156,16 +157,18 @@ class BatchOrder:
         return int(self._permutation[offset])
 
 
-def ordered_batches(examples: Sequence[Example], batch_size: int, pad_token_id: int) -> Iterator[dict[str, Tensor]]:
-    """Yield all examples in their order, for evaluation; the last batch may be short."""
+def ordered_batches(
+    examples: Sequence[EncodedExample], batch_size: int, pad_token_id: int
+) -> Iterator[dict[str, Tensor]]:
+    """Yield all examples in their order, for evaluation. The last batch may be short."""
     for start in range(0, len(examples), batch_size):
         yield collate(examples[start : start + batch_size], pad_token_id)
 
 
-def collate(examples: Sequence[Example], pad_token_id: int, columns: Collection[str] = ()) -> dict[str, Tensor]:
-    """Return one batch, padded on the right unless the examples say otherwise: ``input_ids`` (B, T), ``labels`` (B, T)
-    or (B,), ``attention_mask`` (B, T) if anything is padded, ``token_type_ids`` (B, T) of pairs, and the named columns
-    (B, T), 0 where padded."""
+def collate(examples: Sequence[EncodedExample], pad_token_id: int, columns: Collection[str] = ()) -> dict[str, Tensor]:
+    """Return one padded batch. It has ``input_ids`` (B, T), ``labels`` (B, T) or (B,), ``attention_mask`` (B, T) if
+    anything is padded, ``token_type_ids`` (B, T) for pairs, and the named columns (B, T), 0 where padded. Padding is on
+    the right unless the examples say otherwise."""
     if examples[0].is_pair:
         return _collate_pairs(examples, pad_token_id)
     longest = max(len(example.input_ids) for example in examples)
@@ -191,9 +194,9 @@ def collate(examples: Sequence[Example], pad_token_id: int, columns: Collection[
     return padded | _types(examples, length) | _columns(examples, columns, length)
 
 
-def _collate_pairs(examples: Sequence[Example], pad_token_id: int) -> dict[str, Tensor]:
-    """Return a batch for an encoder and a decoder, each padded on the right: ``input_ids`` and ``attention_mask``
-    (B, S), ``labels`` and ``decoder_attention_mask`` (B, T). The model shifts the labels itself."""
+def _collate_pairs(examples: Sequence[EncodedExample], pad_token_id: int) -> dict[str, Tensor]:
+    """Return a batch for an encoder and a decoder, each padded on the right: ``input_ids`` and ``attention_mask`` (B,
+    S), ``labels`` and ``decoder_attention_mask`` (B, T). The model shifts the labels itself."""
     source_BS, mask_BS = _pad([example.input_ids for example in examples], pad_token_id)
     labels_BT, decoder_mask_BT = _pad([example.labels for example in examples], IGNORED)
     return {
@@ -205,7 +208,7 @@ def _collate_pairs(examples: Sequence[Example], pad_token_id: int) -> dict[str, 
 
 
 def _pad(rows: Sequence[np.ndarray], value: int) -> tuple[Tensor, Tensor]:
-    """Return rows padded on the right to a multiple of 8, and a mask of what is not padding."""
+    """Return rows padded on the right to a multiple of 8, and a mask of the real positions."""
     length = -(-max(map(len, rows)) // PAD_TO) * PAD_TO
     padded = torch.full((len(rows), length), value)
     mask = torch.zeros((len(rows), length), dtype=torch.int64)
@@ -215,8 +218,8 @@ def _pad(rows: Sequence[np.ndarray], value: int) -> tuple[Tensor, Tensor]:
     return padded, mask
 
 
-def _types(examples: Sequence[Example], length: int) -> dict[str, Tensor]:
-    """Return the token types (B, T) of pairs of texts, 0 where padded; nothing if all are 0, as models assume."""
+def _types(examples: Sequence[EncodedExample], length: int) -> dict[str, Tensor]:
+    """Return the token types (B, T) of pairs of texts, 0 where padded; nothing if all are 0, the default of models."""
     if all(example.token_type_ids is None for example in examples):
         return {}
     types_BT = torch.zeros((len(examples), length), dtype=torch.int64)
@@ -226,13 +229,13 @@ def _types(examples: Sequence[Example], length: int) -> dict[str, Tensor]:
     return {"token_type_ids": types_BT}
 
 
-def _place(example: Example, length: int) -> slice:
-    """Return the positions of an example in a row of a batch."""
+def _place(example: EncodedExample, length: int) -> slice:
+    """Return the positions of an example in a padded row."""
     count = len(example.input_ids)
     return slice(length - count, length) if example.pads_left else slice(count)
 
 
-def _columns(examples: Sequence[Example], names: Collection[str], length: int) -> dict[str, Tensor]:
+def _columns(examples: Sequence[EncodedExample], names: Collection[str], length: int) -> dict[str, Tensor]:
     found = {}
     for name in names:
         if name == LOSS_WEIGHT:
@@ -245,8 +248,8 @@ def _columns(examples: Sequence[Example], names: Collection[str], length: int) -
     return found
 
 
-def _weights(examples: Sequence[Example], length: int) -> Tensor:
-    """Return the weights of the loss (B, T), 1 where an example has none."""
+def _weights(examples: Sequence[EncodedExample], length: int) -> Tensor:
+    """Return the loss weights (B, T), 1 where an example has none."""
     weight_BT = torch.ones((len(examples), length))
     for row, example in enumerate(examples):
         weight_T = example.columns.get(LOSS_WEIGHT)
@@ -257,7 +260,7 @@ def _weights(examples: Sequence[Example], length: int) -> Tensor:
 
 def num_targets(batch: dict[str, Tensor], candidates: str | None = None) -> int:
     """Return how many predictions of a batch the loss counts: trained next tokens, or examples of a classification.
-    With ``candidates``, count only tokens where that column is not 0."""
+    With ``candidates``, count only tokens whose value in that column is not 0."""
     labels = batch["labels"]
     if labels.ndim == 1:
         return labels.numel()
@@ -268,18 +271,18 @@ def num_targets(batch: dict[str, Tensor], candidates: str | None = None) -> int:
 
 
 class CopiedBatch(dict[str, Tensor]):
-    """A batch on the host whose copy to a device has begun."""
+    """A batch on the host whose copy to a device has started."""
 
     copies: dict[str, Tensor]
 
     def __init__(self, batch: dict[str, Tensor], device: torch.device) -> None:
-        """Begin to copy."""
+        """Start to copy the batch."""
         super().__init__(batch)
         self.copies = to_device(batch, device)
 
 
 def to_device(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Return a batch on a device. From pageable memory, the host would wait until a GPU has done all before."""
+    """Return a batch on a device. CUDA copies use pinned memory: with pageable memory the host waits for the GPU."""
     if isinstance(batch, CopiedBatch):
         return batch.copies
     if device.type != "cuda":
@@ -290,8 +293,8 @@ def to_device(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tenso
 def micro_batch_loss(
     model: nn.Module, batch: dict[str, Tensor], targets: int, device: torch.device, candidates: str | None = None
 ) -> Tensor:
-    """Run the model on a batch, and return its summed loss over the ``targets`` of the whole step on all ranks, so that
-    the losses of all micro-batches add up to the mean. ``batch`` is on the host, where counting its targets does not
+    """Run the model on a batch, and return its summed loss divided by the ``targets`` of the whole step on all ranks.
+    So the losses of all micro-batches add up to the mean. ``batch`` is on the host, where counting targets does not
     wait for the device. ``candidates`` names the column that marks trainable targets, if any."""
     return run_micro_batch(model, batch, targets, device, candidates)[0]
 
@@ -299,18 +302,18 @@ def micro_batch_loss(
 def run_micro_batch(
     model: nn.Module, batch: dict[str, Tensor], targets: int, device: torch.device, candidates: str | None = None
 ) -> tuple[Tensor, Any]:
-    """Do the same, and return the model's output as well: reading its logits may be refused, or costs memory."""
+    """Do the same, and also return the model's output. Reading its logits may be refused, or cost memory."""
     on_device = to_device(batch, device)
-    if batch["labels"].ndim == 1 or predicts_in_place(model):  # a model that takes the mean of the batch itself
+    if batch["labels"].ndim == 1 or predicts_in_place(model):  # such a model returns the mean over the batch
         output = model(**on_device)
         loss: Tensor = output.loss
         share = num_targets(batch) / targets
         return loss * share if targets != num_targets(batch) else loss, output
-    # Every target of the step weighs the same, whichever micro-batch it is in. See decision 5.
+    # Every target of the step has the same weight, whatever its micro-batch. See decision 5.
     items: float = targets
     if candidates is not None:
-        # The engine multiplies this number by trained / targets of the batch: make that trained / candidates.
+        # The engine multiplies this number by trained / targets of the batch: turn that into trained / candidates.
         items *= num_targets(batch) / max(1, num_targets(batch, candidates))
-    # full, not tensor: a tensor made of a number is copied from pageable memory, for which the host waits.
+    # Use full, not tensor: a tensor made from a number is copied from pageable memory, and the host waits for it.
     output = model(**on_device, num_items_in_batch=torch.full((), items, device=device))
     return output.loss, output

@@ -1,5 +1,5 @@
-"""The best evaluation of a run so far, by the metric of ``checkpoint.keep_best``: its checkpoint outlives others, and a
-run without a better one for long may end."""
+"""Track the best evaluation of a run by the metric of ``checkpoint.keep_best``. Its checkpoint is kept, and a run that
+does not improve for long may end."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from sparsebp_cli.run.metric import Metric
 class BestEvaluation:
     """The step with the best value; the first of several equal ones."""
 
-    metric: Metric | None = None  # None keeps nothing
+    metric: Metric | None = None  # None: nothing is tracked
     step: int | None = None  # None before the first evaluation of a trained model
     value: float = math.nan
-    patience: int | None = None  # of training.early_stopping_patience
-    since: int = 0  # evaluations after the best one
+    patience: int | None = None  # training.early_stopping_patience
+    since: int = 0  # number of evaluations after the best one
 
     @property
     def end_reason(self) -> str:
-        """Why the run ends by its patience, in one line; empty while it does not."""
+        """Why the run ends early, in one line; empty if it does not."""
         if self.patience is None or self.metric is None or self.since < self.patience:
             return ""
         return (
@@ -35,7 +35,7 @@ class BestEvaluation:
 
     @classmethod
     def find(cls, metric: Metric | None, run_folder: Path, last_step: int, patience: int | None = None) -> Self:
-        """Return the best evaluation up to the step that a run resumes from; those of later steps are made again."""
+        """Return the best evaluation up to the step from which a run resumes; later ones will be repeated."""
         best = cls(metric, patience=patience)
         if metric is not None:
             for step, value in History.load(run_folder).series(metric.name).items():
@@ -44,7 +44,7 @@ class BestEvaluation:
         return best
 
     def take(self, step: int, values: Mapping[str, float]) -> bool:
-        """Take an evaluation into account, and return whether it is the best so far."""
+        """Record an evaluation, and return whether it is the best so far."""
         if self.metric is None or step == 0 or self.metric.name not in values:
             return False
         value, lower = values[self.metric.name], self.metric.better == "lower"

@@ -45,7 +45,7 @@ from sparsebp_cli.worker.asked import find_questions
 from sparsebp_cli.worker.batch import BatchOrder, collate
 from sparsebp_cli.worker.checkpoint import CheckpointFolder, Snapshot
 from sparsebp_cli.worker.compiled import compile_model
-from sparsebp_cli.worker.data import Data, Example, build_data
+from sparsebp_cli.worker.data import Data, EncodedExample, build_data
 from sparsebp_cli.worker.ending import StopRequest
 from sparsebp_cli.worker.environment import describe_environment
 from sparsebp_cli.worker.grouping import describe_prefix_gain
@@ -55,7 +55,7 @@ from sparsebp_cli.worker.policy_phase import PhaseSequence, make_phases
 from sparsebp_cli.worker.process import Ranks
 from sparsebp_cli.worker.prompt import HeldOutPrompts, make_prompts
 from sparsebp_cli.worker.reference import Reference, build_reference
-from sparsebp_cli.worker.reload import Outputs, make_batch
+from sparsebp_cli.worker.reload import ReloadedOutputs, make_batch
 from sparsebp_cli.worker.resume_check import ResumeCheck, find_journal_gaps
 from sparsebp_cli.worker.sharding import shard, sum_gradients
 from sparsebp_cli.worker.snapshot import SEED_STEP
@@ -70,22 +70,22 @@ NO_PROBE = (
 def build_training(
     plan: Plan, run: RunFolder, journal: JournalWriter, stop: StopRequest, ranks: Ranks
 ) -> tuple[dict[str, Any], Snapshot | None]:
-    """Build the parts of a :class:`~sparsebp_cli.worker.training.Training` and record them in the journal. Return the
-    arguments of ``Training`` and the checkpoint to resume from, if there is one."""
+    """Build the parts of a :class:`~sparsebp_cli.worker.training.Training` and record them in the event log. Return the
+    arguments of ``Training``, and the checkpoint to resume from; None if there is none."""
     recipe = plan.recipe
     checkpoints = CheckpointFolder(run.path / "checkpoints", recipe.checkpoint.keep_last, writes=ranks.is_first)
     snapshot, damaged = _load_checkpoint(checkpoints, ranks)
     guard = ResumeCheck(plan, run, journal, ranks, snapshot)
     _note_start(journal, recipe, snapshot, [*damaged, *_find_lost(run, snapshot, recipe)], ranks)
-    disable_progress_bar()  # the log is read by people and by programs
+    disable_progress_bar()  # people and programs read the log
     phases = make_phases(recipe)
     policies = [policy for phase in phases for policy in phase.policies]
     accelerator = _build_accelerator(recipe, ranks, policies)
     _check_attention(recipe.model, accelerator.device)
-    tokenizer, reference = _load_data(recipe, policies, accelerator, journal)
+    tokenizer, reference = _load_data(recipe, policies, accelerator, journal, is_begun=snapshot is not None)
     data = reference.data
     guard.check_data(data.digest())
-    # Again, so that random weights do not depend on what data and reference have drawn.
+    # Seed again, so that random weights do not depend on draws made for data and reference.
     set_seed(recipe.training.seed)
     model = _build_model(recipe, policies, tokenizer, data, journal)
     _check_fit(model, tokenizer, recipe)
@@ -98,7 +98,7 @@ def build_training(
     )
     engine = sequence.attach(phase := sequence.at(snapshot.step if snapshot else 0))
     schedule = build_schedule(recipe.training, optimizer)
-    with engine.disabled():  # a policy may have frozen parameters for the first step; report and shard all of them
+    with engine.disabled():  # the policy may have frozen parameters for the first step; report and shard all of them
         facts = _facts(plan, model, reference, accelerator)  # before sharding, which leaves only this rank's parameters
         if ranks.is_sharded:
             shard(model, optimizer, accelerator.device)
@@ -107,7 +107,7 @@ def build_training(
     prepared = accelerator.prepare_model(model, evaluation_mode=ranks.is_sharded)  # evaluation mode: no DDP wrapper
     if ranks.count > 1:
         sum_gradients(prepared)
-        if ranks.rank:  # weights are initialised alike on every rank; dropout must differ from here on
+        if ranks.rank:  # all ranks initialise equal weights; from here on dropout must differ
             set_seed((recipe.training.seed + SEED_STEP * ranks.rank) % 2**32)
     compiled = compile_model(prepared, accelerator.device) if recipe.training.compile else None
     journal.write("facts", values=facts | ({"reference": reference.facts} if reference.facts else {}))
@@ -157,14 +157,12 @@ def _build_model(
 
 
 def _accept_weights(model: nn.Module, recipe: Recipe, policies: Sequence[Policy]) -> None:
-    """Let the model's forward take the weights of a batch's tokens. Raise DataError for what they do not go with."""
+    """Make the model's forward accept token weights. Raise DataError if policy, compilation or model forbid them."""
     column = recipe.dataset.weight_column
     what = f"dataset.weight_column: {column}" if column is not None else "the messages' weights"
     for policy in policies:
         if any(kind.weighs_examples for kind in list_kinds([policy])):
-            raise DataError(
-                f"{what}: {type(policy).__name__} compares and weighs the losses of whole examples by itself"
-            )
+            raise DataError(f"{what}: {type(policy).__name__} weights the losses of whole examples itself")
     if recipe.training.compile:
         raise DataError(f"{what}: the loss of a compiled model cannot be weighted; use training.compile: false")
     try:
@@ -174,10 +172,10 @@ def _accept_weights(model: nn.Module, recipe: Recipe, policies: Sequence[Policy]
 
 
 def _make_prompts(recipe: Recipe, data: Data, tokenizer: PreTrainedTokenizerBase) -> HeldOutPrompts:
-    """Return the prompts of both held-out splits, with the texts that should follow, none without a generation; and
-    those that the saved model is asked."""
+    """Return the prompts of both held-out splits with their references, none without generation; and the prompts for
+    the saved model."""
     generate = recipe.measure.generate
-    # At the end: rendering conversations takes a process of its own.
+    # Render only when asked at the end, because rendering conversations takes a separate process.
     asked = partial(find_questions, data.held_out_rows, data.held_out, recipe.dataset, tokenizer)
     if generate is None:
         return HeldOutPrompts(find_asked=asked)
@@ -213,10 +211,10 @@ def _build_order(
     if order.gaps is not None and (keepers := [p for p in policies if find_facts(p).get("keeps_outputs")]):
         raise UnsupportedError(
             f"{type(keepers[0]).__name__} with cache: the gaps of a masked language model are drawn anew at each visit "
-            "of an example, so no output would be known again; leave cache out"
+            "of an example, so no output can be reused; leave cache out"
         )
     if any(kind.by_worker or not kind.has_backward for kind in list_kinds(policies)):
-        refuse_unsupported(recipe)  # attach sees neither what the worker asks nor checkpointing: full
+        refuse_unsupported(recipe)  # attach sees neither the policies that the worker executes nor checkpointing: full
     for policy in policies:
         if isinstance(policy, EpochSelector):
             order.choose_epochs(
@@ -226,7 +224,7 @@ def _build_order(
 
 
 def _tell_prefix_gain(
-    recipe: Recipe, policies: Sequence[Policy], examples: Sequence[Example], ranks: Ranks, journal: JournalWriter
+    recipe: Recipe, policies: Sequence[Policy], examples: Sequence[EncodedExample], ranks: Ranks, journal: JournalWriter
 ) -> None:
     shares = any(find_facts(policy).get("shares_prefixes") for policy in policies)
     if shares and recipe.training.group_by is None and recipe.dataset.format not in ("classification", "regression"):
@@ -244,15 +242,14 @@ def save_model(
     name: str = "model",
     *,
     keeps: bool = False,
-    outputs: Outputs | None = None,
+    outputs: ReloadedOutputs | None = None,
     device: torch.device | None = None,
 ) -> dict[str, Any]:
-    """Write the trained model and tokenizer to a folder of the run as transformers does, as a whole and durably. Its
-    adapters are merged, and in the folder ``adapter`` on their own.
-    ``weights`` is the complete state_dict of a sharded model without adapters; ``keeps`` is that of
-    :func:`~sparsebp_cli.worker.adapter.merge_beside`; ``outputs`` are those of the trained model, which the files have
-    to give before they take the place of others. Return the record of that comparison, with what the
-    saved model answered."""
+    """Write the trained model and tokenizer atomically and durably to a folder of the run, as transformers does.
+    Adapters are merged; the folder ``adapter`` holds them separately. ``weights`` is the complete state_dict of a
+    sharded model without adapters. ``keeps`` is passed to :func:`~sparsebp_cli.worker.adapter.merge_beside`. The
+    written files must reproduce ``outputs``, the trained model's outputs, before they replace others. Return the record
+    of that comparison, with the saved model's answers."""
     place, part = run.path / name, run.path / f"{durable.PART}{name}"
     shutil.rmtree(part, ignore_errors=True)
     if is_adapted(model):
@@ -261,7 +258,7 @@ def save_model(
         _save_plain(model, part, weights)
     tokenizer.save_pretrained(part)
     record = {} if outputs is None else outputs.check(part, device or torch.device("cpu"))
-    # `prune` and the clients of targets compare by it before they delete another copy.
+    # `prune` and the clients of targets compare by the manifest before they delete another copy.
     compared = {key: value for key, value in record.items() if key not in {"asked", "unasked"}}  # texts may be private
     manifest.write_manifest(part, {manifest.OUTPUTS: compared} if compared else None)
     durable.put_folder(part, place)
@@ -269,9 +266,9 @@ def save_model(
 
 
 def write_whole(model: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write a model and its tokenizer into a folder, with its adapters merged, which are not kept. It is spent.
-    Raise RunFailedError if the files give other outputs."""
-    outputs = Outputs.of(model, make_batch(len(tokenizer)))
+    """Write a model and its tokenizer into a folder, with its adapters merged and not kept separately. The model must
+    not be used afterwards. Raise RunFailedError if the files give other outputs."""
+    outputs = ReloadedOutputs.of(model, make_batch(len(tokenizer)))
     if is_adapted(model):
         with TemporaryDirectory(dir=folder, prefix=durable.PART) as place:
             model = merge_beside(model, Path(place), keeps=False)
@@ -285,7 +282,7 @@ def write_whole(model: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: Pa
 def rebuild(
     model: nn.Module, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, weights: Mapping[str, Tensor]
 ) -> PreTrainedModel:
-    """Return a sharded model as one whole model on the host. ``weights`` is its complete state_dict."""
+    """Return a sharded model as a whole model on the host. ``weights`` is its complete state_dict."""
     config: Any = model.config
     num_labels = config.num_labels if recipe.dataset.format in {"classification", "regression"} else None
     architecture = read_architecture(recipe.model, recipe.dataset.format)
@@ -296,7 +293,7 @@ def rebuild(
 
 
 def _save_plain(model: nn.Module, folder: Path, weights: Mapping[str, Tensor] | None) -> None:
-    """Save a model with the cache of its source, which training switches off."""
+    """Save a model with the ``use_cache`` setting of its source, which training switches off."""
     config: Any = model.config
     used, config.use_cache = config.use_cache, getattr(model, "source_use_cache", config.use_cache)
     try:
@@ -313,7 +310,7 @@ def _load_checkpoint(checkpoints: CheckpointFolder, ranks: Ranks) -> tuple[Snaps
 
 
 def _find_lost(run: RunFolder, snapshot: Snapshot | None, recipe: Recipe) -> list[str]:
-    """Return a note for each record of completed steps that the journal has lost."""
+    """Return a note for each record of completed steps that is missing in the event log."""
     history = History.load(run.path)
     gaps = find_journal_gaps(history, snapshot.step, recipe) if snapshot else []
     return [*filter(None, [history.describe_unreadable()]), *gaps]
@@ -331,15 +328,16 @@ def _note_start(
 
 
 def _load_data(
-    recipe: Recipe, policies: Sequence[Policy], accelerator: Accelerator, journal: JournalWriter
+    recipe: Recipe, policies: Sequence[Policy], accelerator: Accelerator, journal: JournalWriter, *, is_begun: bool
 ) -> tuple[PreTrainedTokenizerBase, Reference]:
     set_seed(recipe.training.seed)
     with accelerator.main_process_first():  # the first rank downloads and fills the caches that the others then read
         tokenizer = build_tokenizer(recipe.model)
         if recipe.dataset.chat_template is not None:
-            tokenizer.chat_template = recipe.dataset.chat_template  # saved beside the model, which needs it
+            tokenizer.chat_template = recipe.dataset.chat_template  # saved with the model, which needs it
         architecture = read_architecture(recipe.model, recipe.dataset.format)
-        data = build_data(recipe.dataset, tokenizer, find_columns(policies), architecture)
+        # A run with a checkpoint may have begun before texts were checked: only warn, so that it can finish.
+        data = build_data(recipe.dataset, tokenizer, find_columns(policies), architecture, refuses=not is_begun)
         for level, text in find_warnings(data.census):
             journal.write("note", level=level, text=text)
 
@@ -358,27 +356,28 @@ def _build_accelerator(recipe: Recipe, ranks: Ranks, policies: Sequence[Policy])
         raise DataError("target.device: cuda, but torch finds no CUDA device here; use auto or cpu")
     threads = recipe.target.threads
     if ranks.count > 1:
-        # Each rank would else take as many threads as there are cores.
+        # Otherwise each rank would use as many threads as there are cores.
         threads = threads or max(1, torch.get_num_threads() // ranks.count)
     drops = any(kind.leaves_out_gradients for kind in list_kinds(policies))
-    # DDP waits for a gradient of each parameter, unless it looks for those that get none.
+    # DDP waits for a gradient of each parameter, unless it looks for unused ones.
     accelerator = Accelerator(
         mixed_precision=recipe.training.mixed_precision,
-        # As a plug-in: a variable overrides the argument gradient_accumulation_steps, and divides every loss.
+        # Pass a plug-in: an environment variable overrides the argument gradient_accumulation_steps, and divides every
+        # loss.
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
         dynamo_backend="no",
-        # Several ranks without CUDA: only a CPU that is asked for makes accelerate join ranks there. See ranks.on_cuda.
+        # For several ranks without CUDA, accelerate joins them only if the CPU is requested. See ranks.on_cuda.
         cpu=recipe.target.device == "cpu" or (ranks.count > 1 and not ranks.on_cuda),
         kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)] if drops else [],
     )
     if threads is not None:
-        # After accelerate, which sets the number of threads itself for processes on a CPU.
+        # After accelerate, which itself sets the number of threads for CPU processes.
         torch.set_num_threads(threads)
     return accelerator
 
 
 def _check_attention(section: ModelSection, device: torch.device) -> None:
-    """Refuse an attention that this machine lacks, before data and weights are read."""
+    """Refuse an attention implementation that this machine lacks, before data and weights are read."""
     refuse_device(section.attention, device.type)
     try:
         refuse_missing_package(section.attention)
@@ -387,7 +386,7 @@ def _check_attention(section: ModelSection, device: torch.device) -> None:
 
 
 def _check_fit(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, recipe: Recipe) -> None:
-    embeddings: Any = model.get_input_embeddings()  # an adapter's layer has the weight alone
+    embeddings: Any = model.get_input_embeddings()  # an adapter's layer has only the weight
     refuse_mismatch(len(tokenizer), embeddings.weight.shape[0])
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     try:

@@ -1,4 +1,4 @@
-"""Count what a recipe's data became; ``run/census.py`` says what is counted."""
+"""Compute the statistics of a recipe's data; ``run/census.py`` defines them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import numpy as np
 from sparsebp_cli.recipe.schema import DatasetSection
 from sparsebp_cli.run.census import Census
 from sparsebp_cli.source.column import Rows
-from sparsebp_cli.worker.encoding import IGNORED, Encoded, Example
+from sparsebp_cli.worker.encoding import IGNORED, EncodedExample, EncodedSplit
 
 
 def count_data(
-    sides: Mapping[str, tuple[Rows, Encoded]], section: DatasetSection, label_names: Sequence[str], num_unused: int
+    sides: Mapping[str, tuple[Rows, EncodedSplit]], section: DatasetSection, label_names: Sequence[str], num_unused: int
 ) -> Census:
-    """Return the census of the splits by name. ``num_unused`` is the number of training examples above
+    """Return the data statistics of the splits by name. ``num_unused`` is the number of training examples beyond
     ``max_train_examples``."""
     splits = {name: _count(rows, found, label_names) for name, (rows, found) in sides.items()}
     splits["train"]["unused_examples"] = num_unused
@@ -32,7 +32,7 @@ def count_data(
     return {"splits": splits, "shared": shared}
 
 
-def _count(rows: Rows, found: Encoded, label_names: Sequence[str]) -> dict[str, Any]:
+def _count(rows: Rows, found: EncodedSplit, label_names: Sequence[str]) -> dict[str, Any]:
     lengths = np.array([len(flatten(example)[0]) for example in found.examples] or [0])
     names = ("shortest", "quarter", "median", "three_quarters", "longest")
     targets = sum(int(flatten(example)[1].sum()) if example.labels.ndim else 1 for example in found.examples)
@@ -61,9 +61,9 @@ def _contents(rows: Rows, section: DatasetSection) -> Iterator[tuple[str, ...]]:
         yield tuple(str(row.get(column)) for column in section.read_columns)
 
 
-def flatten(example: Example) -> tuple[np.ndarray, np.ndarray]:
-    """Return the tokens of an example, and for each whether the loss counts its prediction: never for the first one of
-    a decoder, nor in a classification. What an encoder reads stands before what its decoder writes."""
+def flatten(example: EncodedExample) -> tuple[np.ndarray, np.ndarray]:
+    """Return the tokens of an example (an encoder's input before its decoder's output), and for each token whether the
+    loss counts its prediction. The loss never counts a decoder's first token, nor any token in a classification."""
     ids, labels = example.input_ids, example.labels
     if example.is_pair:
         return np.concatenate([ids, labels]), np.repeat([False, True], [len(ids), len(labels)])

@@ -1,9 +1,9 @@
-"""Conversations as text by a chat template, and which characters of it are trained.
+"""Write conversations as text by a chat template, and find the characters that are trained.
 
-What the template marks with ``{% generation %}`` is what an assistant writes. A template without such marks says it by
-its prefixes: the first messages alone, with the header of the next turn, must be the beginning of the whole
-conversation; then what follows, up to the end of the turn, is the assistant's. A template that writes earlier turns in
-another way once later ones follow, such as one that strips their reasoning, has no such prefixes and is refused.
+If a template marks parts with ``{% generation %}``, these are the assistant's. Otherwise the parts follow from
+prefixes: the first messages alone, with the header of the next turn, must be the beginning of the whole conversation.
+The text after it, up to the end of the turn, is the assistant's. Some templates write earlier turns differently once
+later ones follow, for example without their reasoning. They have no such prefixes and are refused.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sparsebp_cli.errors import DataError
 from sparsebp_cli.source.conversation import ASSISTANT, Conversation, Trained
 from sparsebp_cli.worker.chat_template import ChatRequest, RenderedChat, marks_generation, render_chats
 
-Span = tuple[int, int, float]  # first character, the one after the last, and the weight of their tokens
+Span = tuple[int, int, float]  # first character, end (exclusive), and the weight of their tokens
 
 WAYS_OUT = (
     "give dataset.chat_template a template that marks the assistant's turns with {% generation %}, or train_on: last"
@@ -29,14 +29,14 @@ class ChatText:
     """A conversation as the model reads it."""
 
     text: str
-    spans: Sequence[Span]  # in order, apart; what is in none of them is not trained
+    spans: Sequence[Span]  # in order, without overlap; text outside is not trained
 
 
 def write_chats(
     conversations: Sequence[Conversation], template: str, tokens: Mapping[str, object], train_on: Trained
 ) -> list[ChatText]:
-    """Write conversations by a template. Raise DataError, with the row, for one that the template refuses, or whose
-    trained characters cannot be told."""
+    """Write conversations with a template. Raise DataError, naming the row, if the template refuses one, or its trained
+    characters cannot be determined."""
     marked = marks_generation(template)
     writers = [_choose_writer(one, train_on, marked=marked) for one in conversations]
     requests = [list(writer.requests()) for writer in writers]
@@ -46,13 +46,13 @@ def write_chats(
 
 @dataclass(frozen=True)
 class _Writer:
-    """Writes one conversation; this one trains all of it."""
+    """Writes one conversation. This base class trains all of it."""
 
     conversation: Conversation
     train_on: Trained
 
     def requests(self) -> Iterator[ChatRequest]:
-        """Yield what is to be rendered, the whole conversation first."""
+        """Yield the conversations to render, the whole conversation first."""
         yield ChatRequest(self.conversation.messages, self.conversation.tools)
 
     def read(self, rendered: Sequence[RenderedChat]) -> ChatText:
@@ -61,14 +61,14 @@ class _Writer:
         return ChatText(text, [(0, len(text), 1.0)])
 
     def check(self, rendered: RenderedChat) -> str:
-        """Return a text, or raise for what the template refuses."""
+        """Return the text. Raise DataError if the template refused the messages."""
         if rendered.error:
             raise DataError(f"{self.conversation.place}: the chat template refuses the messages: {rendered.error}")
         return rendered.text
 
 
 class _MarkedWriter(_Writer):
-    """Trains what the template marks."""
+    """Trains the parts that the template marks."""
 
     def read(self, rendered: Sequence[RenderedChat]) -> ChatText:
         text, spans, one = self.check(rendered[0]), rendered[0].spans, self.conversation
@@ -77,8 +77,8 @@ class _MarkedWriter(_Writer):
             return ChatText(text, [(begin, end, 1.0) for begin, end in spans])
         if len(spans) != len(turns):
             raise DataError(
-                f"{one.place}: the chat template marks {len(spans)} parts as generated and there are {len(turns)} "
-                "messages of the assistant: their weights, or train_on: last, need one for each"
+                f"{one.place}: the chat template marks {len(spans)} parts as generated, but there are {len(turns)} "
+                "messages of the assistant: their weights, or train_on: last, need one part for each"
             )
         chosen = [
             (begin, end, one.weights[number])
@@ -89,7 +89,7 @@ class _MarkedWriter(_Writer):
 
 
 class _PrefixWriter(_Writer):
-    """Trains what is between the prefixes before and after each message."""
+    """Trains the text between the prefixes before and after each message."""
 
     def requests(self) -> Iterator[ChatRequest]:
         yield from super().requests()
@@ -108,7 +108,7 @@ class _PrefixWriter(_Writer):
         for place, number in enumerate(self._numbers()):
             before, after = rendered[1 + 2 * place], rendered[2 + 2 * place]
             begin = self._find(text, before, number, after=False) if number else 0
-            # A template may refuse to write no messages: this prefix counts where there is one and where it fits.
+            # A template may refuse an empty conversation: use this prefix only if it exists and fits.
             if number == 0 and not before.error and text.startswith(before.text) and self._is_reply(0):
                 begin = len(before.text)
             end = self._find(text, after, number, after=True)
@@ -133,7 +133,7 @@ class _PrefixWriter(_Writer):
 
     def _inconsistent(self, number: int, reason: str) -> DataError:
         place = f"{self.conversation.place}, message {number}"
-        return DataError(f"{place}: the chat template does not tell what is trained: {reason}; {WAYS_OUT}")
+        return DataError(f"{place}: the chat template does not show which text to train: {reason}; {WAYS_OUT}")
 
 
 def _choose_writer(one: Conversation, train_on: Trained, *, marked: bool) -> _Writer:
@@ -149,7 +149,7 @@ def _choose_writer(one: Conversation, train_on: Trained, *, marked: bool) -> _Wr
 
 
 class _PromptWriter(_PrefixWriter):
-    """Trains all that follows a prompt, as TRL does for a prompt and a completion of messages."""
+    """Trains everything after a prompt, as TRL does for a prompt and a completion of messages."""
 
     def requests(self) -> Iterator[ChatRequest]:
         one = self.conversation
@@ -163,8 +163,8 @@ class _PromptWriter(_PrefixWriter):
 
 
 def mark_tokens(offsets: Sequence[tuple[int, int]], spans: Sequence[Span]) -> np.ndarray:
-    """Return the weight of each token, 0 outside of all spans, as float64. A token is in the first span that it
-    overlaps, as transformers' ``return_assistant_tokens_mask`` has it."""
+    """Return the weight of each token as float64, 0 outside all spans. A token belongs to the first span that it
+    overlaps, as in transformers' ``return_assistant_tokens_mask``."""
     border_T2 = np.array(offsets, dtype=np.int64).reshape(-1, 2)
     weight_T = np.zeros(len(border_T2))
     for begin, end, weight in reversed(spans):

@@ -1,4 +1,4 @@
-"""Examples from conversations: tokens by the chat template, labels where an assistant is trained."""
+"""Encode conversations as examples: tokens by the chat template, labels where an assistant is trained."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sparsebp_cli.recipe.schema import DatasetSection
 from sparsebp_cli.source.column import Rows, read_column
 from sparsebp_cli.source.conversation import Conversation, read_conversations, read_prompts, read_template
 from sparsebp_cli.worker.chat import ChatText, Span, mark_tokens, write_chats
-from sparsebp_cli.worker.encoding import IGNORED, NUM_TAIL, Encoded, Example, Written, call_tokenizer
+from sparsebp_cli.worker.encoding import IGNORED, NUM_TAIL, EncodedExample, EncodedSplit, Written, call_tokenizer
 from sparsebp_cli.worker.token_weight import check_number
 
 NO_TURN = "the user or the assistant has no text"
@@ -29,8 +29,8 @@ def encode_chat(
     tokenizer: PreTrainedTokenizerBase,
     columns: Collection[str],
     _: Sequence[str],
-) -> Encoded:
-    """Write each conversation by the chat template, and ignore the tokens of what is not trained. What exceeds
+) -> EncodedSplit:
+    """Write each conversation by the chat template, and ignore the tokens that are not trained. Text beyond
     ``max_seq_length`` is cut from the end."""
     _refuse_spans(columns)
     return _encode(read_conversations(rows, section.columns), rows, section, tokenizer)
@@ -42,8 +42,8 @@ def encode_prompts(
     tokenizer: PreTrainedTokenizerBase,
     columns: Collection[str],
     _: Sequence[str],
-) -> Encoded:
-    """Do the same for prompts and completions that are lists of messages; the completion is trained."""
+) -> EncodedSplit:
+    """Do the same for prompts and completions that are lists of messages. The completion is trained."""
     _refuse_spans(columns)
     if not section.completion_only_loss:
         raise DataError("completion_only_loss: false of messages is format: chat with train_on: all")
@@ -52,15 +52,15 @@ def encode_prompts(
 
 def _refuse_spans(columns: Collection[str]) -> None:
     if columns:
-        raise DataError(f"column {min(columns)!r} marks characters of a text, and a conversation has none")
+        raise DataError(f"column {min(columns)!r} marks characters of a text, but the rows are conversations")
 
 
 def _encode(
     conversations: Sequence[Conversation], rows: Rows, section: DatasetSection, tokenizer: PreTrainedTokenizerBase
-) -> Encoded:
+) -> EncodedSplit:
     if not tokenizer.is_fast:
         raise DataError(f"format {section.format} of messages needs a fast tokenizer, got {type(tokenizer).__name__}")
-    found, numbers = Encoded(), [number for number, one in enumerate(conversations) if one.messages]
+    found, numbers = EncodedSplit(), [number for number, one in enumerate(conversations) if one.messages]
     if empty := len(conversations) - len(numbers):
         found.dropped[NO_TURN] = empty
     conversations, rows = [conversations[number] for number in numbers], [rows[number] for number in numbers]
@@ -70,7 +70,7 @@ def _encode(
         conversations = [_weigh_row(one, value, f"{one.place}: column {weights!r}") for one, value in values]
     tokens = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
     texts = write_chats(conversations, find_template(section, tokenizer), tokens, section.train_on)
-    # The template writes every special token itself.
+    # The template itself writes every special token.
     options = {"add_special_tokens": False, "return_offsets_mapping": True}
     encoded = call_tokenizer(tokenizer, [text.text for text in texts], **options) if texts else {}
     for place, (number, text) in enumerate(zip(numbers, texts, strict=True)):
@@ -79,7 +79,7 @@ def _encode(
 
 
 def _add(
-    found: Encoded,
+    found: EncodedSplit,
     number: int,
     text: ChatText,
     tokens: tuple[Sequence[int], Sequence[tuple[int, int]]],
@@ -100,12 +100,12 @@ def _add(
         found.cut[CHAT_CUT] += 1
     labels = np.where(weight_T != 0, ids, IGNORED)
     given = {LOSS_WEIGHT: weight_T.astype(np.float32)} if set(weight_T) - {0.0, 1.0} else {}
-    found.examples.append(Example(ids, labels, given, number))
+    found.examples.append(EncodedExample(ids, labels, given, number))
     found.written.append(Written(number, text.text, all_ids[:2], _find_tails(all_ids, tokens[1], text.spans)))
 
 
 def _find_tails(ids: Sequence[int], offsets: Sequence[tuple[int, int]], spans: Sequence[Span]) -> list[Sequence[int]]:
-    """Return the last tokens of each part that is trained."""
+    """Return the last tokens of each trained part."""
     border_T2 = np.array(offsets, dtype=np.int64).reshape(-1, 2)
     tails: list[Sequence[int]] = []
     for begin, end, weight in spans:
@@ -116,7 +116,7 @@ def _find_tails(ids: Sequence[int], offsets: Sequence[tuple[int, int]], spans: S
 
 
 def find_template(section: DatasetSection, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the chat template: the recipe's, which the plan holds as text, or the tokenizer's own."""
+    """Return the chat template: the recipe's, whose text the plan holds, or the tokenizer's own."""
     given = section.chat_template
     if given is not None:
         return read_template(given)
@@ -129,7 +129,7 @@ def find_template(section: DatasetSection, tokenizer: PreTrainedTokenizerBase) -
 
 
 def _weigh_row(one: Conversation, value: object, place: str) -> Conversation:
-    """Put the weights of the recipe's column into a conversation."""
+    """Set the weights from the recipe's column in a conversation."""
     if value is None:
         return one
     given = value if isinstance(value, list) else [value] * len(one.messages)

@@ -1,7 +1,7 @@
-"""Chat templates, rendered by transformers' sandbox in a process of their own.
+"""Render chat templates with transformers' sandbox, in a separate process.
 
-A template is code of a stranger. The sandbox keeps it from files and from Python; here it also gets a limited share of
-CPU time and memory for each conversation, which no thread or signal could enforce inside of one long C call.
+A template is a stranger's code. The sandbox denies it access to files and Python. This module also limits CPU time and
+memory for each conversation, which no thread or signal could enforce inside one long C call.
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ from typing import Any, TextIO
 from sparsebp_cli import interpreter
 from sparsebp_cli.errors import DataError
 
-CPU_SECONDS = 10  # for one conversation; a template of a large model takes less than a millisecond
-MEMORY_BYTES = 1 << 30  # beyond what the process has before the first conversation
+CPU_SECONDS = 10  # for one conversation; a large model's template takes less than a millisecond
+MEMORY_BYTES = 1 << 30  # in addition to the process's memory before the first conversation
 MOST_CHARACTERS = 1 << 24  # of a rendered conversation
-# What templates read as today's date. A resumed run must render the same text, so it is one day for all: the one that
-# Llama 3.1's template falls back to.
+# The current date that templates see. A resumed run must render the same text, so the date is fixed: the fallback of
+# Llama 3.1's template.
 TODAY = datetime(2024, 7, 26)
 
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """A conversation to be rendered."""
+    """A conversation to render."""
 
     messages: Sequence[Mapping[str, object]]
     tools: Sequence[object] | None = None
-    generation_prompt: bool = False  # whether the header of an assistant's turn follows
+    generation_prompt: bool = False  # whether to append the header of an assistant's turn
 
 
 @dataclass(frozen=True)
 class RenderedChat:
-    """What a template made of a conversation."""
+    """The result of rendering one conversation."""
 
     text: str = ""
-    spans: Sequence[tuple[int, int]] = ()  # characters that the template marks as generated
+    spans: Sequence[tuple[int, int]] = ()  # character ranges that the template marks as generated
     error: str = ""  # the template's own refusal, or an exception in it
 
 
 def render_chats(template: str, tokens: Mapping[str, object], requests: Sequence[ChatRequest]) -> list[RenderedChat]:
-    """Render conversations. ``tokens`` are the special tokens by the names that templates read. Raise DataError for a
-    template that cannot be parsed, or needs more than its share of time or memory."""
+    """Render conversations. ``tokens`` maps the names that templates read to special tokens. Raise DataError for a
+    template that cannot be parsed, or exceeds its time or memory."""
     if not requests:
         return []
     jobs = [[list(one.messages), one.tools, one.generation_prompt] for one in requests]
@@ -70,7 +70,7 @@ def render_chats(template: str, tokens: Mapping[str, object], requests: Sequence
 
 
 def marks_generation(template: str) -> bool:
-    """Return whether a template marks what the assistant generates."""
+    """Return whether a template marks the assistant's text."""
     return re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
 
 
@@ -79,22 +79,22 @@ def _read(line: dict[str, Any]) -> RenderedChat:
 
 
 def main(source: TextIO, target: TextIO) -> None:
-    """Render the conversations of a request and write one line for each, as soon as it is known."""
+    """Render the conversations of a request, and write one line for each as soon as it is rendered."""
     from transformers.utils import chat_template_utils
 
     class FixedClock(datetime):
         @classmethod
-        def now(cls, tz: object = None) -> datetime:  # type: ignore[override]  # noqa: ARG003 - there is one day
+        def now(cls, tz: object = None) -> datetime:  # type: ignore[override]  # noqa: ARG003 - the date is fixed
             return TODAY
 
-    # The name that its strftime_now reads: no argument gives it a clock. See decision 76.
+    # The name that strftime_now reads: transformers has no argument for a clock. See decision 76.
     vars(chat_template_utils)["datetime"] = FixedClock
     request = json.load(source)
-    # RLIMIT_AS bounds the whole address space, so what the process has by now is added.
+    # RLIMIT_AS limits the whole address space, so add the process's current size.
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     size += request["memory_bytes"]
     resource.setrlimit(resource.RLIMIT_AS, (size, size))
-    # SIGXCPU would write the memory of the process to a core file.
+    # SIGXCPU would otherwise write a core file with the process's memory.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for line in _render_all(chat_template_utils, request):
         target.write(json.dumps(line) + "\n")
@@ -102,8 +102,8 @@ def main(source: TextIO, target: TextIO) -> None:
 
 
 def _as_texts(value: object) -> object:
-    """Return a message, or a part of one, for a template that takes texts alone: arguments of calls as their JSON, a
-    content of one text part as this text."""
+    """Return a message, or a part of one, for a template that reads only texts. Arguments of calls become JSON text; a
+    content of one text part becomes this text."""
     if isinstance(value, list):
         return [_as_texts(part) for part in value]
     if not isinstance(value, dict):
@@ -117,14 +117,14 @@ def _as_texts(value: object) -> object:
 
 
 def _find_text(content: object) -> str | None:
-    """Return the text of a content of one text part."""
+    """Return the text of a content that has a single text part; None for other contents."""
     part = content[0] if isinstance(content, list) and len(content) == 1 else None
     text = part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else None
     return text if isinstance(text, str) else None
 
 
 def _reads_objects(value: object, text: str) -> bool:
-    """Return whether a template has written the objects of a message, and not what Python makes of them, or nothing."""
+    """Return whether a template wrote a message's objects correctly, not in Python's notation, and lost none."""
     if isinstance(value, list):
         return all(_reads_objects(part, text) for part in value)
     if not isinstance(value, dict):
@@ -140,7 +140,8 @@ def _render_all(transformers: Any, request: dict[str, Any]) -> Iterator[dict[str
 
     for messages, tools, generation_prompt in request["jobs"]:
         used = resource.getrusage(resource.RUSAGE_SELF)
-        # The limit counts from the start of the process, so it is moved on; hence no hard one, which nobody may raise.
+        # The limit counts from the start of the process, so move it on; it must be soft, because a hard limit cannot be
+        # raised.
         soft = int(used.ru_utime + used.ru_stime) + request["cpu_seconds"] + 1
         resource.setrlimit(resource.RLIMIT_CPU, (soft, resource.RLIM_INFINITY))
         try:
@@ -175,7 +176,7 @@ def _render(
         raise
     except MemoryError:
         return _line(error=f"needs more than {MEMORY_BYTES >> 20} MiB of memory")
-    except Exception as error:  # whatever a template raises, which is the user's to correct
+    except Exception as error:  # a template may raise anything; the user must correct it
         return _line(error=(str(error).strip().splitlines() or [type(error).__name__])[0])
     if len(texts[0]) > MOST_CHARACTERS:
         return _line(error=f"writes {len(texts[0]):,} characters; allowed: {MOST_CHARACTERS:,}")

@@ -1,10 +1,10 @@
-"""Checkpoints: atomic folders of safetensors and JSON, verified before they are read.
+"""Write and read checkpoints: atomic folders of safetensors and JSON, verified before they are read.
 
-A checkpoint is written to a temporary folder, synced to the disk, listed with the sha256 of every file, then renamed.
-Loading tries the newest step first and takes the first folder whose files all match their checksums. The order is
-that of steps: modification times play no part.
+A checkpoint is written to a temporary folder with the sha256 of every file, synced to the disk, then renamed. Loading
+tries the newest step first and takes the first folder whose files all match their checksums. Newest means the highest
+step; modification times are ignored.
 
-Anything else in the folder is left alone; it counts neither as a checkpoint nor in the rotation.
+Other entries of the folder are left alone; they count neither as checkpoints nor in the rotation.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Snapshot:
     weights: dict[str, Tensor]  # trained parameters and buffers by name
     optimizer: dict[str, Any]  # the optimizer's state_dict()
     rest: dict[str, Any]  # JSON content: schedule, policy state, counters
-    ranks: list[RankState]  # one entry a process, by rank
-    seal: dict[str, object] | None = None  # recipe, code and data as JSON; None: an older version wrote it
+    ranks: list[RankState]  # one entry for each process, by rank
+    seal: dict[str, object] | None = None  # config fingerprint as JSON; None: written by an older version
 
 
 class CheckpointFolder:
@@ -57,11 +57,11 @@ class CheckpointFolder:
 
     folder: Path
     keep_last: int
-    best: int | None = None  # the step of a checkpoint that the rotation leaves alone
+    best: int | None = None  # step of a checkpoint that the rotation keeps
 
     def __init__(self, folder: Path, keep_last: int, *, writes: bool = True) -> None:
-        """Open the folder and delete what a killed process left half written. ``keep_last``, at least 1, is how many
-        checkpoints the rotation keeps; a process that does not write leaves the folder as it is."""
+        """Open the folder and delete what a killed process left incomplete. The rotation keeps ``keep_last``
+        checkpoints, at least 1. Without ``writes``, leave the folder unchanged."""
         self.folder, self.keep_last = folder, keep_last
         self._passed_over: set[int] = set()
         if not writes:
@@ -85,14 +85,14 @@ class CheckpointFolder:
             if not self.folder.exists():
                 reason, remedy = f"{self.folder} was moved or deleted", "resume the run from where it is now"
             else:
-                reason, remedy = name_refusal(error) or (str(error), "mend what it names, then resume")
+                reason, remedy = name_refusal(error) or (str(error), "fix this, then resume")
             raise CheckpointError(
                 f"checkpoint of step {snapshot.step} cannot be written: {reason}; "
                 f"the ones before it are untouched: {remedy}"
             ) from None
         self._passed_over.discard(snapshot.step)
-        # Rotation counts only checkpoints that a resume could fall back to: not those of a later step, not those that
-        # this process found damaged, and no folder without a manifest.
+        # Rotation counts only checkpoints from which a resume could start: no later steps, none that this process found
+        # damaged, and no folders without a manifest.
         older = [step for step in self.steps() if step <= snapshot.step and step not in self._passed_over]
         whole = [step for step in older if (self._place(step) / MANIFEST).is_file()]
         for step in whole[self.keep_last :]:
@@ -101,8 +101,8 @@ class CheckpointFolder:
         return place
 
     def load_newest_good(self) -> tuple[Snapshot | None, list[str]]:
-        """Load the newest undamaged checkpoint, and return it with one line for each damaged one that was skipped; the
-        snapshot is None if there are no checkpoints. If all are damaged, raise CheckpointError and delete nothing."""
+        """Load the newest undamaged checkpoint; None if there are no checkpoints. Also return one line for each damaged
+        one that was skipped. If all are damaged, raise CheckpointError and delete nothing."""
         damaged = []
         for step in self.steps():
             place = self._place(step)
@@ -110,7 +110,7 @@ class CheckpointFolder:
                 damaged.append(f"checkpoint {place.name} is damaged ({problem})")
                 self._passed_over.add(step)
                 continue
-            # Its checksums may fit although another version wrote it.
+            # Another version may have written it although its checksums match.
             try:
                 return _read(place), damaged
             except (
@@ -134,7 +134,7 @@ class CheckpointFolder:
         return _read(self._place(step))
 
     def find_damage(self, step: int) -> str:
-        """Return what is wrong with the checkpoint of a step, in one line; empty if it is whole."""
+        """Return what is wrong with the checkpoint of a step, in one line; empty if it is intact."""
         return find_damage(self._place(step))
 
     def steps(self) -> list[int]:
@@ -147,7 +147,7 @@ class CheckpointFolder:
         return self.folder / f"step-{step:08d}"
 
     def _make_way(self, place: Path) -> None:
-        """Rename what has the name of a checkpoint and is none. A damaged checkpoint is replaced."""
+        """Rename a file or link that has the name of a checkpoint. A damaged checkpoint stays: it is replaced."""
         if place.is_symlink() or (place.exists() and not place.is_dir()):
             names = (place.with_name(f"{place.name}.aside-{number}") for number in count(1))
             place.rename(next(name for name in names if not (name.exists() or name.is_symlink())))
@@ -208,7 +208,7 @@ def _read_rank(place: Path, rank: int, generators: dict[str, Any]) -> RankState:
 
 
 def _of_rank(what: str, rank: int) -> str:
-    """Return the file stem for a rank; the first rank uses the names of a single-process run."""
+    """Return the file stem for a rank. The first rank uses the names of a single-process run."""
     return f"{what}-{rank}" if rank else what
 
 

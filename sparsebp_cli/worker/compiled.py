@@ -1,4 +1,4 @@
-"""The model as the training steps run it under ``training.compile``."""
+"""Compile the model that the training steps run under ``training.compile``."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ BACKEND = "inductor"
 
 
 def compile_model(model: nn.Module, device: torch.device) -> nn.Module:
-    """Return a model compiled for training; it shares parameters and state with the one given, which stays eager.
+    """Return a model compiled for training. It shares parameters and state with the given model, which stays eager.
 
-    Raise DataError if this machine lacks what PyTorch compiles with. The first forward compiles.
+    Raise DataError if this machine lacks what PyTorch needs to compile. The first forward compiles.
     """
     if missing := _find_missing(device):
         raise DataError(f"training.compile: true needs {missing}, which this machine lacks; install it, or use false")
@@ -35,7 +35,7 @@ def _find_missing(device: torch.device) -> str:
 
 
 def describe_graphs() -> str:
-    """Return one line on the graphs that have been made in this process."""
+    """Return one line about the graphs compiled in this process."""
     from torch._dynamo.utils import counters
 
     count = counters["stats"]["unique_graphs"]

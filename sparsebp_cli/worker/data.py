@@ -1,4 +1,4 @@
-"""Token ids and labels of training, validation and test examples, from a recipe's dataset."""
+"""Build token ids and labels of training, validation and test examples from a recipe's dataset."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from sparsebp_cli.source.architecture import Architecture
 from sparsebp_cli.source.column import Rows, name_classes, read_labels
 from sparsebp_cli.source.split import find_splits, take_rows
 from sparsebp_cli.worker.census import count_data
-from sparsebp_cli.worker.encoding import IGNORED, Encoded, Example
+from sparsebp_cli.worker.encoding import IGNORED, EncodedExample, EncodedSplit
 from sparsebp_cli.worker.format import encode
 from sparsebp_cli.worker.gap import Gaps
 from sparsebp_cli.worker.held_out import draw_rows, draw_test, find_keys
 from sparsebp_cli.worker.text_check import check_texts
 
-__all__ = ["IGNORED", "Data", "Example", "build_data"]
+__all__ = ["IGNORED", "Data", "EncodedExample", "build_data"]
 
 
 @dataclass(frozen=True)
 class Data:
     """Training, validation and test examples."""
 
-    train: list[Example]  # in the order of the dataset
-    held_out: list[Example]  # validation: read by evaluations during training
+    train: list[EncodedExample]  # in the order of the dataset
+    held_out: list[EncodedExample]  # validation examples: read by evaluations during training
     label_names: list[str]  # classes by number; empty unless this is a classification
     # read once, after the last step; empty if the recipe has no test split
-    test: list[Example] = field(default_factory=list)
-    # training examples that policies compare with and nobody trains on, by their place among all of them
-    set_aside: dict[int, Example] = field(default_factory=dict)
-    gaps: Gaps | None = None  # of a masked language model, drawn at every visit of a training example
-    held_out_rows: Rows = ()  # those that examples' documents number; none where the tail of packed text is held out
+    test: list[EncodedExample] = field(default_factory=list)
+    # training examples that only policies read, by their index among all training examples
+    set_aside: dict[int, EncodedExample] = field(default_factory=dict)
+    gaps: Gaps | None = None  # for a masked language model: masks drawn at every visit of a training example
+    held_out_rows: Rows = ()  # rows that examples' ``document`` numbers; empty if the tail of packed text is held out
     test_rows: Rows = ()
-    census: Census = field(default_factory=dict)  # what was read, dropped and cut; see run/census.py
+    census: Census = field(default_factory=dict)  # data statistics; see run/census.py
 
     def with_set_aside(self, number: int | None, seed: int) -> Data:
         """Return the data with ``number`` training examples set aside, drawn by the seed; with None, the same data.
@@ -49,14 +49,14 @@ class Data:
         if number >= len(self.train):
             many = f"the {len(self.train)} training examples"
             raise DataError(f"dataset.policy_validation_examples: must be below {many}, got {number}")
-        # By a hash, so that no library's version changes what is drawn.
+        # Draw by a hash, so that the draw does not depend on a library's version.
         drawn = sorted(range(len(self.train)), key=lambda place: hashlib.sha256(f"{seed} {place}".encode()).digest())
         aside = {place: self.train[place] for place in sorted(drawn[:number])}
         return replace(self, train=[e for place, e in enumerate(self.train) if place not in aside], set_aside=aside)
 
     def digest(self, without: Collection[str] = ()) -> str:
         """Return 16 hexadecimal digits that depend on every token, label and column of all splits, except the columns
-        ``without``, and not on which examples are set aside."""
+        ``without``. They do not depend on which examples are set aside."""
         sha, left = hashlib.sha256(), iter(self.train)
         places = range(len(self.train) + len(self.set_aside))
         for split in (
@@ -64,7 +64,7 @@ class Data:
             self.held_out,
             *([self.test] if self.test else []),
         ):
-            # With lengths and bars: a token that moves from one example to the next is a change.
+            # Include lengths and separators, so that moving a token between examples changes the digest.
             sha.update(len(split).to_bytes(8, "little"))
             for example in split:
                 sha.update(example.input_ids.tobytes() + b"|" + example.labels.tobytes())
@@ -81,12 +81,15 @@ def build_data(
     tokenizer: PreTrainedTokenizerBase,
     columns: Collection[str] = (),
     architecture: Architecture = "causal",
+    *,
+    refuses: bool = True,
 ) -> Data:
     """Load a recipe's dataset and tokenise its splits. ``columns`` names columns of character spans; the training
-    examples hold them as token masks."""
+    examples hold them as token masks. With ``refuses``, raise DataError if most rows have a fault of
+    :func:`check_texts`; otherwise only the data statistics record the faults."""
     sides = _divide(section)
     label_names = []
-    if section.format == "classification":  # those of all rows that training might have got
+    if section.format == "classification":  # use the labels of all rows that training might have received
         of_training = [*sides.train, *(sides.held_out if section.eval_split is None else ())]
         label_names = name_classes(read_labels(of_training, section.label_column))
     train = encode(sides.train, section, tokenizer, columns, label_names, architecture)
@@ -110,7 +113,7 @@ def build_data(
     parts |= {"test": (sides.test, test)} if has_test else {}
     census = count_data(parts, section, label_names, num_made - len(train.examples))
     for name, (rows, found) in parts.items():
-        census["splits"][name]["texts"] = check_texts(rows, found, section, tokenizer)
+        census["splits"][name]["texts"] = check_texts(rows, found, section, tokenizer, refuses=refuses)
     return Data(
         train.examples,
         held_out.examples,
@@ -125,15 +128,15 @@ def build_data(
 
 @dataclass(frozen=True)
 class Sides:
-    """The rows of each side."""
+    """The rows of each split."""
 
     train: Rows
-    held_out: Rows  # none where the tail of packed text is held out
+    held_out: Rows  # empty if the tail of packed text is held out
     test: Rows
 
 
 def _divide(section: DatasetSection) -> Sides:
-    """Read the rows, and draw those that are held out, unless the recipe names splits for them or takes a tail."""
+    """Read the rows, and draw the held-out ones, unless the recipe names splits for them or holds out the tail."""
     splits = find_splits(section)
     rows = take_rows(splits, section.split, section.max_examples)
     held_out: Rows = []
@@ -160,10 +163,10 @@ def _divide(section: DatasetSection) -> Sides:
     return Sides(rows, held_out, test)
 
 
-def _cut_tail(train: Encoded, held_out: Encoded, test: Encoded, section: DatasetSection) -> None:
-    """Move the last blocks of packed text to the held-out side, and the last of these to the test: each cut leaves at
-    most one document on both of its sides."""
-    if section.format != "text":  # the rows are divided already
+def _cut_tail(train: EncodedSplit, held_out: EncodedSplit, test: EncodedSplit, section: DatasetSection) -> None:
+    """Move the last blocks of packed text to validation, and the last of these to the test split. Each cut leaves at
+    most one document on both sides."""
+    if section.format != "text":  # the rows are already divided
         return
     number = max(1, round(section.eval_fraction * len(train.examples)))
     _move_tail(train, held_out, number)
@@ -178,14 +181,14 @@ def _cut_tail(train: Encoded, held_out: Encoded, test: Encoded, section: Dataset
     _move_tail(held_out, test, number)
 
 
-def _move_tail(source: Encoded, target: Encoded, number: int) -> None:
+def _move_tail(source: EncodedSplit, target: EncodedSplit, number: int) -> None:
     source.examples, target.examples = source.examples[:-number], source.examples[-number:]
     source.block_rows, target.block_rows = source.block_rows[:-number], source.block_rows[-number:]
     for part in (source, target):
         part.num_rows = part.block_rows[-1][1] - part.block_rows[0][0] + 1 if part.block_rows else 0
 
 
-def _why_none(part: Encoded, section: DatasetSection) -> str:
+def _why_none(part: EncodedSplit, section: DatasetSection) -> str:
     if part.dropped:
         reasons = ", ".join(f"of {number} rows {reason}" for reason, number in part.dropped.items())
         return f": {reasons} (max_seq_length is {section.max_seq_length})"

@@ -1,8 +1,8 @@
-"""The data of a plan for ``sparsebp data``: the census and the first examples, without loading weights.
+"""Print the data of a plan for ``sparsebp data``: statistics and first examples, without loading weights.
 
 ``python -m sparsebp_cli.worker.data_preview FOLDER/plan.json`` prints them as JSON: ``{"splits": ..., "shared": ...,
-"warnings": [[level, text]], "first": {split: [{"ids": [...], "tokens": [...], "trained": [...],
-"parts": [[text, trained]]}]}}``, or ``{"error": text, "code": exit code}``.
+"warnings": [[level, text]], "first": {split: [{"ids": [...], "tokens": [...], "trained": [...], "parts": [[text,
+trained]]}]}}``, or ``{"error": text, "code": exit code}``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sparsebp_cli.run.census import find_warnings
 from sparsebp_cli.worker.answer import answer
 from sparsebp_cli.worker.census import flatten
 from sparsebp_cli.worker.data import Data, build_data
-from sparsebp_cli.worker.encoding import Example
+from sparsebp_cli.worker.encoding import EncodedExample
 from sparsebp_cli.worker.model import build_tokenizer, read_architecture
 from sparsebp_cli.worker.policy_phase import make_phases
 
@@ -28,9 +28,9 @@ NUM_SHOWN = 3  # examples of each split
 
 
 def show_first(data: Data, tokenizer: PreTrainedTokenizerBase) -> dict[str, list[dict[str, object]]]:
-    """Return the first examples of each split, as they are trained and as a person reads them."""
+    """Return the first examples of each split, as they are trained and as readable text."""
     train = data.train[:NUM_SHOWN]
-    if data.gaps is not None:  # of which every visit draws others
+    if data.gaps is not None:  # every visit draws other masks
         train = data.gaps.draw_all(train)
     splits = {"train": train, "validation": data.held_out, "test": data.test}
     return {
@@ -40,11 +40,11 @@ def show_first(data: Data, tokenizer: PreTrainedTokenizerBase) -> dict[str, list
     }
 
 
-def _show(example: Example, label_names: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:
+def _show(example: EncodedExample, label_names: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:
     all_ids, mask = flatten(example)
     ids = all_ids.tolist()
     borders = [0, *(np.flatnonzero(mask[1:] != mask[:-1]) + 1).tolist(), len(ids)]
-    # Text from the start up to each border: some tokenizers drop the blank before a text that is decoded by itself.
+    # Decode from the start up to each border, because some tokenizers drop a leading blank of separately decoded text.
     texts = [str(tokenizer.decode(ids[:border], clean_up_tokenization_spaces=False)) for border in borders]
     parts = [
         [text[len(before) :] if text.startswith(before) else str(tokenizer.decode(ids[start:end])), bool(mask[start])]
@@ -56,7 +56,7 @@ def _show(example: Example, label_names: Sequence[str], tokenizer: PreTrainedTok
 
 
 def take_census(plan_file: Path) -> dict[str, object]:
-    """Read and tokenise the data of a plan, and return its census and first examples."""
+    """Read and tokenise the data of a plan, and return its statistics and first examples."""
     recipe = Plan.load(plan_file).recipe
     tokenizer = build_tokenizer(recipe.model)
     columns = find_columns([policy for phase in make_phases(recipe) for policy in phase.policies])

@@ -1,9 +1,9 @@
-"""The one place where rows become token ids and labels, for each format of a recipe.
+"""Convert rows to token ids and labels, for each format of a recipe.
 
-What surrounds a sequence is what the model's own tokenizer puts there when it is called: ``[CLS]`` and ``[SEP]``, a
-beginning of sequence, or nothing. An end of sequence is added where the tokenizer adds nothing behind a text, so that a
-language model learns where texts end; TRL's ``SFTTrainer`` does the same. Labels of a classification are as in
-transformers' ``run_glue``, those of a completion as in TRL.
+The model's own tokenizer adds the special tokens around a sequence: ``[CLS]`` and ``[SEP]``, a beginning of sequence,
+or nothing. If it adds nothing after a text, an end of sequence is added, as in TRL's ``SFTTrainer``, so that a language
+model learns where texts end. Labels of a classification are as in transformers' ``run_glue``, labels of a completion as
+in TRL.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from sparsebp_cli.worker.token_weight import weigh_tokens
 
 IGNORED = -100  # the label that transformers' losses ignore
 
-NUM_TAIL = 8  # tokens of an end that are looked at
+NUM_TAIL = 8  # number of last tokens to inspect
 
-# Why a row gives no example, or loses a part. The census counts rows by these words.
+# Why a row gives no example, or loses a part. The data statistics count rows by these texts.
 NO_TEXT = "the text is empty"
 NO_COMPLETION = "the completion is empty"
 PROMPT_TOO_LONG = "the prompt fills max_seq_length"
@@ -38,23 +38,23 @@ TEXT_CUT = "the text loses its end"
 
 
 @dataclass(frozen=True)
-class Example:
+class EncodedExample:
     """One tokenised example."""
 
     input_ids: np.ndarray  # int64, at most max_seq_length
-    # int64, as long as input_ids, -100 where nothing is trained; or one class (0-d); of a pair, what a decoder writes
+    # int64, as long as input_ids, -100 where nothing is trained; or one class (0-d); for a pair, the decoder's output
     labels: np.ndarray
-    # further columns that policies read, by name, as long as input_ids
+    # additional columns that policies read, by name, as long as input_ids
     columns: dict[str, np.ndarray] = field(default_factory=dict)
-    document: int = 0  # row of the dataset; of a packed block, the row that most of its tokens are from
-    token_type_ids: np.ndarray | None = None  # int64, as long as input_ids, where not all are 0
+    document: int = 0  # row of the dataset; for a packed block, the row with most of its tokens
+    token_type_ids: np.ndarray | None = None  # int64, as long as input_ids; None if all are 0
     is_pair: bool = False  # whether an encoder reads input_ids and a decoder writes labels
-    pads_left: bool = False  # whether padding is in front, because the model reads a text's class at its last position
+    pads_left: bool = False  # whether padding is on the left: the model reads a text's class at its last position
 
 
 @dataclass(frozen=True)
 class Written:
-    """What a row became, before anything was cut."""
+    """The tokens of a row before anything was cut."""
 
     row: int
     text: str
@@ -63,35 +63,35 @@ class Written:
 
     @classmethod
     def of(cls, row: int, text: str, ids: Sequence[int]) -> Written:
-        """Take a text of one part."""
+        """Return the record of a row whose text is a single part."""
         return cls(row, text, ids[:2], [ids[-NUM_TAIL:]])
 
 
 @dataclass
-class Encoded:
-    """The examples of some rows, and what did not become a part of one."""
+class EncodedSplit:
+    """The examples of some rows, and what did not become part of an example."""
 
-    examples: list[Example] = field(default_factory=list)
+    examples: list[EncodedExample] = field(default_factory=list)
     dropped: Counter[str] = field(default_factory=Counter)  # rows without an example, by reason
     cut: Counter[str] = field(default_factory=Counter)  # rows whose example lacks tokens, by what is lost
-    left_over: int = 0  # tokens of packed text behind the last whole block
-    # for each block of packed text, the numbers of the first and the last row that have a token in it
+    left_over: int = 0  # tokens of packed text after the last complete block
+    # for each block of packed text, the numbers of the first and last row with a token in it
     block_rows: list[tuple[int, int]] = field(default_factory=list)
-    written: list[Written] = field(default_factory=list)  # of the rows that gave examples
-    num_rows: int | None = None  # rows that have a part here, where a tail was cut; None: all that were given
+    written: list[Written] = field(default_factory=list)  # one for each row that gave an example
+    num_rows: int | None = None  # after a tail was cut: number of rows with a part here; None: all given rows
 
 
 @dataclass(frozen=True)
 class Surrounding:
-    """What a tokenizer puts around a single text."""
+    """The special tokens that a tokenizer adds around a single text."""
 
     num_before: int  # special tokens before it
-    num_behind: int  # special tokens behind it
-    end: list[int]  # the end of sequence that we add, where the tokenizer puts nothing behind a text
+    num_behind: int  # special tokens after it
+    end: list[int]  # the end of sequence that we add if the tokenizer adds nothing after a text
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> Surrounding:
-        """Find it by a call: tokenizers declare it in several ways, and no attribute says it for all of them."""
+        """Determine it by a call, because tokenizers declare it in several ways and no attribute covers all."""
         plain = tokenizer("a", add_special_tokens=False, verbose=False)["input_ids"]
         whole = tokenizer("a", verbose=False)["input_ids"]
         starts = range(len(whole) - len(plain) + 1)
@@ -108,9 +108,9 @@ def encode_text(
     tokenizer: PreTrainedTokenizerBase,
     columns: Collection[str],
     _: Sequence[str],
-) -> Encoded:
-    """Pack texts into blocks of ``max_seq_length`` tokens; each text is surrounded as the tokenizer does it."""
-    found, length, around = Encoded(), section.max_seq_length, Surrounding.of(tokenizer)
+) -> EncodedSplit:
+    """Pack texts into blocks of ``max_seq_length`` tokens. Each text has the tokenizer's special tokens."""
+    found, length, around = EncodedSplit(), section.max_seq_length, Surrounding.of(tokenizer)
     texts = read_texts(rows, section.text_column, may_be_empty=True)
     kept = [number for number, text in enumerate(texts) if text]
     if empty := len(texts) - len(kept):
@@ -128,7 +128,9 @@ def encode_text(
     found.written = [Written.of(number, texts[number], ids) for number, ids in zip(kept, documents, strict=True)]
     found.block_rows = [(int(owner[0]), int(owner[-1])) for owner in owners]
     found.examples = [
-        Example(block, block, {name: of_name[number] for name, of_name in marked_blocks.items()}, _most_common(owner))
+        EncodedExample(
+            block, block, {name: of_name[number] for name, of_name in marked_blocks.items()}, _most_common(owner)
+        )
         for number, (block, owner) in enumerate(zip(blocks, owners, strict=True))
     ]
     return found
@@ -140,10 +142,10 @@ def encode_completion(
     tokenizer: PreTrainedTokenizerBase,
     columns: Collection[str],
     _: Sequence[str],
-) -> Encoded:
-    """Tokenise each prompt together with its completion, as a model sees them, and ignore the tokens that the prompt
-    alone begins with. What exceeds ``max_seq_length`` is cut from the end, the end of sequence first."""
-    found, around = Encoded(), Surrounding.of(tokenizer)
+) -> EncodedSplit:
+    """Tokenise each prompt together with its completion, as a model sees them, and ignore the tokens that it shares
+    with the prompt alone. Tokens beyond ``max_seq_length`` are cut from the end, the end of sequence first."""
+    found, around = EncodedSplit(), Surrounding.of(tokenizer)
     prompts = read_texts(rows, section.prompt_column, may_be_empty=True)
     completions = read_texts(rows, section.completion_column, may_be_empty=True)
     texts = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
@@ -164,7 +166,7 @@ def encode_completion(
         if len(ids) < len(all_ids):
             found.cut[COMPLETION_CUT] += 1
         of_row = {name: masks[number][: len(ids)] for name, masks in marked.items()}
-        found.examples.append(Example(ids, labels, of_row, number))
+        found.examples.append(EncodedExample(ids, labels, of_row, number))
         found.written.append(Written.of(number, texts[number], all_ids))
     return found
 
@@ -175,8 +177,8 @@ def encode_classification(
     tokenizer: PreTrainedTokenizerBase,
     _: Collection[str],
     label_names: Sequence[str],
-) -> Encoded:
-    """Tokenise each text, or pair of texts. Of what exceeds ``max_seq_length``, the tokenizer cuts text and keeps its
+) -> EncodedSplit:
+    """Tokenise each text, or pair of texts. If it exceeds ``max_seq_length``, the tokenizer cuts text and keeps its
     special tokens."""
     classes = {name: number for number, name in enumerate(label_names)}
     labels = []
@@ -194,17 +196,17 @@ def encode_regression(
     tokenizer: PreTrainedTokenizerBase,
     _: Collection[str],
     __: Sequence[str],
-) -> Encoded:
-    """Do the same for texts whose label is a number, as float32: transformers' models of one output compute the mean
-    squared error then."""
+) -> EncodedSplit:
+    """Tokenise texts with numbers as labels (float32). transformers' models with one output then compute the mean
+    squared error."""
     labels = [np.array(number, dtype=np.float32) for number in read_numbers(rows, section.label_column)]
     return _encode_labelled(rows, section, tokenizer, labels)
 
 
 def _encode_labelled(
     rows: Rows, section: DatasetSection, tokenizer: PreTrainedTokenizerBase, labels: Sequence[np.ndarray]
-) -> Encoded:
-    found, texts = Encoded(), read_texts(rows, section.text_column)
+) -> EncodedSplit:
+    found, texts = EncodedSplit(), read_texts(rows, section.text_column)
     pairs = read_texts(rows, section.text_pair_column) if section.text_pair_column is not None else None
     tokens = _tokenize(tokenizer, texts, pairs)
     types = tokens.get("token_type_ids") or itertools.repeat([])
@@ -222,7 +224,7 @@ def _encode_labelled(
         )
         type_ids = np.array(types_of_one, dtype=np.int64) if any(types_of_one) else None
         found.examples.append(
-            Example(
+            EncodedExample(
                 np.array(ids, dtype=np.int64),
                 label,
                 document=number,
@@ -240,16 +242,16 @@ def _tokenize(
     if not texts:
         return {"input_ids": [], "offset_mapping": []}
     if with_offsets and not tokenizer.is_fast:
-        raise DataError(f"columns that mark characters need a fast tokenizer, got {type(tokenizer).__name__}")
+        raise DataError(f"a column that marks characters needs a fast tokenizer, got {type(tokenizer).__name__}")
     return call_tokenizer(tokenizer, texts, pairs, return_offsets_mapping=with_offsets)
 
 
 def call_tokenizer(tokenizer: PreTrainedTokenizerBase, *texts: object, **options: object) -> Mapping[str, Any]:
-    """Call a tokenizer on texts of the data; raise DataError where its own pattern fails on them."""
+    """Call a tokenizer on texts of the data. Raise DataError if its own pattern fails on them."""
     try:
         found: Mapping[str, Any] = tokenizer(*texts, verbose=False, **options)
     except BaseException as error:
-        if type(error).__name__ != "PanicException":  # of pyo3: no Exception, and it has no public name
+        if type(error).__name__ != "PanicException":  # pyo3's error is not an Exception and has no public name
             raise
         text = f"the tokenizer cannot split these texts: its pattern fails or takes too long ({first_line(error)})"
         raise DataError(text) from None
@@ -269,7 +271,7 @@ def _mark(
     columns: Collection[str],
     weight_column: str | None = None,
 ) -> dict[str, list[np.ndarray]]:
-    """Return a mask over the tokens of each text for each column of character spans, and the weights of the tokens."""
+    """Return token masks for each column of character spans, and the weights of the tokens, for each text."""
     if not columns and weight_column is None:
         return {}
     of_texts = [
@@ -296,7 +298,7 @@ def _most_common(values: np.ndarray) -> int:
 
 
 def _common_length(first: Sequence[int], second: Sequence[int]) -> int:
-    """Return how many tokens two sequences have in common from their start. A token may span the border of prompt and
-    completion; it belongs to the completion then."""
+    """Return how many leading tokens two sequences share. A token that spans the border of prompt and completion
+    belongs to the completion."""
     both = zip(first, second, strict=False)
     return next((number for number, (a, b) in enumerate(both) if a != b), min(len(first), len(second)))

@@ -1,7 +1,7 @@
-"""The end of a worker: stop requests by signals, and the line and exit code of a failure.
+"""Handle the end of a worker: stop requests by signals, and the line and exit code of a failure.
 
-SIGTERM and SIGINT stop the worker at the next step boundary, a second SIGINT at once. torch is imported only when a
-failure is described, because workers set its environment first.
+SIGTERM and SIGINT stop the worker at the next step boundary, a second SIGINT at once. This module must not import
+torch, because workers set its environment first.
 """
 
 from __future__ import annotations
@@ -10,18 +10,26 @@ import errno
 import os
 import re
 import signal
+import sys
 from dataclasses import dataclass
 from typing import Self
 
-from sparsebp_cli.errors import DivergedError, SparseBPError, UsageError, explain_system_error, first_line
+from sparsebp_cli.errors import (
+    DivergedError,
+    SparseBPError,
+    UsageError,
+    explain_system_error,
+    first_line,
+    is_out_of_memory,
+)
 
 FULL = {errno.ENOSPC, errno.EDQUOT}
-DIVERGED = 3  # the worker's exit code of a run whose loss or gradient was no number
+DIVERGED = 3  # the worker's exit code if a loss or gradient is not finite
 
 
 @dataclass
 class StopRequest:
-    """The first stop signal that the process received, None if there was none."""
+    """The first stop signal that the process received; None if there was none."""
 
     signal: signal.Signals | None = None
 
@@ -50,8 +58,8 @@ def pause_message(step: int) -> str:
 
 
 def name_refusal(error: BaseException) -> tuple[str, str] | None:
-    """Return what the disk refused and what to do before the run is resumed; None where it is no refusal of a disk."""
-    found = re.search(r"os error (\d+)\)", str(error))  # safetensors has the system's number in its message
+    """Return what the disk refused and what to do before resuming the run; None for other errors."""
+    found = re.search(r"os error (\d+)\)", str(error))  # safetensors includes the system's error number in its message
     number = getattr(error, "errno", None) or (int(found[1]) if found else 0)
     reason, colon, remedy = explain_system_error(OSError(number, "")).partition(": ")
     if not colon:
@@ -62,16 +70,12 @@ def name_refusal(error: BaseException) -> tuple[str, str] | None:
 def describe_failure(error: Exception) -> tuple[str, int]:
     """Return one line for a user who did not write the code, and the worker's exit code: 2 if the recipe must change, 3
     if the run diverged, 1 otherwise."""
-    import torch
-
     if isinstance(error, DivergedError):
         return f"diverged: {error}", DIVERGED
     if isinstance(error, SparseBPError):
         return str(error).replace("\n", " "), 2 if isinstance(error, UsageError) else 1
-    if isinstance(error, torch.OutOfMemoryError):
-        return _out_of_memory(str(error)), 1
-    if isinstance(error, RuntimeError) and "can't allocate memory" in str(error):
-        return _out_of_memory(str(error)), 1
+    if is_out_of_memory(error):
+        return _describe_memory(error), 1
     if refusal := name_refusal(error):
         name = getattr(error, "filename", None)
         place = f" ({name})" if name else ""
@@ -80,11 +84,10 @@ def describe_failure(error: Exception) -> tuple[str, int]:
     return name if first == name else f"{name}: {first}", 1
 
 
-def _out_of_memory(text: str) -> str:
-    import torch
-
-    peak = ""
-    if torch.cuda.is_available():
+def _describe_memory(error: Exception) -> str:
+    peak, said = "", first_line(error)
+    torch = sys.modules.get("torch")  # importing it now would need memory
+    if torch is not None and torch.cuda.is_available():
         peak = f" (peak {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB allocated)"
     advice = "smaller per_device_train_batch_size or max_seq_length, or backward.checkpointing: full"
-    return f"out of memory{peak}: {first_line(text)}; try a {advice}"
+    return f"out of memory{peak}{'' if said == type(error).__name__ else f': {said}'}; try a {advice}"

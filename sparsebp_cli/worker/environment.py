@@ -1,4 +1,4 @@
-"""Description of packages, plugins, hardware and environment. It never contains a host name or a user."""
+"""Describe packages, plug-ins, hardware and environment, without host names or users."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PACKAGES = ("sparsebp", "torch", "transformers", "accelerate", "peft", "datasets
 
 
 def describe_environment() -> dict[str, object]:
-    """Return the versions and hardware that another person needs in order to judge a run's numbers."""
+    """Return the versions and hardware that another person needs to judge a run's numbers."""
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "python": platform.python_version(),

@@ -1,8 +1,8 @@
-"""The epochs of a training: in which order each visits the examples, and which of them, where a policy chooses.
+"""Define a training's epochs: in which order each visits the examples, and which ones if a policy chooses.
 
-Without a policy every epoch is a permutation of all examples. With one, an epoch is as long as the policy says, so its
-place is known only when the one before it ends; this is kept here, with the last loss of every example and the policy's
-state, and saved in checkpoints.
+Without a policy every epoch is a permutation of all examples. With one, the policy decides the length of an epoch, so
+its position is known only when the previous epoch ends. This module keeps the position, the last loss of every example
+and the policy's state, and checkpoints save them.
 
 Shape letters: N examples of the training split, K visited.
 """
@@ -20,27 +20,27 @@ from numpy.typing import NDArray
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.policy import Epoch, EpochSelector, Examples, ReadExamples, Stateful, Step
 from sparsebp_cli.policy.contract import State
-from sparsebp_cli.worker.data import Example
+from sparsebp_cli.worker.data import EncodedExample
 from sparsebp_cli.worker.grouping import GroupBy, Order, group_order
 
 Weights = NDArray[np.float32]
-STATE = "state "  # before the names of a policy's state in a checkpoint
+STATE = "state "  # prefix of the policy's state names in a checkpoint
 
 
 @dataclass(frozen=True)
 class EpochShuffle:
     """The random order of each epoch, a pure function of the seed and the epoch's number."""
 
-    examples: Sequence[Example]
+    examples: Sequence[EncodedExample]
     seed: int
     batch_size: int  # of a micro-batch of all ranks
     group_by: GroupBy | None = None  # what the examples of a micro-batch have in common
 
     def draw(self, epoch: int, visited_N: NDArray[np.bool_] | None = None) -> Order:
-        """Return the rows that an epoch visits, in its order; all examples where none are named."""
-        # So far apart that no epoch of one seed has the order of another's.
+        """Return the rows that an epoch visits, in its order: the rows in ``visited_N``, or all."""
+        # Seeds are so far apart that no epoch of one seed has the order of another seed's.
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-        # A NumPy array, because the memory trace would count a tensor: the first step after a resume redraws the
+        # Use a NumPy array, because the memory trace would count a tensor. The first step after a resume redraws the
         # permutation, and would then show more memory than in an uninterrupted run.
         drawn: Order = torch.randperm(len(self.examples), generator=generator).numpy().copy()
         if visited_N is not None:
@@ -55,7 +55,7 @@ class _ChosenEpoch:
     number: int
     start: int  # position of its first example in the sequence of all visits
     order_K: Order  # rows of the training split
-    weight_K: Weights  # of their losses, in the same order
+    weight_K: Weights  # weights of their losses, in the same order
 
     @property
     def end(self) -> int:
@@ -63,21 +63,21 @@ class _ChosenEpoch:
 
 
 class ChosenEpochs:
-    """The sequence of all visits of a training in which a policy chooses those of each epoch. Positions in it are read
-    forwards; those of the step under way may be read again."""
+    """The sequence of all visits of a training whose epochs a policy chooses. Read its positions in ascending order;
+    only positions of the current step may be read again."""
 
     def __init__(self, policy: EpochSelector, shuffle: EpochShuffle, *, num_steps: int, micro_batches: int) -> None:
-        """Start before the first epoch. ``micro_batches`` is how many make an optimizer step."""
+        """Start before the first epoch. ``micro_batches`` is their number in an optimizer step."""
         self._policy, self._shuffle = policy, shuffle
         self._num_steps, self._micro_batches = num_steps, micro_batches
-        self._in_step = shuffle.batch_size * micro_batches  # visits of an optimizer step
+        self._in_step = shuffle.batch_size * micro_batches  # visits in an optimizer step
         self._loss_N = np.full(len(shuffle.examples), np.nan, dtype=np.float32)
-        self._epochs: list[_ChosenEpoch] = []  # those of the step under way
+        self._epochs: list[_ChosenEpoch] = []  # epochs with visits in the current step
         self._state: State = policy.init(range(len(shuffle.examples))) if isinstance(policy, Stateful) else {}
 
     def visit(self, position: int) -> tuple[int, float]:
-        """Return the row of the example at a position, and the weight of its loss. Every epoch before the position must
-        have been trained on, except for its visits in the same step."""
+        """Return the row of the example at a position, and the weight of its loss. All earlier epochs must have been
+        trained, except for visits in the same step."""
         while not self._epochs or position >= self._epochs[-1].end:
             self._begin_epoch()
         epoch = next(epoch for epoch in reversed(self._epochs) if position >= epoch.start)
@@ -85,8 +85,7 @@ class ChosenEpochs:
         return int(epoch.order_K[offset]), float(epoch.weight_K[offset])
 
     def see(self, number: int, rows: Sequence[int], losses: Sequence[float]) -> None:
-        """Keep the losses that the examples of a micro-batch had when they were trained on, without their weights, and
-        let the policy observe them."""
+        """Record the unweighted training losses of a micro-batch's examples, and let the policy observe them."""
         for row, loss in zip(rows, losses, strict=True):
             self._loss_N[row] = loss
         step = self._step_at(number * self._shuffle.batch_size)
@@ -98,12 +97,12 @@ class ChosenEpochs:
 
     @property
     def current(self) -> tuple[int, float]:
-        """Number of the newest epoch that has begun, and the share of the examples that it visits."""
+        """Number of the newest epoch that has begun, and the fraction of the examples that it visits."""
         newest = self._epochs[-1]
         return newest.number, len(newest.order_K) / len(self._loss_N)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs, after a step: the losses, and the newest epoch."""
+        """Return what a resumed run needs after a step: the losses, and the newest epoch."""
         newest = self._epochs[-1]
         return {
             "loss_N": torch.from_numpy(self._loss_N.copy()),
@@ -116,7 +115,7 @@ class ChosenEpochs:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state. Raise ValueError if it is of another training split, LookupError if it is none."""
+        """Restore a state. Raise ValueError if it is of another training split, LookupError if it is incomplete."""
         loss_N, order_K, weight_K = (state[name].numpy().copy() for name in ("loss_N", "order_K", "weight_K"))
         epoch, start, in_step = (int(state[name]) for name in ("epoch", "start", "in_step"))
         if in_step != self._in_step:
@@ -139,11 +138,12 @@ class ChosenEpochs:
         if visits is not None:
             weight_N[:] = 0.0
             weight_N[visits.index_K.numpy()] = visits.weight_K.numpy()
-        # A dense epoch's order without the others: keeping all is dense to the last bit. See decision 45.
+        # Keep a dense epoch's order without the unvisited examples, so that keeping all is bit-identical to dense. See
+        # decision 45.
         order_K = self._shuffle.draw(number, None if visits is None else weight_N > 0.0)
         if not len(order_K):
             raise UsageError(f"{type(self._policy).__name__} visits no example in epoch {number}")
-        # Epochs before the step under way are over; several may be in one step.
+        # Drop epochs that ended before the current step; a step may span several.
         self._epochs = [epoch for epoch in self._epochs if epoch.end > step.index * self._in_step]
         self._epochs.append(_ChosenEpoch(number, start, order_K, weight_N[order_K]))
 

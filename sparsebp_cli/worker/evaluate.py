@@ -1,5 +1,4 @@
-"""Loss, and metrics of classes and numbers, on held-out splits: validation during training, the test split once, at the
-end."""
+"""Compute loss and metrics on held-out splits: validation during training, the test split once, at the end."""
 
 from __future__ import annotations
 
@@ -14,16 +13,16 @@ from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run import metric
 from sparsebp_cli.run.metric import Metric
 from sparsebp_cli.worker.batch import num_targets, ordered_batches
-from sparsebp_cli.worker.data import IGNORED, Example
+from sparsebp_cli.worker.data import IGNORED, EncodedExample
 from sparsebp_cli.worker.model import predicts_in_place
 from sparsebp_cli.worker.process import Ranks
 
-MOST_EXAMPLES = 10_000  # about 200 kB of journal
+MOST_EXAMPLES = 10_000  # about 200 kB in the event log
 
 
 @dataclass(frozen=True)
 class HeldOutSplit:
-    """A held-out split: its name in the journal and its metrics, of which each run has those of its kind."""
+    """A held-out split: its name in the event log and its metrics. A run has only the metrics of its kind."""
 
     name: str
     loss: Metric
@@ -51,13 +50,13 @@ TEST = HeldOutSplit(
 class ExampleLosses:
     """The loss of each held-out example, so that two models can be compared example by example."""
 
-    loss: list[float] = field(default_factory=list)  # mean over the example's targets, nats, six significant digits
-    targets: list[int] = field(default_factory=list)  # predictions that the loss counts
+    loss: list[float] = field(default_factory=list)  # mean over the example's targets, in nats, six significant digits
+    targets: list[int] = field(default_factory=list)  # number of predictions that the loss counts
 
     def add(self, logits: Tensor, labels: Tensor, *, in_place: bool = False) -> None:
         """Add the losses of a batch, up to 10,000 examples in all. Logits are (B, T, V) with labels (B, T), -100 where
         ignored; or (B, classes) with labels (B,); or (B, 1) with numbers (B,), whose losses are squared errors. Logits
-        are of the next position's label, or ``in_place``."""
+        predict the next position's label, or with ``in_place`` their own position's."""
         for logits_of_one, labels_of_one in zip(logits, labels, strict=True):
             if len(self.loss) == MOST_EXAMPLES:
                 return
@@ -76,15 +75,15 @@ class ExampleLosses:
             self.targets.append(count)
 
     def extend(self, other: ExampleLosses) -> None:
-        """Append the losses of the examples that follow, computed by another rank, up to 10,000 in all."""
+        """Append the losses of the following examples, computed by another rank, up to 10,000 in all."""
         room = MOST_EXAMPLES - len(self.loss)
         self.loss += other.loss[:room]
         self.targets += other.targets[:room]
 
 
-def select_examples(recipe: Recipe, examples: Sequence[Example], num_ranks: int = 1) -> Sequence[Example]:
-    """Return the first validation examples that an evaluation during training reads. The number depends on the batch
-    size only if the recipe sets ``eval_batches``."""
+def select_examples(recipe: Recipe, examples: Sequence[EncodedExample], num_ranks: int = 1) -> Sequence[EncodedExample]:
+    """Return the first validation examples, which an evaluation during training reads. Their number depends on the
+    batch size only if the recipe sets ``eval_batches``."""
     measure = recipe.measure
     if measure.eval_batches is None:
         return examples[: measure.eval_examples]
@@ -92,9 +91,9 @@ def select_examples(recipe: Recipe, examples: Sequence[Example], num_ranks: int 
 
 
 def evaluation_batches(
-    recipe: Recipe, examples: Sequence[Example], pad_token_id: int, num_ranks: int = 1
+    recipe: Recipe, examples: Sequence[EncodedExample], pad_token_id: int, num_ranks: int = 1
 ) -> Iterator[dict[str, Tensor]]:
-    """Yield the batches of one evaluation, in the order of the examples; the last one may be short."""
+    """Yield the batches of one evaluation, in the order of the examples. The last one may be short."""
     size = recipe.measure.per_device_eval_batch_size or recipe.training.per_device_train_batch_size
     return ordered_batches(examples, size * num_ranks, pad_token_id)
 
@@ -108,7 +107,7 @@ def evaluate(
     ranks: Ranks | None = None,
     split: HeldOutSplit = VALIDATION,
 ) -> dict[str, float]:
-    """Return a split's loss in nats a target, of a regression its mean squared error, and the metrics of classes or
+    """Return a split's loss in nats per target (for a regression its mean squared error), and the metrics of classes or
     numbers. ``examples`` collects the loss of every example on the first rank; None saves that work. The model is left
     in training mode."""
     model.eval()
@@ -127,7 +126,7 @@ def evaluate(
             found.append(ExampleLosses())
             continue
         targets = num_targets(own)
-        # The mean over no target is no number.
+        # the mean over no targets is not a number
         loss += float(outputs.loss) * targets if targets else 0.0
         found.append(ExampleLosses())
         if examples is not None and getattr(outputs, "logits", None) is not None:
@@ -139,12 +138,12 @@ def evaluate(
             classes_3C += count_classes(outputs.logits.argmax(-1).cpu(), own["labels"], classes_3C.shape[1])
     model.train()
     if examples is not None:
-        # Batch by batch, in each rank by rank: the order of the examples.
+        # Batch by batch, and rank by rank in each: this is the order of the examples.
         for part in itertools.chain(*zip(*ranks.gather(found), strict=True)):
             examples.extend(part)
     loss, count, *found_classes = ranks.all_sum([loss, count, *classes_3C.flatten().tolist()])
     values = {split.loss.name: loss / max(count, 1)}
-    # A rank whose examples have all run out takes part in the collective operations.
+    # A rank without examples must take part in the collective operations too.
     if ranks.all_max([len(numbers)])[0]:
         pairs = [pair for part in ranks.gather(numbers) for pair in part]
         pearson, spearman = ranks.broadcast(correlate(pairs) if ranks.is_first else (0.0, 0.0))
@@ -162,7 +161,7 @@ def _judge_classes(classes_3C: Tensor, split: HeldOutSplit, count: float) -> dic
 
 
 def correlate(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Return Pearson's and Spearman's correlation of pairs of numbers; 0 where either side has one value alone."""
+    """Return Pearson's and Spearman's correlation of pairs of numbers; 0 if either side has only one value."""
     from scipy import stats
 
     first, second = ([pair[side] for pair in pairs] for side in (0, 1))
@@ -172,20 +171,19 @@ def correlate(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def count_classes(predicted_B: Tensor, labels_B: Tensor, num_classes: int) -> Tensor:
-    """Return for each class C how many examples are rightly predicted to be in it, predicted, and in it, as (3, C)."""
+    """Return three counts for each class C, as (3, C): correctly predicted, predicted, and labelled examples."""
     kinds = (labels_B[predicted_B == labels_B], predicted_B, labels_B)
     return torch.stack([torch.bincount(kind, minlength=num_classes) for kind in kinds])
 
 
 def macro_f1(classes_3C: Tensor) -> float:
-    """Return the mean of the F1 of all classes that occur among labels or predictions, from the counts of
-    ``count_classes``."""
+    """Return the mean F1 of all classes that occur in labels or predictions, from the counts of ``count_classes``."""
     occurring_C = classes_3C[1] + classes_3C[2] > 0
     return float(find_f1(classes_3C)[occurring_C].mean()) if occurring_C.any() else 0.0
 
 
 def find_f1(classes_3C: Tensor) -> Tensor:
-    """Return the F1 of each class (C,), 0 for one that does not occur."""
+    """Return the F1 of each class (C,), 0 for a class that does not occur."""
     right_C, predicted_C, labels_C = classes_3C
     f1_C: Tensor = 2 * right_C / (predicted_C + labels_C).clamp(min=1)
     return f1_C
@@ -193,7 +191,7 @@ def find_f1(classes_3C: Tensor) -> Tensor:
 
 def matthews(classes_3C: Tensor) -> float:
     """Return Matthews' correlation coefficient for any number of classes (J. Gorodkin, Comparing two K-category
-    assignments by a K-category correlation coefficient, 2004): 0 where labels or predictions are all of one class."""
+    assignments by a K-category correlation coefficient, 2004). It is 0 if all labels or all predictions are equal."""
     right_C, predicted_C, labels_C = classes_3C.double()
     total = labels_C.sum()
     spreads = (total**2 - (predicted_C**2).sum()) * (total**2 - (labels_C**2).sum())
@@ -202,7 +200,7 @@ def matthews(classes_3C: Tensor) -> float:
 
 
 def _share(batch: dict[str, Tensor], ranks: Ranks) -> tuple[dict[str, Tensor], bool]:
-    """Return this rank's part of a batch and whether it counts. If there are too few examples, a rank evaluates a
+    """Return this rank's part of a batch, and whether it counts. If there are too few examples, a rank evaluates a
     duplicate that does not count, because every rank must call a sharded model equally often."""
     examples = len(batch["labels"])
     size = -(-examples // ranks.count)

@@ -1,4 +1,4 @@
-"""The loss of a micro-batch in which each example has its weight, and the loss of each example.
+"""Compute the loss of a micro-batch with a weight for each example, and the loss of each example.
 
 Shape letters: B examples.
 """
@@ -10,23 +10,24 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from sparsebp_cli.backward.kind.example.loss import check_logits, compare_losses, count_targets, sum_losses
+from sparsebp_cli.backward.kind.example_loss import check_logits, compare_losses, count_targets, sum_losses
 from sparsebp_cli.worker.batch import run_micro_batch
 
 
 def weighted_loss(
     model: nn.Module, batch: dict[str, Tensor], targets: int, device: torch.device, weights: Sequence[float]
 ) -> tuple[Tensor, Tensor]:
-    """Run the model on a batch. Return the sum of its examples' losses, each times its weight, over the ``targets`` of
-    the whole step, and the mean loss of each example without its weight, (B,), detached.
+    """Run the model on a batch. Return the weighted sum of its examples' losses over the ``targets`` of the whole step,
+    and the unweighted mean loss of each example, (B,), detached.
 
-    With weights of 1 this is the model's own loss to the last bit; raise UnsupportedError if that is anything but the
-    cross-entropy of its logits, which the weights could not replace."""
+    If all weights are 1, this is the model's own loss, bit for bit. Raise UnsupportedError if the model's loss is not
+    the cross-entropy of its logits, because weights could not replace it.
+    """
     labels = batch["labels"].to(device)
     if all(weight == 1.0 for weight in weights):
         loss, output = run_micro_batch(model, batch, targets, device)
         logits = check_logits(getattr(output, "logits", None), labels)
-        with torch.no_grad():  # one example after the other, so that no second tensor of all logits is made
+        with torch.no_grad():  # one example at a time, so that no second tensor of all logits is created
             parts = zip(logits.split(1), labels.split(1), strict=True)
             sum_B = torch.cat([sum_losses(*part) for part in parts])
         compare_losses(float(loss.detach()), float(sum_B.sum()) / targets, logits.dtype)

@@ -1,5 +1,5 @@
-"""Checks of losses, gradients and weights before they reach an update or a checkpoint: that they are finite (else
-DivergedError), and that the gradients of several ranks are one (else RunFailedError)."""
+"""Check losses, gradients and weights before they reach an update or a checkpoint: they must be finite (else
+DivergedError), and all ranks must have the same gradients (else RunFailedError)."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from sparsebp_cli.errors import DivergedError, RunFailedError
 from sparsebp_cli.worker.process import Ranks
 from sparsebp_cli.worker.sharding import local_part
 
-# Of the norms of one summed gradient on two machines of different kinds, which add up in another order.
+# Tolerance between norms of one summed gradient on two kinds of machines, which add in different orders.
 UNEQUAL = 1e-3
 
 
 def check_loss(value: float, step: int) -> float:
-    """Return the loss of all ranks, or raise DivergedError if it is not finite."""
+    """Return the loss of all ranks. Raise DivergedError if it is not finite."""
     if not math.isfinite(value):
         raise DivergedError(f"the loss is {value} at step {step}; nothing was updated")
     return value
 
 
 def check_norm(value: float, model: nn.Module, step: int) -> float:
-    """Return the gradient norm, or raise DivergedError with the first parameter whose gradient is not finite."""
+    """Return the gradient norm. Raise DivergedError if it is not finite, naming the first such parameter."""
     if not math.isfinite(value):
         gradients = ((name, local_part(p.grad)) for name, p in model.named_parameters() if p.grad is not None)
         bad = (name for name, gradient in gradients if not gradient.isfinite().all())
@@ -36,8 +36,8 @@ def check_norm(value: float, model: nn.Module, step: int) -> float:
 
 
 def check_summed(norm: float, mean: float, step: int) -> None:
-    """Raise RunFailedError if the norm of this rank's gradient is not that of all ranks, by their mean: ranks that do
-    not sum their gradients train as many models as there are ranks, and only the losses would look right."""
+    """Raise RunFailedError if this rank's gradient norm differs from the mean of all ranks. Ranks that do not sum their
+    gradients train separate models, and the losses alone would not show it."""
     if abs(norm - mean) > UNEQUAL * mean:
         raise RunFailedError(
             f"the processes have different gradients at step {step} (a norm of {norm:.6g} here, {mean:.6g} on "
@@ -47,7 +47,7 @@ def check_summed(norm: float, mean: float, step: int) -> None:
 
 
 def check_result(value: float, step: int) -> None:
-    """Raise DivergedError if the held-out loss after the last step is not finite: the weights may be finite while the
+    """Raise DivergedError if the held-out loss after the last step is not finite. The weights may be finite while the
     model's arithmetic overflows."""
     if not math.isfinite(value):
         raise DivergedError(f"the held-out loss is {value} after the last step, {step}; no model was saved")
@@ -57,7 +57,7 @@ def check_state(
     parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, step: int, ranks: Ranks | None = None
 ) -> None:
     """Raise DivergedError if a trained parameter or a tensor of the optimizer's state is not finite. One fused
-    reduction takes the largest magnitude of all tensors on their device, so each value is read once and the host waits
+    reduction finds the largest magnitude of all tensors on their device, so each value is read once and the host waits
     once."""
     tensors = dict(parameters) | dict(_state_tensors(parameters, optimizer))
     is_bad = not _are_finite(tensors.values())
@@ -79,6 +79,6 @@ def _state_tensors(parameters: Mapping[str, Tensor], optimizer: torch.optim.Opti
 
 def _are_finite(tensors: Iterable[Tensor]) -> bool:
     parts = [local_part(tensor.detach()) for tensor in tensors]
-    # PyTorch has no norm of float8, and no largest entry of nothing.
+    # PyTorch has no norm of float8, and no largest entry of an empty tensor.
     wide = [part for part in parts if part.is_floating_point() and part.element_size() > 1 and part.numel()]
     return math.isfinite(float(torch.nn.utils.get_total_norm(wide, math.inf)))  # a maximum propagates NaN

@@ -1,4 +1,4 @@
-"""Which encoder makes examples of rows: by the recipe's format, and by what the model is trained to do."""
+"""Choose the encoder that makes examples from rows, by the recipe's format and the model's architecture."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from sparsebp_cli.source.conversation import holds_messages
 from sparsebp_cli.worker.chat_encoding import encode_chat, encode_prompts
 from sparsebp_cli.worker.encoding import (
     IGNORED,
-    Encoded,
-    Example,
+    EncodedExample,
+    EncodedSplit,
     encode_classification,
     encode_completion,
     encode_regression,
@@ -28,7 +28,7 @@ from sparsebp_cli.worker.pair import encode_pairs
 
 Encoder = Callable[
     [Rows, DatasetSection, PreTrainedTokenizerBase, Collection[str], Sequence[str]],
-    Encoded,
+    EncodedSplit,
 ]
 ENCODERS: dict[str, Encoder] = {
     "text": encode_text,
@@ -47,9 +47,9 @@ def encode(
     columns: Collection[str] = (),
     label_names: Sequence[str] = (),
     architecture: Architecture = "causal",
-) -> Encoded:
-    """Return the examples of rows in the format of a recipe. ``columns`` names columns of character spans, which
-    become token masks; ``label_names`` are the classes of a classification by number."""
+) -> EncodedSplit:
+    """Return the examples of rows in the format of a recipe. ``columns`` names columns of character spans, which become
+    token masks. ``label_names`` are the classes of a classification by number."""
     encoder = _choose(rows, section, architecture)
     found = encoder(rows, section, tokenizer, columns, label_names)
     _ignore_weightless(found)
@@ -66,8 +66,8 @@ def _choose(rows: Rows, section: DatasetSection, architecture: Architecture) -> 
     return ENCODERS[section.format]
 
 
-def _ignore_weightless(found: Encoded) -> None:
-    """Take the labels of tokens that weigh 0 away, examples without any other, and weights that are all 1."""
+def _ignore_weightless(found: EncodedSplit) -> None:
+    """Remove labels of tokens with weight 0, examples without other labels, and weights that are all 1."""
     if not any(LOSS_WEIGHT in example.columns for example in found.examples):
         return
     kept, block_rows = [], []
@@ -82,7 +82,7 @@ def _ignore_weightless(found: Encoded) -> None:
     found.examples, found.block_rows = kept, block_rows
 
 
-def _with_labels(example: Example, labels: np.ndarray, weight_T: np.ndarray) -> Example:
+def _with_labels(example: EncodedExample, labels: np.ndarray, weight_T: np.ndarray) -> EncodedExample:
     columns = {name: column for name, column in example.columns.items() if name != LOSS_WEIGHT}
     if (weight_T[labels != IGNORED] != 1).any():
         columns[LOSS_WEIGHT] = weight_T

@@ -1,10 +1,11 @@
-"""Gaps in packed text for masked language models.
+"""Mask tokens (gaps) in packed text for masked language models.
 
 Jacob Devlin, Ming-Wei Chang, Kenton Lee, Kristina Toutanova, "BERT: Pre-training of Deep Bidirectional Transformers",
-2019, https://aclanthology.org/N19-1423, section 3.1: 15 % of the tokens are predicted, of which 80 % are replaced by
-the mask token, 10 % by a random one, and 10 % stay. As in RoBERTa and in transformers'
-``DataCollatorForLanguageModeling``, training examples have other gaps each time they are visited; ours follow from the
-seed and the place in the order alone, so that a resumed run sees the same. Held-out examples always have the same.
+2019, https://aclanthology.org/N19-1423, section 3.1: 15 % of the tokens are predicted. Of these, 80 % are replaced by
+the mask token, 10 % by a random one, and 10 % stay.
+As in RoBERTa and in transformers' ``DataCollatorForLanguageModeling``, training examples get new masks at each visit.
+Ours depend only on the seed and the position in the order, so a resumed run sees the same masks. Masks of held-out
+examples never change.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from transformers import PreTrainedTokenizerBase
 from sparsebp_cli.errors import DataError
 from sparsebp_cli.recipe.schema import DatasetSection
 from sparsebp_cli.source.column import Rows
-from sparsebp_cli.worker.encoding import IGNORED, Encoded, Example, encode_text
+from sparsebp_cli.worker.encoding import IGNORED, EncodedExample, EncodedSplit, encode_text
 
-# BERT's. See decision 76.
-PREDICTED, MASKED, RANDOM = 0.15, 0.8, 0.1  # of the tokens; of the predicted ones
+# BERT's fractions. See decision 76.
+PREDICTED, MASKED, RANDOM = 0.15, 0.8, 0.1  # of all tokens; of the predicted tokens
 
 
 def encode_gaps(
@@ -31,12 +32,12 @@ def encode_gaps(
     tokenizer: PreTrainedTokenizerBase,
     columns: Collection[str],
     label_names: Sequence[str],
-) -> Encoded:
-    """Pack texts as for a causal model; every token that is not special has a label, until gaps are drawn, but for the
+) -> EncodedSplit:
+    """Pack texts as for a causal model. Every token that is not special gets a label, until masks are drawn, except the
     first of a block, which no batch counts."""
     if columns or section.weight_column is not None:
         name = min(columns) if columns else section.weight_column
-        raise DataError(f"column {name!r} marks tokens to be trained, and a masked language model draws its own")
+        raise DataError(f"column {name!r} marks tokens to train, but a masked language model draws them at random")
     found = encode_text(rows, section, tokenizer, columns, label_names)
     special = np.array(sorted(tokenizer.all_special_ids), dtype=np.int64)
     for number, example in enumerate(found.examples):
@@ -48,23 +49,23 @@ def encode_gaps(
 
 @dataclass(frozen=True)
 class Gaps:
-    """Draws gaps in the examples of one tokenizer."""
+    """Draws masks in the examples of one tokenizer."""
 
     mask_token_id: int
     num_tokens: int
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> Gaps:
-        """Take the tokenizer's mask token. Raise DataError if it has none."""
+        """Return masks for the tokenizer's mask token. Raise DataError if it has none."""
         if not isinstance(tokenizer.mask_token_id, int):
-            raise DataError("a masked language model needs a tokenizer with a mask token, which this one has not")
+            raise DataError("a masked language model needs a tokenizer with a mask token, which this one lacks")
         return cls(tokenizer.mask_token_id, len(tokenizer))
 
-    def draw(self, example: Example, *key: object) -> Example:
-        """Return an example with gaps that follow from the key: at least one, if it has a token that may be one."""
-        # A function of its key alone, such as seed and place: a resumed run needs no state. See decision 76.
+    def draw(self, example: EncodedExample, *key: object) -> EncodedExample:
+        """Return an example with masks that depend only on the key. At least one token is masked, if any can be."""
+        # A function of its key alone, such as seed and position, so that a resumed run needs no state. See decision 76.
         digest = hashlib.sha256(" ".join(map(str, key)).encode()).digest()
-        # By name: default_rng may be another generator in a later NumPy.
+        # Name the generator, because default_rng may be another one in a later NumPy.
         generator = np.random.Generator(np.random.PCG64(int.from_bytes(digest[:16], "little")))
         may_be = np.flatnonzero(example.labels != IGNORED)
         if not len(may_be):
@@ -81,6 +82,6 @@ class Gaps:
         ids[places] = np.where(how < MASKED, self.mask_token_id, np.where(stays, ids[places], drawn))
         return replace(example, input_ids=ids, labels=labels)
 
-    def draw_all(self, examples: Sequence[Example]) -> list[Example]:
-        """Return examples with gaps that follow from their content."""
+    def draw_all(self, examples: Sequence[EncodedExample]) -> list[EncodedExample]:
+        """Return examples with masks that depend only on their content."""
         return [self.draw(example, hashlib.sha256(example.input_ids.tobytes()).hexdigest()) for example in examples]

@@ -1,7 +1,7 @@
-"""Texts that the model generates from held-out prompts, and the metrics of them.
+"""Generate texts from held-out prompts, and compute their metrics.
 
-A generation is greedy, so it draws no random number, and leaves everything as it was: the mode of each module, the
-policies, the random generators, which a metric of a package may use, and the model's own settings of generation.
+Generation is greedy, so it draws no random numbers. It restores everything afterwards: the mode of each module, the
+policies, the random generators (which a plug-in's metric may use), and the model's own generation settings.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from sparsebp_cli.recipe.schema import GenerateSection
 from sparsebp_cli.worker.process import Ranks
 from sparsebp_cli.worker.prompt import Prompt
 
-MOST_SAMPLES = 3  # of a generation that the journal keeps: the first prompts of the split
-MOST_CHARACTERS = 500  # of each of their texts; the end of a prompt, the beginning of an answer
+MOST_SAMPLES = 3  # kept in the event log for each generation: the first prompts of the split
+MOST_CHARACTERS = 500  # kept of each text: the end of a prompt, the beginning of an answer
 
 
 @dataclass(frozen=True)
 class Generator:
     """Generates texts with a model that is being trained."""
 
-    model: nn.Module  # the bare one
+    model: nn.Module  # without wrappers
     tokenizer: PreTrainedTokenizerBase
     section: GenerateSection
     batch_size: int
     device: torch.device
 
     def check(self, prompts: Sequence[Prompt]) -> None:
-        """Raise DataError, before anything is trained, if a metric lacks its library, the model cannot generate, or has
+        """Raise DataError, before training starts, if a metric lacks its library, the model cannot generate, or it has
         too few positions for a prompt and its answer."""
         for name in self.section.metrics:
             find_text_metric(name).require(name)
@@ -49,12 +49,12 @@ class Generator:
             return
         if longest + self.section.max_new_tokens > most:
             raise DataError(
-                f"measure.generate.max_new_tokens: {self.section.max_new_tokens} behind a prompt of {longest} tokens "
-                f"is more than the {most} positions of the model"
+                f"measure.generate.max_new_tokens: {self.section.max_new_tokens} after a prompt of {longest} tokens "
+                f"exceeds the model's {most} positions"
             )
 
     def generate(self, prompts: Sequence[Prompt]) -> list[str]:
-        """Return what the model writes for each prompt, without special tokens."""
+        """Return the model's answer to each prompt, without special tokens."""
         inner, found = find_generating(self.model), list[str]()
         settings = self._settings(inner, prompts)
         with _evaluating(self.model), _with_settings(inner, settings), torch.no_grad():
@@ -68,8 +68,8 @@ class Generator:
         return found
 
     def _settings(self, inner: PreTrainedModel, prompts: Sequence[Prompt]) -> GenerationConfig:
-        """Return settings of our own: a model's may sample, punish repetitions or search beams, and a metric would
-        change with them. What begins and ends a text stays the model's."""
+        """Return our own settings. A model's settings may sample, penalise repetitions or search beams, which would
+        change the metrics. Only the tokens that begin and end a text come from the model."""
         own, pad = inner.generation_config, self.tokenizer.pad_token_id
         ends = {end for prompt in prompts for end in prompt.ends}
         for given in (getattr(own, "eos_token_id", None), self.tokenizer.eos_token_id):
@@ -87,7 +87,7 @@ class Generator:
         )
 
     def _pad(self, prompts: Sequence[Prompt]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return prompts padded on the left, so that what follows is at the end of every row, and their mask."""
+        """Return prompts padded on the left, so that answers follow directly, and their mask."""
         longest, pad = max(len(prompt.ids) for prompt in prompts), self.tokenizer.pad_token_id
         ids_BT = torch.full((len(prompts), longest), pad if isinstance(pad, int) else 0)
         mask_BT = torch.zeros((len(prompts), longest), dtype=torch.int64)
@@ -103,7 +103,7 @@ class Generated:
 
     values: dict[str, float]
     samples: dict[str, list[str]]  # ``prompt``, ``reference`` and ``prediction``
-    scores: dict[str, list[float]]  # of each prompt, by metric, where a metric is their mean; empty if not asked for
+    scores: dict[str, list[float]]  # each prompt's score, for metrics that are means of these; empty if not requested
 
 
 def measure_generated(
@@ -115,8 +115,8 @@ def measure_generated(
     *,
     each: bool = False,
 ) -> Generated:
-    """Generate on all ranks, each its part, and compute the metrics on the first, also of ``each`` prompt alone; every
-    rank returns them. Raise DataError on every rank if a metric fails."""
+    """Generate on all ranks, each a part of the prompts, and compute the metrics on the first rank, with ``each`` also
+    for single prompts. Every rank returns them. Raise DataError on every rank if a metric fails."""
     size = -(-len(prompts) // ranks.count)
     own = prompts[ranks.rank * size : (ranks.rank + 1) * size]
     before = capture_rng()
@@ -160,7 +160,7 @@ def _compute(
 
 
 def find_generating(model: nn.Module) -> PreTrainedModel:
-    """Return transformers' own model: adapters are inside of it, and wrappers around it have no settings."""
+    """Return transformers' own model. Adapters are inside it, and wrappers around it have no generation settings."""
     return next(module for module in model.modules() if isinstance(module, PreTrainedModel))
 
 

@@ -1,4 +1,4 @@
-"""Orders of training data that put similar examples into one micro-batch, and what grouping by prefix would gain."""
+"""Order training data so that similar examples share a micro-batch, and estimate what grouping by prefix would save."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ import torch
 from numpy.typing import NDArray
 
 from sparsebp_cli.backward.kind.packing.layout import MIN_SHARED, make_layout
-from sparsebp_cli.worker.data import Example
+from sparsebp_cli.worker.data import EncodedExample
 
 GroupBy = Literal["length", "prefix"]
 Order = NDArray[np.int64]
 
-# Examples that are sorted by length together, in micro-batches: as in transformers' LengthGroupedSampler, so that an
-# epoch does not go from long to short.
+# Number of micro-batches whose examples are sorted by length together, as in transformers' LengthGroupedSampler, so
+# that an epoch does not go from long to short.
 SORTED_BATCHES = 50
 COUNTED_BATCHES = 20
-LEAST_GAIN = 0.05  # of the rows: a smaller gain is not told
+LEAST_GAIN = 0.05  # of the token positions; smaller gains are not reported
 
 
 def group_order(
-    examples: Sequence[Example], order: Order, group_by: GroupBy, batch_size: int, generator: torch.Generator
+    examples: Sequence[EncodedExample], order: Order, group_by: GroupBy, batch_size: int, generator: torch.Generator
 ) -> Order:
-    """Return a random order of an epoch, rearranged so that neighbours are similar.
+    """Return an epoch's random order, rearranged so that neighbours are similar.
 
-    ``length``: within 50 micro-batches, the examples of each are of similar length; the micro-batches stay in random
-    order. ``prefix``: examples that begin with the same 16 tokens are neighbours, in random order as the groups are.
+    ``length``: within 50 micro-batches, the examples of each have similar lengths; the micro-batches stay in random
+    order. ``prefix``: examples with the same first 16 tokens are neighbours; groups and members are in random order.
     """
     if group_by == "prefix":
         first: dict[bytes, int] = {}
@@ -45,9 +45,9 @@ def group_order(
     return np.concatenate([*(batches[number] for number in shuffled), *last])
 
 
-def describe_prefix_gain(examples: Sequence[Example], batch_size: int, seed: int) -> str | None:
-    """Return what grouping by prefix would leave of the rows that a causal model computes in packed batches; None if
-    that is not worth a line. Counted on random and grouped orders of some examples, without a model."""
+def describe_prefix_gain(examples: Sequence[EncodedExample], batch_size: int, seed: int) -> str | None:
+    """Describe how many token positions a causal model would compute in packed batches with grouping by prefix. Return
+    None if the gain is too small. The counts come from random and grouped orders of some examples, without a model."""
     generator = torch.Generator().manual_seed(seed)
     order: Order = torch.randperm(len(examples), generator=generator).numpy().copy()
     grouped = group_order(examples, order, "prefix", batch_size, generator)
@@ -62,8 +62,8 @@ def describe_prefix_gain(examples: Sequence[Example], batch_size: int, seed: int
     )
 
 
-def _count_rows(examples: Sequence[Example], order: Order, batch_size: int) -> float:
-    """Return the rows of packed batches with shared prefixes, an example."""
+def _count_rows(examples: Sequence[EncodedExample], order: Order, batch_size: int) -> float:
+    """Return the token positions in packed batches with shared prefixes, per example."""
     rows = 0
     for start in range(0, len(order), batch_size):
         chosen = [examples[number].input_ids for number in order[start : start + batch_size]]

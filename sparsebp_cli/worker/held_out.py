@@ -1,7 +1,7 @@
-"""Which rows are held out: drawn by a hash of their content, so that neither the order of a file nor a seed decides.
+"""Choose the held-out rows by a hash of their content, so that neither the file's order nor a seed decides.
 
-Rows of one content are on one side: equal texts, equal prompts, or all rows of a document where the recipe names its
-column. The draw depends on nothing else, so it is the same on every machine and in every order of the rows.
+Rows with equal content are on the same side: equal texts, equal prompts, or all rows of a document if the recipe names
+its column. The draw depends on nothing else, so it is the same on every machine and in every order of the rows.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sparsebp_cli.source.conversation import find_prompt
 
 
 def find_keys(rows: Rows, section: DatasetSection) -> list[str]:
-    """Return what each row has in common with the rows on its side: its document, or else its text or prompt."""
+    """Return the key of each row: the document, else text or prompt. Rows with the same key are on the same side."""
     if section.group_column is not None:
         groups = read_column(rows, section.group_column)
         for row, group in zip(rows, groups, strict=True):
@@ -35,11 +35,12 @@ def find_keys(rows: Rows, section: DatasetSection) -> list[str]:
 
 
 def draw_rows(keys: Sequence[str], number: int, section: DatasetSection) -> list[int]:
-    """Return which rows are held out, in the order of the hash, so that the first ones are a draw as well.
+    """Return the indices of the held-out rows in the order of the hash, so that any first part is a random draw too.
 
-    There are exactly ``number``, unless the groups of equal keys have no such sum: then fewer, or if none is so small,
-    the smallest group. If there are only one or two such groups, rows are drawn one by one, because to hold out one
-    group would leave the other alone to train on; the census counts the rows that are on both sides then."""
+    There are exactly ``number``, unless no groups of equal keys have this sum: then fewer, or the smallest group if all
+    are larger. With only one or two such groups, rows are drawn one by one, because holding out one group would leave
+    only the other to train on. The data statistics then count the rows that are on both sides.
+    """
     groups: dict[str, list[int]] = {}
     for row, key in enumerate(keys):
         groups.setdefault(key, []).append(row)
@@ -64,9 +65,8 @@ def draw_rows(keys: Sequence[str], number: int, section: DatasetSection) -> list
 
 
 def draw_test(keys: Sequence[str], lengths: Sequence[int], section: DatasetSection) -> list[bool]:
-    """Return for each held-out row whether it is in the test split, by whole documents: rows of equal keys. Documents
-    are ordered by a hash of their key; the test gets ``test_fraction`` of the total length, as nearly as whole
-    documents allow."""
+    """Return for each held-out row whether it is in the test split. Documents (rows with equal keys) stay whole and are
+    ordered by a hash of their key. The test split gets ``test_fraction`` of the total length, as nearly as possible."""
     assert section.test_fraction is not None
     documents: Counter[str] = Counter()  # key to length
     for key, length in zip(keys, lengths, strict=True):
@@ -77,7 +77,7 @@ def draw_test(keys: Sequence[str], lengths: Sequence[int], section: DatasetSecti
             "test_split"
         )
     order, wanted = sorted(documents, key=hash_text), section.test_fraction * sum(documents.values())
-    sums = list(itertools.accumulate(documents[key] for key in order))[:-1]  # one document is left for validation
+    sums = list(itertools.accumulate(documents[key] for key in order))[:-1]  # one document stays in validation
     test = set(order[: 1 + min(range(len(sums)), key=lambda number: abs(sums[number] - wanted))])
     return [key in test for key in keys]
 

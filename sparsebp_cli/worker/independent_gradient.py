@@ -1,16 +1,16 @@
-"""Comparison of a step's gradient with those of other examples, for the policy and for dense at the same cost.
+"""Compare a step's gradient with those of other examples, for the policy and for dense at the same cost.
 
 Fidelity compares the policy's gradient with the dense one *of the same batch*, where dense has cosine 1 by definition.
 That does not show whether dense on a smaller batch would have been a better use of the cost. Here both are compared
 with the dense gradient of many other training examples, an estimate of the gradient that training needs.
 
-The noise that stochastic gradient descent has anyway is the measure of the policy's error: a policy whose squared error
-is small against the variance of the dense gradient over micro-batches changes little, and one whose error is several
-times as large needs as many times the batch (Z. Wang, J. Chen and J. Zhu, VCAS, ICLR 2024,
-https://arxiv.org/abs/2402.17227, keep the ratio at 0.025). Two halves of the micro-batch estimate that variance.
+The policy's error is compared with the noise that stochastic gradient descent has anyway. If its squared error is small
+against the variance of the dense gradient over micro-batches, it changes little. If it is several times that variance,
+it needs as many times the batch (Z. Wang, J. Chen and J. Zhu, VCAS, ICLR 2024, https://arxiv.org/abs/2402.17227, keep
+the ratio at 0.025). Two halves of the micro-batch estimate the variance.
 
-Dense gets the part of the micro-batch that costs at least as much as the policy's step, in counted FLOPs of forward
-and backward, so that timing noise has no influence. Its cosine is the mean over all disjoint parts of that size.
+Dense gets the part of the micro-batch that costs at least as much as the policy's step, in counted FLOPs of forward and
+backward, so that timing noise has no influence. Its cosine is the mean over all disjoint parts of that size.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ Gradients = dict[str, Tensor | None]
 
 @dataclass(frozen=True)
 class IndependentBatches:
-    """A micro-batch of training and examples that it does not contain."""
+    """A training micro-batch, and examples that it does not contain."""
 
     order: BatchOrder
     number: int  # of the micro-batch
-    num_examples: int  # other examples wanted; a small training set may have fewer
+    num_examples: int  # other examples requested; a small training set may have fewer
     loss: Callable[[Batch, int], Tensor]  # maps a batch and a number of targets to the summed loss over that number
 
     def others(self) -> Iterator[Callable[[], Tensor]]:
@@ -47,7 +47,7 @@ class IndependentBatches:
             yield partial(self.loss, batch, targets)
 
     def parts(self, size: int) -> Iterator[tuple[Callable[[], Tensor], int]]:
-        """Yield a forward and the number of targets of each disjoint part of the micro-batch with ``size`` examples."""
+        """Yield a forward and the number of targets of each disjoint part of ``size`` examples of the micro-batch."""
         batch = self.order[self.number]
         for part in range(len(batch["labels"]) // size):
             own = {name: tensor[part * size : (part + 1) * size] for name, tensor in batch.items()}
@@ -56,11 +56,11 @@ class IndependentBatches:
 
 
 def measure_sgd_variance(trial: TrialStep, dense: Gradients, batches: IndependentBatches) -> float | None:
-    """Return the variance of the dense gradient over micro-batches of this size, over its squared norm; None if two
-    halves with targets cannot be made, or there is no gradient.
+    """Return the variance of the dense gradient over micro-batches of this size, divided by its squared norm. Return
+    None if there are not two halves with targets, or no gradient.
 
-    With halves of n1 and n2 targets, E |g1 - g2|^2 is the variance of one target's gradient times (1/n1 + 1/n2), and
-    that of the micro-batch is the same variance over n1 + n2. The trial step must be entered. It costs one dense pass.
+    With halves of n1 and n2 targets, E |g1 - g2|^2 is the variance of one target's gradient times (1/n1 + 1/n2). The
+    variance of the micro-batch is the same variance over n1 + n2. Enter the trial step first. Costs one dense pass.
     """
     size = batches.order.batch_size // 2
     parts = [part for part in batches.parts(size) if part[1]][:2] if size else []
@@ -77,8 +77,8 @@ def measure_sgd_variance(trial: TrialStep, dense: Gradients, batches: Independen
 
 
 class IndependentComparison:
-    """Comparison of the policy's gradients, draw by draw, and of dense ones of a smaller batch, with the gradient of
-    other examples. The trial step must be entered."""
+    """Comparison of the policy's gradients (draw by draw) and of dense gradients of a smaller batch with the gradient
+    of other examples. The trial step must be entered."""
 
     policy: GradientComparison
 
@@ -88,8 +88,8 @@ class IndependentComparison:
         self.policy, self._dense = GradientComparison(self._large), GradientComparison(self._large)
 
     def add_dense(self, cost_ratio: float) -> int:
-        """Compare the dense gradients of parts that cost at least as much as the policy's step, and return their size
-        in examples. ``cost_ratio`` is the policy's cost over that of dense on the whole micro-batch."""
+        """Compare the dense gradients of parts that cost at least as much as the policy's step, and return the parts'
+        size in examples. ``cost_ratio`` is the policy's cost over dense's on the whole micro-batch."""
         size = examples_at_cost(cost_ratio, self._batches.order.batch_size)
         for part, _ in self._batches.parts(size):
             self._dense.add_draw(self._run(part))
@@ -108,7 +108,7 @@ class IndependentComparison:
 
 
 def examples_at_cost(cost_ratio: float, batch_size: int) -> int:
-    """Return the smallest number of examples that costs dense at least as much as the policy's step, in [1,
-    batch_size]: a policy that costs more than dense is compared with the whole micro-batch."""
-    # A share that is a whole number of examples must not gain one by rounding.
+    """Return the smallest number of examples, in [1, batch_size], for which dense costs at least as much as the
+    policy's step. A policy that costs more than dense is compared with the whole micro-batch."""
+    # A product that is a whole number of examples must not be rounded up to the next.
     return min(batch_size, max(1, math.ceil(cost_ratio * batch_size - 1e-9)))

@@ -1,8 +1,8 @@
-"""Launch of a run's ranks on this machine by torchrun, and the run's final status when the ranks cannot write it.
+"""Launch a run's ranks on this machine with torchrun, and write the final status if the ranks cannot.
 
 On several nodes one launcher runs on each. The first one holds the run's lock and writes the final status.
 
-torchrun hides exit codes. So the first rank writes the final status into the journal, and a failing rank writes its
+torchrun hides exit codes. So the first rank writes the final status into the event log, and a failing rank writes its
 reason to the file that torchrun names for it, outside the run's folder.
 """
 
@@ -38,13 +38,13 @@ from sparsebp_cli.worker.rank import Reason
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-# The caller decides how long to wait for the checkpoint of a stopped run; torchrun would kill the ranks after 30 s.
+# The caller decides how long to wait for a stopped run's checkpoint; torchrun would kill the ranks after 30 s.
 STOP_SECONDS = 24 * 3600
-GUARD_SECONDS = 1.0  # between two looks at the ranks
+GUARD_SECONDS = 1.0  # between two checks of the ranks
 
 
 def run_ranks(plan: Plan, run: RunFolder, stop: StopRequest) -> int:
-    """Execute a plan in several processes; return the exit code. The caller holds the lock of the run's folder."""
+    """Execute a plan in several processes and return the exit code. The caller holds the lock of the run's folder."""
     with run.lock("rank"):  # wait until the ranks of a killed worker have ended
         pass
     options = process_options(plan.recipe)
@@ -67,9 +67,9 @@ def run_ranks(plan: Plan, run: RunFolder, stop: StopRequest) -> int:
 
 
 def run_ranks_of_node(plan: Plan, run: RunFolder) -> int:
-    """Execute the part of a plan that a node other than the first one has; return the exit code, that of the run."""
+    """Execute the part of a plan that belongs to a node other than the first. Return the run's exit code."""
     options = process_options(plan.recipe)
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # one line says that the first node is lost
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # our one line reports a lost first node
     try:
         place = read_place(options)
         assert place is not None
@@ -89,7 +89,7 @@ def run_ranks_of_node(plan: Plan, run: RunFolder) -> int:
 
 
 def _write_end(run: RunFolder, attempt: int, asked: signal.Signals | None, reason: Reason | None) -> int:
-    """Write the run's final status unless the first rank did; return the exit code."""
+    """Write the run's final status unless the first rank did. Return the exit code."""
     end, step = _read_end(run, attempt)
     if end is not None and end["status"] == State.FINISHED:
         return 0
@@ -111,24 +111,24 @@ def _write_end(run: RunFolder, attempt: int, asked: signal.Signals | None, reaso
 
 
 class RankGuard(threading.Thread):
-    """Kills the ranks of this machine if they should have ended: one of them has, or the run is over elsewhere."""
+    """Kills the ranks of this machine that should have ended: one of them has, or the run is over elsewhere."""
 
     killed: set[int]  # process ids
 
     def __init__(self, grace_seconds: float, is_over: Callable[[], bool]) -> None:
-        """Watch the children that this process starts from now on, which get ``grace_seconds`` to end by themselves."""
+        """Watch the children that this process starts from now on. They get ``grace_seconds`` to end by themselves."""
         super().__init__(daemon=True)
-        self._others = {child.pid for child in psutil.Process().children()}  # no ranks
+        self._others = {child.pid for child in psutil.Process().children()}  # children that are not ranks
         self._grace_seconds, self._is_over = grace_seconds, is_over
         self._done = threading.Event()
         self.killed = set()
 
     def run(self) -> None:
-        """Look at the ranks until :meth:`stop` is called."""
+        """Check the ranks until :meth:`stop` is called."""
         parent, most, since = psutil.Process(), 0, None
         while not self._done.wait(GUARD_SECONDS):
             ranks = [child for child in parent.children() if child.pid not in self._others]
-            # Ranks start one after another: one has ended where there are fewer than there ever were.
+            # Ranks start one after another: fewer than the largest number so far means that one has ended.
             most = max(most, len(ranks))
             if len(ranks) == most and not self._is_over():
                 continue
@@ -146,8 +146,8 @@ class RankGuard(threading.Thread):
 
 
 def _run(plan: Plan, run: RunFolder, nodes: NodeGroup | None = None) -> tuple[signal.Signals | None, Reason | None]:
-    """Start the ranks of this machine and wait for them; return the signal that stopped them and the reason why they
-    failed, if any."""
+    """Start the ranks of this machine and wait for them. Return the signal that stopped them, and why they failed; each
+    None if there is none."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -160,17 +160,17 @@ def _run(plan: Plan, run: RunFolder, nodes: NodeGroup | None = None) -> tuple[si
     for name in logging.root.manager.loggerDict:
         if name.startswith("torch.distributed.elastic"):  # each sets its own level; run_ranks reports failures itself
             logging.getLogger(name).setLevel(logging.CRITICAL)
-    # Without this, a second launch in one store reads values that the first one left there: pytorch #135712.
+    # Otherwise a second launch in one store reads the first launch's values: pytorch #135712.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     options = process_options(plan.recipe)
     here = options.processes // options.nodes
-    # PyTorch 2.11 has no such argument and gives ranks 30 seconds.
+    # PyTorch 2.11 lacks this argument and gives ranks 30 seconds.
     patience: Any = {"shutdown_timeout": STOP_SECONDS} if "shutdown_timeout" in LaunchConfig.__annotations__ else {}
     guard = RankGuard(nodes.grace_seconds, nodes.is_over) if nodes else RankGuard(GRACE_SECONDS, lambda: False)
     with TemporaryDirectory(prefix="sparsebp-") as folder:
         os.environ[MEETING_FILE] = str(Path(folder) / "meeting")
         config = LaunchConfig(
-            min_nodes=1,  # also on several nodes: see decision 14
+            min_nodes=1,  # also for several nodes: see decision 14
             max_nodes=1,
             nproc_per_node=here,
             run_id=plan.run_id,
@@ -186,27 +186,27 @@ def _run(plan: Plan, run: RunFolder, nodes: NodeGroup | None = None) -> tuple[si
         failures: Mapping[int, ProcessFailure] = {}
         guard.start()
         try:
-            # -P: a torch.py in the working folder is not imported. See interpreter.py.
+            # -P: do not import a torch.py from the working folder. See interpreter.py.
             elastic_launch(config, interpreter.PYTHON)("-P", "-m", "sparsebp_cli.worker", str(run.plan_file))
         except SignalException as error:
             asked = error.sigval
         except ChildFailedError as error:
             first = nodes.place.node * here if nodes else 0
-            # Those that the guard killed are no cause of the failure.
+            # Ranks that the guard killed are not a cause of the failure.
             failures = {first + n: failure for n, failure in error.failures.items() if failure.pid not in guard.killed}
         guard.stop()
         return asked, _find_reason(Path(folder), failures, options.processes)
 
 
 def _find_reason(folder: Path, failures: Mapping[int, ProcessFailure], count: int) -> Reason | None:
-    """Return the first cause: an error of a rank itself, else the signal or exit code that ended one, else the loss of
-    a peer."""
+    """Return the first cause: a rank's own error, else the signal or exit code that ended a rank, else the loss of a
+    peer."""
     told = []
     for file in folder.rglob("error.json"):
         try:
             told.append(Reason(**json.loads(file.read_bytes())["message"]["reason"]))
         except (ValueError, KeyError, TypeError):
-            continue  # half written: the rank was killed while it wrote
+            continue  # incomplete: the rank was killed while writing it
     told.sort(key=lambda reason: (reason.is_echo, reason.time))
     silent = {reason.rank for reason in told}
     died = [
@@ -226,7 +226,7 @@ def _describe_exit(code: int) -> str:
 
 
 def _read_end(run: RunFolder, attempt: int) -> tuple[EndRecord | None, int]:
-    """Return the final status that the first rank wrote, if it did, and the last step with metrics."""
+    """Return the final status that the first rank wrote (None if it wrote none), and the last step with metrics."""
     step = 0
     end: EndRecord | None = None
     for record, _ in read(run.path):

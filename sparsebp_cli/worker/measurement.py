@@ -1,4 +1,4 @@
-"""Measurements between training steps that do not change the run: the probe, its proof, and fidelity."""
+"""Take measurements between training steps without changing the run: the probe, its proof, and fidelity."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from sparsebp_cli.worker.stopwatch import Stopwatch
 from sparsebp_cli.worker.trial_step import PassResult, RestOfUpdate, TrialStep, trainable_parameters
 
 Values = dict[str, float | None]
-ROUNDING = 1e-8  # of the squared error over the squared norm: below it a policy computes the dense gradient
+ROUNDING = 1e-8  # squared error over squared norm; below it a policy computes the dense gradient
 
 
 @dataclass
 class Measurement:
     """Takes the measurements of a run at the steps that its recipe names. ``backward`` differentiates a loss without
-    the engine. Memory used by measurements does not count towards ``peak``. ``price`` is given what is counted."""
+    the engine. Memory of measurements does not count towards ``peak``. ``price`` receives the counts."""
 
     recipe: Recipe
     journal: JournalWriter
@@ -47,9 +47,9 @@ class Measurement:
     peak: PeakMemory
     price: StepPrice
     ranks: Ranks = field(default_factory=Ranks)
-    rest: Callable[[], RestOfUpdate] = RestOfUpdate  # of the coming step, behind its first micro-batch
+    rest: Callable[[], RestOfUpdate] = RestOfUpdate  # of the coming step, after its first micro-batch
     _layers: LayerNumbers = field(init=False)
-    _proofs: dict[int, dict[str, list[float | None]]] = field(init=False)  # tables in the journal, by step
+    _proofs: dict[int, dict[str, list[float | None]]] = field(init=False)  # tables in the event log, by step
     _proof: Proof | None = None  # of the current step
     _movement: Movement | None = None
     _judged: bool = False
@@ -70,8 +70,8 @@ class Measurement:
         step: int = 1,
     ) -> SelectionGain:
         """Measure before training what a step costs and what selection can gain. ``forward`` returns the loss of the
-        first micro-batch; ``batch`` is that micro-batch on the device; ``policies`` are those that are attached; their
-        first step (from 1) is ``step``."""
+        first micro-batch, ``batch`` is that micro-batch on the device, ``policies`` are the attached policies, and
+        ``step`` is their first step (from 1)."""
         self.peak.pause()
         rest = self.rest()
         shape = join_shapes([shape_of(one) for one in rest.batches or [batch]])
@@ -83,7 +83,7 @@ class Measurement:
         return found
 
     def follow(self, engine: Engine) -> None:
-        """Measure another engine from now on, that of the next phase; its notes are new."""
+        """Switch to the engine of the next phase, and forget which notes were written."""
         self.engine = engine
         self._noted.clear()
 
@@ -95,8 +95,8 @@ class Measurement:
         policies: Sequence[Policy],
         step: int,
     ) -> Values:
-        """Measure the selection gain if the run has probes, at the start of a phase: note it in the journal and return
-        its metrics."""
+        """Measure the selection gain at the start of a phase, if the run has probes. Note it in the event log and
+        return its metrics."""
         if self.recipe.measure.probe_every is None:
             return {}
         gain = self.measure_gain(forward, batch, run, policies, step)
@@ -107,15 +107,15 @@ class Measurement:
 
     @property
     def _is_limited(self) -> bool:
-        """Whether the price of each step decides where the run ends."""
+        """Whether the cost of each step decides when the run ends."""
         return self.recipe.training.max_cost is not None or self.recipe.training.max_flops is not None
 
     def _count(self, step: int, forward: Callable[[], Tensor], shape: Callable[[], Shape]) -> None:
-        """Count the work of a step if it is due: a probe's passes draw otherwise than the step will."""
+        """Count the work of a step if it is due. Probes do not suffice: their random draws differ."""
         before = self.price.counted
         if before is None or self.recipe.measure.probe_every is None:
-            return  # a price from a checkpoint may go on where nothing can be counted, as over parts of parameters
-        # What was counted differs between processes, and a pass waits for all of them.
+            return  # a restored price may exist where nothing can be counted, as with sharded parameters
+        # Counts differ between processes, and a pass waits for all of them.
         if not any(self.ranks.all_max([float(self.price.is_due(step, is_limited=self._is_limited))])):
             return
         self.peak.pause()
@@ -130,10 +130,9 @@ class Measurement:
         shape: Callable[[], Shape],
         batches: IndependentBatches | None = None,
     ) -> Values:
-        """Return the metrics of the probe and of fidelity, if they are due at a step (from 1), before the step is made.
-        ``shape`` returns that of what a trial runs, its first micro-batch or all of them. With ``batches``, the error
-        of a policy is held against the noise of dense, and the gradient against that of other examples if these are
-        asked for."""
+        """Return the metrics of the probe and of fidelity that are due before a step (from 1). ``shape`` returns the
+        shape of a trial's input, the first micro-batch or all of them. With ``batches``, compare the policy's error
+        with the noise of dense and, if requested, the gradient with that of other examples."""
         probe_due, fidelity_due = (self._is_due(step, every) for every in self._intervals())
         self._count(step, forward, shape)
         if not (probe_due or fidelity_due):
@@ -164,13 +163,13 @@ class Measurement:
             self.journal.write("layers", step=step, values=self._layer_values(policy.report, fidelity))
         if self._proof is not None:
             self._movement = Movement(trainable_parameters(self.model, self.engine).items())
-        # On a CPU the copies of the parameters would count towards the step's peak, so the pause lasts until after().
+        # On a CPU the copies of the parameters would count towards the step's peak, so stay paused until after().
         if self._movement is None or self.device.type != "cpu":
             self.peak.resume()
         return values
 
     def after(self, step: int) -> Values:
-        """Write the engine's new notes to the journal; return how far a step with a probe has moved the parameters."""
+        """Write the engine's new notes to the event log. Return how far a probed step moved the parameters."""
         for key, text in self.engine.notes.items():
             if key not in self._noted:
                 self.journal.write("note", level="info", text=text)
@@ -196,8 +195,8 @@ class Measurement:
         return self.recipe.measure.probe_every, self.recipe.measure.fidelity_every
 
     def _is_due(self, step: int, every: int | None) -> bool:
-        """Return whether a measurement is due: at its interval, and once after warm-up so that short runs have one;
-        with a schedule, in each phase, at its last step if that comes before."""
+        """Return whether a measurement is due: at its interval, and once after warm-up, so that short runs have one.
+        With a schedule, each phase has one, at its last step if warm-up is longer."""
         warm, phases = self.recipe.measure.warmup_steps + 1, self.recipe.phases
         once = {warm} if len(phases) == 1 else {min(phase.first + warm, phase.end) for phase in phases}
         return every is not None and (step % every == 0 or step in once)
@@ -219,7 +218,7 @@ class Measurement:
         return comparison
 
     def _independent_values(self, trial: TrialStep, others: IndependentComparison) -> Values:
-        proof = self._proof  # of this step, where a probe was due as well
+        proof = self._proof  # of this step, if a probe was due too
         ratio = count_cost(trial) if proof is None else cost_ratio(proof.dense, proof.policy)
         examples = others.add_dense(ratio)
         return {
@@ -311,5 +310,5 @@ def _noise_values(fidelity: Fidelity, sgd_variance: float | None) -> Values:
 
 
 def _short(value: float | None) -> float | None:
-    """Round to six significant digits, so that the journal of a model with many layers stays small."""
+    """Round to six significant digits, so that the event log of a model with many layers stays small."""
     return None if value is None else float(f"{value:.6g}")

@@ -1,4 +1,4 @@
-"""Models and tokenizers of a recipe: safetensors only, no remote code, no fallback to another format."""
+"""Build models and tokenizers of a recipe: safetensors only, no remote code, no fallback to another format."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from transformers import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-from sparsebp_cli.errors import DataError, SparseBPError, did_you_mean
+from sparsebp_cli.errors import DataError, SparseBPError, did_you_mean, is_out_of_memory
 from sparsebp_cli.recipe.schema import ModelSection
 from sparsebp_cli.source import MODELS, find_source, read_config
 from sparsebp_cli.source.architecture import Architecture, find_architecture
@@ -55,7 +55,7 @@ def build_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
     except Exception as error:
         raise _explain(f"tokenizer {source}", error) from None
-    # transformers makes an empty one of a folder that has tokenizer_config.json alone: texts would have no token.
+    # From a folder with tokenizer_config.json alone, transformers makes an empty tokenizer: texts would have no tokens.
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise DataError(
             f"tokenizer {source} has {len(tokenizer)} special tokens and no other: its folder needs tokenizer.json or "
@@ -74,9 +74,9 @@ def build_model(
     *,
     architecture: Architecture = "causal",
 ) -> PreTrainedModel:
-    """Build a recipe's model in training mode with pretrained or random weights, adapters included. ``num_labels`` is
-    None for language modelling; ``tell`` receives a line about a classification head that the files lack;
-    ``architecture`` is from :func:`read_architecture`."""
+    """Build a recipe's model in training mode, with pretrained or random weights and with adapters. ``num_labels`` is
+    None for language modelling. ``tell`` receives a line about a classification head that the files lack.
+    ``architecture`` comes from :func:`read_architecture`."""
     auto: Any = CLASSES["classifier" if num_labels is not None else architecture]
     options: dict[str, Any] = {"dtype": getattr(torch, section.dtype), "attn_implementation": section.attention}
     labels = {} if num_labels is None else {"num_labels": num_labels}
@@ -121,8 +121,8 @@ def build_model(
 def _mend_generation(
     source: Path | str, revision: str | None, tell: Callable[[str], None] | None
 ) -> dict[str, GenerationConfig]:
-    """Return the settings of generation for files whose own transformers refuses; nothing where it takes them. How many
-    answers a generation gives does not concern training."""
+    """Return replacement generation settings if transformers refuses those in the files, else nothing. The number of
+    answers per generation, which it refuses, does not concern training."""
     try:
         GenerationConfig.from_pretrained(source, revision=revision or "main")
     except OSError:
@@ -152,9 +152,9 @@ def build_by_config(
     *,
     architecture: Architecture,
 ) -> PreTrainedModel:
-    """Build a recipe's model in training mode from a config of :func:`read_model_config` alone, adapters included,
-    without reading weights: on tensors without data, to see what it takes."""
-    # Others run on a GPU alone; on tensors without data they store what sdpa does.
+    """Build a recipe's model in training mode, with adapters, from a config of :func:`read_model_config`, without
+    reading weights. Use it on tensors without data, to estimate what the model needs."""
+    # Other implementations need a GPU; on tensors without data they store the same as sdpa.
     attention = section.attention if section.attention in ALWAYS else "sdpa"
     options: dict[str, Any] = {"dtype": getattr(torch, section.dtype), "attn_implementation": attention}
     if config.pad_token_id is None:
@@ -170,8 +170,8 @@ def build_by_config(
 
 
 def read_model_config(section: ModelSection, vocab_size: int, num_labels: int | None) -> PreTrainedConfig:
-    """Return the config of a recipe's model. ``vocab_size`` is that of a config which does not say it. Raise DataError
-    if it cannot be read."""
+    """Return the config of a recipe's model. ``vocab_size`` is used for a config without it. Raise DataError if the
+    config cannot be read."""
     labels = {} if num_labels is None else {"num_labels": num_labels}
     try:
         if section.config is not None:
@@ -188,8 +188,8 @@ def read_model_config(section: ModelSection, vocab_size: int, num_labels: int | 
 
 
 def _set_decoder_start(config: PreTrainedConfig, generation: GenerationConfig | None) -> None:
-    """Give an encoder-decoder the token that its decoder begins with: T5's config has none of its own, and files may
-    keep it with the settings of generation. T5 and mT5 were trained with padding there."""
+    """Set the token with which an encoder-decoder's decoder begins. T5's config has none, and files may keep it with
+    the generation settings. Otherwise use padding, as in the training of T5 and mT5."""
     if not config.is_encoder_decoder or getattr(config, "decoder_start_token_id", None) is not None:
         return
     start = getattr(generation, "decoder_start_token_id", None)
@@ -199,12 +199,12 @@ def _set_decoder_start(config: PreTrainedConfig, generation: GenerationConfig | 
 
 
 def _prepare(model: PreTrainedModel, section: ModelSection, architecture: Architecture) -> PreTrainedModel:
-    """Return a model as it is trained: without a cache, with the recipe's dropout, float8 linears and adapters."""
-    model.source_use_cache = model.config.use_cache  # what is saved with it; read by `save_model`
+    """Return a model ready for training: without a cache, with the recipe's dropout, float8 linears and adapters."""
+    model.source_use_cache = model.config.use_cache  # stored in the saved config; read by `save_model`
     model.config.use_cache = False
     if section.dropout is not None:
         for module in model.modules():
-            if isinstance(module, nn.Dropout):  # one whose probability is not read from the config
+            if isinstance(module, nn.Dropout):  # its probability may not come from the config
                 module.p = section.dropout
     if section.float8 is not None:
         convert_to_float8(model, section.float8)
@@ -213,7 +213,7 @@ def _prepare(model: PreTrainedModel, section: ModelSection, architecture: Archit
 
 
 def read_architecture(section: ModelSection, data_format: str) -> Architecture:
-    """Return what a recipe's model is trained as on data of a format. Raise DataError if it cannot be."""
+    """Return what a recipe's model is trained as on data of a format. Raise DataError if it cannot be trained on it."""
     if section.config is not None:
         return find_architecture(section.config, data_format)
     source = _folder_or_id(section.name or "")
@@ -233,8 +233,8 @@ def _read_config(source: str | Path, revision: str | None) -> PreTrainedConfig:
 
 
 def predicts_in_place(model: nn.Module) -> bool:
-    """Return whether a model's logits at a position are of the label at this position, as those of masked language
-    models and of encoder-decoders, and not of the next one."""
+    """Return whether a model's logits predict the label at their own position, as in masked language models and
+    encoder-decoders, instead of the next one."""
     inner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
     if inner is None:
         return False
@@ -247,7 +247,7 @@ def _folder_or_id(name: str) -> str | Path:
 
 
 def _set_dropouts(config: PreTrainedConfig, probability: float | None) -> None:
-    """Set each probability of dropout in a config and in those of its parts; null leaves them."""
+    """Set each dropout probability in a config and its sub-configs. None leaves them unchanged."""
     if probability is None:
         return
     for key, value in vars(config).items():
@@ -262,7 +262,7 @@ def _random_config(values: dict[str, Any], vocab_size: int, labels: dict[str, in
     if model_type not in CONFIG_MAPPING:
         raise DataError(f"config.model_type: unknown {model_type!r}{did_you_mean(model_type, CONFIG_MAPPING.keys())}")
     default = AutoConfig.for_model(model_type)
-    # T5's config has no place for it, but its model reads it.
+    # T5's config has no such key, but its model reads it.
     known = default.to_dict() | ({"decoder_start_token_id": None} if default.is_encoder_decoder else {})
     for key in values:
         if key not in known:
@@ -273,11 +273,11 @@ def _random_config(values: dict[str, Any], vocab_size: int, labels: dict[str, in
 def _refuse_incomplete(
     source: object, model: PreTrainedModel, found: LoadingInfo, *, is_classification: bool
 ) -> list[str]:
-    """Return the tensors of a new classification head, and refuse any other tensor that the files lack or that has
-    another shape. transformers would fill them with random values; it leaves tied tensors out of both lists itself."""
+    """Return the tensors of a new classification head. Refuse any other tensor that is missing in the files or has
+    another shape, because transformers would fill it with random values. transformers itself excludes tied tensors."""
     missing = sorted(found["missing_keys"])
     body = f"{model.base_model_prefix}."
-    # BERT's pooler is in the body, and files of a language model have none.
+    # BERT's pooler is in the body, and a language model's files have none.
     new = [name for name in missing if is_classification and (not name.startswith(body) or ".pooler." in name)]
     kind = type(model).__name__
     if lacking := [name for name in missing if name not in new]:
@@ -292,7 +292,7 @@ def _refuse_incomplete(
 
 
 class LoadingInfo(TypedDict):
-    """What transformers reports of the tensors of a model that it loaded."""
+    """What transformers reports about the tensors of a loaded model."""
 
     missing_keys: Iterable[str]
     mismatched_keys: Iterable[Sequence[object]]
@@ -312,28 +312,28 @@ def _adapt(model: PreTrainedModel, section: ModelSection, architecture: Architec
 
 
 def _explain(what: str, error: Exception) -> Exception:
-    """Turn an error about an unusual model into one line; libraries raise many types for it. Out-of-memory errors are
-    kept, because they are not the model's fault."""
-    if isinstance(error, SparseBPError | MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error):
+    """Turn an error about an unusual model into one line, because libraries raise many types. Return out-of-memory
+    errors unchanged, because they are not the model's fault."""
+    if isinstance(error, SparseBPError) or is_out_of_memory(error):
         return error
     plain = isinstance(error, OSError | ValueError | TypeError | ImportError | SafetensorError)
     return DataError(f"{what}: {'' if plain else type(error).__name__ + ': '}{_first_line(error)}")
 
 
 def _first_line(error: Exception) -> str:
-    """Return the first line of a message, and the second if the first ends in a colon."""
+    """Return the first line of a message, with the second if the first ends in a colon."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return f"{lines[0]} {lines[1].strip()}" if lines[0].endswith(":") and len(lines) > 1 else lines[0]
 
 
-MULTIPLE = 16  # float8 matmuls of a GPU need both widths of a weight to be multiples of this
-LOWEST_CAPABILITY = (8, 9)  # of CUDA devices with such units
+MULTIPLE = 16  # a GPU's float8 matmuls need both widths of a weight to be multiples of this
+LOWEST_CAPABILITY = (8, 9)  # of CUDA devices with float8 units
 
 
 def convert_to_float8(model: PreTrainedModel, how: Literal["emulated", "native"]) -> None:
-    """Replace linears by torchao's ``Float8Linear`` in place; parameters keep their names. The output head and linears
-    with a width that is no multiple of 16 keep their precision. ``native`` uses the GPU's float8 units; ``emulated``
-    rounds to the same values and multiplies in high precision on any device."""
+    """Replace linears by torchao's ``Float8Linear`` in place; parameters keep their names. The output head keeps its
+    precision, and so do linears whose widths are not multiples of 16. ``native`` uses the GPU's float8 units;
+    ``emulated`` rounds to the same values and multiplies in high precision on any device."""
     try:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except ImportError:

@@ -1,8 +1,8 @@
-"""The launchers of a run on several nodes: each knows whether the others live, and why their ranks ended.
+"""Connect the launchers of a run on several nodes: each knows whether the others live, and why their ranks ended.
 
-They meet in a store that the first node's launcher serves; the ranks meet there as well, so that no rank must outlive
-the others. Each launcher counts seconds in it. A node that stops counting is lost, and a launcher whose run is over
-elsewhere kills its own ranks, because those of another node may wait for a lost one much longer.
+They meet in a store that the first node's launcher serves. The ranks meet there too, so that no rank must outlive the
+others. Each launcher counts seconds in the store. A node that stops counting is lost. A launcher whose run is over
+elsewhere kills its own ranks, because they may wait much longer for a lost node's ranks.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 BEAT_SECONDS = 0.5
-LOST_SECONDS = 60.0  # without a sign of a node
+LOST_SECONDS = 60.0  # without a sign of life from a node
 GRACE_SECONDS = 30.0  # for ranks that should have ended by themselves
 LEAVE_SECONDS = 10.0  # for the other launchers to read how the run ended
-LOST_CODE = 4  # the worker's exit code where a node is lost
-TOKEN = ".node-"  # begins the name of a file by which the other nodes recognise the run's folder
+LOST_CODE = 4  # the worker's exit code if a node is lost
+TOKEN = ".node-"  # prefix of a file by which the other nodes recognise the run's folder
 
 
 class NodeGroup:
-    """All launchers of a run, as this one sees them."""
+    """All launchers of a run, as seen by this one."""
 
     place: NodePlace
     grace_seconds: float
@@ -52,7 +52,7 @@ class NodeGroup:
         self.grace_seconds = min(GRACE_SECONDS, self._patience.total_seconds())
         self._store = self._connect(serves=place.node == 0)
         self._started = time.monotonic()
-        self._seen: dict[int, float] = {}  # when each node gave its last sign
+        self._seen: dict[int, float] = {}  # time of each node's last sign of life
         self._hosts: dict[int, str] = {}
         self._ends: dict[int, Reason | None] = {}
         self._over: int | None = None
@@ -60,7 +60,7 @@ class NodeGroup:
         self._left = threading.Event()
         self._peers = range(1, self._count) if place.node == 0 else range(1)
         self._store.set(f"host/{place.node}", socket.gethostname())
-        # With a connection of its own: on the other one, a get that waits would hold up the signs of life.
+        # Use a separate connection: on a shared one, a waiting get would block the signs of life.
         threading.Thread(target=self._beat, args=(self._connect(),), daemon=True).start()
 
     def __enter__(self) -> Self:
@@ -73,7 +73,7 @@ class NodeGroup:
                 file.unlink(missing_ok=True)
 
     def check_folder(self) -> None:
-        """Raise DataError if the run's folder on this node is not that of the first one."""
+        """Raise DataError if the run's folder on this node is not the first node's folder."""
         if self.place.node == 0:
             for stale in self._folder.glob(f"{TOKEN}*"):
                 stale.unlink(missing_ok=True)
@@ -89,14 +89,14 @@ class NodeGroup:
             time.sleep(BEAT_SECONDS)
 
     def is_over(self) -> bool:
-        """Whether the run has ended elsewhere, so that the ranks of this node wait in vain."""
+        """Whether the run has ended elsewhere, so that this node's ranks wait in vain."""
         if self.place.node == 0:
             return any(self._is_lost(node) or self._ends.get(node) is not None for node in self._peers)
         return self._over is not None or 0 in self._ends or self._is_lost(0)
 
     def find_cause(self, own: Reason | None) -> Reason | None:
-        """Wait for the other nodes' ends, and return the first cause of a failure. ``own`` is that of this node, which
-        is the first."""
+        """Wait for the other nodes' ends, and return the first cause of a failure. ``own`` is the reason of this node,
+        the first."""
         self._store.set("end/0", _write(own))
         deadline = time.monotonic() + self.grace_seconds + self._lost_seconds
         while time.monotonic() < deadline and any(not self._is_gone(node) for node in self._peers):
@@ -109,18 +109,18 @@ class NodeGroup:
         return next(iter([*causes, *lost, *told]), None)
 
     def finish(self, code: int) -> None:
-        """First node: tell the others the run's exit code, and stay until they have read it."""
+        """On the first node: tell the others the run's exit code, and wait until they have read it."""
         if file := os.environ.get(CODE_FILE):
             durable.write_file(Path(file), str(code))
         self._store.set("over", str(code))
         deadline = time.monotonic() + LEAVE_SECONDS
-        # The store lives in this process: whoever has not read by its end loses the connection.
+        # The store lives in this process: a node that has not read by its end loses the connection.
         living = [node for node in self._peers if node in self._seen and not self._is_lost(node)]
         while time.monotonic() < deadline and not self._store.check([f"left/{node}" for node in living]):
             time.sleep(BEAT_SECONDS / 5)
 
     def report(self, reason: Reason | None) -> int:
-        """Another node: tell the first one why the ranks of this node ended, and return the run's exit code. Raise
+        """On another node: tell the first one why this node's ranks ended, and return the run's exit code. Raise
         RunFailedError if the first node is lost."""
         try:
             self._store.set(f"end/{self.place.node}", _write(reason))
@@ -135,7 +135,7 @@ class NodeGroup:
 
     def _beat(self, store: TCPStore) -> None:
         before: dict[int, bytes] = {}
-        with suppress(RuntimeError):  # without a connection, the other side stops counting as well
+        with suppress(RuntimeError):  # without a connection, the other side stops counting too
             number = 0
             while not self._left.wait(BEAT_SECONDS):
                 number += 1
@@ -148,9 +148,9 @@ class NodeGroup:
             self._is_cut = True
 
     def _look_at(self, store: TCPStore, node: int, before: dict[int, bytes]) -> None:
-        # Asked for first: a get waits until the key is there.
+        # Check first: a get waits until the key exists.
         if store.check([f"beat/{node}"]) and (beat := store.get(f"beat/{node}")) != before.get(node):
-            # By the clock of this node: those of several differ.
+            # Use this node's clock, because clocks of several nodes differ.
             before[node], self._seen[node] = beat, time.monotonic()
             if node not in self._hosts:
                 self._hosts[node] = store.get(f"host/{node}").decode()
@@ -199,7 +199,7 @@ def unshared(place: NodePlace, folder: Path) -> DataError:
 
 
 def refuse_unshared(place: NodePlace, folder: Path) -> DataError:
-    """Tell the first node that the run's folder is not on this one, and return the error."""
+    """Tell the first node that this node does not see the run's folder, and return the error."""
     error = unshared(place, folder)
     with suppress(RuntimeError):
         store = place.connect(timedelta(seconds=LOST_SECONDS))

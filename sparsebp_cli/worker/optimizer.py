@@ -1,4 +1,4 @@
-"""Makes a recipe's optimizer and learning-rate schedule."""
+"""Build a recipe's optimizer and learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from sparsebp_cli.recipe.schema import TrainingSection
 
 
 def load_class(name: str) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """Return an optimizer's class, and the arguments that its name stands for, which can be overridden. Raise DataError
-    if a package is missing."""
+    """Return an optimizer's class, and the arguments that its name implies, which can be overridden. Raise DataError if
+    a package is missing."""
     entry = find_optimizer(name)
     module, _, found = entry.place.partition(":")
     try:
@@ -36,8 +36,8 @@ def load_class(name: str) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
 
 
 def build_optimizer(section: TrainingSection, model: nn.Module | Iterable[Parameter]) -> torch.optim.Optimizer:
-    """Make the recipe's optimizer, of what a model trains or of some parameters. Raise DataError if it has no such
-    argument, refuses its value, or needs a package that is missing."""
+    """Build the recipe's optimizer for a model's trained parameters, or for given parameters. Raise DataError if it
+    lacks an argument, refuses a value, or needs a missing package."""
     kind, arguments = load_class(section.optim)
     known = [name for name in inspect.signature(kind).parameters if name not in {"params", "model", "lr"}]
     for name in section.optim_args:
@@ -57,7 +57,9 @@ def build_optimizer(section: TrainingSection, model: nn.Module | Iterable[Parame
         trained = [p for p in model.parameters() if p.requires_grad]
     if section.weight_decay_of == "matrices":
         if takes_model:
-            raise DataError(f"training.weight_decay_of: {section.optim} chooses its parameters itself; leave it out")
+            raise DataError(
+                f"training.weight_decay_of: {section.optim} decides itself which weights decay; leave this key out"
+            )
         trained = _part_by_decay(list(trained))
     try:
         return kind(trained, lr=section.learning_rate, **arguments)  # type: ignore[call-arg]
@@ -66,14 +68,14 @@ def build_optimizer(section: TrainingSection, model: nn.Module | Iterable[Parame
 
 
 def _part_by_decay(trained: Sequence[Parameter]) -> list[dict[str, Any]]:
-    """Return two groups: matrices, and norms and biases, which are vectors and do not decay."""
+    """Return two parameter groups: matrices, and vectors (norms and biases), which have no weight decay."""
     matrices, vectors = [p for p in trained if p.ndim > 1], [p for p in trained if p.ndim <= 1]
     groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
 
 
 def build_schedule(section: TrainingSection, optimizer: torch.optim.Optimizer) -> LRScheduler:
-    """Make the recipe's learning-rate schedule over ``max_steps``, to be stepped once after every optimizer step."""
+    """Build the recipe's learning-rate schedule over ``max_steps``. Step it once after every optimizer step."""
     schedule: LRScheduler = get_scheduler(
         section.lr_scheduler_type,
         optimizer,

@@ -1,4 +1,4 @@
-"""Examples of an encoder and a decoder: the encoder reads the prompt, the decoder writes the completion."""
+"""Encode examples for an encoder and a decoder: the encoder reads the prompt, the decoder writes the completion."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ from transformers import PreTrainedTokenizerBase
 from sparsebp_cli.errors import DataError
 from sparsebp_cli.recipe.schema import DatasetSection
 from sparsebp_cli.source.column import Rows, read_texts
-from sparsebp_cli.worker.encoding import COMPLETION_CUT, NO_COMPLETION, Encoded, Example, Written, call_tokenizer
+from sparsebp_cli.worker.encoding import (
+    COMPLETION_CUT,
+    NO_COMPLETION,
+    EncodedExample,
+    EncodedSplit,
+    Written,
+    call_tokenizer,
+)
 
 PROMPT_CUT = "the prompt loses its end"
 
@@ -21,17 +28,17 @@ def encode_pairs(
     tokenizer: PreTrainedTokenizerBase,
     columns: Collection[str],
     _: Sequence[str],
-) -> Encoded:
-    """Tokenise each prompt, and each completion as a target, with the special tokens that the tokenizer puts around
-    either, as transformers' ``run_translation`` does; each has at most ``max_seq_length`` tokens."""
+) -> EncodedSplit:
+    """Tokenise each prompt, and each completion as a target, with the tokenizer's special tokens for either, as in
+    transformers' ``run_translation``. Each has at most ``max_seq_length`` tokens."""
     if columns or section.weight_column is not None:
         name = min(columns) if columns else section.weight_column
-        raise DataError(f"column {name!r} marks tokens of one text, and an encoder-decoder has two")
+        raise DataError(f"column {name!r} marks tokens of one text, but an encoder-decoder reads two")
     if not section.completion_only_loss:
         raise DataError("completion_only_loss: false trains on prompts, which an encoder-decoder does not predict")
     prompts = read_texts(rows, section.prompt_column, may_be_empty=True)
     completions = read_texts(rows, section.completion_column, may_be_empty=True)
-    length, found = section.max_seq_length, Encoded()
+    length, found = section.max_seq_length, EncodedSplit()
     if not prompts:
         return found
     sources = call_tokenizer(tokenizer, prompts)["input_ids"]
@@ -49,5 +56,5 @@ def encode_pairs(
             cut = call_tokenizer(tokenizer, text_target=completions[number], truncation=True, max_length=length)
             target = cut["input_ids"]  # noqa: PLW2901
         source_ids, labels = np.array(source, dtype=np.int64), np.array(target, dtype=np.int64)
-        found.examples.append(Example(source_ids, labels, document=number, is_pair=True))
+        found.examples.append(EncodedExample(source_ids, labels, document=number, is_pair=True))
     return found

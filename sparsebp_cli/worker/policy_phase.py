@@ -1,4 +1,4 @@
-"""Policies in the model, phase by phase: one way to attach them, for the start of a run, a resume and a boundary."""
+"""Attach policies to the model phase by phase, in the same way at the start of a run, a resume and a phase boundary."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from sparsebp_cli.backward.attachment import validates
 from sparsebp_cli.backward.core.engine import OF_POLICIES
 from sparsebp_cli.backward.core.loss_weight import LOSS_WEIGHT
 from sparsebp_cli.policy import Policy, ReferenceReader, make_policy
-from sparsebp_cli.policy.example import EXAMPLE_ROW
 from sparsebp_cli.policy.known_kind import find_columns, find_facts, list_kinds
+from sparsebp_cli.policy.measure import EXAMPLE_ROW
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run.policy_phase import PolicyPhase, describe_phases, find_phase
 from sparsebp_cli.worker.batch import BatchOrder
@@ -41,20 +41,20 @@ class PhaseSequence:
     optimizer: torch.optim.Optimizer
     reference: Reference
     validation: Mapping[str, Tensor] | None = None  # a batch of the examples that are set aside
-    folder: Path | None = None  # of what policies keep and can compute again
+    folder: Path | None = None  # for what policies keep and can recompute
 
     def at(self, step: int) -> PolicyPhase[Policy]:
-        """Return the phase that makes an optimizer step, counted from 0; after the last step, that of the last step."""
+        """Return the phase of an optimizer step, counted from 0. For later steps, return the last step's phase."""
         return self.phases[find_phase(self.phases, step)]
 
     def attach(self, phase: PolicyPhase[Policy]) -> Engine:
-        """Attach the policies of a phase, with the recipe's options of the backward."""
+        """Attach the policies of a phase, with the recipe's backward options."""
         recipe = self.recipe
         is_eager, is_full = recipe.backward.update == "eager", recipe.backward.checkpointing == "full"
-        # Full checkpointing is transformers' own, which the build of the model has switched on.
+        # Full checkpointing is transformers' own; building the model has already enabled it.
         return attach(
             self.model,
-            [policy for policy in phase.policies if not _is_asked_by_worker(policy)],  # by the data order
+            [policy for policy in phase.policies if not _is_asked_by_worker(policy)],  # the data order calls the others
             optimizer=self.optimizer,
             max_grad_norm=recipe.training.max_grad_norm if is_eager else None,
             seed=recipe.training.seed,
@@ -67,8 +67,8 @@ class PhaseSequence:
         )
 
     def replace(self, engine: Engine, phase: PolicyPhase[Policy]) -> Engine:
-        """Detach the policies before a phase and attach its own, between two optimizer steps. Their states begin anew;
-        what is not of policies goes on."""
+        """Detach the previous policies and attach those of a phase, between two optimizer steps. Policy states start
+        anew; other state continues."""
         before: dict[str, Any] = engine.state_dict() | {"index": phase.first}
         engine.detach()
         following = self.attach(phase)
@@ -77,8 +77,8 @@ class PhaseSequence:
         return following
 
     def set_columns(self, order: BatchOrder, phase: PolicyPhase[Policy]) -> BatchOrder:
-        """Let batches have the columns that the policies of a phase read, and the weights of the loss, and no others.
-        Return the same order."""
+        """Set the columns that batches include: those that the phase's policies read, and the loss weights. Return the
+        same order."""
         reference = self.reference.columns if any(map(compares, phase.policies)) else frozenset()
         facts = [find_facts(policy) for policy in phase.policies]
         rows = any(found.get("reads_rows") for found in facts)
@@ -92,7 +92,7 @@ class PhaseSequence:
         return order
 
     def describe(self, phase: PolicyPhase[Policy]) -> str:
-        """Return one line on a phase that begins."""
+        """Return one line about a phase that begins."""
         number = self.phases.index(phase)
         names = describe_phases([self.recipe.phases[number]], lambda entry: entry.name)
         return f"phase {number + 1} of {len(self.phases)} begins after step {phase.first}: {names}"

@@ -1,11 +1,12 @@
-"""What an optimizer step costs, in FLOPs of forward, backward, update and trial passes: the one price of the project.
+"""Compute the cost of an optimizer step, in FLOPs of forward, backward, update and trial passes. All parts of SparseBP
+use this cost.
 
 Counting slows a step down and changes its last bits, so passes are counted in trial steps, at some steps of the run.
-The others are charged by what these counts tell of steps of their kind (:mod:`sparsebp_cli.worker.step_kind`), in
-proportion to the shape of the batch: of a dense pass the products with weights grow with the positions, and attention
-with the square of the length. The update is counted at the first step of a phase, as it is made, and from then on in
-proportion to the entries that it changes.
-The journal has the price of each step, so whoever reads the run adds up instead of counting again.
+The cost of other steps is predicted from counts of similar steps (:mod:`sparsebp_cli.worker.step_kind`), scaled by the
+batch's shape. In a dense pass, products with weights grow with the positions, and attention with the square of the
+length. The update is counted at the first step of a phase, as it happens. From then on its cost is proportional to the
+number of entries that it changes. The event log records the cost of each step, so readers add up instead of counting
+again.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from sparsebp_cli.worker.step_kind import CountedSteps, StepKind
 
 Shape = tuple[float, float]  # examples and padded length of a micro-batch
 # See decision 22.
-FIRST, MOST = 8, 32  # each phase begins with so many counted steps; with a limit of work one of MOST at least follows
-SELDOM = 16  # without a limit, one of so many steps is counted at most after the first ones
-NEW = 4  # more for each kind of step that none of the counted ones was
-KNOWN = 0.01  # without a limit: standard error of the price, relative, from which on probes alone count
-MEMORY = 100  # counts
-TOLERANCE = 0.004  # standard error of the work of all steps so far, over that work
+FIRST, MOST = 8, 32  # counted steps at the start of a phase; with a work limit, then at least one in MOST
+SELDOM = 16  # without a limit, at most one in so many steps is counted after the first ones
+NEW = 4  # additional counts for each kind of step that was not counted before
+KNOWN = 0.01  # without a limit: relative standard error of the cost, from which on only probes count
+MEMORY = 100  # number of counts
+TOLERANCE = 0.004  # standard error of the work of all steps so far, relative to that work
 
 
 @dataclass(frozen=True)
@@ -37,28 +38,28 @@ class CountedPass:
 
     policy: float
     dense: float
-    attention: float  # of dense's: what grows with the square of the length
+    attention: float  # part of the dense FLOPs that grows with the square of the length
     examples: float
     length: float
 
     def scale(self, shape: Shape) -> float:
-        """Return the work of another micro-batch as a multiple of this one's."""
+        """Return the work of a micro-batch of another shape as a multiple of this one's."""
         longer = shape[1] / self.length
         share = self.attention / self.dense if self.dense else 0.0
         return shape[0] / self.examples * longer * (1.0 - share + share * longer)
 
 
 @dataclass
-class Spread:
-    """Mean and variance of counts. Older ones fade slowly: a policy may make a dearer step once in a hundred, which the
-    last few counts do not show, and one that has changed for long has another variance."""
+class CountSpread:
+    """Mean and variance of counts, with slowly fading weights of older ones. A policy may make an expensive step once
+    in a hundred, which the last few counts do not show. If a policy changes for long, its variance changes too."""
 
     number: int = 0
     mean: float = 0.0
     variance: float = 0.0
 
     def add(self, share: float) -> None:
-        """Take in one more count; the first ``MEMORY`` have equal weights."""
+        """Add a count; the first ``MEMORY`` counts have equal weights."""
         self.number += 1
         weight, distance = 1.0 / min(self.number, MEMORY), share - self.mean
         self.mean += weight * distance
@@ -72,38 +73,38 @@ class Spread:
 
 @dataclass
 class StepPrice:
-    """Prices the steps of one process from what was counted in some of them."""
+    """Computes the cost of one process's steps from the counts of some of them."""
 
     counted: CountedPass | None = None
-    per_entry: float = 0.0  # FLOPs of clipping and update by entry of a parameter
-    spread: Spread = field(default_factory=Spread)  # of the policy's FLOPs over dense's
-    due: int = 0  # the next step (from 1) that a limit of work needs counted
-    trained: tuple[bool, ...] = ()  # which parameters the last step had a gradient of
-    known: CountedSteps = field(default_factory=CountedSteps)  # of this phase
-    own: int = 0  # the step (from 1) that was counted itself, by its own draws
-    made: int = 0  # counts of this phase beside those of probes
+    per_entry: float = 0.0  # FLOPs of clipping and update for each entry of a parameter
+    spread: CountSpread = field(default_factory=CountSpread)  # policy FLOPs over dense FLOPs
+    due: int = 0  # the next step (from 1) to count for a work limit
+    trained: tuple[bool, ...] = ()  # for each parameter, whether it had a gradient in the last step
+    known: CountedSteps = field(default_factory=CountedSteps)  # counted steps of this phase
+    own: int = 0  # the step (from 1) that was counted itself, with its own draws
+    made: int = 0  # number of counts in this phase, without those of probes
     begun: int = 0  # the first step of this phase
-    more: int = 0  # counts that steps of unknown kinds have asked for
-    unknown: StepKind | None = None  # of a step that was like none of those that were counted
+    more: int = 0  # additional counts because of steps of unknown kinds
+    unknown: StepKind | None = None  # kind of a step that was unlike all counted steps
 
     def begin(self, counted: CountedPass, kind: StepKind, step: int) -> None:
-        """Take over the first count of a phase, whose policies have another price, before its first step."""
-        self.counted, self.due, self.spread = counted, 0, Spread()
+        """Start a phase with its first count, before its first step. Its policies have another cost."""
+        self.counted, self.due, self.spread = counted, 0, CountSpread()
         self.known, self.unknown = CountedSteps(), None
         self.own, self.made, self.more, self.begun = 0, 0, 0, step
         self.see_probe(counted, kind)
 
     def see_probe(self, counted: CountedPass, kind: StepKind) -> None:
-        """Take over a count that drew otherwise than a step of the training."""
+        """Add a count whose random draws differ from those of a training step."""
         self.counted = counted
         self.known.add(kind, counted.policy / counted.dense)
 
     def is_due(self, step: int, *, is_limited: bool) -> bool:
-        """Return whether a step (from 1) is to be counted before it is made.
+        """Return whether to count a step (from 1) before it is made.
 
-        Without a limit of work that are the first of a phase, and later ones as long as there are unknown kinds or the
-        price is not known well: few of them, and at irregular distances, so that they do not always fall on one kind of
-        a policy that alternates.
+        With a work limit, :meth:`count` determines the steps. Without one, count the first steps of a phase. Later,
+        count while there are unknown kinds or the cost is uncertain: few steps, at irregular intervals, so that the
+        counts do not always meet the same kind of step of a policy that alternates.
         """
         if self.counted is None:
             return False
@@ -117,10 +118,10 @@ class StepPrice:
         return is_unsure and self.made < allowed and random.Random(step).random() < 1 / 2
 
     def count(self, counted: CountedPass, kind: StepKind, step: int) -> None:
-        """Take over a count at a step, and say when the next is due.
+        """Add a count of a step, and determine the next step to count.
 
-        Charging k steps by one count, where counts vary by v of their mean, has a standard error of v sqrt(k (k - 1))
-        of a step; over N steps so far that is v sqrt((k - 1) / N) of their work.
+        One count used for k steps, with relative spread v of the counts, has a standard error of v sqrt(k (k - 1))
+        steps. Relative to the work of N steps so far, that is v sqrt((k - 1) / N).
         """
         self.see_probe(counted, kind)
         self.own, self.made = step, self.made + 1
@@ -141,9 +142,9 @@ class StepPrice:
         trials: float = 0.0,
         left_out: float = 0.0,
     ) -> dict[str, float | None]:
-        """Return the FLOPs of a step (from 1) over micro-batches of one process, and those of a dense step over the
-        same ones; None while nothing was counted. The step updates so many entries of all that dense trains; ``trials``
-        are the FLOPs of trial passes before it, ``left_out`` those of its forwards whose result was kept."""
+        """Return the FLOPs of a step (from 1) over micro-batches of one process, and of a dense step over the same
+        ones; None before the first count. The step updates ``updated`` of the ``trained`` entries that dense trains.
+        ``trials`` are the FLOPs of trial passes before it, ``left_out`` those of forwards that reused kept results."""
         if self.counted is None:
             return {metric.STEP_FLOPS.name: None, metric.DENSE_STEP_FLOPS.name: None}
         if self.unknown is None and not self.known.knows(kind):
@@ -160,15 +161,15 @@ class StepPrice:
         }
 
     def see(self, trained: tuple[bool, ...], step: int, per_entry: float | None = None) -> None:
-        """Begin to count anew after ``step`` if other parameters had a gradient than in the step before. ``per_entry``
-        are the FLOPs of its update by entry, if they were counted."""
+        """Restart counting after ``step`` if other parameters had a gradient than in the step before. ``per_entry`` is
+        the counted FLOPs of its update per entry, if known."""
         self.per_entry = self.per_entry if per_entry is None else per_entry
         if self.trained and trained != self.trained:
-            self.due, self.spread = step + 1, Spread()
+            self.due, self.spread = step + 1, CountSpread()
         self.trained = trained
 
     def state_dict(self) -> dict[str, object]:
-        """Return what was counted, for a checkpoint: it is the same in each run of a plan."""
+        """Return the counts for a checkpoint. They are the same in each run of a plan."""
         return {
             "counted": None if self.counted is None else list(astuple(self.counted)),
             "per_entry": self.per_entry,
@@ -184,12 +185,12 @@ class StepPrice:
         }
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Go on with what was counted when a checkpoint was made; one of an older version has nothing."""
+        """Continue with the counts of a checkpoint. A checkpoint of an older version has none."""
         counted, per_entry = state.get("counted"), state.get("per_entry")
         self.counted = CountedPass(*counted) if isinstance(counted, list) else None
         self.per_entry = per_entry if isinstance(per_entry, float) else 0.0
         spread, due = state.get("spread"), state.get("due")
-        self.spread = Spread(**spread) if isinstance(spread, dict) else Spread()
+        self.spread = CountSpread(**spread) if isinstance(spread, dict) else CountSpread()
         self.due = due if isinstance(due, int) else 0
         trained = state.get("trained")
         self.trained = tuple(trained) if isinstance(trained, list) else ()
@@ -201,21 +202,21 @@ class StepPrice:
 
 
 def find_updated(optimizer: torch.optim.Optimizer, *, all_of_them: bool) -> tuple[int, tuple[bool, ...]]:
-    """Return the entries of the parameters that an update changes, those with a gradient or all of the optimizer's, and
-    which parameters these are."""
+    """Return the number of entries that an update changes, and which parameters these belong to: those with a gradient,
+    or with ``all_of_them`` all parameters of the optimizer."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     found = tuple(all_of_them or p.grad is not None for p in parameters)
     return sum(p.numel() for p, is_one in zip(parameters, found, strict=True) if is_one), found
 
 
 def shape_of(batch: Mapping[str, Tensor]) -> Shape:
-    """Return the examples of a micro-batch and their padded length."""
+    """Return the number of examples of a micro-batch, and their padded length."""
     examples, length = batch["input_ids"].shape
     return examples, length
 
 
 def join_shapes(shapes: Sequence[Shape]) -> Shape:
-    """Return the shape of one micro-batch with as many positions, and pairs of positions, as several have together."""
+    """Return the shape of one micro-batch with as many positions, and pairs of positions, as all ``shapes`` have."""
     if len(shapes) == 1:
         return shapes[0]
     positions = sum(examples * length for examples, length in shapes)

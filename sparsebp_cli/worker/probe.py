@@ -1,7 +1,7 @@
-"""The probe: dense and policy passes over one batch, in turn, within the run itself.
+"""The probe: dense and policy passes over one batch, alternately, within the run itself.
 
-It measures what a policy gains on this machine and model (the limit, the speed-up, and the share of the limit that was
-reached) and counts what was executed and stored, module by module.
+It measures a policy's gain on this machine and model (the speed-up limit, the speed-up, and the fraction of the limit
+reached). It also counts what was executed and stored, module by module.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from sparsebp_cli.worker.stopwatch import Stopwatch
 from sparsebp_cli.worker.trial_step import Mode, PassResult, TrialStep
 
 SQUARES = ("attention", "bmm")  # operators whose products grow with the square of the length
-JUMP = 1.5  # a count that is so many times the last one, and above dense, is made again
+JUMP = 1.5  # a count above dense that exceeds the last one by this factor is repeated
 # See decision 4.
 ROUNDS = 3  # timed pairs; the order within a pair alternates
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Metrics and proof of one probe, and the kind of step that it was. ``dense`` and ``policy`` are the results of the
-    last timed passes, not of the counted ones: under counters PyTorch computes some operators differently, so the last
-    bits differ."""
+    """Metrics and proof of one probe, and the kind of its step. ``dense`` and ``policy`` are the results of the last
+    timed passes, not of the counted ones: under counters PyTorch computes some operators differently, so the last bits
+    differ."""
 
     values: dict[str, float | None]
     proof: Proof
@@ -42,7 +42,7 @@ class Probe:
 
 
 def run_probe(trial: TrialStep, stopwatch: Stopwatch) -> Probe:
-    """Run dense and policy in turn: three times timed, once under counters. The trial step must be entered."""
+    """Run dense and policy alternately: three times timed, once under counters. The trial step must be entered."""
     seconds: dict[Mode, list[float]] = {"dense": [], "policy": []}
     left: dict[Mode, PassResult] = {}
     order: tuple[Mode, Mode] = ("dense", "policy")
@@ -67,15 +67,15 @@ def count_cost(trial: TrialStep) -> float:
 
 
 def price_pass(proof: Proof, shape: Shape) -> CountedPass:
-    """Return what the two counted passes over a micro-batch cost."""
+    """Return the cost of the two counted passes over a micro-batch."""
     dense = proof.dense.flops.by_operator
     squares = sum(flops for operator, flops in dense.items() if any(part in operator for part in SQUARES))
     return CountedPass(_first_visit(proof.policy), _total(proof.dense), float(squares), *shape)
 
 
 def count_price(trial: TrialStep, shape: Shape, before: CountedPass) -> tuple[CountedPass, StepKind]:
-    """Count the policy's pass alone, with the draw of the coming step, and return the kind of step that it is; dense's
-    follows from its shape and from what was counted before."""
+    """Count only the policy's pass, with the draw of the next step, and return also its kind of step. Dense's count
+    follows from the shape and the previous count."""
     scale = before.scale(shape)
     dense = before.dense * scale
     work = count_work(trial, "policy", max(JUMP * before.policy * scale, dense))
@@ -89,20 +89,20 @@ class PassWork:
 
     flops: float  # of forward and backward
     kind: StepKind
-    updated: int  # entries of the parameters that it has a gradient of
+    updated: int  # entries of the parameters that received a gradient
 
 
 def count_work(trial: TrialStep, mode: Mode, usual: float = math.inf) -> PassWork:
-    """Count a pass with the draw of the coming step. One that takes more FLOPs than ``usual`` is counted again."""
+    """Count a pass with the draw of the next step. Above ``usual`` FLOPs, count again and return the smaller."""
     counted = _count(trial, mode, draw=-1)
     flops = _first_visit(counted.cost)
-    if flops > usual:  # such as a check that an exact policy makes once
+    if flops > usual:  # for example because of a check that an exact policy makes once
         flops = min(flops, _first_visit(_count(trial, mode, draw=-1).cost))
     return PassWork(flops, counted.kind, counted.updated)
 
 
 def cost_ratio(dense: PassCount, policy: PassCount) -> float:
-    """Return the FLOPs of a policy's forward and backward over those of dense."""
+    """Return the FLOPs of a policy's forward and backward over dense's."""
     return _total(policy) / _total(dense)
 
 
@@ -111,7 +111,7 @@ def _total(count: PassCount) -> float:
 
 
 def _first_visit(count: PassCount) -> float:
-    """Return the FLOPs of a pass if nothing of it were kept: each step says itself what it has left out."""
+    """Return the FLOPs of a pass as if it reused no kept results; each step reports what it left out."""
     return _total(count) + count.left_out
 
 
@@ -133,7 +133,7 @@ class _Counted:
 
 def _count(trial: TrialStep, mode: Mode, draw: int = 1) -> _Counted:
     model, engine = trial.model, trial.engine
-    # Under counters some operators make other graph nodes than in training, so their error feedback does not fit here.
+    # Under counters some operators create other graph nodes than in training, so do not use their error feedback here.
     with trial.on(mode, draw, feedback=False) as backward:
         with ModuleTrace(model) as trace, count_flops(trace) as flops:
             every: list[SavedBytes] = []
@@ -150,7 +150,7 @@ def _count(trial: TrialStep, mode: Mode, draw: int = 1) -> _Counted:
         claims = [part.claim(DensePass(loss, trace, flops)) for part in claiming]
         left_out = sum(part.left_out for part in engine.extensions) if mode == "policy" else 0.0
         cost = PassCount(flops, saved, left_out)
-        report = engine.report()  # not counted: it may run the model to know what training steps would have cost
+        report = engine.report()  # not counted: it may run the model to find the usual cost of training steps
         told = [describe_pass(engine, trial.sizes)]
         kind = StepKind.of(told, engine.take_kept_share(), engine.take_chosen()) if mode == "policy" else StepKind()
         return _Counted(cost, report, claims, kind, trial.num_updated)
@@ -173,8 +173,8 @@ def _work(proof: Proof, policy: PassResult, engine: Engine) -> dict[str, float |
 
 
 def _gradient_bytes(policy: PassResult, engine: Engine) -> int:
-    """Return the bytes of a step's gradients. A trial step keeps them all, of whole weights; a training step with eager
-    updates or parts of weights does not, so their own counts are used."""
+    """Return the bytes of a step's gradients. A trial step keeps all gradients of whole weights. With eager updates or
+    parts of weights a training step does not, so use their own counts."""
     own = next((part.gradient_bytes for part in engine.extensions if part.gradient_bytes is not None), None)
     if own is not None:
         return own

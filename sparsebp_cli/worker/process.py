@@ -1,6 +1,6 @@
-"""The processes (ranks) that train together, on one machine or several nodes, and the small values that they exchange.
+"""Manage the processes (ranks) that train together, on one machine or several nodes, and exchange small values.
 
-These values go over gloo, on the host. Gradients and weights are exchanged by DDP and FSDP2.
+These values use gloo, on the host. DDP and FSDP2 exchange gradients and weights.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 T = TypeVar("T")
-# Names the file through which ranks of one machine find each other. torchrun offers a port that was free before;
-# the first rank would bind it seconds later, when another program may have taken it.
+# Names the file through which ranks of one machine find each other. torchrun offers a port that was free before. The
+# first rank would bind it seconds later, when another program may have taken it.
 MEETING_FILE = "SPARSEBP_MEETING_FILE"
-# With several nodes, the target sets these for the worker on each: its number from 0, and where the first one listens.
+# With several nodes, the target sets these for each node's worker: its number from 0, and the address of the first
+# node.
 NODE, FIRST_NODE = "SPARSEBP_NODE", "SPARSEBP_FIRST_NODE"
-CODE_FILE = "SPARSEBP_CODE_FILE"  # names the file for the run's exit code, where what starts the nodes would hide it
+CODE_FILE = "SPARSEBP_CODE_FILE"  # names the file for the run's exit code, if whatever starts the nodes hides it
 _LEFT: list[object] = []  # process groups that were closed
 
 
@@ -35,16 +36,16 @@ def process_options(recipe: Recipe) -> TargetOptions:
 
 @dataclass(frozen=True)
 class NodePlace:
-    """The place of this machine among those of a run."""
+    """The position of this machine among a run's nodes."""
 
-    node: int  # from 0; the first one writes files
-    host: str  # where the launcher of the first node listens
+    node: int  # from 0; the first node writes files
+    host: str  # address of the first node's launcher
     port: int
 
     @classmethod
     def read(cls) -> Self | None:
-        """Read the place from the environment; None if the run's target did not set it. Raise DataError if the values
-        are none."""
+        """Read the position from the environment; None if the run's target did not set it. Raise DataError if the
+        values are invalid."""
         node, first = os.environ.get(NODE), os.environ.get(FIRST_NODE)
         if node is None and first is None:
             return None
@@ -54,7 +55,7 @@ class NodePlace:
         return cls(int(node or 0), host, int(port))
 
     def connect(self, timeout: timedelta, *, serves: bool = False) -> TCPStore:
-        """Return a connection to the store of the first node's launcher, which that one serves."""
+        """Return a connection to the store that the first node's launcher serves."""
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         host = "localhost" if self.node == 0 else self.host
@@ -62,7 +63,7 @@ class NodePlace:
 
 
 def read_place(options: TargetOptions) -> NodePlace | None:
-    """Return the place of this machine in a run on several nodes; None for a run on one. Raise DataError if the worker
+    """Return this machine's position in a run on several nodes; None for a run on one. Raise DataError if the worker
     was not started on as many nodes as the plan has."""
     place = NodePlace.read() if options.nodes > 1 else None
     if options.nodes > 1 and (place is None or place.node >= options.nodes):
@@ -72,7 +73,7 @@ def read_place(options: TargetOptions) -> NodePlace | None:
 
 
 def find_number(options: TargetOptions) -> int:
-    """Return the rank of this process, which a launcher has started, among those of all nodes."""
+    """Return the rank of this launched process among the processes of all nodes."""
     place = read_place(options)
     first = place.node * (options.processes // options.nodes) if place is not None else 0
     return first + int(os.environ["LOCAL_RANK"])
@@ -80,8 +81,8 @@ def find_number(options: TargetOptions) -> int:
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's place among those that train together, and collective operations between them. Every rank must
-    call a collective operation."""
+    """This process's position among those that train together, with collective operations. Every rank must call a
+    collective operation."""
 
     rank: int = 0  # from 0; only rank 0 writes files
     count: int = 1  # number of processes
@@ -107,11 +108,12 @@ class Ranks:
                 f"but torch finds {torch.cuda.device_count()} CUDA devices here"
             )
         if on_cuda:
-            # Before the group: NCCL opens its communicator on the current device, and guesses it without device_id.
+            # Set the device before the group: NCCL opens its communicator on the current device, and guesses it without
+            # device_id.
             torch.cuda.set_device(local)
         timeout, place = timedelta(minutes=options.peer_timeout_min), read_place(options)
         rank = find_number(options)
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(options.processes))  # torchrun counts those of one node
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(options.processes))  # torchrun counts one node's only
         if place is None:
             meeting: dict[str, Any] = {"init_method": f"file://{os.environ[MEETING_FILE]}"}
         else:
@@ -132,8 +134,8 @@ class Ranks:
             return
         from torch import distributed
 
-        # Kept, because PyTorch 2.13 destroys a gloo group while it holds the GIL and waits for a thread that needs the
-        # GIL: the process ends before anything frees it.
+        # Keep the group: PyTorch 2.13 destroys a gloo group while it holds the GIL, and waits for a thread that needs
+        # the GIL. The process ends before the group is freed.
         _LEFT.append(distributed.group.WORLD)
         distributed.destroy_process_group()
 
@@ -155,7 +157,7 @@ class Ranks:
         self.all_max([0.0])
 
     def gather(self, value: T) -> list[T]:
-        """Return one picklable value of each rank, by rank, on the first rank; an empty list on the others."""
+        """Return one picklable value of each rank, in rank order, on the first rank; an empty list on the others."""
         if self.count == 1:
             return [value]
         from torch import distributed
@@ -165,7 +167,7 @@ class Ranks:
         return found or []
 
     def broadcast(self, value: T) -> T:
-        """Return the first rank's picklable value on every rank; the values of the others are ignored."""
+        """Return the first rank's picklable value on every rank. The other ranks' values are ignored."""
         if self.count == 1:
             return value
         from torch import distributed

@@ -1,7 +1,7 @@
-"""Prompts of held-out rows, tokenised as at inference, and what the data have as their answers.
+"""Tokenise prompts of held-out rows as at inference, with the answers in the data.
 
-A completion's prompt is tokenised alone, with what the tokenizer puts in front of a text and without what it puts
-behind; a conversation is written up to the assistant's last message, by the same template as for training, which then
+A completion's prompt is tokenised alone: with the special tokens that the tokenizer puts before a text, without those
+after it. A conversation is written up to the assistant's last message, with the template used for training, which then
 adds the header of the assistant's turn.
 """
 
@@ -20,12 +20,12 @@ from sparsebp_cli.source.conversation import Conversation, holds_messages, read_
 from sparsebp_cli.source.reader import Row
 from sparsebp_cli.worker.chat_encoding import find_template
 from sparsebp_cli.worker.chat_template import ChatRequest, render_chats
-from sparsebp_cli.worker.encoding import Example, Surrounding, call_tokenizer
+from sparsebp_cli.worker.encoding import EncodedExample, Surrounding, call_tokenizer
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a model is given, and what it should write."""
+    """A model's input, and the expected answer."""
 
     ids: np.ndarray  # int64
     text: str
@@ -36,7 +36,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class HeldOutPrompts:
-    """The prompts of both held-out splits, and those that the saved model is asked."""
+    """The prompts of both held-out splits, and those for the saved model."""
 
     validation: Sequence[Prompt] = ()
     test: Sequence[Prompt] = ()
@@ -44,9 +44,9 @@ class HeldOutPrompts:
 
 
 def make_prompts(
-    rows: Rows, examples: Sequence[Example], section: DatasetSection, tokenizer: PreTrainedTokenizerBase
+    rows: Rows, examples: Sequence[EncodedExample], section: DatasetSection, tokenizer: PreTrainedTokenizerBase
 ) -> list[Prompt]:
-    """Return the prompts of the rows that examples were made of, in their order. Raise DataError for a row without a
+    """Return the prompts of the rows from which examples were made, in their order. Raise DataError for a row without a
     prompt or an answer."""
     chosen = [rows[example.document] for example in examples]
     conversations = read_asked(chosen, section)
@@ -56,12 +56,12 @@ def make_prompts(
         return _of_texts(chosen, examples, section, tokenizer)
     for one in conversations:
         if find_answer(one) is None:
-            raise DataError(f"{one.place}: measure.generate needs a text of the assistant behind another message")
+            raise DataError(f"{one.place}: measure.generate needs a message of the assistant after another message")
     return _of_conversations(conversations, chosen, examples, section, tokenizer)
 
 
 def read_asked(rows: Rows, section: DatasetSection) -> Sequence[Conversation] | None:
-    """Return the conversations of rows; None where prompts are texts."""
+    """Return the conversations of rows; None if prompts are texts."""
     if section.format == "chat":
         return read_conversations(rows, section.columns)
     if rows and holds_messages(rows, section.prompt_column):
@@ -70,14 +70,14 @@ def read_asked(rows: Rows, section: DatasetSection) -> Sequence[Conversation] | 
 
 
 def find_answer(one: Conversation) -> int | None:
-    """Return the number of the message that a model would be asked for; None where there is no such text."""
+    """Return the index of the message that answers the prompt; None if there is no such text."""
     last = one.num_given or one.last_of_assistant
     is_asked = 0 < last < len(one.messages) and isinstance(one.messages[last].get("content"), str)
     return last if is_asked else None
 
 
 def _of_texts(
-    chosen: Rows, examples: Sequence[Example], section: DatasetSection, tokenizer: PreTrainedTokenizerBase
+    chosen: Rows, examples: Sequence[EncodedExample], section: DatasetSection, tokenizer: PreTrainedTokenizerBase
 ) -> list[Prompt]:
     texts = read_texts(chosen, section.prompt_column, may_be_empty=True)
     references = read_texts(chosen, section.completion_column)
@@ -85,9 +85,9 @@ def _of_texts(
     prompts = []
     encoded = call_tokenizer(tokenizer, texts)["input_ids"]
     for row, text, reference, all_ids, example in zip(chosen, texts, references, encoded, examples, strict=True):
-        ids = all_ids if example.is_pair else all_ids[: len(all_ids) - around.num_behind]  # an encoder reads the end
+        ids = all_ids if example.is_pair else all_ids[: len(all_ids) - around.num_behind]  # encoders read the end too
         if not ids:
-            raise DataError(f"{row.place}: the prompt has no token that a generation could begin with")
+            raise DataError(f"{row.place}: the prompt has no token")
         prompts.append(Prompt(np.array(ids, dtype=np.int64), text, reference, row))
     return prompts
 
@@ -95,7 +95,7 @@ def _of_texts(
 def _of_conversations(
     conversations: Sequence[Conversation],
     rows: Rows,
-    examples: Sequence[Example],
+    examples: Sequence[EncodedExample],
     section: DatasetSection,
     tokenizer: PreTrainedTokenizerBase,
 ) -> list[Prompt]:
@@ -119,8 +119,8 @@ def _of_conversations(
     ]
 
 
-def _find_end(example: Example, special: set[int]) -> frozenset[int]:
-    """Return the special token that ends a turn: templates have one of their own, which a base model's config does not
+def _find_end(example: EncodedExample, special: set[int]) -> frozenset[int]:
+    """Return the special token that ends a turn. Templates may use their own, which a base model's config does not
     name."""
     ends = [int(token) for token in example.labels if int(token) in special]
     return frozenset(ends[-1:])

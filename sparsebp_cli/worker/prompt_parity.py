@@ -1,8 +1,8 @@
-"""Compares prompts as a generation sends them with the beginnings of the examples that are trained.
+"""Compare prompts as a generation sends them with the beginnings of the training examples.
 
-An example is tokenised as one text, a prompt alone. Where a prompt ends in a blank, many tokenizers put that blank into
-the first token of the answer in training, and make a token of its own at inference: the model is then asked what it was
-never trained on.
+An example is tokenised as one text, a prompt alone. If a prompt ends in a blank, many tokenizers merge it into the
+answer's first token in training, but give it its own token at inference. The model then gets a prompt that it was never
+trained on.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from transformers import PreTrainedTokenizerBase
 
 from sparsebp_cli.recipe.schema import DatasetSection
 from sparsebp_cli.source.column import Rows
-from sparsebp_cli.worker.encoding import Example
+from sparsebp_cli.worker.encoding import EncodedExample
 from sparsebp_cli.worker.prompt import Prompt, find_answer, make_prompts, read_asked
 
 
 def compare_prompts(
-    rows: Rows, examples: Sequence[Example], section: DatasetSection, tokenizer: PreTrainedTokenizerBase
+    rows: Rows, examples: Sequence[EncodedExample], section: DatasetSection, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[int, list[Prompt]]:
-    """Return the number of prompts, and those that do not begin their example in the tokens in which they are sent."""
+    """Return the number of prompts, and the prompts whose tokens differ from the beginning of their example."""
     is_asked = section.format in ("completion", "chat") and section.completion_only_loss
     if not is_asked or any(example.is_pair for example in examples):
-        return 0, []  # an encoder reads its prompt apart, in training as well
+        return 0, []  # an encoder reads its prompt separately in training too
     chosen = [rows[example.document] for example in examples]
     conversations = read_asked(chosen, section)
     if conversations is not None:
@@ -36,6 +36,6 @@ def compare_prompts(
     ]
 
 
-def _differs(prompt: Prompt, example: Example) -> bool:
+def _differs(prompt: Prompt, example: EncodedExample) -> bool:
     length = min(len(prompt.ids), len(example.input_ids))
     return not np.array_equal(prompt.ids[:length], example.input_ids[:length])

@@ -1,4 +1,4 @@
-"""Quantised bases of a recipe: how they are loaded, and how they become numbers again."""
+"""Load quantised bases of a recipe, and dequantise them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sparsebp_cli.recipe.schema import ModelSection, QuantizationSection
 
 
 def load_options(section: ModelSection, config: Mapping[str, object]) -> dict[str, Any]:
-    """Return the arguments of ``from_pretrained`` for a recipe's model with the given config. Raise DataError where the
+    """Return the arguments of ``from_pretrained`` for a recipe's model with the given config. Raise DataError if the
     package is missing, or the files are quantised in another way."""
     given, found = section.quantization, _find_in_files(config)
     if given is None:
@@ -30,7 +30,7 @@ def load_options(section: ModelSection, config: Mapping[str, object]) -> dict[st
         return {}
     if find_spec(given.package) is None:
         raise DataError(f"model.quantization: {given.type} needs {given.package}: pip install 'sparsebp[quantized]'")
-    # The weights are quantised where they are read, so that every device trains the same ones.
+    # Quantise the weights on the CPU, where they are read, so that every device trains the same weights.
     place: dict[str, Any] = {"device_map": {"": "cpu"}}
     if found is None and config.get("quantization_config"):
         raise DataError(f"model.quantization: {given.type}: the model is quantised in its files, in another way")
@@ -44,7 +44,7 @@ def load_options(section: ModelSection, config: Mapping[str, object]) -> dict[st
 
 
 def _find_in_files(config: Mapping[str, object]) -> str | None:
-    """Return the type of quantisation of a model's files; None if there is none that is built."""
+    """Return the quantisation type of a model's files; None if it is absent or unsupported."""
     content = config.get("quantization_config")
     if not isinstance(content, Mapping) or content.get("quant_method") != "bitsandbytes":
         return None
@@ -66,24 +66,24 @@ def _make_config(section: QuantizationSection, dtype: torch.dtype) -> BitsAndByt
 
 
 def settle(model: PreTrainedModel) -> None:
-    """Prepare a model that was just loaded quantised for training. Raise DataError if nothing of it is quantised."""
+    """Prepare a model that was just loaded quantised for training. Raise DataError if it has no quantised linear."""
     layouts = [layout for _, layout in find_quantized(model)]
     if not layouts:
         raise DataError("model.quantization: the model has no linear that can be quantised")
     for layout in layouts:
         bias = layout.module.bias
-        if isinstance(layout, FourBitLayout) and bias is not None:  # bitsandbytes would do so in the first forward
+        if isinstance(layout, FourBitLayout) and bias is not None:  # else done in the first forward
             bias.data = bias.data.to(layout.module.compute_dtype)
-    if hasattr(model, "hf_device_map"):  # accelerate would refuse to move a model that says where it lies
+    if hasattr(model, "hf_device_map"):  # otherwise accelerate refuses to move the model
         del model.hf_device_map
 
 
 def quantize_without_data(model: PreTrainedModel, section: QuantizationSection) -> None:
-    """Put linears of 4 bits in the place of those that loading quantises, on tensors without data, with bytes and
-    scales of the sizes that loading gives them. Raise UnsupportedError for int8: torchao's weights are not tensors of
-    that kind."""
+    """Replace the linears that loading would quantise by 4-bit linears, on tensors without data. Bytes and scales have
+    the sizes that loading gives them. Raise UnsupportedError for int8: torchao's weights are not tensors without data.
+    """
     if section.type == "int8":
-        raise UnsupportedError("model.quantization: a base in int8 is not rehearsed; start it with max_steps=2")
+        raise UnsupportedError("model.quantization: a base in int8 cannot be forecast; run it with max_steps=2")
     if find_spec(section.package) is None:
         raise DataError(
             f"model.quantization: {section.type} needs {section.package}: pip install 'sparsebp[quantized]'"
@@ -93,7 +93,8 @@ def quantize_without_data(model: PreTrainedModel, section: QuantizationSection) 
 
     quantizer: Any = AutoHfQuantizer.from_config(_make_config(section, model.dtype), pre_quantized=False)
     plain = dict(model.named_modules())
-    # Its modules begin with weights on the device "meta", of a class that takes no tensors without data.
+    # bitsandbytes' modules start with weights on the device "meta", of a class that does not accept tensors without
+    # data.
     with _disable_current_modes():
         quantizer.preprocess_model(model=model, device_map={"": "cpu"})
     for name, made in model.named_modules():
@@ -114,7 +115,7 @@ def quantize_without_data(model: PreTrainedModel, section: QuantizationSection) 
 
 
 def dequantize(model: PreTrainedModel) -> None:
-    """Replace the quantised linears of a model by ordinary ones with the weights that they multiply with."""
+    """Replace the quantised linears of a model by ordinary ones with the dequantised weights."""
     known: Any = model
     dtype = known.config.dtype
     for name, layout in list(find_quantized(model)):
@@ -146,9 +147,9 @@ def _without(package: str) -> Iterator[None]:
 
 
 def _import_bitsandbytes() -> None:
-    """Import bitsandbytes where it is installed, as peft and thus transformers' optimizers do by themselves. On CPUs
-    with bfloat16 units version 0.50 then fetches a kernel from a hub and runs it, if the package `kernels` is there."""
-    log = logging.getLogger("bitsandbytes.backends.cpu.ops")  # it says that the kernel was not fetched
+    """Import bitsandbytes if it is installed, as peft and thus transformers' optimizers do by themselves. Hide the
+    package `kernels` meanwhile: on CPUs with bfloat16, version 0.50 would fetch a kernel from a hub and run it."""
+    log = logging.getLogger("bitsandbytes.backends.cpu.ops")  # it reports that the kernel was not fetched
     is_disabled, log.disabled = log.disabled, True
     try:
         with _without("kernels"):

@@ -1,4 +1,4 @@
-"""One of several processes that train together, from its launch by torchrun to its exit."""
+"""Run one of several processes that train together, from its launch by torchrun to its exit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sparsebp_cli.worker.process import Ranks, find_number, process_options
 
 ORPHAN_SECONDS = 0.1
 REASON_FILE = "TORCHELASTIC_ERROR_FILE"
-# Words in the errors of a rank that lost the connection to another one.
+# Parts of error texts of a rank that lost the connection to another rank.
 PEER_ERRORS = ("by peer", "gloo", "nccl", "broken pipe", "diststore", "distnetwork")
 
 
@@ -34,11 +34,11 @@ class Reason:
     text: str  # one line
     code: int  # the worker's exit code
     time: float  # seconds since 1970
-    is_echo: bool  # the rank only noticed that another one is gone
+    is_echo: bool  # whether the rank only noticed that another one is gone
 
 
 def write_reason(rank: int, text: str, code: int) -> Reason:
-    """Write why a rank fails, in one line with the worker's exit code, to the file that torchrun reads."""
+    """Write why a rank failed, in one line with the worker's exit code, to the file that torchrun reads."""
     is_echo = any(word in text.lower() for word in PEER_ERRORS)
     reason = Reason(rank, text, code, time.time(), is_echo)
     details = {"extraInfo": {"timestamp": str(int(reason.time))}, "message": text, "reason": vars(reason)}
@@ -48,12 +48,12 @@ def write_reason(rank: int, text: str, code: int) -> Reason:
 
 
 class SilentJournal(JournalWriter):
-    """A journal that writes nothing, for every rank but the first."""
+    """An event log that writes nothing, for every rank but the first."""
 
     path: Path
 
     def __init__(self, run_folder: Path) -> None:
-        """Keep the path of the journal for reading, and open nothing."""
+        """Keep the log's path for reading, without opening it."""
         self.path = run_folder / FILE
 
     def write(self, kind: str, **fields: object) -> None:
@@ -67,7 +67,7 @@ class SilentJournal(JournalWriter):
 
 
 def find_rank(plan: Plan) -> int | None:
-    """Return the rank that torchrun started this process as; None if torchrun did not start it for this plan."""
+    """Return the rank with which torchrun started this process; None if torchrun did not start it for this plan."""
     is_ours = os.environ.get("TORCHELASTIC_RUN_ID") == plan.run_id
     return find_number(process_options(plan.recipe)) if is_ours else None
 
@@ -85,7 +85,7 @@ def end_with_parent() -> None:
 
 
 def run_rank(plan: Plan, run: RunFolder, stop: StopRequest, rank: int) -> NoReturn:
-    """Train as one rank and exit the process. The first rank writes the final status if the run ended well, otherwise
+    """Train as one rank and exit the process. The first rank writes the final status if the run ended well; otherwise
     the launcher does."""
     from sparsebp_cli.worker.ending import describe_failure
     from sparsebp_cli.worker.training import Training
@@ -93,7 +93,7 @@ def run_rank(plan: Plan, run: RunFolder, stop: StopRequest, rank: int) -> NoRetu
     end_with_parent()
     journal = JournalWriter(run.path) if rank == 0 else SilentJournal(run.path)
     training: Training | None = None
-    code = 0  # also for a stopped run: a nonzero exit code would make torchrun kill the other ranks
+    code = 0  # also for a stopped run, because a nonzero exit code would make torchrun kill the other ranks
     try:
         ranks = Ranks.join(plan.recipe)
         training = Training.build(plan, run, journal, stop, ranks)
@@ -120,6 +120,6 @@ def run_rank(plan: Plan, run: RunFolder, stop: StopRequest, rank: int) -> NoRetu
     journal.close()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Returning may deadlock: PyTorch 2.13 destroys a gloo group while it holds the GIL, and waits for a thread that
-    # needs the GIL.
+    # Exit instead of returning, because returning may deadlock: PyTorch 2.13 destroys a gloo group while it holds the
+    # GIL, and waits for a thread that needs the GIL.
     os._exit(code)

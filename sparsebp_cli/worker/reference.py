@@ -1,7 +1,7 @@
-"""The reference model of a policy: its loss of every training token, cached on disk or computed batch by batch.
+"""Load a policy's reference model and its loss of every training token, cached on disk or computed batch by batch.
 
-The cache key depends on the data, the reference's weights and the numerical precision, and on nothing else of the run.
-The cost of scoring is stored with the scores, so that runs that reuse them still report it.
+The cache key depends only on the data, the reference's weights and the numerical precision. The cost of scoring is
+stored with the scores, so that runs that reuse them still report it.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Reference:
     data: Data  # training examples have the column reference_loss if scores are cached
     # argument reference of attach(): the model, "batch", or None without a reference
     attached: nn.Module | Literal["batch"] | None = None
-    facts: dict[str, object] | None = None  # for the journal
-    columns: frozenset[str] = frozenset()  # further columns that a batch must include
+    facts: dict[str, object] | None = None  # for the event log
+    columns: frozenset[str] = frozenset()  # additional columns that a batch must include
 
 
 def build_reference(
@@ -54,7 +54,7 @@ def build_reference(
     tell: Callable[[str], None],
 ) -> Reference:
     """Load the reference model that a policy names, and its cached scores. ``tell`` receives a line before scoring,
-    which may take long. Without such a policy, return the data alone."""
+    which may take long. Without such a policy, return only the data."""
     policy = next((p for p in policies if isinstance(p, ReferenceReader) and p.reads_reference), None)
     if policy is None:
         return Reference(data)
@@ -92,7 +92,7 @@ Kept = tuple[np.ndarray, dict[str, float]]
 def _score(
     model: nn.Module, data: Data, tokenizer: PreTrainedTokenizerBase, accelerator: Accelerator, size: int
 ) -> Kept:
-    """Return the loss of every training token in the order of the data, and the cost of scoring, by counters."""
+    """Return the loss of every training token in the order of the data, and the counted cost of scoring."""
     scorer, cost = Scorer(model, "the reference"), {"seconds": 0.0, "flops": 0.0}
     assert isinstance(tokenizer.pad_token_id, int)
     lengths = [len(example.input_ids) for example in data.train]
@@ -115,7 +115,7 @@ def _digest(model: nn.Module) -> str:
     for name, tensor in model.state_dict().items():
         flat = tensor.detach().cpu().contiguous().flatten()
         sha.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        # As bytes: NumPy has no bfloat16.
+        # Hash bytes, because NumPy has no bfloat16.
         sha.update(flat.view(torch.uint8).numpy().tobytes())
     return sha.hexdigest()[:16]
 
@@ -131,7 +131,7 @@ def _read(path: Path, data: Data) -> Kept | None:
 
 def _write(path: Path, scores: np.ndarray, cost: dict[str, float]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    # With the number of the process: two runs may score the same examples at once.
+    # Include the process id, because two runs may score the same examples at the same time.
     part = path.with_name(f".{os.getpid()}-{path.name}")
     save_file({REFERENCE_COLUMN: scores}, part, metadata={"cost": json.dumps(cost)})
     part.replace(path)

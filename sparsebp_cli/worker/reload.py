@@ -1,10 +1,10 @@
-"""Compares a saved model with the one in memory: the folder, loaded by plain transformers, gives what was trained.
+"""Check that a saved model, loaded with plain transformers, gives the same outputs as the trained model in memory.
 
-What is saved differs from what was evaluated where saving changes weights: adapters are merged, quantised bases become
-numbers, shards are gathered, tied weights are written once. The check costs two forward passes of one batch and one
-load. It runs in the process that saved, which has torch loaded already: a fresh one would add seconds to each run, and
-`from_pretrained` reads nothing but the folder. `sparsebp model` repeats it for the folder that leaves, in a fresh
-process (`python -m sparsebp_cli.worker.reload FOLDER RECORDED`), by what the manifest of the run's folder holds.
+They can differ where saving changes weights: adapters are merged, quantised bases are dequantised, shards are gathered,
+tied weights are written once. The check costs two forward passes of one batch and one load. It runs in the process that
+saved, which has torch already loaded: a new process would add seconds to each run, and `from_pretrained` reads only the
+folder. `sparsebp model` repeats the check for an exported folder in a new process (`python -m
+sparsebp_cli.worker.reload FOLDER RECORDED`), with the record in the run's manifest.
 """
 
 from __future__ import annotations
@@ -25,36 +25,36 @@ from torch import Tensor, nn
 from transformers.utils.logging import disable_progress_bar
 
 from sparsebp_cli.backward.linear.quantized import find_quantized
-from sparsebp_cli.errors import RunFailedError
+from sparsebp_cli.errors import RunFailedError, is_out_of_memory
 from sparsebp_cli.run.manifest import MANIFEST, OUTPUTS
 from sparsebp_cli.worker.adapter import is_adapted
 from sparsebp_cli.worker.answer import answer
 from sparsebp_cli.worker.asked import ask
 from sparsebp_cli.worker.prompt import Prompt
 
-MOST_POSITIONS = 256  # of each example: the logits of a large vocabulary are large, too
-MOST_ROWS = 64  # of logits that are compared
-STORED = 64  # values of them in the manifest, for a fresh process
-ROOM = 1.5  # of the size of the files: what loading needs of memory
-# Largest relative difference by rounding. A merge in 16 bits rounds the sum of base and adapter; float8 linears round
-# both factors to 3 bits, which the saved weights do not.
+MOST_POSITIONS = 256  # of each example, because the logits of a large vocabulary are large
+MOST_ROWS = 64  # number of logit vectors to compare
+STORED = 64  # number of logits stored in the manifest, for the check in a new process
+ROOM = 1.5  # memory needed for loading, relative to the size of the files
+# Largest relative difference due to rounding. A merge in 16 bits rounds the sum of base and adapter. Float8 linears
+# round both factors to 3 bits, but the saved weights do not.
 ROUNDING = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.05}
 ROUNDING_FLOAT8 = 0.3
 
 
 @dataclass(frozen=True)
-class Outputs:
+class ReloadedOutputs:
     """The logits of a model for one batch."""
 
     inputs: dict[str, Tensor]  # on the host
     logits_NO: Tensor  # at up to 64 positions, float32, on the host
     tolerance: float  # relative
-    questions: Sequence[Prompt] = ()  # that the saved model is asked
+    questions: Sequence[Prompt] = ()  # questions for the saved model
 
     @classmethod
     @torch.no_grad()
     def of(cls, model: nn.Module, batch: Mapping[str, Tensor]) -> Self:
-        """Compute them. A collective operation where the model is sharded; its mode is left as it was."""
+        """Compute a model's outputs for a batch. Collective if the model is sharded. Its mode is restored."""
         inner: Any = model.get_base_model() if is_adapted(model) else model  # type: ignore[operator]
         known = inspect.signature(type(inner).forward).parameters
         needed = {"labels"} if inner.config.is_encoder_decoder else set[str]()
@@ -75,7 +75,10 @@ class Outputs:
         try:
             loaded = _load(folder, place)
             difference = measure_difference(_run(loaded, self.inputs), self.logits_NO)
-        except torch.OutOfMemoryError:  # another process took what was free
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            # Another process took the free memory.
             return {"checked": False, "reason": f"loading {size / 1e9:.1f} GB again needs more memory than is free"}
         if not difference <= self.tolerance:
             raise RunFailedError(
@@ -93,29 +96,29 @@ class Outputs:
         }
 
     def _ask(self, folder: Path, loaded: nn.Module) -> dict[str, object]:
-        """Return what the loaded model answers. It is no part of the check: nothing that fails here ends a run."""
+        """Return the loaded model's answers. This is not part of the check: no failure here ends the run."""
         if not self.questions or not getattr(loaded, "can_generate", bool)():
             return {}
         try:
             with warnings.catch_warnings(action="ignore"):
                 return {"asked": ask(loaded, transformers.AutoTokenizer.from_pretrained(folder), self.questions)}
-        except Exception as error:  # whatever a model raises that was never asked before
+        except Exception as error:  # a model may raise anything when it first generates
             return {"unasked": " ".join(f"{type(error).__name__}: {error}".split())[:300]}
 
 
 def make_batch(vocab_size: int) -> dict[str, Tensor]:
-    """Return a batch of random tokens, for a model whose data are not at hand."""
+    """Return a batch of random tokens, for a model without its data."""
     ids = torch.randint(vocab_size, (2, 16), generator=torch.Generator().manual_seed(0))
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
 
 
 def measure_difference(found: Tensor, expected: Tensor) -> float:
-    """Return the norm of the difference relative to that of what is expected."""
+    """Return the norm of the difference, relative to the norm of the expected tensor."""
     return float((found - expected).norm() / expected.norm().clamp(min=1e-30))
 
 
 def check_again(folder: Path, recorded: Path) -> dict[str, object]:
-    """Repeat a check from what a manifest holds. Raise RunFailedError if the outputs differ."""
+    """Repeat a check with the record in a manifest. Raise RunFailedError if the outputs differ."""
     record: dict[str, Any] = json.loads((recorded / MANIFEST).read_bytes())[OUTPUTS]
     if not record.get("checked"):
         return {"checked": False}
@@ -138,7 +141,7 @@ def _load(folder: Path, device: torch.device) -> nn.Module:
 
 
 def _shorten(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the first positions of each example, or the last ones where padding is in front."""
+    """Return the first positions of each example, or the last ones if padding is on the left."""
     mask = inputs.get("attention_mask")
     pads_left = mask is not None and not bool(mask[:, 0].all())
     part = slice(-MOST_POSITIONS, None) if pads_left else slice(MOST_POSITIONS)
@@ -147,7 +150,7 @@ def _shorten(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _run(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
-    """Return the logits of the first positions that are no padding."""
+    """Return the logits at some positions that are not padding."""
     device = next(model.parameters()).device
     logits = model.eval()(**{name: tensor.to(device) for name, tensor in inputs.items()}).logits
     if logits.ndim == 3:
@@ -166,7 +169,7 @@ def _find_tolerance(model: nn.Module) -> float:
 
 
 def _find_place(device: torch.device, size: float) -> torch.device | None:
-    """Return where a second copy of the weights has room: the device, else the host, else nowhere."""
+    """Return where a second copy of the weights fits: the device, else the host, else None."""
     if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] > size:
         return device
     return torch.device("cpu") if psutil.virtual_memory().available > size else None

@@ -1,4 +1,4 @@
-"""Comparison of recipe, code and data with those of the checkpoint that a run resumes from, before any training."""
+"""Compare recipe, code and data with those of the checkpoint from which a run resumes, before any training."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 from sparsebp_cli.errors import ChangedError
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.plan.identity import find_code
-from sparsebp_cli.plan.seal import SECTIONS_OF_DATA, FieldChange, Seal, is_free, read_seal
+from sparsebp_cli.plan.seal import SECTIONS_OF_DATA, Seal, SealChange, is_free, read_seal
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run import History, JournalWriter, RunFolder, metric, read
 from sparsebp_cli.run.record_type import AcceptedChange
@@ -25,8 +25,8 @@ class ResumeCheck:
     def __init__(
         self, plan: Plan, run: RunFolder, journal: JournalWriter, ranks: Ranks, snapshot: Snapshot | None
     ) -> None:
-        """Compare recipe and code with those of the checkpoint or, without one, of the journal. The first rank decides
-        for all ranks. Raise ChangedError for a difference that the user has not allowed."""
+        """Compare recipe and code with those of the checkpoint or, without one, of the event log. The first rank
+        decides for all ranks. Raise ChangedError for a difference that the user has not allowed."""
         self.seal = Seal(plan.recipe.model_dump(mode="json"), find_code(plan.recipe))
         self._run, self._journal, self._ranks = run, journal, ranks
         facts = History.load(run.path).facts
@@ -42,30 +42,30 @@ class ResumeCheck:
         self._check()
 
     def check_data(self, digest: str) -> None:
-        """Compare the digest of all examples, and record in the journal what this attempt runs with. Raise ChangedError
-        if the data changed and the user has not allowed it."""
+        """Compare the digest of all examples, and record this attempt's config fingerprint in the event log. Raise
+        ChangedError if the data changed and the user has not allowed it."""
         self.seal = replace(self.seal, data=digest)
         self._check()
         if read_seal(self._run.path) != self.seal:
             self._journal.write("seal", values=self.seal.to_json())
 
     def _check(self) -> None:
-        refused: list[FieldChange] = []
+        refused: list[SealChange] = []
         if self._ranks.is_first and self._before is not None:
             changes = [change for change in self._before.changes(self.seal) if change.field not in self._reported]
             refused = [change for change in changes if not self._accept(change)]
-        # All ranks raise, or those that go on would wait for the first.
+        # All ranks raise, because ranks that continue would wait for the first.
         refused = self._ranks.broadcast(refused)
         if refused:
             raise ChangedError(self._run.run_id, self._where, refused)
 
-    def _accept(self, change: FieldChange) -> bool:
+    def _accept(self, change: SealChange) -> bool:
         known = change._asdict()
         was_accepted = any(known.items() <= entry.items() for entry in self._accepted)
         if is_free(change):
             self._note("info", f"changed since {self._where}, and no number depends on it: {change}")
         elif not was_accepted:
-            # Who allowed another dataset has allowed its data as well.
+            # Allowing another dataset also allows its data.
             if not (change.is_under(self._allowed) or (change.field == "data" and self._has_other_source())):
                 return False
             self._accepted.append(AcceptedChange(field=change.field, then=change.then, now=change.now, step=self._step))
@@ -75,7 +75,7 @@ class ResumeCheck:
         return True
 
     def _has_other_source(self) -> bool:
-        entries = (FieldChange(str(entry["field"]), "", "") for entry in self._accepted)
+        entries = (SealChange(str(entry["field"]), "", "") for entry in self._accepted)
         return any(change.is_under(SECTIONS_OF_DATA) for change in entries)
 
     def _note(self, level: str, text: str) -> None:
@@ -119,7 +119,7 @@ def _list(names: Sequence[str]) -> str:
 
 
 def _ranges(steps: Sequence[int]) -> str:
-    """Return ``step 3`` or ``steps 1 to 4, 7``."""
+    """Return the steps as text: ``step 3`` or ``steps 1 to 4, 7``."""
     found: list[list[int]] = []
     for step in steps:
         if found and found[-1][1] == step - 1:

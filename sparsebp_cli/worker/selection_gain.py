@@ -1,7 +1,7 @@
-"""Measurement, before training, of a policy step's cost, of what it keeps, and of what selection can gain.
+"""Measure, before training, a policy step's cost, the fraction it keeps, and what selection can gain.
 
-It uses one forward (norms of the loss gradient at the head, ||softmax - onehot||), one dense backward (norms of rows at
-the sites), and a probe of dense and policy.
+This uses one forward (norms of the loss gradient at the head, ||softmax - onehot||), one dense backward (norms of
+gradient rows at the sites), and a probe of dense and policy.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def head_norms(logits: Tensor, labels: Tensor) -> Iterator[Tensor]:
 
 
 def head_ess(logits: Tensor, labels: Tensor) -> dict[Unit, float]:
-    """Return the effective sample sizes of targets and examples by the norms of :func:`head_norms`; units without
-    gradient are left out. The norm of an example is that of all its targets together."""
+    """Return the effective sample sizes of targets and examples by the norms of :func:`head_norms`. Units without
+    gradient are left out. The norm of an example combines all its targets."""
     targets, examples = NormSums(), NormSums()
     for norms in head_norms(logits, labels):
         targets.add(norms)
@@ -74,8 +74,8 @@ def head_ess(logits: Tensor, labels: Tensor) -> dict[Unit, float]:
 
 @dataclass
 class RowNorms:
-    """Norms of gradient rows at sites in one backward, by site: of a linear |x| |dy|, the norm of the row's weight
-    gradient; else |dy|."""
+    """Norms of gradient rows at sites in one backward, by site. For a linear this is |x| |dy|, the norm of the row's
+    weight gradient; otherwise |dy|."""
 
     sums: dict[str, NormSums] = field(default_factory=dict)
 
@@ -118,14 +118,14 @@ def measure_selection_gain(
     run: Callable[..., object],
     policies: Sequence[Policy],
 ) -> SelectionGain:
-    """Measure what selection may gain on one micro-batch, on the device. The trial step is entered, and the probe is of
-    the same micro-batch."""
+    """Measure what selection may gain on one micro-batch, on the device. The trial step must be entered, and the probe
+    must be of the same micro-batch."""
     arguments = {name: batch[name] for name in ("input_ids", "attention_mask") if name in batch}
     with trial.on("dense"), torch.no_grad():
-        # Of a pair of encoder and decoder, and of gaps, the logits are of other positions.
+        # For encoder-decoders and masked language models, logits belong to other positions.
         logits = None if predicts_in_place(trial.model) else getattr(run(**arguments), "logits", None)
         effective = {} if logits is None else head_ess(logits, batch["labels"])
-        # Freed before the passes below: often the largest tensor of all.
+        # Free it before the passes below: it is often the largest tensor of all.
         del logits
     rows, modules = RowNorms(), dict(trial.model.named_modules())
     names = [site.name for site in probe.policy.report.sites if site.name in modules]
@@ -143,8 +143,8 @@ def measure_selection_gain(
 
 
 def find_selected_share(probe: Probe, policies: Sequence[Policy]) -> tuple[Unit | None, float | None]:
-    """Return the unit that the policies select and the share of it that is trained; both None if nothing is selected
-    (dense, frozen parameters, routers)."""
+    """Return the unit that the policies select and the fraction of it that is trained. Both are None if nothing is
+    selected (dense, frozen parameters, routers)."""
     chosen, kept = probe.policy.report.chosen, probe.policy.report.kept_share
     if chosen is not None and chosen.examples:
         return "examples", chosen.chosen_examples / chosen.examples
@@ -169,7 +169,7 @@ def gain_metrics(worth: SelectionGain) -> dict[str, float | None]:
 
 
 def describe_gains(gains: Sequence[tuple[PolicyPhase[Policy], SelectionGain]]) -> dict[str, object]:
-    """Return the lines and the metrics of the gains of all phases; a metric of several is their mean over the steps."""
+    """Return lines and metrics of the gains of all phases. A metric of several is the mean, weighted by steps."""
     phases = [phase for phase, _ in gains]
     if len(gains) == 1:
         return {"lines": gains[0][1].lines(), "values": gain_metrics(gains[0][1])}

@@ -1,4 +1,4 @@
-"""Parameters sharded over ranks (FSDP2): sharding a model, and gathering and loading whole tensors."""
+"""Shard parameters over ranks (FSDP2): shard a model, and gather and load whole tensors."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from sparsebp_cli.optimizers.separate import keep_precision
 
 
 def shard(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Shard every parameter over the ranks, in place; each decoder layer is gathered while it is computed. The
-    optimizer's parameters are replaced by the sharded ones, so it must not have a state yet. This calls PyTorch
-    directly, because accelerate 1.15 shards on accelerators only and silently uses DDP on a CPU."""
+    """Shard every parameter over the ranks, in place. Each decoder layer is gathered while it is computed. The
+    optimizer's parameters are replaced by sharded ones, so it must not have a state yet. This calls PyTorch directly,
+    because accelerate 1.15 shards only on accelerators and silently uses DDP on a CPU."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
-    # From the inside out, as `fully_shard` asks: what a layer has is no longer the whole model's.
+    # Shard layers first, as `fully_shard` requires: a sharded layer no longer belongs to the whole model's group.
     for layer in LayerNumbers(model).layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -49,7 +49,7 @@ def no_gradient_sync(model: nn.Module) -> Iterator[None]:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Return the model inside a DDP wrapper, whose parameter names have no prefix ``module.``."""
+    """Return the model inside a DDP wrapper. Its parameter names have no prefix ``module.``."""
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
@@ -76,13 +76,13 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Return a whole tensor; a collective operation."""
+    """Return a whole tensor. Collective."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def gather(tensors: Mapping[str, Tensor], *, keep: bool) -> dict[str, Tensor]:
-    """Return whole tensors by name, sharded ones on the host, gathered one after the other; empty unless ``keep``. A
-    collective operation; a tensor with two names is gathered once."""
+    """Return whole tensors by name, sharded ones on the host, gathered one after the other; empty unless ``keep``.
+    Collective. A tensor with two names is gathered once."""
     found: dict[str, Tensor] = {}
     known: dict[int, Tensor] = {}
     for name, tensor in tensors.items():
@@ -94,13 +94,13 @@ def gather(tensors: Mapping[str, Tensor], *, keep: bool) -> dict[str, Tensor]:
 
 
 def copy_full(mine: Tensor, given: Tensor) -> None:
-    """Copy a whole tensor, the same on every rank, into one of which this rank may hold a part."""
+    """Copy a whole tensor, equal on every rank, into one that may be sharded."""
     with torch.no_grad():
         mine.copy_(_shard_like(mine, given))
 
 
 def gather_optimizer(optimizer: torch.optim.Optimizer, *, keep: bool) -> dict[str, Any]:
-    """Return an optimizer's state_dict with whole tensors; without ``keep``, no sharded ones. Collective."""
+    """Return an optimizer's state_dict, with whole tensors if ``keep``. Collective."""
     state = optimizer.state_dict()
     by_number: dict[int, dict[str, object]] = {}
     for number, values in state["state"].items():
@@ -122,12 +122,12 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
 
 
 def _shard_state(parameter: Tensor, value: object) -> object:
-    """Shard a moment as its parameter is; step counts and other values are returned unchanged."""
+    """Shard a moment like its parameter. Return step counts and other values unchanged."""
     return _shard_like(parameter, value) if isinstance(value, Tensor) and value.shape == parameter.shape else value
 
 
 def _shard_like(mine: Tensor, given: Tensor) -> Tensor:
     if not isinstance(mine, DTensor):
         return given
-    # None: every rank has the whole tensor, and nothing is sent.
+    # None: every rank has the whole tensor, so nothing is sent.
     return distribute_tensor(given.to(mine.device), mine.device_mesh, mine.placements, src_data_rank=None)

@@ -1,8 +1,6 @@
-"""Conversion between a training under way and the snapshot that a checkpoint stores."""
+"""Convert between a running training and the snapshot that a checkpoint stores."""
 
 from __future__ import annotations
-
-from typing import Protocol
 
 import torch
 from accelerate import Accelerator
@@ -24,39 +22,28 @@ from sparsebp_cli.worker.process import Ranks
 from sparsebp_cli.worker.sharding import copy_full, gather, gather_optimizer, load_optimizer
 from sparsebp_cli.worker.trial_step import trainable_parameters
 
-SEED_STEP = 1_000_003  # difference between the dropout seeds of two ranks; larger than any usual difference of seeds
-_EPOCH = "epoch: "  # before those of the epochs that a policy chooses
-_POLICY = "policy state: "  # before the names of tensors of policies' states; no site's name has a space
+SEED_STEP = 1_000_003  # difference between the dropout seeds of two ranks; larger than usual differences of seeds
+_EPOCH = "epoch: "  # prefix of the state of epochs that a policy chooses
+_POLICY = "policy state: "  # prefix of the policies' state tensors; no site's name has a space
 
 
-class Restorable(Protocol):
-    """The attributes of a training that a snapshot is taken from and restored into."""
+class Restorable:
+    """The attributes of a training from which a snapshot is taken, and into which it is restored."""
 
     step: int
     tokens: int
 
-    @property
-    def plan(self) -> Plan: ...
-    @property
-    def ranks(self) -> Ranks: ...
-    @property
-    def seal(self) -> Seal: ...
-    @property
-    def bare(self) -> nn.Module: ...
-    @property
-    def engine(self) -> Engine: ...
-    @property
-    def optimizer(self) -> torch.optim.Optimizer: ...
-    @property
-    def schedule(self) -> LRScheduler: ...
-    @property
-    def order(self) -> BatchOrder: ...
-    @property
-    def allowance(self) -> Allowance: ...
-    @property
-    def price(self) -> StepPrice: ...
-    @property
-    def accelerator(self) -> Accelerator: ...
+    plan: Plan
+    ranks: Ranks
+    seal: Seal
+    bare: nn.Module
+    engine: Engine
+    optimizer: torch.optim.Optimizer
+    schedule: LRScheduler
+    order: BatchOrder
+    allowance: Allowance
+    price: StepPrice
+    accelerator: Accelerator
 
 
 def take_snapshot(training: Restorable) -> Snapshot:
@@ -79,7 +66,7 @@ def take_snapshot(training: Restorable) -> Snapshot:
     }
     if order:
         rest["order"] = {name: value for name, value in order.items() if not isinstance(value, Tensor)}
-    # Trained weights and buffers; frozen ones come from the recipe again. See decision 7.
+    # Store trained weights and buffers; frozen weights come from the recipe again. See decision 7.
     weights = gather(_weights(training), keep=ranks.is_first)
     optimizer = gather_optimizer(training.optimizer, keep=ranks.is_first)
     return Snapshot(training.step, weights, optimizer, rest, own, training.seal.to_json())
@@ -87,7 +74,7 @@ def take_snapshot(training: Restorable) -> Snapshot:
 
 def restore(training: Restorable, snapshot: Snapshot) -> None:
     """Restore a snapshot into a training that was just built. Raise UnsupportedError if it is of another model or
-    optimizer, or of another number of processes on which it cannot go on."""
+    optimizer, or of a number of processes from which it cannot continue."""
     ranks = training.ranks
     _check_fit(training, snapshot)
     own = snapshot.ranks[ranks.rank] if ranks.count == len(snapshot.ranks) else _redistribute(training, snapshot)
@@ -118,10 +105,10 @@ def restore(training: Restorable, snapshot: Snapshot) -> None:
 
 
 def _redistribute(training: Restorable, snapshot: Snapshot) -> RankState:
-    """Return this rank's state from a checkpoint of another number of processes. Raise UnsupportedError if the examples
-    of its steps would be others, or if each process kept something of its own examples."""
+    """Return this rank's state from a checkpoint of another number of processes. Raise UnsupportedError if its steps
+    would use other examples, or if each process kept state of its own examples."""
     ranks, count = training.ranks, len(snapshot.ranks)
-    before = f"the checkpoint of step {snapshot.step} is of {count} process{'es' * (count > 1)}"
+    before = f"the checkpoint of step {snapshot.step} was written by {count} process{'es' * (count > 1)}"
     section = training.plan.recipe.training
     seal = Seal.from_json(snapshot.seal or {})
     if seal is None:
@@ -132,7 +119,7 @@ def _redistribute(training: Restorable, snapshot: Snapshot) -> RankState:
     if steps[0] != steps[1]:
         raise UnsupportedError(
             f"{before} with {steps[0]} examples a step, the plan has {steps[1]} with target.processes: {ranks.count}; "
-            "choose training.per_device_train_batch_size so that they are as many"
+            "choose training.per_device_train_batch_size so that the numbers are equal"
         )
     if section.group_by is not None and batches[0] != batches[1]:
         raise UnsupportedError(
@@ -145,7 +132,7 @@ def _redistribute(training: Restorable, snapshot: Snapshot) -> RankState:
             f"{before}, which keep what error feedback left out of their own examples: it resumes with "
             f"target.processes: {count}"
         )
-    # A process without a state of its own draws on as it began, but not the same numbers again.
+    # An additional process has no stored generators: seed them as at the start, but shifted, so that no numbers repeat.
     if ranks.rank >= count:
         set_seed((section.seed + SEED_STEP * ranks.rank + snapshot.step) % 2**32)
     generators = snapshot.ranks[ranks.rank].rng if ranks.rank < count else {}
@@ -153,7 +140,7 @@ def _redistribute(training: Restorable, snapshot: Snapshot) -> RankState:
 
 
 def _check_fit(training: Restorable, snapshot: Snapshot) -> None:
-    """Refuse a checkpoint of another model or optimizer, or of a step after the last one of the plan."""
+    """Refuse a checkpoint of another model or optimizer, or of a step after the plan's last one."""
     before = f"the checkpoint of step {snapshot.step} does not fit the plan"
     max_steps = training.plan.recipe.training.max_steps
     if snapshot.step > max_steps:
@@ -168,7 +155,7 @@ def _check_fit(training: Restorable, snapshot: Snapshot) -> None:
             raise UnsupportedError(f"{before}: {name} has {shapes[0]} there, {shapes[1]} in the plan's model")
     groups = [set(group) for group in training.optimizer.state_dict()["param_groups"]]
     if groups != [set(group) for group in snapshot.optimizer["param_groups"]]:
-        raise UnsupportedError(f"{before}: it is of another optimizer than {training.plan.recipe.training.optim}")
+        raise UnsupportedError(f"{before}: it belongs to another optimizer than {training.plan.recipe.training.optim}")
 
 
 def _weights(training: Restorable) -> dict[str, Tensor]:

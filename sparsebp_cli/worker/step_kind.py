@@ -1,9 +1,9 @@
-"""What steps say of their own work, and what those that were counted tell of the others.
+"""Describe the work of steps, and predict the cost of uncounted steps from counted ones.
 
-FLOPs are counted in some steps alone (:mod:`sparsebp_cli.worker.price`), but every step knows how much of the model a
-policy froze in it, whether it scored its batch, and which shares of entries, targets, positions, blocks and rows it
-kept. What a pass costs follows these shares almost linearly, so counts are fitted to them by least squares: a step is
-charged as steps of its own kind were counted, not as the last one that was.
+FLOPs are counted only in some steps (:mod:`sparsebp_cli.worker.price`). But every step knows how much of the model a
+policy froze, whether the batch was scored, and which fractions of entries, targets, positions, blocks and rows it kept.
+The cost of a pass is almost linear in these fractions, so least squares fits the counts to them. A step's cost thus
+follows counts of similar steps, not the last count.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import torch
 from sparsebp_cli.backward import Engine
 from sparsebp_cli.backward.core.report import Chosen
 
-MEMORY = 64  # counts that are fitted; a policy that changes slowly is known by its latest ones
-LIKE = 0.05  # of a share: steps further than this outside of all that were counted are of another kind
-VARIES = 1e-6  # relative; singular values below it are rounding
+MEMORY = 64  # number of counts that are fitted; the latest ones describe a policy that changes slowly
+LIKE = 0.05  # fraction by which a step may lie outside all counted ones and still be of a known kind
+VARIES = 1e-6  # relative; smaller singular values are rounding
 
 
 def describe_pass(engine: Engine, sizes: Mapping[str, int]) -> tuple[float, ...]:
-    """Return what the last pass says of itself: the share of entries that it trained, the place of the first parameter
-    that it trained, where its backward may end, and what extensions know. ``sizes`` are the entries of the parameters
-    that dense trains, by name, in the model's order; to be called before the next step begins."""
+    """Describe the last pass by numbers: the fraction of entries that it trained, the relative position of the first
+    trained parameter (where backward may end), and the extensions' work shares. ``sizes`` maps the parameters that
+    dense trains to their entries, in the model's order. Call it before the next step begins."""
     frozen = set[str]().union(*(part.frozen for part in engine.extensions))
     trained = [(place, name) for place, name in enumerate(sizes) if name not in frozen] if frozen else []
     entries = sum(sizes[name] for _, name in trained) / sum(sizes.values()) if frozen else 1.0
@@ -38,26 +38,26 @@ def describe_pass(engine: Engine, sizes: Mapping[str, int]) -> tuple[float, ...]
 
 @dataclass(frozen=True)
 class StepKind:
-    """Whether a step scored its batch, and its shares, between 0 and 1, equally many in every step of a phase."""
+    """Whether a step scored its batch, and its fractions, in [0, 1]; each step of a phase has equally many."""
 
     scored: bool = False
     shares: tuple[float, ...] = ()
 
     @classmethod
     def of(cls, passes: Sequence[tuple[float, ...]], kept: float | None, chosen: Chosen | None) -> Self:
-        """Return the kind of a step from the descriptions of its passes, the share of entries that its sites kept, and
-        what was chosen of its batch."""
+        """Return the kind of a step from its passes' descriptions, the fraction of entries that its sites kept, and
+        what was chosen from its batch."""
         shares, scored = [kept, None, None, None], False
         if chosen is not None:
             examples = chosen.chosen_examples / chosen.examples if chosen.examples else None
             shares[1:] = [chosen.trained_share, chosen.carried_share, examples]
             scored = float(chosen.scoring_seconds) > 0.0
         told = [fmean(one) for one in zip(*passes, strict=True)]
-        # Rounded, since of the same step each way of summing has other last bits.
+        # Round, because for the same step each way of summing has other last bits.
         return cls(scored, tuple(round(share, 6) for share in [*(1.0 if s is None else s for s in shares), *told]))
 
     def to_list(self) -> list[Any]:
-        """Return it as a checkpoint has it."""
+        """Return the kind as stored in a checkpoint."""
         return [self.scored, list(self.shares)]
 
     @classmethod
@@ -68,7 +68,7 @@ class StepKind:
 
 @dataclass
 class CountedSteps:
-    """The kinds of the steps that were counted last, each with the FLOPs of its passes over dense's."""
+    """The kinds of the last counted steps, each with the FLOPs of its passes over dense's."""
 
     kinds: list[StepKind] = field(default_factory=list)
     counts: list[float] = field(default_factory=list)
@@ -79,18 +79,18 @@ class CountedSteps:
         self.__dict__.pop("_fits", None)
 
     def knows(self, kind: StepKind) -> bool:
-        """Whether steps like this one were counted."""
+        """Return whether steps like this one were counted."""
         fit = self._fits.get(kind.scored)
         return fit is not None and fit.covers(kind.shares)
 
     def predict(self, kind: StepKind) -> float:
-        """Return the FLOPs of a step's passes over dense's, by all counts if none scored or none did not."""
+        """Return the FLOPs of a step's passes over dense's. Use all counts if no step, or every step, was scored."""
         fit = self._fits.get(kind.scored) or next(iter(self._fits.values()))
         return fit.predict(kind.shares)
 
     @property
     def error(self) -> float:
-        """The standard error of the mean over many steps, relative: of what the shares do not explain."""
+        """The relative standard error of the mean over many steps, from what the fractions do not explain."""
         rest = [c - self.predict(k) for c, k in zip(self.counts, self.kinds, strict=True)]
         return stdev(rest) / len(rest) ** 0.5 / fmean(self.counts) if len(rest) > 1 and any(self.counts) else 0.0
 
@@ -107,7 +107,7 @@ class CountedSteps:
 
     @classmethod
     def from_state(cls, state: object) -> Self:
-        """Return the counts of a checkpoint; one of an older version has none."""
+        """Return the counts of a checkpoint. A checkpoint of an older version has none."""
         if not isinstance(state, dict):
             return cls()
         return cls([StepKind.of_list(kind) for kind in state["kinds"]], list(state["counts"]))
@@ -115,21 +115,21 @@ class CountedSteps:
 
 @dataclass(frozen=True)
 class _Fit:
-    """Counts as a linear function of the shares of their steps."""
+    """Counts as a linear function of the fractions of their steps."""
 
     centre: tuple[float, ...]
     slopes: tuple[float, ...]
     mean: float
     least: float
     most: float
-    hull: tuple[tuple[float, float], ...]  # the least and largest of each share
+    hull: tuple[tuple[float, float], ...]  # the smallest and largest value of each fraction
 
     @classmethod
     def of(cls, counted: Sequence[tuple[tuple[float, ...], float]]) -> Self:
         shares_KS = torch.tensor([shares for shares, _ in counted], dtype=torch.float64)
         count_K = torch.tensor([count for _, count in counted], dtype=torch.float64)
         centre_S, mean = shares_KS.mean(0), count_K.mean()
-        # The smallest solution: shares that say the same, or never vary, leave no freedom.
+        # Use the minimum-norm solution, because fractions may be redundant or constant.
         slope_S = torch.linalg.pinv(shares_KS - centre_S, rtol=VARIES) @ (count_K - mean)
         hull = zip(shares_KS.amin(0).tolist(), shares_KS.amax(0).tolist(), strict=True)
         ends = float(count_K.min()), float(count_K.max())
@@ -141,4 +141,4 @@ class _Fit:
     def predict(self, shares: Sequence[float]) -> float:
         terms = zip(shares, self.centre, self.slopes, strict=False)
         found = self.mean + sum(slope * (share - centre) for share, centre, slope in terms)
-        return min(self.most, max(self.least, found))  # nothing is known beyond what was counted
+        return min(self.most, max(self.least, found))  # do not extrapolate beyond the counts

@@ -1,8 +1,8 @@
-"""Memory traces of two real training steps: one of warm-up and the last.
+"""Trace the memory of two real training steps: one of warm-up and the last.
 
-An update cannot be tried without a copy of weights and optimizer state, so the traced steps belong to the training.
-The profiler changes none of their numbers, but makes them slower: warm-up times count nowhere, and the times of any
-other traced step are not recorded.
+An update cannot be tried without a copy of weights and optimizer state, so the traced steps belong to the training. The
+profiler changes none of their numbers, but makes them slower. Warm-up times never count, and the times of the other
+traced step are not recorded.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ PARTS = (
 
 @dataclass
 class StepMemoryRecorder:
-    """Records the memory of the steps that are due and writes the curve to the journal. Memory of the profiler itself
+    """Records the memory of the steps that are due and writes the curve to the event log. Memory of the profiler itself
     does not count towards ``peak``."""
 
     recipe: Recipe
@@ -64,11 +64,11 @@ class StepMemoryRecorder:
     _trace: MemoryTrace | None = None
 
     def due(self, step: int) -> bool:
-        """Return whether to trace a step (from 1): the last of warm-up and the last of all. The first step is never
-        traced unless it is the only one, because optimizers create their state in it."""
+        """Return whether to trace a step (from 1): the last step of warm-up and the last of all. The first step is
+        never traced unless it is the only one, because optimizers create their state in it."""
         last = self.recipe.training.max_steps
         first = max(2, self.recipe.measure.warmup_steps)
-        # The trace's hooks on saved tensors would be compiled into the graph.
+        # Otherwise the trace's hooks on saved tensors would be compiled into the graph.
         watches = self.watches and not self.recipe.training.compile
         return watches and self.recipe.measure.probe_every is not None and step in (min(first, last), last)
 
@@ -76,12 +76,12 @@ class StepMemoryRecorder:
         """Make a step and return its metrics, including those of its memory if it is traced."""
         if not self.due(step):
             return run()
-        gc.collect()  # or garbage from before the step would be freed in the middle of it
+        gc.collect()  # otherwise garbage from before the step would be freed during it
         was_paused = self.peak.is_paused
         self.peak.pause()
-        state = self.engine.state_dict()  # tensors such as error feedback, to be attributed in the trace
+        state = self.engine.state_dict()  # tensors such as error feedback, for attribution in the trace
         with memory_trace(self.model, self.optimizer, also=state, device=self.device) as self._trace:
-            # Or tensors that the step replaces would be kept alive by this name.
+            # Otherwise this name would keep tensors alive that the step replaces.
             del state
             values = run()
         trace, self._trace = self._trace, None
@@ -91,7 +91,7 @@ class StepMemoryRecorder:
         curve = trace.curve
         content = curve.to_values() | {"allocator_peak_bytes": trace.allocator_peak_bytes}
         self.journal.write("memory", step=step, values=content)
-        # The trace slows the step down; those of warm-up are left out by every reader.
+        # The trace slows the step down; readers always leave out warm-up times.
         if step > self.recipe.measure.warmup_steps:
             values |= {time.name: None for time in TIMES}
         split = curve.peak.split
@@ -99,7 +99,7 @@ class StepMemoryRecorder:
         return values | {metric.STEP_PEAK_BYTES.name: float(split.total)} | {part.name: float(n) for part, n in parts}
 
     def begin(self, phase: str) -> None:
-        """Mark the begin of a phase, by the stopwatch's name for it."""
+        """Mark the start of a phase, given by the stopwatch's name for it."""
         if self._trace is not None:
             self._trace.begin(PHASES[phase])
 
@@ -108,9 +108,8 @@ _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 class PeakMemory:
-    """Peak memory of the device, or of the process on a CPU, outside of pauses. On a CPU this reads Linux's ``/proc``;
-    without it, pauses count as well. Memory that the C library keeps after a pause counts, because the process holds
-    it."""
+    """Peak memory of the device, or of the process on a CPU, outside pauses. On a CPU this reads Linux's ``/proc``;
+    without it, pauses count too. Memory that the C library keeps after a pause counts, because the process holds it."""
 
     device: torch.device
 
@@ -123,7 +122,7 @@ class PeakMemory:
 
     @property
     def is_paused(self) -> bool:
-        """Whether memory is currently not counted."""
+        """Whether counting is paused."""
         return self._is_paused
 
     def include(self, num_bytes: int) -> None:
@@ -131,11 +130,10 @@ class PeakMemory:
         self._before = max(self._before, num_bytes)
 
     def pause(self) -> None:
-        """Stop counting."""
         self._before, self._is_paused = self.bytes(), True
 
     def resume(self) -> None:
-        """Count again, from the memory in use now; without a pause, do nothing."""
+        """Count again, starting with the memory in use now. Do nothing without a pause."""
         if self._is_paused:
             self._reset()
             self._is_paused = False
@@ -154,14 +152,14 @@ class PeakMemory:
             torch.cuda.reset_peak_memory_stats(self.device)
             return
         try:
-            _RESET.write_text("5", encoding="ascii")  # proc(5): the peak starts again from what is in use now
+            _RESET.write_text("5", encoding="ascii")  # proc(5): the peak restarts from the memory in use now
         except OSError:
             return
 
 
 def memory_metrics(model: nn.Module, optimizer: AcceleratedOptimizer, peak: PeakMemory) -> dict[str, float]:
     """Return the bytes of weights and optimizer state on this rank, and its peak memory since the run began. Weights
-    include what the optimizer trains in their place, and the scales of quantised ones."""
+    include the tensors that the optimizer trains instead of them, and the scales of quantised weights."""
     state = tensors_in(dict(optimizer.state))
     trained = (parameter for group in optimizer.param_groups for parameter in group["params"])
     parameters = {id(parameter): parameter for parameter in (*model.parameters(), *trained)}.values()
@@ -175,7 +173,7 @@ def memory_metrics(model: nn.Module, optimizer: AcceleratedOptimizer, peak: Peak
 
 
 def kept_share(own: float | None, ranks: Ranks) -> float | None:
-    """Return the mean kept share of gradient entries over all ranks, which all have equally many rows; None if no
+    """Return the mean fraction of gradient entries kept over all ranks, which have equally many rows; None if no
     gradient arrived on any rank."""
     if ranks.count == 1:
         return own
@@ -184,7 +182,7 @@ def kept_share(own: float | None, ranks: Ranks) -> float | None:
 
 
 def route_metrics(route: Route | None) -> dict[str, float | None]:
-    """Return how far a router let the gradient of a step propagate; empty without a router."""
+    """Return how far a router let a step's gradient propagate; empty without a router."""
     if route is None:
         return {}
     return {
@@ -196,7 +194,7 @@ def route_metrics(route: Route | None) -> dict[str, float | None]:
 
 
 def output_metrics(use: OutputUse | None) -> dict[str, float | None]:
-    """Return what a step took from kept outputs of frozen layers; empty where no policy keeps any."""
+    """Return how a step used kept outputs of frozen layers; empty if no policy keeps any."""
     if use is None:
         return {}
     return {
@@ -207,7 +205,7 @@ def output_metrics(use: OutputUse | None) -> dict[str, float | None]:
 
 
 def epoch_metrics(epoch: tuple[int, float] | None) -> dict[str, float | None]:
-    """Return the number of the epoch under way and the share of the examples that it visits; empty where no policy
+    """Return the number of the current epoch and the fraction of the examples that it visits; empty if no policy
     chooses epochs."""
     if epoch is None:
         return {}
@@ -215,8 +213,8 @@ def epoch_metrics(epoch: tuple[int, float] | None) -> dict[str, float | None]:
 
 
 def selection_metrics(chosen: Chosen | None, ranks: Ranks, policies: Sequence[Policy]) -> dict[str, float | None]:
-    """Return shares and scoring time of the tokens or examples selected before the forward, over all ranks. Without a
-    gradient policy the trained share also is the kept share."""
+    """Return fractions and scoring time of the tokens or examples selected before the forward, over all ranks. Without
+    a gradient policy the fraction trained is also the fraction kept."""
     if chosen is None:
         return {}
     counts = (chosen.trained, chosen.targets, chosen.carried, chosen.real)

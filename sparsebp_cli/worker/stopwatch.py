@@ -1,7 +1,7 @@
-"""Seconds of a step and of its phases, and the load of the machine.
+"""Measure the seconds of a step and its phases, and the machine's load.
 
-On a CUDA device the borders are events in its stream, which are read once, at the end of the step: a device that is
-synchronised at each border waits for the host to launch the next phase.
+On a CUDA device the phase borders are events in its stream, read once at the end of the step. If the device were
+synchronised at each border, it would wait for the host to launch the next phase.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 
 
 class Stopwatch:
-    """Sums seconds by phase, of a step that begins with the stopwatch."""
+    """Sums seconds by phase, for a step that starts with the stopwatch."""
 
     device: torch.device
 
     def __init__(self, device: torch.device, at_phase: Callable[[str], None] | None = None) -> None:
-        """Start at zero; ``at_phase`` is called with each phase when it begins."""
+        """Start at zero. ``at_phase`` is called with each phase when it begins."""
         self.device, self._at_phase = device, at_phase
         self._spans: list[tuple[str, float | torch.cuda.Event, float | torch.cuda.Event]] = []
         self._start, self._cpu_start = self._mark(), time.process_time()
@@ -33,7 +33,7 @@ class Stopwatch:
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """Add the time spent inside to a phase."""
+        """Add the time spent inside the block to a phase."""
         if self._at_phase is not None:
             self._at_phase(phase)
         start = self._mark()
@@ -41,8 +41,8 @@ class Stopwatch:
         self._spans.append((phase, start, self._mark()))
 
     def read(self) -> dict[str, float]:
-        """Return the seconds of each phase; of the whole ``step``; and as ``step_cpu`` the CPU seconds of all threads
-        of this process. Waits for the device once."""
+        """Return the seconds of each phase and of the whole ``step``, and as ``step_cpu`` the CPU seconds of all
+        threads of this process. This waits for the device once."""
         end = self._mark()
         if not isinstance(end, float):
             end.synchronize()
@@ -69,7 +69,7 @@ def _between(start: float | torch.cuda.Event, stop: float | torch.cuda.Event) ->
 
 
 def read_load() -> float | None:
-    """Return the 1-minute load average over the number of CPUs of the machine; None where the system has none."""
+    """Return the 1-minute load average over the machine's number of CPUs; None if the system has no load average."""
     try:
         return os.getloadavg()[0] / (os.cpu_count() or 1)
     except OSError:

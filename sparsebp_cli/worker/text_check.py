@@ -1,7 +1,7 @@
-"""Holds texts as they are trained against the rows that they are made of, and prompts as they are sent against both.
+"""Compare training texts with the rows from which they were made, and prompts at inference with both.
 
-A template, a tokenizer or a converter of files may lose, escape, double or invent text, and training goes on. Each
-row's text is searched for what the row has; ``run/text_fault.py`` lists the faults.
+A template, tokenizer or file converter may lose, escape, double or invent text, and training continues. So each text is
+searched for what its row contains; ``run/text_fault.py`` lists the faults.
 """
 
 from __future__ import annotations
@@ -18,17 +18,24 @@ from sparsebp_cli.recipe.schema import DatasetSection
 from sparsebp_cli.run.text_fault import TextCheck, TextFault, describe_fault, judge_fault
 from sparsebp_cli.source.column import Rows
 from sparsebp_cli.source.conversation import Conversation
-from sparsebp_cli.worker.encoding import Encoded, Written
+from sparsebp_cli.worker.encoding import EncodedSplit, Written
 from sparsebp_cli.worker.prompt import read_asked
 from sparsebp_cli.worker.prompt_parity import compare_prompts
 from sparsebp_cli.worker.written_message import find_values, find_written, squeeze
 
-NUM_SHOWN = 12  # characters of an end
+NUM_SHOWN = 12  # characters shown of an end
 
 
-def check_texts(rows: Rows, found: Encoded, section: DatasetSection, tokenizer: PreTrainedTokenizerBase) -> TextCheck:
-    """Return what is wrong with the texts of a split. Raise DataError where most rows have a fault that is no text of
-    their user."""
+def check_texts(
+    rows: Rows,
+    found: EncodedSplit,
+    section: DatasetSection,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    refuses: bool = True,
+) -> TextCheck:
+    """Return the faults of a split's texts. With ``refuses``, raise DataError if most rows have a fault that makes them
+    other texts than the user's."""
     tally, tokens, written = _Tally(), _ControlTokens.of(tokenizer), found.written
     num_prompts, unlike = compare_prompts(rows, found.examples, section, tokenizer)
     for prompt in unlike:
@@ -50,7 +57,7 @@ def check_texts(rows: Rows, found: Encoded, section: DatasetSection, tokenizer: 
     looked = {"prompt": num_prompts, "end": num_turns, "no_end": num_turns}
     faults = [tally.describe(kind, looked.get(kind, len(written))) for kind in tally.places]
     for fault in faults:
-        if judge_fault(fault) == "refused":
+        if refuses and judge_fault(fault) == "refused":
             raise DataError(f"dataset {section.name}: {describe_fault(fault)}")
     affected = len({place for places in tally.places.values() for place in places})
     return {"rows": len(written), "affected": affected, "prompts": num_prompts, "turns": num_turns, "faults": faults}
@@ -75,14 +82,14 @@ def _check_conversation(
 
 @dataclass
 class _Tally:
-    """Faults that were found, by kind."""
+    """The faults found, by kind."""
 
     places: dict[str, list[str]] = field(default_factory=dict)  # one for each row, prompt or turn
     shown: dict[str, list[str]] = field(default_factory=dict)
 
     def add(self, kind: str, place: str, shown: str) -> None:
         places = self.places.setdefault(kind, [])
-        if kind in ("prompt", "end", "no_end") or places[-1:] != [place]:  # of a row, the others count once
+        if kind in ("prompt", "end", "no_end") or places[-1:] != [place]:  # other kinds count once for each row
             places.append(place)
         about = self.shown.setdefault(kind, [])
         if shown not in about:
@@ -105,7 +112,7 @@ class _ControlTokens:
     tokenizer: PreTrainedTokenizerBase
     names: dict[int, str]
     ending: frozenset[int]
-    pattern: re.Pattern[str] | None  # None: none is read from a text
+    pattern: re.Pattern[str] | None  # None: the tokenizer reads none from text
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> _ControlTokens:
@@ -120,7 +127,7 @@ class _ControlTokens:
         return cls(tokenizer, names, frozenset(ending), pattern)
 
     def find(self, texts: Sequence[str], *, is_whole: bool = False) -> list[str]:
-        """Return the control tokens in texts. Around a whole text, one beginning and end of sequence are the user's."""
+        """Return the control tokens in texts. In whole texts, users choose tokens at start and end: not reported."""
         if self.pattern is None:
             return []
         found = list[str]()
@@ -135,12 +142,12 @@ class _ControlTokens:
         return str(self.tokenizer.decode(list(ids)))
 
     def ends(self, tail: Sequence[int]) -> bool:
-        """Return whether the last token that is no white space is one that ends a turn."""
+        """Return whether the last token that is not white space ends a turn."""
         last = next(self._solid(reversed(tail)), None)
         return last in self.ending
 
     def is_doubled(self, one: Written) -> bool:
-        """Return whether a row has two beginnings of sequence, or two ends behind each other."""
+        """Return whether a row has two beginnings of sequence, or two consecutive ends."""
         begin, end = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
         if begin is not None and list(one.head) == [begin, begin]:
             return True

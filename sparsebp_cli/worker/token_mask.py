@@ -1,9 +1,9 @@
-"""Token masks from data columns that mark spans of characters, so that users need not know the tokenizer.
+"""Build token masks from data columns that mark spans of characters, so that users need not know the tokenizer.
 
-A span is ``[start, end]``, in characters of the text from 0, the end excluded; for completions the text is the prompt
-followed by the completion. A token is marked if at least one of its characters is. Tokens before the text are marked
-by a span that starts at 0, tokens after it by a span that reaches its end: ``[[n, n]]``, with n the length of the
-text, marks only those at the end.
+A span is ``[start, end]``, in characters of the text from 0, the end excluded. For completions the text is the prompt
+followed by the completion. A token is marked if at least one of its characters is. A span that starts at 0 also marks
+tokens before the text, and a span that reaches the text's end those after it. With n the length of the text, ``[[n,
+n]]`` marks only the tokens at the end.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from sparsebp_cli.source.column import Rows
 
 @dataclass(frozen=True)
 class TextTokens:
-    """Where the tokens of a text lie in it."""
+    """The positions of a text's tokens in it."""
 
     num_characters: int
-    offsets: Sequence[tuple[int, int]]  # first character and the one behind the last, of each token of the text itself
+    offsets: Sequence[tuple[int, int]]  # first character and end (exclusive) of each token of the text itself
     num_before: int  # special tokens before the text
-    num_tokens: int  # of all, with those before and behind the text
+    num_tokens: int  # of all tokens, including those before and after the text
 
 
 def mask_tokens(texts: Sequence[TextTokens], rows: Rows, column: Sequence[object], name: str) -> list[np.ndarray]:
@@ -50,7 +50,7 @@ def mark_spans(text: TextTokens, spans: Sequence[Sequence[int]]) -> np.ndarray:
 
 
 def _check(spans: Any, name: str, place: str) -> Sequence[Sequence[int]]:
-    """Return the spans of a row, none where it has none."""
+    """Return the spans of a row; empty if it has none."""
     good = spans is None or (
         isinstance(spans, Sequence)
         and not isinstance(spans, str)

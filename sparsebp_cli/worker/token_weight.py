@@ -1,8 +1,8 @@
-"""Weights of the loss of single tokens, from a data column that weighs rows, or spans of characters.
+"""Compute loss weights of single tokens from a data column that weighs rows, or spans of characters.
 
-A value is a number for all tokens of the row, or a list of ``[start, end, weight]`` in characters of the text, with the
-conventions of :mod:`sparsebp_cli.worker.token_mask`; tokens outside of all spans weigh 1, and of several the first one
-counts. A token of weight 0 has no label.
+A value is a number for all tokens of the row, or a list of ``[start, end, weight]`` in characters of the text, as in
+:mod:`sparsebp_cli.worker.token_mask`. Tokens outside all spans weigh 1; of several spans the first one counts. A token
+of weight 0 has no label.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _weigh(text: TextTokens, value: object, place: str) -> np.ndarray:
     if not isinstance(value, list):
         return np.full(text.num_tokens, check_number(value, place), dtype=np.float32)
     weight_T = np.ones(text.num_tokens, dtype=np.float32)
-    # Backwards: the first of several spans counts.
+    # Iterate backwards, because the first of several spans counts.
     for span in reversed(value):
         if not (
             isinstance(span, list)
@@ -50,7 +50,7 @@ def _weigh(text: TextTokens, value: object, place: str) -> np.ndarray:
 
 def check_number(value: object, place: str) -> float:
     """Return a weight. Raise DataError unless it is a finite number."""
-    if isinstance(value, str):  # of a table, which has texts alone
+    if isinstance(value, str):  # from a table, which has only texts
         with contextlib.suppress(ValueError):
             value = float(value)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):

@@ -1,5 +1,4 @@
-"""The training loop. ``_train_step`` is one optimizer step: forward, backward through the engine and update, all
-timed."""
+"""The training loop. ``_train_step`` is one optimizer step: forward, backward through the engine, update; all timed."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ from sparsebp_cli.worker.batch import BatchOrder, micro_batch_loss, to_device
 from sparsebp_cli.worker.best import BestEvaluation
 from sparsebp_cli.worker.checkpoint import CheckpointFolder
 from sparsebp_cli.worker.compiled import describe_graphs
-from sparsebp_cli.worker.data import Example
+from sparsebp_cli.worker.data import EncodedExample
 from sparsebp_cli.worker.ending import StopRequest
 from sparsebp_cli.worker.evaluate import (
     TEST,
@@ -61,9 +60,9 @@ from sparsebp_cli.worker.prefetch import BatchPrefetch
 from sparsebp_cli.worker.price import Shape, StepPrice, find_updated, join_shapes, shape_of
 from sparsebp_cli.worker.process import Ranks
 from sparsebp_cli.worker.prompt import HeldOutPrompts
-from sparsebp_cli.worker.reload import Outputs
+from sparsebp_cli.worker.reload import ReloadedOutputs
 from sparsebp_cli.worker.sharding import copy_full, full_tensor, gather, no_gradient_sync, unwrap
-from sparsebp_cli.worker.snapshot import restore, take_snapshot
+from sparsebp_cli.worker.snapshot import Restorable, restore, take_snapshot
 from sparsebp_cli.worker.step_kind import StepKind, describe_pass
 from sparsebp_cli.worker.step_memory import (
     PeakMemory,
@@ -79,13 +78,13 @@ from sparsebp_cli.worker.stopwatch import Stopwatch, read_load
 from sparsebp_cli.worker.trial_step import RestOfUpdate, limit_measurements, trainable_parameters
 
 Batch = dict[str, Tensor]
-PRICED_BATCHES = 1_000  # their shapes alone are read
+PRICED_BATCHES = 1_000  # only their shapes are read
 
 
 @dataclass
-class Training:
-    """A run in progress. Losses, tokens and their rate are those of all ranks together; seconds and bytes are those of
-    the rank that has most; the probe measures the first rank."""
+class Training(Restorable):
+    """A run in progress. Losses, tokens and their rate are over all ranks; seconds and bytes are of the rank with the
+    largest value; the probe measures the first rank."""
 
     plan: Plan
     run: RunFolder
@@ -98,17 +97,17 @@ class Training:
     optimizer: AcceleratedOptimizer
     schedule: LRScheduler
     order: BatchOrder
-    held_out: list[Example]  # validation examples
-    test: list[Example]  # may be empty
-    prompts: HeldOutPrompts  # of a recipe that measures generated texts
+    held_out: list[EncodedExample]  # validation examples
+    test: list[EncodedExample]  # may be empty
+    prompts: HeldOutPrompts  # for a recipe that measures generated texts
     checkpoints: CheckpointFolder
     tokenizer: PreTrainedTokenizerBase
-    seal: Seal  # recipe, code and data that its checkpoints record
+    seal: Seal  # the config fingerprint that its checkpoints record
     ranks: Ranks = field(default_factory=Ranks)
     best: BestEvaluation = field(default_factory=BestEvaluation)
-    compiled: nn.Module | None = None  # the same model as the training steps run it; None: as it is
+    compiled: nn.Module | None = None  # the compiled model for training steps; None: not compiled
     step: int = 0  # optimizer steps done
-    tokens: int = 0  # tokens seen in training, of all ranks
+    tokens: int = 0  # tokens seen in training, over all ranks
     bare: nn.Module = field(init=False)  # the model inside DDP's wrapper
     batches: BatchPrefetch = field(init=False)
     allowance: Allowance = field(init=False)
@@ -178,13 +177,13 @@ class Training:
 
     @property
     def is_paused(self) -> bool:
-        """Whether it has to stop here and to be resumed later."""
+        """Whether the run must stop here, to be resumed later."""
         stop_at = self.plan.recipe.checkpoint.stop_at
         return stop_at is not None and self.step >= stop_at and not self.is_done
 
     @property
     def end_reason(self) -> str:
-        """What ended the run before its last step; empty if nothing did."""
+        """Why the run ended before its last step; empty if it did not."""
         early = self.allowance.exceeded or self.best.end_reason
         return early if self.step < self.plan.recipe.training.max_steps else ""
 
@@ -195,7 +194,7 @@ class Training:
             self._log(self._evaluate() | self._generate())
         while not self.is_done and not self.is_paused and not self._is_stop_requested():
             if self.step == self.phase.first:
-                # With the measurements of the coming step, as those of a later phase; before the first step, at 0.
+                # Log this with the next step's measurements, as in later phases; before the first step, at 0.
                 coming = self.step + 1 if self.step else 0
                 start = self.measurement.at_start(*self._coming(), self.phase.policies, self.step + 1)
                 self._log(start, step=coming)
@@ -208,7 +207,7 @@ class Training:
             self._tell_graphs()
             self.step += 1
             self._log(values | self.measurement.after(self.step))
-            # Before the checkpoint of this step, whose engine state is that of the next phase. See decision 103.
+            # Attach before the checkpoint of this step, which stores the next phase's engine state. See decision 103.
             if self.phase is not self.phases.at(self.step - 1):
                 self._attach(self.phase)
                 self.journal.write("note", level="info", text=self.phases.describe(self.phase))
@@ -227,21 +226,21 @@ class Training:
             if self.ranks.is_first:
                 shutil.rmtree(self.run.path / CACHE, ignore_errors=True)
         elif self.step > 0 and self.ranks.broadcast(self.step not in self.checkpoints.steps()):
-            # By what the first rank sees of the folder: all save, or none does.
+            # The first rank decides by its view of the folder, so that all ranks save or none does.
             self._save_checkpoint()
 
     def _evaluate_step(self) -> tuple[dict[str, float], bool]:
-        """Take the evaluations that are due after a step, and return whether they are the best so far."""
+        """Make the evaluations that are due after a step, and return whether they are the best so far."""
         was_done = self.is_done
         due = was_done or self.step % self.plan.recipe.measure.eval_every == 0
         values = (self._evaluate() if due else {}) | self._generate()
         is_best = self.best.take(self.step, values)
-        if self.is_done and not was_done:  # by its patience: with the measurements of a last step
+        if self.is_done and not was_done:  # ended by its patience: measure as at the last step
             values = self._evaluate() | self._generate()
         return values, is_best
 
     def _describe_uncharged(self) -> str:
-        """Say what a limit of work does not count: a policy that leaves verification out makes none of it."""
+        """Describe what a work limit does not count: the comparisons of a policy that verifies its results."""
         number, last = sum(part.uncharged_comparisons for part in self.engine.extensions), self.price.counted
         if not number or last is None or not self.allowance.limits_work:
             return ""
@@ -250,7 +249,7 @@ class Training:
 
     @property
     def _first_batch(self) -> int:
-        """The number of the coming step's first micro-batch."""
+        """The number of the next step's first micro-batch."""
         return self.step * self.plan.recipe.training.gradient_accumulation_steps
 
     @property
@@ -267,7 +266,7 @@ class Training:
         self.memory.engine = self.engine
 
     def _tell_graphs(self) -> None:
-        """Say after the first step of an attempt how the model was compiled."""
+        """Note after the first step of an attempt how the model was compiled."""
         if self.compiled is not None and not self._told_graphs:
             self._told_graphs = True
             self.journal.write("note", level="info", text=describe_graphs())
@@ -350,8 +349,8 @@ class Training:
         }
 
     def _count_update(self) -> UpdateFlops | None:
-        """Return the count of this step's update, at the first two steps of a phase, since a momentum begins with the
-        second; they are in warm-up, and a count makes an update slower."""
+        """Return the counter for this step's update, at the first two steps of a phase (a momentum begins with the
+        second), else None. They are in warm-up, because counting slows an update down."""
         if self.price.counted is None or (self.step - self.phase.first > 1 and self.price.per_entry):
             return None
         counting = UpdateFlops()
@@ -369,11 +368,11 @@ class Training:
 
     @cached_property
     def _trained_sizes(self) -> dict[str, int]:
-        """Entries of the parameters that dense trains, by name, in the model's order."""
+        """The number of entries of each parameter that dense trains, by name, in the model's order."""
         return {name: p.numel() for name, p in trainable_parameters(self.bare, self.engine).items()}
 
     def _run_trials(self, number: int, batch: Batch, targets: int) -> float | None:
-        """Make the trial passes that a policy wants before this step, and return their FLOPs; None without any."""
+        """Make the trial passes that a policy requests before this step; return their FLOPs, None without any."""
         if not self.engine.trials_are_due():
             return None
         with count_flops() as flops:
@@ -386,7 +385,7 @@ class Training:
         return float(flops.total)
 
     def _trial_loss(self, number: int, targets: int) -> Tensor:
-        """Return the loss of a later micro-batch, by the number of targets of the coming step."""
+        """Return the loss of a later micro-batch, over the number of targets of the next step."""
         return self.loss_of(number, self.order.rank_part(number)[0], targets)
 
     def _accumulating(self, *, is_last: bool) -> AbstractContextManager[None]:
@@ -394,7 +393,7 @@ class Training:
         return nullcontext() if is_last or self.ranks.count == 1 else no_gradient_sync(self.model)
 
     def _sum_over_ranks(self, price: dict[str, float | None]) -> dict[str, float | None]:
-        """Return the price of a step of all processes, by which all of them end at the same step."""
+        """Return the cost of a step over all processes, so that all processes end at the same step."""
         known = {name: value for name, value in price.items() if value is not None}
         return price | dict(zip(known, self.ranks.all_sum(list(known.values())), strict=True))
 
@@ -406,15 +405,15 @@ class Training:
         return self.loss_of(number, *self.order.rank_part(number))
 
     def loss_of(self, number: int, batch: Batch, targets: int) -> Tensor:
-        """Return the loss of a micro-batch of a step with so many targets."""
+        """Return the loss of a micro-batch of a step with ``targets`` targets."""
         return self._forward(number, batch, targets)[0]
 
     def _forward(
         self, number: int, batch: Batch, targets: int, compiled: nn.Module | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the loss of a micro-batch, and the loss of each example where a policy chooses epochs by it.
+        """Return the loss of a micro-batch; and the loss of each example if a policy chooses epochs by it, else None.
 
-        Training steps alone run ``compiled``: dynamo never compiles again what it has met under a counter.
+        Only training steps run ``compiled``: dynamo never recompiles what it has met under a counter.
         """
         model = self.model if compiled is None else compiled
         device, weights = self.accelerator.device, self.order.weights(number)
@@ -423,21 +422,21 @@ class Training:
         return weighted_loss(model, batch, targets, device, weights)
 
     def _plain_loss(self, batch: Batch, targets: int) -> Tensor:
-        """Return the loss over all targets: without the engine nothing masks those that are no candidates."""
+        """Return the loss over all targets. Without the engine nothing masks targets that are not candidates."""
         return micro_batch_loss(self.model, batch, targets, self.accelerator.device)
 
     @property
     def _checks_late(self) -> bool:
-        """Whether losses are read together with the gradient's norm, before the update, so that a GPU is not waited
-        for between forward and backward. An eager update changes weights in the backward."""
+        """Whether losses are read together with the gradient's norm, before the update, so that the host does not wait
+        for a GPU between forward and backward. Not with an eager update, which changes weights in the backward."""
         return self.accelerator.device.type == "cuda" and self.engine.eager is None
 
     def _check_losses(self, losses: list[float]) -> float:
-        """Return the sum of losses over all ranks, each of which must be finite."""
+        """Return the sum of losses over all ranks. Each must be finite."""
         return sum(check_loss(loss, self.step + 1) for loss in self.ranks.all_sum(losses))
 
     def _check(self, losses: list[Tensor], norm: Tensor | float) -> tuple[float, float]:
-        """Return the loss of the step over all ranks and the gradient's norm, both finite, read in one copy."""
+        """Return the loss of the step over all ranks and the gradient's norm, read in one copy. Both must be finite."""
         values = torch.stack([value.double() for value in (*losses, torch.as_tensor(norm, device=losses[0].device))])
         *read, last = values.cpu().tolist()
         *sums, norms = self.ranks.all_sum([*read, last])
@@ -447,16 +446,16 @@ class Training:
         return total, last
 
     def clip(self, max_norm: float | None) -> Tensor | float:
-        """Clip the gradient, and return its norm before."""
+        """Clip the gradient, and return its norm before clipping."""
         if self.engine.eager is not None:  # the eager update has already clipped, checked and applied every gradient
             return self.engine.eager.gradient_norm
-        # The optimizer's parameters: a policy may have put parts of weights in the place of the model's.
+        # Use the optimizer's parameters, because a policy may have replaced the model's weights by parts of them.
         trained = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         norm = torch.nn.utils.clip_grad_norm_(trained, math.inf if max_norm is None else max_norm)
         return full_tensor(norm)
 
     def measure_gains(self) -> Iterator[tuple[PolicyPhase[Policy], SelectionGain]]:
-        """Measure what the policies of each phase may gain in its first micro-batch, without training."""
+        """Measure what each phase's policies may gain in its first micro-batch, without training."""
         for phase in filter(lambda phase: phase.num_steps, self.phases.phases):
             if phase.first != self.step:
                 self.step = phase.first
@@ -464,12 +463,12 @@ class Training:
             yield phase, self.measurement.measure_gain(*self._coming(), phase.policies)
 
     def _coming(self) -> tuple[Callable[[], Tensor], Batch, nn.Module]:
-        """Return the loss, the tensors and the model of the first micro-batch of the coming step."""
+        """Return the loss, the tensors and the model of the next step's first micro-batch."""
         batch, _ = self.order.rank_part(number := self._first_batch)
         return lambda: self._loss(number), to_device(batch, self.accelerator.device), self.model
 
     def _rest_of_update(self) -> RestOfUpdate:
-        """Return the micro-batches that a measurement of the coming step runs together, if a policy shares rows among
+        """Return the micro-batches that a measurement of the next step runs together, if a policy shares rows among
         them."""
         count = self.order.sorted_batches
         if count == 1:
@@ -479,7 +478,7 @@ class Training:
         return RestOfUpdate(batches, [partial(self._loss, number) for number in numbers[1:]])
 
     def _measure(self) -> dict[str, float | None]:
-        """Take the measurements that are due on the first micro-batch of the coming step."""
+        """Take the measurements that are due on the next step's first micro-batch."""
         number, count = self._first_batch, self.measurement.recipe.measure.independent_examples or 0
         batches = IndependentBatches(self.order, number, count, self._plain_loss) if self.ranks.count == 1 else None
 
@@ -496,10 +495,10 @@ class Training:
         tests = self.is_done and self.test and recipe.measure.test
         return values | (self._evaluate_on(self.test, TEST) if tests else {})
 
-    def _evaluate_on(self, examples: Sequence[Example], split: HeldOutSplit) -> dict[str, float]:
+    def _evaluate_on(self, examples: Sequence[EncodedExample], split: HeldOutSplit) -> dict[str, float]:
         batches = evaluation_batches(self.plan.recipe, examples, self.order.pad_token_id, self.ranks.count)
         losses = ExampleLosses() if self.is_done else None
-        with self.engine.scoring():  # of a forward with labels, no logits are read elsewhere
+        with self.engine.scoring():  # in a forward with labels, nothing else reads the logits
             values = evaluate(self.model, batches, self.accelerator.device, losses, self.ranks, split)
         if losses is not None and losses.loss:
             documents = [example.document for example in examples[: len(losses.loss)]]
@@ -548,7 +547,7 @@ class Training:
 
     def _save_checkpoint(self) -> None:
         self._require_finite()
-        self.journal.flush()  # sync the metrics first: a run resumed from this checkpoint does not measure them again
+        self.journal.flush()  # sync the metrics first: a run resumed from this checkpoint does not repeat them
         snapshot = take_snapshot(self)
         if self.ranks.is_first:
             self.checkpoints.best = self.best.step
@@ -561,7 +560,7 @@ class Training:
         model = self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
         outputs = self._find_outputs(model)
         if trains_frozen and is_adapted(model):
-            model = merge(model)  # adapters alone would lack what was trained of the weights under them
+            model = merge(model)  # otherwise the adapters alone would lack the trained parts of the weights under them
         self._write_model(model, "model", outputs, keeps=self.best.step is not None)
         if self.best.step is not None:
             self._save_best(model, self.best.step)
@@ -570,7 +569,7 @@ class Training:
         return any(part.trains_frozen for part in self.engine.extensions)
 
     def _save_best(self, model: nn.Module, step: int) -> None:
-        """Save the model with the weights of the best evaluation. Training is over: they replace the last ones."""
+        """Save the model with the weights of the best evaluation, in place of the last weights."""
         damage = self.ranks.broadcast(self.checkpoints.find_damage(step) if self.ranks.is_first else "")
         if damage:
             text = f"the best weights are not saved: the checkpoint of step {step} is damaged ({damage})"
@@ -584,19 +583,19 @@ class Training:
         text += f"{self.best.value:.6g}"
         self.journal.write("note", level="info", text=text)
 
-    def _find_outputs(self, model: nn.Module) -> Outputs:
-        """Return what the model gives for the first held-out examples."""
+    def _find_outputs(self, model: nn.Module) -> ReloadedOutputs:
+        """Return the model's outputs for the first held-out examples."""
         batch = next(evaluation_batches(self.plan.recipe, self.held_out[:2], self.order.pad_token_id))
-        return replace(Outputs.of(model, batch), questions=self.prompts.find_asked())
+        return replace(ReloadedOutputs.of(model, batch), questions=self.prompts.find_asked())
 
-    def _write_model(self, model: nn.Module, name: str, outputs: Outputs, *, keeps: bool) -> None:
-        """Save the model as it is to a folder of the run. A collective operation where it is sharded."""
+    def _write_model(self, model: nn.Module, name: str, outputs: ReloadedOutputs, *, keeps: bool) -> None:
+        """Save the model unchanged to a folder of the run. Collective if it is sharded."""
         from sparsebp_cli.worker.build import rebuild, save_model
 
         weights = gather(model.state_dict(keep_vars=True), keep=self.ranks.is_first) if self.ranks.is_sharded else None
         if not self.ranks.is_first:
             return
-        if weights is not None and is_adapted(model):  # peft merges whole tensors alone
+        if weights is not None and is_adapted(model):  # peft merges only whole tensors
             model, weights = rebuild(model, self.plan.recipe, self.tokenizer, weights), None
         device = self.accelerator.device
         record = save_model(model, self.tokenizer, self.run, weights, name, keeps=keeps, outputs=outputs, device=device)

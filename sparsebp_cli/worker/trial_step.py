@@ -1,7 +1,7 @@
-"""Trial steps: forward and backward over one micro-batch, dense or with the policies, that leave no trace in the run.
+"""Run trial steps: forward and backward over one micro-batch, dense or with the policies, without effect on the run.
 
-Random generators, buffers, gradients, policy state and counters are restored, so a run with trial steps equals one
-without them, bit for bit. Every pass starts from the same generator states, so dropout masks are equal in all of them.
+Random generators, buffers, gradients, policy state and counters are restored, so a run with trial steps is
+bit-identical to one without them. All passes start from the same generator states, so their dropout masks are equal.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Mode = Literal["dense", "policy"]
 
 @dataclass(frozen=True)
 class PassResult:
-    """Gradients of all trained parameters by name, None where none arrived, and the engine's report of one pass."""
+    """Gradients of all trained parameters by name (None where none arrived), and the engine's report of one pass."""
 
     gradients: dict[str, Tensor | None]
     report: Report
@@ -34,17 +34,17 @@ class PassResult:
 
 @dataclass(frozen=True)
 class RestOfUpdate:
-    """The micro-batches of a step behind the first, where a policy computes what they share once for all of them."""
+    """The other micro-batches of a step, for a policy that computes their shared rows once for all of them."""
 
-    batches: Sequence[Mapping[str, Tensor]] = ()  # the first one, too; none: a pass is one micro-batch
-    forwards: Sequence[Callable[[], Tensor]] = ()  # of those behind it
+    batches: Sequence[Mapping[str, Tensor]] = ()  # all of them, including the first; empty: a pass is one micro-batch
+    forwards: Sequence[Callable[[], Tensor]] = ()  # forwards of the others
 
 
 class TrialStep:
-    """A context manager, entered between two training steps, in which passes run. The model is in training mode and
-    without gradients; ``forward`` returns the loss of a micro-batch, and ``backward`` differentiates it without the
-    engine. Where a policy estimates gradients, its estimate is part of the forward, and its backward does nothing.
-    With ``rest`` a pass is one over all micro-batches of a step."""
+    """A context manager between two training steps in which passes run. The model must be in training mode and without
+    gradients. ``forward`` returns the loss of a micro-batch, and ``backward`` differentiates it without the engine. If
+    a policy estimates gradients, the estimate is part of the forward, and the backward does nothing. With ``rest``, a
+    pass covers all micro-batches of a step."""
 
     model: nn.Module
     engine: Engine
@@ -59,10 +59,10 @@ class TrialStep:
     ) -> None:
         self.model, self.engine, self._forward, self._backward = model, engine, forward, backward
         self._rest = RestOfUpdate() if rest is None else rest
-        self._estimates = False  # whether the pass under way is one of a policy that estimates gradients
+        self._estimates = False  # whether the current pass is of a policy that estimates gradients
 
     def __enter__(self) -> Self:
-        """Record the state to be restored."""
+        """Record the state that is restored at the end."""
         self._trainable = trainable_parameters(self.model, self.engine)
         self._rewind = Rewind(self.model)
         return self
@@ -70,15 +70,15 @@ class TrialStep:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Restore it."""
+        """Restore the recorded state."""
         self._rewind.finish()
         del self._rewind
 
     @contextmanager
     def on(self, mode: Mode, draw: int = 1, *, feedback: bool = True) -> Iterator[Callable[[Tensor], None]]:
-        """Prepare one pass and yield the function that runs its backward; gradients are dropped when the block ends.
-        ``draw`` counts the draws of random policies from 1; training uses 0, and -1 repeats that. ``feedback`` is
-        whether error feedback adds what earlier training steps have cut."""
+        """Prepare one pass and yield the function that runs its backward. Gradients are dropped when the block ends.
+        ``draw`` numbers the draws of random policies from 1; training uses 0, and -1 repeats that. ``feedback``:
+        whether error feedback adds what earlier training steps left out."""
         self._rewind.start()
         if mode == "dense":
             with self.engine.disabled():
@@ -94,12 +94,12 @@ class TrialStep:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Entries of all trained parameters, by name."""
+        """The number of entries of each trained parameter, by name."""
         return {name: p.numel() for name, p in self._trainable.items()}
 
     @property
     def num_updated(self) -> int:
-        """Entries of the parameters that have a gradient in the current pass."""
+        """The number of entries of the parameters that have a gradient in the current pass."""
         return sum(p.numel() for p in self._trainable.values() if p.grad is not None)
 
     def forward(self) -> Tensor:
@@ -141,7 +141,7 @@ NO_DENSE = (
 
 
 def trainable_parameters(model: nn.Module, engine: Engine) -> dict[str, nn.Parameter]:
-    """Return by name, in the model's order, the parameters that the model would train without policies; a shared one
+    """Return the parameters that the model would train without policies, by name in the model's order; a shared one
     once. Optimizer, clipping, checkpoints and measurements include all of them, because a parameter that is frozen at
     one step may be trained at another."""
     with engine.disabled():
@@ -149,13 +149,13 @@ def trainable_parameters(model: nn.Module, engine: Engine) -> dict[str, nn.Param
 
 
 def freezes_parameters(engine: Engine) -> bool:
-    """Return whether a policy selects the parameters that are trained."""
+    """Return whether a policy selects which parameters are trained."""
     return any(isinstance(part, ParameterExtension) for part in engine.extensions)
 
 
 def limit_measurements(recipe: Recipe, ranks: Ranks, engine: Engine) -> Recipe:
     """Return the recipe without the measurements that these processes cannot make: probes if parameters are sharded;
-    probes and fidelity if a policy freezes parameters of several processes."""
+    probes and fidelity if a policy freezes parameters in several processes."""
     update: dict[str, None] = {"probe_every": None} if ranks.is_sharded else {}
     if ranks.count > 1 and freezes_parameters(engine):
         update = {"probe_every": None, "fidelity_every": None}

@@ -1,4 +1,4 @@
-"""What a chat template wrote of a message: each of its texts is searched in the rendered conversation."""
+"""Find what a chat template wrote of a message: search each of its texts in the rendered conversation."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-# Names and numbers by which programs know a call; few templates write them.
+# Names and numbers by which programs identify a call; few templates write them.
 UNWRITTEN = ("role", "weight", "id", "type", "index", "tool_call_id")
-ESSENTIAL = ("content", "reasoning_content", "reasoning", "thinking", "tool_calls")  # what an assistant says
-TOOL_ROLES = ("tool", "function", "ipython", "observation")  # whose results several templates write as JSON
+ESSENTIAL = ("content", "reasoning_content", "reasoning", "thinking", "tool_calls")  # an assistant's text
+TOOL_ROLES = ("tool", "function", "ipython", "observation")  # roles whose results several templates write as JSON
 ARGUMENTS = "arguments"
 
 
 @dataclass(frozen=True)
 class Value:
-    """A text in a message, and where it is."""
+    """A text in a message, and its location."""
 
-    key: str  # of the message
+    key: str  # key of the message
     text: str
-    is_json: bool  # whether a template writes it as JSON: inside of a call's arguments
+    is_json: bool  # whether a template writes it as JSON, as inside a call's arguments
 
 
 def find_values(message: Mapping[str, object]) -> Iterator[Value]:
@@ -41,8 +41,8 @@ def _walk(top: str, key: str, value: object, *, is_json: bool) -> Iterator[Value
 
 
 def find_written(message: Mapping[str, object], solid: str, *, is_trained: bool) -> Iterator[tuple[str, str]]:
-    """Yield a kind of fault and the key of the message for each part that ``solid``, the rendered text without white
-    space, lacks or has in another form: templates trim and indent."""
+    """Yield a kind of fault and the message's key for each part that ``solid`` lacks or has in another form. ``solid``
+    is the rendered text without white space, because templates trim and indent."""
     may_escape = str(message["role"]) in TOOL_ROLES
     for key, value in message.items():
         if key != "role" and any(squeeze(shown) in solid for shown in _write_as_python(value)):
@@ -71,7 +71,7 @@ def _escape(text: str) -> str:
 
 
 def _write_as_python(value: object) -> Iterator[str]:
-    """Yield how Python writes objects and lists inside of a value, where JSON writes them otherwise."""
+    """Yield Python's notation of objects and lists in a value, if it differs from JSON."""
     if isinstance(value, Mapping | list):
         if (shown := str(value)) != json.dumps(value, ensure_ascii=False, default=str):
             yield shown

@@ -24,7 +24,7 @@ from sparsebp_cli.recipe import load_recipe
 from sparsebp_cli.recipe.schema import LoraSection, ModelSection, Recipe
 from sparsebp_cli.run import History, RunFolder
 from sparsebp_cli.source.adapter import find_adapter, read_adapter
-from sparsebp_cli.worker.adapter import add_adapters
+from sparsebp_cli.worker.adapter import add_adapters, merge, merge_beside
 from tests.worker.conftest import LLAMA, work
 
 # Of peft 0.21, about transformers; and of methods, about what they do to a base.
@@ -108,7 +108,9 @@ def test_policies_train_every_kind_of_adapter_as_autograd_does(name: str, monkey
     for policy in (sbp.make_policy("topk", keep=1.0, along="rows"), "lossless"):
         with sbp.attach(model, policy) as engine:
             found = gradients(model, engine.backward)
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+        # peft computes c3a in float32, whatever the type of its weights.
+        rounding = 1e-6 if name == "c3a" else 1e-9
+        torch.testing.assert_close(found, expected, rtol=rounding, atol=1e-12 + rounding * float(expected.abs().max()))
 
 
 def saved_like(run: RunFolder, recipe: Recipe) -> None:
@@ -176,6 +178,40 @@ def test_the_output_of_a_run_with_adapters_is_a_model_for_the_next_recipe(
     saved_like(second, recipe(name=base))
 
 
+def test_the_settings_of_an_adapter_have_one_order(tmp_path: Path) -> None:
+    names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]  # a set, of a random order
+    config = peft.LoraConfig(r=2, target_modules=names, layers_to_transform=[1, 0])
+    merge_beside(peft.get_peft_model(llama(), config), tmp_path, keeps=False)
+    written = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert written["target_modules"] == sorted(names)
+    assert written["layers_to_transform"] == [1, 0]
+    assert peft.LoraConfig.from_pretrained(tmp_path).target_modules == set(names)
+
+
+def test_an_adapter_says_for_which_task_it_is() -> None:
+    assert build(lora={"r": 2}).peft_config["default"].task_type == "CAUSAL_LM"
+
+
+@pytest.mark.parametrize("start", [True, "pissa", "olora"])
+def test_an_adapter_that_changed_its_base_is_not_for_a_quantised_one(tmp_path: Path, start: bool | str) -> None:
+    section = {"lora": {"r": 2, "init_lora_weights": start, "target_modules": ["q_proj"]}}
+    build(**section).save_pretrained(tmp_path)
+    again = ModelSection.model_validate({"name": "x", "adapter": str(tmp_path), "quantization": {"type": "int8"}})
+    if start is True:
+        assert add_adapters(llama(), again, "causal").peft_config["default"].r == 2
+    else:
+        with pytest.raises(DataError, match=r"needs a base model without model\.quantization"):
+            add_adapters(llama(), again, "causal")
+
+
+def test_only_a_module_that_shares_its_weight_gets_a_copy_of_it() -> None:
+    adapted = build(lora={"r": 2, "target_modules": ["q_proj"]})
+    weight = adapted.get_base_model().model.layers[0].self_attn.q_proj.base_layer.weight
+    merged: Any = merge(adapted)
+    assert merged.model.layers[0].self_attn.q_proj.weight is weight
+    assert merged.config.tie_word_embeddings == llama().config.tie_word_embeddings
+
+
 EMBEDDING: dict[str, Any] = {"embedding": {"r": 4, "target_modules": ["embed_tokens", "q_proj"]}}
 
 
@@ -195,7 +231,7 @@ def test_a_run_trains_and_saves_every_kind_of_adapter(base: str, tiny_recipe: An
 def test_an_adapter_that_is_merged_already_is_not_added_again(base: str, tiny_recipe: Any, prepared: Any) -> None:
     run = train(tiny_recipe(model={"config": LLAMA, "lora": {"r": 2}}, training={"max_steps": 1}), prepared)
     folder = str(run.path / "model")
-    with pytest.raises(DataError, match=r"is merged into the model .* already"):
+    with pytest.raises(DataError, match=r"is already merged into the model"):
         find_adapter(folder, folder)
     assert find_adapter(folder, base) == run.path / "model" / "adapter"
 
@@ -227,10 +263,13 @@ def test_a_wrong_key_of_adapters_is_one_line(tmp_path: Path, model: str, says: s
         ({"peft_type": "XLORA"}, "peft_type must be one of"),
         ({"megatron_config": {"a": 1}, "megatron_core": "evil"}, "megatron_config is refused"),
         (None, "no adapter_model.safetensors"),
+        ({}, "auto_map"),
     ],
 )
 def test_an_adapter_that_leads_elsewhere_is_refused(tmp_path: Path, changes: dict[str, Any] | None, says: str) -> None:
     peft.get_peft_model(llama(), peft.LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path)
+    if says == "auto_map":
+        (tmp_path / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": "evil.Tokenizer"}}')
     if changes is None:
         (tmp_path / "adapter_model.safetensors").unlink()
     file = tmp_path / "adapter_config.json"

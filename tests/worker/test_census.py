@@ -220,8 +220,8 @@ REFUSED: dict[str, tuple[str, bytes, dict[str, Any], str]] = {
     "damaged archive": ("a.csv.zst", b"text,label\n", LABELS, "a.csv.zst: "),
     "open quote": ("a.csv", b'text,label\nthe,a\n"the,b\nfilm,a\n', LABELS, "not a table: unexpected end of data"),
     "too many values": ("a.csv", b"text,label\nthe,a\nthe, film,a\n", LABELS, "a.csv, line 3: must have 2 values"),
-    "the same column twice": ("a.csv", b"text,text\nthe,a\n", TEXT, "a.csv, line 1: the column 'text' stands twice"),
-    "the same key twice": ("a.jsonl", b'{"text": "a", "text": "b"}', TEXT, "line 1: the key 'text' stands twice"),
+    "the same column twice": ("a.csv", b"text,text\nthe,a\n", TEXT, "a.csv, line 1: the column 'text' occurs twice"),
+    "the same key twice": ("a.jsonl", b'{"text": "a", "text": "b"}', TEXT, "line 1: the key 'text' occurs twice"),
 }
 
 
@@ -290,7 +290,7 @@ def test_losses_missing_classes_and_shared_rows_are_told_with_numbers(tmp_path: 
     told = dict(reversed(one) for one in find_warnings(build_data(section, tokenizer).census))
     assert told == {
         "data: validation has no example of 1 of 2 classes: b": "warning",
-        "data: 2 of 3 validation rows stand in train as well": "warning",
+        "data: 2 of 3 validation rows are in train as well": "warning",
     }
     long = lines(
         [{"prompt": "film " * 20, "completion": "x"}, *({"prompt": f"n{n}", "completion": "y"} for n in range(29))]

@@ -22,7 +22,7 @@ from sparsebp_cli.worker import chat_template
 from sparsebp_cli.worker.chat import mark_tokens, write_chats
 from sparsebp_cli.worker.chat_encoding import CHAT_CUT, NOTHING_TRAINED, TRAINED_CUT_OFF
 from sparsebp_cli.worker.data import IGNORED
-from sparsebp_cli.worker.encoding import Encoded
+from sparsebp_cli.worker.encoding import EncodedSplit
 from sparsebp_cli.worker.format import encode
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
@@ -69,7 +69,7 @@ def trained(
     return [written.text[begin:end] for begin, end, weight in written.spans if weight]
 
 
-def make(rows: Sequence[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, **options: Any) -> Encoded:
+def make(rows: Sequence[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, **options: Any) -> EncodedSplit:
     section = DatasetSection(name="x", **({"format": "chat", "max_seq_length": 512} | options))
     return encode(as_rows(rows, "rows, row"), section, tokenizer)
 
@@ -140,7 +140,7 @@ def test_a_template_that_strips_earlier_reasoning_is_refused_but_for_the_last() 
         dict(m, content=f"<think>\nhm\n</think>\n\n{m['content']}") if m["role"] == "assistant" else m for m in TALK
     ]
     with pytest.raises(
-        DataError, match=r"row 1, message 1: the chat template does not tell what is trained: .*train_on"
+        DataError, match=r"row 1, message 1: the chat template does not show which text to train: .*train_on"
     ):
         trained(strips, thinks)
     assert trained(strips, thinks, "last") == ["<think>\nhm\n</think>\n\nSeven, I think.<|im_end|>\n"]

@@ -13,7 +13,7 @@ from sparsebp_cli.errors import DataError
 from sparsebp_cli.recipe.schema import DatasetSection, ModelSection
 from sparsebp_cli.source.split import find_splits, take_rows
 from sparsebp_cli.worker.batch import BatchOrder, collate, num_targets
-from sparsebp_cli.worker.data import IGNORED, Example, build_data
+from sparsebp_cli.worker.data import IGNORED, EncodedExample, build_data
 from sparsebp_cli.worker.held_out import draw_test
 from sparsebp_cli.worker.model import build_model, build_tokenizer
 from tests.worker.conftest import LLAMA, work
@@ -220,7 +220,7 @@ def split_file(folder: Path, rows: list[dict[str, object]]) -> str:
     return str(place)
 
 
-def ids(examples: list[Example]) -> list[bytes]:
+def ids(examples: list[EncodedExample]) -> list[bytes]:
     return [example.input_ids.tobytes() for example in examples]
 
 

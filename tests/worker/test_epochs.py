@@ -261,7 +261,7 @@ def test_a_state_of_other_data_or_another_policy_is_refused() -> None:
     names(order[0])
     state = order.state_dict()
     other = BatchOrder(make_examples(9), 4, seed=1, pad_token_id=0)
-    with pytest.raises(ValueError, match="none does in the plan"):
+    with pytest.raises(ValueError, match="the plan has no such policy"):
         other.load_state_dict(state)
     other.choose_epochs(Given(), num_steps=100, micro_batches=1)
     with pytest.raises(ValueError, match="losses of 10 examples, the training split has 9"):
@@ -360,7 +360,7 @@ def test_a_loss_that_is_no_cross_entropy_of_its_logits_is_refused(model: nn.Modu
     ("more", "text"),
     [
         ("target: {processes: 2}\n", "'infobatch' works in one process, got target.processes: 2"),
-        ("backward: {segments: 2}\n", "'infobatch' with backward.segments: 2 is not built"),
+        ("backward: {segments: 2}\n", "'infobatch' with backward.segments: 2 is not supported"),
     ],
 )
 def test_a_recipe_with_what_is_not_built_is_refused(tmp_path, more: str, text: str) -> None:
@@ -369,7 +369,7 @@ def test_a_recipe_with_what_is_not_built_is_refused(tmp_path, more: str, text: s
 
 @pytest.mark.parametrize("other", ["lossless", "uniform", "{name: tokens, score: random, keep: 0.5}", "infobatch"])
 def test_policies_that_leave_out_positions_or_examples_are_refused_beside_it(tmp_path, other: str) -> None:
-    text = "make the same decision" if other == "infobatch" else "in one training is not built: give one of them"
+    text = "make the same decision" if other == "infobatch" else "in one training is not supported: give one of them"
     _refuse(tmp_path, f"policy: [infobatch, {other}]\n", text)
 
 
@@ -428,10 +428,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "dropbp": {"policy": [POLICY, {"name": "dropbp", "keep": 0.5}]},
     "wta-crs": {"policy": [POLICY, {"name": "wta-crs", "keep": 0.5}]},
     "frozen": {"policy": [POLICY, {"name": "frozen", "freeze": ["*.layers.0.*"]}]},
-    "topk at branches": {
-        "policy": [POLICY, {"name": "topk", "keep": 0.5, "along": "rows"}],
-        "backward": {"sites": "branches", "checkpointing": "sparse"},
-    },
+    "topk": {"policy": [POLICY, {"name": "topk", "keep": 0.5, "along": "rows"}]},
     "bf16": {"training": TRAINING | {"mixed_precision": "bf16"}},
     "bfloat16": {"model": {"dtype": "bfloat16"}},
     "lora": {"model": {"lora": {"r": 2}}},

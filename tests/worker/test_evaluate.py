@@ -13,7 +13,7 @@ from torch import nn
 
 from sparsebp_cli.compare import compare_runs
 from sparsebp_cli.run import History
-from sparsebp_cli.worker.data import Example
+from sparsebp_cli.worker.data import EncodedExample
 from sparsebp_cli.worker.evaluate import (
     MOST_EXAMPLES,
     ExampleLosses,
@@ -106,7 +106,7 @@ def test_runs_of_two_batch_sizes_are_compared_on_the_same_examples(tiny_recipe: 
 def test_which_examples_are_evaluated_depends_on_no_batch_size_and_no_ranks(
     tiny_recipe: Any, num_ranks: int, batch_size: int
 ) -> None:
-    examples = [Example(np.full(8, number), np.full(8, number)) for number in range(20)]
+    examples = [EncodedExample(np.full(8, number), np.full(8, number)) for number in range(20)]
     for own_batch in (None, 3):
         measure = {"eval_examples": 7, "eval_batches": None, "per_device_eval_batch_size": own_batch}
         recipe = tiny_recipe(training={"per_device_train_batch_size": batch_size}, measure=measure)

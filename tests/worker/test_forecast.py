@@ -180,7 +180,7 @@ def test_a_base_of_4_bits_is_counted_in_4_bits_and_one_of_8_is_refused(tmp_path:
     scales = linears / 64  # one for each block of 64, in float32
     assert step.peak.weights == pytest.approx(linears / 2 + 4 * scales + 4 * (rest + step.num_trained), rel=0.01)
     assert step.num_parameters == linears + rest + step.num_trained
-    with pytest.raises(UnsupportedError, match="a base in int8 is not rehearsed; start it with max_steps=2"):
+    with pytest.raises(UnsupportedError, match="a base in int8 cannot be forecast; run it with max_steps=2"):
         _forecast(_write(tmp_path, model=model | {"quantization": {"type": "int8"}}))
 
 
@@ -217,5 +217,5 @@ def test_a_model_that_is_not_here_and_a_reference_model_are_refused(tmp_path: Pa
     with pytest.raises(DataError, match=r"model.name: somebody/model is not on this machine; .* config.json is enough"):
         _forecast(_write(tmp_path, model={"name": "somebody/model"}))
     reference = {"name": "tokens", "keep": 0.5, "score": "excess", "reference": str(tmp_path / "model")}
-    with pytest.raises(UnsupportedError, match=r"reference model is not rehearsed"):
+    with pytest.raises(UnsupportedError, match=r"reference model cannot be forecast"):
         _forecast(_write(tmp_path, policy=reference))

@@ -31,7 +31,7 @@ from sparsebp_cli.source.architecture import find_architecture
 from sparsebp_cli.source.column import as_rows
 from sparsebp_cli.worker.batch import BatchOrder, collate, micro_batch_loss, num_targets
 from sparsebp_cli.worker.data import IGNORED
-from sparsebp_cli.worker.encoding import Example
+from sparsebp_cli.worker.encoding import EncodedExample
 from sparsebp_cli.worker.evaluate import ExampleLosses, evaluate
 from sparsebp_cli.worker.format import encode
 from sparsebp_cli.worker.gap import Gaps
@@ -74,7 +74,7 @@ def bert(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
     return BertForMaskedLM(BertConfig(vocab_size=len(tokenizer), **sizes, **rates)).train()
 
 
-def pairs(tokenizer: PreTrainedTokenizerFast, length: int = 16) -> list[Example]:
+def pairs(tokenizer: PreTrainedTokenizerFast, length: int = 16) -> list[EncodedExample]:
     rows = [{"prompt": " ".join(WORDS[: 3 + n]), "completion": " ".join(WORDS[n : 2 * n + 1])} for n in range(9)]
     section = DatasetSection(name="x", format="completion", max_seq_length=length)
     return encode(as_rows(rows, "f, row"), section, tokenizer, architecture="encoder-decoder").examples
@@ -122,7 +122,7 @@ def test_evaluations_of_pairs_and_gaps_are_means_over_targets_in_place(
         assert sum(each.targets) == sum(map(num_targets, batches))
 
 
-def packed(tokenizer: PreTrainedTokenizerFast) -> list[Example]:
+def packed(tokenizer: PreTrainedTokenizerFast) -> list[EncodedExample]:
     rows = [{"text": " ".join(np.random.default_rng(n).choice(WORDS, 60))} for n in range(20)]
     section = DatasetSection(name="x", max_seq_length=64)
     return encode(as_rows(rows, "f, row"), section, tokenizer, architecture="masked").examples
@@ -198,7 +198,7 @@ def test_a_decoder_with_random_weights_begins_with_a_token(
         (Wav2Vec2Config, "text", "a wav2vec2 is none: it is made for speech by CTC (Wav2Vec2ForCTC)"),
         (T5Config, "text", "it cannot be trained with format text; allowed: completion, classification"),
         (BertConfig, "completion", "it cannot be trained with format completion; allowed: text, classif"),
-        (ViTConfig, "classification", "no model of the type vit classifies texts"),
+        (ViTConfig, "classification", "no model of the type vit can classify texts"),
     ],
 )
 def test_what_cannot_be_trained_is_refused_in_one_line(make: Callable[[], Any], data_format: str, text: str) -> None:

@@ -42,17 +42,17 @@ def test_a_killed_run_whose_layers_take_turns_resumes_identically(tiny_recipe, p
     resume_killed(recipe, prepared)
 
 
-@pytest.mark.always("turns and rows of branches", "lora")
+@pytest.mark.always("turns and rows", "lora")
 @pytest.mark.parametrize(
     ("policy", "sections"),
     [
         ([TURNS], {}),
-        ([TURNS, {"name": "topk", "keep": 0.25}], {"backward": {"sites": "branches"}}),
+        ([TURNS, {"name": "topk", "keep": 0.25}], {}),
         ([TOP, {"name": "random", "keep": 0.5, "error_feedback": True}], {}),
         ([TURNS], {"backward": {"checkpointing": "full"}}),
         ([{"name": "frozen", "train": ["*layers.2*"]}], {"model": {"config": DROPPING, "lora": {"r": 4}}}),
     ],
-    ids=["turns", "turns and rows of branches", "top and rows", "checkpointing", "lora"],
+    ids=["turns", "turns and rows", "top and rows", "checkpointing", "lora"],
 )
 def test_measuring_changes_no_weight_and_no_number(tiny_recipe, prepared, policy, sections) -> None:
     often = {"probe_every": 1, "fidelity_every": 1, "eval_every": 2, "eval_batches": 2}
@@ -191,10 +191,6 @@ def test_two_processes_with_frozen_parameters_train_as_one_does(make_recipe, tmp
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        (
-            "model: {name: austen-llama, float8: emulated}\nbackward: {sites: branches}",
-            "2:37: model.float8: emulated with backward.sites: branches is not built; use backward.sites: linears",
-        ),
         (
             "model: {name: austen-llama}\ntarget: {kind: local, processes: 2}\npolicy: [{name: frozen, turn: layers}]",
             r"4:17: policy.0.name: 'frozen' with another set of parameters each step works in one process, got "

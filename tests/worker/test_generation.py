@@ -181,7 +181,7 @@ def test_a_conversation_is_continued_behind_the_header_of_the_last_turn(tiny_fol
         ),
         (
             "dataset: {name: cmudict, format: completion}\nmeasure: {generate: {metrics: [wer, wer]}}",
-            r"metric 'wer' gives wer, which another metric of this run is called",
+            r"metric 'wer' gives wer, but another metric of this run has this name",
         ),
         (
             "dataset: {name: cmudict, format: completion}\nmeasure: {generate: {}}\ncheckpoint: {keep_best: eval/cer}",
@@ -206,8 +206,8 @@ def test_too_few_positions_are_refused_before_anything_is_trained(recipe: Any, p
     run = prepared(recipe(measure={"generate": GENERATE | {"max_new_tokens": 60}}))
     assert work(run) != 0
     history = History.load(run.path)
-    assert "max_new_tokens: 60 behind a prompt of" in history.ends[-1]["text"]
-    assert "more than the 64 positions" in history.ends[-1]["text"]
+    assert "max_new_tokens: 60 after a prompt of" in history.ends[-1]["text"]
+    assert "exceeds the model's 64 positions" in history.ends[-1]["text"]
     assert not history.metrics
 
 

@@ -107,7 +107,7 @@ def test_policies_that_compute_a_cross_entropy_refuse_a_regression(tmp_path: Pat
     file = tmp_path / "r.yaml"
     text = "version: 1\nmodel: {name: austen-llama}\ndataset: {name: austen, format: regression}\n"
     file.write_text(f"{text}policy: {policy}\n")
-    with pytest.raises(RecipeError, match=r"with dataset.format: regression is not built: .* cross-entropy"):
+    with pytest.raises(RecipeError, match=r"with dataset.format: regression is not supported: .* cross-entropy"):
         load_recipe(file)
 
 

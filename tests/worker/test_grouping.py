@@ -10,19 +10,19 @@ import pytest
 
 from sparsebp_cli.run import History
 from sparsebp_cli.worker.batch import BatchOrder
-from sparsebp_cli.worker.data import Example
+from sparsebp_cli.worker.data import EncodedExample
 from sparsebp_cli.worker.grouping import GroupBy, describe_prefix_gain
 from tests.worker.conftest import work
 
 
-def make_examples(number: int, *, prompts: int = 10, prompt_length: int = 20) -> list[Example]:
+def make_examples(number: int, *, prompts: int = 10, prompt_length: int = 20) -> list[EncodedExample]:
     """Of several lengths; the first token after the prompt is the example's number."""
     random = np.random.default_rng(0)
     found = []
     for example in range(number):
         prompt = np.full(prompt_length, 1000 + example % prompts)
         ids = np.concatenate([prompt, [example], random.integers(3, 60, int(random.integers(1, 60)))]).astype(np.int64)
-        found.append(Example(ids, ids.copy()))
+        found.append(EncodedExample(ids, ids.copy()))
     return found
 
 

@@ -15,7 +15,7 @@ from sparsebp_cli.policy import make_policy
 from sparsebp_cli.recipe.composition import find_unsupported
 from sparsebp_cli.run import History
 from sparsebp_cli.worker.batch import BatchOrder, micro_batch_loss
-from sparsebp_cli.worker.data import IGNORED, Example
+from sparsebp_cli.worker.data import IGNORED, EncodedExample
 from sparsebp_cli.worker.independent_gradient import (
     IndependentBatches,
     IndependentComparison,
@@ -28,7 +28,7 @@ from tests.worker.conftest import LLAMA, work
 CPU = torch.device("cpu")
 
 
-def ragged_examples(number: int) -> list[Example]:
+def ragged_examples(number: int) -> list[EncodedExample]:
     """Of several lengths, the first tokens masked, so that a mean over batches is not one over targets."""
     random = np.random.default_rng(0)
     found = []
@@ -36,11 +36,11 @@ def ragged_examples(number: int) -> list[Example]:
         ids = random.integers(3, 60, int(random.integers(6, 20)))
         labels = ids.copy()
         labels[: int(random.integers(1, 5))] = IGNORED
-        found.append(Example(ids, labels))
+        found.append(EncodedExample(ids, labels))
     return found
 
 
-def by_hand(model: Any, examples: list[Example]) -> torch.Tensor:
+def by_hand(model: Any, examples: list[EncodedExample]) -> torch.Tensor:
     """The gradient of the mean loss over all targets of some examples, one example after the other."""
     model.zero_grad()
     total, targets = torch.zeros(()), 0
@@ -157,7 +157,7 @@ def test_a_run_tells_its_error_over_the_noise_of_sgd(
 
 
 def test_other_examples_are_none_of_the_micro_batch_and_leave_the_order_as_it_is() -> None:
-    examples = [Example(np.full(8, number), np.full(8, number)) for number in range(10)]
+    examples = [EncodedExample(np.full(8, number), np.full(8, number)) for number in range(10)]
     order, untouched = (BatchOrder(examples, 3, seed=1, pad_token_id=0) for _ in range(2))
     state = torch.get_rng_state()
     for number in range(8):

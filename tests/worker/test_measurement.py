@@ -52,12 +52,10 @@ def test_measuring_changes_no_weight_and_no_number(tiny_recipe, prepared, config
     _compare_with_and_without(tiny_recipe, prepared, config, policy, {})
 
 
-@pytest.mark.always("branches-feedback", "max-child")
+@pytest.mark.always("max-child")
 @pytest.mark.parametrize(
     ("config", "policy", "backward"),
     [
-        (DROPPING_LLAMA, {"name": "topk", "keep": 0.25}, {"sites": "branches", "checkpointing": "sparse"}),
-        (GPT2, {"name": "random", "keep": 0.25, "error_feedback": True}, {"sites": "branches"}),
         pytest.param(
             *(DROPPING_LLAMA, {"name": "topk", "keep": 0.25, "error_feedback": True}, {"sites": "nodes"}),
             marks=pytest.mark.long,
@@ -66,7 +64,7 @@ def test_measuring_changes_no_weight_and_no_number(tiny_recipe, prepared, config
         (GPT2, {"name": "topk", "keep": 0.5}, {"checkpointing": "full"}),
         (DROPPING_LLAMA, {"name": "random", "keep": 0.5}, {"execution": "reference"}),
     ],
-    ids=["branches-sparse", "branches-feedback", "nodes", "max-child", "checkpointing", "reference"],
+    ids=["nodes", "max-child", "checkpointing", "reference"],
 )
 def test_measuring_changes_nothing_at_any_site(tiny_recipe, prepared, config, policy, backward) -> None:
     _compare_with_and_without(tiny_recipe, prepared, config, policy, backward)
@@ -206,12 +204,9 @@ def test_the_claim_of_a_site_without_a_kernel_is_called_out_once(measured) -> No
 
 
 def test_what_the_engine_notes_is_in_the_journal_once(measured) -> None:
-    _, history = measured(
-        {"name": "topk", "keep": 0.5}, model={"config": GPT2}, backward={"sites": "branches"}, measure=NEVER
-    )
+    _, history = measured({"name": "topk", "keep": 0.5, "layers": [0]}, model={"config": GPT2}, measure=NEVER)
     notes = [text for _, level, text in history.notes if level == "info"]
-    why = "is recomputed for all rows: its attention has dropout"
-    assert notes == [f"transformer.h.{layer}.attn {why}" for layer in (0, 1)]
+    assert notes == ["layers 0 to 1 are those of transformer.h"]
 
 
 def test_the_reference_engine_is_no_lie(measured) -> None:

@@ -65,10 +65,9 @@ def test_what_is_saved_at_the_end_of_the_forward_is_what_the_probe_counts(finish
     [
         (LLAMA | {"attention_dropout": 0.2}, {"name": "topk", "keep": 0.25}, {}),
         (GPT2, {"name": "random", "keep": 0.5, "error_feedback": True}, {"checkpointing": "full"}),
-        (LLAMA, {"name": "topk", "keep": 0.25}, {"sites": "branches", "checkpointing": "sparse"}),
         (LLAMA, {"name": "topk", "keep": 0.5}, {"sites": "nodes", "execution": "reference"}),
     ],
-    ids=["linears", "checkpointing", "branches", "walk"],
+    ids=["linears", "checkpointing", "walk"],
 )
 def test_a_watched_run_equals_one_that_is_not_watched(tiny_recipe, prepared, config, policy, backward) -> None:
     sections = {"model": {"config": config}, "policy": [policy], "backward": backward}
@@ -104,7 +103,7 @@ def test_the_time_of_a_watched_step_is_told_in_warm_up_alone(finished) -> None:
 def test_saving_less_is_seen_in_the_split(finished) -> None:
     full, sparse = (
         finished(policy=[{"name": "topk", "keep": 0.25}], backward=backward)[1]
-        for backward in ({}, {"sites": "branches", "checkpointing": "sparse"})
+        for backward in ({}, {"checkpointing": "full"})
     )
     name = "memory/step_peak_activation_bytes"
     assert sparse.last(name) < 0.7 * full.last(name)

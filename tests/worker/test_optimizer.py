@@ -357,7 +357,7 @@ def test_decay_of_matrices_leaves_out_what_the_trainer_leaves_out() -> None:
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"optim": "muon"}, "muon chooses its parameters itself"),
+        ({"optim": "muon"}, "muon decides itself which weights decay"),
         ({"optim": "rprop"}, "rprop has no weight decay"),
     ],
 )

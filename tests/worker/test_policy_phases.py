@@ -96,20 +96,19 @@ def test_a_schedule_equals_a_loop_that_detaches_and_attaches(tiny_recipe, prepar
     assert all(torch.equal(saved[name], expected[name]) for name in saved)
 
 
-@pytest.mark.always("eager", "branches", "lora-autocast")
+@pytest.mark.always("eager", "lora-autocast")
 @pytest.mark.parametrize(
     "sections",
     [
         {"model": DROPOUT},
         {"backward": {"update": "eager", "eager_clip": "previous"}, "training": {"max_grad_norm": 0.3}},
         {"backward": {"segments": 2}},
-        {"backward": {"sites": "branches"}},
         {"backward": {"sites": "nodes"}},
         {"backward": {"checkpointing": "full"}, "training": {"gradient_accumulation_steps": 2}},
         {"model": {"config": LLAMA, "float8": "emulated"}},
         {"model": {"config": LLAMA, "lora": {"r": 4}}, "training": {"mixed_precision": "bf16"}},
     ],
-    ids=["dropout", "eager", "segments", "branches", "nodes", "checkpointing", "float8", "lora-autocast"],
+    ids=["dropout", "eager", "segments", "nodes", "checkpointing", "float8", "lora-autocast"],
 )
 def test_two_phases_of_one_stateless_policy_equal_one_phase(tiny_recipe, prepared, sections) -> None:
     """Whatever of the backward is made anew at the boundary leaves no trace, dense or sparse."""
@@ -220,7 +219,7 @@ def test_a_preview_measures_each_phase_and_the_whole(tiny_recipe, prepared) -> N
     assert all(torch.equal(before[name], parameter) for name, parameter in training.bare.named_parameters())
     lines, values = found["lines"], found["values"]
     assert lines[-1].startswith("the whole schedule executes ")
-    assert any(line.startswith("phase 2: the first step costs ") for line in lines)
+    assert any(line.startswith("phase 2: forward and backward of the first step take ") for line in lines)
     alone = prepared(tiny_recipe(policy=ROWS, measure={"fidelity_every": None}))
     with JournalWriter(alone.path, durable=False) as journal:
         ((_, gain),) = Training.build(Plan.load(alone.plan_file), alone, journal, stop).measure_gains()

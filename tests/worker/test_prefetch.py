@@ -16,7 +16,7 @@ from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run import History, RunFolder
 from sparsebp_cli.worker import batch as batches
 from sparsebp_cli.worker.batch import BatchOrder
-from sparsebp_cli.worker.data import Example
+from sparsebp_cli.worker.data import EncodedExample
 from sparsebp_cli.worker.prefetch import BatchPrefetch
 from sparsebp_cli.worker.training import Training
 from sparsebp_shelf.policies.infobatch import InfoBatch
@@ -51,7 +51,7 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def make_order() -> LoggedOrder:
-    examples = [Example(np.full(8, n), np.full(8, n), n, {}) for n in range(20)]
+    examples = [EncodedExample(np.full(8, n), np.full(8, n), n, {}) for n in range(20)]
     order = LoggedOrder(examples, 2, 0, 0)
     order.collated = []
     return order

@@ -35,8 +35,6 @@ DECAY = {"weight_decay": 0.1, "weight_decay_of": "matrices"}  # two groups of pa
 CASES: dict[str, dict[str, Any]] = {
     "dense": {"measure": {"fidelity_every": None}},
     "rows": {"policy": ROWS, "measure": {"probe_every": 4, "fidelity_every": 4}},
-    "branches": {"policy": ROWS, "backward": {"sites": "branches"}},
-    "stored": {"policy": ROWS, "backward": {"sites": "branches", "checkpointing": "none"}},
     "feedback": {"policy": [ROWS[0] | {"error_feedback": True}]},
     "lora": {"policy": ROWS, "model": {"config": LLAMA, "lora": {"r": 4}}},
     "accumulation": {"policy": ROWS, "training": {"gradient_accumulation_steps": 2, "max_grad_norm": 0.1, **DECAY}},
@@ -262,8 +260,8 @@ def test_a_group_of_runs_has_one_number_of_processes(make_recipe) -> None:
             {"policy": [{"name": "frozen", "turn": "layers"}]},
             "with another set of parameters each step works in one",
         ),
-        ("fsdp2", {"training": {"optim": "adafactor"}}, "training.optim: adafactor is not built"),
-        ("fsdp2", {"training": {"optim": "adagrad"}}, "training.optim: adagrad is not built"),
+        ("fsdp2", {"training": {"optim": "adafactor"}}, "training.optim: adafactor is not supported"),
+        ("fsdp2", {"training": {"optim": "adagrad"}}, "training.optim: adagrad is not supported"),
     ],
 )
 def test_what_several_processes_cannot_do_is_refused_by_name(make_recipe, sharding, sections, text) -> None:

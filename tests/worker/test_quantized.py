@@ -155,7 +155,7 @@ def test_methods_of_peft_train_and_merge_over_quantised_linears_or_are_refused(
         if name in READERS[kind]:
             recipe = Recipe(version=1, name="x", model=section, dataset={"name": "austen"})
             with pytest.raises(
-                UnsupportedError, match=f"model.peft: {name} with model.quantization: {kind} is not built"
+                UnsupportedError, match=f"model.peft: {name} with model.quantization: {kind} is not supported"
             ):
                 refuse_unsupported(recipe)
             continue
@@ -194,16 +194,16 @@ def test_methods_of_peft_train_and_merge_over_quantised_linears_or_are_refused(
         ),
         (
             "model: {name: austen-llama, quantization: {type: nf4}, lora: {}}\ntraining: {compile: true}",
-            "nf4 is not built with torch.compile",
+            "nf4 is not supported with torch.compile",
         ),
         (
             "model: {name: austen-llama, quantization: {type: nf4}, float8: emulated, lora: {}}",
-            "nf4 with model.float8: emulated is not built",
+            "nf4 with model.float8: emulated is not supported",
         ),
         (
             "model: {name: austen-llama, quantization: {type: nf4}, lora: {}}\n"
             "target: {kind: local, processes: 2, sharding: fsdp2}",
-            "nf4 is not built with target.sharding: fsdp2",
+            "nf4 is not supported with target.sharding: fsdp2",
         ),
         ("model: {name: austen-llama, load_in_4bit: true}", r"model.quantization: \{type: nf4\} does it"),
     ],

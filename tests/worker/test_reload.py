@@ -22,7 +22,7 @@ from sparsebp_cli.source.column import as_rows
 from sparsebp_cli.worker import reload
 from sparsebp_cli.worker.build import save_model, write_whole
 from sparsebp_cli.worker.prompt import Prompt
-from sparsebp_cli.worker.reload import Outputs, check_again, make_batch
+from sparsebp_cli.worker.reload import ReloadedOutputs, check_again, make_batch
 from tests.worker.conftest import LLAMA, work
 
 pytestmark = [
@@ -93,7 +93,7 @@ def test_a_folder_that_gives_other_outputs_takes_the_place_of_none(
     (run.path / "model").mkdir()
     (run.path / "model" / "before").write_text("kept")
     model, tokenizer = make_adapted(tmp_path, tiny_folder)
-    outputs = Outputs.of(model, make_batch(len(tokenizer)))
+    outputs = ReloadedOutputs.of(model, make_batch(len(tokenizer)))
     monkeypatch.setattr("sparsebp_cli.worker.adapter.merge", lambda model: model.merge_and_unload())  # as peft does
     with pytest.raises(RunFailedError, match=r"what was saved is not what was trained: .* nothing was deleted"):
         save_model(model, tokenizer, run, outputs=outputs)
@@ -110,7 +110,7 @@ def test_a_model_without_room_for_a_second_copy_is_saved_and_the_manifest_says_s
 ) -> None:
     run: RunFolder = prepared(tiny_recipe())
     model, tokenizer = make_adapted(tmp_path, tiny_folder)
-    outputs = Outputs.of(model, make_batch(len(tokenizer)))
+    outputs = ReloadedOutputs.of(model, make_batch(len(tokenizer)))
     monkeypatch.setattr(reload, "ROOM", 1e12)
     assert "needs more memory than is free" in save_model(model, tokenizer, run, outputs=outputs)["reason"]
     assert not read_record(run.path / "model")["checked"]
@@ -123,7 +123,7 @@ def test_a_change_of_saved_weights_is_seen_by_the_check_of_a_fresh_process(
     run: RunFolder = prepared(tiny_recipe())
     folder, tokenizer = make_tied(tmp_path / "tied", tiny_folder)
     model = LlamaForCausalLM.from_pretrained(folder)
-    save_model(model, tokenizer, run, outputs=Outputs.of(model, make_batch(len(tokenizer))))
+    save_model(model, tokenizer, run, outputs=ReloadedOutputs.of(model, make_batch(len(tokenizer))))
     assert check_again(run.path / "model", run.path / "model")["checked"]
     with torch.no_grad():
         model.lm_head.weight.mul_(1.1)
@@ -143,7 +143,7 @@ def test_what_fails_while_a_saved_model_is_asked_keeps_it_saved(
     folder, tokenizer = make_tied(tmp_path / "tied", tiny_folder)
     model = LlamaForCausalLM.from_pretrained(folder)
     question = Prompt(np.array([5, 6], dtype=np.int64), "a", "b", as_rows([{}], "rows")[0])
-    outputs = replace(Outputs.of(model, make_batch(len(tokenizer))), questions=[question])
+    outputs = replace(ReloadedOutputs.of(model, make_batch(len(tokenizer))), questions=[question])
     record = save_model(model, tokenizer, run, outputs=outputs)
     assert (record["checked"], record["unasked"]) == (True, "RuntimeError: no answer")
     assert read_record(run.path / "model")["checked"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from sparsebp_cli.cli.rerun import compare_losses, prepare, read_finished
 from sparsebp_cli.recipe import Recipe
 from sparsebp_cli.run import History, RunFolder, State
+from sparsebp_tools.verb.rerun import compare_losses, prepare, read_finished
 
 from .conftest import work
 

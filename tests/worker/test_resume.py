@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import resource
 import signal
 import time
@@ -11,7 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.recipe.schema import Recipe
@@ -196,6 +199,21 @@ def test_a_full_disk_is_called_by_its_name() -> None:
     text = "Error while serializing: I/O error: No space left on device (os error 28)"
     for error in (SafetensorError(text), OSError(28, "No space left on device")):
         assert "the disk is full" in describe_failure(error)[0]
+
+
+def test_memory_that_is_used_up_is_one_line_with_a_way_out() -> None:
+    from sparsebp_cli.worker.ending import describe_failure
+
+    def python() -> object:
+        raise MemoryError
+
+    for use in (python, lambda: bytearray(1 << 62), lambda: np.empty(1 << 57), lambda: torch.empty(1 << 58)):
+        with pytest.raises((MemoryError, RuntimeError)) as caught:
+            use()
+        text, code = describe_failure(caught.value)
+        assert code == 1
+        assert re.fullmatch(r"out of memory(: [^\n]+)?; try a smaller [^\n]*", text)
+        assert "MemoryError" not in text
 
 
 def test_a_foreign_error_that_begins_with_an_empty_line_is_read() -> None:

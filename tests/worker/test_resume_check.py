@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from sparsebp_cli.plan.seal import Seal, is_free
 from sparsebp_cli.run import History, JournalWriter, RunFolder, State, home
@@ -186,3 +187,29 @@ def test_the_number_of_processes_is_not_free(tiny_recipe) -> None:
         "target.processes": False,
         "target.threads": True,
     }
+
+
+def test_a_run_that_began_on_faulty_texts_goes_on_and_a_new_one_does_not_start(
+    tiny_recipe, prepared, tiny_folder: Path, tmp_path: Path
+) -> None:
+    end = AutoTokenizer.from_pretrained(tiny_folder / "tokenizer").eos_token
+    file = tmp_path / "rows.jsonl"
+
+    def write(tail: str) -> None:
+        rows = ({"prompt": f"the fox {n}", "completion": f" jumps {n}{tail}"} for n in range(30))
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    rows = {"name": str(file), "format": "completion", "max_seq_length": 64}
+    recipe = tiny_recipe(dataset=rows, checkpoint={"stop_at": 4})
+    begun, new = prepared(recipe), prepared(recipe)
+    write("")  # a release before this one took what follows, too
+    assert work(begun) == 0
+    write(f"{end}\n")
+    edit_plan(begun, lambda r: r["checkpoint"].update(stop_at=None))
+    allow(begun, "data")
+    assert work(begun) == 0
+    assert begun.state() is State.FINISHED
+    told = [text for _, level, text in History.load(begun.path).notes if level == "warning" and "twice" in text]
+    assert len(told) == 2  # of training and held-out rows
+    assert work(new) == 2
+    assert "end or beginning of sequence twice" in History.load(new.path).ends[-1]["text"]

@@ -92,5 +92,5 @@ def test_what_a_model_cannot_be_cut_into_ends_the_run_with_one_line(tiny_recipe,
 
 def test_sharded_weights_are_refused_before_the_run_starts(tiny_recipe) -> None:
     target = {"device": "cpu", "processes": 2, "sharding": "fsdp2"}
-    with pytest.raises(UnsupportedError, match=r"backward.segments: 2 is not built with target.sharding: fsdp2"):
+    with pytest.raises(UnsupportedError, match=r"backward.segments: 2 is not supported with target.sharding: fsdp2"):
         refuse_unsupported(tiny_recipe(backward={"segments": 2}, target=target))

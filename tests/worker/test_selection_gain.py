@@ -89,10 +89,10 @@ def test_what_a_kept_token_must_be_worth_and_where_choosing_can_pay(keep: float,
         assert found.unit_worth == pytest.approx(worth)
         assert found.can_pay is (effective < highest)
         cost, choice = found.lines()
-        assert f"the first step costs {ratio:.2f} dense steps in FLOPs" in cost
+        assert f"the first step take {ratio:.2f} of the FLOPs of a dense step" in cost
         assert "`sparsebp worth RECIPE`" in cost
-        assert f"has to be below {highest:.2f}, so it {'can' if found.can_pay else 'cannot'} pay" in choice
-        assert "an upper bound, as if the sizes were known and free" in choice
+        assert f"this must be below {highest:.2f}, so it {'can' if found.can_pay else 'cannot'} pay" in choice
+        assert "an upper bound, because it assumes that the sizes are known and cost nothing" in choice
     assert (
         SelectionGain(ratio, ratio, keep, "targets", {"targets": 1.0}).can_pay is False
     )  # equal norms: as if drawn uniformly
@@ -103,13 +103,13 @@ def test_nothing_is_said_of_a_choice_that_is_not_made() -> None:
     dense = SelectionGain(1.0, 1.1, None, None, {"targets": 0.87})
     assert (dense.unit_worth, dense.can_pay) == (None, None)
     (line,) = dense.lines()
-    assert "against dense training of the same cost: at most targets 1.09 times (0.87)" in line
+    assert "times as much dense training of equal cost: targets 1.09 times (0.87)" in line
     assert "norm" not in line  # words for somebody outside of the project
     entries = SelectionGain(0.6, 0.7, 0.25, "entries", {"targets": 0.87, "rows": 0.5})
     assert entries.can_pay is None
     (line,) = entries.lines()
     assert entries.unit_worth == pytest.approx(2.4)
-    assert "keeps 25% of the entries. Whether that can beat a smaller batch" in line
+    assert "keeps 25% of the entries. `sparsebp worth RECIPE` estimates if it can beat" in line
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_a_run_says_before_its_first_step_what_a_kept_unit_must_be_worth(
     run = prepared(tiny_recipe(policy=[policy], measure=measure, training={"max_steps": 1}))
     assert work(run) == 0, run.log_file.read_text()
     history = History.load(run.path)
-    notes = [text for _, level, text in history.notes if level == "info" and text.startswith("the first step costs")]
+    notes = [text for _, level, text in history.notes if level == "info" and "of the first step take" in text]
     details = [text for _, level, text in history.notes if level == "detail"]  # for show alone
     for name in ("choice/ess", "choice/example_ess", "choice/row_ess"):
         assert list(history.series(name)) == [0]
@@ -146,7 +146,7 @@ def test_a_run_says_before_its_first_step_what_a_kept_unit_must_be_worth(
         assert ratio == 1.0
         assert share is None
         assert notes == []
-        assert [text.partition(",")[0] for text in details] == ["what picking by gradient size could bring"]
+        assert [text.partition(" at most")[0] for text in details] == ["choosing by gradient size could replace"]
 
 
 def _preview(plan_file: Any) -> None:
@@ -171,6 +171,6 @@ def test_a_preview_tells_the_same_as_the_run_and_trains_nothing(tiny_recipe: Any
     for name, value in told["values"].items():
         if name != "choice/seconds_ratio" and value is not None:
             assert value == pytest.approx(history.last(name), rel=1e-6), name
-    assert [line.partition(" ")[0] for line in told["lines"]] == ["the", "what"]
+    assert [line.partition(" ")[0] for line in told["lines"]] == ["forward", "choosing"]
     assert not History.load(looked.path).metrics
     assert not (looked.path / "model").exists()

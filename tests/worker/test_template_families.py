@@ -19,7 +19,7 @@ from sparsebp_cli.source.column import as_rows
 from sparsebp_cli.source.reader import Row
 from sparsebp_cli.worker import chat, prompt
 from sparsebp_cli.worker.chat_template import ChatRequest, RenderedChat, render_chats
-from sparsebp_cli.worker.encoding import Encoded
+from sparsebp_cli.worker.encoding import EncodedSplit
 from sparsebp_cli.worker.format import encode
 from sparsebp_cli.worker.text_check import check_texts
 
@@ -131,7 +131,7 @@ def ask(family: str, *, as_prompts: bool) -> list[dict[str, Any]]:
     return rows
 
 
-def make(family: str, kind: str, form: str, **more: Any) -> tuple[list[Row], Encoded, DatasetSection]:
+def make(family: str, kind: str, form: str, **more: Any) -> tuple[list[Row], EncodedSplit, DatasetSection]:
     section = DatasetSection(name="rows", format=form, chat_template=read(family), max_seq_length=512, **more)
     rows = as_rows(ask(family, as_prompts=form == "completion"), "rows, row")
     return rows, encode(rows, section, make_tokenizer(kind, family)), section

@@ -21,14 +21,14 @@ from sparsebp_cli.run import JournalWriter, RunFolder
 from sparsebp_cli.worker.ending import StopRequest
 from sparsebp_cli.worker.training import Training
 from sparsebp_cli.worker.trial_step import TrialStep
-from sparsebp_lab.exchange import Interval
+from sparsebp_lab.exchange import RateInterval
 from sparsebp_lab.worth import measure as module
 from sparsebp_lab.worth.candidate import Candidate, find_candidates
 from sparsebp_lab.worth.curvature import Curvature
 from sparsebp_lab.worth.dense_run import DenseRun
 from sparsebp_lab.worth.measure import measure
-from sparsebp_lab.worth.squares import Metric, square_between, square_errors
-from sparsebp_lab.worth.step_length import TIMES, Share, StepLength, share_of_batch
+from sparsebp_lab.worth.squares import WorthMetric, square_between, square_errors
+from sparsebp_lab.worth.step_length import TIMES, StepLength, StepShare, share_of_batch
 
 MakeRecipe = Callable[..., Recipe]
 Prepare = Callable[[Recipe], RunFolder]
@@ -228,7 +228,7 @@ def test_squares_of_draws_have_the_mean_that_enumeration_gives() -> None:
     each = torch.stack([g["weight"] for g in _gradients(weight, torch.randn(4, 5), torch.randn(4))])  # type: ignore[arg-type]
     dense: dict[str, Tensor | None] = {"weight": each.mean(0)}
     choices = [each[list(two)].mean(0) for two in itertools.combinations(range(4), 2)]
-    metric = Metric(torch.optim.SGD([weight]), {"weight": weight})
+    metric = WorthMetric(torch.optim.SGD([weight]), {"weight": weight})
     noise = bias = 0.0
     for one, other in itertools.product(choices, choices):
         squares = square_errors(dense, ({"weight": one}, {"weight": other}), metric, lambda _: "all")
@@ -246,7 +246,7 @@ def test_the_metric_is_the_second_moment_that_the_optimizer_has() -> None:
         linear.weight.grad = torch.randn(2, 3)
         linear.weight.grad[0, 0] = 0.0
         optimizer.step()
-    metric = Metric(optimizer, {"weight": linear.weight})
+    metric = WorthMetric(optimizer, {"weight": linear.weight})
     gradient, moment = torch.randn(2, 3), optimizer.state[linear.weight]["exp_avg_sq"]
     scaled = metric.scale("weight", gradient)
     assert scaled is not None
@@ -281,7 +281,7 @@ def test_the_curvature_along_an_error_is_that_of_the_hessian(with_moments: bool)
             optimizer.zero_grad()
             loss().backward()
             optimizer.step()
-    metric = Metric(optimizer, names)
+    metric = WorthMetric(optimizer, names)
 
     def gradients() -> dict[str, Tensor | None]:
         return dict(zip(names, torch.autograd.grad(loss(), list(names.values())), strict=True))
@@ -378,7 +378,7 @@ def test_the_step_that_is_left_beside_noise_is_the_one_that_adam_goes() -> None:
     for _ in range(400):
         weight.grad = signal + scatter * torch.randn(2000)
         optimizer.step()
-    metric = Metric(optimizer, {"weight": weight})
+    metric = WorthMetric(optimizer, {"weight": weight})
     dense = [{"weight": signal + 2 * scatter * torch.randn(2000)} for _ in range(40)]  # a fourth of a step's examples
     length = StepLength(dense, metric, 0.25)
     for own, tolerance in ((noise, 0.02), (scatter, 0.02)):
@@ -395,8 +395,8 @@ def test_the_step_that_is_left_beside_noise_is_the_one_that_adam_goes() -> None:
 
 @pytest.mark.parametrize("value", [0.0, -0.2])
 def test_no_rate_is_told_where_batches_do_not_tell_which_way_is_downhill(value: float) -> None:
-    dense = [Share(1.0, 0.0), *(Share(value, 0.1) for _ in TIMES[1:])]
-    candidate = Candidate("noisy", [], lengths=[(Share(0.5, 0.01), dense)])
-    assert module._find_rate(candidate, Interval(1.0, 0.9, 1.1), 6) is None
-    known = Candidate("known", [], lengths=[(Share(0.5, 0.0), [Share(1.0, 0.0) for _ in TIMES])])
-    assert module._find_rate(known, Interval(1.0, 0.9, 1.1), 6) == {"value": 0.5, "low": 0.5, "high": 0.5}
+    dense = [StepShare(1.0, 0.0), *(StepShare(value, 0.1) for _ in TIMES[1:])]
+    candidate = Candidate("noisy", [], lengths=[(StepShare(0.5, 0.01), dense)])
+    assert module._find_rate(candidate, RateInterval(1.0, 0.9, 1.1), 6) is None
+    known = Candidate("known", [], lengths=[(StepShare(0.5, 0.0), [StepShare(1.0, 0.0) for _ in TIMES])])
+    assert module._find_rate(known, RateInterval(1.0, 0.9, 1.1), 6) == {"value": 0.5, "low": 0.5, "high": 0.5}
