@@ -1,8 +1,8 @@
-"""Compares runs: differences of their recipes, quality, speed, memory, and the statements that the numbers allow."""
+"""Compare runs: differences of their recipes, quality, speed, memory, and the statements that the numbers support."""
 
 from sparsebp_cli.compare.build import compare_runs
 from sparsebp_cli.compare.choose import RunCandidate, choose, describe_left_out, find_outcomes, local_candidates
-from sparsebp_cli.compare.comparison import Comparison, Group, RunLine
+from sparsebp_cli.compare.comparison import ComparedRun, Comparison, Group
 from sparsebp_cli.compare.gate import check
 from sparsebp_cli.compare.grouping import Grouping
 from sparsebp_cli.compare.loaded import LoadedRun
@@ -17,6 +17,7 @@ from sparsebp_cli.compare.view import View
 __all__ = [
     "FORMATS",
     "REPORT_CURVES",
+    "ComparedRun",
     "Comparison",
     "Group",
     "Grouping",
@@ -24,7 +25,6 @@ __all__ = [
     "Question",
     "Reducer",
     "RunCandidate",
-    "RunLine",
     "View",
     "answer",
     "check",

@@ -1,4 +1,4 @@
-"""The answer of a comparison, made for one screen: one table of a row a group."""
+"""Make the short answer of a comparison for one screen: one table with one row per group."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sparsebp_cli.compare.number import BYTES, NONE
 from sparsebp_cli.compare.overview_grid import WITHHELD, find_gains, over_shared_seeds
 from sparsebp_cli.compare.statement import Subject
 
-LONGEST_LABEL = 20  # characters; the whole label is in the verdict above the table
+LONGEST_LABEL = 20  # characters; the verdict above the table has the whole label
 
 
 def answer_grid(comparison: Comparison) -> Grid:
@@ -39,6 +39,6 @@ def _row(comparison: Comparison, group: Group) -> tuple[str, ...]:
 
 
 def _cut(label: str) -> str:
-    """Cut a long label in its middle: the names of a sweep differ at their ends."""
+    """Shorten a long label in its middle, because the names of a sweep differ at their ends."""
     half = LONGEST_LABEL // 2
     return label if len(label) <= LONGEST_LABEL else f"{label[: half - 1]}…{label[-half:]}"

@@ -1,13 +1,13 @@
-"""Archives: runs in one file, to keep them or to give them to others, and to read them back without unpacking by hand.
+"""Write runs into one archive file, to keep or share them, and read them back without manual unpacking.
 
     runs/ID/plan.json      with the password of a tracking store hidden
-    runs/ID/journal.jsonl  all results
-    runs/ID/...            labels.json, trial.json, cancelled, where the run has them
-    studies/NAME.json      the trials of a study that is archived as a whole, and the digests of their journals
+    runs/ID/journal.jsonl  the event log: all results
+    runs/ID/...            labels.json, trial.json, cancelled, if the run has them
+    studies/NAME.json      trials of a study that is archived as a whole, and the digests of their event logs
     environment.json       packages and hardware of each attempt, by run
     report.html            the comparison of these runs
 
-Models, checkpoints and output of workers are not in it. Other names in an archive are ignored when it is read.
+Archives hold no models, checkpoints or worker output. Reading ignores other names in an archive.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ ENDINGS = (".tar.gz", ".tgz")
 PLAN = "plan.json"
 FILES = (PLAN, JOURNAL, LABELS, "trial.json", "cancelled")
 RUN_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
-LARGEST_BYTES = LARGEST_JOURNAL  # unpacked; a small file could unpack to any size
+LARGEST_BYTES = LARGEST_JOURNAL  # unpacked size; a small file could unpack to any size
 CHUNK = 1 << 20
 PREFIX = "sparsebp-archive-"
 
@@ -55,7 +55,7 @@ Member = tuple[str, bytes]  # name in the archive, content
 
 
 def check_archive_path(path: Path) -> None:
-    """Raise ``UsageError`` if no archive can be written to a path."""
+    """Raise ``UsageError`` if the path cannot be that of an archive."""
     if not path.name.endswith(ENDINGS):
         raise UsageError(f"an archive is a {' or '.join(ENDINGS)} file, got {str(path)!r}")
     if not path.absolute().parent.is_dir():
@@ -63,7 +63,7 @@ def check_archive_path(path: Path) -> None:
 
 
 def list_members(run: RunFolder) -> Iterator[Member]:
-    """Yield the files of a run that is over, as an archive has them."""
+    """Yield the files of a finished run, in the form in which an archive has them."""
     for name in FILES:
         try:
             content = read_bounded(run.path / name, LARGEST_BYTES)
@@ -73,13 +73,13 @@ def list_members(run: RunFolder) -> Iterator[Member]:
 
 
 def write_archive(path: Path, members: Iterable[Member]) -> None:
-    """Write an archive: as a whole, or not at all if the disk is full or this process dies. Equal members make equal
-    bytes. Raises ``SparseBPError`` if it cannot be written."""
+    """Write an archive atomically: if the disk is full or this process dies, nothing is written. Equal members give
+    equal bytes. Raise ``SparseBPError`` if it cannot be written."""
     check_archive_path(path)
     try:
         with (
             durable.replacing(path) as file,
-            # Neither name nor time in gzip's header, or equal members would not make equal bytes.
+            # gzip's header gets neither name nor time, so that equal members give equal bytes.
             gzip.GzipFile(filename="", mode="wb", fileobj=file, mtime=0) as packed,
             tarfile.open(fileobj=packed, mode="w|", format=tarfile.PAX_FORMAT) as archive,
         ):
@@ -92,8 +92,8 @@ def write_archive(path: Path, members: Iterable[Member]) -> None:
 
 
 def open_archive(path: Path) -> Path:
-    """Unpack the runs of an archive into a folder that exists as long as this process, and return the folder. Raises
-    ``UsageError`` for another file, a damaged archive, and one that unpacks to more than 2 GiB."""
+    """Unpack the runs of an archive into a folder, which exists as long as this process, and return the folder. Raise
+    ``UsageError`` for another kind of file, a damaged archive, or one that unpacks to more than 2 GiB."""
     _remove_left()
     folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -102,10 +102,10 @@ def open_archive(path: Path) -> Path:
             with open_tar(packed) as archive:
                 for member in read_members(archive):
                     if _is_expected(member) and (content := archive.extractfile(member)):
-                        # By the size in the header, before a byte of it is unpacked. See decision 7.
+                        # Check the size in the header before unpacking any byte. See decision 7.
                         _check_size(member)
                         _unpack(content, folder / member.name)
-            while packed.read(CHUNK):  # to the end, where the checksum is
+            while packed.read(CHUNK):  # read to the end, where the checksum is
                 pass
     except BudgetError as error:
         raise UsageError(f"{path} is not an archive of `sparsebp archive`: {error}") from None
@@ -129,7 +129,7 @@ def _check_size(member: tarfile.TarInfo) -> None:
 
 
 def _remove_left() -> None:
-    """Remove what processes that were killed had unpacked."""
+    """Remove the leftovers of killed processes."""
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*-*"):
         owner = folder.name.removeprefix(PREFIX).partition("-")[0]
         if owner.isdecimal() and folder.lstat().st_uid == os.getuid() and not Path("/proc", owner).exists():
@@ -143,7 +143,7 @@ def _unpack(content: IO[bytes], place: Path) -> None:
 
 
 def _hide_password(plan: bytes) -> bytes:
-    """Return a plan with the password of its tracking store hidden; any other plan as it is."""
+    """Return a plan with the password of its tracking store hidden; return any other plan unchanged."""
     content = json.loads(plan)
     tracking = content["recipe"].get("tracking") or {}
     uri = tracking.get("uri")
@@ -154,9 +154,9 @@ def _hide_password(plan: bytes) -> bytes:
 
 
 class _Limited(gzip.GzipFile):
-    """A packed stream that raises ``UsageError`` after the largest number of bytes that an archive may have."""
+    """A packed stream that raises ``UsageError`` beyond the largest size of an archive."""
 
-    taken = 0  # bytes
+    taken = 0  # bytes read so far
 
     def read(self, size: int | None = -1) -> bytes:
         data = super().read(size)

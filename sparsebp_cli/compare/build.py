@@ -1,4 +1,4 @@
-"""Builds a comparison from runs."""
+"""Build a comparison from runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from sparsebp_cli.compare.comparison import Comparison, Control, Exclusion, Group, RunLine, Sample
+from sparsebp_cli.compare.comparison import ComparedRun, Comparison, Control, Exclusion, Group, Sample
 from sparsebp_cli.compare.confound import (
     ask_about_scale,
     find_changes,
@@ -57,7 +57,7 @@ from sparsebp_cli.run import RunFolder
 from sparsebp_cli.run import metric as names
 from sparsebp_cli.run.journal import list_samples
 
-# Keys that do not change a result; those of policies are seen elsewhere.
+# Keys that do not change a result. Keys of policies are compared elsewhere.
 NO_CHANGE = ("name", *POLICY_KEYS, "tracking.", "target.", "checkpoint.", "measure.")
 BROKEN = 1e150  # its square overflows, so a run that reached it counts as diverged
 MOST_POINTS_IN_ALL = 40_000  # points of one metric over all runs that a page can hold
@@ -71,9 +71,9 @@ def compare_runs(
     metric: str | None = None,
     margin: float | None = None,
 ) -> Comparison:
-    """Compare runs: those that differ only in seed form a group, and each group is compared with the baseline. Groups
-    are shown in the order of the runs. ``baseline``, ``metric`` and ``margin`` replace the fields of :class:`Question`
-    with these names. Raises ``UsageError`` if there are no runs, or none has the baseline or the metric."""
+    """Compare runs. Runs that differ only in seed form a group, and each group is compared with the baseline. Groups
+    appear in the order of the runs. ``baseline``, ``metric`` and ``margin`` replace the fields of :class:`Question`
+    with these names. Raise ``UsageError`` if there are no runs, or none has the baseline or the metric."""
     question = question or Question(baseline, metric, margin)
     loaded = load(runs, question.grouping)
     if not loaded:
@@ -87,14 +87,14 @@ def compare_runs(
 
 
 class _Builder:
-    """The state that the parts of a comparison share."""
+    """The state that all parts of a comparison share."""
 
     def __init__(self, loaded: list[LoadedRun], members: Members, first: str, usual: str, question: Question) -> None:
         self.loaded, self.members, self.first, self.question = loaded, members, first, question
         self.usual = usual
         self.metric = choose_metric(loaded, question)
         for name in question.curves:
-            if name not in names.METRICS:  # a metric of SparseBP that these runs lack gives an empty curve instead
+            if name not in names.METRICS:  # if these runs lack a metric of SparseBP, give an empty curve instead
                 check_logged(loaded, name, "--curves")
         self.known = find_declared(loaded, self.metric)
         self.way = choose_way(question, self.metric, self.known)
@@ -136,7 +136,7 @@ class _Builder:
         )
 
     def _hold_beside(self, groups: Sequence[Group]) -> Published | None:
-        """Measure what a study's publication claims; its arms are the names of the runs."""
+        """Measure the claims of a study's publication. Its variants are named like the runs."""
         if self.question.paper is None:
             return None
         names = {g.group: self.members[g.group][-1].name for g in groups}
@@ -154,7 +154,7 @@ class _Builder:
         return self.question.reducer.reduce(values, higher_is_better=self.way == "higher")
 
     def _exclude(self, run: LoadedRun) -> Exclusion | None:
-        """Why a run is not in its group's numbers; None when it is."""
+        """Return why a run does not count in its group; None if it counts."""
         if run.missing_steps:
             has = f"the store has {run.steps} of {run.steps_planned} steps"
             return Exclusion(
@@ -166,7 +166,7 @@ class _Builder:
             text = str(run.history.ends[-1].get("text", "")) if run.history.ends and run.state.over else ""
             return Exclusion("unfinished", f"{run.state}: {text.splitlines()[0]}" if text.strip() else str(run.state))
         value = self.values[run.run_id]
-        # Written so that NaN is caught, too.
+        # Written so that NaN is caught too.
         if value is not None and not abs(value) < BROKEN:
             where = (
                 "after the last step" if self.question.reducer.kind == "final" else f"({self.question.reducer.name})"
@@ -174,12 +174,12 @@ class _Builder:
             return Exclusion("diverged", f"diverged: {self.metric} is {value} {where}")
         if not run.repeats:
             return None
-        # The newest run of a seed could be chosen by its result. See decision 10.
-        return Exclusion("repeats", f"repeats seed {run.seed}, of which the first run counts: {run.repeats}")
+        # If the newest run of a seed counted, it could be chosen by its result. See decision 10.
+        return Exclusion("repeats", f"repeats seed {run.seed}; the first run of a seed counts: {run.repeats}")
 
     def _difference(self, group: str, other: str) -> Difference | None:
         if have_other_examples(self.counted[group], self.counted[other]) or self._ask_about_scale(group, other):
-            return None  # of other examples, or on another scale: no difference of the models
+            return None  # other examples or another scale: not a difference of the models
         common = self._common_steps(group, other)
 
         def value(run: LoadedRun) -> float | None:
@@ -189,7 +189,7 @@ class _Builder:
         return paired_difference(here, there)
 
     def _ask_about_scale(self, group: str, other: str = "") -> str:
-        """Ask whether a metric of other programs' runs is in percent on one side; empty where there is no doubt."""
+        """Ask whether a metric of other programs' runs is in percent on one side; empty if there is no doubt."""
         both = [self.counted[g] for g in (group, other or self.first)]
         if any(run.is_ours for some in both for run in some):
             return ""
@@ -197,8 +197,8 @@ class _Builder:
         return ask_about_scale(self.metric, *(None if mean is None else mean.mean for mean in means))
 
     def _preference(self, group: str, other: str) -> Difference | None:
-        """The difference by which one of several runs is chosen: on the validation split, where the test split is
-        reported."""
+        """Return the difference by which one of several runs is chosen. If the test split is reported, choose by
+        validation."""
         if self.course == self.metric or have_other_examples(self.counted[group], self.counted[other]):
             return self._difference(group, other)
 
@@ -209,7 +209,8 @@ class _Builder:
         return paired_difference(here, there)
 
     def _common_steps(self, group: str, other: str) -> set[int] | None:
-        """The steps at which all runs of both groups were evaluated, if several are needed and the groups' differ."""
+        """Return the steps at which all runs of both groups were evaluated, if the reducer needs several and the
+        groups' steps differ; else None."""
         if self.question.reducer.kind == "final":
             return None
         steps = [set(run.series(self.metric)) for g in (group, other) for run in self.counted[g]]
@@ -225,19 +226,19 @@ class _Builder:
         return [run for run in found if self.excluded[run.run_id].kind == "diverged"]
 
     def _diverged_alone(self, group: str) -> list[LoadedRun]:
-        """Those that diverged on a seed on which the baseline did not."""
+        """Return the runs that diverged on a seed on which the baseline did not."""
         theirs = {run.seed for run in self._diverged(self.first)}
         return [run for run in self._diverged(group) if run.seed not in theirs]
 
     def _state(self, group: Group) -> Difference | None:
-        """Return what a group's difference to the baseline states. (Of survivors nothing is stated in their favour
-        either: :mod:`~sparsebp_cli.compare.verdict`.)"""
+        """Return a group's difference to the baseline for its statement. :mod:`~sparsebp_cli.compare.verdict` makes
+        sure that surviving runs give no statement in their favour."""
         return self._judge(group.quality.difference, group.group, self.first, self.metric)
 
     def _judge(self, difference: Difference | None, group: str, other: str, metric: str) -> Difference | None:
-        """Add the error of what tuning chose for both groups; of values that one arm tuned for both it counts once.
-        Nothing is stated before all planned runs are there, as a look after every seed finds a false difference in 18 %
-        of studies."""
+        """Add the error of tuning choices for both groups; values tuned by a shared variant count once. Until all
+        planned runs exist, withhold the statement: a look after every seed finds a false difference in 18 % of studies.
+        """
         if difference is None:
             return None
         errors = self.question.choice.get(metric, {})
@@ -249,7 +250,7 @@ class _Builder:
         return difference if self.question.is_complete else withhold_statement(difference)
 
     def _withhold(self, group: str, decision: NotWorse | None) -> NotWorse | None:
-        """Withhold an answer about survivors: a diverged run is worse than any margin, an unfinished one is unknown."""
+        """Withhold an answer about survivors: divergence is worse than any margin, an unfinished run unknown."""
         if self.question.margin is None or have_other_examples(self.counted[group], self.counted[self.first]):
             return decision
         seeds = {run.seed for run in self.counted[group]}
@@ -258,11 +259,14 @@ class _Builder:
         return withhold(decision, self.question.margin, len(diverged), len(over) - len(diverged))
 
     def _repeat_warnings(self) -> list[str]:
-        """List every value of a seed that was run more than once, to show how much repeating alone changes."""
+        """List the values of every repeated seed, to show how much repetition alone changes."""
         lines = []
         for group, runs in self.members.items():
-            for first in (run for run in runs if any(other.repeats == run.run_id for other in runs)):
-                again = [first, *(run for run in runs if run.repeats == first.run_id)]
+            repeats: dict[str, list[LoadedRun]] = {}
+            for run in runs:
+                repeats.setdefault(run.repeats, []).append(run)
+            for first in (run for run in runs if run.run_id in repeats):
+                again = [first, *repeats[first.run_id]]
                 values = [value for run in again if (value := self.values[run.run_id]) is not None]
                 shown, found = ", ".join(f"{value:.5g}" for value in values), spread(values)
                 inside = f", standard deviation {found.sd:.2g}" if found and found.sd is not None else ""
@@ -278,12 +282,12 @@ class _Builder:
             if len(self.members) == 1 or self.question.baseline is not None or len(dense) == 1:
                 return []
             if dense and self.question.tuned_by:
-                return []  # of a study, whose file says which arm is the baseline
+                return []  # a study's file says which variant is the baseline
             if dense:
                 others = ", ".join(self.labels[group] for group in dense if group != self.first)
-                return [f"{len(dense)} groups are dense: the baseline is {name}, not {others}; --baseline says another"]
+                return [f"{len(dense)} groups are dense: the baseline is {name}, not {others}; --baseline sets another"]
             if not any(run.is_ours for some in self.members.values() for run in some):
-                return []  # others logged these runs, and nobody knows what their policies are
+                return []  # other programs logged these runs, so their policies are unknown
             return [f"no run here is dense: the baseline is {name}, and no saving is against dense training"]
         return [
             f"the baseline was chosen: {self.labels[self.first]}; without --baseline it is {self.labels[self.usual]}. "
@@ -354,7 +358,7 @@ class _Builder:
         return found
 
     def _correct(self, groups: Sequence[Group]) -> list[Group]:
-        """Correct for several chances: several groups against one baseline; quality, step time, memory of each."""
+        """Correct for multiple tests: several groups against one baseline; quality, step time and memory of each."""
         claims = ([self._state(g) for g in groups], [g.speed.step_ratio for g in groups])
         kinds = (*claims, [group.cost.held_ratio for group in groups])
         quality, step, held = correct_family(kinds, ratios=(False, True, True))
@@ -384,16 +388,16 @@ class _Builder:
         ]
 
     def _common(self, group: Group) -> Difference | None:
-        """What a group's difference at the last common step states."""
+        """Return a group's difference at the last common step, for its statement."""
         unequal = group.quality.unequal
         return None if unequal is None else self._judge(unequal.difference, group.group, self.first, unequal.metric)
 
     def _control(self, group: str, control: str) -> Difference | None:
-        """What a group's difference to a control of its own states."""
+        """Return a group's difference to one of its controls, for its statement."""
         return self._judge(self._difference(group, control), group, control, self.metric)
 
     def _trial_answers(self) -> dict[str, NotWorse | None]:
-        """The answers of a trial with this question, after whose looks one more test at 5% would be wrong."""
+        """Return the answers of a trial with this question. After its looks, one more test at 5% would be wrong."""
         trials = {run.looks for run in self.loaded if run.looks is not None and run.run_id not in self.excluded}
         wanted = (self.metric, self.question.margin, self.first)
         same = [looks for looks in trials if (looks.metric, looks.margin, looks.baseline) == wanted]
@@ -406,7 +410,7 @@ class _Builder:
         return {group: answer for group, answer in found.items() if answer is not None}
 
     def _count(self, groups: Sequence[Group], controls: Sequence[Control]) -> tuple[Family, ...]:
-        """Families with at least one statement."""
+        """Return the families with at least one statement."""
         claims = [d for g in groups for d in (g.quality.difference, g.speed.step_ratio, g.cost.held_ratio)]
         margins = sum(g.quality.not_worse is not None and g.quality.not_worse.p is not None for g in groups)
         examples = [e.difference for g in groups for e in g.quality.examples]
@@ -433,15 +437,14 @@ class _Builder:
             ControlSearch(self.members, self.counted, self.labels, self._control, self._preference, sign)
         )
         corrected: dict[int, Difference | None] = {}
-        # The best dense control at equal cost is chosen from several, so its p value is corrected for all of them.
+        # The best dense control at equal cost is chosen from several, so correct its p value for all of them.
         for kinds in (("dense",), ("random",), EQUAL_COST):
             places = [i for i, control in enumerate(controls) if control.kind in kinds]
             corrected |= dict(zip(places, correct_all([controls[i].difference for i in places]), strict=True))
         return tuple(replace(control, difference=corrected[i]) for i, control in enumerate(controls))
 
     def _compare_at_equal(self, group: Group, baseline: Group, controls: Sequence[Control]) -> Group:
-        """Compare pairs of groups, so that a third group changes nothing. Controls of equal cost have a table of their
-        own."""
+        """Compare pairs of groups, so that a third group changes nothing. Equal-cost controls have their own table."""
         held = [baseline.label] if not group.baseline else []
         held += [c.found for c in controls if c.group == group.group and c.found and c.kind not in EQUAL_COST]
         names = {label: g for g, label in self.labels.items()}
@@ -480,11 +483,11 @@ class _Builder:
             )
         return replace(group, statements=found, verdict=say_all(found))
 
-    def _describe(self, run: LoadedRun, group: Group) -> RunLine:
+    def _describe(self, run: LoadedRun, group: Group) -> ComparedRun:
         excluded, value = self.excluded.get(run.run_id), self.values[run.run_id]
         is_timed = not (group.speed.withheld and group.speed.step is None)
         wanted = dict.fromkeys([self.metric, self.course, *self.question.curves])
-        return RunLine(
+        return ComparedRun(
             run_id=run.run_id,
             group=run.group,
             label=self.labels[run.group],
@@ -508,6 +511,6 @@ class _Builder:
         )
 
     def _thin(self, points: Sequence[Point], *, is_timed: bool) -> tuple[Point, ...]:
-        """Thin a curve to what a page can hold, without the seconds that are withheld."""
+        """Thin a curve to what a page can hold, and drop withheld seconds."""
         found = thin(points, MOST_POINTS_IN_ALL // len(self.loaded))
         return found if is_timed else tuple(point._replace(seconds=None) for point in found)

@@ -1,7 +1,7 @@
-"""Chooses the runs to compare, by words that name them and by a condition.
+"""Choose the runs to compare, by words that name them and by a condition.
 
-Runs on disk are listed once and described by their ``plan.json`` alone; a journal is read only for a condition on the
-state or on a metric.
+Runs on disk are listed once, from their ``plan.json`` alone. An event log is read only for a condition on the state or
+on a metric.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from sparsebp_cli.compare.load import load_folder
 from sparsebp_cli.compare.loaded import POLICY_KEYS, LoadedRun, flatten
 from sparsebp_cli.errors import RunNotFoundError, UsageError, did_you_mean
 from sparsebp_cli.run import RunFolder, home
-from sparsebp_cli.run.folder import SHORTEST_PREFIX, list_folders
+from sparsebp_cli.run.folder import SHORTEST_PREFIX, is_file, list_folders
 from sparsebp_cli.run.label import Labels
 from sparsebp_cli.run.metric import METRICS
 
 T = TypeVar("T")
 TAG = ("tag.", "tags.")
-OUTSIDE = ("training.seed", "seed", "target.", "tracking.", "checkpoint.")  # keys of a recipe that make no group
+OUTSIDE = ("training.seed", "seed", "target.", "tracking.", "checkpoint.")  # recipe keys outside the group
 
 
 @dataclass
@@ -35,24 +35,24 @@ class RunCandidate:
     run_id: str  # its id
     name: str  # its name in tables
     created: float  # seconds since 1970
-    recipe: dict[str, object]  # the recipe as it is stored; for a run of another program, its parameters
-    tags: Mapping[str, str]  # those of its recipe or of the store
-    load: Callable[[], LoadedRun]  # reads it
-    other_id: str = ""  # A second id: that of the store
-    metrics: Mapping[str, float] | None = None  # last values; None: read them from its journal
-    known_state: str = ""  # the state in the store; empty: read it from the journal
-    place: str = ""  # the store; empty: a folder
-    stored_labels: Labels = field(default_factory=Labels)  # what users wrote on it, as the store has it
-    folder: RunFolder | None = None  # None: it is in a store
+    recipe: dict[str, object]  # the stored recipe; for a run of another program, its parameters
+    tags: Mapping[str, str]  # tags of its recipe or of the store
+    load: Callable[[], LoadedRun]  # reads the run
+    other_id: str = ""  # the store's id
+    metrics: Mapping[str, float] | None = None  # last values; None: read them from its event log
+    known_state: str = ""  # the state in the store; empty: read it from the event log
+    place: str = ""  # the store's address; empty: a folder
+    stored_labels: Labels = field(default_factory=Labels)  # the users' labels as the store has them
+    folder: RunFolder | None = None  # None: the run is in a store
 
     @cached_property
     def loaded(self) -> LoadedRun:
-        """The run, read once."""
+        """The loaded run, read only once."""
         return self.load()
 
     @cached_property
     def labels(self) -> Labels:
-        """What users wrote on it."""
+        """The users' labels of the run."""
         return self.stored_labels if self.folder is None else Labels.load(self.folder.path)
 
     @cached_property
@@ -61,7 +61,7 @@ class RunCandidate:
         return flatten(self.recipe)
 
     def find(self, name: str) -> Sequence[object]:
-        """Return every value of a name in this run; empty if it has none."""
+        """Return every value of a name in this run; empty if there is none."""
         if name in SPECIAL:
             return SPECIAL[name](self)
         if name.startswith(TAG):
@@ -101,8 +101,9 @@ SPECIAL: dict[str, Callable[[RunCandidate], Sequence[object]]] = {
 
 
 def local_candidates(folder: Path | None = None) -> list[RunCandidate]:
-    """Return every run in a folder, newest first; None is this machine's own folder. The folder contains run folders,
-    or is one, or is another machine's ``$SPARSEBP_HOME``. Runs with damaged plans come last, with their ids alone."""
+    """Return every run in a folder, newest first; None means this machine's runs. The folder may contain run folders,
+    be a run folder, or be another machine's ``$SPARSEBP_HOME``. Runs with damaged plans come last, with only their ids.
+    """
     root = home() if folder is None else folder
     root = root / "runs" if (root / "runs").is_dir() else root
     folders = [root] if (root / "plan.json").is_file() else list_folders(root)
@@ -113,14 +114,14 @@ def local_candidates(folder: Path | None = None) -> list[RunCandidate]:
 def choose(
     candidates: Sequence[RunCandidate], words: Iterable[str], where: str | None, place: str
 ) -> list[RunCandidate]:
-    """Return the runs that the words name and that meet the condition, each once, in the order of the words.
+    """Return the runs that the words name and that meet the condition, without duplicates, in the order of the words.
 
-    ``candidates`` are all runs, newest first. A word is an id, the beginning of one (3 digits or more), a name (all its
-    runs, oldest first), ``@last``, ``@N`` (the newest N), ``@TAG``, ``TAG=VALUE``, or a run's folder; without
-    words, all runs. ``where`` is a condition over recipe, state, tags and metrics; ``place`` names the candidates'
-    origin in errors.
+    ``candidates`` are all runs, newest first. A word is an id, its beginning (3 digits or more), a name (all its runs,
+    oldest first), ``@last``, ``@N`` (the newest N), ``@TAG``, ``TAG=VALUE``, or a run's folder. Without words, all runs
+    are chosen. ``where`` is a condition over recipe, state, tags and metrics. ``place`` names the candidates' origin in
+    errors.
 
-    Raises ``RunNotFoundError`` if a word names nothing or nothing meets the condition, and ``UsageError`` if the
+    Raise ``RunNotFoundError`` if a word names nothing or no run meets the condition. Raise ``UsageError`` if the
     condition cannot be read or needs a name that no run has.
     """
     found: dict[str, RunCandidate] = {}
@@ -135,32 +136,32 @@ def choose(
     _check_names(condition, chosen)
     kept = [candidate for candidate in chosen if condition.holds(candidate.find)]
     if not kept:
-        raise RunNotFoundError(f"none of {len(chosen)} runs meets --where {where!r}")
+        raise RunNotFoundError(f"none of {len(chosen)} runs meets the condition --where {where!r}")
     return kept
 
 
 def describe_left_out(candidates: Sequence[RunCandidate], chosen: Sequence[RunCandidate]) -> list[str]:
-    """Return a line for each chosen name of which some seeds were not chosen: the chosen ones may be the best."""
+    """Return a line for each chosen name if some of its seeds were not chosen: the chosen ones may be the best."""
     taken: dict[tuple[tuple[str, str], ...], list[RunCandidate]] = {}
     for candidate in chosen:
         taken.setdefault(_without_seed(candidate), []).append(candidate)
+    seeds = {key: {str(seed) for one in some for seed in one.find("seed")} for key, some in taken.items()}
     ids, left = {candidate.run_id for candidate in chosen}, dict[str, dict[str, None]]()
     for candidate in candidates:
-        some = taken.get(_without_seed(candidate), [])
-        seeds = {str(seed) for one in some for seed in one.find("seed")}
+        some = taken.get(key := _without_seed(candidate), [])
         if some and candidate.run_id not in ids:
-            new = [str(seed) for seed in candidate.find("seed") if str(seed) not in seeds]
+            new = [str(seed) for seed in candidate.find("seed") if str(seed) not in seeds[key]]
             left.setdefault(some[0].name, {}).update(dict.fromkeys(new))
     return [
-        f"{name}: seeds that are there were not chosen, and are in no number here: {', '.join(sorted(seeds))}"
-        for name, seeds in left.items()
-        if seeds
+        f"{name}: these stored seeds were not chosen, so no number here includes them: {', '.join(sorted(found))}"
+        for name, found in left.items()
+        if found
     ]
 
 
 def _without_seed(candidate: RunCandidate) -> tuple[tuple[str, str], ...]:
-    """The part of a recipe that makes its group, and its experiment: the same parameters in another one are another
-    question."""
+    """Return the part of a recipe that defines its group, with its experiment: equal parameters in another experiment
+    are another question."""
     flat = candidate.flat.items()
     kept = sorted((key, str(value)) for key, value in flat if not key.startswith(OUTSIDE) and key != "name")
     return (*kept, *(("experiment", str(name)) for name in candidate.find("experiment")))
@@ -175,7 +176,7 @@ def find_outcomes(where: str) -> list[str]:
 def _named(candidates: Sequence[RunCandidate], word: str, place: str) -> list[RunCandidate]:
     if word.startswith("@"):
         count = "1" if word == "@last" else word[1:]
-        # A tag may not look like `last`, a number or an id, so it hides none of these. See decision 118.
+        # Tags cannot look like `last`, a number or an id, so they hide none of these. See decision 118.
         if not count.isdecimal() and (tagged := [c for c in candidates if count in c.labels.tags]):
             return tagged[::-1]
         if not count.isdecimal() or not 0 < int(count) <= len(candidates):
@@ -184,7 +185,7 @@ def _named(candidates: Sequence[RunCandidate], word: str, place: str) -> list[Ru
                 + ("" if count.isdecimal() else ", or the tag of a run")
             )
         return list(candidates[: int(count)])[::-1]
-    if os.sep in word and (Path(word) / "plan.json").is_file():
+    if os.sep in word and is_file(Path(word) / "plan.json"):
         return [_describe(RunFolder(Path(word).absolute()))]
     if "=" in word:
         tag, _, value = word.partition("=")
@@ -216,8 +217,8 @@ def _check_names(condition: Condition, candidates: Sequence[RunCandidate]) -> No
 
 
 def suggest_name(name: str, candidates: Sequence[RunCandidate], others: Iterable[str] = ()) -> str:
-    """Return ``; did you mean X?`` for the nearest name that a condition over the candidates may hold, or one of the
-    others; empty if none is near. ``loss`` means that of the validation split."""
+    """Return ``; did you mean X?`` for the nearest name in the candidates' conditions or ``others``; empty if none is
+    near. ``loss`` means the validation loss."""
     if f"eval/{name}" in METRICS:
         return f"; did you mean eval/{name}?"
     keys = {key for candidate in candidates for key in candidate.flat}

@@ -1,7 +1,8 @@
-"""The data of a comparison: plain frozen dataclasses from which every output is made without further computation.
+"""Define the data of a comparison: plain frozen dataclasses, from which every output is made without further
+computation.
 
-As JSON it is the stable interface to other programs: ``schema`` grows when a field changes its meaning or is removed;
-new fields may be added without that. The committed JSON schema is ``docs/comparison.schema.json``.
+As JSON it is the stable interface to other programs. ``schema`` grows if a field changes its meaning or is removed; new
+fields may be added without that. The committed JSON schema is ``docs/comparison.schema.json``.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ Kind = Literal["dense", "random", "fewer_steps", "smaller_batch", "fewer_example
 
 @dataclass(frozen=True)
 class ControlRuns:
-    """The runs that a missing control consists of.
+    """The runs that would make a missing control.
 
     Args:
-        like: Id of the run whose recipe they have.
-        name: Name of the recipe that they will have.
-        changes: Changes of that recipe, as ``--set`` takes them: ``KEY=VALUE``.
-        seeds: Their seeds; empty: the recipe's own.
+        like: Id of the run whose recipe they copy.
+        name: Name of their recipe.
+        changes: Changes to that recipe, as ``--set`` takes them: ``KEY=VALUE``.
+        seeds: Their seeds; empty for the recipe's own.
     """
 
     like: str
@@ -48,20 +49,20 @@ class ControlRuns:
 
 @dataclass(frozen=True)
 class Control:
-    """A run with which a policy has to be compared before its result can be believed.
+    """A run with which a policy must be compared before its result can be believed.
 
     Args:
-        kind: ``dense`` (as many steps without the policy), ``random`` (drawn at random at the same budget), or dense
-            at the cost of the policy: with ``fewer_steps``, a ``smaller_batch``, ``fewer_examples`` as often, batches
+        kind: ``dense`` (as many steps without the policy), ``random`` (drawn at random at the same budget), or dense at
+            the cost of the policy: with ``fewer_steps``, a ``smaller_batch``, ``fewer_examples`` as often, batches
             ``by_length``, or its ``own_learning_rate``.
         group: Hash of the group that needs it.
         label: Label of that group.
-        found: Label of the group that is this control; empty when it is missing.
-        difference: The policy's quality minus the control's; None when it is missing.
-        runs: The runs that make it; None when it exists, or cannot be made here.
-        command: Their command line, to be read by people; empty without.
-        cost: Cost of a control at equal cost, as a multiple of the policy's, at least 1; None for the others.
-        is_best: Whether it is the best of those of equal cost, on the seeds that it shares with the policy.
+        found: Label of the group that is this control; empty if it is missing.
+        difference: The policy's quality minus the control's; None if it is missing.
+        runs: The runs that would make it; None if it exists, or cannot be made here.
+        command: Their command line, for people; empty if there is none.
+        cost: Cost of a control at equal cost, as a multiple of the policy's, at least 1; None for other controls.
+        is_best: Whether it is the best control of equal cost, on the seeds that it shares with the policy.
     """
 
     kind: Kind
@@ -84,17 +85,16 @@ class Group:
         label: Name in tables: the recipe's name, made unique.
         baseline: Whether the others are compared with it.
         policies: Names, in the recipe's order.
-        exact: Whether every policy is exact; None when no run recorded it and a plugin is missing.
+        exact: Whether every policy is exact; None if no run recorded it and a plug-in is missing.
         seeds: Seeds of the runs that count, in order.
-        states: State to number of runs, repeated ones left out.
+        states: State to number of runs, without repeated runs.
         changes: Differences from the baseline's recipe.
         recipe: The resolved recipe of the newest run; for a run of another program, its parameters.
         quality: See :class:`Quality`.
         speed: See :class:`Speed`.
         cost: See :class:`Cost`.
         layers: See :class:`Layers`.
-        memory: Memory over the last watched step of the newest run; None without one, or where only a store has the
-            runs.
+        memory: Memory over the last traced step of the newest run; None without one, or if only a store has the runs.
         statements: Statements about it, the one on quality first. Every output reads these.
         verdict: The statements in words, for people.
     """
@@ -117,16 +117,16 @@ class Group:
     verdict: str
 
     def find(self, subject: Subject) -> Statement | None:
-        """Return the first statement on a subject; None where there is none."""
+        """Return the first statement on a subject; None if there is none."""
         return find_statement(self.statements, subject)
 
 
 @dataclass(frozen=True)
 class Exclusion:
-    """Why a run is in no number: ``half sent`` to its store, ``unfinished``, ``diverged``, or ``repeats`` a seed."""
+    """Why a run does not count: ``half sent`` to its store, ``unfinished``, ``diverged``, or ``repeats`` a seed."""
 
     kind: Literal["half sent", "unfinished", "diverged", "repeats"]
-    text: str  # in one line
+    text: str  # the reason in one line
 
 
 @dataclass(frozen=True)
@@ -134,9 +134,9 @@ class Sample:
     """A generated text.
 
     Args:
-        step: Optimizer steps done before.
+        step: Number of optimizer steps done before.
         prompt: End of the prompt that the model was given.
-        reference: Beginning of the text that the data have there.
+        reference: Beginning of the corresponding text in the data.
         prediction: Beginning of the text that the model wrote.
     """
 
@@ -147,29 +147,29 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class RunLine:
+class ComparedRun:
     """One run.
 
     Args:
         run_id: Id of the run, which is also its folder's name.
         group: Hash of its group.
         label: Label of the group.
-        seed: Its seed; None when unknown.
-        state: State in which the run is or ended, such as ``finished``.
-        counts: Whether it is in the group's numbers.
-        excluded: Kind of the reason that kept it out: ``half sent``, ``unfinished``, ``diverged``, ``repeats``; empty
-            when it counts.
-        reason: The reason in one line; empty when it counts.
+        seed: Its seed; None if unknown.
+        state: Current or final state of the run, such as ``finished``.
+        counts: Whether it counts in the group's numbers.
+        excluded: Kind of the reason for its exclusion: ``half sent``, ``unfinished``, ``diverged``, ``repeats``; empty
+            if it counts.
+        reason: The reason in one line; empty if it counts.
         steps: Optimizer steps done.
-        attempts: 1 and the number of times it was resumed.
+        attempts: 1 plus the number of times it was resumed.
         created: Time at which the run was made, in seconds since 1970.
-        source: Tracking store that it was read from; empty: its folder.
+        source: Tracking store from which it was read; empty for its folder.
         version: Version of the package that made its plan.
         git_sha: Commit of the code that made its plan.
         dirty: Whether the code had uncommitted changes.
         environment: Packages and hardware of its last attempt.
-        quality: The metric after the reducer; None when there is none or it is not finite.
-        step_seconds: Median step after warm-up; None where it is withheld.
+        quality: The metric after the reducer; None if it is missing or not finite.
+        step_seconds: Median step after warm-up; None if withheld.
         curves: Metric to [step, tokens, seconds of training, value], thinned to at most 400 points.
         samples: Texts that it generated from validation prompts, at its first, middle and last generation.
     """
@@ -196,12 +196,12 @@ class RunLine:
     samples: tuple[Sample, ...]
 
 
-COMPILATION = "torch.compile"  # the confound that a run was compiled
+COMPILATION = "torch.compile"  # name of the confound that a run was compiled
 
 
 @dataclass(frozen=True)
 class Confound:
-    """Something other than the recipe that differs and could explain a difference.
+    """A property outside the recipe that differs and could explain a difference.
 
     Args:
         name: The property that differs, such as a version.
@@ -219,16 +219,16 @@ class Comparison:
     Args:
         schema: Version of this structure.
         metric: Name of the quality metric.
-        course: The metric that is evaluated during training: the same, or for one of the test split the validation's.
+        course: The metric that is evaluated during training: the same, or for a test metric the validation's.
         unit: Unit of the metric.
-        better: ``lower``, ``higher``, or empty when neither.
-        reducer: The way in which a run's evaluations become one number, in words.
-        margin: Amount, in the metric's unit, by which a worse result still counts as not worse; None: no such
+        better: ``lower``, ``higher``, or empty if neither.
+        reducer: How a run's evaluations become one number, in words.
+        margin: Amount, in the metric's unit, by which a worse result still counts as not worse; None for no such
             statement.
-        target: Value whose first reaching is measured; None: none.
+        target: Value whose first reaching is measured; None if there is none.
         baseline: Content hash of the baseline group.
         groups: The baseline first, the others in the order of their first runs.
-        runs: Every run that was given.
+        runs: Every given run.
         controls: The controls that each policy needs, found or missing.
         confounds: See :class:`Confound`.
         families: Statements that are corrected together. The chance of any false one in a family is at most 5%.
@@ -246,7 +246,7 @@ class Comparison:
     target: float | None
     baseline: str
     groups: tuple[Group, ...]
-    runs: tuple[RunLine, ...]
+    runs: tuple[ComparedRun, ...]
     controls: tuple[Control, ...]
     confounds: tuple[Confound, ...]
     families: tuple[Family, ...]
@@ -255,8 +255,8 @@ class Comparison:
 
     @property
     def shared_seeds(self) -> tuple[int, ...]:
-        """The seeds that all groups share, so that means are comparable; empty where all groups have the same seeds. A
-        group that shares none with the baseline is in no pair, and does not count here."""
+        """The seeds that all groups share, so that means are comparable; empty if all groups have the same seeds. A
+        group without seeds of the baseline is in no pair and is ignored here."""
         base = set(self.groups[0].seeds)
         with_seeds = [set(group.seeds) for group in self.groups if base & set(group.seeds)]
         shared = base.intersection(*with_seeds)
@@ -264,19 +264,19 @@ class Comparison:
 
     @property
     def interval_kind(self) -> str:
-        """The kind of the intervals to the baseline, in words; empty without any."""
+        """The kind of the intervals of differences to the baseline, in words; empty if there are none."""
         found = [group.quality.difference for group in self.groups if group.quality.difference is not None]
         if any(difference.family_low is not None for difference in found):
             return "simultaneous 95% interval"
         return "95% interval" if any(difference.low is not None for difference in found) else ""
 
     def is_gain(self, group: Group, subject: Subject) -> bool:
-        """Whether a statement shows a gain of a group over the baseline: such numbers are bold wherever they stand."""
+        """Return whether a statement shows a gain of a group over the baseline. All outputs print such numbers bold."""
         statement = group.find(subject)
         return statement is not None and statement.is_gain(self.better if subject == "quality" else "lower")
 
-    def comparable_runs(self, group: Group) -> list[RunLine]:
-        """Return a group's counting runs with shared seeds; all if none has any, or if all groups have the same."""
+    def comparable_runs(self, group: Group) -> list[ComparedRun]:
+        """Return a group's counting runs with shared seeds; all if none has any, or all groups have the same seeds."""
         mine = [run for run in self.runs if run.group == group.group and run.counts]
         shared = set(self.shared_seeds)
         return [run for run in mine if run.seed in shared] or mine

@@ -1,8 +1,9 @@
-"""Finds differences other than those of the recipes, which could explain a difference in a number."""
+"""Find differences outside the recipes that could explain a difference in a number."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from sparsebp_cli.compare.comparison import COMPILATION, Change, Confound, Group
@@ -17,6 +18,7 @@ from sparsebp_cli.run import metric
 from sparsebp_cli.run.census import summarise_census
 
 MOST_NOTES = 5
+MOST_PAIRS = 100  # pairs that are counted: runs that all ran at once have half the square of their number
 TOLERANCE = 1.05  # executed over claimed FLOPs: counts are exact, claims omit small layers
 
 
@@ -43,7 +45,7 @@ def _packages(environment: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def _forms(run: LoadedRun) -> str | None:
-    """Return which forms a run of 0.5 computed selected products in, if it timed them; None in any other run."""
+    """Return the forms in which a run of 0.5 computed selected products, if it timed them; None for other runs."""
     fact = run.history.facts.get("forms")
     return ("; ".join(map(str, fact.get("used", []))) or None) if isinstance(fact, dict) else None
 
@@ -55,7 +57,7 @@ def _variables(environment: Mapping[str, object]) -> str:
 
 
 def _joined(values: Iterable[object]) -> str | None:
-    """Join the values of a run that was resumed elsewhere and has more than one."""
+    """Join the values of a run; a run resumed elsewhere has several."""
     return ", then ".join(dict.fromkeys(str(value) for value in values if value not in (None, ""))) or None
 
 
@@ -97,8 +99,8 @@ HARDWARE = ("device", "GPU", "CPU", "cores", "threads", COMPILATION)
 
 
 def find_confounds(members: Mapping[str, Sequence[LoadedRun]]) -> tuple[Confound, ...]:
-    """Return everything but the recipe in which counting runs differ, between groups or within one. ``members`` maps a
-    group's label to its counting runs. Runs without a value are left out of its entry."""
+    """Return all properties outside the recipe in which counting runs differ, between groups or within one. ``members``
+    maps a group's label to its counting runs. Runs without a value are left out of its entry."""
     found = []
     for name, source in SOURCES.items():
         values: dict[str, dict[str, None]] = {}
@@ -112,7 +114,7 @@ def find_confounds(members: Mapping[str, Sequence[LoadedRun]]) -> tuple[Confound
 
 
 def find_hardware(runs: Sequence[LoadedRun], others: Sequence[LoadedRun]) -> tuple[str, ...]:
-    """Name the known differences between two groups' machines, and in compilation, that affect step time."""
+    """Name the known differences in hardware and compilation between two groups that affect step time."""
     found = []
     for name in HARDWARE:
         here, there = (_values(name, some) for some in (runs, others))
@@ -122,13 +124,13 @@ def find_hardware(runs: Sequence[LoadedRun], others: Sequence[LoadedRun]) -> tup
 
 
 SOFTWARE = ("torch", "transformers")
-DATA_WORDS = ("data", "split", "corpus")  # in the name of another program's parameter
+DATA_WORDS = ("data", "split", "corpus")  # words in the name of another program's parameter
 NOT_DATA = ("dataloader", "database", "metadata", "seed")
 
 
 def find_sources(runs: Sequence[LoadedRun], others: Sequence[LoadedRun]) -> tuple[str, ...]:
     """Return a sentence on each difference in data, libraries or code that could explain a difference in quality.
-    ``others`` are the baseline's runs; what one side does not record is left out."""
+    ``others`` are the baseline's runs. Properties that one side does not record are left out."""
     found = []
     digests = [_values("dataset digest", some) for some in (runs, others)]
     if all(digests) and digests[0] != digests[1]:
@@ -145,7 +147,7 @@ def find_sources(runs: Sequence[LoadedRun], others: Sequence[LoadedRun]) -> tupl
 
 
 def _other_data(runs: Sequence[LoadedRun], others: Sequence[LoadedRun]) -> Iterator[str]:
-    """Name the parameters of other programs' runs that speak of data and differ: nothing else tells of their data."""
+    """Name differing parameters of other programs' runs that concern data: their only information about data."""
     both = [*runs, *others]
     if not runs or not others or any(run.is_ours for run in both):
         return
@@ -159,8 +161,8 @@ def _other_data(runs: Sequence[LoadedRun], others: Sequence[LoadedRun]) -> Itera
 
 
 def ask_about_scale(metric: str, value: float | None, there: float | None) -> str:
-    """Ask about a share beside a percentage of the same name, such as 0.8 and 80; empty where there is no doubt. Losses
-    may differ by so much, shares and percentages of one quantity seldom do."""
+    """Ask about a fraction beside a percentage of the same name, such as 0.8 and 80; empty if there is no doubt. Losses
+    may differ by so much, but fractions and percentages of one quantity seldom do."""
     if value is None or there is None or any(word in metric.lower() for word in ("loss", "perplexity", "ppl")):
         return ""
     small, large = sorted((abs(value), abs(there)))
@@ -169,7 +171,7 @@ def ask_about_scale(metric: str, value: float | None, there: float | None) -> st
     return f"{metric} is {value:.3g} here and {there:.3g} in the baseline: is one of them in percent?"
 
 
-PERCENT = (50.0, 200.0)  # how far a percentage may be from 100 times a share of a like result
+PERCENT = (50.0, 200.0)  # range of the ratio of a percentage to a similar result as a fraction
 
 
 def _values(name: str, runs: Sequence[LoadedRun]) -> set[str]:
@@ -177,17 +179,18 @@ def _values(name: str, runs: Sequence[LoadedRun]) -> set[str]:
 
 
 def find_warnings(runs: Sequence[LoadedRun], groups: Sequence[Group], quality: str) -> tuple[str, ...]:
-    """Return the warnings about all runs and the groups' figures for the metric ``quality``, one line each."""
+    """Return the warnings about all runs and the groups' numbers for the metric ``quality``, one line each."""
     lines = [f"run {run.run_id}: {text}" for run in runs if (text := run.history.describe_unreadable())]
     for run in runs:
         for change in run.history.facts.get("changes", []):
             values = f"{change['then']}, from step {change['step']} on {change['now']}"
             lines.append(f"run {run.run_id} was resumed with an allowed change: {change['field']} ({values})")
     counted = [run for run in runs if run.finished and not run.repeats]
-    if pairs := ran_together(counted):
+    if pairs := [*islice(ran_together(counted), MOST_PAIRS + 1)]:
         first, second = pairs[0]
+        number = f"more than {MOST_PAIRS}" if len(pairs) > MOST_PAIRS else len(pairs)
         lines.append(
-            f"{len(pairs)} pair{'s' * (len(pairs) > 1)} of runs ran at the same time ({first.run_id} and "
+            f"{number} pair{'s' * (len(pairs) > 1)} of runs ran at the same time ({first.run_id} and "
             f"{second.run_id}{', ...' * (len(pairs) > 1)}): on one machine their step times disturb each other"
         )
     if busy := [group.label for group in groups if group.speed.busy is not None]:
@@ -222,13 +225,13 @@ def _compilation_warning(groups: Sequence[Group], runs: Sequence[LoadedRun]) -> 
 
 
 def _hint(runs: Sequence[LoadedRun]) -> str:
-    """Name a parameter that may be a seed, but do not treat it as one."""
+    """Name a parameter that may be a seed, without treating it as one."""
     found = dict.fromkeys(key for run in runs for key in run.flat if key.lower().endswith("seed"))
     return f"; --seed-param takes one of their parameters: {', '.join(found)}" if found else ""
 
 
 def _notes(runs: Sequence[LoadedRun], groups: Sequence[Group]) -> list[str]:
-    """The runs' own warnings, each text once."""
+    """Return the runs' own warnings, each text once."""
     labels = {group.group: group.label for group in groups}
     groups_by_text: dict[str, dict[str, None]] = {}
     for run in runs:
@@ -241,7 +244,7 @@ def _notes(runs: Sequence[LoadedRun], groups: Sequence[Group]) -> list[str]:
 
 
 def _recipe_warning(group: Group) -> str:
-    """Warn of a change to another key of the recipe, to which the policy's effect could be due."""
+    """Warn if another key of the recipe changed, to which the policy's effect could be due."""
     usual = (*POLICY_KEYS, "measure.", "checkpoint.", "target.")
     keys = [c.key for c in group.changes if not f"{c.key}.".startswith(usual)]
     if not keys or not any(f"{change.key}.".startswith(POLICY_KEYS) for change in group.changes):
@@ -273,7 +276,7 @@ def _claim_warning(group: Group, runs: Sequence[LoadedRun]) -> str:
 
 
 def _saving_warning(group: Group) -> str:
-    """Warn of more time saved than possible, beyond the spread of the probes: the limit or the clock is wrong."""
+    """Warn if more time was saved than possible, beyond the spread of the probes: the limit or the clock is wrong."""
     share, low = group.speed.reached, group.speed.reached_low
     if share is None or low is None or low <= 1.0:
         return ""
@@ -310,7 +313,7 @@ def _join_phases(run: LoadedRun) -> dict[str, Any]:
 
 def find_changes(baseline: LoadedRun, other: LoadedRun, grouping: Grouping) -> tuple[Change, ...]:
     """Return the keys in which two recipes differ, in the order of a recipe, with both values. Names, tracking, seeds
-    and keys that the grouping ignores are no difference. Policies are one line where one side has a schedule."""
+    and keys that the grouping ignores do not count. If one side has a schedule, policies are compared in one line."""
     runs = (baseline, other)
     has_phases = any(run.is_ours and "schedule" in run.recipe for run in runs)
     a, b = (_join_phases(run) if has_phases and run.is_ours else run.flat for run in runs)

@@ -1,8 +1,8 @@
-"""The controls that a policy needs: dense, random at the same budget, and dense at the same cost.
+"""Find the controls that a policy needs: dense, random at the same budget, and dense at the same cost.
 
 Published gains have vanished against each of them. Dense can spend a cost in several ways: on fewer steps, on smaller
-batches, on fewer examples as often, and with its own learning rate. The best of the existing ones counts. A missing
-control is reported with the runs that make it.
+batches, on fewer examples as often, and with its own learning rate. The best existing one counts. A missing control is
+reported with the runs that would make it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from sparsebp_cli.policy.discovery import find_policy
 from sparsebp_cli.run.policy_phase import read_phases
 
 NOT_THE_RESULT = ("name", "training.seed", "tracking.", "target.", "checkpoint.", "measure.")
-# Keys in which a dense control may differ: its data and its cost make it a control.
+# Keys in which a dense control may differ: its data and its cost qualify it as a control.
 OWN = (
     *POLICY_KEYS,
     "backward.",
@@ -63,16 +63,16 @@ Entry = dict[str, object]
 
 @dataclass(frozen=True)
 class ControlSearch:
-    """The groups among which controls are searched, and how they are compared."""
+    """The groups to search for controls, and how to compare them."""
 
     members: Members  # group to all its runs
-    counted: Members  # group to its runs that count
+    counted: Members  # group to the runs that count
     labels: Mapping[str, str]  # group to its label
-    # the quality of a group minus that of another, on the seeds that both have
+    # the quality of a group minus another's, on the seeds that both have
     compare: Callable[[str, str], Difference | None]
-    # the same on the split by which choices are made: validation, where there is a test split
+    # the same on the split for choices: validation, if there is a test split
     prefer: Callable[[str, str], Difference | None]
-    sign: float  # 1.0 where a lower quality is better, -1.0 where a higher one is, 0.0 where unknown
+    sign: float  # 1.0 if a lower quality is better, -1.0 if a higher one is, 0.0 if unknown
 
     def control(
         self,
@@ -82,7 +82,7 @@ class ControlSearch:
         make: Callable[[], ControlRuns | None],
         cost: float | None = None,
     ) -> Control:
-        """Make the entry of a control that was found, or of a missing one with the runs that make it."""
+        """Make the entry of a control that was found, or of a missing one with the runs that would make it."""
         label = self.labels[group]
         if found:
             return Control(kind, group, label, self.labels[found], self.compare(group, found), cost=cost)
@@ -98,8 +98,8 @@ def write_command(runs: ControlRuns) -> str:
 
 
 def find_controls(search: ControlSearch) -> tuple[Control, ...]:
-    """Return one entry for each control that a group with policies that are not all exact needs."""
-    _make_once.cache_clear()  # the installed plugins may have changed
+    """Return one entry for each control of each group that has a policy that is not exact."""
+    _make_once.cache_clear()  # the installed plug-ins may have changed
     members = search.members
     needing = [g for g, runs in members.items() if runs[-1].policies and all(run.exact is False for run in runs)]
     return tuple(control for group in needing for control in _find(group, search))
@@ -145,7 +145,7 @@ def _find_equal(
 
 
 def _choose(kind: Kind, group: str, found: Sequence[tuple[str, float]], search: ControlSearch) -> tuple[str, float]:
-    """Choose the nearest by cost; among several learning rates the best, which is what tuning means."""
+    """Choose the control nearest in cost; among several learning rates the best, as tuning would."""
 
     def lead(other: str) -> float:
         difference = search.prefer(group, other)
@@ -157,7 +157,7 @@ def _choose(kind: Kind, group: str, found: Sequence[tuple[str, float]], search: 
 
 
 def _mark_best(group: str, controls: list[Control], search: ControlSearch) -> list[Control]:
-    """Mark the control against which the policy looks worst, among those with enough seeds if there are any."""
+    """Mark the control against which the policy looks worst. Prefer controls with enough seeds."""
     groups = {label: other for other, label in search.labels.items()}
     held = [(c, d) for c in controls if c.found and (d := search.prefer(group, groups[c.found])) and d.n > 0]
     held = [(c, d) for c, d in held if d.n >= FEWEST_PAIRS] or held
@@ -170,13 +170,13 @@ def _mark_best(group: str, controls: list[Control], search: ControlSearch) -> li
 def _relative_cost(
     cost: StepCost, newest: LoadedRun, some: Sequence[LoadedRun], counted: Sequence[LoadedRun]
 ) -> float | None:
-    """The cost of dense runs as a multiple of the policy's; None where they are not near it."""
+    """Return the cost of dense runs as a multiple of the policy's; None if it is not near the policy's."""
     steps, num_steps, examples = newest.steps_to_end, some[-1].steps_to_end, count_examples(some[-1])
     if not steps or not num_steps or not examples:
         return None
     size = int(some[-1].flat["training.per_device_train_batch_size"])
     own = find_step_flops(counted)
-    if cost.counted is not None and own is not None:  # in FLOPs, whatever the batches are
+    if cost.counted is not None and own is not None:  # in FLOPs, for any batches
         relative = num_steps * own.flops / (steps * cost.counted.flops)
         if num_steps == steps:
             less = 1.0 - (own.dense_flops - own.dense_update) / own.dense_flops / size
@@ -185,7 +185,7 @@ def _relative_cost(
         return relative if is_near(relative, relative * less) else None
     if not _same_but(some[-1], newest, tuple(key for key in OWN if key not in CHANGES_BATCH)):
         return None
-    timed = find_step_cost(counted)  # an exact policy may save, too
+    timed = find_step_cost(counted)  # an exact policy may save too
     if timed is None and any(entry.get("name") != "dense" for entry in some[-1].policies):
         return None
     ratio = 1.0 if timed is None else timed.ratio.median
@@ -198,8 +198,8 @@ def _relative_cost(
 
 
 def _kind_of(dense: LoadedRun, run: LoadedRun) -> Kind:
-    """Classify dense by the way it saves; batches by length come first, since nothing else makes a step so much
-    cheaper, and then its own learning rate, because the rest was chosen with it."""
+    """Classify a dense control by how it saves. Check batches by length first, because nothing else makes a step so
+    much cheaper; then its own learning rate, because the rest was chosen with it."""
     if dense.flat.get("training.group_by") != run.flat.get("training.group_by"):
         return "by_length"
     if dense.flat.get("training.learning_rate") != run.flat.get("training.learning_rate"):
@@ -215,7 +215,7 @@ def _num_train(run: LoadedRun) -> float:
 
 
 def _ways(run: LoadedRun, cost: StepCost) -> dict[Kind, list[str]]:
-    """The ways in which dense can spend the cost of a run, each as changes to its recipe."""
+    """Return the ways in which dense can spend the cost of a run, each as changes to its recipe."""
     steps, size = run.steps_to_end or 1, int(run.flat["training.per_device_train_batch_size"])
     fewer = whole(steps * cost.dense_steps)
     shorter = [f"training.max_steps={fewer}", *_warmup(run, fewer / steps)]
@@ -250,7 +250,7 @@ def _name(kind: Kind, changes: Sequence[str]) -> str:
 
 
 def _is_dense_on_the_same(some: Sequence[LoadedRun], runs: Sequence[LoadedRun]) -> bool:
-    """Whether runs compute the gradient of the same model on the same data, and are evaluated on the same examples."""
+    """Return whether runs compute the gradient of one model on the same data and evaluate the same examples."""
     here, there = some[-1], runs[-1]
     if not here.exact or not _same_but(here, there, OWN) or have_other_examples(some, runs):
         return False
@@ -260,7 +260,7 @@ def _is_dense_on_the_same(some: Sequence[LoadedRun], runs: Sequence[LoadedRun]) 
 
 
 def _find_plain(dense: Members, run: LoadedRun) -> str:
-    """Find dense with as many steps of as many examples: the same recipe if it exists, else one with other options."""
+    """Find dense with as many steps of as many examples: with the same recipe if it exists, else with other options."""
     equal = [
         group
         for group, some in dense.items()
@@ -273,7 +273,7 @@ def _find_plain(dense: Members, run: LoadedRun) -> str:
 
 
 def _start_of_dense(members: Members, run: LoadedRun) -> LoadedRun:
-    """Choose one run for all groups that share their dense control, so that it is made once."""
+    """Choose one run for all groups that share a dense control, so that the control is made once."""
     return next(some[-1] for some in members.values() if some[-1].policies and _same_but(some[-1], run, POLICY_KEYS))
 
 
@@ -282,11 +282,11 @@ def _same_but(a: LoadedRun, b: LoadedRun, allowed: tuple[str, ...]) -> bool:
     return all(key.startswith((*NOT_THE_RESULT, *allowed)) for key in keys)
 
 
-UNKNOWN: Entry = {"name": ""}  # stands for the control of a policy that is not installed here
+UNKNOWN: Entry = {"name": ""}  # the control of a policy that is not installed here
 
 
 def _control_of(entry: Mapping[str, object]) -> Entry | None:
-    """Return the policy that chooses as much at random; None where the policy has no such control."""
+    """Return the random control of a policy, which selects as much at random; None if it has no such control."""
     made = _make(entry)
     if made is None:
         return UNKNOWN
@@ -302,16 +302,16 @@ def _make(entry: Mapping[str, object]) -> Policy | None:
 
 @cache
 def _make_once(text: str) -> Policy | None:
-    """Make a policy, cached: every group is compared with every other, and the search of entry points is slow."""
+    """Make a policy. Cached, because every group is compared with every other, and searching entry points is slow."""
     entry = json.loads(text)
     try:
         return find_policy(entry.pop("name")).make(entry)
-    except (PolicyError, ValidationError):  # the plugin is not installed here, or in another version
+    except (PolicyError, ValidationError):  # the plug-in is missing here, or has another version
         return None
 
 
 def _is_random_at_budget(random: LoadedRun, run: LoadedRun, drawn: Sequence[Entry | None]) -> bool:
-    """Whether a run has the same recipe with each policy of each phase replaced by its random control."""
+    """Return whether a run has the same recipe with each policy of each phase replaced by its random control."""
     if _lengths(random) != _lengths(run) or not _same_but(random, run, POLICY_KEYS):
         return False
     wanted = [control or entry for control, entry in zip(drawn, run.policies, strict=True)]
@@ -319,12 +319,12 @@ def _is_random_at_budget(random: LoadedRun, run: LoadedRun, drawn: Sequence[Entr
 
 
 def _lengths(run: LoadedRun) -> list[tuple[float | None, int]]:
-    """The end of each phase and the number of its policies."""
+    """Return the end of each phase and its number of policies."""
     return [(phase.until, len(phase.policies)) for phase in read_phases(run.recipe)]
 
 
 def _has(entry: Mapping[str, object], wanted: Mapping[str, object]) -> bool:
-    """Whether a policy's entry has at least these options; options that its recipe omits are defaults."""
+    """Return whether a policy's entry has at least these options. Options that its recipe omits are defaults."""
     made = _make(entry)
     options = {} if made is None else made.model_dump(mode="json")
     found = {**options, **entry}
@@ -332,7 +332,7 @@ def _has(entry: Mapping[str, object], wanted: Mapping[str, object]) -> bool:
 
 
 def _run_random(runs: Sequence[LoadedRun], drawn: Sequence[Entry | None]) -> ControlRuns | None:
-    """The runs that make the random control; None where one of the policies is not installed here."""
+    """Return the runs that make the random control; None if one of the policies is not installed here."""
     if UNKNOWN in drawn:
         return None
     wanted = [control or entry for control, entry in zip(drawn, runs[-1].policies, strict=True)]
@@ -346,7 +346,7 @@ def _run_random(runs: Sequence[LoadedRun], drawn: Sequence[Entry | None]) -> Con
 
 
 def _run(runs: Sequence[LoadedRun], start: LoadedRun, changes: Sequence[str], name: str) -> ControlRuns:
-    """The runs that make a control from a run's stored recipe, whose file may have changed or be elsewhere. The
-    command writes no file: a name such as ``dense.yaml`` may be one that the reader has."""
+    """Return the runs that make a control from a run's stored recipe, because its file may have changed or be
+    elsewhere. The command writes no file: the user may have one with this name, such as ``dense.yaml``."""
     seeds = sorted({run.seed for run in runs if run.seed is not None})
     return ControlRuns(tidy(start.run_id), name, tuple(changes), tuple(seeds))

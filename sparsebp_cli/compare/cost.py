@@ -1,19 +1,19 @@
-"""The cost of a run, so that dense can be given as much and not less.
+"""Compute the cost of a run, so that dense can be given as much and not less.
 
-Runs have the FLOPs of each of their steps: forward, backward, update and trial passes
-(:mod:`sparsebp_cli.worker.price`). A run costs the sum. So whatever makes a batch, a model or an update smaller is
-part of the cost. Seconds stand beside it and decide nothing: they are those of one machine and one implementation.
+Runs record the FLOPs of each step: forward, backward, update and trial passes (:mod:`sparsebp_cli.worker.price`). A
+run's cost is their sum, so it reflects a smaller batch, model or update. Seconds are shown too but decide nothing,
+because they depend on one machine and one implementation.
 
 Older runs did not count each step. Their cost is a ratio on the same batch: ``B P + u`` a step, in units of dense
-forward and backward of one example: B examples a step, P the time of forward and backward with the policy over that of
-dense, u the update. A dense step of b examples costs ``b + u``, and a run its steps times that. P is the median over
-all probes of all seeds; with a schedule, the mean of that over its phases. In a probe, dense and policy alternate on
-one batch, so that a busy machine slows down both. Without probes, counted FLOPs stand in. Trial passes before a step
-add their FLOPs, over those of a dense step, spread over all steps. Work that was counted as equal to dense costs as
-much as dense: if two clocks disagree about equal work, they measured the machine. u is the time of the update over that
-of forward and backward in the same steps. Seconds of different runs are never compared there. What changes the batch
-itself, such as ``training.group_by``, is outside of such a ratio, so older runs that differ in it are never controls of
-each other.
+forward and backward of one example. B is the number of examples a step, P the time of forward and backward with the
+policy over dense's, and u the update. A dense step of b examples costs ``b + u``, and a run its steps times that.
+P is the median over all probes of all seeds; with a schedule, the mean of the medians over its phases. In a probe,
+dense and policy alternate on one batch, so a busy machine slows down both. Without probes, counted FLOPs are used. The
+FLOPs of trial passes before a step, over those of a dense step, are added and spread over all steps. Work that was
+counted as equal to dense costs as much as dense: if two clocks disagree about equal work, they measured the machine.
+u is the time of the update over that of forward and backward in the same steps. Seconds of different runs are never
+compared. Such a ratio ignores what changes the batch itself, such as ``training.group_by``. So older runs that differ
+in it are never controls of each other.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from sparsebp_cli.compare.statistics import Difference, Quartiles, paired_ratio
 from sparsebp_cli.compare.whole import whole_median, whole_quartiles
 from sparsebp_cli.run import metric
 
-MOST_OVER = 0.02  # a control may cost this share more than the policy, and nothing less
-SAVES = 0.98  # above this share of a dense step's cost, a policy saves nothing that dense could use
-EQUAL_WORK = 1e-3  # FLOPs that differ by less are the same work
+MOST_OVER = 0.02  # a control may cost this fraction more than the policy, but not less
+SAVES = 0.98  # above this fraction of a dense step's cost, a policy saves nothing that dense could use
+EQUAL_WORK = 1e-3  # a smaller relative difference in FLOPs is the same work
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class StepFlops:
 
     flops: float  # forward, backward, update and trial passes
     dense_flops: float  # of a dense step over the same batches
-    dense_update: float  # of these, the update of all parameters that dense trains
+    dense_update: float  # the part of dense_flops for updating all parameters that dense trains
 
     @property
     def dense_steps(self) -> float:
@@ -49,7 +49,7 @@ class StepFlops:
 
     @property
     def same_passes(self) -> float:
-        """The share of the batch with which a dense step costs as much, its update included."""
+        """The fraction of the batch with which a dense step costs as much, including its update."""
         return (self.flops - self.dense_update) / (self.dense_flops - self.dense_update)
 
 
@@ -58,11 +58,11 @@ class StepCost:
     """The cost of an optimizer step."""
 
     ratio: Quartiles  # forward and backward, as a multiple of dense on the same batch: median and quartiles over probes
-    # how it is known: ``probe`` (timed in turns with dense), ``flops`` (counted), or ``dense`` (the same work)
+    # source of the ratio: ``probe`` (timed alternately with dense), ``flops`` (counted), or ``dense`` (the same work)
     by: Literal["probe", "flops", "dense"]
     update: float  # the update, in units of dense forward and backward of one example
-    examples: int  # examples a step
-    counted: StepFlops | None = None  # over all steps; None of older runs
+    examples: int  # number of examples a step
+    counted: StepFlops | None = None  # over all steps; None for older runs
 
     @property
     def units(self) -> float:
@@ -78,12 +78,12 @@ class StepCost:
 
     def relative(self, steps: int, examples: int, num_steps: int, ratio: float = 1.0) -> float:
         """Return the cost of another run as a multiple of this policy's over ``steps``; 1.0 is equal cost. The other
-        run has ``num_steps`` of ``examples`` each, and forward and backward of ``ratio`` to dense; 1.0 is dense."""
+        run has ``num_steps`` steps of ``examples`` each, whose forward and backward cost ``ratio`` of dense."""
         return num_steps * (examples * ratio + self.update) / (steps * self.units)
 
 
 def find_step_cost(runs: Sequence[LoadedRun]) -> StepCost | None:
-    """Return the step cost of a group's finished runs; None without probe and count, or where the batch is unknown."""
+    """Return the step cost of a group's finished runs; None without probes and counts, or if the batch is unknown."""
     if not runs:
         return None
     examples, found = count_examples(runs[-1]), _ratio(runs)
@@ -96,7 +96,7 @@ def find_step_cost(runs: Sequence[LoadedRun]) -> StepCost | None:
 
 
 def find_step_flops(runs: Sequence[LoadedRun]) -> StepFlops | None:
-    """Return the FLOPs of a step of a group's runs; None where a run did not count them."""
+    """Return the FLOPs of a step of a group's runs; None if a run did not count them."""
     names = (metric.STEP_FLOPS, metric.DENSE_STEP_FLOPS, metric.DENSE_UPDATE_FLOPS)
     found = [[run.values(name.name) for name in names] for run in runs]
     if not found or not all(all(values) for values in found):
@@ -105,13 +105,13 @@ def find_step_flops(runs: Sequence[LoadedRun]) -> StepFlops | None:
 
 
 def sum_flops(run: LoadedRun) -> float | None:
-    """Return the FLOPs of all steps of a run; None where it did not count them."""
+    """Return the FLOPs of all steps of a run; None if it did not count them."""
     return sum(run.series(metric.STEP_FLOPS.name).values()) or None
 
 
 def count_work(runs: Sequence[LoadedRun], others: Sequence[LoadedRun]) -> tuple[float, float, float] | None:
-    """Return the cost of a step of each group in one unit, and of a dense step of the first: FLOPs with the update, of
-    older runs the ratio on the same batch. None if no unit fits both."""
+    """Return the cost of a step of each group, and of a dense step of the first, in one unit: FLOPs including the
+    update, or for older runs the ratio on the same batch. Return None if no unit fits both."""
     if not runs or not others:
         return None
     mine, theirs = find_step_flops(runs), find_step_flops(others)
@@ -129,14 +129,14 @@ def count_work(runs: Sequence[LoadedRun], others: Sequence[LoadedRun]) -> tuple[
 
 
 def find_relative_cost(runs: Sequence[LoadedRun], baseline: Sequence[LoadedRun]) -> float | None:
-    """Return the cost of a group's step in dense steps of the baseline's batch; None where it is not known."""
+    """Return the cost of a group's step in dense steps of the baseline's batch; None if unknown."""
     found = count_work(baseline, runs)
     return None if found is None else found[1] / found[2]
 
 
 def compare_cost(runs: Sequence[LoadedRun], baseline: Sequence[LoadedRun]) -> Difference | None:
-    """Return the FLOPs of all steps of a group's runs over those of the baseline's, paired by seed. Older runs have the
-    ratio of what their steps cost in the probes, without an interval. None where it is not known."""
+    """Return the FLOPs of all steps of a group's runs over the baseline's, paired by seed. For older runs return the
+    ratio of step costs in the probes, without an interval. Return None if unknown."""
     there, here = (
         {run.seed: cost for run in some if run.seed is not None and (cost := sum_flops(run))}
         for some in (baseline, runs)
@@ -150,7 +150,7 @@ def compare_cost(runs: Sequence[LoadedRun], baseline: Sequence[LoadedRun]) -> Di
 
 
 def count_examples(run: LoadedRun) -> int | None:
-    """Return the examples a step of a run; None without a recipe."""
+    """Return the number of examples a step of a run; None without a recipe."""
     size = run.flat.get("training.per_device_train_batch_size")
     if not isinstance(size, int):
         return None
@@ -159,9 +159,9 @@ def count_examples(run: LoadedRun) -> int | None:
 
 
 def is_near(cost: float, one_less: float) -> bool:
-    """Whether a control costs at least as much as the policy, and hardly more. ``cost`` is the control's, as a multiple
-    of the policy's; ``one_less`` the same with one step, or one example a step, less. Steps and examples are whole
-    numbers: where there are few, the next larger one is near, however far it is."""
+    """Return whether a control costs at least as much as the policy, and hardly more. ``cost`` is the control's, as a
+    multiple of the policy's; ``one_less`` is its cost with one step, or one example a step, less. Steps and examples
+    are whole numbers: if there are few, the next larger number is near at any distance."""
     return cost >= 1.0 - 1e-9 and (cost <= 1.0 + MOST_OVER or one_less < 1.0 - 1e-9)
 
 
@@ -182,7 +182,7 @@ def _ratio(runs: Sequence[LoadedRun]) -> tuple[Quartiles, Literal["probe", "flop
 
 
 def _trial_share(runs: Sequence[LoadedRun]) -> float:
-    """Return the FLOPs of trial passes over those of a dense step, by step; 0 without such passes."""
+    """Return the FLOPs of trial passes per step, over those of a dense step; 0 without such passes."""
     shares = []
     for run in runs:
         trials, steps = run.series(metric.PROBING_FLOPS.name), run.series(metric.TRAIN_LOSS.name)
@@ -194,24 +194,24 @@ def _trial_share(runs: Sequence[LoadedRun]) -> float:
 
 
 def probe_ratio(runs: Iterable[LoadedRun]) -> Quartiles | None:
-    """Return the time of forward and backward over that of dense in the same probe, over all probes of all runs."""
+    """Return the time of forward and backward over dense's in the same probe, over all probes of all runs."""
     return whole_quartiles((run, time_probes(run)) for run in runs)
 
 
 def time_probes(run: LoadedRun) -> dict[int, float]:
-    """Return the time of forward and backward over that of dense in the same probe, by step."""
+    """Return the time of forward and backward over dense's in the same probe, by step."""
     dense, policy = (run.series(x.name) for x in (metric.PROBE_DENSE_SECONDS, metric.PROBE_POLICY_SECONDS))
     return {step: policy[step] / dense[step] for step in policy if dense.get(step, 0.0) > 0.0 and policy[step] > 0.0}
 
 
 def find_limit(runs: Iterable[LoadedRun]) -> float | None:
-    """Return the largest speed-up of forward and backward that the policies could give on the batches of the probes."""
+    """Return the largest speed-up of forward and backward that the policies could give on the probes' batches."""
     return whole_median(((run, run.series(metric.LIMIT.name)) for run in runs), is_speedup=True)
 
 
 def count_probed(run: LoadedRun) -> dict[int, float]:
-    """Return the FLOPs of forward and backward over those of dense, by step of a probe. Older runs lack the dense
-    forward, but have the ratio of the first step of each phase."""
+    """Return the FLOPs of forward and backward over dense's, by step of a probe. Older runs lack the dense forward, but
+    have the ratio of the first step of each phase."""
     if not run.series(metric.DENSE_FORWARD.name) and (first := run.series(metric.CHOICE_COST.name)):
         return {max(1, step): ratio for step, ratio in first.items()}
     forward, executed = (run.series(x.name) for x in (metric.FORWARD_FLOPS, metric.BACKWARD_EXECUTED))
@@ -220,8 +220,8 @@ def count_probed(run: LoadedRun) -> dict[int, float]:
 
 def _dense_flops(run: LoadedRun) -> dict[int, float]:
     """Return the FLOPs of a dense forward and backward of one micro-batch, at each step with a probe. Older runs lack
-    the dense forward; that of the policy without its scores stands in, which is too little where a policy changes the
-    forward itself."""
+    the dense forward, so use the policy's without its scores; this is too little if a policy changes the forward
+    itself."""
     forward, scoring, dense, whole = (
         run.series(x.name)
         for x in (metric.FORWARD_FLOPS, metric.SCORING_FLOPS, metric.BACKWARD_DENSE, metric.DENSE_FORWARD)
@@ -232,7 +232,7 @@ def _dense_flops(run: LoadedRun) -> dict[int, float]:
 
 
 def _update_share(run: LoadedRun) -> float | None:
-    """Time of the update over that of forward and backward, in the same steps."""
+    """Return the time of the update over that of forward and backward, in the same steps."""
     update, forward, backward = (
         run.steady(x.name) for x in (metric.OPTIMIZER_SECONDS, metric.FORWARD_SECONDS, metric.BACKWARD_SECONDS)
     )

@@ -1,6 +1,6 @@
-"""Reads MLflow's sqlite file by SQL: MLflow's client builds one object a value, which takes 40 times as long.
+"""Read MLflow's sqlite file by SQL, because MLflow's client builds one object per value and takes 40 times as long.
 
-The tables are MLflow's and may change: a file without the expected columns is read through MLflow's client.
+The tables are MLflow's and may change. A file without the expected columns is read through MLflow's client.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 from urllib.parse import unquote, urlsplit
 
-from sparsebp_cli.compare.stored import MetricRow, Point, StoredRun
+from sparsebp_cli.compare.stored import MetricRow, Point, Source, StoredRun
 from sparsebp_cli.errors import RunNotFoundError
 from sparsebp_cli.run.budget import LARGEST_ARTIFACT, LARGEST_PLAN, limit_files, read_json
 from sparsebp_cli.tracking.store import open_client, restore_infinity
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 ReadArtifact = Callable[[StoredRun, str], dict[str, object] | None]
 
-COLUMNS = {  # seen in MLflow 2.0 to 3.17
+COLUMNS = {  # found in MLflow 2.0 to 3.17
     "experiments": {"experiment_id", "name", "lifecycle_stage"},
     "runs": {"run_uuid", "name", "status", "start_time", "lifecycle_stage", "artifact_uri", "experiment_id"},
     "params": {"run_uuid", "key", "value"},
@@ -37,9 +37,9 @@ COLUMNS = {  # seen in MLflow 2.0 to 3.17
     "metrics": {"run_uuid", "key", "value", "timestamp", "step", "is_nan"},
     "latest_metrics": {"run_uuid", "key", "value", "timestamp", "step", "is_nan"},
 }
-IDS_AT_ONCE = 500  # in one query; old builds of sqlite take 999
+IDS_AT_ONCE = 500  # in one query; old builds of sqlite allow 999
 REQUESTS_AT_ONCE = 8  # to a server
-LARGEST = {"plan.json": LARGEST_PLAN}  # of other artifacts LARGEST_ARTIFACT
+LARGEST = {"plan.json": LARGEST_PLAN}  # LARGEST_ARTIFACT for others
 NAN = float("nan")
 LATEST_MS = 253_402_300_800_000  # the end of the year 9999
 BUSY_SECONDS = 30.0  # a run may be writing
@@ -53,17 +53,17 @@ LATEST = "SELECT run_uuid, key, step, timestamp, value, is_nan FROM latest_metri
 SERIES = "SELECT run_uuid, step, timestamp, value, is_nan FROM metrics WHERE key = ? AND run_uuid IN ({})"
 
 
-class Database:
+class Database(Source):
     """An MLflow store in a sqlite file, opened read-only."""
 
     def __init__(self, file: Path, elsewhere: ReadArtifact) -> None:
-        """Keep the file; ``elsewhere`` reads artifacts that are in no folder of this machine."""
+        """Store the file. ``elsewhere`` reads artifacts that are in no folder of this machine."""
         self._elsewhere = elsewhere
-        # Read-only: MLflow may be writing, and to read a store must change nothing there.
+        # Open read-only, because MLflow may be writing, and reading a store must not change it.
         self._address = f"{file.absolute().as_uri()}?mode=ro"
 
     def is_known(self) -> bool:
-        """Whether the file has every column that is read here."""
+        """Return whether the file has every column that is read here."""
         try:
             with closing(self._open()) as database:
                 return all(
@@ -106,12 +106,12 @@ class Database:
                 some = run_ids[start : start + IDS_AT_ONCE]
                 question = SERIES.format(", ".join("?" * len(some)))
                 for run_id, step, time_ms, value, is_nan in database.execute(question, (name, *some)):
-                    if is_number(step) and is_number(time_ms):  # sqlite takes a text in any column
+                    if is_number(step) and is_number(time_ms):  # sqlite accepts text in any column
                         found[run_id].append((int(step), int(time_ms), _value(value, is_nan)))
         return found
 
     def read_artifact(self, run: StoredRun, name: str) -> dict[str, object] | None:
-        """Return an artifact that is a JSON object. Raises ``RunNotFoundError`` for one that is too large."""
+        """Return an artifact that is a JSON object. Raise ``RunNotFoundError`` if it is too large."""
         address = urlsplit(run.artifacts)
         if address.scheme not in {"", "file"} or address.netloc not in {"", "localhost"}:
             return self._elsewhere(run, name)
@@ -122,7 +122,7 @@ class Database:
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
-    """Whether a value of the store is a finite number."""
+    """Return whether a value of the store is a finite number."""
     return isinstance(value, int | float) and math.isfinite(value)
 
 
@@ -135,7 +135,7 @@ def _value(value: object, is_nan: object) -> float:
 
 
 def _whole(value: object) -> int:
-    """Return a number of the store; 0 for what is none, or is beyond every calendar."""
+    """Return a number of the store as an integer; 0 if it is not a number, or beyond every calendar."""
     return int(value) if is_number(value) and abs(value) < LATEST_MS else 0
 
 
@@ -146,14 +146,14 @@ def _pairs(rows: Iterator[tuple[str, str, object]]) -> dict[str, dict[str, str]]
     return found
 
 
-PAGE = 1000  # runs a query; MLflow's limit is 50,000
+PAGE = 1000  # runs per query; MLflow's limit is 50,000
 
 
-class ClientSource:
+class ClientSource(Source):
     """A store behind MLflow's client, which is imported at the first request."""
 
     def __init__(self, uri: str) -> None:
-        """Keep the store's URI, with its password; nothing is opened yet."""
+        """Store the URI, with its password, without opening anything."""
         self._uri = uri
 
     @cached_property
@@ -161,7 +161,7 @@ class ClientSource:
         return open_client(self._uri)
 
     def find_runs(self) -> Sequence[StoredRun]:
-        """Return every run that was not deleted; one query a thousand runs."""
+        """Return every run that was not deleted, with one query per thousand runs."""
         client = self._client
         experiments = {
             str(e.experiment_id): str(e.name)
@@ -174,7 +174,7 @@ class ClientSource:
         return [_describe(run, experiments[str(run.info.experiment_id)]) for run in runs]
 
     def find_series(self, name: str, run_ids: Sequence[str]) -> Mapping[str, Sequence[Point]]:
-        """Return the values of one metric by run: one request a run, several at once."""
+        """Return the values of one metric by run, with one request per run, several at once."""
 
         def query(run_id: str) -> list[Point]:
             found = self._client.get_metric_history(run_id, name)
@@ -187,13 +187,13 @@ class ClientSource:
             return dict(zip(run_ids, pool.map(query, run_ids), strict=True))
 
     def read_artifact(self, run: StoredRun, name: str) -> dict[str, object] | None:
-        """Return an artifact that is a JSON object. Raises ``RunNotFoundError`` for one that is too large."""
+        """Return an artifact that is a JSON object. Raise ``RunNotFoundError`` if it is too large."""
         largest = LARGEST.get(name, LARGEST_ARTIFACT)
         with tempfile.TemporaryDirectory() as folder:
             try:
                 with limit_files(largest + 1):
                     file = Path(self._client.download_artifacts(run.run_id, name, folder))
-            except Exception:  # it was never sent, its folder is on another machine, or it is too large
+            except Exception:  # never sent, on another machine, or too large
                 for file in Path(folder).rglob(name):
                     _refuse_large(file)
                 return None
@@ -201,7 +201,7 @@ class ClientSource:
 
 
 def _read_object(file: Path) -> dict[str, object] | None:
-    """Return the JSON object in a file; None without one."""
+    """Return the JSON object in a file; None if there is none."""
     _refuse_large(file)
     try:
         content = read_json(file, LARGEST.get(file.name, LARGEST_ARTIFACT))
@@ -227,7 +227,7 @@ def _all_pages(query: Callable[[str | None], Any]) -> Iterator[Any]:
 
 
 def _describe(run: Run, experiment: str) -> StoredRun:
-    # `_metric_objs` (MLflow 3.17): the public `metrics` lacks the step of a value, which tells how far a run came.
+    # Use `_metric_objs` (MLflow 3.17): the public `metrics` lacks a value's step, which tells how far a run came.
     points = getattr(run.data, "_metric_objs", None)
     if points is None:
         latest = {name: MetricRow(0, 0, restore_infinity(float(value))) for name, value in run.data.metrics.items()}

@@ -1,4 +1,4 @@
-"""Compares two groups after equal work, equal time or equal steps: never more than two."""
+"""Compare two groups, never more, after equal work, equal time or equal steps."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def compare_at_equal(
     runs: Sequence[LoadedRun], others: Sequence[LoadedRun], label: str, name: str, *, is_timed: bool
 ) -> AtEqual | None:
     """Compare the counting runs of two groups after as much work or time as the shorter of the two had. ``is_timed``
-    allows seconds where the cost is unknown, which a busy machine makes meaningless. Both groups have their evaluation
-    nearest to that point, or no value where one has none in its last tenth; None where neither cost nor time is
-    known."""
+    allows seconds if the cost is unknown; they are meaningless on a busy machine. Each group has its last evaluation
+    near that point, or none if it has no evaluation in the last tenth. Return None if neither cost nor time is known.
+    """
     if not runs or not others:
         return None
     if (units := count_work(runs, others)) is not None:
@@ -43,8 +43,8 @@ def compare_at_equal(
 
 
 def find_unequal(runs: Sequence[LoadedRun], others: Sequence[LoadedRun], name: str) -> Unequal | None:
-    """Return how the training of a group differs from the baseline's in steps or examples a step; None where it does
-    not. It holds the metric ``name``, which is evaluated during training, at the last step that both evaluated."""
+    """Return how a group's training differs from the baseline's in steps or examples a step; None if it does not.
+    Include the metric ``name``, which is evaluated during training, at the last step that both evaluated."""
     if not runs or not others:
         return None
     steps = [max(run.steps_to_end or run.steps for run in some) for some in (runs, others)]
@@ -71,7 +71,7 @@ def find_unequal(runs: Sequence[LoadedRun], others: Sequence[LoadedRun], name: s
 
 
 def _last(runs: Sequence[LoadedRun], name: str, budget: float, place: Place) -> Values:
-    """Each run's last value near the end of a budget. Nothing is interpolated."""
+    """Return each run's last value near the end of a budget, without interpolation."""
     found: dict[str, float] = {}
     for run in runs:
         if near := [p.value for p in run.curve(name) if EARLIEST * budget <= place(p) <= LATEST * budget]:

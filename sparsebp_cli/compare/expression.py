@@ -1,4 +1,4 @@
-"""A small language for conditions: ``policy=topk and keep<0.2``, ``eval/loss.delta.high > 0.02``.
+"""Parse a small language for conditions: ``policy=topk and keep<0.2``, ``eval/loss.delta.high > 0.02``.
 
     condition   = part {"or" part}
     part        = factor {"and" factor}
@@ -6,8 +6,8 @@
     comparison  = NAME ("=" | "==" | "!=" | "<" | "<=" | ">" | ">=" | "~") VALUE
 
 A value is a number, ``true``, ``false``, ``null``, a word, or text in quotes; ``~`` matches a glob (``name~topk-*``).
-Nothing else is evaluated. A comparison with an unknown value is neither true nor false (Kleene's logic), so that
-nothing passes because it is absent.
+Nothing else is evaluated. A comparison with an unknown value is neither true nor false (Kleene's logic), so absent
+values never satisfy a condition.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ Test = Callable[[Find], bool | None]
 
 @dataclass(frozen=True)
 class Condition:
-    """A condition that was read."""
+    """A parsed condition."""
 
-    names: tuple[str, ...]  # all that it mentions, in order
-    holds: Test  # whether it is true of the values that are found; None: unknown values leave it open
+    names: tuple[str, ...]  # all names that it contains, in order
+    holds: Test  # whether the found values satisfy it; None: undecided because of unknown values
 
 
 def parse(text: str, option: str) -> Condition:
-    """Parse a condition of at most 500 characters; raises ``UsageError``, which names the command line's ``option``."""
+    """Parse a condition of at most 500 characters. Raise ``UsageError``, which names the command line's ``option``."""
     if len(text) > LONGEST:
         raise UsageError(f"{option}: at most {LONGEST} characters are allowed, got {len(text)}")
     return _Parser(text, option).parse()
@@ -83,9 +83,9 @@ class _Parser:
 
     def _factor(self) -> Test:
         self.depth += 1
-        # Each bracket is several calls: a long row of them would end in a RecursionError.
+        # Each bracket costs several calls, so many of them would end in a RecursionError.
         if self.depth > DEEPEST:
-            raise UsageError(f"{self.option}: at most {DEEPEST} conditions may lie inside each other")
+            raise UsageError(f"{self.option}: conditions may be nested at most {DEEPEST} deep")
         if self._take("word", "not"):
             test = _negate(self._factor())
         elif self._take("sign", "("):
@@ -114,7 +114,7 @@ class _Parser:
         wanted, is_negated = value if kind == "text" else _constant(value), sign == "!="
 
         def test(find: Find) -> bool | None:
-            """Whether any of the values fits (for ``!=``: none is equal); None when there is none."""
+            """Return whether any value fits (for ``!=``: none is equal); None if there is no value."""
             values = find(name)
             return any(_fits(sign, found, wanted) for found in values) != is_negated if values else None
 
@@ -159,5 +159,5 @@ def _fits(sign: str, value: object, wanted: object) -> bool:
     both_numbers = _is_number(value) and _is_number(wanted)
     if both_numbers or value is None or wanted is None or isinstance(value, bool):
         return bool(value == wanted)
-    # A name of digits was parsed as a number: compare it as it was written, 5 and not 5.0.
+    # A name of digits was parsed as a number: compare it as written, 5 and not 5.0.
     return str(value) == (f"{wanted:g}" if isinstance(wanted, float) else str(wanted))

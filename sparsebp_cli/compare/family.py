@@ -1,12 +1,12 @@
-"""Corrects statements that are made together for their number, and pools the spread that groups share.
+"""Correct statements for their number, and pool the spread that groups share.
 
-With 3 seeds a group's own spread has 2 degrees of freedom, and among 10 groups a difference of 3 standard deviations is
-found in 13% of studies. Groups held against one baseline on the same seeds mostly have like spreads, so a statement
-rests on the **larger of the group's own spread and the one pooled over groups**, with the degrees of freedom of the
-pooled variance (F. Satterthwaite, An Approximate Distribution of Estimates of Variance Components, 1946). The larger of
-the two protects a group that varies more than the others: moderated variances (G. Smyth, Linear Models and Empirical
-Bayes Methods, 2004) found false differences in up to 9% of simulated studies there. ``docs/reference/verdicts.md``
-gives its gain and its price.
+With 3 seeds a group's own spread has 2 degrees of freedom, and among 10 groups a difference of 3 standard deviations
+occurs in 13% of studies. Groups compared with one baseline on the same seeds mostly have similar spreads. So a
+statement uses the **larger of the group's own spread and the one pooled over groups**, with the degrees of freedom of
+the pooled variance (F. Satterthwaite, An Approximate Distribution of Estimates of Variance Components, 1946). The
+larger one protects a group that varies more than the others. Moderated variances (G. Smyth, Linear Models and Empirical
+Bayes Methods, 2004) found false differences there in up to 9% of simulated studies. ``docs/reference/verdicts.md``
+gives the gain and its cost.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 LEVEL = 0.05
 CLAIMS = "quality, step time and memory"
-EQUAL_NOISE = 0.25  # squared correlation of two groups' differences to one baseline, where all three are as noisy
+EQUAL_NOISE = 0.25  # squared correlation of two groups' differences to one baseline, if all three are equally noisy
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Family:
 def correct_family(
     kinds: Sequence[Sequence[Difference | None]], *, ratios: Sequence[bool]
 ) -> list[list[Difference | None]]:
-    """Correct statements of several kinds, such as quality and step time, as one family. Each kind has one difference a
-    group, None where there is none; ``ratios`` tells which kinds are ratios. The result has ``p_holm`` and simultaneous
+    """Correct statements of several kinds, such as quality and step time, as one family. Each kind has one difference
+    per group, None if missing. ``ratios`` says which kinds are ratios. The result has ``p_holm`` and simultaneous
     intervals; a single statement needs neither."""
     shared = [_share_spread(some, ratio=ratio) for some, ratio in zip(kinds, ratios, strict=True)]
     count = count_statements([d for some in shared for d in some])
@@ -58,8 +58,8 @@ def correct_family(
 
 
 def correct_all(differences: Sequence[Difference | None], *, ratio: bool = False) -> list[Difference | None]:
-    """Correct differences of one kind for their number, each with its own spread: p (Holm), and simultaneous intervals
-    that agree with it. A single statement stays as it is. ``ratio`` tells whether they are ratios."""
+    """Correct differences of one kind for their number, each with its own spread: p (Holm) and matching simultaneous
+    intervals. A single statement is unchanged. ``ratio`` says whether they are ratios."""
     count = count_statements(differences)
     if count < 2:
         return list(differences)
@@ -78,7 +78,7 @@ def _share_spread(differences: Sequence[Difference | None], *, ratio: bool) -> l
         return list(differences)
     own = [(d.n - 1) for d in tested]
     pooled = math.sqrt(sum(df * (d.sd or 0.0) ** 2 for df, d in zip(own, tested, strict=True)) / sum(own))
-    # Never more degrees of freedom than equal noise would give. See decision 10.
+    # Do not exceed the degrees of freedom of equal noise. See decision 10.
     df = min(sum(own) / (1 + (len(own) - 1) * EQUAL_NOISE), _estimate_df(tested, ratio=ratio))
     return [
         replace(d, error=max(d.sd or 0.0, pooled) / math.sqrt(d.n), df=df) if d in tested and df > d.n - 1 else d
@@ -87,8 +87,8 @@ def _share_spread(differences: Sequence[Difference | None], *, ratio: bool) -> l
 
 
 def _estimate_df(differences: Sequence[Difference], *, ratio: bool) -> float:
-    """Satterthwaite's degrees of freedom of the pooled variance, (tr S)^2 / tr S^2 of its covariance, both unbiased. A
-    noisy baseline correlates all differences, and then ten groups tell no more about the spread than one."""
+    """Return Satterthwaite's degrees of freedom of the pooled variance, (tr S)^2 / tr S^2 of its covariance, both
+    unbiased. A noisy baseline correlates all differences, so that ten groups say no more about the spread than one."""
     import numpy as np
 
     seeds = sorted(set.intersection(*({seed for seed, _ in d.pairs} for d in differences)))
@@ -106,7 +106,7 @@ def _estimate_df(differences: Sequence[Difference], *, ratio: bool) -> float:
 
 
 def standard_error(difference: Difference) -> tuple[float, float] | None:
-    """Return the standard error that statements rest on and its degrees of freedom; None where nothing is tested."""
+    """Return the standard error behind a statement and its degrees of freedom; None if nothing is tested."""
     if difference.p is None or not difference.sd:
         return None
     if difference.error is None or difference.df is None:
@@ -124,7 +124,7 @@ def _test(difference: Difference | None, ratio: bool) -> float | None:
 
 
 def _widen(difference: Difference, p_holm: float | None, count: int, *, ratio: bool) -> Difference:
-    """Widen to Bonferroni's interval; Holm rejects more than it, so a rejected difference's interval ends at zero."""
+    """Widen to Bonferroni's interval. Holm rejects more, so a rejected difference's interval ends at zero."""
     found = standard_error(difference)
     if p_holm is None or found is None:
         return replace(difference, family_low=difference.low, family_high=difference.high)

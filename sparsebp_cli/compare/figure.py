@@ -1,4 +1,4 @@
-"""Computes a group's speed and cost from its counting runs."""
+"""Compute a group's speed and cost from its counting runs."""
 
 from __future__ import annotations
 
@@ -51,15 +51,15 @@ def measure_speed(runs: Sequence[LoadedRun], baseline: Sequence[LoadedRun]) -> S
 
 
 def _spent_seconds(run: LoadedRun) -> float | None:
-    """Return the CPU seconds of all steps of a run that counted each step, on CUDA their seconds. Steps of warm-up, and
-    those without a time of their own, count as the mean of the others."""
+    """Return the CPU seconds (on CUDA the seconds) of all steps of a run that counted each step. Warm-up steps and
+    untimed steps count as the mean of the others."""
     which = metric.STEP_SECONDS if run.series(metric.PEAK_ALLOCATED_BYTES.name) else metric.STEP_CPU_SECONDS
     values = run.values(which.name, after_warmup=True)
     return fmean(values) * run.steps if values and sum_flops(run) is not None else None
 
 
 def measure_cost(runs: Sequence[LoadedRun], baseline: Sequence[LoadedRun]) -> Cost:
-    """Return a group's memory, FLOPs and gradient figures; ``baseline`` is empty for the baseline itself."""
+    """Return a group's memory, FLOPs and gradient measurements; ``baseline`` is empty for the baseline itself."""
     device, process = _largest(runs, metric.PEAK_ALLOCATED_BYTES), _largest(runs, metric.PEAK_RESIDENT_BYTES)
     peak_of: Literal["device", "process", ""] = "device" if device else "process" if process else ""
     held = metric.PEAK_ALLOCATED_BYTES if device else metric.STEP_PEAK_BYTES
@@ -87,7 +87,7 @@ def measure_cost(runs: Sequence[LoadedRun], baseline: Sequence[LoadedRun]) -> Co
 
 
 def _update_share(runs: Sequence[LoadedRun]) -> float | None:
-    """The update's median time over those of forward and backward: of the same runs, so a busy machine slows all."""
+    """Return the median time of updates over that of forward and backward in the same runs: equal machine load."""
     update, forward, backward = (
         _times(runs, which) for which in (metric.OPTIMIZER_SECONDS, metric.FORWARD_SECONDS, metric.BACKWARD_SECONDS)
     )
@@ -97,12 +97,12 @@ def _update_share(runs: Sequence[LoadedRun]) -> float | None:
 
 
 def by_seed(runs: Iterable[LoadedRun], of: Callable[[LoadedRun], float | None]) -> dict[int, float]:
-    """Return seed to value; runs without a seed or a value cannot be paired and are left out."""
+    """Return seed to value, without runs that lack a seed or a value, because they cannot be paired."""
     return {run.seed: value for run in runs if run.seed is not None and (value := of(run)) is not None}
 
 
 def median_time(run: LoadedRun, which: Metric) -> float | None:
-    """Return one run's median time after warm-up; None when there is none."""
+    """Return one run's median time after warm-up; None if there is none."""
     return whole_median([(run, run.steady(which.name))])
 
 
@@ -127,9 +127,10 @@ def _choice(runs: Sequence[LoadedRun]) -> Choice | None:
 
 
 def _claimed_flops(runs: Sequence[LoadedRun]) -> float | None:
-    """The FLOPs that the policy claims to leave of the whole backward. A proof has the claimed and executed shares of
-    the same part of the backward; the size of that part follows from the work that was saved. Where none was saved, or
-    without a proof, it follows from the limit, (F + B) / (F + claimed), if the policy leaves the forward alone."""
+    """Return the estimated FLOPs of the whole backward under the policy. A proof has estimated and counted
+    fractions of one part of the backward; the size of that part follows from the saved work. If no work was saved, or
+    without a proof, use the limit, (F + B) / (F + claimed); this assumes that the policy leaves the forward unchanged.
+    """
     if (proven := whole_median((run, _proven_claims(run)) for run in runs)) is not None:
         return proven
     forward, dense = _median(runs, metric.FORWARD_FLOPS), _median(runs, metric.BACKWARD_DENSE)
@@ -145,7 +146,7 @@ def _proven_claims(run: LoadedRun) -> dict[int, float]:
         for which in (metric.BACKWARD_DENSE, metric.BACKWARD_EXECUTED, metric.CLAIMED_SHARE, metric.EXECUTED_SHARE)
     )
     saving = [step for step in done if step in dense and step in executed and step in claimed and done[step] < 1.0]
-    nothing = {step: dense[step] for step in claimed if claimed[step] == 1.0 and step in dense}  # as a dense phase does
+    nothing = {step: dense[step] for step in claimed if claimed[step] == 1.0 and step in dense}  # as in a dense phase
     found = {s: dense[s] - (1.0 - claimed[s]) * (dense[s] - executed[s]) / (1.0 - done[s]) for s in saving}
     return dict(sorted((nothing | found).items()))
 
@@ -163,7 +164,7 @@ def _largest(runs: Iterable[LoadedRun], which: Metric) -> float | None:
 
 
 def thin(points: Sequence[Item], most: int = MOST_POINTS) -> tuple[Item, ...]:
-    """Return at most ``most`` points, in [20, 400], evenly spaced, with the first and the last."""
+    """Return at most ``most`` points, in [20, 400], evenly spaced, including the first and the last."""
     most = max(20, min(most, MOST_POINTS))
     if len(points) <= most:
         return tuple(points)
@@ -174,7 +175,7 @@ FIGURES = ("kept_share", "cosine", "relative_error", "sign_agreement")
 
 
 def measure_layers(runs: Sequence[LoadedRun]) -> Layers:
-    """Return each figure by layer and step, as the mean over the runs that have it; empty when no run recorded any."""
+    """Return each measurement by layer and step, as the mean over the runs that have it; empty if no run has any."""
     records = [run.history.layers for run in runs if run.history.layers]
     steps = sorted({step for record in records for step in record})
     names = list(dict.fromkeys(name for record in records for step in sorted(record) for name in record[step]))
@@ -195,11 +196,11 @@ def _mean(
 
 
 LEAST_SHARE = 0.8  # of the expected CPU seconds; below it, other processes took a fifth of the time
-MOST_LOAD = 1.5  # runnable threads a CPU; a run that uses all CPUs makes 1
+MOST_LOAD = 1.5  # runnable threads per CPU; a run that uses all CPUs has 1
 
 
 def find_busy(runs: Sequence[LoadedRun]) -> Busy | None:
-    """Return how much the counting runs of a group were disturbed; None where none was, or none recorded it."""
+    """Return how much the counting runs of a group were disturbed; None if none was, or none recorded it."""
     shares = {run.run_id: share for run in runs if (share := _cpu_share(run)) is not None}
     loads = {run.run_id: load for run in runs if (load := _load(run)) is not None}
     disturbed = [
@@ -211,14 +212,14 @@ def find_busy(runs: Sequence[LoadedRun]) -> Busy | None:
 
 
 def _cpu_share(run: LoadedRun) -> float | None:
-    """Median over steps of the CPU seconds of a step over those of the run's undisturbed steps."""
+    """Return the median over steps of a step's CPU seconds over those of the run's undisturbed steps."""
     if str(run.history.facts.get("device", "cpu")).startswith("cuda"):
         return None
     wall, used = (run.steady(name.name) for name in (metric.STEP_SECONDS, metric.STEP_CPU_SECONDS))
     rates = [used[step] / wall[step] for step in used if wall.get(step, 0.0) > 0.0]
     if len(rates) < 2:
         return None
-    # What this run can reach: its own best tenth of steps, a second a second at least. See decision 22.
+    # What this run can reach: the best tenth of its steps, at least one CPU second per second. See decision 22.
     best = statistics.quantiles(rates, n=10, method="inclusive")[-1]
     return statistics.median(rates) / max(1.0, best)
 
@@ -238,7 +239,7 @@ _METRICS = (
 
 
 def find_step_peak(runs: Sequence[LoadedRun]) -> MemorySplit | None:
-    """Return the split of the run and step with the highest peak; None when no step was watched."""
+    """Return the split of the run and step with the highest peak; None if no step was traced."""
     found = []
     for run in runs:
         series = [run.series(part.name) for part in _METRICS]
@@ -248,7 +249,7 @@ def find_step_peak(runs: Sequence[LoadedRun]) -> MemorySplit | None:
 
 
 def find_curve(runs: Sequence[LoadedRun]) -> StepMemory | None:
-    """Return the curve of the last watched step of the newest run that has one; None without."""
+    """Return the curve of the last traced step of the newest run that has one; None if there is none."""
     for run in sorted(runs, key=lambda run: run.created, reverse=True):
         if run.history.memory:
             step = max(run.history.memory)

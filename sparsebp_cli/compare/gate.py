@@ -1,9 +1,9 @@
-"""``--fail-if``: a condition over a comparison's numbers that ends the command with 1, for use in CI.
+"""``--fail-if``: a condition over a comparison's numbers that ends the command with exit code 1, for use in CI.
 
 Names: ``METRIC.mean``, ``METRIC.delta`` (and ``.low``, ``.high``, ``.p``), ``time/step_seconds.ratio``, and more:
-:func:`figures` has them all. ``LABEL:NAME`` chooses a group; without a label, every group but the baseline is checked,
-and one that meets the condition is enough. A missing number fails as well, with the reason; what is withheld, such as
-the step times of a busy machine, is missing.
+:func:`figures` has them all. ``LABEL:NAME`` chooses a group. Without a label, every group but the baseline is checked,
+and one that meets the condition suffices. A missing number fails too, with the reason. Withheld numbers, such as the
+step times of a busy machine, are missing.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Failure:
 
 
 def check(comparison: Comparison, expression: str) -> list[Failure]:
-    """Return a failure for each group that meets the condition, or of which a needed number is missing. Raises
-    ``UsageError`` if the condition cannot be read, names an unknown figure or group, or there is nothing to check."""
+    """Return a failure for each group that meets the condition, or that lacks a needed number. Raise ``UsageError`` if
+    the condition cannot be read, names an unknown number or group, or there is nothing to check."""
     condition = parse(expression, "--fail-if")
     labels = _check_names(comparison, condition)
     groups = [group for group in comparison.groups if not group.baseline]
@@ -37,7 +37,7 @@ def check(comparison: Comparison, expression: str) -> list[Failure]:
         raise UsageError("--fail-if needs a group other than the baseline")
     tables = {group.label: figures(comparison, group) for group in comparison.groups}
     failures = []
-    # A condition that names its groups is the same for every group, so it is tested once.
+    # A condition that names its groups gives the same result for every group, so test it once.
     for group in groups if not labels else groups[:1]:
         holds = condition.holds(partial(_find, tables, group.label))
         shown = ", ".join(_show(name, group.label, tables) for name in dict.fromkeys(condition.names))
@@ -50,7 +50,7 @@ def check(comparison: Comparison, expression: str) -> list[Failure]:
 
 
 def figures(comparison: Comparison, group: Group) -> dict[str, object]:
-    """Return every figure of a group by its name in conditions; None where it is missing."""
+    """Return every number of a group by its name in conditions; None if it is missing."""
     quality, speed, cost = group.quality, group.speed, group.cost
     final = quality.final
     statement = group.find("quality")
@@ -70,7 +70,7 @@ def figures(comparison: Comparison, group: Group) -> dict[str, object]:
         "cost/step": speed.relative_cost,
         "speed/limit": speed.limit,
         "speed/reached": speed.reached,
-        # The names of 0.5, for one release.
+        # The names of 0.5, kept for one release.
         metric.LIMIT.name: speed.limit,
         metric.REACHED_SHARE.name: speed.reached,
         "memory/peak_bytes": cost.peak_bytes,
@@ -101,7 +101,7 @@ def _of_difference(name: str, difference: Difference | None) -> dict[str, object
 
 
 def _check_names(comparison: Comparison, condition: Condition) -> list[str]:
-    """Return the labels that the condition names."""
+    """Return the labels in the condition. Raise ``UsageError`` for an unknown label or number."""
     known, labels = figures(comparison, comparison.groups[0]), [group.label for group in comparison.groups]
     named = []
     for name in condition.names:
@@ -114,7 +114,7 @@ def _check_names(comparison: Comparison, condition: Condition) -> list[str]:
         named += [label] if label else []
     plain = sum(":" not in name for name in condition.names)
     if named and plain:
-        raise UsageError("--fail-if: name the group of every figure, or of none")
+        raise UsageError("--fail-if: write a group before every number, or before none")
     return named
 
 

@@ -1,8 +1,8 @@
-"""Groups runs that repeat each other, and finds their seeds, by the recipe or by the user's options.
+"""Group runs that repeat each other, and find their seeds, by the recipe or by the user's options.
 
 A run of SparseBP has a recipe with both. A run of another program has parameters, of which only ``seed`` (or
 ``random_seed``) counts as the seed: ``data_seed`` is often constant, and ``optimizer.state`` is a treatment. The output
-folder and the name of a program's run make no other treatment.
+folder and the name of a program's run do not distinguish treatments.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from sparsebp_cli.plan import content_hash
 
 # See decision 2.
 SEEDS = ("seed", "random_seed")  # of other programs
-PER_RUN = ("output_dir", "run_name", "logging_dir")  # transformers' callback logs them
+PER_RUN = ("output_dir", "run_name", "logging_dir")  # logged by transformers' callback
 OUR_SEED = "training.seed"
-NOT_THE_RESULT = ("name", "target.", "tracking.", "checkpoint.")  # of our recipes, as in Plan.group
+NOT_THE_RESULT = ("name", "target.", "tracking.", "checkpoint.")  # keys of our recipes, as in Plan.group
 
 
 @dataclass(frozen=True)
 class Grouping:
     """The keys that decide which runs form a group."""
 
-    by: tuple[str, ...] = ()  # the only keys of the recipe that decide; empty: all but the seed decide
+    by: tuple[str, ...] = ()  # the only keys of the recipe that decide; empty: all but the seed
     ignore: tuple[str, ...] = ()  # keys that do not decide
-    seed: str = ""  # parameter that is the seed of other programs' runs; empty: ``seed``, else ``random_seed``
+    seed: str = ""  # seed parameter of other programs' runs; empty: ``seed``, else ``random_seed``
 
     @classmethod
     def parse(cls, by: str | None, ignore: str | None, seed: str | None) -> Grouping:
@@ -36,8 +36,8 @@ class Grouping:
         return cls(keys[0], keys[1], seed or "")
 
     def apply(self, runs: Sequence[LoadedRun]) -> list[LoadedRun]:
-        """Set every run's group, and the seed of other programs' runs; changed runs are copies. Raises ``UsageError``
-        if no run has a named key."""
+        """Set every run's group, and the seed of other programs' runs. Changed runs are copies. Raise ``UsageError`` if
+        no run has a named key."""
         for option, keys in (
             ("--group-by", self.by),
             ("--ignore", self.ignore),
@@ -70,7 +70,7 @@ class Grouping:
         return content_hash({k: v for k, v in kept.items() if not self.by or self._names(k)})
 
     def hides(self, run: LoadedRun, path: str) -> bool:
-        """Whether a key of a run is no difference to another run: its seed, or an ignored key."""
+        """Return whether a key of a run is the seed or is ignored, so that it does not distinguish runs."""
         ignored = (*self.ignore, *(PER_RUN if not run.is_ours and not self._names(path) else ()))
         return path == run.seed_key or any(_is_named(path, key) for key in ignored)
 
@@ -92,16 +92,16 @@ class Grouping:
 
 
 def find_seed(flat: Mapping[str, object], named: str = "") -> str:
-    """Return the seed parameter of another program's run; empty when there is none."""
+    """Return the seed parameter of another program's run; empty if there is none."""
     return next((key for key in ((named,) if named else SEEDS) if key in flat), "")
 
 
 def as_seed(value: object) -> int | None:
-    """Return a seed that was logged as text; None unless it is a whole number."""
+    """Parse a seed that was logged as text; None unless it is a whole number."""
     text = str(value).strip()
     return int(text) if text.removeprefix("-").isdecimal() and len(text) <= 20 else None
 
 
 def _is_named(path: str, key: str) -> bool:
-    """Whether a key is the whole path, its end, or a section of it."""
+    """Return whether a key is the whole path, its end, or a section of it."""
     return path == key or path.endswith(f".{key}") or path.startswith(f"{key}.")

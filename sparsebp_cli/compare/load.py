@@ -1,9 +1,9 @@
-"""Reads runs from their folders, and finds repeated runs and runs that disturbed each other."""
+"""Read runs from their folders, and find repeated runs and runs that disturbed each other."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from sparsebp_cli.compare.grouping import Grouping
 from sparsebp_cli.compare.loaded import LoadedRun
@@ -14,7 +14,7 @@ from sparsebp_cli.tracking.content import find_state
 
 
 def load(runs: Iterable[RunFolder | LoadedRun], grouping: Grouping) -> list[LoadedRun]:
-    """Read runs in the order given, each once; runs that are read already are kept. Repeats of a seed are marked."""
+    """Read runs in the given order, without duplicates. Keep runs that are already read. Mark repeats of a seed."""
     loaded: dict[str, LoadedRun] = {}
     for run in runs:
         if run.run_id not in loaded:
@@ -25,7 +25,7 @@ def load(runs: Iterable[RunFolder | LoadedRun], grouping: Grouping) -> list[Load
 
 
 def load_folder(run: RunFolder) -> LoadedRun:
-    """Read a run's plan and journal from its folder; raises ``RunNotFoundError`` without a readable plan."""
+    """Read a run's plan and event log from its folder. Raise ``RunNotFoundError`` without a readable plan."""
     plan, history = Plan.load(run.plan_file), History.load(run.path)
     loaded = LoadedRun.of_plan(plan, history, find_state(run, history))
     loaded.looks = Looks.load(run.path)
@@ -34,23 +34,21 @@ def load_folder(run: RunFolder) -> LoadedRun:
 
 def mark_repeats(runs: Sequence[LoadedRun]) -> None:
     """Set ``repeats`` of every run whose seed an earlier run has; the first that finished or diverged counts. If the
-    newest counted, a seed could be repeated until its result is good."""
+    newest counted, a user could repeat a seed until its result is good."""
     first: dict[tuple[str, int], LoadedRun] = {}
     for run in runs:
         run.repeats = ""
     ended = [run for run in runs if run.seed is not None and (run.finished or run.broke_down)]
-    # By the id as well, so that the order of two runs of one moment is always the same.
+    # Sort by id too, so that the order of two runs with equal times is fixed.
     for run in sorted(ended, key=lambda run: (run.created, run.run_id)):
         assert run.seed is not None
         kept = first.setdefault((run.group, run.seed), run)
         run.repeats = "" if kept is run else kept.run_id
 
 
-def ran_together(runs: Sequence[LoadedRun]) -> list[tuple[LoadedRun, LoadedRun]]:
-    """Return pairs of counting runs whose steps interleave in time: on one machine they slowed each other down. Each
-    pair of neighbours in time is returned once."""
+def ran_together(runs: Sequence[LoadedRun]) -> Iterator[tuple[LoadedRun, LoadedRun]]:
+    """Yield each pair of counting runs whose steps overlap in time: on one machine they slowed each other down."""
     timed = sorted((run for run in runs if run.step_times), key=lambda run: run.step_times[0])
-    pairs = []
     for index, first in enumerate(timed):
         for second in timed[index + 1 :]:
             if second.step_times[0] >= first.step_times[-1]:
@@ -59,5 +57,4 @@ def ran_together(runs: Sequence[LoadedRun]) -> list[tuple[LoadedRun, LoadedRun]]
             low = bisect_left(first.step_times, second.step_times[0])
             high = bisect_right(first.step_times, second.step_times[-1])
             if high > low:
-                pairs.append((first, second))
-    return pairs
+                yield first, second

@@ -23,7 +23,7 @@ from sparsebp_cli.run.column import Column
 from sparsebp_cli.run.policy_phase import PolicyPhase, is_dense, read_phases
 from sparsebp_cli.run.series import select
 
-POLICY_KEYS = ("policy.", "schedule.")  # of a recipe, by dotted path: its policies, or those of its phases
+POLICY_KEYS = ("policy.", "schedule.")  # prefixes of a recipe's policies or phases, by dotted path
 
 
 class Point(NamedTuple):
@@ -31,36 +31,36 @@ class Point(NamedTuple):
 
     step: int
     tokens: float | None
-    seconds: float | None  # None where step times are withheld
+    seconds: float | None  # None if step times are withheld
     value: float
 
 
 @dataclass
 class LoadedRun:
-    """One run, read."""
+    """One loaded run."""
 
     run_id: str  # its id
     name: str  # its name in tables
-    seed: int | None  # its seed; None when unknown
+    seed: int | None  # its seed; None if unknown
     group: str  # hash of all but the seed
     recipe: dict[str, object]  # the resolved recipe; for a run of another program, its parameters
     created: float  # seconds since 1970
-    history: History  # its journal, or what a store has of it
+    history: History  # its event log, or the part in a store
     state: State  # its state
-    steps_planned: int | None = None  # optimizer steps of the recipe; None when there is no recipe
+    steps_planned: int | None = None  # optimizer steps of the recipe; None without a recipe
     version: str = ""  # of the package that made the plan
     git_sha: str = ""  # commit of the code that made the plan
     dirty: bool = False  # whether there were uncommitted changes
     recipe_file: str = ""  # name of the recipe's file
     source: str = ""  # where it was read: empty for its folder, else the store's address without password
-    repeats: str = ""  # the first run of this seed in this group that came to an end; empty when this is that one
+    repeats: str = ""  # the first ended run of this seed in this group; empty if it is this run
     seed_key: str = "training.seed"  # key of the seed in its recipe or parameters; empty: none
-    looks: Looks | None = None  # those of the trial of ``run --until-ci`` that it was part of; None: it was in none
+    looks: Looks | None = None  # looks of its ``run --until-ci`` trial; None: it was in none
     steps_logged: int | None = None  # the highest step of any metric in a store's list; None: take it from the metrics
 
     @classmethod
     def of_plan(cls, plan: Plan, history: History, state: State, source: str = "") -> LoadedRun:
-        """Make a run from its plan and its journal, or the part of the journal that a store has."""
+        """Make a run from its plan and its event log, or the part of the log that a store has."""
         recipe = plan.recipe
         return cls(
             plan.run_id,
@@ -93,12 +93,12 @@ class LoadedRun:
 
     @property
     def finished(self) -> bool:
-        """Whether it finished, and all of it was read."""
+        """Whether it finished, and was read completely."""
         return self.state is State.FINISHED and not self.missing_steps
 
     @property
     def broke_down(self) -> str:
-        """The non-finite loss or gradient that ended the run; empty for every other run."""
+        """The non-finite loss or gradient that ended the run; empty for other runs."""
         end = self.history.ends[-1] if self.history.ends else None
         if end is None or self.state is not State.FAILED or end.get("cause") != "diverged":
             return ""
@@ -106,7 +106,7 @@ class LoadedRun:
 
     @property
     def missing_steps(self) -> int:
-        """Steps of a finished run that its source lacks, because it was not sent completely."""
+        """Number of steps of a finished run that its source lacks, because it was not sent completely."""
         if self.state is not State.FINISHED or self.steps_planned is None or not self.source:
             return 0
         return 0 if self.has_reached_limit else max(0, self.steps_planned - self.steps)
@@ -119,12 +119,12 @@ class LoadedRun:
 
     @property
     def steps_to_end(self) -> int | None:
-        """Optimizer steps of the recipe, or those done where a limit ended the run; None when there is no recipe."""
+        """Optimizer steps of the recipe, or the steps done if a limit ended the run; None without a recipe."""
         return self.steps if self.has_reached_limit else self.steps_planned
 
     @cached_property
     def phases(self) -> list[PolicyPhase[dict[str, Any]]]:
-        """The phases of its policies, as far as it has come; empty when there is no recipe."""
+        """The phases of its policies, as far as the run came; empty without a recipe."""
         if not self.is_ours:
             return []
         done = self.steps or self.steps_planned or 0
@@ -133,12 +133,12 @@ class LoadedRun:
 
     @cached_property
     def policies(self) -> list[dict[str, object]]:
-        """The policies of all phases, each with its name and options; empty when there is no recipe."""
+        """The policies of all phases, each with its name and options; empty without a recipe."""
         return [dict(entry) for phase in read_phases(self.recipe) for entry in phase.policies] if self.is_ours else []
 
     @property
     def is_dense(self) -> bool:
-        """Whether it has a recipe, and no phase of that has a policy."""
+        """Whether it has a recipe, and no phase has a policy."""
         return self.is_ours and is_dense(read_phases(self.recipe))
 
     @cached_property
@@ -151,7 +151,7 @@ class LoadedRun:
         return {}
 
     def series(self, name: str) -> Mapping[int, float]:
-        """Return a metric's values by step, sorted once, because a comparison reads them many times."""
+        """Return a metric's values by step. They are cached, because a comparison reads them many times."""
         if name not in self._series:
             self._series[name] = self.history.series(name)
         return self._series[name]
@@ -160,7 +160,7 @@ class LoadedRun:
         return self.history.metrics[name].values() if name in self.history.metrics else ()
 
     def values(self, name: str, *, after_warmup: bool = False) -> list[float]:
-        """Return a metric's finite values in the order of steps; ``after_warmup`` omits the slower first steps of each
+        """Return a metric's finite values by ascending step. ``after_warmup`` omits the slower first steps of each
         attempt."""
         if after_warmup:
             return list(self.steady(name).values())
@@ -178,16 +178,16 @@ class LoadedRun:
         return {}
 
     def evaluations(self, name: str) -> list[float]:
-        """Return a metric's values, the last being that after the last step; empty when that one is missing. The last
-        step of a run without a recipe is unknown; its own last value stands in."""
+        """Return a metric's values, the last one being that after the last step; empty if that one is missing. The last
+        step of a run without a recipe is unknown, so use its last value."""
         series = self.series(name)
         if not series or (self.steps_planned is not None and self.steps not in series):
             return []
         return list(series.values())
 
     def curve(self, name: str) -> tuple[Point, ...]:
-        """Return a metric against steps, tokens and seconds of training, in which only steps count. Steps of warm-up
-        count as the median of the others: their extra time belongs to the machine, not to the policy."""
+        """Return a metric against steps, tokens and seconds of training, in which only steps count. Warm-up steps count
+        as the median of the others, because their extra time belongs to the machine, not to the policy."""
         done, seconds = self._clock
         tokens = self.series(names.TRAIN_TOKENS.name)
         per_step = self.history.facts.get("tokens_per_step")
@@ -203,12 +203,12 @@ class LoadedRun:
 
     @property
     def training_seconds(self) -> float:
-        """Time of all steps together; those of warm-up count as the median of the others."""
+        """Total seconds of all steps; warm-up steps count as the median of the others."""
         return self._clock[1][-1] if self._clock[1] else 0.0
 
     @property
     def is_timed(self) -> bool:
-        """Whether it logged step times; if not, the times of its values stand in."""
+        """Whether it logged step times. If not, the times of its values are used."""
         return bool(self._clock[0])
 
     @cached_property
@@ -219,7 +219,7 @@ class LoadedRun:
         done: Column[int] = Column("q")
         seconds: Column[float] = Column("d")
         total = 0.0
-        # A step whose memory was watched has no time of its own.
+        # A step whose memory was traced has no valid time.
         watched = self.series(names.STEP_PEAK_BYTES.name) if usual is not None else {}
         for step in merge(series, (step for step in watched if step not in series)):
             total += usual if usual is not None and (step in cold or step not in series) else series[step]
@@ -237,7 +237,7 @@ class LoadedRun:
 
     @cached_property
     def exact(self) -> bool | None:
-        """Whether every policy is exact, by the run's own record, else by the installed policies; None: unknown."""
+        """Whether every policy is exact, by the run's own record, else by the installed policies; None if unknown."""
         if recorded := self.history.facts.get("policies"):
             return all(policy["exact"] for policy in recorded)
         if not self.policies:
@@ -248,25 +248,25 @@ class LoadedRun:
                 make_policy(name, **{key: value for key, value in entry.items() if key != "name"}).exact
                 for name, entry in names_and_options
             )
-        except Exception:  # the plugin is not installed, or its own checks raise anything
+        except Exception:  # the plug-in is missing, or its checks raise anything
             return None
 
     @cached_property
     def step_times(self) -> Sequence[float]:
-        """End times of its steps, seconds since 1970, sorted."""
+        """Sorted end times of its steps, in seconds since 1970."""
         times = Column("d", (time for time, _ in self._timed(names.STEP_SECONDS.name)))
         return times if all(starmap(le, pairwise(times))) else array("d", sorted(times))
 
 
 def flatten(recipe: Mapping[str, object]) -> dict[str, Any]:
-    """Return a recipe by dotted path, in its order; empty lists and sections are kept."""
+    """Return a recipe by dotted path, in its order. Empty lists and sections are kept."""
     found: dict[str, object] = {}
     todo: list[tuple[str, object]] = [("", recipe)]
     while todo:
         path, value = todo.pop()
         if isinstance(value, dict | list) and value:
             pairs = list(value.items() if isinstance(value, dict) else enumerate(value))
-            # Reversed, since what is last in the list is taken first.
+            # Reversed, because the list is taken from its end.
             todo += [(f"{path}.{key}" if path else str(key), child) for key, child in reversed(pairs)]
         else:
             found[path] = value

@@ -1,13 +1,13 @@
-"""Tests whether a group is not worse by more than a margin, and equal within it: yes, no or inconclusive.
+"""Test whether a group is not worse by more than a margin, and equal within it: yes, no or inconclusive.
 
-The null hypothesis is that the true difference lies exactly on the margin. A two-sided t test of it, corrected like
-the others for the number of groups, decides for the side on which the mean lies. *Equal within the margin* asks the
-same of both margins at once (D. Schuirmann, A Comparison of the Two One-Sided Tests Procedure, 1987).
+The null hypothesis is that the true difference lies exactly on the margin. A two-sided t test, corrected like the
+others for the number of groups, decides for the side of the mean. *Equal within the margin* tests both margins at once
+(D. Schuirmann, A Comparison of the Two One-Sided Tests Procedure, 1987).
 
 These answers hold for a number of seeds that was fixed beforehand. A second answer holds after any number of interim
-looks: the t test's Bayes factor with a normal prior of the effect is an e-process (T. Lai, On
-Confidence Sequences, 1976; H. Wang and A. Ramdas, Anytime-valid t-tests and confidence sequences, 2023). Under the
-null hypothesis it ever exceeds 20 with a chance of at most 5%.
+looks: the t test's Bayes factor with a normal prior of the effect is an e-process (T. Lai, On Confidence Sequences,
+1976; H. Wang and A. Ramdas, Anytime-valid t-tests and confidence sequences, 2023). Under the null hypothesis the chance
+that it ever exceeds 20 is at most 5%.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sparsebp_cli.compare.family import standard_error
 from sparsebp_cli.compare.statistics import Difference, holm, two_sided_p
 from sparsebp_cli.errors import UsageError
 
-POWER = 0.8  # chance that so many seeds decide, if the true difference were the observed one
+POWER = 0.8  # chance that so many seeds decide, if the true difference equals the observed one
 MOST_SEEDS = 200
 LEVEL = 0.05
 PRIOR = 1.0  # standard deviation of the e-process's prior, in standard deviations of the pairs
@@ -36,14 +36,14 @@ class NotWorse:
     Args:
         margin: Largest deficit to the baseline that still counts as not worse, in the metric's unit, above 0.
         answer: ``yes``, ``no`` or ``inconclusive``.
-        p: p of the test, before correction; None when none could be made.
-        p_holm: p of the test, after correction over all groups; None where there is nothing to correct.
-        more_seeds: About how many more shared seeds would decide, at the mean and spread seen so far; None when it is
-            decided, cannot be predicted, or would take more than 200.
-        equivalent: Whether the difference is smaller than the margin either way.
+        p: p of the test before correction; None if there is no test.
+        p_holm: p of the test after correction over all groups; None if there is nothing to correct.
+        more_seeds: About how many more shared seeds would decide, at the mean and spread so far; None if it is decided,
+            cannot be predicted, or would take more than 200.
+        equivalent: Whether the difference is smaller than the margin in both directions.
         anytime: The answer that holds for any number of interim looks while seeds were added.
-        looks: Numbers of seeds at which a trial of ``run --until-ci``, whose answer this is, looked; else empty.
-        withheld: Why the answer is not that of the numbers; empty when it is.
+        looks: Numbers of seeds at which the ``run --until-ci`` trial of this answer looked; else empty.
+        withheld: Why the answer differs from the numbers; empty if it does not.
     """
 
     margin: float
@@ -58,7 +58,7 @@ class NotWorse:
 
 
 def parse_margin(text: str, option: str = "--margin") -> tuple[str | None, float]:
-    """Parse ``eval/loss=0.01`` or ``0.01`` into the metric, None when not named, and the margin. Raises ``UsageError``,
+    """Parse ``eval/loss=0.01`` or ``0.01`` into the metric (None if not named) and the margin. Raise ``UsageError``,
     which names the command line's ``option``, for another form or a margin not above 0."""
     name, _, number = text.rpartition("=")
     try:
@@ -74,8 +74,8 @@ def decide_all(
     differences: Sequence[Difference | None], margin: float, *, worse_is_up: bool, level: float = LEVEL
 ) -> list[NotWorse | None]:
     """Answer for every group at once, because the correction needs all of them. ``differences`` are of each group to
-    the baseline, None where there is none. ``margin`` is above 0; ``worse_is_up`` tells whether a larger value is
-    worse; ``level`` in (0, 1) is the chance of any wrong answer."""
+    the baseline, None if missing. ``margin`` is above 0. ``worse_is_up`` says whether a larger value is worse.
+    ``level``, in (0, 1), is the chance of any wrong answer."""
     worsenings = [None if d is None else _worsening(d, worse_is_up) for d in differences]
     raw = [
         None if w is None or d is None else _test(w, d, margin) for w, d in zip(worsenings, differences, strict=True)
@@ -111,8 +111,8 @@ def decide_all(
 
 def withhold(decision: NotWorse | None, margin: float, diverged: int, lost: int) -> NotWorse | None:
     """Replace an answer that only survivors support: ``no`` with a diverged run, never ``yes`` with a lost one.
-    ``diverged`` counts runs on seeds on which the baseline did not diverge, which are worse than any margin; ``lost``
-    counts runs that did not finish and were not repeated, or diverged as the baseline did."""
+    ``diverged`` counts runs on seeds on which the baseline did not diverge; they are worse than any margin. ``lost``
+    counts runs that did not finish and were not repeated, or that diverged like the baseline."""
     if diverged > 0:
         reason = f"{diverged} run{'s' * (diverged > 1)} diverged, which counts as worse than any margin"
         return NotWorse(margin, "no", equivalent="no", anytime="no", withheld=reason)
@@ -129,9 +129,9 @@ def withhold(decision: NotWorse | None, margin: float, diverged: int, lost: int)
 
 
 def seeds_needed(effect: float, already: int, level: float = LEVEL) -> int | None:
-    """Return how many pairs in all decide with a chance of 80%, by the noncentral t distribution; None above 200.
-    ``effect`` is the distance of the mean from the margin in standard deviations of the pairs, not negative. The result
-    exceeds ``already``; ``level`` in (0, 1) is that of the two-sided test."""
+    """Return how many pairs in total decide with a chance of 80%, by the noncentral t distribution; None above 200.
+    ``effect`` is the distance of the mean from the margin in standard deviations of the pairs, at least 0. The result
+    exceeds ``already``. ``level``, in (0, 1), is that of the two-sided test."""
     from scipy import stats
 
     def decides(n: int) -> bool:
@@ -161,14 +161,14 @@ def _answer(p: float | None, level: float, *, holds: bool) -> Answer:
 
 
 def _test(worsening: float, difference: Difference, margin: float) -> float | None:
-    """Two-sided p of the null hypothesis that the true difference is the margin."""
+    """Return the two-sided p of the null hypothesis that the true difference is the margin."""
     if (found := standard_error(difference)) is None:
         return None
     return two_sided_p((worsening - margin) / found[0], found[1])
 
 
 def _test_both(worsening: float | None, difference: Difference | None, margin: float) -> float | None:
-    """The larger p of the two tests inside both margins; outside, the p of the margin that was passed."""
+    """Return the larger p of both tests if the mean is inside both margins; outside, the p of the exceeded margin."""
     if worsening is None or difference is None:
         return None
     nearer = margin if worsening >= 0.0 else -margin
@@ -176,7 +176,7 @@ def _test_both(worsening: float | None, difference: Difference | None, margin: f
 
 
 def _test_anytime(worsening: float | None, difference: Difference | None, margin: float) -> float | None:
-    """One over the e-value: the Bayes factor of the t statistic against the margin, right Haar prior of the spread."""
+    """Return 1 / e-value: the Bayes factor of the t statistic against the margin, right Haar prior of the spread."""
     if worsening is None or difference is None or difference.p is None or not difference.sd:
         return None
     n, wide = difference.n, 1 + difference.n * PRIOR**2

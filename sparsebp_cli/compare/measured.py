@@ -1,4 +1,4 @@
-"""The measurements of a group: quality, speed, cost, layers. Plain frozen data, part of a comparison."""
+"""Define a group's measurements: quality, speed, cost, layers. Plain frozen data, part of a comparison."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class ExampleDifference:
     It describes these two trained models and says nothing about other seeds.
 
     Args:
-        seed: Seed that both runs have.
+        seed: Seed of both runs.
         difference: Mean of ``metric`` of the group's model minus that of the baseline's, over examples of equal weight.
             The interval is over clusters; p is corrected for all such statements of the comparison.
-        worse_share: Share of the examples on which the group's model is worse.
-        clusters: Number of clusters; the examples of one cluster resemble each other.
-        clustered_by: A cluster is a ``document``, or a ``block`` of consecutive examples where documents are unknown or
+        worse_share: Fraction of the examples on which the group's model is worse.
+        clusters: Number of clusters; the examples of one cluster are similar.
+        clustered_by: A cluster is a ``document``, or a ``block`` of consecutive examples if documents are unknown or
             too few.
-        metric: What is compared: the metric of the comparison where it is a mean over examples, else the ``loss``.
+        metric: What is compared: the metric of the comparison if it is a mean over examples, else the ``loss``.
     """
 
     seed: int
@@ -40,14 +40,14 @@ class Reach:
     """How soon a target was reached, by the first evaluation at or past it, at steps at which all runs evaluated.
 
     Args:
-        reached: Runs that reached it.
-        of: Runs that count, and those that failed or diverged.
-        steps: Optimizer steps until then; None where a run did not reach it.
-        seconds: Seconds of training until then; None where a run did not reach it.
-        ratio: Seconds over the baseline's, paired by seed; None for the baseline, where a run of either did not
-            reach it, and where step times are withheld, as the seconds are then.
-        at_least_steps: Mean steps where some runs did not reach it and count with all of their steps: a lower bound.
-        at_least_seconds: Mean seconds of training where some runs did not reach it, as ``at_least_steps``.
+        reached: Number of runs that reached it.
+        of: Number of runs that count, failed or diverged.
+        steps: Optimizer steps until then; None if a run did not reach it.
+        seconds: Seconds of training until then; None if a run did not reach it.
+        ratio: Seconds over the baseline's, paired by seed; None for the baseline, if a run of either did not reach it,
+            or if step times are withheld, as ``seconds`` is then.
+        at_least_steps: Lower bound on the mean steps if some runs did not reach it; these count with all their steps.
+        at_least_seconds: Lower bound on the mean seconds of training, as ``at_least_steps``.
         censored: Whether a run of the group or of the baseline did not reach it.
     """
 
@@ -67,11 +67,11 @@ class AtEqual:
 
     Args:
         other: Label of the group with which this one is compared.
-        by: ``cost``, counted in dense steps of this group's batch; ``time``, seconds of training, where the cost of one
-            of them is unknown or their models differ.
-        amount: Dense steps of this group's batch, or seconds, as ``by`` says.
-        quality: Metric of this group, at its evaluation near the end of that; on the seeds that both have, where they
-            share any. None where one of the two was not evaluated in the last tenth, nor up to 5 % later.
+        by: ``cost``, counted in dense steps of this group's batch; or ``time``, seconds of training, if a cost is
+            unknown or their models differ.
+        amount: Dense steps of this group's batch, or seconds, according to ``by``.
+        quality: Metric of this group, at its evaluation near the end of that amount, on shared seeds if there are any.
+            None if one of the two was not evaluated in the last tenth, nor up to 5 % later.
         others: Metric of the other group, by the same rule.
         difference: This group's minus the other's, paired by seed.
     """
@@ -91,7 +91,7 @@ class Unequal:
     Args:
         words: Such as ``1000 steps against 500``.
         same_batch: Whether a step of both has as many examples and tokens.
-        common_step: The last step at which both were evaluated; None when there is none after the start.
+        common_step: The last step at which both were evaluated; None if there is none after the start.
         metric: The metric at that step.
         difference: Metric of the group minus the baseline's at that step, paired by seed; None without such a step.
     """
@@ -112,9 +112,9 @@ class Quality:
         difference: Metric of the group minus the baseline's, paired by seed; None for the baseline itself.
         not_worse: Whether it is not worse by more than the margin; None without a margin or a direction.
         at_equal: Quality at equal cost or time, one entry for each group with which this one is compared.
-        coarsened: Why the difference is not that of the two columns; empty where it is.
-        unequal: The difference in training from the baseline; None where there is none.
-        examples: Example by example, one entry a shared seed whose runs kept the losses.
+        coarsened: Why the difference is not that of the two columns; empty if it is.
+        unequal: The difference in training from the baseline; None if there is none.
+        examples: Example by example, one entry for each shared seed whose runs kept the losses.
         reach: Steps and seconds until the target was reached; None without a target.
     """
 
@@ -130,14 +130,14 @@ class Quality:
 
 @dataclass(frozen=True)
 class Busy:
-    """Runs whose machine had other work.
+    """Runs whose machine did other work.
 
     Args:
         runs: Number of such runs among those that count.
         of: Number of runs that count.
-        cpu_share: CPU seconds of a step over those that a quiet machine gives in its time, the least of all runs; None
-            where they were not recorded, or the device is no CPU.
-        load: Largest median of the load average over the number of CPUs; None where it was not recorded.
+        cpu_share: CPU seconds of a step over those that an idle machine gives in its time, the smallest of all runs;
+            None if not recorded, or if the device is not a CPU.
+        load: Largest median of the load average over the number of CPUs; None if not recorded.
     """
 
     runs: int
@@ -146,15 +146,15 @@ class Busy:
     load: float | None
 
 
-CURRENCIES_AGREE = 0.1  # seconds and FLOPs of one run over another may differ by this share
+CURRENCIES_AGREE = 0.1  # largest relative disagreement between the ratios of two runs in seconds and in FLOPs
 
 
 @dataclass(frozen=True)
 class Speed:
     """Step times in seconds, over all steps after warm-up of all runs that count.
 
-    Times that other work on the machine spoilt are withheld: None, with the reason in ``withheld``. What the probes
-    of a run timed in turns stays.
+    Times that other work on the machine disturbed are withheld: None, with the reason in ``withheld``. Times that the
+    probes of a run took alternately are kept.
 
     Args:
         step: Seconds of a whole optimizer step.
@@ -162,25 +162,25 @@ class Speed:
         backward: Seconds of its backward passes.
         optimizer: Seconds of clipping and the update.
         tokens_per_second: Tokens of a step over its seconds.
-        training_seconds: Seconds of all steps of a run; those of warm-up count as the median of the others.
+        training_seconds: Seconds of all steps of a run; warm-up steps count as the median of the others.
         step_ratio: A run's median step as a multiple of the baseline's, paired by seed; None for the baseline.
-        backward_ratio: The same of the backward passes of a step alone.
-        limit: The largest speed-up of forward and backward, over all steps, by what the policy declares.
-        reached: Share of the time that the limit would save, by the time that a FLOP takes in the probes.
+        backward_ratio: The same for the backward passes of a step.
+        limit: The largest speed-up of forward and backward over all steps, according to what the policy declares.
+        reached: Fraction of the time saving at the limit that was reached, by the time per FLOP in the probes.
         reached_low: The same by the slower quartile of the probes.
         update_share: The update's time over that of forward and backward in the same runs.
         cost: FLOPs of all steps of a run, updates included, as a multiple of the baseline's, paired by seed; 1 for the
-            baseline. Of older runs the ratio of what steps cost in probes, without an interval. None where unknown.
-        flops: FLOPs of all steps of a run, on average; None for older runs.
+            baseline. For older runs the ratio of step costs in probes, without an interval. None if unknown.
+        flops: Mean FLOPs of all steps of a run; None for older runs.
         step_cost: FLOPs of a whole step, update included, over those of a dense step on the same batches; controls at
-            equal cost are chosen by it. Of older runs the ratio that the probes timed, or counted.
-        cost_by: Source of the cost: ``steps`` (counted at all steps); of older runs ``probe`` (timed), ``flops``
-            (counted at probes), or ``dense`` (the same work was counted); empty: unknown.
-        relative_cost: FLOPs of a whole step, update included, over those of a dense step of the baseline; of older runs
-            as ``step_cost``, where their models are the same. None where either cost is unknown.
+            equal cost are chosen by it. For older runs the ratio that the probes timed, or counted.
+        cost_by: Source of the cost: ``steps`` (counted at all steps); for older runs ``probe`` (timed), ``flops``
+            (counted at probes), or ``dense`` (the same work was counted); empty if unknown.
+        relative_cost: FLOPs of a whole step, update included, over those of a dense step of the baseline; for older
+            runs as ``step_cost``, if their models are the same. None if either cost is unknown.
         seconds_ratio: CPU seconds of all steps (on CUDA: seconds) as a multiple of the baseline's, paired by seed.
-        busy: Whether the machine had other work; None without a sign of it.
-        withheld: Why times of whole steps, or their ratios, are not given; empty where none is withheld.
+        busy: Whether the machine did other work; None without a sign of it.
+        withheld: Why times of whole steps, or their ratios, are missing; empty if none is withheld.
     """
 
     step: Quartiles | None = None
@@ -206,7 +206,7 @@ class Speed:
 
     @property
     def currencies_disagree(self) -> bool:
-        """Whether seconds and FLOPs name costs that differ by more than a tenth."""
+        """Whether the costs in seconds and in FLOPs differ by more than a tenth."""
         if self.cost is None or self.seconds_ratio is None:
             return False
         return abs(self.seconds_ratio.mean / self.cost.mean - 1.0) > CURRENCIES_AGREE
@@ -214,12 +214,12 @@ class Speed:
 
 @dataclass(frozen=True)
 class Choice:
-    """Cost and kept share of a policy's step before training, and how unequal the gradients were; medians over runs.
+    """Cost and fraction kept of a policy's step before training, and how unequal the gradients were; medians over runs.
 
     Args:
         cost_ratio: FLOPs of forward and backward over those of dense.
-        share: Trained units over all among which the policy chooses; None where it chooses none.
-        unit_worth: ``cost_ratio / share``: how many dense units a kept one must be worth.
+        share: Trained units over all units from which the policy chooses; None if it chooses none.
+        unit_worth: ``cost_ratio / share``: how many dense units a kept unit must be worth.
         target_ess: Effective sample size of the targets' gradients at the head, over their number.
         example_ess: Effective sample size of the examples' gradients at the head, over their number.
         row_ess: Effective sample size of the rows' gradients at a site, over their number; the median site.
@@ -238,27 +238,27 @@ class Cost:
     """The memory and FLOPs of a step, and the fidelity of its gradient.
 
     Args:
-        held_bytes: Bytes that a step holds at its highest moment, the largest of all runs: by the allocator of CUDA,
-            else by the tensors of a watched step; None where neither was recorded.
-        held_ratio: The same of a run as a multiple of the baseline's, paired by seed; None for the baseline.
+        held_bytes: Bytes that a step holds at its highest moment, the largest of all runs: by CUDA's allocator, else by
+            the tensors of a traced step; None if neither was recorded.
+        held_ratio: The same for a run as a multiple of the baseline's, paired by seed; None for the baseline.
         peak_bytes: Peak bytes, the largest over all runs that count.
-        peak_of: Source of the peak: ``device`` (the allocator of CUDA) or ``process``, which also holds libraries, data
-            and what it kept from before, and so is compared with nothing.
+        peak_of: Source of the peak: ``device`` (CUDA's allocator) or ``process``. The process also holds libraries,
+            data and memory kept from before, so its peak is not compared.
         weight_bytes: Bytes of the weights.
         gradient_bytes: Bytes of the gradients.
         optimizer_bytes: Bytes of the optimizer's state.
-        saved_bytes: Bytes that are saved for the backward pass.
-        step_peak: Parts of the live memory at the peak of a watched step; of the run and step with the highest peak.
+        saved_bytes: Bytes of activations saved for backward.
+        step_peak: Parts of the live memory at the peak of a traced step; of the run and step with the highest peak.
         executed_flops: FLOPs of one backward pass, counted.
         dense_flops: FLOPs of one dense backward pass.
-        claimed_flops: FLOPs that the policy claims to leave; None without a limit.
+        claimed_flops: FLOPs that the policy claims to execute; None without a limit.
         kept_share: Kept entries over all entries of the gradient, at the policy's sites.
         cosine: Cosine of the angle between the gradient and the dense one.
         relative_error: Norm of their difference over the norm of the dense one.
         noise_ratio: Squared norm of their difference over the variance of the dense gradient over micro-batches.
-        independent_cosine: Between the gradient and that of a large batch of other examples.
-        dense_independent_cosine: The same of dense on the smaller batch that costs as much as the policy.
-        choice: The possible gain of choosing, as the runs found before their first step; None where none did.
+        independent_cosine: Cosine between the gradient and that of a large batch of other examples.
+        dense_independent_cosine: The same for dense on the smaller batch that costs as much as the policy.
+        choice: The possible gain from choosing, measured before the first step; None if no run measured it.
     """
 
     held_bytes: float | None = None
@@ -287,9 +287,9 @@ class StepMemory:
     """The memory of one step over time.
 
     Args:
-        run_id: Id of the watched run.
+        run_id: Id of the traced run.
         step: Number of the optimizer step, counted from 1.
-        curve: Live bytes in their parts, thinned.
+        curve: Live bytes by part, thinned.
     """
 
     run_id: str
@@ -299,13 +299,13 @@ class StepMemory:
 
 @dataclass(frozen=True)
 class Layers:
-    """Figures by layer and step, means over the runs that have them.
+    """Measurements by layer and step, as means over the runs that have them.
 
     Args:
-        steps: Steps of the figures.
+        steps: Steps of the measurements.
         names: Names of the layers or sites, in the model's order.
-        figures: ``kept_share``, ``cosine``, ``relative_error``, ``sign_agreement`` to a row a layer, a cell a step;
-            None where nothing was measured. A figure that no run has is absent.
+        figures: ``kept_share``, ``cosine``, ``relative_error``, ``sign_agreement``, each with a row per layer and a
+            cell per step; None where nothing was measured. A measurement that no run has is absent.
     """
 
     steps: tuple[int, ...] = ()

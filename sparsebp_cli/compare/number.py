@@ -1,4 +1,4 @@
-"""Formats numbers with three significant digits and their unit."""
+"""Format numbers with three significant digits and their unit."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from sparsebp_cli.compare.statistics import FEWEST_PAIRS, SAME, Difference, Quartiles, Spread
 
 NONE = "-"
-MOST_PLACES = 8  # after the point; smaller numbers are written with a power of ten
+MOST_PLACES = 8  # after the decimal point; smaller numbers use a power of ten
 SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 BYTES = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
 FLOPS = ((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"), (1.0, "FLOP"))
@@ -17,7 +17,7 @@ Units = tuple[tuple[float, str], ...]
 
 def scaled(value: float | None, units: Units, like: float | None = None) -> str:
     """Return a value in the largest unit that leaves a digit before the point, as ``182 ms``; a dash for None.
-    ``units`` are (size, name), the largest first. ``like`` chooses the unit for that value instead, so that
+    ``units`` are (size, name), the largest first. ``like`` is a value that determines the unit instead, so that
     neighbouring numbers agree."""
     if value is None:
         return NONE
@@ -26,7 +26,7 @@ def scaled(value: float | None, units: Units, like: float | None = None) -> str:
 
 
 def of_spread(value: Spread | None, digits: int = 4) -> str:
-    """Return ``3.214 ± 0.012 (5)``; without a standard deviation where there is one value."""
+    """Return ``3.214 ± 0.012 (5)``; without a standard deviation for a single value."""
     if value is None:
         return NONE
     if value.sd is None:
@@ -40,7 +40,7 @@ def of_spread(value: Spread | None, digits: int = 4) -> str:
 
 
 def split_difference(value: Difference | None) -> tuple[str, str]:
-    """Return ``+0.050`` and ``[+0.031, +0.069]``; an empty interval where there is none."""
+    """Return ``+0.050`` and ``[+0.031, +0.069]``; an empty interval if there is none."""
     if value is None:
         return NONE, ""
     low, high = value.shown
@@ -51,7 +51,7 @@ def split_difference(value: Difference | None) -> tuple[str, str]:
 
 
 def of_difference(value: Difference | None) -> str:
-    """Return ``+0.050 [+0.031, +0.069]``; without an interval where there is none."""
+    """Return ``+0.050 [+0.031, +0.069]``; without an interval if there is none."""
     return " ".join(filter(None, split_difference(value)))
 
 
@@ -63,7 +63,7 @@ def show_ends(low: float | None, high: float | None) -> str:
 
 
 def _alike(low: float, high: float, *values: float) -> list[str]:
-    """Format numbers with as many places as leave two digits of half the interval: more would be noise."""
+    """Format numbers with as many places as leave two digits of half the interval, because more would be noise."""
     half = (high - low) / 2 or max(abs(low), abs(high))
     if 0.0 < half < 10.0**-MOST_PLACES:
         return [f"{value:+.2e}" for value in values]
@@ -71,12 +71,12 @@ def _alike(low: float, high: float, *values: float) -> list[str]:
 
 
 def _places(value: float) -> int:
-    """Places after the point that leave two digits of the rounded number: 0.0999... is 0.10."""
+    """Return the places after the point that leave two digits of the rounded number: 0.0999... is 0.10."""
     return min(MOST_PLACES, max(0, 1 - int(f"{value:.1e}".partition("e")[2]))) if value > 0.0 else 0
 
 
 def of_quartiles(value: Quartiles | None, units: Units) -> str:
-    """Return ``182 ms [180, 185]``, the quartiles in the unit of the median; none of fewer than three values."""
+    """Return ``182 ms [180, 185]``, with the quartiles in the median's unit; without quartiles below three values."""
     if value is None:
         return NONE
     size, name = next((unit for unit in units if value.median >= unit[0]), units[-1])
@@ -98,7 +98,6 @@ def of_phases(values: Sequence[float | None], step: Quartiles | None) -> str:
 
 
 def of_share(value: float | None) -> str:
-    """Return a share as a percentage."""
     if value is None:
         return NONE
     return f"{value:.1%}" if abs(value) < 0.1 else f"{value:.0%}"
@@ -110,29 +109,29 @@ def of_factor(value: float | None) -> str:
 
 
 def show_ratio(mean: float, low: float | None, high: float | None) -> str:
-    """Return a ratio as ``0.58 [0.57, 0.60]``; without an interval where there is none, or where it has no width."""
+    """Return a ratio as ``0.58 [0.57, 0.60]``; without an interval if there is none, or if it has no width."""
     return f"{mean:.2f}" + (f" [{low:.2f}, {high:.2f}]" if low is not None and high is not None and low < high else "")
 
 
 def of_ratio(value: Difference | None) -> str:
-    """Return a ratio as :func:`show_ratio` does; a dash for None."""
+    """Return a ratio like :func:`show_ratio`; a dash for None."""
     return NONE if value is None else show_ratio(value.mean, *value.shown)
 
 
 def split_change(value: Difference | None) -> tuple[str, str]:
-    """Return a ratio as ``-18.4 %`` and ``[-19.6, -17.1]``; an empty interval where there is none."""
+    """Return a ratio as ``-18.4 %`` and ``[-19.6, -17.1]``; an empty interval if there is none."""
     if value is None:
         return NONE, ""
     return _split_ratio(value.mean, *value.shown)
 
 
 def of_change(value: Difference | None) -> str:
-    """Return a ratio as ``-18.4 % [-19.6, -17.1]``; without an interval where there is none."""
+    """Return a ratio as ``-18.4 % [-19.6, -17.1]``; without an interval if there is none."""
     return " ".join(filter(None, split_change(value)))
 
 
 def show_change(mean: float, low: float | None, high: float | None) -> str:
-    """Return a ratio and the ends of its interval, as :func:`of_change` does."""
+    """Return a ratio and the ends of its interval, like :func:`of_change`."""
     return " ".join(filter(None, _split_ratio(mean, low, high)))
 
 
@@ -142,7 +141,7 @@ def _split_ratio(*ratio: float | None) -> tuple[str, str]:
 
 
 def of_p(value: Difference | None) -> str:
-    """Return the p value that a statement rests on: ``0.031``, ``<0.001``."""
+    """Return the p value behind a statement: ``0.031``, ``<0.001``."""
     return of_p_value(None if value is None else value.decisive_p)
 
 

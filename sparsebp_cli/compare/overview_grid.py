@@ -1,4 +1,4 @@
-"""All tables of a comparison as plain text cells, for the terminal, for Markdown and for the report."""
+"""Make all tables of a comparison as plain text cells, for the terminal, for Markdown and for the report."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ MOST_CHANGED_GROUPS = 4  # columns in one table of recipe differences
 
 def grids(comparison: Comparison, *, everything: bool = False) -> list[Grid]:
     """Return every table that has rows: differences, quality, controls, a publication's claims, speed, cost, the gain
-    of choosing, excluded runs. ``everything`` adds the examples of groups that have enough seeds, for which a terminal
-    has no room."""
+    of choosing, excluded runs. ``everything`` adds the examples of groups that have enough seeds, which do not fit a
+    terminal."""
     tables = [*_changes(comparison), _confounds(comparison), *quality_grids(comparison, everything=everything)]
     tables += [] if comparison.published is None else [make_grid(comparison.published)]
     spent = _spent(comparison)
@@ -100,7 +100,7 @@ def find_gains(
 
 
 def _spent(comparison: Comparison) -> Grid:
-    """Return the table of what all steps cost; without rows where runs did not count each step."""
+    """Return the table of the cost of all steps; without rows if runs did not count each step."""
     rows = [
         (
             group.label,
@@ -123,14 +123,13 @@ def _spent(comparison: Comparison) -> Grid:
 
 
 def memory_grids(comparison: Comparison) -> list[Grid]:
-    """Return the memory table of whole runs, without rows when nothing was measured, and that of watched steps, if
-    any."""
+    """Return the memory table of whole runs (without rows if nothing was measured), and that of traced steps if any."""
     steps = _step_memory([(group.label, group.cost) for group in comparison.groups])
     return [_memory(comparison), *([steps] if steps.rows else [])]
 
 
 def _step_memory(costs: Sequence[tuple[str, Cost]]) -> Grid:
-    """Return the table of watched steps from labels and costs of all groups; without rows when no step was watched."""
+    """Return the table of traced steps from labels and costs of all groups; without rows if no step was traced."""
     rows = []
     for label, cost in costs:
         if (split := cost.step_peak) is not None:
@@ -244,8 +243,8 @@ def _show_value(value: object) -> str:
 
 
 def quality_grids(comparison: Comparison, *, everything: bool) -> list[Grid]:
-    """Return the tables about quality: quality, margin, examples, equal cost, time to a target, controls. Some may be
-    without rows. ``everything`` adds the examples of groups that have enough seeds."""
+    """Return the tables about quality: quality, margin, examples, equal cost, time to a target, controls. Some may have
+    no rows. ``everything`` adds the examples of groups that have enough seeds."""
     return [
         _quality(comparison),
         _margin(comparison),

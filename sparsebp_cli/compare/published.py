@@ -1,4 +1,4 @@
-"""Numbers that a publication claims, beside those that were measured in its setting, or in a small copy of it."""
+"""Compare a publication's claimed numbers with those measured in its setting, or in a small copy of it."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from sparsebp_cli.compare.statistics import Spread, spread
 
 
 @dataclass(frozen=True)
-class Claim:
+class PaperClaim:
     """A number of a publication, as a study's file gives it."""
 
     arm: str
     metric: str
     value: float
     where: str
-    of: str = ""  # the arm by whose value that of ``arm`` is divided; empty: the value itself
+    of: str = ""  # the variant whose value divides that of ``arm``; empty: the value itself
 
 
 @dataclass(frozen=True)
 class Paper:
-    """A publication and its claims; ``scaled`` is what a small copy of its setting has in place of it."""
+    """A publication and its claims. ``scaled`` lists how a small copy of its setting differs from it."""
 
     title: str
     link: str
-    claims: tuple[Claim, ...] = ()
+    claims: tuple[PaperClaim, ...] = ()
     scaled: tuple[str, ...] = ()
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Paper:
-        """Read one that ``to_json`` wrote."""
-        claims = tuple(Claim(**claim) for claim in content["claims"])
+        """Read a paper that ``to_json`` wrote."""
+        claims = tuple(PaperClaim(**claim) for claim in content["claims"])
         return cls(str(content["title"]), str(content["link"]), claims, tuple(map(str, content["scaled"])))
 
     def to_json(self) -> dict[str, Any]:
@@ -51,15 +51,15 @@ class ClaimedNumber:
     """A claimed number beside the measured one.
 
     Args:
-        label: Label of the group that it is about; the name of its arm where no run of it counts.
+        label: Label of its group; the name of its variant if no run of it counts.
         metric: Name of the metric.
-        of: Label of the group by whose value it is divided; empty: the value itself.
-        claimed: The number of the publication.
-        where: Where it stands there.
-        measured: The same over the runs that count, or over pairs of a seed for a ratio; None without any.
-        difference: Mean of the measured ones minus the claimed one; None in a small copy of the setting, of which
-            nothing follows for the claim.
-        missing: Why nothing was measured; empty where it was.
+        of: Label of the group whose value divides it; empty for the value itself.
+        claimed: The number in the publication.
+        where: Where the publication states it.
+        measured: The same over the runs that count, or for a ratio over pairs of equal seed; None without any.
+        difference: Mean of the measured numbers minus the claimed one; None in a small copy of the setting, which says
+            nothing about the claim.
+        missing: Why nothing was measured; empty if it was.
     """
 
     label: str
@@ -74,13 +74,12 @@ class ClaimedNumber:
 
 @dataclass(frozen=True)
 class Published:
-    """A publication beside what was measured.
+    """A publication beside the measurements.
 
     Args:
         title: Authors, title and year.
         link: Where it can be read.
-        scaled: What the runs have in place of the publication's setting, each as ``key=value``; empty: it is that
-            setting.
+        scaled: How the runs differ from the publication's setting, each as ``key=value``; empty if they do not.
         numbers: Its claims.
     """
 
@@ -97,15 +96,15 @@ def hold_beside(
 
     Args:
         paper: The claims.
-        counted: Name of an arm to its runs that count.
-        labels: Name of an arm to its label in the comparison.
-        withheld: Names of the arms whose step times cannot be believed.
+        counted: Name of a variant to its runs that count.
+        labels: Name of a variant to its label in the comparison.
+        withheld: Names of the variants whose step times are withheld.
 
     Returns:
-        The claims, each beside what was measured.
+        The claims, each beside the measurement.
     """
 
-    def measure(claim: Claim) -> ClaimedNumber:
+    def measure(claim: PaperClaim) -> ClaimedNumber:
         arms = [claim.arm, *([claim.of] if claim.of else [])]
         missing = ""
         if claim.metric.startswith("time/") and any(arm in withheld for arm in arms):
@@ -121,7 +120,7 @@ def hold_beside(
     return Published(paper.title, paper.link, paper.scaled, tuple(map(measure, paper.claims)))
 
 
-def _measure(claim: Claim, counted: Mapping[str, Sequence[LoadedRun]]) -> Spread | None:
+def _measure(claim: PaperClaim, counted: Mapping[str, Sequence[LoadedRun]]) -> Spread | None:
     reduce = _find_reducer(claim.metric)
     values = {run.seed: value for run in counted.get(claim.arm, ()) if (value := reduce(run, claim.metric)) is not None}
     if not claim.of:
@@ -131,7 +130,7 @@ def _measure(claim: Claim, counted: Mapping[str, Sequence[LoadedRun]]) -> Spread
 
 
 def _find_reducer(metric: str) -> Callable[[LoadedRun, str], float | None]:
-    """Return how the values of a run become one: by what the metric is about."""
+    """Choose the reducer (final, largest, median or mean) for a metric."""
     if metric.startswith(("eval/", "test/")):
         return lambda run, name: next((x for x in run.evaluations(name)[-1:] if math.isfinite(x)), None)
     if metric.startswith("memory/"):
@@ -146,7 +145,7 @@ def _over(reduce: Callable[[Sequence[float]], float], values: Sequence[float]) -
 
 
 def make_grid(published: Published) -> Grid:
-    """Return the table: claimed, measured, and their difference where the setting is the paper's."""
+    """Return the table: claimed, measured, and their difference if the setting is the paper's."""
     rows = []
     for number in published.numbers:
         what = f"{number.metric} of {number.of}" if number.of else number.metric
@@ -170,7 +169,7 @@ def _note(published: Published) -> str:
 
 
 def _find_units(number: ClaimedNumber) -> show.Units | None:
-    """Return the units of a number; None for one that has none, as a ratio."""
+    """Return the units of a number; None for a number without a unit, such as a ratio."""
     if number.of:
         return None
     known = {"memory/": BYTES, "time/": SECONDS, "flops/": FLOPS}

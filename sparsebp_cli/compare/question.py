@@ -1,4 +1,4 @@
-"""The options of a comparison, and their defaults from the runs: baseline, metric, labels."""
+"""Define the options of a comparison, and derive their defaults from the runs: baseline, metric, labels."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ Way = Literal["lower", "higher", ""]
 
 LOWER = {"loss", "perplexity", "ppl", "error", "wer", "cer", "mse", "rmse", "mae", "nll", "bpb", "bpc", "bpw"}
 HIGHER = {"accuracy", "acc", "f1", "bleu", "chrf", "rouge", "auc", "auroc", "precision", "recall", "mcc", "iou"}
-# Words that reverse or change the meaning: scikit-learn's neg_log_loss is better when higher, time_to_accuracy is a
-# time, and the spread of a loss is not a loss.
+# Words that reverse or change the meaning: scikit-learn's neg_log_loss is better if higher, time_to_accuracy is a time,
+# and the spread of a loss is not a loss.
 TURNED = {"neg", "negative", "minus", "inverse", "one", "1", "delta", "diff", "gap", "scale", "aux", "balance"}
 TURNED |= {"time", "seconds", "steps", "to", "std", "sd", "var", "variance"}
 
 
 def better(metric: str) -> Way:
-    """Return ``lower``, ``higher``, or empty where the name does not tell. For a metric of another program the last
-    word decides: ``eval_loss``, ``test/f1``, ``valWER``."""
+    """Return ``lower``, ``higher``, or empty if the name does not tell. For a metric of another program the last word
+    decides: ``eval_loss``, ``test/f1``, ``valWER``."""
     if metric in METRICS:
         return METRICS[metric].better
     *before, word = re.split(r"[/_.\- ]+", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", metric).lower())
@@ -43,14 +43,14 @@ def better(metric: str) -> Way:
 class Reducer:
     """How a run's evaluations become one number."""
 
-    # ``final`` (after the last step), ``best`` (of all evaluations; favours runs that were evaluated more often), or
-    # ``mean`` (of the last evaluations)
+    # ``final`` (after the last step), ``best`` (of all evaluations; favours runs with more evaluations), or ``mean``
+    # (of the last evaluations)
     kind: str = "final"
-    last: int = 1  # of ``mean``: how many evaluations, at least 2
+    last: int = 1  # for ``mean``: number of evaluations, at least 2
 
     @classmethod
     def parse(cls, text: str) -> Reducer:
-        """Parse ``final``, ``best`` or ``mean:K``; raises ``UsageError`` for anything else."""
+        """Parse ``final``, ``best`` or ``mean:K``. Raise ``UsageError`` for anything else."""
         if text in {"final", "best"}:
             return cls(text)
         if (match := re.fullmatch(r"mean:([1-9][0-9]{0,3})", text)) and int(match[1]) > 1:
@@ -63,22 +63,22 @@ class Reducer:
         return f"mean of last {self.last} evaluations" if self.kind == "mean" else self.kind
 
     def reduce(self, values: Sequence[float], *, higher_is_better: bool) -> float | None:
-        """Return the number; None when there are too few evaluations, not finite when the last one is not. ``values``
-        are in the order of steps, the last one after the last step. ``higher_is_better`` is for ``best``."""
+        """Return the number; None if there are too few evaluations, not finite if the last one is not. ``values`` are
+        in the order of steps, the last one after the last step. ``higher_is_better`` is used by ``best``."""
         if not values or len(values) < self.last:
             return None
         if not math.isfinite(values[-1]):
-            return values[-1]  # a run that diverged in the end has diverged, whatever its earlier values
+            return values[-1]  # a run that diverged at the end has diverged, whatever its earlier values
         if self.kind == "best":
             finite = [value for value in values if math.isfinite(value)]
             return max(finite) if higher_is_better else min(finite)
         return statistics.fmean(values[-self.last :])
 
 
-LONGEST_LABEL = 64  # as long as a recipe's name may be; those of other programs have no limit
+LONGEST_LABEL = 64  # as long as a recipe's name may be; names of other programs have no limit
 FEWEST_DIGITS = 4
 
-# Metrics that are read once, after the last step, and their counterparts that are evaluated during training.
+# Metrics read once, after the last step, and their counterparts that are evaluated during training.
 COURSES = {
     names.TEST_LOSS.name: names.EVAL_LOSS.name,
     names.TEST_ACCURACY.name: names.EVAL_ACCURACY.name,
@@ -96,24 +96,24 @@ Members = Mapping[str, Sequence[LoadedRun]]
 class Question:
     """The options of a comparison."""
 
-    # name, group hash or run id of the baseline; None takes the first dense group, else the first one with exact
-    # policies alone, else the first one
+    # name, group hash or run id of the baseline; None: the first dense group, else the first group with only exact
+    # policies, else the first group
     baseline: str | None = None
-    # the quality metric; None takes the loss, or the accuracy of classification, on the test split where every finished
-    # run has it, else on the validation split
+    # the quality metric; None: the loss (for classification the accuracy), on the test split if every finished run has
+    # it, else on validation
     metric: str | None = None
-    # in the metric's unit, how much worse still counts as not worse; None makes no such statement
+    # in the metric's unit, by how much a worse result still counts as not worse; None: no such statement
     margin: float | None = None
     reducer: Reducer = field(default_factory=Reducer)  # how a run's evaluations become one number
-    target: float | None = None  # A value of the metric whose first reaching is measured; None: none
-    curves: tuple[str, ...] = ()  # further metrics whose curves are needed
+    target: float | None = None  # a value of the metric whose first reaching is measured; None: none
+    curves: tuple[str, ...] = ()  # additional metrics whose curves are needed
     better: Way = ""  # the better direction of the metric; empty: by its name
     grouping: Grouping = field(default_factory=Grouping)  # the keys that decide which runs form a group
-    # of a study: run name to the standard error of what tuning chose for it, in the metric's unit, by metric
+    # for a study: run name to the standard error of its tuned values, in the metric's unit, by metric
     choice: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    tuned_by: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # run name to the arms that tuned its values
-    is_complete: bool = True  # whether all runs that were planned are there; without them nothing is stated on quality
-    paper: Paper | None = None  # of a study: the publication whose numbers are shown beside the measured ones
+    tuned_by: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # run name to the variants that tuned it
+    is_complete: bool = True  # whether all planned runs exist; without them there is no statement on quality
+    paper: Paper | None = None  # for a study: the publication whose numbers are shown
 
 
 def find_baseline(members: Members, wanted: str | None, labels: Mapping[str, str]) -> str:
@@ -146,14 +146,14 @@ def find_dense(members: Members) -> list[str]:
 
 def find_course(metric: str, declared: Collection[str] = ()) -> str:
     """Return the metric that is evaluated during training: for a test metric the validation's. ``declared`` are the
-    names that runs declared themselves, both splits of each."""
+    names that runs declared, for both splits."""
     if metric in declared and metric.startswith("test/"):
         return f"eval/{metric.removeprefix('test/')}"
     return COURSES.get(metric, metric)
 
 
 def find_declared(runs: Iterable[LoadedRun], metric: str) -> Metric | None:
-    """Return a metric of SparseBP, or one that runs declared when they measured it; None where nobody did. Raise
+    """Return a metric of SparseBP, or one that runs declared when they measured it; None if unknown. Raise
     ``UsageError`` if two runs declared different directions."""
     declared = [run.history.facts.get("metrics", {}) for run in runs]
     ways = sorted({one[metric]["better"] for one in declared if metric in one})
@@ -170,7 +170,7 @@ def choose_metric(runs: Sequence[LoadedRun], question: Question) -> str:
     classify = all(run.flat.get("dataset.format") == "classification" for run in runs)
     scored = any(names.EVAL_ACCURACY.name in run.history.metrics for run in runs)
     usual = names.EVAL_ACCURACY if classify and scored else names.EVAL_LOSS
-    # What all recipes say that they are judged by.
+    # The metric that all recipes name for judging.
     named = next(iter(wanted)) if len(wanted) == 1 else None
     held_out = named if isinstance(named, str) else usual.name
     test = held_out.replace("eval/", "test/", 1)
@@ -181,8 +181,8 @@ def choose_metric(runs: Sequence[LoadedRun], question: Question) -> str:
 
 
 def choose_way(question: Question, metric: str, known: Metric | None = None) -> Way:
-    """Return the better direction of the metric: as ``known``, which declares it, else by the user's option, else by
-    its name; empty: unknown. Raises ``UsageError`` if the option contradicts a declaration, or a question needs a
+    """Return the better direction of the metric: from its declaration ``known``, else from the user's option, else from
+    its name; empty if unknown. Raise ``UsageError`` if the option contradicts a declaration, or a question needs a
     direction."""
     ours = known.better if known is not None else ""
     if ours and question.better and question.better != ours:
@@ -195,7 +195,7 @@ def choose_way(question: Question, metric: str, known: Metric | None = None) -> 
     }
     for option in (option for option, is_set in needy.items() if is_set and not way):
         raise UsageError(
-            f"{option}: the name {metric!r} does not show whether more of it is better: add --better lower or higher"
+            f"{option}: the name {metric!r} does not show if higher is better: add --better lower or higher"
         )
     return way
 

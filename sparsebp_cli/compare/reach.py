@@ -1,9 +1,9 @@
-"""Measures how soon runs reach a value of the metric, with censoring where some never do.
+"""Measure how soon runs reach a value of the metric, with censoring if some never do.
 
-A run that never reaches it would have taken longer than it trained, by an unknown amount; leaving it out would keep the
-winners. So with any censored run there is no interval, and the mean is a lower bound in which such runs count with all
-of their training. A run that is evaluated ten times as often shows the crossing earlier, so only the steps count at
-which all runs were evaluated.
+A run that never reaches the value would have needed an unknown time beyond its training. Leaving it out would keep only
+the winners. So with any censored run there is no interval. The mean is then a lower bound, in which such runs count
+with all of their training. A run with ten times as many evaluations shows the crossing earlier, so only steps at which
+all runs were evaluated count.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ class Goal:
     """The value to be reached."""
 
     metric: str  # name of the quality metric
-    target: float  # the value
+    target: float  # the value to reach
     higher_is_better: bool  # the direction in which the value is passed
-    steps: frozenset[int]  # at which all runs that got so far were evaluated; see :func:`find_common_steps`
+    steps: frozenset[int]  # steps at which all runs that came so far were evaluated; see :func:`find_common_steps`
 
     def find(self, run: LoadedRun) -> Point | None:
-        """Return the first evaluation at or past the value; None without one. Nothing is interpolated."""
+        """Return the first evaluation at or past the value, without interpolation; None if there is none."""
         for point in run.curve(self.metric):
             past = point.value >= self.target if self.higher_is_better else point.value <= self.target
             if past and point.step in self.steps:
@@ -38,7 +38,7 @@ class Goal:
 def find_common_steps(runs: Sequence[LoadedRun], name: str) -> frozenset[int]:
     """Return the steps at which every run that was still training was evaluated."""
     evaluated = [steps for run in runs if (steps := {point.step for point in run.curve(name)})]
-    # By identity, as a set has no hash.
+    # Compare by identity, because a set has no hash.
     last = {id(steps): max(steps) for steps in evaluated}
     return frozenset(
         step for step in set().union(*evaluated) if all(step in steps for steps in evaluated if last[id(steps)] >= step)

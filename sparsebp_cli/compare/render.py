@@ -1,4 +1,4 @@
-"""Renders a comparison as JSON, CSV, Markdown or LaTeX."""
+"""Render a comparison as JSON, CSV or Markdown."""
 
 from __future__ import annotations
 
@@ -16,28 +16,25 @@ from rich.text import Text
 from sparsebp_cli.compare.answer import answer_grid
 from sparsebp_cli.compare.comparison import Comparison
 from sparsebp_cli.compare.grid import Grid
-from sparsebp_cli.compare.latex import to_latex
 from sparsebp_cli.compare.overview_grid import grids
 from sparsebp_cli.compare.view import View, view_grids
 from sparsebp_cli.compare.words import say_briefly
 from sparsebp_cli.errors import UsageError, did_you_mean
 
-FORMATS = ("json", "csv", "md", "latex")
+FORMATS = ("json", "csv", "md")
 CSV_COLUMNS = ("level", "group", "label", "run", "seed", "state", "counts", "figure", "value")
 
 
 def render(comparison: Comparison, format: str, view: View | None = None) -> str:  # noqa: A002 - the option's own name
-    """Return a comparison as ``json`` (everything, with ``schema``), ``csv`` (one number a line), ``md`` or ``latex``
-    (the leaderboard). ``view`` restricts ``md``; None is everything. The text ends with a line break. Raises
-    ``UsageError`` for another format."""
+    """Return a comparison as ``json`` (everything, with ``schema``), ``csv`` (one number a line) or ``md``. ``view``
+    restricts ``md``; None means everything. The text ends with a line break. Raise ``UsageError`` for another format.
+    """
     if format == "json":
         return json.dumps(asdict(comparison), indent=1, allow_nan=False, ensure_ascii=False) + "\n"
     if format == "csv":
         return _to_csv(comparison)
     if format == "md":
         return _to_markdown(comparison, view or View())
-    if format == "latex":
-        return to_latex(comparison)
     raise UsageError(f"the format must be one of {', '.join(FORMATS)}, got {format!r}{did_you_mean(format, FORMATS)}")
 
 
@@ -110,15 +107,15 @@ NARROWEST, GAP = 12, 2
 
 
 def answer(comparison: Comparison) -> list[RenderableType]:
-    """Return a sentence for each group, and one table. Warnings are the caller's, who knows how much room is left."""
+    """Return a sentence for each group, and one table. The caller knows the remaining space and prints warnings."""
     found = [(group.label, say_briefly(group.label, group.statements)) for group in comparison.groups]
     said = [Text.assemble((f"{label}: ", "bold"), text) for label, text in found]
     return [*said, _Fitting(answer_grid(comparison), is_short=True)]
 
 
 def table(comparison: Comparison, view: View | None = None, *, explained: bool = True) -> list[RenderableType]:
-    """Return tables, then warnings, then a verdict for each group; for a single view its tables alone. ``explained``
-    adds what the columns mean."""
+    """Return tables, then warnings, then a verdict for each group; for a single view only its tables. ``explained``
+    adds the meaning of the columns."""
     parts: list[RenderableType] = []
     whole = view is None or view.kind == "overview"
     for grid in grids(comparison) if view is None or whole else view_grids(comparison, view):
@@ -135,7 +132,7 @@ def table(comparison: Comparison, view: View | None = None, *, explained: bool =
 
 
 class _Command:
-    """One line that is never wrapped; not a rich text, because the console joins texts and wraps the whole."""
+    """One line that is never wrapped. It is not a rich text, because the console joins texts and wraps the whole."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -145,7 +142,7 @@ class _Command:
 
 
 class _Fitting:
-    """A table if its numbers have room; otherwise a list for each row. No number is ever cut."""
+    """A table if its numbers fit; otherwise a list for each row. Numbers are never cut."""
 
     def __init__(self, grid: Grid, *, is_short: bool = False) -> None:
         self.grid, self.is_short = grid, is_short
@@ -158,7 +155,7 @@ class _Fitting:
 
 
 def _needed(grid: Grid) -> int:
-    """The needed columns of a screen: numbers need all of their width, words can be folded to twelve letters."""
+    """Return the screen columns that a table needs: full width for numbers, at most twelve letters for words."""
     widths = [max(map(cell_len, column)) for column in zip(grid.columns, *grid.rows, strict=True)]
     return sum(
         min(width, NARROWEST) if grid.has_words(place) else width for place, width in enumerate(widths)

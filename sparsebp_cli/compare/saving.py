@@ -1,7 +1,7 @@
-"""What the policies of runs save against dense: one limit, one speed and one share reached, for every output.
+"""Compute what policies save against dense: one limit, one speed-up and one fraction reached, for every output.
 
 The work is that of all steps, in counted FLOPs. Probes time dense and policy on a few batches, whose shape may be rare.
-So a probe tells only how long a FLOP of the policy takes, and which share of the counted FLOPs the policy declared.
+So a probe determines only the policy's time per FLOP, and which fraction of the counted FLOPs the policy declared.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sparsebp_cli.compare.whole import split_runs
 from sparsebp_cli.run import metric
 from sparsebp_cli.run.policy_phase import split_series
 
-LEAST_LIMIT = 1.001  # a smaller limit leaves nothing to reach
+LEAST_LIMIT = 1.001  # with a smaller limit there is nothing to reach
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,11 @@ class Saving:
     """The saving in forward and backward, over all steps of all runs of a group.
 
     Args:
-        limit: The largest speed-up if time fell as FLOPs do, by what the policies declare; None where they declare
-            nothing.
-        speed: The speed-up by the time that a FLOP takes in the probes; None without a timed probe.
-        reached: Share of the time that the limit would save; None where there is nothing to save, or no timed probe.
+        limit: The largest speed-up, if time were proportional to the FLOPs that the policies declare; None if they
+            declare nothing.
+        speed: The speed-up by the time per FLOP in the probes; None without a timed probe.
+        reached: Fraction of the time saving at the limit that was reached; None if nothing can be saved, or without a
+            timed probe.
         reached_low: The same by the slower quartile of the probes.
         probes: Number of timed probes.
     """
@@ -41,7 +42,7 @@ class Saving:
 
 
 def find_saving(runs: Sequence[LoadedRun]) -> Saving:
-    """Return what the runs of one recipe save. Older runs count no step but those of probes, which stand in."""
+    """Return what the runs of one recipe save. Older runs count only probed steps, so use these."""
     shares = [_count_all(run) for run in runs]
     if not all(shares):
         timed, limit = probe_ratio(runs), find_limit(runs)
@@ -72,8 +73,8 @@ def _make(limit: float | None, ratios: tuple[float, float] | None, probes: int) 
 
 
 def _count_all(run: LoadedRun) -> dict[int, float]:
-    """Return the FLOPs of forward and backward of all steps by phase, over those of dense steps on the same batches.
-    Trial passes are no part of them. Empty for older runs."""
+    """Return the FLOPs of forward and backward of all steps by phase, over those of dense steps on the same batches,
+    without trial passes. Return an empty mapping for older runs."""
     step, update, trials, dense, dense_update = (
         run.series(name.name)
         for name in (
@@ -107,6 +108,6 @@ def _declared(run: LoadedRun) -> dict[int, float]:
 
 
 def _seconds_per_flop(run: LoadedRun) -> dict[int, float]:
-    """Return the seconds of a FLOP of the policy over those of a FLOP of dense, by step of a probe."""
+    """Return the policy's seconds per FLOP over dense's, by step of a probe."""
     counted = count_probed(run)
     return {step: ratio / counted[step] for step, ratio in time_probes(run).items() if counted.get(step, 0.0) > 0.0}

@@ -1,8 +1,8 @@
-"""A sequential trial: adds seeds until a margin is decided, with a fixed chance of error over all interim looks.
+"""Run a sequential trial: add seeds until a margin is decided, with a fixed chance of error over all interim looks.
 
 A test after every seed that stops at the first significant result is wrong far more often than 5%. So there are few
 looks, fixed before the first (after 3, 5, 8, 12, 18, ... shared seeds), and the chance of a wrong answer is split
-evenly over looks and groups (Bonferroni): over all looks together, any wrong answer has a chance of at most 5%.
+evenly over looks and groups (Bonferroni): over all looks together, it is at most 5%.
 
 A trial writes its question and its looks into the folders of its runs (``trial.json``) and into their store. A later
 comparison of those runs with the same metric and margin repeats the same looks and so gives the trial's answer.
@@ -26,13 +26,13 @@ GROWTH = 1.5
 
 
 def plan_looks(num_seeds: int) -> tuple[int, ...]:
-    """Return after how many seeds to look: growing numbers that end with ``num_seeds``. Raises ``UsageError`` for fewer
-    than 3 seeds, which can never decide."""
+    """Return the numbers of seeds after which to look: growing numbers that end with ``num_seeds``. Raise
+    ``UsageError`` below 3 seeds, which can never decide."""
     if num_seeds < FEWEST_PAIRS:
         raise UsageError(f"--until-ci needs at least {FEWEST_PAIRS} seeds to choose from, got {num_seeds}")
     looks = [FEWEST_PAIRS]
     while looks[-1] < num_seeds:
-        # Halves go up: Python rounds them to even numbers, so 4.5 would be 4.
+        # Round halves up: Python rounds them to even numbers, so 4.5 would be 4.
         looks.append(min(num_seeds, round(looks[-1] * GROWTH + 0.01)))
     return tuple(looks)
 
@@ -46,21 +46,21 @@ class Trial:
     worse_is_up: bool
 
     def __init__(self, groups: Sequence[str], num_seeds: int, margin: float, *, worse_is_up: bool) -> None:
-        """Fix the looks and the level of each. One or more groups are compared, on at most ``num_seeds``."""
+        """Fix the looks and the level of each. One or more groups are compared, on at most ``num_seeds`` seeds."""
         self.looks = plan_looks(num_seeds)
-        # Split evenly, which can be checked by hand. See decision 10.
+        # Split evenly, so that it can be checked by hand. See decision 10.
         self.level = LEVEL / (len(self.looks) * len(groups))
         self.margin, self.worse_is_up = margin, worse_is_up
         self.answers: dict[str, NotWorse | None] = dict.fromkeys(groups)
 
     @property
     def open(self) -> list[str]:
-        """Groups that are not decided."""
+        """The groups that are not decided."""
         return [group for group, found in self.answers.items() if found is None or found.answer == "inconclusive"]
 
     def look(self, values: Mapping[str, Mapping[int, float]], baseline: Mapping[int, float]) -> None:
-        """Test every undecided group. ``values`` are seed to quality for each group, ``baseline`` the same for the
-        baseline."""
+        """Test every undecided group. ``values`` maps each group to seed and quality; ``baseline`` maps the baseline's
+        seeds."""
         for group in self.open:
             difference = paired_difference(values.get(group, {}), baseline)
             found = decide_all([difference], self.margin, worse_is_up=self.worse_is_up, level=self.level)[0]
@@ -74,18 +74,18 @@ class Looks:
     metric: str  # the quality metric
     margin: float  # how much worse still counts as not worse
     baseline: str  # group hash
-    groups: tuple[str, ...]  # group hashes that are compared with it
+    groups: tuple[str, ...]  # hashes of the groups that are compared with it
     seeds: tuple[int, ...]  # all seeds that it may use, in the order of their runs
     made: tuple[int, ...]  # numbers of seeds after which it looked
 
     def save(self, run_folder: Path) -> None:
-        """Write the file into a run's folder, atomically; a later trial replaces it."""
+        """Write the file into a run's folder, atomically. A later trial replaces it."""
         file = RunFolder(run_folder).trial_file
         durable.write_file(file, json.dumps(asdict(self)))
 
     @classmethod
     def load(cls, run_folder: Path) -> Looks | None:
-        """Read a run's file; None when it is missing or damaged."""
+        """Read a run's file; None if it is missing or damaged."""
         try:
             return cls.parse(read_bounded(RunFolder(run_folder).trial_file, LARGEST_SMALL).decode())
         except (OSError, ValueError):
@@ -93,7 +93,7 @@ class Looks:
 
     @classmethod
     def parse(cls, text: str) -> Looks | None:
-        """Parse the text that :meth:`save` wrote, or a store's tag of it; None when it is damaged."""
+        """Parse the text that :meth:`save` wrote, or a store's tag with it; None if it is damaged."""
         try:
             found = json.loads(text)
             return cls(

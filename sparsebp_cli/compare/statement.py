@@ -1,8 +1,8 @@
-"""What a comparison states of a group, as data: tables, pictures, the report, LaTeX, JSON, gate and leaderboard read
-these objects and nothing else, and :mod:`~sparsebp_cli.compare.words` puts them into sentences last.
+"""Define statements of a comparison as data. Tables, pictures, the report, JSON, ``--fail-if`` and leaderboard read
+only these objects. :mod:`~sparsebp_cli.compare.words` turns them into sentences last.
 
-A number that may not be shown, such as a step time of a busy machine, is in no statement and in no other field of the
-comparison: what stands in its place is the reason. So a face of a comparison cannot print it.
+Withheld numbers, such as a step time of a busy machine, are in no statement and in no other field of the comparison,
+only their reason is. So no output can print them.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ Outcome = Literal[
 
 Subject = Literal[
     "quality",  # the metric against the baseline's; a group's first statement
-    "common step",  # of trainings of unequal length or batch: the metric at the last step that both evaluated
+    "common step",  # for trainings of unequal length or batch: the metric at the last step that both evaluated
     "examples",  # two trained models on the same held-out examples
     "margin",  # whether it is not worse by more than the margin
     "cost",  # FLOPs of all steps
     "step time",  # whole steps of two runs
-    "memory",  # what a step holds
-    "random",  # against the control that draws at random
+    "memory",  # memory that a step holds
+    "random",  # against the random control
     "equal cost",  # against the best dense of equal cost
-    "circumstance",  # what else has to be known
+    "circumstance",  # other facts that readers need
 ]
 
-# The outcomes of quality, from what has to be read first to what says least; those of other subjects are among them.
+# The outcomes of quality, from the most urgent to the least informative; other subjects use some of them.
 OUTCOMES: tuple[Outcome, ...] = (
     "fault",
     "better",
@@ -62,15 +62,15 @@ OUTCOMES: tuple[Outcome, ...] = (
 
 @dataclass(frozen=True)
 class Number:
-    """A number that a statement rests on.
+    """A number behind a statement.
 
     Args:
-        name: Name of the metric or figure; of a control, its label.
+        name: Name of the metric or measurement; for a control, its label.
         value: A difference, a ratio, or a plain number.
-        low: Lower end of its interval; None without.
-        high: Upper end of the interval; None without.
-        count: Seeds or examples behind it; 0 for a plain number.
-        p: The p value that decides, corrected; None without a test.
+        low: Lower end of its interval; None without one.
+        high: Upper end of the interval; None without one.
+        count: Number of seeds or examples behind it; 0 for a plain number.
+        p: The decisive p value, corrected; None without a test.
         simultaneous: Whether the interval holds together with those of the whole family.
     """
 
@@ -84,7 +84,7 @@ class Number:
 
     @classmethod
     def of(cls, name: str, difference: Difference) -> Number:
-        """Take what may be shown of a difference or a ratio."""
+        """Return the shown part of a difference or a ratio."""
         low, high = difference.shown
         simultaneous = difference.family_low is not None
         return cls(name, difference.mean, low, high, difference.n, difference.decisive_p, simultaneous)
@@ -92,15 +92,15 @@ class Number:
 
 @dataclass(frozen=True)
 class Statement:
-    """One thing that a comparison states, never more than its numbers allow.
+    """One statement of a comparison, never stronger than its numbers support.
 
     Args:
-        outcome: Finding in one or a few fixed words. *Better* and *worse* are of equal trainings; *lower* and *higher*
-            of times, memory, and trainings of unequal length or batch; *fault* is a policy that declares itself exact
-            and is not.
+        outcome: Finding in one or a few fixed words. *Better* and *worse* apply to equal trainings; *lower* and
+            *higher* to times, memory, and trainings of unequal length or batch; *fault* is a policy that declares
+            itself exact and is not.
         subject: Aspect that was compared, such as ``quality``.
-        numbers: Numbers that it rests on, the main one first; empty where nothing may be shown.
-        reasons: Words that limit or explain it. Nothing reads them but people.
+        numbers: Numbers behind it, the main one first; empty if nothing may be shown.
+        reasons: Words that limit or explain it, for people only.
     """
 
     outcome: Outcome
@@ -109,22 +109,22 @@ class Statement:
     reasons: tuple[str, ...] = ()
 
     def number(self, name: str) -> Number | None:
-        """Return the number of that name; None without."""
+        """Return the number with that name; None if there is none."""
         return next((number for number in self.numbers if number.name == name), None)
 
     def is_gain(self, good: str) -> bool:
-        """Whether it shows a gain: bold in tables. ``good`` is the better direction of its numbers, ``lower`` or
-        ``higher``; empty where unknown."""
+        """Return whether it shows a gain, bold in tables. ``good`` is the better direction of its numbers, ``lower`` or
+        ``higher``; empty if unknown."""
         return bool(good) and self.outcome in {"better", good}
 
 
 def find_statement(statements: Iterable[Statement], subject: Subject) -> Statement | None:
-    """Return the first statement on a subject; None where there is none."""
+    """Return the first statement on a subject; None if there is none."""
     return next((statement for statement in statements if statement.subject == subject), None)
 
 
 def is_shown(number: Number, zero: float = 0.0) -> bool:
-    """Whether a number differs from ``zero``, after correction: 0 for a difference, 1 for a ratio."""
+    """Return whether a number differs from ``zero`` after correction: 0 for a difference, 1 for a ratio."""
     if number.value == zero or number.low == number.high == zero:
         return False
     return number.p is not None and number.p < LEVEL

@@ -1,9 +1,9 @@
-"""The statistics of a comparison: which of scipy's formulas are used, and when none is.
+"""Compute the statistics of a comparison with scipy's formulas, and decide when none applies.
 
 Differences are paired by seed and their 95% intervals are Student's t; a percentile bootstrap covers the truth in 74%
-of cases at three seeds. Ratios are the same on the logarithm, where "half" and "double" lie equally far from "as much".
-Several policies against one baseline are several chances to find something: S. Holm, A Simple Sequentially Rejective
-Multiple Test Procedure (1979), keeps the chance of any false find at 5%.
+of cases at three seeds. Ratios use the logarithm, where "half" and "double" are equally far from "as much". Several
+policies against one baseline are several chances to find something: S. Holm, A Simple Sequentially Rejective Multiple
+Test Procedure (1979), keeps the chance of any false find at 5%.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-FEWEST_PAIRS = 3  # a t interval of two pairs is 12.7 standard errors wide to each side
+FEWEST_PAIRS = 3  # a t interval of two pairs is 12.7 standard errors wide on each side
 FEWEST_RANKED = 6  # the smallest p of a two-sided signed-rank test is 2 / 2^n: 0.0625 at five pairs
 LEVEL = 0.95
-SAME = 1e-12  # differences that vary by less than this share of their size differ only by rounding
+SAME = 1e-12  # differences that vary by less than this fraction of their size differ only by rounding
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Spread:
 
     Args:
         mean: Arithmetic mean over the seeds.
-        sd: Sample standard deviation; None under two values.
+        sd: Sample standard deviation; None below two values.
         n: Number of values.
     """
 
@@ -60,23 +60,23 @@ class Difference:
     """A group against another, paired by seed: as a difference, or as a ratio (whose mean is geometric).
 
     Args:
-        mean: Mean over the shared seeds; without any, of the two means.
-        low: Lower end of the 95% interval; None under three shared seeds.
-        high: Upper end of the 95% interval; None under three shared seeds.
+        mean: Mean over the shared seeds; without any, the difference or ratio of the two means.
+        low: Lower end of the 95% interval; None below three shared seeds.
+        high: Upper end of the 95% interval; None below three shared seeds.
         n: Number of shared seeds, or of other pairs.
-        sd: Standard deviation of the single differences (of the logarithms, for a ratio); None under two.
-        p: p of the two-sided t test for no difference; None without an interval, or when all pairs differ by the same.
-        p_holm: The p on which a statement rests: of ``error`` and ``df``, after Holm's correction over the whole family
-            of statements; None where there is nothing to correct.
+        sd: Standard deviation of the single differences (of the logarithms, for a ratio); None below two.
+        p: p of the two-sided t test for no difference; None without an interval, or if all pairs differ equally.
+        p_holm: The p behind a statement: from ``error`` and ``df``, after Holm's correction over the whole family of
+            statements; None if there is nothing to correct.
         dropped: Seeds that only one side has, so that they are in no pair.
         pairs: Seed and difference of each pair (or ratio), in the order of seeds.
-        error: Standard error that p_holm rests on (of the logarithm, for a ratio); None: sd / sqrt(n).
-        df: Degrees of freedom of that error; None: n - 1.
+        error: Standard error behind p_holm (of the logarithm, for a ratio); None for sd / sqrt(n).
+        df: Degrees of freedom of that error; None for n - 1.
         family_low: Lower end of the simultaneous 95% interval: all of the family hold at once with that chance.
         family_high: Upper end of the simultaneous 95% interval; None without one.
-        choice_error: Standard error of what was chosen for both sides by tuning, part of every other number here; 0
-            without tuning.
-        rank_p: p of Wilcoxon's signed-rank test of the same pairs, which is robust to outliers; None under six pairs,
+        choice_error: Standard error due to tuning choices for both sides, included in all other numbers here; 0 without
+            tuning.
+        rank_p: p of Wilcoxon's signed-rank test of the same pairs, which is robust to outliers; None below six pairs,
             where it cannot be significant.
     """
 
@@ -98,17 +98,17 @@ class Difference:
 
     @property
     def shown(self) -> tuple[float | None, float | None]:
-        """The interval to show: the simultaneous one, where there is one."""
+        """The interval to show: the simultaneous one if there is one."""
         return (self.low, self.high) if self.family_low is None else (self.family_low, self.family_high)
 
     @property
     def decisive_p(self) -> float | None:
-        """The p value that a statement rests on."""
+        """The p value behind a statement."""
         return self.p if self.p_holm is None else self.p_holm
 
 
 def add_choice(difference: Difference, error: float) -> Difference:
-    """Return a difference whose interval and p include the error of a choice by tuning, which seeds do not show."""
+    """Return a difference whose interval and p include the error of a tuning choice, which seeds do not show."""
     if not error or difference.p is None or difference.sd is None:
         return difference
     whole, df = math.hypot(difference.sd / math.sqrt(difference.n), error), difference.n - 1
@@ -118,19 +118,19 @@ def add_choice(difference: Difference, error: float) -> Difference:
 
 
 def withhold_statement(difference: Difference) -> Difference:
-    """Return a difference of which nothing is stated."""
+    """Return a difference without a statement."""
     return replace(difference, low=None, high=None, p=None, rank_p=None)
 
 
 def spread(values: Sequence[float]) -> Spread | None:
-    """Return mean and standard deviation; None when there are no values."""
+    """Return mean and standard deviation; None without values."""
     if not values:
         return None
     return Spread(math.fsum(values) / len(values), statistics.stdev(values) if len(values) > 1 else None, len(values))
 
 
 def quartiles(values: Sequence[float]) -> Quartiles | None:
-    """Return median and quartiles, linear between values; None when there are no values."""
+    """Return median and quartiles, linear between values; None without values."""
     if not values:
         return None
     if len(values) == 1:
@@ -141,7 +141,7 @@ def quartiles(values: Sequence[float]) -> Quartiles | None:
 
 def paired_difference(group: Mapping[int, float], baseline: Mapping[int, float]) -> Difference | None:
     """Return the difference of two groups, paired by seed, with an interval from three shared seeds up. Both map seed
-    to value; None when one of them is empty."""
+    to value; None if one of them is empty."""
     if not group or not baseline:
         return None
     shared, dropped = sorted(group.keys() & baseline.keys()), tuple(sorted(group.keys() ^ baseline.keys()))
@@ -154,7 +154,7 @@ def paired_difference(group: Mapping[int, float], baseline: Mapping[int, float])
 
 
 def paired_ratio(group: Mapping[int, float], baseline: Mapping[int, float]) -> Difference | None:
-    """Return the ratio of two groups, paired by seed, on the logarithm; None when one is empty or a value is not
+    """Return the ratio of two groups, paired by seed, on the logarithm; None if one is empty or a value is not
     positive."""
     if any(value <= 0.0 for values in (group, baseline) for value in values.values()):
         return None
@@ -168,7 +168,7 @@ def paired_ratio(group: Mapping[int, float], baseline: Mapping[int, float]) -> D
 
 
 def _signed_rank(differences: Sequence[float]) -> float | None:
-    """Two-sided p of F. Wilcoxon's signed-rank test (1945), exact with ties too, for which scipy's takes 200 ms."""
+    """Return the two-sided p of F. Wilcoxon's signed-rank test (1945), exact with ties; scipy's takes 200 ms."""
     import numpy as np
     from scipy import stats
 
@@ -176,7 +176,7 @@ def _signed_rank(differences: Sequence[float]) -> float | None:
     if len(values) < FEWEST_RANKED:
         return None
     ranks = np.rint(2 * stats.rankdata(np.abs(values))).astype(int)  # ties have half ranks
-    chances = np.ones(1)  # of each sum of the ranks with a positive sign, if both signs are equally likely
+    chances = np.ones(1)  # chance of each sum of the ranks with a positive sign, if both signs are equally likely
     for rank in ranks:
         chances = 0.5 * (np.pad(chances, (0, rank)) + np.pad(chances, (rank, 0)))
     found = int(ranks[values > 0].sum())
@@ -184,8 +184,8 @@ def _signed_rank(differences: Sequence[float]) -> float | None:
 
 
 def summarise(differences: Sequence[float], dropped: tuple[int, ...] = ()) -> Difference:
-    """Return the mean of at least one difference, with an interval where there are three and they are not all equal.
-    Equal differences have an interval without width and no p value. ``dropped`` is copied into the result."""
+    """Return the mean of at least one difference, with an interval if there are three and they are not all equal. Equal
+    differences have an interval without width and no p value. ``dropped`` is copied into the result."""
     n, mean = len(differences), math.fsum(differences) / len(differences)
     sd = math.sqrt(math.fsum((x - mean) ** 2 for x in differences) / (n - 1)) if n > 1 else None
     if sd is None or n < FEWEST_PAIRS:
@@ -198,24 +198,24 @@ def summarise(differences: Sequence[float], dropped: tuple[int, ...] = ()) -> Di
 
 
 def quantile_t(share: float, df: float) -> float:
-    """Return the quantile of Student's t: as ``scipy.stats.t.ppf``, a hundred times faster."""
+    """Return the quantile of Student's t, like ``scipy.stats.t.ppf`` but a hundred times faster."""
     from scipy import special
 
     return float(special.stdtrit(df, share))
 
 
 def two_sided_p(statistic: float, df: float) -> float:
-    """Return the chance of a Student's t at least so far from 0."""
+    """Return the chance that a Student's t is at least this far from 0."""
     from scipy import special
 
     return float(2 * special.stdtr(df, -abs(statistic)))
 
 
 def summarise_clusters(differences: Sequence[float], clusters: Sequence[int]) -> Difference:
-    """Return the mean of differences that are correlated within clusters, such as documents; no interval under three.
-    The standard error sums over clusters (K.-Y. Liang and S. Zeger, 1986), with Student's t for one degree of freedom
-    less than there are clusters. If each difference is its own cluster, the interval is that of :func:`summarise`.
-    ``clusters`` are any numbers that identify them."""
+    """Return the mean of differences that are correlated within clusters, such as documents; without an interval below
+    three. The standard error sums over clusters (K.-Y. Liang and S. Zeger, 1986), with Student's t for one degree of
+    freedom less than there are clusters. If each difference is its own cluster, the interval equals that of
+    :func:`summarise`. ``clusters`` are any numbers that identify them."""
     import numpy as np
 
     values = np.asarray(differences)
@@ -234,7 +234,7 @@ def summarise_clusters(differences: Sequence[float], clusters: Sequence[int]) ->
 
 def holm(p_values: Sequence[float | None]) -> list[float | None]:
     """Return p values corrected for their number: the smallest times m, the next times m - 1, never decreasing. None is
-    a test that could not be made, which does not count. Compared with 5%, the results keep the chance of any false find
+    a test that could not be made; it does not count. Compared with 5%, the results keep the chance of any false find
     below it."""
     made = sorted((p, place) for place, p in enumerate(p_values) if p is not None)
     found: list[float | None] = [None] * len(p_values)

@@ -1,9 +1,9 @@
-"""Reads runs from an MLflow store, a database or a server: those of SparseBP and those of other programs.
+"""Read runs from an MLflow store, a database or a server: runs of SparseBP and of other programs.
 
-A run of SparseBP has its plan and the rest of its journal as artifacts (``plan.json``, ``history.json``). Where
-artifacts are out of reach, as for a database that was copied without its folder, the parameters stand in for the plan.
-For a run of another program the parameters are its recipe, and of several values at a step the latest counts, as in
-MLflow's own list; see :mod:`sparsebp_cli.compare.grouping` for its seed and its group.
+A run of SparseBP has its plan and the rest of its event log as artifacts (``plan.json``, ``history.json``). If
+artifacts are out of reach, as for a database that was copied without its folder, the parameters replace the plan. For a
+run of another program the parameters are its recipe. If it has several values at a step, the latest counts, as in
+MLflow's own list. See :mod:`sparsebp_cli.compare.grouping` for its seed and its group.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from sparsebp_cli.compare.database import REQUESTS_AT_ONCE, ClientSource, Databa
 from sparsebp_cli.compare.loaded import LoadedRun
 from sparsebp_cli.compare.sequential import Looks
 from sparsebp_cli.compare.stored import Batch, Point, Source, StoredMetrics, StoredRun
+from sparsebp_cli.composition.backward import STORED
 from sparsebp_cli.errors import RunNotFoundError, TrackingError
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.recipe.store_address import sqlite_file
@@ -43,12 +44,12 @@ STATES = {
 
 
 def store_candidates(uri: str) -> list[RunCandidate]:
-    """Return every run of a store, newest first; no metric's history is read yet. Raises ``TrackingError`` if the
+    """Return every run of a store, newest first, without reading any metric's history. Raise ``TrackingError`` if the
     address cannot be used or the store does not answer."""
     uri = resolve_uri(uri)
     if is_sqlite(uri) and not sqlite_file(uri).is_file():
         raise TrackingError(f"tracking store {mask(uri)}: there is no such file")
-    if is_sqlite(uri) and not sqlite_file(uri).stat().st_size:  # MLflow would create tables; reading must not write
+    if is_sqlite(uri) and not sqlite_file(uri).stat().st_size:  # MLflow would create tables, but reading must not write
         raise TrackingError(f"tracking store {mask(uri)}: the file is empty")
     store = _Store(uri)
     found = [store.describe(run) for run in store.find_runs()]
@@ -56,16 +57,16 @@ def store_candidates(uri: str) -> list[RunCandidate]:
 
 
 def _writable(uri: str) -> str:
-    """Return an address that MLflow can open with a lock: for a read-only file, that of a copy."""
+    """Return an address that MLflow can open with a lock: for a read-only file, a copy's address."""
     if not is_sqlite(uri):
         return uri
     file = sqlite_file(uri)
-    # SQLite writes a journal beside the file, so the folder counts as well.
+    # SQLite writes a journal beside the file, so the folder must be writable too.
     if all(os.access(path, os.W_OK) for path in (file, file.parent)):
         return uri
     folder = Path(tempfile.mkdtemp(prefix="sparsebp-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    # With the log that SQLite may have beside it: its newest values are in no other file.
+    # Copy SQLite's log too, if any: only it has the newest values.
     for path in (file, file.with_name(f"{file.name}-wal")):
         if path.exists():
             shutil.copyfile(path, folder / path.name)
@@ -73,10 +74,10 @@ def _writable(uri: str) -> str:
 
 
 def load_all(candidates: Sequence[RunCandidate]) -> tuple[list[LoadedRun], list[str]]:
-    """Read the chosen runs, those of a server concurrently; return those that can be read, and a line for each of the
-    others. Raises ``RunNotFoundError`` if none can be read, ``TrackingError`` if the store stopped answering."""
+    """Read the chosen runs, from a server concurrently. Return those that can be read, and a line for each other run.
+    Raise ``RunNotFoundError`` if none can be read, ``TrackingError`` if the store stopped answering."""
     if any(is_server(candidate.place) for candidate in candidates):
-        with ThreadPoolExecutor(REQUESTS_AT_ONCE) as pool:  # reads artifacts only; metrics are read on first use
+        with ThreadPoolExecutor(REQUESTS_AT_ONCE) as pool:  # reads only artifacts; metrics are read on first use
             read = list(pool.map(_load, candidates))
     else:
         read = list(map(_load, candidates))
@@ -96,7 +97,7 @@ def _load(candidate: RunCandidate) -> LoadedRun | str:
 
 
 class _Store:
-    """One store, whose errors become one line that names it."""
+    """A store, whose errors become one line that names it."""
 
     def __init__(self, uri: str) -> None:
         self._uri = uri
@@ -186,7 +187,7 @@ class _Store:
         }
         for content in filter(None, (self._source.read_artifact(run, "plan.json"), restored)):
             try:
-                return Plan.model_validate_json(json.dumps(content))
+                return Plan.model_validate_json(json.dumps(content), context=STORED)
             except ValueError:  # from another version, or with a parameter that MLflow truncated
                 continue
         return None
@@ -198,8 +199,7 @@ def _state(run: StoredRun) -> State:
 
 
 def unflatten(params: Mapping[str, str]) -> dict[str, object]:
-    """Return a recipe from the dotted parameters that ``tracking`` sent; a text that looks like a number becomes
-    one."""
+    """Return a recipe from the dotted parameters that ``tracking`` sent. Text that looks like a number becomes one."""
     root: dict[str, object] = {}
     for path, text in params.items():
         *parents, last = path.split(".")
@@ -216,7 +216,7 @@ def unflatten(params: Mapping[str, str]) -> dict[str, object]:
 
 def _value(text: str) -> object:
     try:
-        # NaN and Infinity are numbers for Python's JSON alone; here they stay texts.
+        # Only Python's JSON reads NaN and Infinity as numbers; keep them as text.
         return json.loads(text, parse_constant=str)
     except ValueError:
         return text

@@ -1,15 +1,16 @@
-"""Runs of an MLflow store, whose metrics are read on first use: one query a metric, for all runs at once.
+"""Runs of an MLflow store, whose metrics are read on first use: one query per metric, for all runs at once.
 
-A comparison needs a dozen of the dozens of metrics that a run logged. Which ones depends on its options, so the first
-access to a metric sends the query for it.
+A comparison needs a dozen of the dozens of metrics that a run logged. Its options determine which, so the first access
+to a metric sends the query for it.
 """
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from sparsebp_cli.run.series import Series
 
@@ -26,47 +27,50 @@ class MetricRow(NamedTuple):
 
 @dataclass(frozen=True)
 class StoredRun:
-    """One run of a store."""
+    """A run of a store."""
 
     run_id: str  # the store's id
     name: str  # its name in the store's list
-    status: str  # as MLflow spells it
+    status: str  # MLflow's spelling
     created: float  # seconds since 1970
     experiment: str  # name of its experiment
     params: Mapping[str, str]  # parameter to text
     tags: Mapping[str, str]  # tag to text
     latest: Mapping[str, MetricRow]  # metric to the value in the store's own list
-    artifacts: str = ""  # the address of its folder; empty when only the server knows it
+    artifacts: str = ""  # the address of its folder; empty if only the server knows it
 
 
-class Source(Protocol):
+class Source(ABC):
     """An open store."""
 
+    @abstractmethod
     def find_runs(self) -> Sequence[StoredRun]:
         """Return every run that was not deleted."""
 
+    @abstractmethod
     def find_series(self, name: str, run_ids: Sequence[str]) -> Mapping[str, Sequence[Point]]:
-        """Return the values of one metric by run, in any order; runs without it may be absent."""
+        """Return the values of one metric by run, in any order. Runs without it may be absent."""
 
+    @abstractmethod
     def read_artifact(self, run: StoredRun, name: str) -> dict[str, object] | None:
-        """Return an artifact that is a JSON object; None when it was never sent, or cannot be reached."""
+        """Return an artifact that is a JSON object; None if it was never sent, or cannot be reached."""
 
 
 def sort_by_time(point: Point) -> tuple[int, float]:
-    """Sort the values of one step in MLflow's order: within a millisecond the largest is the latest, NaN as 0."""
+    """Return a key that sorts a step's values as MLflow does: in one millisecond the largest is last, NaN as 0."""
     return point[1], 0.0 if math.isnan(point[2]) else point[2]
 
 
 @dataclass
 class Batch:
-    """The chosen runs of a store, by id, and the metrics that were read for them with the source's ``find_series``."""
+    """The chosen runs of a store, by id, and the metrics that the source's ``find_series`` read for them."""
 
     find: Callable[[str, Sequence[str]], Mapping[str, Sequence[Point]]]
     runs: dict[str, None] = field(default_factory=dict)
     _found: dict[str, dict[str, Sequence[Point]]] = field(default_factory=dict)
 
     def points(self, name: str, run_id: str) -> Sequence[Point]:
-        """Return a metric's values of one run; read them for every run of the batch that lacks them."""
+        """Return a metric's values of one run. Read them for every run of the batch that lacks them."""
         known = self._found.setdefault(name, {})
         if run_id not in known:
             missing = [run for run in self.runs if run not in known]
@@ -79,8 +83,8 @@ class StoredMetrics(MutableMapping[str, Series]):
     """The metrics of one run, as :class:`~sparsebp_cli.run.History` holds them: name to step to (seconds, value)."""
 
     def __init__(self, batch: Batch, run: StoredRun, *, first_counts: bool) -> None:
-        """Add the run to the batch; nothing is read yet. Of several values at a step, the first counts with
-        ``first_counts``, as in SparseBP's journals; else the latest, as in the store's list."""
+        """Add the run to the batch without reading anything. If a step has several values, ``first_counts`` takes the
+        first, as in SparseBP's event logs; otherwise the latest counts, as in the store's list."""
         batch.runs[run.run_id] = None
         self._batch, self._run, self._first_counts = batch, run, first_counts
         self._known: dict[str, Series] = {}

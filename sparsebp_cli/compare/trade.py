@@ -1,9 +1,9 @@
-"""The trade-off of quality and cost for each group, consistent with the statements.
+"""Compute the trade-off of quality and cost for each group, consistent with the statements.
 
 Means over different seeds are not comparable: dense with three harder seeds looks worse than a policy that lost every
 pair. So a group's quality is the baseline's mean plus its paired difference, its times and memory are the baseline's
-times their paired ratio, and one group beats another over the seeds that both have. The first cost is that in FLOPs,
-which hold on a busy machine as well; what is withheld is unknown here.
+times their paired ratio, and one group beats another over the seeds that both have. The main cost is in FLOPs, which
+are valid on a busy machine too. Withheld numbers are unknown here.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from statistics import fmean
 
 from sparsebp_cli.compare.comparison import Comparison, Group
 
-# FLOPs of all steps over the baseline's; of a step the median seconds, and the most that it holds.
+# FLOPs of all steps over the baseline's; for a step the median seconds, and the most memory that it holds.
 COSTS = ("cost", "step_seconds", "held_bytes")
 
 
@@ -22,23 +22,23 @@ COSTS = ("cost", "step_seconds", "held_bytes")
 class Trade:
     """The quality and the costs of a group."""
 
-    label: str  # of the group
-    # the baseline's mean plus the paired difference; the group's own mean where no seed is shared
+    label: str  # label of the group
+    # the baseline's mean plus the paired difference; the group's own mean if no seed is shared
     quality: float | None
     sd: float | None  # standard deviation over seeds
-    costs: dict[str, float | None]  # by the names of ``COSTS``; None where not measured, or withheld
+    costs: dict[str, float | None]  # by the names of ``COSTS``; None if not measured, or withheld
     beaten_by: tuple[str, ...]  # labels of groups that are nowhere worse and somewhere better, by these numbers alone
-    is_paired: bool = True  # whether it shares seeds with the baseline; if not, it is in no order with other groups
+    is_paired: bool = True  # whether it shares seeds with the baseline; if not, it is not ranked against other groups
 
 
 def find_costs(trades: list[Trade]) -> list[str]:
-    """Return the costs that are known of any group, in the order of ``COSTS``."""
+    """Return the costs that are known for any group, in the order of ``COSTS``."""
     return [cost for cost in COSTS if any(trade.costs[cost] is not None for trade in trades)]
 
 
 def find_trades(comparison: Comparison, *costs: str) -> list[Trade]:
-    """Return every group, in order, with its costs and the groups that beat it. ``costs`` are some of ``COSTS``, or if
-    empty those that are known of any group. Without a known direction of the metric, nothing beats anything."""
+    """Return every group, in order, with its costs and the groups that beat it. ``costs`` are some of ``COSTS``; if
+    empty, those known for any group. Without a known direction of the metric, nothing beats anything."""
     sign = {"lower": 1.0, "higher": -1.0, "": 0.0}[comparison.better]
     base = comparison.groups[0]
     seeds = {group.label: _by_seed(comparison, group) for group in comparison.groups}
@@ -55,7 +55,7 @@ def find_trades(comparison: Comparison, *costs: str) -> list[Trade]:
             return False
         gains = [sign * fmean(seeds[mine][seed] - seeds[other][seed] for seed in sorted(shared))]
         if exact[mine] and exact[other]:
-            gains = [0.0]  # what differs is rounding
+            gains = [0.0]  # the difference is rounding
         gains += [b - a for a, b in pairs if a is not None and b is not None]
         return all(gain >= 0.0 for gain in gains) and any(gain > 0.0 for gain in gains)
 
@@ -91,7 +91,7 @@ def _place(group: Group, base: Group) -> Trade:
 
 
 def _is_exact(group: Group) -> bool:
-    """Whether what differs between the group and an exact baseline is rounding, by what is stated of it."""
+    """Return whether the statements say that a group differs from an exact baseline only by rounding."""
     quality = group.find("quality")
     return bool(group.exact) if group.baseline else quality is not None and quality.outcome == "exact"
 

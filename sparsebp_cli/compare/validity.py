@@ -1,6 +1,6 @@
-"""Which measured numbers may be shown: what is withheld leaves the comparison here, before any statement is made.
+"""Withhold measured numbers that may not be shown, before any statement is made.
 
-No face of a comparison decides this for itself, and none can print what is not there.
+Outputs do not decide this themselves, and none can print a number that is not there.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from sparsebp_cli.compare.measured import Busy, Quality, Speed
 def withhold_times(
     speed: Speed, quality: Quality, baseline: Speed | None, *, same_hardware: bool
 ) -> tuple[Speed, Quality]:
-    """Return a group's speed and quality without the times that cannot be believed: all of whole steps where its own
-    machine was busy, and those compared with the baseline where that one's was, or where two runs drifted apart by more
-    than the policy can save. ``baseline`` is the baseline's speed as measured; None for the baseline itself. On
-    hardware other than the baseline's nothing is known of a drift."""
+    """Return a group's speed and quality without unreliable times. If its own machine was busy, withhold all times of
+    whole steps. If the baseline's was, or two runs drifted apart by more than the policy can save, withhold times
+    compared with the baseline. ``baseline`` is the baseline's measured speed; None for the baseline itself. On other
+    hardware than the baseline's, a drift cannot be detected."""
     busy = {"its": speed.busy, "the baseline's": None if baseline is None else baseline.busy}
     found = {whose: some for whose, some in busy.items() if some is not None}
     if found:
@@ -32,14 +32,14 @@ def withhold_times(
         quality = replace(quality, reach=replace(quality.reach, seconds=None, ratio=None, at_least_seconds=None))
     speed = replace(speed, withheld=why, step_ratio=None, backward_ratio=None)
     if found and speed.busy is None:
-        return speed, quality  # its own times are those of a quiet machine
+        return speed, quality  # its own times are from a quiet machine
     speed = replace(speed, step=None, forward=None, backward=None, optimizer=None)
     return replace(speed, tokens_per_second=None, training_seconds=None), quality
 
 
 def _find_drift(speed: Speed, quality: Quality, baseline: Speed) -> float | None:
-    """Return the least ratio of forward and backward that the policy allows, where two runs had a smaller one on equal
-    batches; else None. A step that keeps a share of the work takes at least that share of the time."""
+    """Return the smallest ratio of forward and backward that the policy allows, if two runs had a smaller one on equal
+    batches; else None. A step that keeps a fraction of the work takes at least that fraction of the time."""
     own, there = (
         None if some.forward is None or some.backward is None else some.forward.median + some.backward.median
         for some in (speed, baseline)
@@ -52,7 +52,7 @@ def _find_drift(speed: Speed, quality: Quality, baseline: Speed) -> float | None
 
 
 def _seems_faster(speed: Speed, baseline: Speed) -> bool:
-    """Whether a statement would call the group's steps faster."""
+    """Return whether a statement would call the group's steps faster."""
     if speed.step_ratio is not None and speed.step_ratio.high is not None:
         return speed.step_ratio.high < 1.0
     return speed.step is not None and baseline.step is not None and speed.step.high < baseline.step.low

@@ -1,4 +1,4 @@
-"""What a group's numbers allow to be stated: its statements, in the order in which they are read."""
+"""Make a group's statements from its numbers, in the order in which they are read."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from sparsebp_cli.compare.statistics import FEWEST_PAIRS, Difference
 from sparsebp_cli.run import metric as names
 
 # See decision 10.
-ROUNDING = 0.005  # of the metric's value: the mean over seeds of what training makes of an exact policy's rounding
-# The same in one seed: 1.7 % was seen after 220 steps, of a gradient that was off by 4e-7 (docs/results/fast.json).
+ROUNDING = 0.005  # of the metric's value: mean effect over seeds of an exact policy's rounding, after training
+# The same for one seed: 1.7 % was seen after 220 steps, with a gradient error of 4e-7 (docs/results/fast.json).
 ROUNDING_OF_A_SEED = 0.025
-SAME_MEMORY = 5e-4  # a change of memory that would be written as 0.0 %
+SAME_MEMORY = 5e-4  # a smaller change of memory prints as 0.0 %
 SURVIVORS = "of the seeds that did not diverge"
-BY = {"steps": "FLOPs, update included", "probe": "timed in turns", "flops": "FLOPs counted"}  # of a cost
+BY = {"steps": "FLOPs, update included", "probe": "timed in turns", "flops": "FLOPs counted"}  # source of a cost
 STEP_RATIO = f"{names.STEP_SECONDS.name}.ratio"
 
 
@@ -30,16 +30,16 @@ STEP_RATIO = f"{names.STEP_SECONDS.name}.ratio"
 class Doubts:
     """Reasons to doubt a group's numbers."""
 
-    lost: int = 0  # its runs that did not finish, or were not read completely
-    diverged: int = 0  # its runs that finished with a quality that is not finite
-    # of those, on seeds on which the baseline did not diverge
+    lost: int = 0  # number of runs that did not finish, or were not read completely
+    diverged: int = 0  # number of runs that finished with a quality that is not finite
+    # number of these on seeds on which the baseline did not diverge
     diverged_alone: int = 0
-    hardware: tuple[str, ...] = ()  # differences of its machines from the baseline's, that affect step times
+    hardware: tuple[str, ...] = ()  # differences between its machines and the baseline's that affect step times
     other_examples: bool = False  # whether it was evaluated on other examples than the baseline
     scale: str = ""  # the question whether its metric has another scale than the baseline's; empty: none
-    # other differences from the baseline that could explain a difference, a sentence each
+    # one sentence for each other property that could explain a difference from the baseline
     sources: tuple[str, ...] = ()
-    # whether all its policies and the baseline's are exact and nothing else in the recipe differs
+    # whether its policies and the baseline's are all exact and nothing else in the recipe differs
     rounding: bool = False
 
 
@@ -53,8 +53,8 @@ def give_verdict(
     controls: Sequence[Control],
     doubts: Doubts,
 ) -> tuple[Statement, ...]:
-    """State what a group's numbers show against the baseline, quality first. All arguments are the group's, except for
-    the baseline's speed; ``way`` is the better direction of the metric."""
+    """Return the statements that a group's numbers support against the baseline, quality first. All arguments are the
+    group's, except the baseline's speed. ``way`` is the better direction of the metric."""
     found = _quality(quality, metric, way, doubts)
     found += _note(quality.coarsened)
     if not doubts.rounding:
@@ -71,18 +71,18 @@ def give_verdict(
 
 
 def state_baseline(doubts: Doubts) -> tuple[Statement, ...]:
-    """State what has to be known of the baseline."""
+    """Return the statements that readers need about the baseline."""
     return tuple(_note("baseline", describe_lost(doubts)))
 
 
 def describe_lost(doubts: Doubts) -> str:
-    """Return ``1 run did not finish, 2 runs diverged``; empty when there are none."""
+    """Return ``1 run did not finish, 2 runs diverged``; empty if there are none."""
     counts = ((doubts.lost, "did not finish"), (doubts.diverged, "diverged"))
     return ", ".join(f"{count} run{'s' * (count > 1)} {what}" for count, what in counts if count)
 
 
 def differs(difference: Difference | None) -> bool:
-    """Whether a difference was shown, after correction for the number of groups. A difference of zero never is."""
+    """Return whether a difference was shown, after correction for the number of groups. A zero difference never is."""
     return difference is not None and is_shown(Number.of("", difference))
 
 
@@ -91,7 +91,7 @@ def _note(*texts: str) -> list[Statement]:
 
 
 def _quality(quality: Quality, metric: str, way: Way, doubts: Doubts) -> list[Statement]:
-    """The statement on quality and, of trainings of unequal length or batch, that on their last common step."""
+    """Return the statement on quality; for trainings of unequal length or batch, add that on their last common step."""
     difference, unequal = quality.difference, quality.unequal
     if doubts.other_examples:
         return [Statement("no statement", "quality", (), ("evaluated on other examples than the baseline",))]
@@ -107,11 +107,11 @@ def _quality(quality: Quality, metric: str, way: Way, doubts: Doubts) -> list[St
         main, rest = Statement(_judge_rounding(number, quality), "quality", (number,), reasons), []
     else:
         outcome = _judge(difference, quality.not_worse, way)
-        outcome = "differs" if outcome in {"lower", "higher"} else outcome  # the way is not known
+        outcome = "differs" if outcome in {"lower", "higher"} else outcome  # the better direction is unknown
         numbers = (number, *_margin_numbers(number, quality.not_worse, way), *_rank_numbers(difference))
         main, rest = Statement(outcome, "quality", numbers, reasons), []
     if doubts.diverged_alone and main.outcome in {"better", "equal within the margin", way}:
-        # A run that diverged is worse than any other: seeds that are left because they did not show no gain.
+        # A diverged run is worse than any other, so the remaining seeds cannot show a gain.
         main = replace(main, outcome="no statement")
     return [main, *rest]
 
@@ -125,7 +125,7 @@ def _common_step(unequal: Unequal, reasons: tuple[str, ...]) -> list[Statement]:
 
 
 def _judge(difference: Difference, margin: NotWorse | None, way: Way) -> Outcome:
-    """What a difference shows; without a way *lower* or *higher*."""
+    """Return what a difference shows. Without a known better direction, this is *lower* or *higher*."""
     if difference.n < FEWEST_PAIRS or difference.low is None or difference.high is None:
         return "no statement"
     if difference.p is None:
@@ -140,9 +140,9 @@ def _judge(difference: Difference, margin: NotWorse | None, way: Way) -> Outcome
 
 
 def _judge_rounding(number: Number, quality: Quality) -> Outcome:
-    """What the difference of a policy that declares itself exact shows: rounding, or that it is not exact."""
+    """Return what the difference of a policy that declares itself exact shows: rounding, or that it is not exact."""
     scale = abs(quality.final.mean if quality.final else 0.0)
-    if number.low is None:  # too few seeds for an interval: the size alone decides
+    if number.low is None:  # too few seeds for an interval: only the size decides
         return "exact" if abs(number.value) <= ROUNDING_OF_A_SEED * scale else "fault"
     if abs(number.value) <= ROUNDING * scale:
         return "exact"
@@ -150,7 +150,7 @@ def _judge_rounding(number: Number, quality: Quality) -> Outcome:
 
 
 def _margin_numbers(number: Number, margin: NotWorse | None, way: Way) -> tuple[Number, ...]:
-    """The margin, where the statement on quality names it, and how much a difference that is within it was shown."""
+    """Return the margin if the statement on quality names it, and the size of a shown difference within it."""
     if margin is None or margin.equivalent == "no":
         return ()
     found = (Number("margin", margin.margin),)
@@ -161,14 +161,14 @@ def _margin_numbers(number: Number, margin: NotWorse | None, way: Way) -> tuple[
 
 
 def _rank_numbers(difference: Difference) -> tuple[Number, ...]:
-    """The rank test where it disagrees: a few pairs may decide the mean."""
+    """Return the rank test's p if it disagrees: then a few pairs may decide the mean."""
     if difference.rank_p is None or difference.p is None or (difference.p < LEVEL) == (difference.rank_p < LEVEL):
         return ()
     return (Number("signed-rank p", difference.rank_p), Number("p alone", difference.p))
 
 
 def _examples(quality: Quality) -> list[Statement]:
-    """Describe single examples, only where seeds are too few for more."""
+    """Describe single examples, only if seeds are too few for more."""
     if quality.difference is None or quality.difference.low is not None:
         return []
     return [statement for entry in quality.examples[:2] for statement in _on_examples(entry)]
@@ -203,7 +203,7 @@ def _margin_reasons(decision: NotWorse) -> tuple[str, ...]:
 
 
 def _step_time(speed: Speed, baseline: Speed, hardware: Sequence[str]) -> Statement:
-    """Compare the times of whole steps of two runs."""
+    """Return the statement on the times of whole steps of two runs."""
     why = speed.withheld or baseline.withheld
     if why or speed.step is None or baseline.step is None:
         return Statement("no statement", "step time", (), (why,) if why else ())
@@ -215,7 +215,7 @@ def _step_time(speed: Speed, baseline: Speed, hardware: Sequence[str]) -> Statem
         return Statement("no statement", "step time", (), others)
     if speed.step.high >= baseline.step.low and speed.step.low <= baseline.step.high:
         return Statement("no difference shown", "step time")
-    # few runs: what they had, of which nothing is shown
+    # few runs: report their values without a finding
     return Statement("no statement", "step time", (Number(STEP_RATIO, speed.step.median / baseline.step.median),))
 
 
@@ -233,7 +233,7 @@ def _judge_ratio(number: Number) -> Outcome:
 
 
 def _cost(speed: Speed) -> list[Statement]:
-    """Compare the counted FLOPs of all steps. They are no sample, so the number decides, not its interval."""
+    """Return the statement on the counted FLOPs of all steps. They are no sample, so the number itself decides."""
     if speed.cost is None or speed.cost_by != "steps":
         return []
     number = Number.of("cost", speed.cost)
@@ -253,7 +253,7 @@ def _memory(cost: Cost) -> list[Statement]:
 
 
 def _controls(controls: Sequence[Control], speed: Speed, way: Way) -> list[Statement]:
-    """Compare with random and with the best dense of equal cost, then name the missing controls."""
+    """Return the statements against random and the best dense of equal cost, then the missing controls."""
     found = [_against("random", control, WORDS["random"], way) for control in controls if control.kind == "random"]
     if not any(control.kind == "dense" for control in controls):
         return found

@@ -1,4 +1,4 @@
-"""Single views of a comparison as tables for the terminal: curves, trade-offs, layers or memory."""
+"""Make single views of a comparison as tables for the terminal: curves, trade-offs, layers or memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Literal
 
 from sparsebp_cli.compare import number as show
-from sparsebp_cli.compare.comparison import Comparison, Group, RunLine
+from sparsebp_cli.compare.comparison import ComparedRun, Comparison, Group
 from sparsebp_cli.compare.grid import Grid
 from sparsebp_cli.compare.loaded import Point
 from sparsebp_cli.compare.measured import Layers
@@ -30,13 +30,13 @@ Along = Literal["step", "tokens", "cost", "wall_time"]
 class View:
     """The part of a comparison to show."""
 
-    kind: Kind = "overview"  # ``overview`` is everything
-    metric: str | None = None  # of ``curves``; None: the quality metric
-    along: Along = "step"  # of ``curves``: the horizontal axis
+    kind: Kind = "overview"  # ``overview`` shows everything
+    metric: str | None = None  # for ``curves``; None: the quality metric
+    along: Along = "step"  # for ``curves``: the horizontal axis
 
 
 def view_grids(comparison: Comparison, view: View) -> list[Grid]:
-    """Return the tables of a view other than the overview; one without rows says that nothing was measured."""
+    """Return the tables of a view other than the overview. A table without rows means that nothing was measured."""
     match view.kind:
         case "curves":
             return [_curves(comparison, view.metric or comparison.course, view.along)]
@@ -96,7 +96,7 @@ def _curves(comparison: Comparison, metric: str, along: Along) -> Grid:
 
 
 def place(point: Point, along: Along, group: Group) -> float | None:
-    """Return the position of a group's point along an axis; None when unknown."""
+    """Return the position of a group's point along an axis; None if unknown."""
     match along:
         case "cost":
             return None if group.speed.relative_cost is None else point.step * group.speed.relative_cost
@@ -111,13 +111,13 @@ def place(point: Point, along: Along, group: Group) -> float | None:
 Line = list[tuple[float, float]]
 
 
-def _line(run: RunLine, metric: str, along: Along, group: Group) -> Line:
+def _line(run: ComparedRun, metric: str, along: Along, group: Group) -> Line:
     points = run.curves.get(metric, ())
     return [(x, point.value) for point in points if (x := place(point, along, group)) is not None]
 
 
 def _places(lines: list[Line], along: Along) -> list[float]:
-    """Positions of the rows: steps and tokens at which something was measured, times evenly."""
+    """Return the positions of the rows: steps and tokens with measurements, or evenly spaced times."""
     found = sorted({x for line in lines for x, _ in line})
     if along in {"wall_time", "cost"} and found:
         return [found[-1] * part / (MOST_ROWS - 2) for part in range(MOST_ROWS - 1)]
@@ -129,7 +129,7 @@ def _places(lines: list[Line], along: Along) -> list[float]:
 def _values_at(lines: list[Line], at: float) -> list[float]:
     found = []
     for line in lines:
-        # Rows are computed places: a last bit must not lose the value that stands there.
+        # Row positions are computed: rounding must not lose the value at that position.
         before = [y for x, y in line if x <= at * 1.0001]
         if before and line[-1][0] >= 0.95 * at:  # leave out runs that ended before
             found.append(before[-1])
@@ -155,7 +155,7 @@ def _layers(group: Group) -> Grid:
 
 
 def _by_block(layers: Layers) -> Layers:
-    """Merge layers that share the path up to the first number into one row, where a screen has no room for all."""
+    """Merge layers that share the path up to the first number into one row, if a screen cannot hold all."""
     blocks: dict[str, list[int]] = {}
     for place_of, name in enumerate(layers.names):
         match = re.match(r"(.*?\d+)(?:\.|$)", name)

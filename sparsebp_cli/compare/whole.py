@@ -1,7 +1,7 @@
-"""Figures of a whole training from measurements at single steps.
+"""Compute a number for a whole training from measurements at single steps.
 
-Without a schedule this is the median over all of them, with quartiles. With a schedule each phase has a median of its
-own, and the figure is their mean, weighted with the steps of the phases: probes may be rare in a long phase.
+Without a schedule this is the median over all of them, with quartiles. With a schedule, each phase has its own median,
+and the result is their mean weighted with the phases' steps, because probes may be rare in a long phase.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def whole_quartiles(measured: Iterable[Measured]) -> Quartiles | None:
 
 
 def whole_median(measured: Iterable[Measured], *, is_speedup: bool = False) -> float | None:
-    """Return the median over all runs of one recipe; None without values. ``is_speedup`` as in
+    """Return the median over all runs of one recipe; None without values. For ``is_speedup`` see
     :func:`~sparsebp_cli.run.policy_phase.weigh`."""
     by_phase, phases = split_runs(measured)
     found = {number: statistics.median(values) for number, values in by_phase.items()}

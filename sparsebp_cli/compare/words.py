@@ -1,4 +1,4 @@
-"""A group's statements in words, never stronger than they are. Words come last: nothing reads them back."""
+"""Put a group's statements into words, never stronger than they are. Words come last: no code reads them back."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sparsebp_cli.compare.statistics import FEWEST_PAIRS
 COUNTS = {1: "one seed", 2: "two seeds"}
 LONGEST = 140  # characters of a short verdict with its label: two lines of a terminal
 ANSWERS = {"not worse": "yes", "worse": "no"}
-BRIEF = ("quality", "margin", "equal cost")  # what a short verdict has first
+BRIEF = ("quality", "margin", "equal cost")  # subjects that a short verdict shows first
 EQUAL_COST: dict[Outcome, str] = {
     "no statement": "too few seeds for dense of equal cost",
     "no difference shown": "no difference from dense of equal cost was shown",
@@ -25,8 +25,8 @@ def say_all(statements: Sequence[Statement]) -> str:
 
 
 def say_briefly(label: str, statements: Sequence[Statement]) -> str:
-    """Return one sentence on a group: quality, margin, equal cost, and as many doubts as two lines hold, the gravest
-    first. Intervals are left to the table beside it. The rest stands where the sentence says."""
+    """Return one sentence on a group: quality, margin, equal cost, and as many doubts as two lines hold, the most
+    serious first. Intervals are left to the table beside it. The sentence says where the rest is."""
     asked = [say_without_interval(one) for one in statements if one.subject in BRIEF]
     doubts = [say(one) for one in reversed(statements) if one.subject == "circumstance"]
     said = (asked or doubts)[:1]
@@ -39,7 +39,7 @@ def say_briefly(label: str, statements: Sequence[Statement]) -> str:
 
 
 def say_without_interval(statement: Statement) -> str:
-    """Return one statement in words as short as they can be."""
+    """Return a statement in the shortest words."""
     if statement.subject == "equal cost":
         return EQUAL_COST.get(statement.outcome, f"{statement.outcome} than dense of equal cost")
     if statement.subject == "quality" and statement.numbers:
@@ -59,7 +59,7 @@ def _quality(statement: Statement) -> str:
 
 
 def _level(statement: Statement, inside: str) -> str:  # noqa: PLR0911 - one sentence an outcome
-    """A metric against the baseline's; ``inside`` is its interval in brackets, or empty."""
+    """Describe a metric against the baseline's. ``inside`` is its interval in brackets, or empty."""
     number, outcome, margin = statement.numbers[0], statement.outcome, statement.number("margin")
     name, size = number.name, f"{number.value:+.2g} in {number.name}"
     few = number.count < FEWEST_PAIRS or number.low is None
@@ -91,7 +91,7 @@ def _level(statement: Statement, inside: str) -> str:  # noqa: PLR0911 - one sen
 
 
 def _within(statement: Statement) -> str:
-    """How much better or worse it was shown to be, though within the margin."""
+    """Describe how much better or worse it was shown to be, though within the margin."""
     found = (statement.number(word) for word in ("worse by", "better by"))
     return next((f", {number.name} {number.value:.3g}" for number in found if number is not None), "")
 
@@ -102,7 +102,7 @@ def _count(number: Number) -> str:
 
 
 def _describe_interval(statement: Statement) -> str:
-    """The interval and, where Holm's procedure ends it at zero, which is no measured end, its p value."""
+    """Describe the interval. If Holm's procedure ends it at zero, which is not a measured end, add its p value."""
     number = statement.numbers[0]
     kind = "simultaneous 95% interval" if number.simultaneous else "95% interval"
     p = f"p = {number.p:.2g}, " if number.p is not None and 0.0 in {number.low, number.high} else ""
@@ -141,7 +141,7 @@ def _step_time(statement: Statement) -> str:
 
 
 def _ratio(what: str, statement: Statement) -> str:
-    """The ratio of two runs, as a change."""
+    """Describe the ratio of two runs as a change."""
     number = statement.numbers[0]
     change = show_change(number.value, number.low, number.high)
     match statement.outcome:

@@ -1,4 +1,4 @@
-"""The HTML report of a comparison: text and tables hold every number; page.js draws the charts from the data."""
+"""Render the HTML report of a comparison. Text and tables hold every number; page.js draws the charts from the data."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from sparsebp_cli.run.visible import make_visible, mask
 
 REPORT_CURVES = (metric.EVAL_LOSS.name, metric.TRAIN_LOSS.name, metric.KEPT_SHARE.name, metric.COSINE.name)
 NUM_COLOURS = 7
-DASHES = ("", "7 4", "9 3 2 3", "2 3")  # the same as in page.js, and so are the marks
+DASHES = ("", "7 4", "9 3 2 3", "2 3")  # as in page.js; the marks too
 MARKS = (
     "M16 2a4 4 0 1 0 .01 0z",
     "M12.4 2.4h7.2v7.2h-7.2z",
@@ -39,16 +39,16 @@ MARKS = (
 
 
 def write_report(comparison: Comparison, path: Path, command: str = "", more: Iterable[Grid] = ()) -> Path:
-    """Write the report of a comparison, with the curves of ``REPORT_CURVES``, to an ``.html`` file, and return its
-    path. ``command`` is the one that made the report; empty leaves it out. ``more`` are further tables. Raises
-    ``UsageError`` for another ending or a missing folder."""
+    """Write the report of a comparison to an ``.html`` file, with the curves of ``REPORT_CURVES``, and return its path.
+    ``command`` is the command that made the report; an empty one is left out. ``more`` are additional tables. Raise
+    ``UsageError`` for another suffix or a missing folder."""
     check_path(path)
     durable.write_file(path, render_report(comparison, command, more))
     return path
 
 
 def render_report(comparison: Comparison, command: str = "", more: Iterable[Grid] = ()) -> str:
-    """Return the report as HTML with style, script and data inside; an empty command is left out."""
+    """Return the report as HTML with embedded style, script and data. An empty command is left out."""
     from markupsafe import Markup
 
     data = json.dumps(_make_visible(_data(comparison)), allow_nan=False, separators=(",", ":"))
@@ -110,7 +110,7 @@ def _list_contents(
 
 
 def _basis(comparison: Comparison) -> str:
-    """The metric, how it was reduced to a number a run, and how many runs count."""
+    """Describe the metric, how it was reduced to one number per run, and how many runs count."""
     counted = sum(run.counts for run in comparison.runs)
     direction = f", {comparison.better} is better" if comparison.better else ""
     unit = f" in {comparison.unit}" if comparison.unit else ""
@@ -121,8 +121,7 @@ def _basis(comparison: Comparison) -> str:
 
 @dataclass(frozen=True)
 class _Card:
-    """A group's statements, and how the drawings show the group: colours repeat after seven, so dashes and mark
-    differ."""
+    """A group's statements, and its drawing style. Colours repeat after seven groups, so dashes and mark differ too."""
 
     label: str
     first: str
@@ -140,7 +139,7 @@ def _make_card(number: int, group: Group) -> _Card:
 
 @dataclass(frozen=True)
 class _MissingControl:
-    """A control without runs, and the command that makes them; empty where there is none."""
+    """A control without runs, and the command that makes them; empty if there is none."""
 
     text: str
     command: str
@@ -205,7 +204,7 @@ def _data(comparison: Comparison) -> dict[str, object]:
 
 
 def _make_visible(value: object) -> object:
-    """Escape marks of writing direction, which a browser would obey where the script writes these texts."""
+    """Escape marks of writing direction, because the script writes these texts and a browser would interpret them."""
     match value:
         case str():
             return make_visible(value)
@@ -217,7 +216,7 @@ def _make_visible(value: object) -> object:
 
 
 def samples_grid(comparison: Comparison) -> Grid:
-    """Return the texts that the first run of each group generated, beside what the data have there."""
+    """Return the texts that the first run of each group generated, beside the reference texts in the data."""
     first = {run.group: run for run in reversed(comparison.runs) if run.samples and run.counts}
     rows = tuple(
         (group.label, str(sample.step), sample.prompt, sample.reference, sample.prediction)
@@ -232,7 +231,7 @@ def samples_grid(comparison: Comparison) -> Grid:
 
 
 def runs_grid(comparison: Comparison) -> Grid:
-    """Return one row for each run, those that count in no mean included."""
+    """Return one row for each run, including runs that do not count."""
     rows = []
     for run in comparison.runs:
         commit = f"{run.git_sha[:10]}{' + changes' if run.dirty else ''}" or show.NONE
@@ -257,7 +256,7 @@ def runs_grid(comparison: Comparison) -> Grid:
 
 
 def environment_grid(comparison: Comparison) -> Grid:
-    """Return one row for each property of the environments and each value that it has in some run."""
+    """Return one row for each property of the environments and each of its values."""
     values: dict[str, dict[str, dict[str, None]]] = {}
     for run in comparison.runs:
         for key, value in flatten(run.environment).items():
@@ -274,7 +273,7 @@ def environment_grid(comparison: Comparison) -> Grid:
 
 @dataclass(frozen=True)
 class RecipeText:
-    """A recipe as YAML; ``file_name`` is empty for another program's parameters, which SparseBP cannot run."""
+    """A recipe as YAML. ``file_name`` is empty for another program's parameters, which SparseBP cannot run."""
 
     title: str
     text: str
@@ -288,7 +287,7 @@ class RecipeText:
 
 @dataclass(frozen=True)
 class Appendix:
-    """The commands and recipes that make every run and the report again."""
+    """The commands and recipes that reproduce every run and the report."""
 
     made_with: str
     commands: tuple[str, ...]
@@ -301,7 +300,7 @@ class Appendix:
 
 
 def make_appendix(comparison: Comparison, command: str) -> Appendix:
-    """Collect what makes everything again; an empty command, which made the report, is left out."""
+    """Collect the commands and recipes. An empty ``command`` is left out."""
     lines = []
     for group in comparison.groups:
         if group.policies:
@@ -330,7 +329,7 @@ def _recipe(group: Group) -> RecipeText:
 
 
 def _without_store(recipe: dict[str, object]) -> dict[str, object]:
-    """Leave the store's address out: it may name a private machine, and a reader has another store."""
+    """Leave out the store's address: it may name a private machine, and readers have another store."""
     tracking = recipe.get("tracking")
     return recipe | (
         {"tracking": {k: v for k, v in tracking.items() if k != "uri"}} if isinstance(tracking, dict) else {}

@@ -1,7 +1,7 @@
-"""The first screen of the report: one sentence, and the leaderboard with its intervals.
+"""Make the first screen of the report: one sentence, and the leaderboard with its intervals.
 
-Both repeat what the comparison holds: the sentence sorts groups by their statements on quality, and the cells are the
-numbers of the tables, written in the same way. A cell that shows a gain is marked where a statement supports it.
+Both only repeat the comparison. The sentence sorts groups by their statements on quality, and the cells are the numbers
+of the tables, in the same format. A gain is marked only if a statement supports it.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from sparsebp_cli.compare.statistics import Difference
 from sparsebp_cli.compare.words import say
 
 MOST_NAMES = 6
-ROOM = 6.0  # of 100, at both ends of a bar
+ROOM = 6.0  # of 100, space at both ends of a bar
 RATIOS = {"step time", "memory"}  # subjects whose numbers are ratios
-LEAST = 1e-4  # of the baseline's value: a scale of differences is no finer, so that rounding stays at its zero
+LEAST = 1e-4  # of the baseline's value: the finest scale of differences, so that rounding stays at zero
 OTHER_TRAINING = "after other steps or with another batch"
 HEADINGS: dict[Outcome, str] = {"lower": f"lower {OTHER_TRAINING}", "higher": f"higher {OTHER_TRAINING}"}
 
 
 @dataclass(frozen=True)
 class Bar:
-    """An interval on the scale of its column, from 0 to 100; ``low`` and ``high`` are ``mean`` without an interval."""
+    """An interval on the scale of its column, from 0 to 100. Without one, ``low`` and ``high`` equal ``mean``."""
 
     zero: float
     low: float
@@ -35,7 +35,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Cell:
-    """One value of the leaderboard; ``value`` sorts, None comes last."""
+    """One value of the leaderboard. Rows sort by ``value``, with None last."""
 
     text: str
     value: float | None = None
@@ -46,7 +46,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class BoardRow:
-    """One group, by its place in the comparison, which gives colour and mark."""
+    """One group, by its index in the comparison, which determines colour and mark."""
 
     number: int
     label: str
@@ -63,8 +63,7 @@ class Board:
 
 
 def make_headline(comparison: Comparison) -> str:
-    """Return one sentence: what was found first of the only group, with its time if it is exact, or the groups by what
-    was found of each."""
+    """Return one sentence: the main finding of the only group, with its time if exact, or the groups by finding."""
     base, *others = comparison.groups
     if not others:
         return f"{base.label} alone: there is nothing to compare it with."
@@ -79,8 +78,8 @@ def make_headline(comparison: Comparison) -> str:
 
 
 def find_main(group: Group) -> list[Statement]:
-    """Return the statement on quality, and of an exact policy those on what it is for: cost and step time. All of them
-    are of all steps."""
+    """Return the statement on quality, and for an exact policy also those on cost and step time. All are over all
+    steps."""
     quality = group.find("quality")
     saved = (group.find("cost"), group.find("step time")) if quality and quality.outcome == "exact" else ()
     return [one for one in (quality, *saved) if one is not None and (one.numbers or one is quality)]
@@ -93,12 +92,12 @@ def join_names(names: Sequence[str]) -> str:
 
 
 def find_withheld(comparison: Comparison) -> list[str]:
-    """Return the labels of the groups of which step times are withheld."""
+    """Return the labels of the groups whose step times are withheld."""
     return [group.label for group in comparison.groups if group.speed.withheld]
 
 
 def make_board(comparison: Comparison) -> Board:
-    """Return the leaderboard of all groups, with what the comparison holds of them."""
+    """Return the leaderboard of all groups."""
     groups, base = comparison.groups, comparison.groups[0]
     own = [
         Cell(show.of_spread(group.quality.final), _mean(group), is_gain=comparison.is_gain(group, "quality"))
@@ -130,7 +129,7 @@ def make_board(comparison: Comparison) -> Board:
 
 
 def _course(comparison: Comparison) -> str:
-    """The metric of the course at equal cost, which may be of another split than that of the other columns."""
+    """Return the metric of the equal-cost column if it differs from the other columns' metric, else an empty text."""
     return "" if comparison.course == comparison.metric else f"{comparison.course} "
 
 
