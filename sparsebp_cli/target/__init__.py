@@ -1,7 +1,7 @@
-"""PUBLIC. Targets: the places where a plan can run. The command line uses only the contract, :class:`Target`.
+"""PUBLIC. Targets: where a run can train. The command line uses only the contract, :class:`Target`.
 
-A target elsewhere derives from :class:`RemoteTarget` and writes a :class:`TargetEngine`; both come here with the words
-that they exchange, and with the helpers that move a run's files.
+A remote target derives from :class:`RemoteTarget` and implements a :class:`TargetEngine`. Both are exported here, with
+the types that they exchange and the helpers that move a run's files.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,8 @@ from sparsebp_cli.policy.option import validate_options
 from sparsebp_cli.recipe.schema import TargetOptions, TargetSection
 from sparsebp_cli.recipe.target import find_target
 from sparsebp_cli.run import RunFolder, State
-from sparsebp_cli.target.archive import append_lines, merge_into_run, pack, receive, size_of
+from sparsebp_cli.run.budget import size_of
+from sparsebp_cli.target.archive import append_lines, merge_into_run, pack, receive
 from sparsebp_cli.target.contract import CheckResult, Job, Target
 from sparsebp_cli.target.engine import Phase, TargetEngine, WorkerStatus, read_exit_code
 from sparsebp_cli.target.remote import RemoteTarget
@@ -48,17 +49,17 @@ __all__ = [
 
 
 def make_target(section: TargetSection) -> Target:
-    """Make the target that a recipe's checked ``target`` section describes.
+    """Return the target for a recipe's validated ``target`` section.
 
     Args:
-        section: The recipe's ``target``, checked: the kind, and options that it may have.
+        section: The validated section: the kind and its options.
 
     Returns:
         The target.
 
     Raises:
-        UsageError: The kind is not installed here or is broken, or an option is refused, as one of a plan that was
-            made on another machine may be.
+        UsageError: The kind is not installed here or is broken, or it refuses an option. Plans from another machine may
+            contain such options.
     """
     found = find_target(section.kind)
     if found.target_class is None or not issubclass(found.target_class, Target):
@@ -67,6 +68,6 @@ def make_target(section: TargetSection) -> Target:
         options = validate_options(found.options_class, section.options)
     except ValidationError as error:
         finding = describe_errors(error, found.options_class, section.options)[0]
-        raise UsageError(f"target.{finding.key}: {finding.text}") from None
+        raise UsageError(f"{'.'.join(filter(None, ('target', finding.key)))}: {finding.text}") from None
     make: Callable[[TargetOptions], Target] = found.target_class
     return make(options)

@@ -1,4 +1,4 @@
-"""Sends a run's folder as a tar stream and receives it; received content is checked before it becomes visible."""
+"""Send a run's folder as a tar stream and receive it. Received content is checked before it becomes visible."""
 
 from __future__ import annotations
 
@@ -14,38 +14,46 @@ from sparsebp_cli import durable
 from sparsebp_cli.errors import RunFailedError, UnreachableError
 from sparsebp_cli.policy.error_text import shorten
 from sparsebp_cli.run import RunFolder, manifest
-from sparsebp_cli.run.budget import LARGEST_PLAN, LONGEST_LINE, BudgetError, open_regular, open_tar, read_members
+from sparsebp_cli.run.budget import (
+    LARGEST_PLAN,
+    LONGEST_LINE,
+    BudgetError,
+    open_regular,
+    open_tar,
+    read_members,
+    size_of,
+)
 from sparsebp_cli.run.folder import CACHE, is_shared
 from sparsebp_cli.run.journal import FILE as JOURNAL
 from sparsebp_cli.run.journal import scan
 from sparsebp_cli.tracking.flush import send_again
 
 CHUNK = 1 << 20
-MOST_BYTES = 1 << 25  # of a journal or an output that are taken at once; the next poll takes more
+MOST_BYTES = 1 << 25  # read at once from an event log or output; the next poll reads more
 END_OF_ARCHIVE = bytes(1024)
-SENT = ("plan.json", JOURNAL, "checkpoints")  # all that a worker needs to start or to go on
-FOLLOWED = (JOURNAL, "worker.log")  # appended to line by line; never replaced as a whole
+SENT = ("plan.json", JOURNAL, "checkpoints")  # all that a worker needs to start or to continue
+FOLLOWED = (JOURNAL, "worker.log")  # files that grow line by line and are never replaced
 FOLDERS = ("checkpoints", "model", "best")
-MOST_PARTS = 32  # of a path: removing a folder that is nested 1,000 times ends Python
-# Errors of names that no run writes: too long ones, and files and folders in each other's place.
+MOST_PARTS = 32  # in a path: deleting a folder nested 1,000 levels deep crashes Python
+# Errors of names that no run writes: too long, or a file where a folder belongs and the reverse.
 ODD_NAMES = {errno.ENAMETOOLONG, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL}
 CHECKPOINT = re.compile(r"step-[0-9]{8,}")
-# Files about the processes, locks and requests of one machine; never copied to the other.
+# Files about one machine's processes, locks and requests; never copied to another machine.
 PRIVATE = {"target.json", "watcher.log", "tracking.json", "cancelled", "request", "labels.json", CACHE}
 
 
 def pack(
     stream: IO[bytes], run: RunFolder, folder: str, owner: int = 0, group: int = 0, *, more: Sequence[str] = ()
 ) -> None:
-    """Write a tar stream with the files that a worker needs of a run, and ``more``. Everything is owned by ``owner``
-    and ``group``, numeric ids. ``folder`` is the run's folder relative to where the stream is unpacked; the stream
+    """Write a tar stream with the files that a worker needs for a run, and ``more``. ``owner`` and ``group`` are the
+    numeric ids of all members. ``folder`` is the run's folder, relative to where the stream is unpacked. The stream
     contains every folder above it."""
 
     def adopt(member: tarfile.TarInfo) -> tarfile.TarInfo:
         member.uid, member.gid, member.uname, member.gname = owner, group, "", ""
         return member
 
-    # A stream: it is written into the standard input of docker, ssh or kubectl.
+    # Use stream mode: the archive goes to the standard input of docker, ssh or kubectl.
     with tarfile.open(fileobj=stream, mode="w|", format=tarfile.PAX_FORMAT) as archive:
         for part in [*reversed(PurePosixPath(folder).parents), PurePosixPath(folder)]:
             if part.name:
@@ -59,20 +67,20 @@ def pack(
 
 def receive(stream: IO[bytes], run: RunFolder) -> Path:
     """Unpack a tar stream into a hidden part of the run's folder, and return that part for :func:`merge_into_run`.
-    Raises ``UnreachableError`` when the stream broke off, and ``RunFailedError`` for content that no run's folder has:
-    a path that leads out of it, a sparse file."""
+    Raise ``UnreachableError`` if the stream breaks off. Raise ``RunFailedError`` for content that no run's folder has,
+    such as a path that leads out of it or a sparse file."""
     part = run.path / f"{durable.PART}fetch"
-    # A fetch that broke off may have left one.
+    # An interrupted fetch may have left one.
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir()
     counted = _TailStream(stream)
     try:
         with open_tar(counted) as archive:
             for member in read_members(archive):
-                if member.isfile() or member.isdir():  # a run writes no links, and one could lead out of the folder
+                if member.isfile() or member.isdir():  # a run writes no links, and a link could lead out of the folder
                     _check_member(member)
                     archive.extract(member, part, filter="data")
-        # To the end of the transfer: the sender would meet a closed pipe, and a cut archive would not show.
+        # Read to the end: otherwise the sender meets a closed pipe, and a truncated archive goes unnoticed.
         while counted.read(CHUNK):
             pass
     except (tarfile.FilterError, BudgetError, RecursionError) as error:
@@ -91,9 +99,9 @@ def receive(stream: IO[bytes], run: RunFolder) -> Path:
 
 
 def merge_into_run(part: Path, top: str, run: RunFolder) -> None:
-    """Make received files visible: new files appear whole, the journal grows. ``top`` is the run's folder in ``part``.
-    Raises ``RunFailedError``, and merges nothing, if it has a file where a run has a folder, or the other way round,
-    and for a model that does not match its manifest: the copy there must not be deleted then."""
+    """Make received files visible: new files appear atomically, and the event log grows. ``top`` is the run's folder in
+    ``part``. Raise ``RunFailedError``, and merge nothing, if files and folders are mixed up or a model does not match
+    its manifest. The caller must then keep the remote copy."""
     if not (part / top).is_dir():
         raise _refuse(f"there is no folder {top}")
     for path in (part / top).iterdir():
@@ -103,33 +111,28 @@ def merge_into_run(part: Path, top: str, run: RunFolder) -> None:
         if (known or place.exists()) and path.is_dir() != is_folder:
             raise _refuse(f"{shorten(path.name)} must be a {'folder' if is_folder else 'file'}")
     for model in (part / top / "model", part / top / "best"):
-        # Images with an earlier version write no manifest; what came is then only as whole as the transfer.
+        # Images with an earlier version write no manifest: then only the transfer itself is checked.
         if (model / manifest.MANIFEST).exists() and (damage := manifest.find_damage(model)):
-            raise RunFailedError(f"the model that the run left is damaged and was not taken: {damage}")
+            raise RunFailedError(f"the run's model is damaged and was not fetched: {damage}")
     _merge(part / top, run)
     shutil.rmtree(part, ignore_errors=True)
 
 
 def append_lines(file: Path, data: bytes) -> int:
-    """Append the whole lines of new data to a file, and return their bytes; an unfinished last line is left out."""
+    """Append the complete lines of new data to a file, and return their bytes. Omit an incomplete last line."""
     whole = data[: data.rfind(b"\n") + 1]
     if whole:
         durable.append(file, whole)
     return len(whole)
 
 
-def size_of(file: Path) -> int:
-    """Return a file's bytes; 0 where there is none."""
-    return file.stat().st_size if file.exists() else 0
-
-
 def _refuse(what: str) -> RunFailedError:
-    return RunFailedError(f"what the run left holds something dangerous and was not taken: {what}")
+    return RunFailedError(f"the run's results contain something dangerous and were not fetched: {what}")
 
 
 def _check_member(member: tarfile.TarInfo) -> None:
     if member.issparse():  # a few bytes can unpack to a file of any size
-        raise _refuse(f"{shorten(member.name)!r} is a file with holes")
+        raise _refuse(f"{shorten(member.name)!r} is a sparse file")
     if PurePosixPath(member.name).name == "plan.json" and member.size > LARGEST_PLAN:
         raise _refuse(f"plan.json may have {LARGEST_PLAN} bytes, this one has {member.size}")
     if len(PurePosixPath(member.name).parts) > MOST_PARTS:
@@ -159,20 +162,20 @@ def _merge(folder: Path, run: RunFolder) -> None:
         elif path.is_dir():
             durable.put_folder(path, place)
         elif path.name != "plan.json":
-            # Not plan.json: the plan that counts is the one that was sent.
+            # Not plan.json: the plan that was sent is authoritative.
             durable.move(path, place)
 
 
 def _merge_checkpoints(folder: Path, place: Path) -> None:
-    """Move new checkpoints in, and remove those that rotation removed there, if the newest of the others is whole."""
+    """Move new checkpoints here. Remove those deleted remotely if the newest remaining one is intact."""
     durable.make_folder(place, exist_ok=True)
     there = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
     for name in sorted(there):
         if not (place / name).exists():
             durable.move(folder / name, place / name)
         elif manifest.find_damage(place / name) and not manifest.find_damage(folder / name):
-            durable.put_folder(folder / name, place / name)  # whole ones never change
-    # Numbers of more than eight digits are longer, and so the newer ones.
+            durable.put_folder(folder / name, place / name)  # intact checkpoints never change
+    # Step numbers above eight digits are longer, and so newer.
     newest = max(filter(CHECKPOINT.fullmatch, there), key=lambda name: (len(name), name), default=None)
     if newest is not None and not manifest.find_damage(place / newest):
         for path in place.iterdir():
@@ -181,9 +184,10 @@ def _merge_checkpoints(folder: Path, place: Path) -> None:
 
 
 def _append_journal(mine: Path, theirs: Path) -> None:
-    """Append the part of a complete journal that this one lacks. The journal there begins as a copy of the one here. So
-    if they differ, what came here in pieces may have been damaged on its way, and one with fewer unreadable lines and
-    no fewer records replaces it; another is kept beside it, because the copy there is deleted next."""
+    """Append the part of a complete remote event log that the local one lacks. The remote log starts as a copy of the
+    local one, so differences mean that pieces were damaged on their way. If the remote log has fewer unreadable lines
+    and no fewer records, it replaces the local one. Otherwise keep it beside the local one, because the remote copy is
+    deleted next."""
     known = size_of(mine)
     with open_regular(theirs) as stream:
         if _begins_with(stream, mine):
@@ -193,7 +197,7 @@ def _append_journal(mine: Path, theirs: Path) -> None:
     (here, here_unreadable), (there, there_unreadable) = _count_lines(mine.parent), _count_lines(theirs.parent)
     if there_unreadable < here_unreadable and there >= here:
         durable.move(theirs, mine)
-        # The tracking store is sent everything again, and stores each point once. See decision 9.
+        # Send everything to the tracking store again; it stores each point once. See decision 9.
         send_again(mine.parent)
     else:
         durable.move(theirs, mine.with_name(f"there-{JOURNAL}"))
@@ -205,7 +209,7 @@ def _append_whole_lines(file: Path, stream: IO[bytes]) -> None:
         rest += chunk
         rest = rest[append_lines(file, rest) :]
         if len(rest) > LONGEST_LINE:
-            raise _refuse("a line of its event log has more bytes than one can have")
+            raise _refuse("a line of its event log is longer than allowed")
 
 
 def _begins_with(stream: IO[bytes], file: Path) -> bool:
@@ -219,13 +223,13 @@ def _begins_with(stream: IO[bytes], file: Path) -> bool:
 
 
 def _count_lines(folder: Path) -> tuple[int, int]:
-    """Return how many lines of a journal hold a record, and how many hold none."""
+    """Return the numbers of lines with and without a valid record in an event log."""
     found = [record is None for record, _ in scan(folder)]
     return found.count(False), found.count(True)
 
 
 class _TailStream:
-    """A stream that keeps its last bytes: tarfile does not notice an archive that was cut between two members."""
+    """A stream that keeps its last bytes, because tarfile does not notice an archive truncated between two members."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream, self.tail = stream, b""

@@ -1,7 +1,7 @@
-"""The options of a run in Slurm, and the batch script made from them. Nothing is run here.
+"""Define the options of a Slurm run, and render the batch script from them. This module runs nothing.
 
 Slurm warns the script (USR1) before a time limit or a preemption. The script forwards the warning to the worker, which
-writes a checkpoint, and then requeues the job. Several runs are an array with one task each.
+writes a checkpoint, and then requeues the job. Several runs become an array with one task each.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from sparsebp_cli.target.shell import RESET
 AbsoluteFolder = Annotated[str, Field(pattern=r"^/[\w./@+-]*$")]
 Word = Annotated[str, Field(pattern=r"^[\w.,:@/*+-]+$")]
 JOB_NAME = "sparsebp"
-# Launchers meet at a port between these, by the job's number; below the ports that systems give to programs (32768).
+# Launchers meet at a port in this range, chosen by the job's number. It lies below the system's ephemeral ports (from
+# 32768).
 FIRST_PORT, NUM_PORTS = 20000, 10000
-OTHERS_SECONDS = 180  # for the launchers of other nodes, after the first one that ended; longer than they need
+OTHERS_SECONDS = 180  # for other nodes' launchers to end after the first one; longer than they need
 
 
 class SlurmOptions(ContainerOptions):
@@ -78,17 +79,17 @@ class SlurmOptions(ContainerOptions):
         if self.nodes > 1:
             check_gpus(self, self.gpus)
         if any("\n" in line or "\r" in line for line in self.setup):
-            raise ValueError("setup: each line is an item of its own")
+            raise ValueError("setup: write each line as a separate item")
         return self
 
 
 def sbatch_options(options: SlurmOptions, folder: str, num_runs: int, max_parallel: int) -> list[str]:
-    """Return the options of sbatch; output before the run's own goes to ``folder``, and several runs are an array."""
+    """Return the options of sbatch. Output before the run's own goes to ``folder``; several runs become an array."""
     number = "%A_%a" if num_runs > 1 else "%j"
-    # Append, since a job that is put back would begin its output anew.
+    # Append, because a requeued job would otherwise truncate its output.
     words = [f"--job-name={JOB_NAME}", f"--output={folder}/slurm-{number}.out", "--open-mode=append"]
     words += [f"--nodes={options.nodes}", "--ntasks-per-node=1"] if options.nodes > 1 else ["--ntasks=1"]
-    # B: the script alone is warned, and passes it on.
+    # B: Slurm warns only the script, which forwards the warning.
     words += [f"--signal=B:USR1@{options.warning_seconds}", "--requeue" if options.requeue else "--no-requeue"]
     for name, value in (
         ("partition", options.partition),
@@ -106,8 +107,8 @@ def sbatch_options(options: SlurmOptions, folder: str, num_runs: int, max_parall
 
 
 def render_script(options: SlurmOptions, runs: Sequence[str], max_parallel: int = 1, *, before: str = "") -> str:
-    """Return the bash batch script of one or several runs. ``runs`` are the runs' folders as the nodes see them;
-    ``before`` holds lines that create them where no client does."""
+    """Return the bash batch script of one or several runs. ``runs`` are the runs' folders as the nodes see them.
+    ``before`` holds lines that create the folders if no client does."""
     top = str(PurePosixPath(runs[0]).parent)
     head = "\n".join(f"#SBATCH {_quote_option(word)}" for word in sbatch_options(options, top, len(runs), max_parallel))
     listed = "\n".join(f"  {shlex.quote(run)}" for run in runs)
@@ -166,9 +167,9 @@ exit "$code"
 
 
 def _prepare(line: str) -> str:
-    """Return the line that runs a line of setup. If it fails the run ends, and the log names it."""
+    """Return the line that runs a line of setup. If it fails, the run ends and the log names the line."""
     failed = shlex.quote(f"target.setup: {line!r} failed: exit code")
-    # Behind || an option such as set -e, from an earlier line, does not end the shell before it has spoken.
+    # Because of ||, an earlier line's `set -e` does not end the shell before the message.
     return f"eval {shlex.quote(line)} < /dev/null || {{ code=$?; echo {failed} $code; exit 1; }}"
 
 
@@ -178,10 +179,10 @@ def _is_step(options: SlurmOptions) -> bool:
 
 
 def _forwarding(options: SlurmOptions) -> str:
-    """Return the shell function that passes a signal on to the worker."""
+    """Return the shell function that forwards a signal to the worker."""
     if not _is_step(options):
         return 'forward_signal() { hit=yes; [ -z "$worker" ] || kill -TERM "$worker" 2> /dev/null; }'
-    # srun kills its tasks where it gets SIGTERM itself, and scancel reaches a step only once it exists.
+    # srun kills its tasks if it gets SIGTERM itself, and scancel reaches a step only once it exists.
     return """forward_signal() {
   hit=yes
   [ -n "$worker" ] || return
@@ -191,7 +192,7 @@ def _forwarding(options: SlurmOptions) -> str:
 
 
 def _meeting(options: SlurmOptions) -> str:
-    """Return the lines that tell where the launchers of several nodes meet: on the node of this script, the first."""
+    """Return the lines that define where the launchers of several nodes meet: on this script's node, the first one."""
     if options.nodes == 1:
         return ""
     place = f"$(uname -n):$(({FIRST_PORT} + SLURM_JOB_ID % {NUM_PORTS}))"
@@ -199,16 +200,16 @@ def _meeting(options: SlurmOptions) -> str:
 
 
 def _reading(options: SlurmOptions) -> str:
-    """Return the line that reads the run's exit code, since that of srun is the largest of any node."""
+    """Return the line that reads the run's exit code. The exit code of srun is the largest of all nodes."""
     if options.nodes == 1:
         return ""
     return '[ ! -e "$run/slurm-code" ] || code=$(cat "$run/slurm-code")\nrm -f "$run/slurm-code"\n'
 
 
 def _counting(options: SlurmOptions) -> str:
-    """Return the lines that set ``idle`` when a job was warned several times in a row without a new checkpoint: a
-    warning that comes before a step can be made would put it back for ever. Where the count cannot be read, or not be
-    written by the job before, Slurm's own count of all restarts stands for it."""
+    """Return the lines that set ``idle`` if a job was warned several times in a row without a new checkpoint. Such a
+    job would be requeued for ever, because the warning comes before it can make a step. If the count cannot be read, or
+    the previous job could not write it, use Slurm's count of restarts."""
     if not options.requeue:
         return ""
     return f"""if [ -n "$again" ] && [ "$code" = 143 ]; then
@@ -228,7 +229,7 @@ fi
 
 
 def _requeue_condition(options: SlurmOptions) -> str:
-    """Return the test of whether the job goes back into the queue: it was warned, or has lost a node."""
+    """Return the test for requeueing the job: it was warned, or it lost a node."""
     warned = '[ -n "$again" ] && [ "$code" = 143 ] && [ -z "$idle" ]'
     if options.nodes > 1:
         lost = f'[ "$code" = {LOST_CODE} ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {MOST_RESTARTS} ]'
@@ -237,8 +238,7 @@ def _requeue_condition(options: SlurmOptions) -> str:
 
 
 def worker_command(options: SlurmOptions, run: str) -> str:
-    """Return the shell line that starts the worker, on every node; ``run`` is the run's folder as a word of the
-    shell."""
+    """Return the shell line that starts the worker on every node. ``run`` is the run's folder as a shell word."""
     worker = f'{shlex.quote(options.python)} -P -m {options.worker} "{run}/plan.json"'
     if options.container == "apptainer":
         gpus = " --nv" if options.gpus else ""
@@ -248,11 +248,11 @@ def worker_command(options: SlurmOptions, run: str) -> str:
         return worker
     step = "srun"
     if options.nodes > 1:
-        # A launcher that fails tells the others itself; Slurm would kill the first one before it can say why.
+        # A failing launcher tells the others itself. Slurm would kill the first launcher before it can report why.
         step += f" --nodes={options.nodes} --ntasks-per-node=1 --kill-on-bad-exit=0 --wait={OTHERS_SECONDS}"
         worker = f"bash -c 'SPARSEBP_NODE=$SLURM_PROCID exec \"$@\"' node {worker}"
     if options.cpus:
-        step += f" --cpus-per-task={options.cpus}"  # srun does not inherit it: Slurm 22.05
+        step += f" --cpus-per-task={options.cpus}"  # since Slurm 22.05 srun does not inherit it
     if options.container == "pyxis":
         mounts = "".join(f",{shlex.quote(read_mount(mount).text)}" for mount in options.mounts)
         step += f' --container-image={shlex.quote(options.image)} --container-mounts="{run}:{run}"{mounts}'
@@ -260,7 +260,7 @@ def worker_command(options: SlurmOptions, run: str) -> str:
 
 
 def _quote_option(word: str) -> str:
-    """Return an option as sbatch reads it from a script: one line, quoted as for a shell."""
+    """Return an option quoted as for a shell, in one line, as sbatch reads it from a script."""
     if not word.isprintable():
-        raise UsageError(f"an option of sbatch is one line of printable characters, got {word!r}")
+        raise UsageError(f"an option of sbatch must be one line of printable characters, got {word!r}")
     return shlex.quote(word)

@@ -1,9 +1,8 @@
-"""The rules that confine a container: which folders of the host it may mount and as which user it runs, on every
-engine.
+"""Restrict which host folders a container may mount and as which user it runs, on every engine.
 
-A recipe may come from anybody, so mounts need an allow-list: ``PLACES``, and the folders that the submitting user adds
-with ``SPARSEBP_MOUNTS``. Paths are checked as written and as they resolve on this machine; on the host of a remote
-engine that can be reached over SSH, as they resolve there too.
+Recipes may come from anybody, so mounts need an allow-list: ``PLACES``, and the folders that the submitting user adds
+with ``SPARSEBP_MOUNTS``. Paths are checked as written and as they resolve on this machine. If a remote engine's host
+can be reached over SSH, they are checked as they resolve there too.
 """
 
 from __future__ import annotations
@@ -18,21 +17,21 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 VARIABLE = "SPARSEBP_MOUNTS"
-# Where machines keep data. /home and the temporary folders belong to several users: only folders inside are mounted.
+# Usual places of data. /home and the temporary folders belong to several users, so only folders inside are mounted.
 PLACES = (
     "/data", "/datasets", "/home", "/lustre", "/media", "/mnt", "/opt", "/project", "/projects", "/scratch", "/shared",
     "/srv", "/tmp", "/var/tmp", "/work", "/workspace",
 )  # fmt: skip
 CLOSED = ("/boot", "/dev", "/etc", "/proc", "/run", "/sys", "/var/run", "/var/lib")  # neither these nor anything inside
-NEVER = ("/root", "/home", "/tmp", "/var/tmp", "/usr", *CLOSED)  # neither these nor what contains one of them
-TOKENS = (".cache/huggingface/token", ".cache/huggingface/stored_tokens")  # the hub's, in a home
+NEVER = ("/root", "/home", "/tmp", "/var/tmp", "/usr", *CLOSED)  # neither these folders nor any that contains one
+TOKENS = (".cache/huggingface/token", ".cache/huggingface/stored_tokens")  # tokens of the hub, in a home folder
 PART = re.compile(r"[\w.@+=~% -]+")
-NOBODY = "10001:10001"  # the user that the image is built for
-FIRST_ORDINARY_ID = 1000  # system users and groups have smaller ids
+NOBODY = "10001:10001"  # the user for which the image is built
+FIRST_ORDINARY_ID = 1000  # ids of system users and groups are smaller
 
 
 class Mount(NamedTuple):
-    """A folder of the host (``source``) that a container sees as ``target``."""
+    """A host folder (``source``) that a container sees as ``target``."""
 
     source: str
     target: str
@@ -40,12 +39,12 @@ class Mount(NamedTuple):
 
     @property
     def text(self) -> str:
-        """``SOURCE:TARGET:ro`` or ``:rw``, for pyxis and apptainer; without a mode both would mount it writable."""
+        """``SOURCE:TARGET:ro`` or ``:rw``, for pyxis and apptainer; without a mode both mount it writable."""
         return f"{self.source}:{self.target}:{'rw' if self.writable else 'ro'}"
 
 
 def read_mount(text: str) -> Mount:
-    """Parse ``SOURCE:TARGET[:ro|rw]``, read-only unless ``rw``. Raises ``ValueError`` if it is malformed, or if its
+    """Parse ``SOURCE:TARGET[:ro|rw]``; the default is read-only. Raise ``ValueError`` if it is malformed, or if its
     source is not allowed as written or as it resolves here."""
     source, _, rest = text.partition(":")
     target, _, mode = rest.partition(":")
@@ -69,9 +68,9 @@ def check_spelling(path: str) -> None:
 
 
 def check_source(written: str, real: str, sockets: Iterable[str] = ()) -> None:
-    """Refuse a folder of the host that would give the container more than data. ``written`` is the path in the recipe,
-    for the error line; ``real`` is the same or its resolution; ``sockets`` are the known sockets of the host. Raises
-    ``ValueError`` if the folder is outside the allow-list, or holds a socket, a home, keys or a part of the system."""
+    """Refuse a host folder that would give the container more than data. ``written`` is the path in the recipe, for the
+    error; ``real`` is that path or its resolution; ``sockets`` are the host's known sockets. Raise ``ValueError`` if
+    the folder is outside the allow-list, or holds a socket, a home, keys or a part of the system."""
     path = PurePosixPath(real)
     named = written if real == written else f"{written} ({real})"
     if any(path.is_relative_to(folder) for folder in CLOSED):
@@ -95,7 +94,7 @@ def check_source(written: str, real: str, sockets: Iterable[str] = ()) -> None:
 
 
 def check_user(text: str) -> None:
-    """Raise ``ValueError`` unless ``UID:GID`` is the submitting user, or one number for both that nobody has here."""
+    """Raise ``ValueError`` unless ``UID:GID`` is the submitting user, or both are one number unused here."""
     if text == NOBODY:
         return
     user, group = (int(number) for number in text.split(":"))
@@ -108,19 +107,19 @@ def check_user(text: str) -> None:
             f"{what}give your own numbers, or one number from {FIRST_ORDINARY_ID} on for both, such as {NOBODY}"
         )
     if name := _user_name(user) or _group_name(group):
-        raise ValueError(f"{what}on this machine it belongs to {name}; such as {NOBODY} belongs to nobody")
+        raise ValueError(f"{what}on this machine it belongs to {name}; choose an unused number, such as {NOBODY}")
 
 
 def mount_query(mounts: Sequence[str]) -> str:
-    """Return shell lines that print how the mounts' sources resolve on a host, and its sockets."""
+    """Return shell lines that print the resolved sources of the mounts on a host, and its sockets."""
     paths = " ".join(shlex.quote(read_mount(mount).source) for mount in mounts)
-    # -m, since a source need not exist there yet.
+    # -m, because a source may not exist there yet.
     return f"realpath -m -- {paths} && printf '==\\n' && cat /proc/net/unix"
 
 
 def check_remote_mounts(mounts: Sequence[str], output: str) -> None:
-    """Raise ``ValueError`` if a mount's source, by the output of :func:`mount_query` there, is not allowed. Output of
-    another form, as from a host without a shell, is not checked."""
+    """Raise ``ValueError`` if the output of :func:`mount_query` shows that a mount's source is not allowed there.
+    Output in another form, for example from a host without a shell, is not checked."""
     resolved, found, table = output.partition("\n==")
     if not found or len(resolved.splitlines()) != len(mounts):
         return
@@ -129,7 +128,7 @@ def check_remote_mounts(mounts: Sequence[str], output: str) -> None:
 
 
 def listening_sockets() -> list[str]:
-    """Return the paths of the sockets that programs of this machine have bound; empty where that cannot be read."""
+    """Return the paths of sockets that programs on this machine have bound; empty if the table cannot be read."""
     try:
         return read_sockets(Path("/proc/net/unix").read_text(encoding="utf-8", errors="surrogateescape"))
     except OSError:
@@ -137,13 +136,13 @@ def listening_sockets() -> list[str]:
 
 
 def read_sockets(table: str) -> list[str]:
-    """Return the paths in a table like ``/proc/net/unix``; abstract names are left out."""
+    """Return the paths in a table like ``/proc/net/unix``, without abstract names."""
     rows = (line.split(None, 7) for line in table.splitlines()[1:])
     return sorted({os.path.normpath(row[7]) for row in rows if len(row) == 8 and row[7].startswith("/")})
 
 
 def _homes(path: PurePosixPath) -> list[PurePosixPath]:
-    """Return the home folders that a path could lie in or contain."""
+    """Return the home folders that a path may lie in or contain."""
     own = {Path.home(), Path(os.path.realpath(Path.home()))}
     found = [PurePosixPath(home) for home in own if home != Path("/")]
     if path.is_relative_to("/home") and len(path.parts) > 2:
@@ -152,7 +151,7 @@ def _homes(path: PurePosixPath) -> list[PurePosixPath]:
 
 
 def _is_private(path: PurePosixPath, home: PurePosixPath) -> bool:
-    """Whether a path in a home is one of its hidden folders, or contains a token of the hub."""
+    """Return whether a path in a home is one of its hidden folders, or contains a token of the hub."""
     if not path.is_relative_to(home):
         return False
     first = path.relative_to(home).parts[0]
@@ -165,7 +164,7 @@ def _is_special(path: PurePosixPath) -> bool:
     try:
         return there.exists() and not (there.is_dir() or there.is_file())
     except OSError:
-        # In doubt it is nothing to be mounted.
+        # If the path cannot be checked, do not mount it.
         return True
 
 

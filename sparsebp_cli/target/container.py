@@ -1,4 +1,4 @@
-"""The options of a run in a container, and the commands made from them. Nothing is run here."""
+"""Define the options of a run in a container, and build commands from them. This module runs nothing."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ContainerOptions(TargetOptions):
 
 
 class DockerOptions(ContainerOptions):
-    """A container of docker or podman, on this machine or on another one over SSH."""
+    """A docker or podman container, on this machine or on another one over SSH."""
 
     host: Annotated[str, Field(pattern=r"^(ssh://([\w.-]+@)?[\w.-]+(:[0-9]+)?|unix:///.+)$")] | None = Field(
         None, description="ssh://[USER@]HOST[:PORT], or unix:///PATH; null: DOCKER_HOST or the current context."
@@ -93,7 +93,7 @@ class DockerOptions(ContainerOptions):
 
 
 def engine_command(options: DockerOptions) -> list[str]:
-    """Return the first words of every command line of the engine."""
+    """Return the command and global options that every call of the engine starts with."""
     words: list[str] = [options.command]
     if options.host:
         words += ["--host", options.host]
@@ -103,25 +103,25 @@ def engine_command(options: DockerOptions) -> list[str]:
 
 
 def create_command(options: DockerOptions, run_id: str, image: str, labels: dict[str, str]) -> list[str]:
-    """Return the command that creates the container of a run, with labels besides ``sparsebp.run``."""
+    """Return the command that creates a run's container, with labels in addition to ``sparsebp.run``."""
     words = [*engine_command(options), "create", "--name", container_name(run_id)]
     for name, value in {"sparsebp.run": run_id, **labels}.items():
         words += ["--label", f"{name}={value}"]
     words += confinement_options(options)
-    # -P: modules come from the image, never from a folder of the run. See decision 27.
+    # -P: import modules only from the image, never from a folder of the run. See decision 27.
     worker = [image, "-P", "-m", options.worker, f"{run_folder(run_id)}/plan.json"]
     return [*words, "--entrypoint", options.python, *worker]
 
 
 def list_mounts(options: DockerOptions) -> list[str]:
-    """Return every folder of the engine's host that a container gets, as ``mounts`` has them."""
+    """Return every host folder that a container gets, in the form of ``mounts``."""
     return [*options.mounts, *([f"{options.hub_cache}:{DATA}/hub:rw"] if options.hub_cache else [])]
 
 
 def confinement_options(options: DockerOptions) -> list[str]:
-    """Return the options of every container: no root, no capabilities, an init, and only the mounts and limits
-    requested."""
-    # An init, since process 1 gets no signal that it does not handle, and leaves zombies.
+    """Return the options of every container: no root, no capabilities, an init process, and only the requested mounts
+    and limits."""
+    # Use an init, because process 1 gets no signal without a handler and does not reap zombies.
     words = ["--init", "--user", options.user, "--cap-drop", "ALL", "--security-opt", "no-new-privileges"]
     words += gpu_options(options)
     for name, value in (
@@ -131,13 +131,13 @@ def confinement_options(options: DockerOptions) -> list[str]:
     ):
         words += [name, value] if value else []
     for text in list_mounts(options):
-        try:  # checked again: an earlier run may have replaced a folder by a link
+        try:  # check again: an earlier run may have replaced a folder by a link
             mount = read_mount(text)
         except ValueError as error:
             raise UsageError(f"target.mounts: {error}") from None
         end = "" if mount.writable else ",readonly"
         words += ["--mount", f"type=bind,source={mount.source},target={mount.target}{end}"]
-    # An empty value keeps Python buffered: unbuffered it writes lines in pieces, and some engines stamp each piece.
+    # An empty value keeps Python buffered. Unbuffered, it writes lines in pieces, and some engines stamp each piece.
     fixed = {"HOME": f"{DATA}/home", "SPARSEBP_HOME": DATA, "PYTHONUNBUFFERED": "", "USER": "sparsebp"}
     fixed |= {"HF_HOME": f"{DATA}/hub"} if options.hub_cache else {}
     for name, value in {**fixed, **options.env}.items():
@@ -152,19 +152,19 @@ def gpu_options(options: DockerOptions) -> list[str]:
     if (options.gpu_request == "auto" and options.command == "docker") or options.gpu_request == "gpus":
         wanted = options.gpus
         if isinstance(wanted, list):
-            # docker reads this as a line of CSV, so a list needs quotes of its own.
+            # docker parses this as a line of CSV, so a list needs its own quotes.
             return ["--gpus", '"device=' + ",".join(wanted) + '"']
         return ["--gpus", str(wanted)]
     names = ["all"] if options.gpus == "all" else options.gpus
-    # CDI names devices and knows no number of them.
+    # CDI addresses devices by name and has no option for their number.
     if isinstance(names, int):
         names = [str(number) for number in range(names)]
     return [word for name in names for word in ("--device", f"nvidia.com/gpu={name}")]
 
 
 def check_gpus(options: TargetOptions, gpus: int | str | None) -> None:
-    """Raise ValueError if each of several nodes has another number of GPUs than of processes, each of which takes
-    one. ``gpus`` is a number, or TYPE:NUMBER."""
+    """Raise ValueError if each of several nodes has other numbers of GPUs and processes; each process takes one GPU.
+    ``gpus`` is a number, or TYPE:NUMBER."""
     here = options.processes // options.nodes
     if gpus is not None and int(str(gpus).rpartition(":")[2]) != here:
         raise ValueError(
@@ -174,12 +174,12 @@ def check_gpus(options: TargetOptions, gpus: int | str | None) -> None:
 
 
 def container_name(run_id: str) -> str:
-    """Return the name of a run's container. Names are unique, so two dispatchers cannot both create one."""
+    """Return the name of a run's container. Names are unique, so two remote runners cannot both create one."""
     return f"sparsebp-{run_id}"
 
 
 def run_folder(run_id: str) -> str:
-    """Return where a run's folder is inside a container."""
+    """Return the path of a run's folder inside a container."""
     return f"{DATA}/runs/{run_id}"
 
 
@@ -189,7 +189,7 @@ def list_paths(plan: Plan) -> dict[str, str]:
 
 
 def check_paths(plan: Plan, reached: list[str]) -> None:
-    """Raise ``UsageError`` if something that a recipe reads is a path outside of what the container can read."""
+    """Raise ``UsageError`` if the recipe reads a path outside the folders that the container can read."""
     for key, path in list_paths(plan).items():
         if not any(PurePosixPath(path).is_relative_to(folder) for folder in reached):
             parent = PurePosixPath(path).parent
@@ -199,5 +199,5 @@ def check_paths(plan: Plan, reached: list[str]) -> None:
 
 
 def mounted_folders(options: DockerOptions) -> list[str]:
-    """Return the folders that a container has besides its image."""
+    """Return the folders that a container has in addition to its image."""
     return [read_mount(mount).target for mount in options.mounts]

@@ -1,9 +1,9 @@
-"""Carries out runs on targets elsewhere, in a process that outlives the client.
+"""The remote runner: supervise runs on remote targets, in a process that outlives the client.
 
     python -m sparsebp_cli.target.dispatcher [--max-parallel N] [--adopt] RUN_FOLDER...
 
-It keeps no state of its own: all of it is in the runs' folders and at the target. After kill -9 the workers go on;
-the next dispatcher finds them by handle or by label and fetches what they did in the meantime.
+All its state is in the runs' folders and at the target. After kill -9 the workers continue. The next remote runner
+finds them by handle or by label, and fetches what they wrote in the meantime.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from sparsebp_cli.target.launch import detach, leave_client, open_runs, report_s
 from sparsebp_cli.target.remote_run import RemoteRun, describe
 
 SLICE_SECONDS = 0.1
-GROWTH = 1.15  # of the time between two polls
-LONGEST_PAUSE = 60.0  # between two tries to reach a target that does not answer
-MOST_DOUBLINGS = 30  # of that pause: a connection may be cut for days, and 2.0**1024 overflows
+GROWTH = 1.15  # factor between two pauses of polling
+LONGEST_PAUSE = 60.0  # between two attempts to reach a target that does not answer
+MOST_DOUBLINGS = 30  # of that pause: a connection may be down for days, and 2.0**1024 overflows
 
 
 class Dispatcher:
-    """Follows several runs that go to one engine, and starts those that wait."""
+    """Follows several runs on one engine, and starts the waiting ones."""
 
     def __init__(
         self,
@@ -41,29 +41,29 @@ class Dispatcher:
         adopt_only: bool = False,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """Lock the runs; raises ``RunBusyError`` if another dispatcher has one of them. At most ``max_parallel`` runs
-        work at once. With ``adopt_only``, workers that exist already are followed and none is started."""
+        """Lock the runs. Raise ``RunBusyError`` if another remote runner has locked one. At most ``max_parallel`` runs
+        work at once. With ``adopt_only``, follow existing workers and start none."""
         self._engine, self._max_parallel, self._adopt_only, self._sleep = engine, max_parallel, adopt_only, sleep
         self._waiting: list[RemoteRun] = []
         self._followed: list[RemoteRun] = []
         self._pause = engine.fastest_seconds
         self._start_again = 0.0
-        self._stopping = False  # a stop of one run is one of all
+        self._stopping = False  # stopping one run stops all
         for run in runs:
             self._waiting.append(RemoteRun(run, engine, os.getpid()))
 
     def begin(self) -> None:
-        """Follow the runs whose workers exist, then start the first of the others, or as many as may work at once. If
-        the first cannot be started, every run is released and the error is raised."""
+        """Follow the runs that have a worker, then start the first of the others, or as many as may work at once. If
+        the first cannot be started, release every run and raise the error."""
         for remote in self._waiting:
             remote.mark_waiting()
         try:
-            # A copy: adopting takes runs out of the list.
+            # Iterate over a copy: adopting removes runs from the list.
             for remote in [*self._waiting]:
                 if remote.adopt_worker():
                     self._adopt(remote)
         except UnreachableError as error:
-            # No start was tried. What earlier starts left stays as it was; a run without one has failed to start.
+            # No start was tried: earlier starts keep their record, and runs without one are recorded as failed.
             if not self._adopt_only:
                 while self._waiting:
                     self._waiting.pop().withdraw(describe(error))
@@ -77,7 +77,7 @@ class Dispatcher:
         try:
             self._start_or_adopt()
         except UnreachableError as error:
-            # The worker may have been started all the same: each poll looks for it.
+            # The worker may have started anyway: each poll looks for it.
             self._waiting[0].mark_unreachable(str(error))
         except SparseBPError as error:
             self._waiting.pop(0).abandon(describe(error))
@@ -91,15 +91,15 @@ class Dispatcher:
             self.poll()
 
     def poll(self) -> None:
-        """Poll every run once, and start the next one if there is room."""
+        """Poll every run once, and start the next one if fewer than ``max_parallel`` work."""
         for remote in [*self._followed]:
             remote.poll()
-            # After the poll: one that came during it is carried out already, and is new no more.
+            # After the poll, a stop that arrived during it has already been carried out and is no longer new.
             if not self._stopping and self._is_stop(remote):
                 self._stopping = True
                 self._abandon_waiting()
                 for other in self._followed:
-                    durable.write_new(other.run.request_file, "stop")  # never in the place of a kill
+                    durable.write_new(other.run.request_file, "stop")  # never overwrites a kill
             if remote.over:
                 self._followed.remove(remote)
         for remote in [*self._waiting]:
@@ -128,15 +128,15 @@ class Dispatcher:
             first.abandon(describe(error))
 
     def _start_or_adopt(self) -> None:
-        """Start the next runs. If that fails, ask the engine once more before the error is believed: a request may have
-        been carried out although its answer was an error, was lost, or could not be read."""
+        """Start the next runs. On an error, look for the worker once more before raising: the request may have
+        succeeded although its answer was an error, was lost, or could not be read."""
         first = self._waiting[0]
         try:
             self._start_next()
         except (UnreachableError, RunBusyError):
             raise
         except Exception as error:
-            if first not in self._waiting:  # it was started, and the next one was not
+            if first not in self._waiting:  # it was started, but the next one was not
                 first = self._waiting[0]
             if first.adopt_worker():
                 self._follow(first)
@@ -148,7 +148,7 @@ class Dispatcher:
 
     def _start_next(self) -> None:
         while self._waiting and (self._engine.has_queue or len(self._followed) < self._max_parallel):
-            # A queue takes all as one submission, other places one run a call.
+            # An engine with a queue takes all runs as one submission, other engines one run a call.
             chosen = self._waiting if self._engine.has_queue else self._waiting[:1]
             handles = self._engine.start([remote.run for remote in chosen], self._max_parallel)
             for remote, handle in zip([*chosen], handles, strict=True):
@@ -157,7 +157,7 @@ class Dispatcher:
                 remote.poll()
 
     def _adopt(self, remote: RemoteRun) -> None:
-        """Follow an existing worker; if it ended while no dispatcher ran, finish it and queue the run for resuming."""
+        """Follow an existing worker. If it ended while no remote runner ran, finish it and queue the run to resume."""
         if self._adopt_only or not remote.finish_if_ended():
             self._follow(remote)
             return
@@ -212,7 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         runs = open_runs(parsed.runs)
         target = make_target(Plan.load(runs[0].plan_file).recipe.target)
         if not isinstance(target, RemoteTarget):
-            raise UsageError(f"{type(target).__name__} is not a target that dispatches")
+            raise UsageError(f"{type(target).__name__} has no remote runner")
         dispatcher = Dispatcher(runs, target.engine, max_parallel=parsed.max_parallel, adopt_only=parsed.adopt)
         dispatcher.begin()
     except SparseBPError as error:

@@ -1,7 +1,7 @@
-"""The target ``docker``: a container for each run, through the command line of docker or podman.
+"""The target ``docker``: run each run in a container, through the command line of docker or podman.
 
-The run's folder is copied in and out, so host and client share nothing but the engine's own connection. The container
-is removed after everything was fetched; until then any process finds it by its name and label.
+The run's folder is copied in and out, so host and client share only the engine's connection. The container is removed
+after everything was fetched. Until then any process finds it by its name and label.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from sparsebp_cli.plan import Plan
 from sparsebp_cli.policy.error_text import shorten
 from sparsebp_cli.recipe.schema import TargetOptions
 from sparsebp_cli.run import RunFolder
-from sparsebp_cli.run.budget import LARGEST_SMALL, open_to_append, read_json
+from sparsebp_cli.run.budget import LARGEST_SMALL, open_to_append, read_json, size_of
 from sparsebp_cli.run.journal import FILE as JOURNAL
-from sparsebp_cli.target.archive import append_lines, merge_into_run, pack, receive, size_of
+from sparsebp_cli.target.archive import append_lines, merge_into_run, pack, receive
 from sparsebp_cli.target.confinement import check_remote_mounts, mount_query
 from sparsebp_cli.target.container import (
     DockerOptions,
@@ -44,11 +44,11 @@ from sparsebp_cli.target.shell import Shell
 from sparsebp_cli.target.tool import CommandResult, Tool, always, matching
 
 PULL_SECONDS = 3600.0
-HALF_MADE_SECONDS = 600.0  # a container created so long ago and never started was left by a dead dispatcher
+HALF_MADE_SECONDS = 600.0  # a container created longer ago and never started was left by a dead remote runner
 ENGINE_ID = re.compile(r"[\w:-]+")
 HANDLE = re.compile(rf"sparsebp-\S+( ({ENGINE_ID.pattern})?)?")
 GONE = re.compile(r"no such (container|object)|no container with name", re.IGNORECASE)
-# Messages of the engine itself. Any other error is one of the connection and tells nothing of the run.
+# Messages of the engine itself. Other errors come from the connection and say nothing about the run.
 REFUSALS = re.compile(
     r"error response from daemon|no such (container|image|object)|is not running|^tail:|image not known",
     re.IGNORECASE | re.MULTILINE,
@@ -57,17 +57,17 @@ REFUSALS = re.compile(
 
 @final
 class DockerEngine(TargetEngine):
-    """An engine of docker or podman, on this machine or elsewhere."""
+    """A docker or podman engine, on this machine or elsewhere."""
 
     def __init__(self, options: DockerOptions) -> None:
         self._options = options
         self._words = engine_command(options)
         self._place = options.host or options.context or options.command
         local_podman = options.command == "podman" and options.context is None
-        # podman without a connection is the engine itself: each of its errors is a refusal.
-        # docker's hints come among its errors.
+        # Podman without a connection is the engine itself, so all its errors are refusals. Docker prints hints among
+        # its errors, so disable them.
         self._tool = Tool(self._place, always if local_podman else matching(REFUSALS), (("DOCKER_CLI_HINTS", "false"),))
-        # By it a container that was made and never started is known as ours.
+        # The token identifies a container that we created but never started.
         self._token = secrets.token_hex(6)
 
     def command(self, run: RunFolder) -> list[str]:
@@ -88,7 +88,7 @@ class DockerEngine(TargetEngine):
                 raise RunBusyError(f"run {run.run_id}: another remote runner is starting it on {self._place}")
             self._run("rm", "--force", "--volumes", name)
             return None
-        # With the engine's id: a container is gone only on the engine that had it. See decision 9.
+        # Add the engine's id: a container counts as gone only on the engine that had it. See decision 9.
         return f"{name} {self._engine_id()}"
 
     def is_handle(self, text: str) -> bool:
@@ -98,7 +98,7 @@ class DockerEngine(TargetEngine):
         (run,) = runs
         options, name = self._options, container_name(run.run_id)
         self._check_remote_mounts()
-        # The id of the image, so that a tag that moves meanwhile changes nothing.
+        # Use the image's id, so that moving its tag meanwhile changes nothing.
         image, digest = self._resolve_image()
         labels = {"sparsebp.start": self._token, "sparsebp.image": digest or options.image}
         answer = self._tool.run(create_command(options, run.run_id, image, labels))
@@ -110,13 +110,13 @@ class DockerEngine(TargetEngine):
         durable.write_file(run.path / "image.json", json.dumps(found))
         owner, group = (int(number) for number in options.user.split(":"))
         folder = run_folder(run.run_id).removeprefix("/")
-        # Between create and start: the worker finds its plan, and nothing of the host is mounted for it.
+        # Copy between create and start: so the worker finds its plan, and no host folder is mounted for it.
         copied = self._tool.write(
             [*self._words, "cp", "-", f"{name}:/"], lambda stream: pack(stream, run, folder, owner, group)
         )
         begun = self._run("start", name) if copied.code == 0 else copied
         if begun.code != 0:
-            # Its name would stay taken.
+            # Otherwise its name would stay taken.
             self._run("rm", "--force", "--volumes", name)
             raise self._refused(begun)
         return [f"{name} {self._engine_id()}"]
@@ -135,9 +135,9 @@ class DockerEngine(TargetEngine):
     def pull(self, run: RunFolder, handle: str) -> None:
         name = handle.partition(" ")[0]
         journal = run.path / JOURNAL
-        # Whole lines alone are appended, so the rest of a line comes again.
+        # Only complete lines are appended, so the rest of a line is read again.
         tail = self._run("exec", name, "tail", "-c", f"+{size_of(journal) + 1}", f"{run_folder(run.run_id)}/{JOURNAL}")
-        if tail.code == 0:  # else the journal does not exist yet, or the worker has just ended
+        if tail.code == 0:  # otherwise the log does not exist yet, or the worker has just ended
             append_lines(journal, tail.out)
         self._pull_output(run, name)
 
@@ -159,7 +159,7 @@ class DockerEngine(TargetEngine):
     def check(self) -> Iterator[CheckResult]:
         options = self._options
         try:
-            # podman's command line is its engine.
+            # The command line of podman is its engine.
             side, system = (
                 ("Server", ".Os}}/{{.Server.Arch}}") if options.command == "docker" else ("Client", ".OsArch}}")
             )
@@ -177,7 +177,7 @@ class DockerEngine(TargetEngine):
                 "warn", "architecture", f"the image is for {made_for}, {self._place} is {machine}", ARCHITECTURE
             )
         words = [*self._words, "run", "--rm", *confinement_options(options), "--workdir", "/"]
-        # The engine has answered before, so an error now is the container's own, whatever its words.
+        # The engine has answered before, so any error now is the container's own.
         tool = Tool(self._place, always, self._tool.environment)
         try:
             found = tool.run([*words, "--entrypoint", options.python, options.image, "-P", "-c", SOURCE, "/"])
@@ -190,7 +190,7 @@ class DockerEngine(TargetEngine):
         yield from compare_environment(found.text, num_gpus=_count_gpus(options))
 
     def _check_shell(self) -> Iterator[CheckResult]:
-        """Yield a warning where a login shell prints, which can end docker's connection over SSH."""
+        """Yield a warning if a login shell prints text, which can break docker's connection over SSH."""
         host = self._options.host
         if host and host.startswith("ssh://"):
             shell = Shell(host, "")
@@ -198,10 +198,10 @@ class DockerEngine(TargetEngine):
             yield from shell.check()
 
     def _check_remote_mounts(self) -> None:
-        """Check how the mounts resolve on the engine's host, where it can be reached over SSH."""
+        """Check how the mounts resolve on the engine's host, if it can be reached over SSH."""
         host, mounts = self._options.host, list_mounts(self._options)
         if not mounts or not host or not host.startswith("ssh://"):
-            return  # on this machine the options were checked already
+            return  # on this machine the options were already checked
         answer = Shell(host, "").run(mount_query(mounts))
         try:
             check_remote_mounts(mounts, answer.text)
@@ -212,7 +212,7 @@ class DockerEngine(TargetEngine):
         return self._tool.run([*self._words, *words])
 
     def _require_absent(self, answer: CommandResult) -> None:
-        """Raise ``UnreachableError`` unless the result says that there is no such container."""
+        """Raise ``UnreachableError`` unless the result says that the container does not exist."""
         if not GONE.search(answer.err):
             raise UnreachableError(f"{self._place} does not answer as it should: {answer.problem}")
 
@@ -228,7 +228,7 @@ class DockerEngine(TargetEngine):
         return answer.text
 
     def _resolve_image(self) -> tuple[str, str]:
-        """Return the image's id there and its registry digest, empty if it has none; pull the image where allowed."""
+        """Return the image's id on the engine and its registry digest, empty if none. Pull the image if allowed."""
         image, pull = self._options.image, self._options.pull
         words = ("image", "inspect", "--format", "{{.Id}} {{json .RepoDigests}}", image)
         answer = self._run(*words) if pull != "always" else None
@@ -261,7 +261,7 @@ class DockerTarget(RemoteTarget):
 
 
 def _count_gpus(options: DockerOptions) -> int:
-    """Return how many GPUs a run asks for; of all there are it needs one."""
+    """Return how many GPUs a run requests; ``all`` counts as one."""
     if isinstance(options.gpus, list):
         return len(options.gpus)
     return 1 if options.gpus == "all" else options.gpus or 0
@@ -273,7 +273,7 @@ def _read_state(state: dict[str, Any]) -> WorkerStatus:
     if state["Status"] in {"created", "configured", "initialized"}:
         return WorkerStatus(Phase.WAITING)
     if state.get("OOMKilled"):
-        return WorkerStatus(Phase.OVER, -9, "killed for want of memory: see target.memory")
+        return WorkerStatus(Phase.OVER, -9, "killed because memory ran out: see target.memory")
     code = read_exit_code(int(state["ExitCode"]))
     error = " ".join(str(state.get("Error") or "").split())
     return WorkerStatus(Phase.OVER, code, f"the engine says: {explain(error)}" if error else "")
@@ -290,10 +290,10 @@ STAMPED = re.compile(r"^(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d+))?(Z|[+-]\d\d:
 
 @dataclass
 class LogPosition:
-    """The last line that was copied."""
+    """The position of the last log line that was copied."""
 
-    stamp: str = ""  # its time stamp; empty: none was copied
-    key: int = 0  # the same in nanoseconds
+    stamp: str = ""  # its time stamp; empty: no line was copied yet
+    key: int = 0  # the time stamp in nanoseconds
 
     @classmethod
     def load(cls, run: RunFolder) -> Self:
@@ -304,8 +304,8 @@ class LogPosition:
             return cls()
 
     def append(self, run: RunFolder, lines: Iterable[str]) -> None:
-        """Append the new lines to ``worker.log``, ordered by the stamp before each; lines without one are dropped. A
-        log that was truncated at its beginning in the meantime loses lines but repeats none."""
+        """Append the new lines to ``worker.log``, ordered by the time stamp before each; drop lines without one. If the
+        log's beginning was truncated in the meantime, lines are lost but none is repeated."""
         found = [(match, _nanoseconds(match)) for line in lines if (match := STAMPED.match(line))]
         new = sorted((item for item in found if item[1] > self.key), key=lambda item: item[1])
         if not new:

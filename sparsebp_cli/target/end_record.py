@@ -1,4 +1,4 @@
-"""Writes the ``end`` record of a run whose worker died before it could write one."""
+"""Write the ``end`` record of a run whose worker died before writing one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sparsebp_cli.run.record_type import EndRecord
 
 MAX_LINE_CHARACTERS = 300
 STOPPED = {128 + signal.SIGINT, 128 + signal.SIGTERM}
-LOST = 255  # docker's exit code of a container whose machine lost power
+LOST = 255  # docker's exit code for a container whose machine lost power
 
 
 def write_end_record(
@@ -23,26 +23,27 @@ def write_end_record(
     text: str = "",
     failed: bool = False,
 ) -> State | None:
-    """Append an ``end`` record where the worker left none, or where a cancel interrupted it.
+    """Append an ``end`` record if the worker wrote none, or if a cancellation interrupted it.
 
-    The worker is dead, and the caller holds the target's lock. ``after_attempt`` is the number of attempts in the
-    journal before this worker started; its output in ``worker.log`` begins at ``log_offset``. A negative exit code is
-    a signal; None is unknown. ``text`` is the reason, where the caller knows better than the exit code does; with
+    The worker must be dead, and the caller must hold the target's lock. ``after_attempt`` is the number of attempts in
+    the event log before this worker started. Its output in ``worker.log`` begins at ``log_offset``. A negative exit
+    code is a signal; None is unknown. ``text`` is the reason if the caller knows more than the exit code says; with
     ``failed`` it describes a failure, else an interruption.
 
-    Returns the status appended; None when the worker's own record is complete. Raises ``RunBusyError`` when the worker
-    turns out to be alive.
+    Return the appended status; None if the worker's own record is complete. Raise ``RunBusyError`` if the worker is
+    alive.
     """
-    # Test the worker's lock without taking it: while we held it, the run's state would read as "running".
+    # Test the worker's lock without taking it: while we held it, readers would see the run as "running".
     if run.is_locked("worker"):
         raise RunBusyError(f"the worker of run {run.run_id} is alive and will write its own end")
     with JournalWriter(run.path) as journal:
-        # The writer counts a new attempt; this end belongs to the worker's, even if it died before it wrote its start.
+        # The writer counts a new attempt. This end belongs to the worker's attempt, even if the worker never recorded
+        # its start.
         journal.attempt = max(journal.attempt - 1, after_attempt + 1)
         step, end = _find_last(run, journal.attempt)
         cancelled = run.cancel_file.exists()
         if exit_code == 0 and run.ended() is State.FINISHED:
-            return None  # a worker that finds the run finished writes nothing
+            return None  # a worker that finds its run finished writes nothing
         if end is not None and not (cancelled and end["status"] == State.INTERRUPTED):
             return None
         if cancelled:
@@ -69,12 +70,12 @@ def _find_last(run: RunFolder, attempt: int) -> tuple[int, EndRecord | None]:
 
 
 def _is_interruption(exit_code: int | None) -> bool:
-    """Whether a signal or the loss of its machine ended the worker; a worker's own exit codes are below 128."""
+    """Return whether a signal or the loss of its machine ended the worker. A worker's own exit codes are below 128."""
     return exit_code is None or exit_code < 0 or exit_code == LOST or bool(_find_signal(exit_code))
 
 
 def _find_signal(exit_code: int | None) -> str:
-    """Return the name of the signal of an exit code, negative or 128 + N as a shell gives it; empty for none."""
+    """Return the name of the signal in an exit code (negative, or 128 + N as in a shell); empty if there is none."""
     if exit_code is None:
         return ""
     try:
@@ -90,8 +91,8 @@ def _describe_interruption(exit_code: int | None) -> str:
     if exit_code in STOPPED:
         return f"the worker was stopped by {name} before it could write a checkpoint"
     if not name:
-        return f"the worker was lost: its place ended it with status {exit_code}, as when the machine goes down"
-    hint = ": by somebody, or by the system for want of memory" if name == "SIGKILL" else ""
+        return f"the worker was lost: its target ended it with status {exit_code}, as when a machine fails"
+    hint = ": by a user, or by the system because memory ran out" if name == "SIGKILL" else ""
     return f"the worker was killed by {name}{hint}"
 
 

@@ -1,6 +1,6 @@
-"""What engines say when they refuse something, and what to do about it: a table of patterns for each engine.
+"""Explain the error messages of engines, with what to do about them: a table of patterns for each engine.
 
-The words on the left are the engine's own; they stay in the line, and ours come after them.
+The engine's own message stays in the line, and our explanation follows it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ SLURM: tuple[tuple[str, str], ...] = (
     ),
     (
         r"memory specification can not be satisfied|memory required by task is not available",
-        "no node has so much: see target.memory",
+        "no node has so much memory: see target.memory",
     ),
     (
         r"generic resource \(gres\)|invalid gres",
@@ -82,7 +82,7 @@ SLURM: tuple[tuple[str, str], ...] = (
     (r"invalid feature", "`sinfo --format='%P %f'` lists the features: see target.arguments"),
     (
         r"requested partition configuration not available",
-        "the partition is down, or its limits are lower than what is asked: see target.timeout_min",
+        "the partition is down, or its limits are lower than requested: see target.timeout_min",
     ),
     (
         r"(sbatch|squeue|sinfo|scancel):? (command )?not found",
@@ -95,6 +95,6 @@ _KNOWN = [(re.compile(pattern, re.IGNORECASE), text) for pattern, text in DOCKER
 
 
 def explain(words: str) -> str:
-    """Return an engine's line with what to do about it, if that is known; else the line as it is."""
+    """Return an engine's message with what to do about it, if known; else the message unchanged."""
     ours = next((text for pattern, text in _KNOWN if pattern.search(words)), "")
     return f"{words.rstrip('.')}: {ours}" if ours else words

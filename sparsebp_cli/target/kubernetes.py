@@ -1,6 +1,6 @@
-"""The target ``kubernetes``: a Job for each run, on several nodes a JobSet, through ``kubectl``.
+"""The target ``kubernetes``: run each run as a Job, or on several nodes as a JobSet, through ``kubectl``.
 
-``kubectl exec`` copies the run's folder into the pod and out of it, so the cluster needs no storage of its own; with a
+``kubectl exec`` copies the run's folder into the pod and out of it, so the cluster needs no storage. With a
 PersistentVolumeClaim, a replacement pod continues from the last checkpoint.
 """
 
@@ -17,8 +17,9 @@ from sparsebp_cli.plan import Plan
 from sparsebp_cli.policy.error_text import shorten
 from sparsebp_cli.recipe.schema import TargetOptions
 from sparsebp_cli.run import RunFolder
+from sparsebp_cli.run.budget import size_of
 from sparsebp_cli.run.journal import FILE as JOURNAL
-from sparsebp_cli.target.archive import append_lines, merge_into_run, pack, receive, size_of
+from sparsebp_cli.target.archive import append_lines, merge_into_run, pack, receive
 from sparsebp_cli.target.confinement import read_mount
 from sparsebp_cli.target.container import check_paths, container_name, run_folder
 from sparsebp_cli.target.contract import CheckResult
@@ -41,11 +42,11 @@ REFUSALS = re.compile(
     re.IGNORECASE | re.MULTILINE,
 )
 NOT_FOUND = re.compile(r"\(NotFound\)")
-HANDLE = re.compile(r"(jobset/)?sparsebp-\S+ [\w-]{32,36}")  # with its uid; see _make_handle
+HANDLE = re.compile(r"(jobset/)?sparsebp-\S+ [\w-]{32,36}")  # ends in its uid; see _make_handle
 SIGNALS = {9: "KILL", 15: "TERM"}
 READER_SECONDS = 120.0
-JOB, JOB_SET = "job", "jobsets.jobset.x-k8s.io"  # as kubectl calls them
-SET_MARK = "jobset/"  # begins the handle of a JobSet; that of a Job begins with its name, as it always did
+JOB, JOB_SET = "job", "jobsets.jobset.x-k8s.io"  # their kubectl names
+SET_MARK = "jobset/"  # prefix of a JobSet's handle; a Job's handle begins with its name
 QUEUES = "localqueues.kueue.x-k8s.io"
 
 
@@ -71,7 +72,7 @@ class KubernetesEngine(TargetEngine):
     def files(self, run: RunFolder) -> dict[str, str]:
         if self._options.nodes == 1:
             return {"job.json": to_text(make_job(self._options, run.run_id))}
-        # Nobody is asked what the cluster has: a dry run starts nothing and reaches no machine.
+        # Do not ask the cluster: a dry run starts nothing and contacts no machine.
         if self._options.nodes_as != "job":
             return {"jobset.json": to_text(make_job_set(self._options, run.run_id))}
         service = to_text(make_service(run.run_id))
@@ -81,7 +82,7 @@ class KubernetesEngine(TargetEngine):
         check_paths(plan, [read_mount(mount).target for mount in self._options.mounts])
 
     def find(self, run: RunFolder) -> str | None:
-        # A Job too: a run on several nodes was one before its cluster had JobSets.
+        # Look for a Job too: the run may have started as one before its cluster had JobSets.
         for kind in [*([JOB_SET] if self._options.nodes > 1 and self._has_job_sets() else []), JOB]:
             job = self._get(kind, container_name(run.run_id))
             if job is not None:
@@ -94,7 +95,8 @@ class KubernetesEngine(TargetEngine):
         if self._makes_job_sets():
             kind, manifest = JOB_SET, make_job_set(self._options, run.run_id)
         elif self._options.nodes > 1:
-            # Before the job, whose pods find each other by it; a start that broke off may have left one.
+            # Create the Service before the job, whose pods need it to find each other. A failed start may have left
+            # one.
             made = self._run("create", "--filename", "-", given=to_text(make_service(run.run_id)).encode())
             if made.code != 0 and "(AlreadyExists)" not in made.err:
                 raise RunFailedError(f"{self._place} refused the run: {made.problem}")
@@ -106,7 +108,7 @@ class KubernetesEngine(TargetEngine):
             raise RunFailedError(f"{self._place} refused the run: {answer.problem}")
         handle = _make_handle(kind, container_name(run.run_id), answer.text)
         if not self.is_handle(handle):
-            raise UnreachableError(f"{self._place} answered no uid of the job, got {shorten(answer.text)!r}")
+            raise UnreachableError(f"{self._place} did not return the uid of the job, got {shorten(answer.text)!r}")
         return [handle]
 
     def is_handle(self, text: str) -> bool:
@@ -140,10 +142,10 @@ class KubernetesEngine(TargetEngine):
         pod = self._running_pod(run)
         state = self._exec(pod, "cat", f"{run_folder(run.run_id)}/.state").text if pod else ""
         if pod and state == "working":
-            # The worker alone: its pod stays, so that the results can be fetched.
+            # Signal only the worker: its pod stays, so that the results can be fetched.
             self._exec(pod, "sh", "-c", f"kill -{SIGNALS[number]} $(cat {run_folder(run.run_id)}/.pid)")
         elif not state.startswith("over"):
-            # Before the worker begins there is nothing to fetch.
+            # Before the worker starts there is nothing to fetch.
             self._delete(*_read_handle(handle)[:2])
 
     def fetch(self, run: RunFolder, handle: str) -> None:
@@ -163,12 +165,12 @@ class KubernetesEngine(TargetEngine):
         pod = self._running_pod(run)
         if pod is not None:
             folder = run_folder(run.run_id)
-            # The state too: on a claim the next pod finds it before its relay has written one.
+            # Remove the state too: the next pod on the claim would find it before its relay writes one.
             names = "plan.json checkpoints model .go .state .pid"
             self._exec(pod, "sh", "-c", f"cd {folder} && rm -rf {names} && touch .fetched")
         kind, name, _ = _read_handle(handle)
         self._delete(kind, name)
-        if self._options.nodes > 1 and kind == JOB:  # a JobSet takes its own along
+        if self._options.nodes > 1 and kind == JOB:  # a JobSet deletes its own Service
             self._delete("service", container_name(run.run_id))
 
     def check(self) -> Iterator[CheckResult]:
@@ -203,24 +205,24 @@ class KubernetesEngine(TargetEngine):
         allowed = self._run("auth", "can-i", "create", kind).text or "no"
         yield CheckResult("ok" if allowed == "yes" else "fail", "rights", f"create {kind}: {allowed}")
         if options.queue:
-            # Without Kueue kubectl does not know the word, which sounds like a broken connection.
+            # Without Kueue, kubectl does not know this resource, and its error looks like a broken connection.
             known = self._lists("kueue.x-k8s.io") and self._get(QUEUES, options.queue) is not None
             hint = "" if known else f"kubectl get {QUEUES}"
             text = f"{options.queue}: {'a LocalQueue of Kueue' if known else 'there is no such LocalQueue'}"
             yield CheckResult("ok" if known else "fail", "queue", text, hint)
 
     def _makes_job_sets(self) -> bool:
-        """Return whether a new run is a JobSet."""
+        """Return whether a new run becomes a JobSet."""
         if self._options.nodes == 1 or self._options.nodes_as == "job":
             return False
         return self._options.nodes_as == "jobset" or self._has_job_sets()
 
     def _has_job_sets(self) -> bool:
-        """Return whether the cluster knows JobSets in the version that is written here."""
+        """Return whether the cluster supports the JobSet version that this module writes."""
         return self._lists(JOBSET)
 
     def _lists(self, group: str) -> bool:
-        """Return whether the server lists a group of resources, or one version of it."""
+        """Return whether the server lists an API group, or one version of it."""
         answer = self._run("get", "--raw", f"/apis/{group}")
         if answer.code != 0 and not NOT_FOUND.search(answer.err):
             raise UnreachableError(f"{self._place} does not answer as it should: {answer.problem}")
@@ -242,7 +244,7 @@ class KubernetesEngine(TargetEngine):
         raise UnreachableError(f"{self._place} does not answer as it should: {answer.problem}")
 
     def _newest_pod(self, run: RunFolder) -> dict[str, Any] | None:
-        """Return the newest pod of a run, or of its first node."""
+        """Return the newest pod of a run; with several nodes, that of the first node."""
         first = f",{INDEX}=0" if self._options.nodes > 1 else ""
         answer = self._run("get", "pods", "--selector", f"sparsebp.run={run.run_id}{first}", "--output", "json")
         if answer.code != 0:
@@ -269,7 +271,7 @@ class KubernetesEngine(TargetEngine):
         lines = f"tar -C {folder}/.. -xf - && mkdir -p {folder}/../../home && touch {folder}/.go"
         words = [*self._words, "exec", "--stdin", pod, "--", "sh", "-c", lines]
         user, group = (int(number) for number in self._options.user.split(":"))
-        # The log too: it is followed by its size here, so there it has to begin with the same bytes.
+        # Send the log too: its size here decides what is fetched later, so both copies must begin with the same bytes.
         answer = self._tool.write(
             words, lambda stream: pack(stream, run, run.run_id, user, group, more=("worker.log",))
         )
@@ -280,7 +282,7 @@ class KubernetesEngine(TargetEngine):
         manifest = make_reader(self._options, run.run_id)
         name = str(manifest["metadata"]["name"])
         answer = self._run("create", "--filename", "-", given=to_text(manifest).encode())
-        # A fetch that broke off has left its pod behind.
+        # An interrupted fetch may have left its pod.
         if answer.code != 0 and "(AlreadyExists)" not in answer.err:
             raise UnreachableError(f"{self._place}: the results cannot be read: {answer.problem}")
         deadline = time.monotonic() + READER_SECONDS
@@ -291,7 +293,7 @@ class KubernetesEngine(TargetEngine):
         return name
 
     def _delete(self, kind: str, name: str) -> None:
-        # A pod may take its whole grace period to go.
+        # A pod may use its whole grace period to end.
         answer = self._run("delete", kind, name, "--wait=false", "--ignore-not-found")
         if answer.code != 0:
             raise UnreachableError(f"{self._place} does not answer as it should: {answer.problem}")
@@ -306,24 +308,24 @@ class KubernetesTarget(RemoteTarget):
 
 
 def _make_handle(kind: str, name: str, uid: str) -> str:
-    # With its uid, since a later job may have the same name.
+    # Include the uid, because a later job may have the same name.
     return f"{SET_MARK if kind == JOB_SET else ''}{name} {uid}"
 
 
 def _read_handle(handle: str) -> tuple[str, str, str]:
-    """Return the kind, the name and the uid of a handle's job."""
+    """Return kind, name and uid of a handle's job."""
     name, _, uid = handle.removeprefix(SET_MARK).partition(" ")
     return JOB_SET if handle.startswith(SET_MARK) else JOB, name, uid
 
 
 def _read_end(pod: dict[str, Any], *, has_claim: bool) -> WorkerStatus:
-    """Read the exit status of a pod in which nothing can be executed any more."""
+    """Return the final status of a pod in which nothing can be executed any more."""
     statuses = pod["status"].get("containerStatuses") or [{}]
     ended = statuses[0].get("state", {}).get("terminated", {})
     code = ended.get("exitCode")
     reason = ended.get("reason") or pod["status"].get("reason") or ""
     if reason == "OOMKilled":
-        return WorkerStatus(Phase.OVER, -9, "killed for want of memory: see target.memory", gone=not has_claim)
+        return WorkerStatus(Phase.OVER, -9, "killed because memory ran out: see target.memory", gone=not has_claim)
     if code is None:
         return WorkerStatus(Phase.OVER, text=f"Kubernetes: {reason}", gone=not has_claim)
     return WorkerStatus(Phase.OVER, read_exit_code(code), gone=not has_claim)

@@ -1,6 +1,7 @@
-"""``target.json``: the processes that work on a run; and the part of every job that reads only the run's folder here.
+"""Read and write ``target.json``, which names the processes that work on a run, and implement the part of every job
+that reads only the run's local folder.
 
-A process id is trusted only after a check of the process.
+A process id is trusted only after the process was checked.
 """
 
 from __future__ import annotations
@@ -30,25 +31,25 @@ from sparsebp_cli.target.contract import Job
 from sparsebp_cli.target.end_record import write_end_record
 
 POLL_SECONDS = 0.1
-REPORT_SECONDS = 1.0  # between two looks whether a starting process lives
+REPORT_SECONDS = 1.0  # between two checks whether a starting process is alive
 CHUNK = 1 << 16
-UPLOAD_SECONDS = 60.0  # a watcher gives up sending after 30
-START_SECONDS = 3600.0  # to report the start: longer than checkpoints take over a slow line, for a run that resumes
+UPLOAD_SECONDS = 60.0  # the local runner gives up sending after 30
+START_SECONDS = 3600.0  # for reporting the start: long enough to send a resumed run's checkpoints over a slow line
 
 
 @dataclass(frozen=True)
 class Launch:
     """One start of a run. The fields are the keys of ``target.json``."""
 
-    after_attempt: int  # attempts in the journal before this start; the worker of this start writes a later one
+    after_attempt: int  # attempts in the event log before this start; this start's worker records a later one
     watcher_pid: int  # the process that supervises the worker
     worker_pid: int | None = None  # the worker; None until it was started
     started: float = field(default_factory=time.time)  # seconds since 1970
-    exit_code: int | None = None  # of the worker, negative when killed by a signal; None until it ended
-    # what went wrong apart from the run, such as an unreachable tracking store; empty when nothing did
+    exit_code: int | None = None  # of the worker, negative if a signal killed it; None until it ended
+    # a problem outside the run, such as an unreachable tracking store; empty if there is none
     warning: str = ""
-    sight: str = ""  # last known status elsewhere: waiting, working, unreachable, over; empty for a run on this machine
-    handle: str = ""  # the engine's name of the worker, such as a container's; empty until it was started
+    sight: str = ""  # last known remote status: waiting, working, unreachable, over; empty for a local run
+    handle: str = ""  # the engine's name for the worker, such as a container's; empty until it was started
     log_offset: int = 0  # where the output of this start begins in ``worker.log``
 
     def save(self, run: RunFolder) -> None:
@@ -57,8 +58,8 @@ class Launch:
 
     @classmethod
     def load(cls, run: RunFolder) -> Self | None:
-        """Read the newest start of a run; None when there was none. Of one that cannot be read nothing is known but
-        that there was one: elsewhere its worker may be alive, and the engine finds it by its label."""
+        """Read the newest start of a run; None if there was none. If the file is unreadable, a start is assumed: a
+        remote worker may be alive, and the engine finds it by its label."""
         try:
             return cls(**read_json(run.target_file, LARGEST_SMALL))
         except FileNotFoundError:
@@ -67,11 +68,11 @@ class Launch:
             return cls(0, 0, sight="unreachable" if run.is_elsewhere() else "")
 
     def worker(self, run: RunFolder) -> psutil.Process | None:
-        """Return the living worker, or None."""
+        """Return the worker if it is alive, else None."""
         return None if self.worker_pid is None else _find_process(self.worker_pid, run)
 
     def watcher(self, run: RunFolder) -> psutil.Process | None:
-        """Return the living watcher, or None."""
+        """Return the supervising process if it is alive, else None."""
         return _find_process(self.watcher_pid, run)
 
 
@@ -88,7 +89,7 @@ def _find_process(pid: int, run: RunFolder) -> psutil.Process | None:
 
 
 def find_worker(run: RunFolder) -> psutil.Process | None:
-    """Return the living worker of a run on this machine, or None; also if its ``target.json`` is lost."""
+    """Return the living worker of a run on this machine, or None, even if its ``target.json`` is lost."""
     launch = Launch.load(run)
     if launch is not None and launch.watcher_pid:
         return launch.worker(run)
@@ -138,7 +139,7 @@ class RunHandle(Job):
             offset += len(new)
             *lines, rest = (rest + new).split(b"\n")
             yield from (line.decode(errors="replace") for line in lines)
-            if len(rest) >= LONGEST_LINE:  # a line without an end is told in pieces
+            if len(rest) >= LONGEST_LINE:  # a line without an end is yielded in pieces
                 yield rest.decode(errors="replace")
                 rest = b""
             if len(new) == LONGEST_LINE:
@@ -151,11 +152,11 @@ class RunHandle(Job):
 
     @abstractmethod
     def fetch(self) -> Path:
-        """Bring the run's results to this machine; see :meth:`Job.fetch`."""
+        """Copy the run's results to this machine; see :meth:`Job.fetch`."""
 
 
 def _read_from(file: Path, offset: int) -> bytes:
-    if file.is_symlink():  # a folder of somebody else's would show a file of this user
+    if file.is_symlink():  # in a stranger's folder, a link could expose a file of this user
         raise UnsupportedOperation(f"{file} is a link")
     try:
         with open_regular(file) as log:
@@ -166,21 +167,21 @@ def _read_from(file: Path, offset: int) -> bytes:
 
 
 def wait_for_last_upload(run: RunFolder) -> None:
-    """Wait for the watcher of a run that just ended, which still sends the last metrics."""
+    """Wait until the supervising process of an ended run has sent the last metrics."""
     deadline = time.monotonic() + UPLOAD_SECONDS
     while run.is_locked("target") and run.state().over and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
 
 
 def start_process(module: str, options: Sequence[str], runs: Sequence[RunFolder]) -> None:
-    """Start ``python -m MODULE OPTIONS RUN_FOLDER...`` and wait until it reports the start of the first run. The module
-    calls :func:`report_start` once, then :func:`leave_client`. An error that it reports is raised here."""
+    """Start ``python -m MODULE OPTIONS RUN_FOLDER...`` and wait until it reports that the first run started. The module
+    must call :func:`report_start` once, then :func:`leave_client`. Raise the error that it reports."""
     process = subprocess.Popen(
         interpreter.command("-m", module, *options, *(str(run.path) for run in runs)),
         env=interpreter.environment(),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,  # until it has reported; from then on it writes to watcher.log
+        stderr=subprocess.STDOUT,  # until its report; afterwards it writes to watcher.log
         # Ctrl-C in the client's terminal must not reach it.
         start_new_session=True,
     )
@@ -188,21 +189,21 @@ def start_process(module: str, options: Sequence[str], runs: Sequence[RunFolder]
     if problem:
         known = getattr(errors, kind, None)
         in_doubt = [run.run_id for run in runs if run.state() is State.UNREACHABLE]
-        for run in runs if known is not RunBusyError else ():  # else another process takes care of it
+        for run in runs if known is not RunBusyError else ():  # otherwise another process takes care of the run
             _record_failed_start(run, problem)
         if isinstance(known, type) and issubclass(known, SparseBPError) and known is not SparseBPError:
             raise known(problem)
         if in_doubt:  # it ended between its request to the target and the answer
             raise UnreachableError(
-                f"the process that starts the run ended: {problem}; the run may have been started: `sparsebp resume "
-                f"{' '.join(in_doubt)}` asks the target and adopts its worker"
+                f"the process that starts the run ended: {problem}; the run may be training: `sparsebp resume "
+                f"{' '.join(in_doubt)}` finds out and continues it"
             )
         raise RunFailedError(f"the run could not be started: {problem}")
 
 
 def _record_failed_start(run: RunFolder, problem: str) -> None:
-    """End a run that nothing has started and that no process will start, with the reason: without an end it would be
-    queued for ever. A run of which more is known stays as it is."""
+    """Record the failure of a run that never started and that no process will start; otherwise it would stay queued for
+    ever. Runs in any other state do not change."""
     if run.state() is not State.QUEUED:
         return
     with suppress(RunBusyError, OSError), run.lock("target"):
@@ -211,8 +212,8 @@ def _record_failed_start(run: RunFolder, problem: str) -> None:
 
 
 def _read_report(process: subprocess.Popen[bytes]) -> tuple[str, str]:
-    """Return the class and the text of the error that a starting process reports, both empty if it has started. Its
-    output is read up to the report, not to its end: whatever it leaves running may hold the pipe open."""
+    """Return the class and text of the error that a starting process reports; both empty if it has started. Read its
+    output only up to the report, because its child processes may hold the pipe open."""
     assert process.stdout is not None
     printed, pid, deadline = b"", process.pid, time.monotonic() + START_SECONDS
     with process.stdout:
@@ -220,20 +221,20 @@ def _read_report(process: subprocess.Popen[bytes]) -> tuple[str, str]:
             if time.monotonic() > deadline:
                 raise UnreachableError(
                     f"process {pid}, which starts the run, has reported nothing for {START_SECONDS / 60:g} minutes; it "
-                    "was left at work, and `sparsebp runs` shows what becomes of the run"
+                    "was not stopped; `sparsebp runs` shows the state of the run"
                 )
-            alive = _is_alive(pid, process)  # before the look: what a dead one printed is in the pipe
+            alive = _is_alive(pid, process)  # check before reading: a dead process's output is already in the pipe
             ready, _, _ = select.select([process.stdout], [], [], REPORT_SECONDS)
             data = os.read(process.stdout.fileno(), CHUNK) if ready else b""
             printed += data
             *complete, rest = printed.decode(errors="replace").split("\n")
-            for line in complete:  # of half a line the writer still writes the rest, and the pipe is closed below
+            for line in complete:  # skip an incomplete line: its rest is still being written
                 match _read_json(line):
                     case {"pid": int(number)}:
                         pid = number
                     case {"error": kind, "text": problem}:
                         process.wait()
-                        if problem:  # its locks are free when it has ended
+                        if problem:  # its locks are free once it has ended
                             _wait_briefly(pid)
                         return str(kind), str(problem)
             if (ready and not data) or (not ready and not alive):
@@ -243,7 +244,7 @@ def _read_report(process: subprocess.Popen[bytes]) -> tuple[str, str]:
 
 
 def _is_alive(pid: int, process: subprocess.Popen[bytes]) -> bool:
-    # The process that was started ends when it has detached; the one that it named then does the work.
+    # The started process ends when it has detached; then the process that it named does the work.
     return process.poll() is None or (pid != process.pid and psutil.pid_exists(pid))
 
 
@@ -260,34 +261,34 @@ def _read_json(line: str) -> object:
 
 
 def detach() -> None:
-    """Go on as a process of its own. The client waits for its parent alone, so no zombie is left, and is told the new
-    process's id: should it die without a report, nobody would wait for ever."""
+    """Continue in a child process and end this one. The client waits only for the parent, so no zombie is left. It gets
+    the child's process id, so that it notices if the child dies without a report."""
     if child := os.fork():
         _tell({"pid": child})
         os._exit(0)
 
 
 def report_start(error: Exception | None = None) -> None:
-    """Report to the waiting client that the first run was started, or the error that prevented it."""
+    """Report to the waiting client that the first run started, or the error that prevented it."""
     known = errors.explain_system_error(error) if isinstance(error, OSError) else ""
     text = "" if error is None else known or str(error) or type(error).__name__
     _tell({"error": type(error).__name__ if error else "", "text": text})
 
 
 def _tell(content: dict[str, object]) -> None:
-    """Write a line to the client in one piece, also with PYTHONUNBUFFERED; one that is gone is not waited for."""
+    """Write one line to the client in a single write, also with PYTHONUNBUFFERED. Ignore a client that is gone."""
     sys.stdout.flush()
     with suppress(BrokenPipeError):
         os.write(sys.stdout.fileno(), json.dumps(content).encode() + b"\n")
 
 
 def leave_client(run: RunFolder) -> None:
-    """Redirect this process's output to ``watcher.log`` of a run: nobody reads the pipe any more."""
+    """Redirect this process's output to the run's ``watcher.log``, because nobody reads the pipe any more."""
     sys.stdout.flush()
     sys.stderr.flush()
     try:
         log = open_to_append(run.path / "watcher.log")
-    except OSError:  # the run goes on: it was started, and what is printed here is told elsewhere as well
+    except OSError:  # the run continues: it has started, and other places record what is printed here
         log = FileIO(os.devnull, "ab")
     with log:
         os.dup2(log.fileno(), 1)
@@ -295,8 +296,8 @@ def leave_client(run: RunFolder) -> None:
 
 
 def open_runs(paths: Sequence[Path]) -> list[RunFolder]:
-    """Return the runs whose folders a command line names. Raises ``UnsupportedOperation`` where something else is in
-    the place of a file that the run appends to: a worker that cannot write there could not say so either."""
+    """Return the runs whose folders a command line names. Raise ``UnsupportedOperation`` if a file that the run appends
+    to is not a regular file: a worker that cannot write there could not report it."""
     runs = [RunFolder(path.absolute()) for path in paths]
     for file in (file for run in runs for file in (run.path / JOURNAL, run.log_file)):
         if file.exists() and not file.is_file():

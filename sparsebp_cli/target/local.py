@@ -1,4 +1,4 @@
-"""The target ``local``: a worker process on this machine, and a watcher process that supervises it."""
+"""The target ``local``: a worker process on this machine, and a local runner process that supervises it."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from sparsebp_cli.target.end_record import write_end_record
 from sparsebp_cli.target.launch import POLL_SECONDS, Launch, RunHandle, find_worker, start_process, wait_for_last_upload
 
 LITTLE_SPACE = 5e9
-WATCHER_SECONDS = 5.0  # to record how a worker ended, once the time of a cancellation is over
-SECONDS_FOR_GPUS = 20.0  # to list them
+WATCHER_SECONDS = 5.0  # for recording how a worker ended, after the grace time of a cancellation
+SECONDS_FOR_GPUS = 20.0  # for listing them
 
 
 @final
@@ -33,7 +33,7 @@ class LocalJob(RunHandle):
     """A job on this machine."""
 
     def stop(self) -> None:
-        # Through its watcher, which also holds back the runs that wait behind this one.
+        # Signal the local runner, which also holds back the runs waiting behind this one.
         launch = Launch.load(self._run)
         if process := (launch and launch.watcher(self._run)) or find_worker(self._run):
             _signal(process, signal.SIGINT)
@@ -45,11 +45,11 @@ class LocalJob(RunHandle):
     def cancel(self, grace_seconds: float = 30.0) -> State:
         if self.status().over:
             return self.status()
-        # Before any signal, so that whoever writes the end finds it.
+        # Before any signal, so that the process that writes the end record finds it.
         durable.write_file(self._run.cancel_file, "")
         deadline, signalled = time.monotonic() + grace_seconds, None
         while (worker := self._worker()) is not None or not self.status().over:
-            # A watcher may start a worker in this moment: each one that appears gets its signal.
+            # The local runner may be starting a worker right now, so signal each worker that appears.
             if worker is not None and worker != signalled:
                 _signal(worker, signal.SIGTERM)
                 signalled = worker
@@ -68,14 +68,14 @@ class LocalJob(RunHandle):
         return find_worker(self._run)
 
     def _end_watcher(self, *, is_last: bool) -> None:
-        """Wake a watcher that was stopped and has no worker any more: it records at once how that ended. At last kill
-        one that hangs. Runs that wait behind this one are interrupted then; it would not have started them."""
+        """Wake a suspended local runner whose worker is gone, so that it records the end. With ``is_last``, kill it
+        instead, because it hangs. Runs waiting behind this one are then interrupted; it would not have started them."""
         launch = Launch.load(self._run)
         if process := launch and launch.watcher(self._run):
             _signal(process, signal.SIGKILL if is_last else signal.SIGCONT)
 
     def _write_missing_end(self) -> None:
-        """Write the end record that a killed watcher did not write."""
+        """Write the end record that a killed local runner did not write."""
         try:
             lock = self._run.lock("target")
         except RunBusyError:
@@ -93,7 +93,7 @@ class LocalTarget(Target):
     worker_module: str
 
     def __init__(self, options: TargetOptions | None = None) -> None:
-        """Choose the worker's module; None takes the default options."""
+        """Store the options. None means the default options."""
         self.worker_module = (options or TargetOptions()).worker
 
     def command(self, run: RunFolder) -> list[str]:
@@ -122,11 +122,11 @@ def _signal(process: psutil.Process, number: int) -> None:
     try:
         process.send_signal(number)
     except psutil.NoSuchProcess:
-        return  # it ended in this moment
+        return  # it ended at this moment
 
 
 def list_gpus() -> list[str]:
-    """Return the names of the GPUs that nvidia-smi lists; empty where it is not installed."""
+    """Return the names of the GPUs that nvidia-smi lists; empty if it is not installed."""
     try:
         done = subprocess.run(
             ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],
@@ -141,14 +141,14 @@ def list_gpus() -> list[str]:
 
 
 def share_gpus(num_shares: int) -> list[dict[str, str]]:
-    """Return the environment of each of several workers at once, so that they divide this machine's GPUs. Each mapping
-    holds ``CUDA_VISIBLE_DEVICES``; it is empty for one worker alone or where there is no GPU."""
+    """Return environments that divide this machine's GPUs between ``num_shares`` simultaneous workers. Each mapping
+    holds ``CUDA_VISIBLE_DEVICES``; it is empty for a single worker or without GPUs."""
     if num_shares == 1:
         return [{}]
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     devices = given.split(",") if given else [str(number) for number in range(len(list_gpus()))]
     if not devices:
         return [{} for _ in range(num_shares)]
-    # With more workers than GPUs, some share one.
+    # With more workers than GPUs, some workers share one.
     shares = [devices[number::num_shares] or [devices[number % len(devices)]] for number in range(num_shares)]
     return [{"CUDA_VISIBLE_DEVICES": ",".join(share)} for share in shares]

@@ -1,4 +1,4 @@
-"""The options of a run in Kubernetes, and the manifest made from them. Nothing is run here."""
+"""Define the options of a Kubernetes run, and build the manifest from them. This module runs nothing."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from sparsebp_cli.target.container import (
 Quantity = Annotated[str, Field(pattern=r"^[1-9][0-9]*(\.[0-9]+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?$")]
 DnsName = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$")]
 DnsLabel = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")]  # fits into a label's 63 characters
-INDEX = "batch.kubernetes.io/job-completion-index"  # label (from Kubernetes 1.28 on) and annotation of a pod
-NODE_PORT = 29400  # where the first pod's launcher listens
-GRACE_SECONDS = 120  # for a checkpoint, when a pod has to go
-QUEUE = "kueue.x-k8s.io/queue-name"  # label by which Kueue takes a job into a queue
+INDEX = "batch.kubernetes.io/job-completion-index"  # label (since Kubernetes 1.28) and annotation of a pod
+NODE_PORT = 29400  # port of the first pod's launcher
+GRACE_SECONDS = 120  # for a checkpoint when a pod must end
+QUEUE = "kueue.x-k8s.io/queue-name"  # label that assigns a job to a Kueue queue
 JOBSET = "jobset.x-k8s.io/v1alpha2"
-NODES = "node"  # the one replicated job of a JobSet
+NODES = "node"  # name of the only replicated job of a JobSet
 OWN_FAILURES = [1, 2]  # exit codes of a worker that would fail again
 
 
 class KubernetesOptions(ContainerOptions):
-    """A Job of Kubernetes, through kubectl."""
+    """A Kubernetes Job or JobSet, through kubectl."""
 
     context: Annotated[str, Field(pattern=r"^[\w.:/@-]+$")] | None = Field(
         None, description="Context of kubectl's configuration; null: the current one."
@@ -88,22 +88,22 @@ class KubernetesOptions(ContainerOptions):
 
 
 def make_job(options: KubernetesOptions, run_id: Name) -> dict[str, Any]:
-    """Return the ``batch/v1`` Job of a run; on several nodes an Indexed Job with a pod for each."""
+    """Return the ``batch/v1`` Job of a run; with several nodes, an Indexed Job with one pod a node."""
     name = container_name(run_id)
     spec = _make_job_spec(options, run_id, f"{name}-0.{name}")
     if options.nodes > 1:
-        spec["template"]["spec"]["subdomain"] = name  # that of make_service: pods are NAME-0.NAME, NAME-1.NAME, ...
+        spec["template"]["spec"]["subdomain"] = name  # the name of make_service: pods are NAME-0.NAME, NAME-1.NAME, ...
     metadata = {"name": name, "labels": _queued_labels(options, run_id)}
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": spec}
 
 
 def make_job_set(options: KubernetesOptions, run_id: Name) -> dict[str, Any]:
-    """Return the JobSet of a run on several nodes. Its controller makes the Service by which the pods find each other,
-    and when one pod is lost it starts all of them again, up to ``backoff_limit`` times."""
+    """Return the JobSet of a run on several nodes. Its controller creates the Service by which the pods find each
+    other. If a pod is lost, the controller restarts all pods, up to ``backoff_limit`` times."""
     name = container_name(run_id)
-    # Its pods are called JOBSET-REPLICATED_JOB-JOB-POD.SUBDOMAIN, and the subdomain is the name of the set.
+    # Pod names are JOBSET-REPLICATED_JOB-JOB-POD.SUBDOMAIN; the subdomain is the name of the set.
     spec = _make_job_spec(options, run_id, f"{name}-{NODES}-0-0.{name}")
-    spec["backoffLimit"] = 0  # a pod alone is not replaced: the set starts all of them again
+    spec["backoffLimit"] = 0  # do not replace a single pod: the set restarts all of them
     own = {"containerName": "worker", "operator": "In", "values": OWN_FAILURES}
     spec["podFailurePolicy"] = {"rules": [{"action": "FailJob", "onExitCodes": own}]}
     end = {"name": "ownFailure", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
@@ -123,7 +123,7 @@ def make_job_set(options: KubernetesOptions, run_id: Name) -> dict[str, Any]:
 
 
 def _make_job_spec(options: KubernetesOptions, run_id: Name, first: str) -> dict[str, Any]:
-    """Return the ``spec`` of a Job; ``first`` is the name of the first node's pod, as the others look it up."""
+    """Return the ``spec`` of a Job. ``first`` is the host name under which the other pods find the first node's pod."""
     hold = str(60 * options.hold_min)
     words = [options.python, "-P", "-m", "sparsebp_cli.target.relay", options.worker, run_folder(run_id), hold]
     pod = _make_pod(options, words)
@@ -146,7 +146,7 @@ def make_service(run_id: Name) -> dict[str, Any]:
         "metadata": {"name": container_name(run_id), "labels": _labels(run_id)},
         "spec": {
             "clusterIP": "None",
-            # They look each other up before any of them is ready.
+            # Pods look each other up before any of them is ready.
             "publishNotReadyAddresses": True,
             "selector": {"sparsebp.run": run_id},
             "ports": [{"name": "nodes", "port": NODE_PORT}],
@@ -155,7 +155,7 @@ def make_service(run_id: Name) -> dict[str, Any]:
 
 
 def make_reader(options: KubernetesOptions, run_id: str) -> dict[str, Any]:
-    """Return the manifest of a pod through which a run's folder on the claim can be read."""
+    """Return the manifest of a pod that gives access to a run's folder on the claim."""
     pod = _make_pod(options, ["sleep", "600"], reader=True)
     labels = {"app.kubernetes.io/name": "sparsebp", "sparsebp.reader": run_id}
     name = f"{container_name(run_id)}-reader"
@@ -167,17 +167,17 @@ def _labels(run_id: Name) -> dict[str, str]:
 
 
 def _queued_labels(options: KubernetesOptions, run_id: Name) -> dict[str, str]:
-    """Return the labels of a job or set; Kueue wants its own there, and not on the pods."""
+    """Return the labels of a job or set. Kueue needs its label there, and not on the pods."""
     return {**_labels(run_id), **({QUEUE: options.queue} if options.queue else {})}
 
 
 def to_text(manifest: dict[str, Any]) -> str:
-    """Return a manifest as kubectl reads it."""
+    """Return a manifest as JSON text for kubectl."""
     return json.dumps(manifest, indent=2) + "\n"
 
 
 def as_literal(text: str) -> str:
-    """Escape a text in which Kubernetes would replace ``$(NAME)``, as it does in commands and environments."""
+    """Escape text in commands and environments, where Kubernetes would replace ``$(NAME)``."""
     return text.replace("$", "$$")
 
 
@@ -187,7 +187,7 @@ def _make_pod(options: KubernetesOptions, words: list[str], *, reader: bool = Fa
     pod: dict[str, Any] = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": 0 if reader else GRACE_SECONDS,
-        # The worker asks nothing of the cluster, and so gets no key to it.
+        # The worker never calls the cluster's API, so it gets no credentials for it.
         "automountServiceAccountToken": False,
         "securityContext": {"runAsNonRoot": True, "runAsUser": user, "runAsGroup": group, "fsGroup": group},
         "containers": [

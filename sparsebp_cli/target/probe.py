@@ -1,4 +1,4 @@
-"""What the Python of a target answers: versions, GPUs and disk space, beside ours."""
+"""Compare versions, GPUs and disk space that a target's Python reports with ours."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ print(json.dumps({{"python": platform.python_version(), "packages": {{name: find
 
 
 def compare_environment(answer: str, *, num_gpus: int) -> Iterator[CheckResult]:
-    """Yield the results for Python, packages, GPUs and disk from the output of :data:`SOURCE`; a run asks for
+    """Yield the results for Python, packages, GPUs and disk from the output of :data:`SOURCE`. A run requests
     ``num_gpus``."""
     try:
-        # The last line: a login shell may print before it.
+        # Use the last line: a login shell may print before it.
         there = json.loads(answer.strip().splitlines()[-1])
         python, packages, gpus, free = there["python"], there["packages"], there["gpus"], float(there["free"])
     except (ValueError, IndexError, KeyError, TypeError):

@@ -1,12 +1,12 @@
-"""Supervises the worker inside a pod, whose files cannot be copied in before it starts or out after it ended.
+"""Supervise the worker inside a pod, because files cannot be copied in before a pod starts or out after it ended.
 
     python -m sparsebp_cli.target.relay WORKER_MODULE RUN_FOLDER HOLD_SECONDS
 
-It waits for the run's folder (``.go``), starts the worker, copies its output to the log and to its own output, and
-stays until the results were fetched (``.fetched``) or the hold time is over. ``.state`` holds ``waiting``,
-``working``, or ``over`` and the exit code. A replacement pod on a persistent volume finds these files and continues
-without help. Of a run on several nodes each pod has a relay; only that of the first node writes files, and each starts
-its worker again where another node is lost.
+The relay waits for the run's folder (``.go``), starts the worker, and copies its output to the log and to its own
+output. It stays until the results were fetched (``.fetched``) or the hold time is over. ``.state`` holds ``waiting``,
+``working``, or ``over`` and the exit code. A replacement pod on a persistent volume finds these files and continues by
+itself. With several nodes each pod has a relay, and only the first node's relay writes files. If another node is lost,
+each relay restarts its worker.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Relay:
         folder.mkdir(parents=True, exist_ok=True)
 
     def run(self, hold_seconds: float) -> int:
-        """Wait for the folder, run the worker, hold the results; return the worker's exit code as a shell gives it."""
+        """Wait for the folder, run the worker, and hold the results. Return the worker's exit code as shells do."""
         signal.signal(signal.SIGTERM, self._forward_signal)
         self._write_state("waiting")
         while not self._exists(".go"):
@@ -45,7 +45,7 @@ class Relay:
                 return 128 + self._signal
             time.sleep(POLL_SECONDS)
         if self._is_first:
-            # It is there if a run on a claim was fetched before and is resumed.
+            # It exists if a run on a claim was fetched earlier and is now resumed.
             (self._folder / ".fetched").unlink(missing_ok=True)
         for _ in range(1 + MOST_RESTARTS):
             code = self._work()
@@ -65,7 +65,7 @@ class Relay:
         )
         if self._is_first:
             durable.write_file(self._folder / ".pid", str(self._process.pid))
-        # A signal may have come before there was a process.
+        # A signal may have arrived before the process existed.
         if self._signal:
             self._process.send_signal(self._signal)
         assert self._process.stdout is not None

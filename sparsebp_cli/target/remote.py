@@ -1,4 +1,4 @@
-"""What all targets elsewhere share: a dispatcher process on this machine, and jobs that send it requests."""
+"""The common part of remote targets: a remote runner process on this machine, and jobs that send it requests."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from sparsebp_cli.target.launch import POLL_SECONDS, Launch, RunHandle, start_pr
 from sparsebp_cli.target.remote_run import OVER, UNREACHABLE
 
 DISPATCHER = "sparsebp_cli.target.dispatcher"
-PATIENCE_SECONDS = 60.0  # how long a cancel waits for a target that does not answer
+PATIENCE_SECONDS = 60.0  # longest wait of a cancellation for a target that does not answer
 
 
 @final
 class RemoteJob(RunHandle):
-    """A job elsewhere. Its requests are files in the run's folder, which the dispatcher reads."""
+    """A remote job. Its requests are files in the run's folder that the remote runner reads."""
 
     def __init__(self, run: RunFolder, engine: TargetEngine) -> None:
         super().__init__(run)
@@ -32,7 +32,7 @@ class RemoteJob(RunHandle):
 
     def stop(self) -> None:
         if not self.status().over:
-            durable.write_new(self._run.request_file, "stop")  # a kill that was asked for stays one
+            durable.write_new(self._run.request_file, "stop")  # does not replace an earlier kill
 
     def kill(self) -> None:
         if not self.status().over:
@@ -47,7 +47,7 @@ class RemoteJob(RunHandle):
             if self.status() is not State.UNREACHABLE:
                 unreachable_since = time.monotonic()
             elif time.monotonic() - unreachable_since > PATIENCE_SECONDS:
-                return self.status()  # the dispatcher cancels it as soon as the target answers
+                return self.status()  # the remote runner cancels it as soon as the target answers
             time.sleep(POLL_SECONDS)
         return self.status()
 
@@ -59,12 +59,12 @@ class RemoteJob(RunHandle):
 
 
 class RemoteTarget(Target):
-    """A target elsewhere. Subclasses differ only in their engine and its options."""
+    """A target on another machine or in a container. Subclasses differ only in their engine and its options."""
 
     engine_class: ClassVar[type[Any]]
 
     def __init__(self, options: TargetOptions | None = None) -> None:
-        """Make the engine; None takes the default options."""
+        """Create the engine. None means the default options."""
         self.engine: TargetEngine = self.engine_class(options or self.options_class())
 
     def command(self, run: RunFolder) -> list[str]:
@@ -86,7 +86,7 @@ class RemoteTarget(Target):
         return [RemoteJob(run, self.engine) for run in runs]
 
     def reattach(self, run: RunFolder) -> Job:
-        """Return a job; if the dispatcher died before the run was over, start another one."""
+        """Return a job. If the remote runner died before the run was over, start another one."""
         launch = Launch.load(run)
         if launch is not None and launch.sight not in {"", "over"} and not run.is_locked("target"):
             with suppress(RunBusyError):  # another process started one in the meantime
@@ -97,7 +97,7 @@ class RemoteTarget(Target):
         launch, state = Launch.load(run), run.state()
         if run.is_locked("target") or (launch is not None and launch.sight == OVER):
             return
-        # Without a record of a start the run has never left this machine, unless its journal says otherwise.
+        # Without a record of a start the run never left this machine, unless its event log shows otherwise.
         if launch is None and state is State.QUEUED:
             return
         if self.engine.find(run) is not None:

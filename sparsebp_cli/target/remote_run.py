@@ -1,4 +1,4 @@
-"""Carries out one run on a target elsewhere, from its start to the last byte fetched."""
+"""Supervise one run on a remote target, from its start until everything is fetched."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from filelock import FileLock
 from sparsebp_cli.errors import RunBusyError, RunFailedError, SparseBPError, UnreachableError
 from sparsebp_cli.notify import tell, tell_end
 from sparsebp_cli.run import RunFolder, read
-from sparsebp_cli.run.budget import LARGEST_SMALL, read_bounded
+from sparsebp_cli.run.budget import LARGEST_SMALL, read_bounded, size_of
 from sparsebp_cli.target.end_record import write_end_record
 from sparsebp_cli.target.engine import Phase, TargetEngine, WorkerStatus
 from sparsebp_cli.target.launch import Launch
@@ -23,7 +23,7 @@ from sparsebp_cli.tracking import Follower
 
 DEFAULT_GRACE_SECONDS = 30.0
 UNREACHABLE, OVER = "unreachable", "over"
-TOLD_AFTER = 5  # failures in a row, half a minute: a connection that is back by then is no news
+TOLD_AFTER = 5  # failures in a row, about half a minute: shorter interruptions are not reported
 
 
 class RemoteRun:
@@ -33,7 +33,7 @@ class RemoteRun:
     failures: int
 
     def __init__(self, run: RunFolder, engine: TargetEngine, process: int) -> None:
-        """Lock the run; raises ``RunBusyError`` if another dispatcher has it. ``process`` is this process's id."""
+        """Lock the run for ``process``, this process's id. Raise ``RunBusyError`` if another runner has the lock."""
         self.run, self._engine = run, engine
         self._lock: FileLock = run.lock("target")
         self._save_lock = threading.Lock()
@@ -42,13 +42,13 @@ class RemoteRun:
         self._follower: Follower | None = None
         self._tracking_warning = ""  # kept when a warning about the target is cleared
         self.failures = 0
-        if self._before is not None and self._before.sight not in {"", OVER}:  # another dispatcher started it and died
+        if self._before is not None and self._before.sight not in {"", OVER}:  # another runner started it and died
             self._launch = replace(self._before, watcher_pid=process, sight=UNREACHABLE)
         else:
             attempts = max((record["attempt"] for record, _ in read(run.path)), default=0)
-            offset = run.log_file.stat().st_size if run.log_file.exists() else 0
+            offset = size_of(run.log_file)
             self._launch = Launch(attempts, process, sight=str(Phase.WAITING), log_offset=offset)
-            # Requests that were made before this start are not for it.
+            # Requests made before this start do not apply to it.
             run.cancel_file.unlink(missing_ok=True)
             run.request_file.unlink(missing_ok=True)
 
@@ -63,9 +63,9 @@ class RemoteRun:
         return self._request() not in {"", *self._obeyed}
 
     def adopt_worker(self) -> bool:
-        """Follow the run's worker if the engine already has one, and return whether it has."""
+        """Follow the run's worker if the engine already has one. Return whether it has."""
         known = self._launch.handle
-        # A text that can be no handle is never followed: the engine is asked for the run. See decision 9.
+        # Never follow a text that is not a handle: ask the engine for the run instead. See decision 9.
         handle = known if self._engine.is_handle(known) else self._engine.find(self.run)
         if handle is None:
             return False
@@ -73,26 +73,27 @@ class RemoteRun:
         return True
 
     def finish_if_ended(self) -> bool:
-        """Finish the run and release it if its worker has ended by now; return whether it had."""
+        """Finish and release the run if its worker has ended. Return whether it had."""
         status = self._engine.status(self.run, self._launch.handle)
         if status.phase is Phase.OVER:
             self._finish(status)
         return self.over
 
     def follow(self, handle: str) -> None:
-        """Follow the worker with this handle: save the handle, and send the journal to the tracking store."""
+        """Save the handle, follow its worker, and send the event log to the tracking store."""
         self._save(handle=handle)
         self._follower = self._follower or Follower(self.run, warn=self._warn).start()
 
     def mark_waiting(self) -> None:
-        """Record in the run's folder that the run waits for its turn."""
+        """Record in the run's folder that the run waits for its start."""
         self._save(sight=str(Phase.WAITING))
 
     def withdraw(self, text: str) -> None:
-        """Release a run whose start was not tried, because the engine did not answer. Its folder stays as it was before
-        this process locked it; if that tells of no start, the run has failed for this reason."""
+        """Release a run whose start was not tried because the engine did not answer. Restore its folder to the state
+        before this process locked it. If it was never started before, record a failure with ``text`` as the reason."""
         if self._before is not None:
-            self._before.save(self.run)  # an earlier worker may live on: a target's silence does not mean it is over
+            # An earlier worker may be alive: an unreachable target does not mean that the run is over.
+            self._before.save(self.run)
         elif self._launch.after_attempt:
             self.run.target_file.unlink(missing_ok=True)
         else:
@@ -102,7 +103,7 @@ class RemoteRun:
         self._lock.release()
 
     def abandon(self, text: str = "") -> None:
-        """Release a run that was never started. A text is the reason why it failed."""
+        """Release a run that was never started. A non-empty text is the reason why it failed."""
         if text or self.run.cancel_file.exists():
             write_end_record(self.run, None, after_attempt=self._launch.after_attempt, text=text, failed=True)
         self._save(sight=OVER)
@@ -111,7 +112,7 @@ class RemoteRun:
             tell_end(self.run, None, is_asked=False)
 
     def poll(self) -> None:
-        """Read the worker's status once and act on it. A target that does not answer is recorded as unreachable."""
+        """Read the worker's status once and act on it. Record a target that does not answer as unreachable."""
         try:
             status = self._engine.status(self.run, self._launch.handle)
             if status.phase is Phase.OVER:
@@ -124,20 +125,20 @@ class RemoteRun:
             self.failures = 0
         except UnreachableError as error:
             self.mark_unreachable(str(error))
-        except OSError as error:  # such as a full disk here: the target keeps its files until there is room
-            self.mark_unreachable(f"what the run wrote cannot be kept here: {error}")
-        except Exception as error:  # a defect met with one run must not stop the dispatcher of the others
+        except OSError as error:  # such as a full local disk: the target keeps its files until there is space
+            self.mark_unreachable(f"the run's results cannot be stored here: {error}")
+        except Exception as error:  # a bug met with one run must not stop the supervision of others
             traceback.print_exc()
             self.mark_unreachable(f"{type(error).__name__}: {error}; the traceback is in watcher.log")
 
     def mark_unreachable(self, problem: str) -> None:
-        """Record that nothing is known of the worker, with the problem as the run's warning."""
+        """Record that the worker's status is unknown, with the problem as the run's warning."""
         self.failures += 1
         try:
             self._save(sight=UNREACHABLE, warning=problem)
-        except OSError as error:  # no room for this either: the dispatcher of the other runs goes on
+        except OSError as error:  # no space for this either: supervision of the other runs continues
             print(f"{self.run.run_id}: {problem} ({error})", flush=True)
-            if not self.run.path.exists():  # deleted by the user: there is nowhere left to fetch to
+            if not self.run.path.exists():  # deleted by the user: there is no place to fetch to
                 self._launch = replace(self._launch, sight=OVER)
                 if self._follower is not None:
                     self._follower.stop()
@@ -163,13 +164,13 @@ class RemoteRun:
                 text=text,
                 failed=bool(refused),
             )
-        except RunBusyError:  # on a shared disk the worker's lock may outlive its process for a moment
+        except RunBusyError:  # on a shared disk the worker's lock may briefly outlive its process
             return
-        # Last: whoever dies before finds everything there, and does it again.
+        # Release last: a process that dies earlier can repeat everything.
         if not status.gone and not refused:
             self._engine.release(self.run, handle)
-        said = refused or ("" if written else status.text)  # else the end record says it
-        # Before the last upload: readers see the end while a slow store is still fed.
+        said = refused or ("" if written else status.text)  # otherwise the end record says it
+        # Before the last upload, so that readers see the end while a slow store still receives data.
         self._save(sight=OVER, exit_code=status.exit_code, warning=said or self._tracking_warning)
         if self._follower is not None:
             sent = self._follower.stop().advice(self.run.run_id)
@@ -210,15 +211,15 @@ class RemoteRun:
     def _warn(self, text: str) -> None:
         print(text, flush=True)
         self._tracking_warning = text
-        with suppress(OSError):  # no room for it, or the folder is deleted: it was printed
+        with suppress(OSError):  # disk full or folder deleted: the text was printed
             self._save(warning=text)
 
     def _save(self, **changes: Any) -> None:
-        with self._save_lock:  # the follower warns from a thread of its own
+        with self._save_lock:  # the follower warns from its own thread
             self._launch = replace(self._launch, **changes)
             self._launch.save(self.run)
 
 
 def describe(error: SparseBPError) -> str:
-    """Return why a run could not be started, as its journal keeps it."""
+    """Return why a run could not be started, as its event log records it."""
     return str(error) if isinstance(error, RunFailedError) else f"it could not be started: {error}"

@@ -1,8 +1,8 @@
-"""A shell of the target's machine, here or behind SSH, whose answers are told from whatever else is printed there.
+"""Run a shell on the target's machine, local or over SSH, and separate its answers from other printed text.
 
-A login shell may print (``.bashrc``, a quota, a notice of maintenance), and so may the lines of ``setup``. So each
-answer stands between markers that are drawn anew for each command, on standard output and standard error; what is
-printed outside of them is never taken for data.
+A login shell may print text (``.bashrc``, a quota, a maintenance notice), and so may the lines of ``setup``. So each
+answer is enclosed in random markers, drawn for each command, on standard output and standard error. Text outside the
+markers is never read as data.
 """
 
 from __future__ import annotations
@@ -20,40 +20,44 @@ from sparsebp_cli.policy.error_text import shorten
 from sparsebp_cli.target.contract import CheckResult
 from sparsebp_cli.target.tool import CommandResult, Tool, always
 
-# ssh must never prompt. A user accepts a host key by hand, once; an unknown one is an error here.
-SSH = ("ssh", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes", "-o", "ConnectTimeout=15")
+# ssh must never prompt. A user accepts a host key by hand, once; unknown keys are errors here. The user's configuration
+# may set a terminal and a command for interactive logins, which would keep ssh from running any other command.
+SSH = (
+    "ssh", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes", "-o", "ConnectTimeout=15",
+    "-o", "RequestTTY=no", "-o", "RemoteCommand=none",
+)  # fmt: skip
 SSH_SILENCE = ("-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4")
 BROKEN = 255  # ssh's own exit code
 CHUNK = 1 << 16
 MIXED = "its login shell sends errors to standard output, and no answer can be read: look for 2>&1 in its profile"
 TERMINAL = "its login shell changes the ends of lines, and no answer can be read: look for a terminal in its profile"
-RESET = "set +eufx +o pipefail; trap - EXIT HUP INT TERM USR1"  # what lines of setup may have set
+RESET = "set +eufx +o pipefail; trap - EXIT HUP INT TERM USR1"  # options that lines of setup may have set
 
 
 class SetupError(UnreachableError):
-    """A line of ``setup`` failed there, so the command after it was not run."""
+    """A line of ``setup`` failed on the target, so the command after it did not run."""
 
 
 class Shell:
-    """Runs POSIX shell lines after those of ``setup``, which bash runs as it does in a job; each has to succeed.
+    """Runs POSIX shell lines after the lines of ``setup``. Bash runs these as in a job; each must succeed.
 
-    The lines of setup run in a shell of their own with the command: what they export holds for it, what they print goes
-    to standard error, and options of the shell that they set are reset.
+    The setup lines and the command share their own shell. The command sees their exports, their output goes to standard
+    error, and shell options that they set are reset.
     """
 
     greeting: str
 
     def __init__(self, host: str | None, name: str, setup: Sequence[str] = (), *, ignored: Sequence[str] = ()) -> None:
-        """Reach ``ssh://[USER@]HOST[:PORT]``; None is this machine, which error lines call ``name``. Variables whose
-        names begin with one of ``ignored`` are unset there before the lines of setup."""
+        """Reach ``ssh://[USER@]HOST[:PORT]``. None is this machine, which errors call ``name``. Variables with a prefix
+        in ``ignored`` are unset there before the lines of setup."""
         self._host, self._place, self._setup = host, host or name, setup
         names = "\\|".join(f"{prefix}[A-Za-z0-9_]*" for prefix in ignored)
         self._unset = f"unset -v $(env | sed -n 's/^\\({names}\\)=.*/\\1/p') _\n" if ignored else ""
         self._tool = Tool(self._place, _is_refusal if host else always)
-        self.greeting = ""  # what was last printed before an answer; empty for nothing
+        self.greeting = ""  # text printed before the last answer; empty for none
 
     def run(self, lines: str, *, given: bytes = b"") -> CommandResult:
-        """Run lines to their end; see :meth:`Tool.run`. Raises ``SetupError`` too."""
+        """Run lines until they end; see :meth:`Tool.run`. Also raise ``SetupError``."""
         mark = _draw_mark()
         return self._unframe(self._tool.run(self._frame(lines, mark), given=given), mark)
 
@@ -64,13 +68,13 @@ class Shell:
             yield CheckResult("warn", "shell", f"the login shell prints {said!r}, which is left out of every answer")
 
     def write(self, lines: str, feed: Callable[[IO[bytes]], None]) -> CommandResult:
-        """Run lines whose standard input ``feed`` writes; see :meth:`Tool.write`. Raises ``SetupError`` too."""
+        """Run lines whose standard input ``feed`` writes; see :meth:`Tool.write`. Also raise ``SetupError``."""
         mark = _draw_mark()
         return self._unframe(self._tool.write(self._frame(lines, mark), feed), mark)
 
     @contextmanager
     def read(self, lines: str) -> Iterator[IO[bytes]]:
-        """Yield the standard output of lines, to be read to its end; see :meth:`Tool.read`."""
+        """Yield the standard output of the lines, which the caller reads to its end; see :meth:`Tool.read`."""
         mark = _draw_mark()
         with self._tool.read(self._frame(lines, mark)) as stream:
             framed = _FramedStream(stream, mark, self._place)
@@ -80,9 +84,9 @@ class Shell:
             raise UnreachableError(f"{self._place}: a transfer broke off before its end")
 
     def _frame(self, lines: str, mark: str) -> list[str]:
-        """Return the command that prints the markers around what the lines print."""
+        """Return the command that prints markers around the output of the lines."""
         setup = "".join(
-            # POSIX: where eval fails behind ||, set -e does not hold; a syntax error ends this subshell alone.
+            # POSIX: if eval fails before ||, set -e has no effect; a syntax error ends only this subshell.
             f"printf '\\n%s setup %d\\n' {mark} {number} >&2\neval {shlex.quote(line)} </dev/null >&2 9>&- || exit\n"
             for number, line in enumerate(self._setup)
         )
@@ -112,7 +116,7 @@ class Shell:
         if answer.code == 0:
             shown = shorten((answer.text or answer.err).strip()[-200:])
             raise UnreachableError(f"{self._place}: the shell there ended before its answer; it printed {shown!r}")
-        return answer  # the login shell refused: there was no shell of ours
+        return answer  # the login shell refused, so our shell never ran
 
     def _describe_setup(self, err: str, mark: str, code: int) -> SetupError:
         numbers = re.findall(rf"^{mark} setup (\d+)$", err, re.MULTILINE)
@@ -123,19 +127,19 @@ class Shell:
 
 
 class _FramedStream:
-    """A stream of what stands between the markers."""
+    """A stream of the text between the markers."""
 
     def __init__(self, stream: IO[bytes], mark: str, place: str) -> None:
         self._stream, self._begin = stream, f"\n{mark} begin\n".encode()
         self._mark, self._place = mark, place
         self._end = re.compile(rf"\n{mark} end (\d{{3}})\n".encode())
-        # A marker may come in two parts, so as many bytes are kept back while none was found.
+        # A marker may arrive in two parts, so hold back as many bytes while none was found.
         self._length = len(f"\n{mark} end 000\n")
         self._kept, self._code = b"", -1
         self._begun = self._over = False
 
     def read(self, size: int = -1) -> bytes:
-        """Return at most so many bytes, fewer only at the end; -1 reads to the end."""
+        """Return at most ``size`` bytes, fewer only at the end; -1 reads to the end."""
         while (size < 0 or self._num_free() < size) and self._fill():
             pass
         taken = self._num_free() if size < 0 else min(size, self._num_free())
@@ -143,7 +147,7 @@ class _FramedStream:
         return data
 
     def is_whole(self) -> bool:
-        """Read what is left, and return whether the lines ended with exit code 0."""
+        """Read the rest, and return whether the lines ended with exit code 0."""
         while self.read(CHUNK):
             pass
         return self._code == 0
@@ -154,7 +158,7 @@ class _FramedStream:
         return len(self._kept) if self._over else max(0, len(self._kept) - self._length)
 
     def _fill(self) -> bool:
-        """Read more, and return whether there was more."""
+        """Read more data, and return whether there was any."""
         data = b"" if self._over else self._stream.read(CHUNK)
         if not data:
             self._over = True
@@ -168,30 +172,29 @@ class _FramedStream:
         if self._begun and (found := self._end.search(self._kept, max(0, known - self._length))):
             self._kept, self._code, self._over = self._kept[: found.start()], int(found[1]), True
         elif not self._begun:
-            self._kept = self._kept[-3 * len(self._begin) :]  # however much a shell prints before
+            self._kept = self._kept[-3 * len(self._begin) :]  # a shell may print any amount before
         return True
 
 
 def _is_mixed(out: bytes, mark: str) -> bool:
-    """Return whether what was printed as an error came as output: the marker of errors is printed right before the
-    other one."""
+    """Return whether standard error was redirected to standard output: then the error marker precedes the other one."""
     return f"\n{mark} errors begin\n".encode() in out
 
 
 def shell_command(host: str | None, lines: str, program: str = "sh") -> list[str]:
-    """Return the command that runs lines of a shell on ``ssh://[USER@]HOST[:PORT]``; None is this machine. ``exec``
-    makes the lines independent of the user's login shell there."""
+    """Return the command that runs shell lines on ``ssh://[USER@]HOST[:PORT]``; None is this machine. ``exec`` makes
+    the lines independent of the user's login shell there."""
     if host is None:
         return [program, "-c", lines]
     return [*ssh_command(host), f"exec {program} -c {shlex.quote(lines)}"]
 
 
 def ssh_command(host: str) -> list[str]:
-    """Return the words of ssh up to the remote command, for ``ssh://[USER@]HOST[:PORT]``."""
+    """Return the ssh command up to the remote command, for ``ssh://[USER@]HOST[:PORT]``."""
     place = urlsplit(host)
     port = ["-p", str(place.port)] if place.port else []
     user = f"{place.username}@" if place.username else ""
-    # Behind the host ssh still reads options, up to `--`.
+    # After the host, ssh still reads options up to `--`.
     return [*SSH, *SSH_SILENCE, *port, f"{user}{place.hostname}", "--"]
 
 

@@ -1,8 +1,8 @@
-"""The target ``slurm``: a batch job for each run, through ``sbatch``, ``squeue``, ``scancel``; ``sacct`` is not needed.
+"""The target ``slurm``: submit each run as a batch job by ``sbatch``, ``squeue``, ``scancel`` and optional ``sacct``.
 
-Besides a run's own files, its folder on the cluster holds ``slurm-job`` (the job's id), ``slurm-owner`` (the job that
-works on it now), ``slurm-exit`` (that job's exit code), ``slurm-stop`` (do not requeue) and, while the run is
-submitted, ``slurm-submit`` (by which dispatcher, with which script).
+A run's folder on the cluster has additional files: ``slurm-job`` (the job's id), ``slurm-owner`` (the job that works on
+it now), ``slurm-exit`` (that job's exit code) and ``slurm-stop`` (do not requeue). During submission it has
+``slurm-submit`` (the submitting remote runner and its script).
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from sparsebp_cli.plan import Plan
 from sparsebp_cli.policy.error_text import shorten
 from sparsebp_cli.recipe.schema import TargetOptions
 from sparsebp_cli.run import RunFolder
+from sparsebp_cli.run.budget import size_of
 from sparsebp_cli.run.folder import is_shared
 from sparsebp_cli.run.journal import FILE as JOURNAL
-from sparsebp_cli.target.archive import MOST_BYTES, append_lines, merge_into_run, pack, receive, size_of
+from sparsebp_cli.target.archive import MOST_BYTES, append_lines, merge_into_run, pack, receive
 from sparsebp_cli.target.batch import SlurmOptions, render_script
 from sparsebp_cli.target.confinement import check_remote_mounts, mount_query, read_mount
 from sparsebp_cli.target.container import check_paths, list_paths
@@ -32,7 +33,7 @@ from sparsebp_cli.target.remote import RemoteTarget
 from sparsebp_cli.target.shell import SetupError, Shell, shell_command
 from sparsebp_cli.target.tool import CommandResult
 
-# Job states of squeue; any other one is a job at work.
+# Job states of squeue. In any other state the job is at work.
 WAITING = {
     "PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "SUSPENDED", "RESV_DEL_HOLD",
 }  # fmt: skip
@@ -47,25 +48,26 @@ NO_ANSWER = re.compile(
 REASONS = {
     "BOOT_FAIL": "the node did not boot",
     "CANCELLED": "cancelled in Slurm",
-    "DEADLINE": "its deadline had come",
+    "DEADLINE": "its deadline was reached",
     "NODE_FAIL": "its node failed",
-    "OUT_OF_MEMORY": "killed for want of memory: see target.memory",
+    "OUT_OF_MEMORY": "killed because memory ran out: see target.memory",
     "PREEMPTED": "preempted",
-    "TIMEOUT": "its time limit had come: see target.timeout_min",
+    "TIMEOUT": "its time limit was reached: see target.timeout_min",
 }
 IDLE = (
-    f"Slurm warned it {MOST_RESTARTS + 1} times in a row before it had made a new checkpoint, so it was not put back: "
-    "its time limit (target.timeout_min, or the partition's) has to leave more time than target.warning_seconds"
+    f"Slurm warned it {MOST_RESTARTS + 1} times in a row before it wrote a new checkpoint, so it was not requeued: "
+    "its time limit (target.timeout_min, or the partition's) must leave more time than target.warning_seconds"
 )
-# Exit codes of the shell lines: another dispatcher has the run; sbatch may still be asking; its answer has no number.
+# Exit codes of the shell lines: another remote runner has the run; sbatch may still be at work; its answer has no
+# number.
 BUSY, ASKING, ODD = 76, 77, 78
-IGNORED = ("SBATCH_", "SQUEUE_", "SCANCEL_")  # variables that change commands; what a run asks for is in its plan
-ASKING_MINUTES = 10  # until an sbatch that has not answered has ended for sure
-DOUBT_SECONDS = 5.0  # a job that is being requeued looks ended for a moment
+IGNORED = ("SBATCH_", "SQUEUE_", "SCANCEL_")  # variables that change commands; the plan holds what a run requests
+ASKING_MINUTES = 10  # after which an sbatch without an answer has certainly ended
+DOUBT_SECONDS = 5.0  # a requeued job briefly looks ended
 
 
-# Prints the number of the run's job, or nothing. Where an answer of sbatch was lost, the job is the one that was
-# submitted with the script of `slurm-submit/asked`, or that has begun or ended since then.
+# Prints the number of the run's job, or nothing. If the answer of sbatch was lost, this is the job submitted with the
+# script of `slurm-submit/asked`, or the job that has begun or ended since then.
 FINDING = """[ ! -s slurm-job ] || { cat slurm-job; exit; }
 [ -e slurm-submit/asked ] || exit 0
 read -r number where < slurm-submit/asked
@@ -86,7 +88,7 @@ class SlurmEngine(TargetEngine):
     """A Slurm cluster, through its commands here or on its login node."""
 
     fastest_seconds: ClassVar[float] = 0.5
-    slowest_seconds: ClassVar[float] = 15.0  # a controller is shared by many
+    slowest_seconds: ClassVar[float] = 15.0  # many users share a controller
     has_queue = True
 
     def __init__(self, options: SlurmOptions) -> None:
@@ -110,7 +112,7 @@ class SlurmEngine(TargetEngine):
     def find(self, run: RunFolder) -> str | None:
         answer = self._run_shell(f"cd {self._quoted_folder(run)} 2>/dev/null || exit 0\n{FINDING}")
         if answer.code != 0:
-            raise UnreachableError(f"{self._place} does not tell whether it has the run: {answer.problem}")
+            raise UnreachableError(f"{self._place} does not answer whether it has the run: {answer.problem}")
         handle = answer.text
         if handle and not self.is_handle(handle):
             raise UnreachableError(
@@ -129,49 +131,49 @@ class SlurmEngine(TargetEngine):
                 self._claim(run)
                 if self._options.host:
                     self._send(run)
-        except RunFailedError:  # such as a full disk: the runs can be submitted as soon as there is room
+        except RunFailedError:  # such as a full disk: the runs can be submitted once there is space
             self._release_claims(runs)
             raise
         script = render_script(self._options, [self._folder(run) for run in runs], max_parallel)
         where = f"{self._quoted_folder(runs[0])}/job.sh"
-        # A slurm-stop left by an earlier job would stop the new one, and its count of warnings would end it too early.
+        # An earlier job's slurm-stop would stop the new job, and its count of warnings would end it too early.
         names = ("slurm-stop", "slurm-idle")
         stale = " ".join(f"{self._quoted_folder(run)}/{name}" for run in runs for name in names)
         claims = [f"{self._quoted_folder(run)}/slurm-submit" for run in runs]
         lines = [f"rm -rf {stale}; cat > {where} || exit 1"]
-        # Before sbatch is asked: if its answer is lost, `find` looks for the job of this script.
+        # Written before sbatch runs: if its answer is lost, `find` looks for the job of this script.
         numbers = [str(number) for number in range(len(runs))] if len(runs) > 1 else ["-"]
         lines += [f"echo {n} {where} > {claim}/asked || exit 1" for n, claim in zip(numbers, claims, strict=True)]
         lines += [f"said=$(sbatch --parsable {where})", "code=$?"]
         lines += [f"touch {' '.join(f'{claim}/answered' for claim in claims)}", '[ "$code" = 0 ] || exit 1']
-        # --parsable puts the cluster's name behind a semicolon; a wrapper of the site may print more.
+        # --parsable appends the cluster's name after a semicolon; a wrapper of the site may print more.
         lines.append("job=$(printf '%s\\n' \"$said\" | sed -n 's/^\\([0-9][0-9]*\\)\\(;.*\\)*$/\\1/p' | tail -n 1)")
         lines.append(f'[ -n "$job" ] || {{ printf \'%s\\n\' "$said"; exit {ODD}; }}')
         for number, run in enumerate(runs):
             key = f'"${{job}}_{number}"' if len(runs) > 1 else '"$job"'
             place = self._quoted_folder(run)
-            # Whole or not at all: by this number the job is found again.
+            # Atomically, because this number identifies the job later.
             lines.append(f"echo {key} > {place}/slurm-job.part && mv {place}/slurm-job.part {place}/slurm-job")
             lines.append(f"rm -rf {place}/slurm-submit")
         answer = self._run_shell("\n".join([*lines, 'echo "$job"']), given=script.encode())
         if answer.code not in {0, ODD}:
-            # Before the claims go, by which it is found: an sbatch that failed may have submitted the job.
+            # Look before releasing the claims, which `find` needs: an sbatch that failed may have submitted the job.
             found = [self.find(run) for run in runs]
             if handles := [handle for handle in found if handle is not None]:
                 if len(handles) == len(runs):
                     return handles
-                raise UnreachableError(f"{self._place} has some of the runs and not others: {answer.problem}")
+                raise UnreachableError(f"{self._place} has only some of the runs: {answer.problem}")
             self._release_claims(runs)
             raise RunFailedError(f"{self._place} refused the run: {answer.problem}")
         job = (answer.text.splitlines() or [""])[-1]
         if answer.code == ODD or not self.is_handle(job):
-            raise UnreachableError(f"{self._place}: sbatch answered no job's number, got {shorten(job)!r}")
+            raise UnreachableError(f"{self._place}: sbatch did not return a job's number, got {shorten(job)!r}")
         return [f"{job}_{number}" if len(runs) > 1 else job for number in range(len(runs))]
 
     def status(self, run: RunFolder, handle: str) -> WorkerStatus:
         query = f"squeue --noheader --states=all --jobs={handle} --format=%T 2>&1"
         answer = self._run_shell(
-            # Behind squeue: a job that has left the queue has written its exit code before.
+            # After squeue: a job that left the queue has already written its exit code.
             f"{query}; printf '\\n==\\n'; cat {self._quoted_folder(run)}/slurm-exit 2>/dev/null || true"
         )
         states, _, ended = answer.text.partition("==")
@@ -201,10 +203,11 @@ class SlurmEngine(TargetEngine):
             append_lines(file, tail.out)
 
     def signal(self, run: RunFolder, handle: str, number: int) -> None:
-        # TERM to the script alone, which forwards it and waits; KILL to all that the job runs.
+        # TERM goes only to the script, which forwards it and waits; KILL to everything that the job runs.
         kill = f"scancel --full --signal=KILL {handle}" if number == 9 else f"scancel --batch --signal=TERM {handle}"
         self._run_shell(
-            # The stop first, for a job that is put back in this moment; one that waits gets no signal, it is cancelled.
+            # Write slurm-stop first, because the job may be requeued right now. A waiting job gets no signal; cancel
+            # it.
             f"touch {self._quoted_folder(run)}/slurm-stop\n"
             f"case $(squeue --noheader --jobs={handle} --format=%T) in RUNNING) {kill};; *) scancel {handle};; esac"
         )
@@ -260,7 +263,7 @@ class SlurmEngine(TargetEngine):
             yield CheckResult("fail", "reachable", str(error))
 
     def _check_job(self) -> CheckResult:
-        """Let Slurm judge the options of a job that is not submitted: GPUs, memory, account, limits."""
+        """Return Slurm's verdict on the job's options (GPUs, memory, account, limits), without submitting a job."""
         script = render_script(self._options, ["/tmp/run"])
         judged = self._run_shell("sbatch --test-only", given=script.encode())
         if judged.code != 0:
@@ -284,15 +287,15 @@ class SlurmEngine(TargetEngine):
         """Check how the mounts resolve on the login node."""
         mounts = self._options.mounts
         if not mounts or self._options.host is None:
-            return  # on this machine the options were checked already
+            return  # on this machine the options were already checked
         try:
             check_remote_mounts(mounts, self._run_shell(mount_query(mounts)).text)
         except ValueError as error:
             raise UsageError(f"target.mounts on {self._place}: {error}") from None
 
     def _check_remote_paths(self, runs: Sequence[RunFolder]) -> None:
-        """Check that data and models are on the login node, whose disks the nodes see: a job that misses them would
-        fail when its turn comes, maybe hours later."""
+        """Check that data and models are on the login node, whose disks the nodes share. Otherwise the job would fail
+        when it starts, maybe hours later."""
         if self._options.host is None or self._options.container != "none":
             return
         wanted = {path: key for run in runs for key, path in list_paths(Plan.load(run.plan_file)).items()}
@@ -302,10 +305,10 @@ class SlurmEngine(TargetEngine):
                 raise UsageError(f"{key}: {path} is not on {self._place}: copy it to the same path there")
 
     def _claim(self, run: RunFolder) -> None:
-        """Keep other dispatchers from submitting the same run; a dead one left any claim older than ten minutes. An
-        ``sbatch`` that was left at work may submit it yet, and ends within ten minutes too."""
+        """Keep other remote runners from submitting the same run. A claim older than ten minutes belongs to a dead one.
+        An ``sbatch`` that it left running may still submit the run, but ends within ten minutes too."""
         place = self._quoted_folder(run)
-        # mkdir succeeds for one of several, on shared disks as well.
+        # Only one mkdir succeeds, on shared disks too.
         answer = self._run_shell(
             f"{'' if is_shared() else 'umask 077; '}mkdir -p {place} && cd {place} || exit 1\n"
             f"[ ! -e slurm-job ] || exit {BUSY}\n"
@@ -314,7 +317,7 @@ class SlurmEngine(TargetEngine):
             "fi\n"
             f"asked=$(find slurm-submit/asked -mmin -{ASKING_MINUTES} 2>/dev/null)\n"
             f'[ -z "$asked" ] || [ -e slurm-submit/answered ] || exit {ASKING}\n'
-            # What an earlier job left; from here on these files are of the job that is submitted now.
+            # Remove an earlier job's files; from here on these files belong to the new job.
             "rm -rf slurm-owner slurm-exit slurm-submit/asked slurm-submit/answered\n"
             f"touch slurm-submit/{self._token}"
         )
@@ -329,20 +332,20 @@ class SlurmEngine(TargetEngine):
             raise RunFailedError(f"{self._place} refused the run: {answer.problem}")
 
     def _release_claims(self, runs: Sequence[RunFolder]) -> None:
-        """Remove the claims of this dispatcher, and no others."""
+        """Remove only this remote runner's claims."""
         for run in runs:
             claim = f"{self._quoted_folder(run)}/slurm-submit"
             self._run_shell(f"[ ! -e {claim}/{self._token} ] || rm -rf {claim}")
 
     def _send(self, run: RunFolder) -> None:
         lines = f"tar -C {self._quoted_folder(run)}/.. -xf - --no-same-owner"
-        # With the log, see KubernetesEngine: it is followed by its size here.
+        # Send the log too: its size here decides what is fetched later (see KubernetesEngine).
         answer = self._shell.write(lines, lambda stream: pack(stream, run, run.run_id, more=("worker.log",)))
         if answer.code != 0:
             raise RunFailedError(f"{self._place} refused the run: {answer.problem}")
 
     def _state_from_accounting(self, handle: str) -> str:
-        """Return the state of a job that the controller has forgotten; empty where there is no accounting."""
+        """Return the state of a job that the controller has forgotten; empty if there is no accounting."""
         answer = self._run_shell(
             f"sacct --noheader --parsable2 --allocations --jobs={handle} --format=State 2>/dev/null || true"
         )

@@ -1,7 +1,7 @@
-"""Runs the command-line tools that reach a target, and tells a refusal from a broken connection.
+"""Run the command-line tools that reach a target, and distinguish refusals from broken connections.
 
-A command that the target itself refused got through. Anything else that goes wrong (no connection, an unknown host
-key, a tool that hangs) raises :class:`UnreachableError`, also in doubt: a run never fails because of a broken line.
+If the target itself refuses a command, the connection works. Any other failure (no connection, an unknown host key, a
+tool that hangs) raises :class:`UnreachableError`, also in doubt. So a broken connection never makes a run fail.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from sparsebp_cli.policy.error_text import shorten
 from sparsebp_cli.target.engine_word import explain
 
 TIMEOUT_SECONDS = 60.0
-SILENCE_SECONDS = 120.0  # without a byte, before a transfer is given up
-LOOK_SECONDS = 1.0  # between two looks at how much a command has printed
-MOST_ANSWERED = 1 << 26  # bytes; a journal is fetched in parts of half of it
+SILENCE_SECONDS = 120.0  # without a byte before a transfer is aborted
+LOOK_SECONDS = 1.0  # between two checks of how much a command has printed
+MOST_ANSWERED = 1 << 26  # bytes; an event log is fetched in parts of half this size
 TOO_MUCH = f"answered with more than {MOST_ANSWERED >> 20} MiB"
 TAR_LAST_LINE = "Exiting with failure status due to previous errors"  # GNU tar prints it after the reason
 LONGEST_PROBLEM = 300
@@ -49,7 +49,7 @@ class CommandResult:
 
     @property
     def problem(self) -> str:
-        """The last line of standard error, or of standard output where that is empty, with what to do about it."""
+        """The last line of standard error (of standard output if that is empty), with what to do about it."""
         errors = (self.err or self.text).rpartition("stderr=")[2]  # docker quotes the error of its ssh
         lines = [line.strip() for line in errors.splitlines() if line.strip()]
         lines = [line for line in lines if not line.endswith(TAR_LAST_LINE)] or lines
@@ -59,20 +59,20 @@ class CommandResult:
 
 @dataclass(frozen=True)
 class Tool:
-    """Runs commands of one command-line tool."""
+    """Runs commands of a command-line tool, such as ``kubectl``."""
 
-    place: str  # what it reaches, for error lines
-    # whether a failed command, by exit code and standard error, was refused by the target itself
+    place: str  # the target's name, for errors
+    # whether the target itself refused a failed command, by exit code and standard error
     is_refusal: Callable[[int, str], bool]
-    environment: tuple[tuple[str, str], ...] = ()  # added to this process's own
+    environment: tuple[tuple[str, str], ...] = ()  # added to this process's environment
     timeout_seconds: float = TIMEOUT_SECONDS  # for commands that transfer nothing
 
     def run(self, command: Sequence[str], *, given: bytes = b"") -> CommandResult:
-        """Run a command to its end, with ``given`` as standard input; the code is not 0 when the target refused. Raises
-        ``UnreachableError`` when it did not get through or took too long, ``UsageError`` when there is no such program
+        """Run a command to its end, with ``given`` as standard input. The code is not 0 if the target refused. Raise
+        ``UnreachableError`` if the target was not reached or took too long, ``UsageError`` if the program is missing
         here."""
-        # Files: what it leaves running, such as a connection that ssh keeps, would hold a pipe open, and a pipe that is
-        # full has to be written again while the command is waited for.
+        # Use files instead of pipes. Child processes that stay, such as ssh's shared connection, would hold a pipe
+        # open, and a full pipe would block the command while we wait for it.
         with TemporaryFile() as source, TemporaryFile() as out, TemporaryFile() as errors:
             source.write(given)
             source.seek(0)
@@ -87,8 +87,8 @@ class Tool:
         return self._check_refusal(answer)
 
     def read_json(self, answer: CommandResult) -> Any:
-        """Return the JSON that a command printed. Raises ``UnreachableError`` where it is none: it was cut, or mixed
-        with the words of something else, and so tells nothing of the run."""
+        """Return the JSON that a command printed. Raise ``UnreachableError`` if it is not JSON: it was truncated, or
+        mixed with other output, and so says nothing about the run."""
         try:
             return json.loads(answer.text)
         except ValueError:
@@ -96,7 +96,8 @@ class Tool:
             raise UnreachableError(f"{self.place} does not answer as it should, got {shown!r}") from None
 
     def _wait(self, process: subprocess.Popen[bytes], num_bytes: Callable[[], int]) -> str:
-        """Let a command come to its end, and return why it may not, else nothing. A login shell may print for ever."""
+        """Wait for a command to end. Return a problem if it takes or prints too much (a login shell may print for
+        ever), else an empty text."""
         deadline = time.monotonic() + self.timeout_seconds
         ended = False
         while not ended:
@@ -112,8 +113,8 @@ class Tool:
 
     @contextmanager
     def read(self, command: Sequence[str]) -> Iterator[IO[bytes]]:
-        """Yield the standard output of a command, as long as it goes on printing. Raises ``UnreachableError`` when it
-        ends with an error, for whatever reason, or prints nothing for too long."""
+        """Yield a command's standard output while it keeps printing. Raise ``UnreachableError`` if the command fails
+        for any reason, or prints nothing for too long."""
         with TemporaryFile() as errors, self._start(command, errors) as process, _watched(process) as touch:
             assert process.stdout is not None
             assert process.stdin is not None
@@ -127,14 +128,14 @@ class Tool:
                 raise UnreachableError(f"{self.place}: a transfer broke off: {answer.problem}")
 
     def write(self, command: Sequence[str], feed: Callable[[IO[bytes]], None]) -> CommandResult:
-        """Run a command whose standard input ``feed`` writes, as long as it goes on reading. Raises
-        ``UnreachableError`` when it did not get through or stopped reading."""
+        """Run a command whose standard input ``feed`` writes, while it keeps reading. Raise ``UnreachableError`` if the
+        target was not reached, or the command stopped reading."""
         with TemporaryFile() as errors, self._start(command, errors) as process, _watched(process) as touch:
             assert process.stdin is not None
             assert process.stdout is not None
             with suppress(BrokenPipeError, ConnectionError):  # it ended early; its exit code says why
                 feed(cast("IO[bytes]", _ActivityStream(process.stdin, touch)))
-            with suppress(BrokenPipeError, ConnectionError):  # what was not written yet
+            with suppress(BrokenPipeError, ConnectionError):  # data that was not written yet
                 process.stdin.close()
             out = process.stdout.read(MOST_ANSWERED)
             if process.stdout.read(1):
@@ -169,12 +170,12 @@ class Tool:
 
 
 def always(_code: int, _errors: str) -> bool:
-    """Take every failed command as refused: the tool is the target itself."""
+    """Treat every failed command as refused, because the tool is the target itself."""
     return True
 
 
 def matching(pattern: re.Pattern[str]) -> Callable[[int, str], bool]:
-    """Take a failed command as refused if its standard error matches a pattern."""
+    """Return a function that treats a failed command as refused if its standard error matches a pattern."""
     return lambda _code, errors: pattern.search(errors) is not None
 
 
@@ -196,7 +197,7 @@ class _ActivityStream:
 
 
 def _content(errors: IO[bytes]) -> str:
-    """Return the standard error of a program that has ended; it is a file: a full pipe could block the program."""
+    """Return the standard error of an ended program. It is a file, because a full pipe could block the program."""
     errors.seek(max(0, _size(errors) - MOST_ANSWERED))
     return errors.read().decode(errors="replace")
 
@@ -207,8 +208,8 @@ def _size(file: IO[bytes]) -> int:
 
 @contextmanager
 def _watched(process: subprocess.Popen[bytes]) -> Iterator[Callable[[], None]]:
-    """Kill a process that transfers nothing for a while, and one whose caller raises."""
-    # A thread, because reads and writes of pipes have no time limit of their own.
+    """Kill a process that transfers nothing for a while, or whose caller raises."""
+    # Use a thread, because reads and writes of pipes have no time limit.
     moved, done = [time.monotonic()], threading.Event()
 
     def watch() -> None:
@@ -228,6 +229,6 @@ def _watched(process: subprocess.Popen[bytes]) -> Iterator[Callable[[], None]]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill a program and its children, which would keep its pipes open."""
+    """Kill a program and its children, which would hold its pipes open."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)

@@ -1,10 +1,10 @@
-"""Supervises the workers of one or more runs on this machine, in a process that outlives the client.
+"""The local runner: supervise the workers of one or more runs on this machine, in a process that outlives the client.
 
     python -m sparsebp_cli.target.watcher [--max-parallel N] RUN_FOLDER...
 
-It holds the target's lock of each run, starts the worker, sends the journal to the tracking store while the worker
-lives, and writes the end record where the worker could not. After kill -9 the worker goes on, and the run's state,
-which is derived from locks and journal, stays right.
+It holds the target's lock of each run, starts the worker, and sends the event log to the tracking store while the
+worker is alive. It writes the end record if the worker could not. After kill -9 the worker continues. The run's state
+stays right, because it is derived from locks and event log.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class LocalRun:
     run: RunFolder
 
     def __init__(self, run: RunFolder, target: Target) -> None:
-        """Lock the run; raises ``RunBusyError`` if another process works on it."""
+        """Lock the run. Raise ``RunBusyError`` if another process works on it."""
         self.run, self._target = run, target
         self._lock: FileLock = run.lock("target")
-        if run.is_locked("worker"):  # a worker may outlive its watcher
+        if run.is_locked("worker"):  # a worker may outlive its local runner
             raise RunBusyError(f"run {run.run_id} is already being worked on by another process")
         attempts = max((record["attempt"] for record, _ in read(run.path)), default=0)
         self._launch = Launch(after_attempt=attempts, watcher_pid=os.getpid())
@@ -60,7 +60,7 @@ class LocalRun:
         self._signals: list[int] = []
 
     def start(self, signals: Sequence[int], environment: Mapping[str, str]) -> None:
-        """Start the worker with extra environment variables, and send it the signals that came before it existed."""
+        """Start the worker with extra environment variables. Send it the signals that arrived before it existed."""
         with open_to_append(self.run.log_file) as log:
             self._log_offset = log.tell()
             self._process = subprocess.Popen(
@@ -68,17 +68,17 @@ class LocalRun:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                # Unbuffered, since its log is followed while it runs.
+                # Unbuffered, because its log is followed while it runs.
                 env=interpreter.worker_environment({"PYTHONUNBUFFERED": "1", **self._named(), **environment}),
             )
         self._save(worker_pid=self._process.pid)
-        # Copied, since the handler adds to them; what it has forwarded itself meanwhile is not sent twice.
+        # Iterate over a copy, because the handler adds to it. Do not send again what the handler forwarded meanwhile.
         for number in [*signals]:
             if number not in self._signals:
                 self.signal(number)
 
     def _named(self) -> dict[str, str]:
-        """Return the variables that the recipe gives. The worker says what is wrong with a plan that cannot be read."""
+        """Return the variables that the recipe sets; none for an unreadable plan: the worker reports why."""
         with suppress(SparseBPError):
             return dict(Plan.load(self.run.plan_file).recipe.target.options.get("env", {}))
         return {}
@@ -90,7 +90,7 @@ class LocalRun:
             self._process.send_signal(number)
 
     def finish(self) -> None:
-        """Wait for the worker, write the end record where it could not, and send the last metrics."""
+        """Wait for the worker, write the end record if the worker could not, and send the last metrics."""
         follower = Follower(self.run, warn=self._warn).start()
         exit_code = None
         if self._process is not None:
@@ -104,7 +104,7 @@ class LocalRun:
                 print(f"how run {self.run.run_id} ended could not be written: {error}", file=sys.stderr, flush=True)
         with suppress(OSError):  # a full disk takes no warning either
             self._save(warning=follower.stop().advice(self.run.run_id))
-        # Not before the last metrics are sent: a job is settled when the lock is free.
+        # Release after the last metrics are sent: a free lock means that the job is settled.
         self._lock.release()
         tell_end(self.run, exit_code, is_asked=bool(self._signals))
 
@@ -120,18 +120,18 @@ class LocalRun:
         self._save(exit_code=exit_code)
 
     def _warn(self, text: str) -> None:
-        with suppress(OSError):  # a full disk takes no warning, and a folder that was moved neither
+        with suppress(OSError):  # fails on a full disk or in a folder that was moved
             print(text, file=sys.stderr, flush=True)
             self._save(warning=text)
 
     def _save(self, **changes: Any) -> None:
-        with self._save_lock:  # the follower warns from a thread of its own
+        with self._save_lock:  # the follower warns from its own thread
             self._launch = replace(self._launch, **changes)
             self._launch.save(self.run)
 
 
 class LocalQueue:
-    """Supervises runs, ``max_parallel`` at a time; each slot has its share of the GPUs."""
+    """Supervises runs, ``max_parallel`` at a time. Each slot has its share of the GPUs."""
 
     def __init__(self, runs: Sequence[RunFolder], target: Target, max_parallel: int) -> None:
         self._waiting = deque(LocalRun(run, target) for run in runs)
@@ -143,20 +143,20 @@ class LocalQueue:
     def forward_signal(self, number: int, _frame: FrameType | None) -> None:
         """Forward a signal to every worker, and start no further one."""
         self._stopped.append(number)
-        # Without the lock, whose holder a handler may have interrupted in this very thread. Copied, since slots remove
-        # theirs.
+        # Do not take the lock: the handler may have interrupted its holder in this thread. Iterate over a copy, because
+        # slots remove their runs.
         for local in [*self._current]:
             local.signal(number)
 
     def work(self) -> None:
-        """Start the first run, report to the client, and go on until every run is over."""
+        """Start the first run, report to the client, and continue until every run is over."""
         first, *others = self._shares
         local = self._pop()
         assert local is not None
         self._start(local, first)
         report_start()
         leave_client(local.run)
-        # A thread for each, since all it does is wait for a worker's end.
+        # Each slot is a thread, because it only waits for a worker's end.
         slots = [threading.Thread(target=self._work_slot, args=(share, None)) for share in others]
         for slot in slots:
             slot.start()

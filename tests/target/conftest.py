@@ -47,7 +47,7 @@ def make_run(fake: str = "ok", max_steps: int = 5, uri: str | None = UNUSABLE) -
     return run
 
 
-def until(condition: Callable[[], object], seconds: float = 120.0) -> None:
+def until(condition: Callable[[], object], seconds: float = 600.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "nothing happened"

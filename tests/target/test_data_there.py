@@ -13,9 +13,9 @@ from sparsebp_cli.plan import Plan
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run import RunFolder, create_run
 from sparsebp_cli.target.batch import SlurmOptions
-from sparsebp_cli.target.export import export_kubernetes, export_sbatch
 from sparsebp_cli.target.slurm import SlurmEngine
 from sparsebp_cli.target.tool import CommandResult
+from sparsebp_tools.export.scheduler import export_kubernetes, export_sbatch
 
 
 def make_plan(data: str, **target: Any) -> Plan:

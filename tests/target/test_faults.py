@@ -121,7 +121,7 @@ def test_a_slow_line_is_unreachable_and_not_waited_for(
     ("state", "code", "text"),
     [
         ('{"Status": "exited", "ExitCode": 137, "OOMKilled": false, "Error": ""}', -9, ""),
-        ('{"Status": "exited", "ExitCode": 137, "OOMKilled": true, "Error": ""}', -9, "want of memory"),
+        ('{"Status": "exited", "ExitCode": 137, "OOMKilled": true, "Error": ""}', -9, "memory ran out"),
         ('{"Status": "exited", "ExitCode": 143, "OOMKilled": false, "Error": ""}', 143, ""),
         ('{"Status": "dead", "ExitCode": 2, "OOMKilled": false, "Error": "no such device"}', 2, "no such device"),
         ('{"Status": "exited", "ExitCode": 0, "OOMKilled": false, "Error": ""}', 0, ""),
@@ -276,7 +276,7 @@ UNKNOWN = {"err": "slurm_load_jobs error: Invalid job id specified", "code": 1}
         ({"out": "TIMEOUT\n"}, {}, "", Phase.OVER, None, "time limit"),
         (UNKNOWN, {"err": "Slurm accounting storage is disabled", "code": 1}, "7 0", Phase.OVER, 0, ""),
         (UNKNOWN, {"err": "Slurm accounting storage is disabled", "code": 1}, "", Phase.OVER, None, "without a reason"),
-        (UNKNOWN, {"out": "OUT_OF_MEMORY\n"}, "", Phase.OVER, None, "want of memory"),
+        (UNKNOWN, {"out": "OUT_OF_MEMORY\n"}, "", Phase.OVER, None, "memory ran out"),
         (UNKNOWN, {"out": "CANCELLED by 1000\n"}, "", Phase.OVER, None, "cancelled in Slurm"),
     ],
 )

@@ -23,10 +23,10 @@ from sparsebp_cli.run import RunFolder
 from sparsebp_cli.target.batch import SlurmOptions, render_script
 from sparsebp_cli.target.container import DockerOptions
 from sparsebp_cli.target.docker import DockerTarget
-from sparsebp_cli.target.export import export_dstack, export_kubernetes, export_sbatch, export_sky
 from sparsebp_cli.target.kubernetes import KubernetesTarget
 from sparsebp_cli.target.manifest import KubernetesOptions, make_job, make_job_set, make_reader, to_text
 from sparsebp_cli.target.slurm import SlurmTarget
+from sparsebp_tools.export.scheduler import export_dstack, export_kubernetes, export_sbatch, export_sky
 
 HERE = Path(__file__).parent
 RUN = RunFolder(Path("/home/me/.local/share/sparsebp/runs/0123456789ab"))

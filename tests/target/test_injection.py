@@ -22,7 +22,7 @@ from sparsebp_cli.plan import Plan
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.target.batch import SlurmOptions, render_script
 from sparsebp_cli.target.container import ContainerOptions
-from sparsebp_cli.target.export import export_dstack, export_kubernetes, export_sbatch, export_sky
+from sparsebp_tools.export.scheduler import export_dstack, export_kubernetes, export_sbatch, export_sky
 
 pytestmark = pytest.mark.promise("R19")
 
@@ -190,7 +190,7 @@ UNPACK = {
     "name", ["A=1; touch pwned; B", "A B", "1A", "", "A-B", "A\n", "A$(id)", "\u00c4", "A.B", "-A", "A=", "\u202eA"]
 )
 def test_a_variable_has_the_name_of_one(name: str) -> None:
-    with pytest.raises(ValidationError, match="names are letters, digits and _"):
+    with pytest.raises(ValidationError, match="names have letters, digits and _"):
         ContainerOptions(env={name: "x"})
     with pytest.raises(ValidationError, match="NUL"):
         ContainerOptions(env={"A": "x\0"})
@@ -212,7 +212,7 @@ def test_no_option_of_sbatch_takes_a_second_line_or_word(value: str) -> None:
 
 
 def test_lines_of_setup_and_the_module_of_the_worker_are_one_line_and_one_word() -> None:
-    with pytest.raises(ValidationError, match="each line is an item"):
+    with pytest.raises(ValidationError, match="each line as a separate item"):
         SlurmOptions(setup=["a\nb"])
     for worker in ("a;b", "a b", "-c", "a\n", "$(id)", "../x", ""):
         with pytest.raises(ValidationError):

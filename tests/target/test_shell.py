@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import subprocess
 from pathlib import Path
 
@@ -52,6 +53,19 @@ def test_the_answer_is_what_the_lines_print_and_nothing_else(chatty: Path, setup
         assert shell.run("cat", given=b"\n\xff given").out == b"\n\xff given"
         assert shell.run("true").out == b""
     assert shell.greeting.startswith("Welcome. Quota at 95 %")
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("engines")
+def test_what_a_configuration_of_ssh_has_for_logins_by_hand_stops_no_command(
+    ssh_hosts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (ssh,) = re.findall(r"-F (\S+)", (ssh_hosts / "bin" / "ssh").read_text())
+    (tmp_path / "config").write_text(f"Host *\n  RequestTTY force\n  RemoteCommand tmux\nInclude {ssh}\n")
+    (tmp_path / "ssh").write_text(f'#!/bin/sh\nexec /usr/bin/ssh -F {tmp_path}/config "$@"\n')
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert Shell("ssh://hosta", "").run("printf 'a\\n'").out == b"a\n"
 
 
 # A login shell that shows the command, markers and all, or that repeats what it printed: the answer is found.

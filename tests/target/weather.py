@@ -1,12 +1,13 @@
-"""Small engines behind their command lines, and a proxy before each that makes them slow, late, cut, doubled or wrong.
+"""Engines behind their command lines, and a proxy before each that makes them slow, late, cut, doubled or wrong.
 
-The proxy stands first on the PATH under the names sbatch, squeue and kubectl. A file says what happens
-to which of the next commands.
+The proxy stands first on the PATH under the names sbatch, squeue, kubectl, docker and ssh; docker and sshd are real. A
+file says what happens to which of the next commands.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -70,17 +71,20 @@ esac
 """
 TOOLS = {"sbatch": SBATCH, "squeue": SQUEUE}
 TOOLS |= {"scancel": "#!/bin/sh\n", "sacct": "#!/bin/sh\nexit 1\n"}
-PROXIED = ("sbatch", "squeue", "kubectl")
+PROXIED = ("sbatch", "squeue", "kubectl", "docker", "ssh")
 
 
-def install(folder: Path) -> dict[str, str]:
-    """Write proxies and engines into a folder; return the environment in which they are found."""
+def install(folder: Path, **others: str) -> dict[str, str]:
+    """Write proxies and engines into a folder; return the environment in which they are found. ``others`` are programs
+    in the place of those that the PATH has."""
     real, first = folder / "weather" / "real", folder / "proxy"
     for place in (real, first, folder / "cluster" / "data", folder / "cluster" / "pod"):
         place.mkdir(parents=True)
     (folder / "cluster" / "apis").write_text("")
     kubectl = f'#!/bin/sh\nexec {sys.executable} {fake_kubectl.__file__} "$@"\n'
-    for name, text in {**TOOLS, "kubectl": kubectl}.items():
+    found = {name: others.get(name) or shutil.which(name) for name in ("docker", "ssh")}
+    behind = {name: f'#!/bin/sh\nexec {program} "$@"\n' for name, program in found.items()}
+    for name, text in {**TOOLS, "kubectl": kubectl, **behind}.items():
         (real / name).write_text(text)
         (real / name).chmod(0o755)
     for name in PROXIED:
