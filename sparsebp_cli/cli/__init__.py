@@ -1,1 +1,1 @@
-"""The command line: its verbs. The only room that prints."""
+"""The command line: its commands. Only this package prints."""

@@ -1,6 +1,6 @@
-"""The command ``sparsebp``: its verbs, and the place where errors become one line and an exit code.
+"""Define the command ``sparsebp`` and its subcommands, and turn errors into one line and an exit code.
 
-Nothing heavy is imported here or at the top of a verb's file, so that `sparsebp --help` answers at once.
+This module and the subcommands' modules import nothing heavy at the top, so that `sparsebp --help` answers at once.
 """
 
 from __future__ import annotations
@@ -10,14 +10,13 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version as installed_version
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from sparsebp_cli.cli.answer import ErrorAnswer, Problem, speech, wants_json
 from sparsebp_cli.cli.archive import archive
-from sparsebp_cli.cli.assets import datasets, models
-from sparsebp_cli.cli.bench import bench
 from sparsebp_cli.cli.compare import compare
 from sparsebp_cli.cli.control import cancel, logs, resume
 from sparsebp_cli.cli.data import data
@@ -28,8 +27,7 @@ from sparsebp_cli.cli.outlet import Outlets
 from sparsebp_cli.cli.plugin import load_verbs
 from sparsebp_cli.cli.policies import policies
 from sparsebp_cli.cli.quickstart import quickstart
-from sparsebp_cli.cli.rerun import rerun
-from sparsebp_cli.cli.run import export, run
+from sparsebp_cli.cli.run import run
 from sparsebp_cli.cli.runs import runs
 from sparsebp_cli.cli.schema import schema
 from sparsebp_cli.cli.screen import print_error, print_line
@@ -39,23 +37,45 @@ from sparsebp_cli.cli.targets import doctor, targets
 from sparsebp_cli.cli.tracking import sync
 from sparsebp_cli.cli.validate import validate
 from sparsebp_cli.cli.verb_help import EXAMPLES, Verb, Verbs
-from sparsebp_cli.errors import RunNotFoundError, SparseBPError, UsageError, explain_system_error
+from sparsebp_cli.errors import (
+    RunNotFoundError,
+    SparseBPError,
+    UsageError,
+    explain_system_error,
+    first_line,
+    is_out_of_memory,
+)
 from sparsebp_cli.run import find_deleted, home, keep_private
+
+
+def _has_working_folder() -> bool:
+    try:
+        return Path.cwd().exists()
+    except OSError:
+        return False
+
+
+MORE_MEMORY = "end other programs, raise `ulimit -v`, or use a machine with more memory"
 
 
 @dataclass
 class Crash:
-    """How unexpected errors are shown; ``shown`` prints the traceback to the screen."""
+    """How unexpected errors are reported. ``shown`` prints the traceback to the screen."""
 
     shown: bool = False
 
     def describe(self, error: Exception) -> str:
         """Show the traceback or write it to a file, and return one line for the user."""
         line = " ".join(f"{type(error).__name__}: {error}".split())
-        if isinstance(error, OSError):  # a full disk or a missing permission is no defect, and needs no traceback
+        if isinstance(error, FileNotFoundError) and not self.shown and not _has_working_folder():
+            return "this shell's working folder was deleted: cd to another one"
+        if isinstance(error, OSError):  # a full disk or a missing permission is not a bug, and needs no traceback
             if (text := explain_system_error(error)) and not self.shown:
                 return text
             line = " ".join(str(error).split())
+        elif is_out_of_memory(error) and not self.shown:  # not a bug either, and a traceback needs memory
+            said = first_line(error)
+            return f"out of memory{'' if said == type(error).__name__ else f': {said}'}; {MORE_MEMORY}"
         trace = "".join(traceback.format_exception(error))
         if self.shown:
             return f"{line}\n{trace}".rstrip()
@@ -70,8 +90,8 @@ class Crash:
 
 app: typer.Typer = typer.Typer(
     cls=Verbs,
-    help="Fine-tune transformers with a policy that leaves a part of the backward pass out, and compare the result "
-    "with dense training, which computes every gradient: quality, time, memory.",
+    help="Fine-tune transformers and leave out part of the backward pass, as a policy decides. Compare quality, time "
+    "and memory with dense training, which computes every gradient.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -79,20 +99,19 @@ app: typer.Typer = typer.Typer(
 )
 crash: Crash = Crash()
 
-# The first panel is what a user needs on the first day; each of its verbs works without reading about the others.
+# The first panel has what users need on the first day. Each of its commands works without reading about the others.
 VERBS: dict[str, tuple[Callable[..., None], ...]] = {
     "Everyday": (quickstart, init, validate, data, run, compare, show),
-    "More: write and check recipes": (new, recipes, policies, models, datasets, schema, export),
-    "More: runs": (runs, logs, resume, rerun, cancel, tag, archive, prune, rm, sync),
-    "More: results": (),  # of packages
-    "More: this machine and others": (doctor, bench, targets),
+    "More: write and check recipes": (new, recipes, policies, schema),
+    "More: runs": (runs, logs, resume, cancel, tag, archive, prune, rm, sync),
+    "More: results": (),  # from packages
+    "More: this machine and others": (doctor, targets),
 }
-# Verbs that write runs or the store; keep_private() applies to them. Other verbs write only files that the user names.
+# Commands that write runs or the store; keep_private() applies to them. Others write only files that the user names.
 WRITING = {
     "run",
     "quickstart",
     "resume",
-    "rerun",
     "cancel",
     "prune",
     "rm",
@@ -112,7 +131,7 @@ for panel, verbs in VERBS.items():
 
 
 def show_version(requested: bool) -> None:
-    """Print the version and end, if ``--version`` was given."""
+    """Print the version and exit, if ``--version`` was given."""
     if requested:
         print(f"sparsebp {installed_version('sparsebp')}")
         raise typer.Exit
@@ -131,21 +150,23 @@ def _main(
         keep_private()
 
 
-# The command line's own errors, such as an unknown option. Its class is typer's copy of click's, or click's.
+# The command line's own errors, such as an unknown option. Depending on typer, the class is its copy or click's.
 ClickError: type[Exception] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 
 
 def describe_error(error: Exception) -> Problem:
-    """Return the facts of any error that ends a verb."""
+    """Return the facts of any error that ends a command."""
     if isinstance(error, SparseBPError):
         return Problem.of(error)
     if isinstance(error, ClickError):
         given: Any = error
         near = [str(name) for name in getattr(error, "possibilities", None) or ()]
+        text = " ".join(given.format_message().replace("Value error, ", "").split()).rstrip(".")
+        path = getattr(getattr(given, "ctx", None), "command_path", "")
         return Problem(
             type=UsageError.__name__,
             exit_code=given.exit_code,
-            text=" ".join(given.format_message().split()),
+            text=f"{text}; see `{path} --help`" if path else text,
             nearest=near[0] if near else None,
         )
     if isinstance(error, typer.Abort):
@@ -162,13 +183,17 @@ def main() -> None:
             sys.exit(code)
         try:
             _refuse_bytes(sys.argv[1:])
-            app(prog_name="sparsebp")
+            code = int(app(prog_name="sparsebp", standalone_mode=False) or 0)
         except Exception as error:
+            if type(error).__name__ == "NoArgsIsHelpError":  # of typer or click: its text is the help
+                print(error.ctx.get_help())  # type: ignore[attr-defined]
+                sys.exit(error.exit_code)  # type: ignore[attr-defined]
             sys.exit(_print_error(error).exit_code)
+        sys.exit(code)
 
 
 def _refuse_bytes(words: Sequence[str]) -> None:
-    """Raise UsageError for an argument that is no text: plans and answers are JSON, which cannot hold it."""
+    """Raise UsageError for an argument that is not text: plans and answers are JSON, which cannot hold it."""
     for word in words:
         try:
             word.encode()
@@ -177,7 +202,7 @@ def _refuse_bytes(words: Sequence[str]) -> None:
 
 
 def _answer_in_json() -> int:
-    """Run the verb, answer with an error if it raises one, and return the exit code."""
+    """Run the command, answer with an error if it raises one, and return the exit code."""
     try:
         _refuse_bytes(sys.argv[1:])
         code = int(app(prog_name="sparsebp", standalone_mode=False) or 0)

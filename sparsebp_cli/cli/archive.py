@@ -1,4 +1,4 @@
-"""``sparsebp archive``: runs in one file, which ``compare --from`` and ``show --from`` read."""
+"""``sparsebp archive``: pack runs into one file, which ``compare --from`` and ``show --from`` read."""
 
 from __future__ import annotations
 
@@ -16,45 +16,44 @@ from sparsebp_cli.cli.answer.run_record import ArchiveFile
 from sparsebp_cli.cli.option import Format, ManyRuns
 from sparsebp_cli.cli.quantity import show_count
 from sparsebp_cli.cli.screen import Output, print_line
-from sparsebp_cli.cli.stored_run import find_all, find_study
+from sparsebp_cli.cli.stored_run import find_all, find_studies, find_study
 from sparsebp_cli.errors import RunBusyError, SparseBPError, UsageError
 from sparsebp_cli.run import History, RunFolder
 
 if TYPE_CHECKING:
     from sparsebp_cli.compare.archive import Member
-    from sparsebp_cli.study.record import StudyRecord
 
-THIN = "Of a study's tuning runs keep evaluations and the FLOPs of each step alone: an eighth of their bytes."
+THIN = "Keep only evaluations and FLOPs of a study's tuning runs: an eighth of their bytes."
 
 
 def archive(
     runs: ManyRuns,
-    file: Annotated[Path, typer.Option("--to", metavar="FILE", help="The archive: a .tar.gz file.")],
+    file: Annotated[Path, typer.Option("--to", metavar="FILE", help="The archive to write: a .tar.gz file.")],
     thin: Annotated[bool, typer.Option("--thin", help=THIN)] = False,
     output: Format = Output.TABLE,
 ) -> None:
-    """Write runs into one file: plans, event logs, labels, environments and their report, without models.
+    """Pack runs into one file: plans, event logs, tags, environments and a report, without models.
 
-    `compare --from FILE` and `show --from FILE` read it. `archive @STUDY` has rehearsals and tuning as well, from
-    which `study YAML --from FILE` finds its choices again. If a run is active or damaged, nothing is written.
+    `compare --from FILE` and `show --from FILE` read it. `archive @STUDY` also packs the study's tuning, so that
+    `study YAML --from FILE` can check its choices. If a run is active or damaged, nothing is written.
     """
     from sparsebp_cli.compare.archive import check_archive_path, write_archive
 
     check_archive_path(file)
     folders = find_all(runs)
     for folder in folders:
-        folder.read_plan()  # raises for a damaged plan
+        folder.read_plan()  # raises if the plan is damaged
         if not (state := folder.state()).over:
             raise RunBusyError(
-                f"run {folder.run_id} is {state}, and an archive has runs that are over; nothing was written"
+                f"run {folder.run_id} is {state}, an archive takes only runs that are over; nothing was written"
             )
     studies = [record for word in runs if (record := find_study(word)) is not None]
-    study = studies[0] if len(studies) == len(runs) == 1 else None  # alone, its report is that of the study
+    study = studies[0].study if len(studies) == len(runs) == 1 else ""  # if it is alone, the report is the study's
     command = f"sparsebp compare --from {shlex.quote(file.name)}"
-    if study is not None:
-        command = f"sparsebp compare --study {study.study} --from {shlex.quote(file.name)}"
+    if study:
+        command = f"sparsebp compare --study {study} --from {shlex.quote(file.name)}"
     if thin and not studies:
-        raise UsageError("--thin is of the tuning of a study: sparsebp archive @STUDY --thin --to FILE")
+        raise UsageError("--thin needs a study: sparsebp archive @STUDY --thin --to FILE")
     thinned = frozenset[str]().union(*(record.find_thin() for record in studies)) if thin else frozenset[str]()
     members = _make_members(folders, study, command, thinned)
     write_archive(file, itertools.chain((record.pack(thinned) for record in studies), members))
@@ -67,12 +66,9 @@ def _print(found: ArchiveFile) -> None:
     print_line(f"{found.file}: {count}, {show_count(found.bytes, 'B')}")
 
 
-def _make_members(
-    folders: Sequence[RunFolder], study: StudyRecord | None, command: str, thinned: Collection[str]
-) -> Iterator[Member]:
+def _make_members(folders: Sequence[RunFolder], study: str, command: str, thinned: Collection[str]) -> Iterator[Member]:
     from sparsebp_cli.compare.archive import list_members
     from sparsebp_cli.run.journal import FILE
-    from sparsebp_cli.study.thin import thin_journal
 
     environments: dict[str, list[dict[str, object]]] = {}
     for folder in folders:
@@ -82,23 +78,22 @@ def _make_members(
             warn(f"{folder.run_id}: {problem} by every reader")
         for name, content in list_members(folder):
             is_thin = folder.run_id in thinned and name.endswith(f"/{FILE}")
-            yield name, thin_journal(content) if is_thin else content
+            yield name, find_studies("--thin").thin_journal(content) if is_thin else content
     yield "environment.json", (json.dumps(environments, indent=1) + "\n").encode()
     if report := _make_report(folders, study, command):
         yield "report.html", report.encode()
 
 
-def _make_report(folders: Sequence[RunFolder], study: StudyRecord | None, command: str) -> str:
-    """Return the report of the runs, of a study those of its report; empty, with a warning, where they cannot be
-    compared."""
+def _make_report(folders: Sequence[RunFolder], study: str, command: str) -> str:
+    """Return the report of the runs, for a study the report of its reported runs. If they cannot be compared, warn and
+    return an empty text."""
     from sparsebp_cli.compare import REPORT_CURVES, Question, compare_runs
     from sparsebp_cli.compare.report import render_report
-    from sparsebp_cli.study.selection import select
 
     try:
-        if study is None:
+        if not study:
             return render_report(compare_runs(folders, Question(curves=REPORT_CURVES)), command)
-        found = select(study)
+        found = find_studies("a study").select(study)
         question = Question(curves=REPORT_CURVES, **found.terms)
         return render_report(compare_runs(found.runs, question), command)
     except SparseBPError as error:

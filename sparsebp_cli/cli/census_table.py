@@ -1,4 +1,4 @@
-"""A census of data as a table, and examples with what is trained marked."""
+"""Show data statistics as a table, and examples with their trained parts marked."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-MOST_CLASSES = 20  # rows of the table; JSON has all
-MOST_CHARACTERS = 1200  # of an example on the screen; JSON has all
+MOST_CLASSES = 20  # rows of the table; JSON has all classes
+MOST_CHARACTERS = 1200  # of an example on the screen; JSON has the whole example
 LENGTHS = {"shortest": "shortest", "quarter": "first quartile", "median": "median", "three_quarters": "third quartile"}
 LENGTHS |= {"longest": "longest"}
 
 
 def census_table(census: Census) -> Table:
-    """Return the counts, a column for each split."""
+    """Return the statistics, with a column for each split."""
     splits: Mapping[str, Any] = census["splits"]
     table = make_table("", *splits, numbers=list(splits))
     for title, values in _rows(splits):
@@ -28,7 +28,7 @@ def census_table(census: Census) -> Table:
 
 
 def print_warnings(census: Census) -> None:
-    """Print what should be known of a census, a line each."""
+    """Print the findings about the data, one line each."""
     for level, text in find_warnings(census):
         console().print(f"{level}: {text}")
 
@@ -49,7 +49,7 @@ def _rows(splits: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
     for key, word in (("unused_examples", "not used (max_train_examples)"), ("left_over_tokens", "tokens left over")):
         if any(split[key] for split in splits.values()):
             yield f"  {word}", row(key)
-    if all("texts" in split for split in splits.values()):  # a run of 0.5 has none
+    if all("texts" in split for split in splits.values()):  # runs of 0.5 have no "texts"
         looked = [split["texts"] for split in splits.values()]
         yield "  with a fault in their text", [f"{one['affected']:,} of {one['rows']:,} rows" for one in looked]
     yield "tokens", row("tokens")
@@ -65,8 +65,7 @@ def _rows(splits: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
 
 
 def print_examples(first: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-    """Print examples as a person reads them. Trained tokens are green, or in double brackets where there is no
-    colour."""
+    """Print examples as readable text. Trained tokens are green, or without colours in double brackets."""
     from rich.text import Text
 
     screen = console()

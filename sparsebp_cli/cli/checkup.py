@@ -1,4 +1,4 @@
-"""The checks of ``sparsebp doctor``. torch is imported in a process of its own."""
+"""The checks of ``sparsebp doctor``. torch is imported in a separate process."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ print(json.dumps({"version": torch.__version__, "cuda": torch.version.cuda, "gpu
 
 
 def check_all() -> list[CheckResult]:
-    """Return the results of every check, in the order in which they are shown."""
+    """Return the results of all checks, in the order in which they are shown."""
     checks = [check_python(), check_packages(), *check_torch(), check_home(), check_space(), check_store()]
     return [*checks, *check_policies(), *check_trackers(), check_schema(), *check_notices()]
 
 
 def check_python() -> CheckResult:
-    """Version and location of Python."""
+    """Return version and location of Python."""
     return CheckResult("ok", "python", f"{platform.python_version()} in {sys.prefix}")
 
 
 def check_packages() -> CheckResult:
-    """Versions of the main packages."""
+    """Return versions of the main packages."""
     found, missing = [], []
     for name in PACKAGES:
         try:
@@ -59,7 +59,7 @@ def check_packages() -> CheckResult:
 
 
 def check_torch() -> list[CheckResult]:
-    """Whether torch can be imported, and its devices."""
+    """Check whether torch can be imported, and list its devices."""
     done = subprocess.run(
         interpreter.command("-c", TORCH),
         env=interpreter.worker_environment(),
@@ -84,7 +84,7 @@ def check_torch() -> list[CheckResult]:
 
 
 def check_home() -> CheckResult:
-    """Whether runs can be written."""
+    """Check whether runs can be written."""
     try:
         home().mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=home()) as file:
@@ -101,7 +101,7 @@ def check_home() -> CheckResult:
 
 
 def check_space() -> CheckResult:
-    """Whether there is room for checkpoints."""
+    """Check whether there is space for checkpoints."""
     folder = home()
     while not folder.exists():
         folder = folder.parent
@@ -112,7 +112,7 @@ def check_space() -> CheckResult:
 
 
 def check_store() -> CheckResult:
-    """Whether the tracking store answers. Nothing is created."""
+    """Check whether the tracking store answers, without creating anything."""
     from sparsebp_cli.recipe.store_address import sqlite_file
     from sparsebp_cli.run.visible import mask
     from sparsebp_cli.tracking import resolve_uri
@@ -128,7 +128,7 @@ def check_store() -> CheckResult:
                 return CheckResult("ok", "tracking", f"{mask(uri)} (made by the first run)")
             with sqlite3.connect(f"file:{sqlite_file(uri)}?mode=ro", uri=True, timeout=TIMEOUT_SECONDS) as database:
                 count = database.execute("select count(*) from runs").fetchone()[0]
-            # The block above ends a transaction, and closes nothing.
+            # The block above ends a transaction, but closes nothing.
             database.close()
             return CheckResult("ok", "tracking", f"{mask(uri)} ({count} runs)")
         if is_server(uri):
@@ -143,7 +143,7 @@ def check_store() -> CheckResult:
 
 
 def check_notices() -> list[CheckResult]:
-    """What the tool that reads the settings says of them; a warning if it is not installed and there are some."""
+    """Return the findings of the tool that reads the settings; a warning if settings exist without the tool."""
     from sparsebp_cli.entry_point import find_tool, tell_home
     from sparsebp_cli.notify import settings_file
 
@@ -154,7 +154,7 @@ def check_notices() -> list[CheckResult]:
 
 
 def check_policies() -> list[CheckResult]:
-    """Whether every installed policy can be used."""
+    """Check whether every installed policy can be used."""
     from sparsebp_cli.policy import find_policies
 
     found = find_policies()
@@ -173,7 +173,7 @@ def check_policies() -> list[CheckResult]:
 
 
 def check_trackers() -> list[CheckResult]:
-    """Whether every installed tracker can be used; nothing of those that are fine."""
+    """Check whether every installed tracker can be used. Return only problems."""
     from sparsebp_cli.tracker import find_tracker_problems
 
     return [
@@ -182,11 +182,11 @@ def check_trackers() -> list[CheckResult]:
 
 
 def check_schema() -> CheckResult:
-    """Whether the recipe schema can be made with all installed policies."""
+    """Check whether the recipe schema can be made with all installed policies."""
     from sparsebp_cli.recipe import recipe_schema
 
     try:
         schema = recipe_schema()
-    except Exception as error:  # a plugin's options may break it in any way
+    except Exception as error:  # a plug-in's options may break it in any way
         return CheckResult("fail", "recipes", f"{type(error).__name__}: {first_line(error)}", "see `sparsebp policies`")
     return CheckResult("ok", "recipes", f"schema with {len(schema['$defs'])} sections")

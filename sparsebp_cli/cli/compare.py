@@ -1,4 +1,4 @@
-"""``sparsebp compare``: runs side by side."""
+"""``sparsebp compare``: compare runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,7 +16,7 @@ from sparsebp_cli.cli.answer import tell
 from sparsebp_cli.cli.completion import complete_metric, complete_run, complete_study
 from sparsebp_cli.cli.exit_code import CHECK_FAILED
 from sparsebp_cli.cli.screen import console, make_table, print_line, print_screenful
-from sparsebp_cli.cli.stored_run import find_study
+from sparsebp_cli.cli.stored_run import find_studies, find_study
 from sparsebp_cli.errors import RunFailedError, UsageError
 from sparsebp_cli.run import RunFolder, State
 
@@ -24,9 +24,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from sparsebp_cli.compare import Comparison, LoadedRun, Question, View
-    from sparsebp_cli.compare.grid import Grid
     from sparsebp_cli.compare.view import Kind as ViewKind
-    from sparsebp_cli.study.selection import StudySelection, TunedLine
 
 
 class ComparisonFormat(StrEnum):
@@ -36,7 +34,6 @@ class ComparisonFormat(StrEnum):
     JSON = "json"
     CSV = "csv"
     MD = "md"
-    LATEX = "latex"
 
 
 class Direction(StrEnum):
@@ -55,18 +52,19 @@ class Axis(StrEnum):
     WALL_TIME = "wall_time"
 
 
-RUNS = "What to compare: ids, their beginnings, names, @last, @N, @STUDY, TAG=VALUE, folders; none: those of --where."
-WHERE = "Only runs that meet this: 'policy=topk and keep<0.2'."
-STUDY = "The runs that a study reports, each arm tuned; its tuning is listed beside them."
+RUNS = "Runs: ids, their beginnings, names, @last, @N, @STUDY, TAG=VALUE, folders. Default: those of --where."
+WHERE = "Compare only runs that meet this condition: 'policy=topk and keep<0.2'."
+STUDY = "Compare the runs that this study reports, and list its tuning below."
 FROM = "Read runs from here: a folder of runs, an archive, or an MLflow store (sqlite:///..., http://...)."
-MARGIN = "How much worse still counts as not worse: eval/loss=0.01."
-REDUCE = "A run's one number: final, best, or mean:K of the last K evaluations."
-BETTER = "The better direction of --metric, where its name does not show it."
-GROUP_BY = "Only these keys of the recipe decide which runs form a group: policy.name,learning_rate."
-IGNORE = "These keys do not decide it: output_dir,logging_steps."
-SEED_PARAM = "The parameter that is the seed of other programs' runs."
-REACH = "Also show the first step and cost at which each group reached this value."
-FAIL_IF = "End with 1 if this holds for a group: 'eval/loss.delta.high > 0.02'."
+MARGIN = "The largest loss of quality that would not matter: eval/loss=0.01."
+REDUCE = "Which value represents a run: final, best, or mean:K of the last K evaluations."
+BETTER = "Which direction of --metric is better, if its name does not show it."
+GROUP_BY = "Group runs by these recipe keys only: policy.name,learning_rate."
+IGNORE = "Ignore these recipe keys when grouping runs: output_dir,logging_steps."
+SEED_PARAM = "The parameter that holds the seed, in runs of other programs."
+REACH = "Also show the step and cost at which each group of runs first reached this value of --metric."
+FAIL_IF = "Exit with 1 if a group of runs meets this condition: 'eval/loss.delta.high > 0.02'."
+PNG = "Also draw the overview, or the plot of --curves, into this file (.png, .svg, .pdf)."
 REST = "more: --all (every table), --html FILE (a page); `show RUN` has one run"
 SHOW, GATE, FILE, GROUPS = "What is shown", "For CI", "Files", "Which runs form a group"
 
@@ -79,7 +77,10 @@ def compare(  # noqa: PLR0913, PLR0917 - one parameter an option
     metric: Annotated[
         str | None,
         typer.Option(
-            metavar="METRIC", help="The quality metric.", show_default="eval/loss", autocompletion=complete_metric
+            metavar="METRIC",
+            help="The metric that measures quality.",
+            show_default="eval/loss",
+            autocompletion=complete_metric,
         ),
     ] = None,
     better: Annotated[Direction | None, typer.Option(help=BETTER)] = None,
@@ -112,40 +113,46 @@ def compare(  # noqa: PLR0913, PLR0917 - one parameter an option
         ),
     ] = None,
     output: Annotated[
-        ComparisonFormat, typer.Option("-o", "--output", help="How the comparison is given.", rich_help_panel=SHOW)
+        ComparisonFormat, typer.Option("-o", "--output", help="Format of the comparison.", rich_help_panel=SHOW)
     ] = ComparisonFormat.TABLE,
     curves: Annotated[
         str | None,
         typer.Option(
             metavar="METRIC",
-            help="Only the course of this metric over the training.",
+            help="Show only the curve of this metric over the training.",
             rich_help_panel=SHOW,
             autocompletion=complete_metric,
         ),
     ] = None,
     x: Annotated[Axis, typer.Option(help="With --curves: what the x axis shows.", rich_help_panel=SHOW)] = Axis.STEP,
     pareto: Annotated[
-        bool, typer.Option("--pareto", help="Only quality against time and memory.", rich_help_panel=SHOW)
+        bool, typer.Option("--pareto", help="Show only quality against time and memory.", rich_help_panel=SHOW)
     ] = False,
     layers: Annotated[
-        bool, typer.Option("--layers", help="Only fraction kept and fidelity by layer.", rich_help_panel=SHOW)
+        bool,
+        typer.Option(
+            "--layers", help="Show only the fraction kept and the gradient error of each layer.", rich_help_panel=SHOW
+        ),
     ] = False,
-    memory: Annotated[bool, typer.Option("--memory", help="Only memory, in its parts.", rich_help_panel=SHOW)] = False,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="Show only the parts of a step's memory.", rich_help_panel=SHOW)
+    ] = False,
     everything: Annotated[
-        bool, typer.Option("--all", help="Every table, with what its columns mean.", rich_help_panel=SHOW)
+        bool, typer.Option("--all", help="Show every table, with an explanation of its columns.", rich_help_panel=SHOW)
     ] = False,
     png: Annotated[
         list[Path] | None,
-        typer.Option("--png", "--svg", metavar="FILE", help="Also draw it (.png, .svg, .pdf).", rich_help_panel=FILE),
+        typer.Option("--png", "--svg", metavar="FILE", help=PNG, rich_help_panel=FILE),
     ] = None,
     html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also write a report: one page.", rich_help_panel=FILE)
+        Path | None,
+        typer.Option(metavar="FILE", help="Also write the comparison as one HTML page.", rich_help_panel=FILE),
     ] = None,
     fail_if: Annotated[
         list[str] | None, typer.Option("--fail-if", metavar="CONDITION", help=FAIL_IF, rich_help_panel=GATE)
     ] = None,
 ) -> None:
-    """Compare runs: quality, step time, memory, with the differences of their recipes first."""
+    """Compare runs: quality, step time, cost and memory."""
     from sparsebp_cli.compare import Grouping, check, compare_runs, find_outcomes, picture, write_report
 
     view = _view(curves, x, pareto, layers, memory, output)
@@ -154,28 +161,29 @@ def compare(  # noqa: PLR0913, PLR0917 - one parameter an option
         better=better.value if better else "",
         grouping=Grouping.parse(group_by, ignore, seed_param),
     )
-    tuning: Sequence[TunedLine] = ()
+    tuning: Sequence[Any] = ()
     if study is None and runs and len(runs) == 1 and _names_study(runs[0], place):
         study, runs = runs[0].removeprefix("@"), None
     if study is None:
         chosen, left_out = find_runs(runs or [], where, place)
     else:
         if runs or where is not None:
-            raise UsageError("--study chooses the runs by itself: leave out names and --where")
-        found = _find_study(study, place)
+            raise UsageError("--study selects the runs: leave out names and --where")
+        found = find_studies("--study").select(study, None if place is None else find_folder(place))
         chosen, tuning, left_out = list(found.runs), found.tuning, list(found.warnings)
         question = replace(question, **found.terms, paper=found.paper)
     comparison = compare_runs(chosen, question)
     comparison = replace(comparison, warnings=(*left_out, *comparison.warnings))
     if where is not None and (outcomes := find_outcomes(where)):
-        warning = f"runs were chosen by how they ended ({', '.join(outcomes)}): those left out are in no number here"
+        warning = f"runs were chosen by how they ended ({', '.join(outcomes)}): no number here includes the others"
         comparison = replace(comparison, warnings=(warning, *comparison.warnings))
-    # Everything that can raise an error runs before anything is printed.
+    # Do everything that can raise an error before printing anything.
     failures = [failure for condition in fail_if or [] for failure in check(comparison, condition)]
     written = [("picture", picture(comparison, path, view)) for path in png or []]
     if html is not None:
         command = shlex.join(["sparsebp", *sys.argv[1:]])
-        written.append(("report", write_report(comparison, html, command, _make_tuning_grids(tuning))))
+        grids = find_studies("--study").make_tuning_grids(tuning) if tuning else ()
+        written.append(("report", write_report(comparison, html, command, grids)))
     _print(comparison, output, view, everything=everything)
     if tuning and everything and output is ComparisonFormat.TABLE:
         console().print(_tabulate(tuning))
@@ -196,7 +204,7 @@ ALIVE = {State.QUEUED, State.RUNNING, State.UNREACHABLE}
 
 
 def find_lost(comparison: Comparison) -> list[str]:
-    """Return the labels of the groups of which no run counts and none may still finish."""
+    """Return the labels of groups in which no run counts and none can still finish."""
     counted = {run.group for run in comparison.runs if run.counts}
     return [
         group.label
@@ -206,15 +214,15 @@ def find_lost(comparison: Comparison) -> list[str]:
 
 
 def find_runs(words: list[str], where: str | None, place: str | None) -> tuple[list[LoadedRun], list[str]]:
-    """Read the runs that the words and the condition choose, from ``place`` or from this machine. Returns the runs; and
-    a warning for each that cannot be read and for each name of which some seeds were not chosen. Raises ``UsageError``
-    if nothing chooses any run."""
+    """Read the chosen runs from ``place``, or from this machine. Return the runs, and a warning for each run that
+    cannot be read and for each name of which some seeds were not chosen. Raise ``UsageError`` if nothing chooses any
+    run."""
     from sparsebp_cli.compare import choose, describe_left_out, load_all, local_candidates, store_candidates
     from sparsebp_cli.run import home
     from sparsebp_cli.run.visible import mask
 
     if not words and where is None and place is None:
-        raise UsageError("name the runs to compare, or choose them by --where; `sparsebp runs` lists them")
+        raise UsageError("name the runs to compare, or select them by --where; `sparsebp runs` lists them")
     if place is not None and "://" in place:
         found, origin = store_candidates(place), mask(place)
     else:
@@ -227,8 +235,8 @@ def find_runs(words: list[str], where: str | None, place: str | None) -> tuple[l
 
 
 def find_folder(place: str) -> Path:
-    """Return the folder of runs that ``--from`` names; an archive is unpacked, for as long as this process lives.
-    Raises ``UsageError`` for anything else."""
+    """Return the folder of runs that ``--from`` names. An archive is unpacked for the lifetime of this process. Raise
+    ``UsageError`` for anything else."""
     path = Path(place).expanduser()
     if path.is_file():
         from sparsebp_cli.compare.archive import open_archive
@@ -240,7 +248,7 @@ def find_folder(place: str) -> Path:
 
 
 def find_one_in(place: str, word: str) -> RunFolder:
-    """Return the run that a word names in a folder of runs or in an archive; the newest, if a name has several."""
+    """Return the run that a word names in a folder of runs or in an archive; the newest if a name has several."""
     from sparsebp_cli.compare import choose, local_candidates
 
     if "://" in place:
@@ -251,43 +259,21 @@ def find_one_in(place: str, word: str) -> RunFolder:
 
 
 def _names_study(word: str, place: str | None) -> bool:
-    """Whether ``@WORD`` is a study of this machine, or of the archive that ``--from`` names."""
+    """Return whether ``@WORD`` is a study of this machine, or of the archive that ``--from`` names."""
     if not word.startswith("@") or (place is not None and "://" in place):
         return False
     return find_study(word, None if place is None else find_folder(place)) is not None
 
 
-def _find_study(name: str, place: str | None) -> StudySelection:
-    """Read a study of this machine, or of the archive that ``--from`` names."""
-    from sparsebp_cli.study.record import find_archived, find_record
-    from sparsebp_cli.study.selection import select
-
-    if place is None:
-        return select(find_record(name))
-    folder = find_folder(place)
-    return select(find_archived(name, folder), folder)
-
-
-def _tabulate(tuning: Sequence[TunedLine]) -> Table:
-    """Return the tuning of a study: it chose the runs above, and is in none of their numbers."""
+def _tabulate(tuning: Sequence[Any]) -> Table:
+    """Return the tuning of a study. It chose the runs above, but its runs are in none of their numbers."""
     table = make_table("arm", "tuned", "seeds", "validation", "", numbers=("validation",), title="Tuning, not compared")
     for line in tuning:
         value = "" if line.value is None else f"{line.value:.4f}"
         seeds = ",".join(map(str, line.seeds))
-        table.add_row(line.arm, line.combination, seeds, value, _show_choice(line))
+        choice = "chosen" if line.is_chosen else "pruned" if line.is_pruned else ""
+        table.add_row(line.arm, line.combination, seeds, value, choice)
     return table
-
-
-def _make_tuning_grids(tuning: Sequence[TunedLine]) -> Sequence[Grid]:
-    if not tuning:
-        return ()
-    from sparsebp_cli.study.tuning import make_tuning_grids
-
-    return make_tuning_grids(tuning)
-
-
-def _show_choice(line: TunedLine) -> str:
-    return "chosen" if line.is_chosen else "pruned" if line.is_pruned else ""
 
 
 def _question(
@@ -304,7 +290,7 @@ def _question(
 
     named, allowed = parse_margin(margin) if margin is not None else (None, None)
     if named and metric and named != metric:
-        raise UsageError(f"--margin is of {named}, but --metric is {metric}: name the same")
+        raise UsageError(f"--margin names {named}, but --metric is {metric}: name the same")
     wanted = ([curves] if curves else []) + (list(REPORT_CURVES) if whole else [])
     return Question(baseline, metric or named, allowed, Reducer.parse(reduce), reach, tuple(wanted))
 
@@ -324,9 +310,7 @@ def _view(curves: str | None, x: Axis, pareto: bool, layers: bool, memory: bool,
     if x is not Axis.STEP and curves is None:
         raise UsageError("--x goes with --curves METRIC")
     if kinds not in ([], ["curves"]) and output in {ComparisonFormat.JSON, ComparisonFormat.CSV}:
-        raise UsageError(f"-o {output} holds everything: leave out --{kinds[0]}")
-    if kinds and output is ComparisonFormat.LATEX:
-        raise UsageError(f"-o latex is the leaderboard: leave out --{kinds[0]}")
+        raise UsageError(f"-o {output} prints everything: leave out --{kinds[0]}")
     return View(kinds[0] if kinds else "overview", curves, x.value)
 
 
@@ -337,7 +321,7 @@ def _print(comparison: Comparison, output: ComparisonFormat, view: View, *, ever
         if output is not ComparisonFormat.TABLE:
             print_line(render(found, output.value, view).rstrip("\n"))
         elif everything or view.kind != "overview":
-            # keep commands whole for copying
+            # keep commands whole, for copying
             console().print(*table(found, view, explained=everything), sep="\n", crop=False)
         else:
             notes = [f"warning: {text}" for text in found.warnings]

@@ -1,4 +1,4 @@
-"""Shell completions: runs, recipes, keys of recipes and their values, metrics, policies."""
+"""Complete words in the shell: runs, recipes, keys of recipes and their values, metrics, policies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MOST_COMPLETIONS = 50
 
 
 def complete_run(incomplete: str) -> list[tuple[str, str]]:
-    """Return the runs that begin with the typed text: id or name, and a help text."""
+    """Return the runs whose id or name begins with the typed text, each with a help text."""
     words = {"@last": "the newest run"}
     for run in list_runs()[:MOST_COMPLETIONS]:
         name = run.brief()[0]
@@ -30,7 +30,7 @@ def complete_study(incomplete: str) -> list[str]:
 
 def complete_recipe(incomplete: str) -> list[str] | list[tuple[str, str]]:
     """Return the recipe files and folders that begin with the typed text; folders end in a slash. If there are none,
-    the names of recipes that ship."""
+    return names of shipped recipes."""
     folder = Path(incomplete if incomplete.endswith("/") else Path(incomplete).parent)
     start = "" if incomplete.endswith("/") else Path(incomplete).name
     try:
@@ -43,8 +43,7 @@ def complete_recipe(incomplete: str) -> list[str] | list[tuple[str, str]]:
 
 
 def complete_shipped(incomplete: str) -> list[tuple[str, str]]:
-    """Return the names of the recipes that ship and begin with the typed text, with or without their folder, and what
-    they show."""
+    """Return names of shipped recipes that begin with the typed text, with or without folder, and a help text each."""
     from sparsebp_cli.starter import list_shipped
 
     found = [(name, one.summary) for one in list_shipped() for name in dict.fromkeys((one.short_name, one.name))]
@@ -66,8 +65,8 @@ def complete_policy(incomplete: str) -> list[tuple[str, str]]:
 
 
 def complete_change(incomplete: str) -> list[str]:
-    """Return the keys of a recipe that begin with the typed text, or after ``KEY=`` the values that the key can have.
-    Options of the first policy are keys too."""
+    """Return the recipe keys that begin with the typed text, or after ``KEY=`` the possible values of the key. Options
+    of the first policy are keys too."""
     from sparsebp_cli.policy.discovery import find_policies
     from sparsebp_cli.recipe import Recipe
 
@@ -91,7 +90,7 @@ Schema = dict[str, Any]
 
 
 def _walk(schema: Schema, prefix: str = "", sections: Schema | None = None) -> Iterator[tuple[str, Schema]]:
-    """Yield every key below a JSON schema with its own schema; sections are entered."""
+    """Yield every key below a JSON schema with its schema. Enter sections."""
     sections = schema.get("$defs", {}) if sections is None else sections
     for name, option in schema.get("properties", {}).items():
         choices = [option, *option.get("anyOf", ()), *option.get("allOf", ())]

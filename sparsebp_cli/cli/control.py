@@ -17,6 +17,7 @@ from sparsebp_cli.cli.screen import Output, print_line
 from sparsebp_cli.cli.stored_run import ask_target, find_all, find_one, reattach, submit_all
 from sparsebp_cli.errors import RunBusyError, UsageError
 from sparsebp_cli.run import History, JournalWriter, RunFolder, State
+from sparsebp_cli.run.budget import size_of
 
 
 def resume(
@@ -32,9 +33,9 @@ def resume(
     cancelled: Annotated[bool, typer.Option("--cancelled", help="Continue cancelled runs too.")] = False,
     output: Format = Output.TABLE,
 ) -> None:
-    """Continue runs from their last good checkpoints, under the same ids.
+    """Continue runs from their last valid checkpoints, under the same ids.
 
-    A run whose recipe, code or data differ from those of its checkpoint is refused, with a table of the changes.
+    If recipe, code or data have changed since the checkpoint, the run is refused, with a table of the changes.
     """
     folders = find_all(runs)
     for folder in folders:
@@ -51,7 +52,7 @@ def resume(
         _pass_stop(folder)
         if allow_change:
             _allow(folder, allow_change)
-    seen = [journal.stat().st_size if (journal := f.path / "journal.jsonl").exists() else 0 for f in folders]
+    seen = [size_of(folder.path / "journal.jsonl") for folder in folders]
     with Interrupts() as interrupts:
         jobs = submit_all(folders)
         if detach:
@@ -68,15 +69,15 @@ def resume(
 
 
 def _refuse_cancelled(folders: Sequence[RunFolder]) -> None:
-    """Raise ``UsageError`` if a run was cancelled; all runs are checked before any of them is started."""
+    """Raise ``UsageError`` if a run was cancelled. All runs are checked before any is started."""
     names = [folder.run_id for folder in folders if folder.state() is State.CANCELLED]
     if names:
         shown, word = " ".join(names), "were" if len(names) > 1 else "was"
-        raise UsageError(f"{shown} {word} cancelled; `sparsebp resume {shown} --cancelled` goes on all the same")
+        raise UsageError(f"{shown} {word} cancelled; `sparsebp resume {shown} --cancelled` continues them anyway")
 
 
 def _pass_stop(folder: RunFolder) -> None:
-    """Let a run that has stopped at ``checkpoint.stop_at`` go on to its end."""
+    """Let a run that stopped at ``checkpoint.stop_at`` continue to its end."""
     from sparsebp_cli.plan import Plan
     from sparsebp_cli.recipe import with_stop
 
@@ -89,11 +90,11 @@ def _pass_stop(folder: RunFolder) -> None:
 
 
 def _allow(folder: RunFolder, fields: Sequence[str]) -> None:
-    """Write the changes that the next attempt accepts into the journal, which goes with the run to its target."""
+    """Write the changes that the next attempt accepts into the event log, which is sent to its target with the run."""
     if not folder.state().over:
-        raise RunBusyError(f"run {folder.run_id} is {folder.state()}: changes are allowed to a run that is over")
+        raise RunBusyError(f"run {folder.run_id} is {folder.state()}: you can change a run only when it is over")
     with folder.lock("target"), JournalWriter(folder.path) as journal:
-        # No attempt: nothing is trained.
+        # this is not an attempt: nothing is trained
         journal.attempt = max(journal.attempt - 1, 1)
         journal.write("allow", fields=list(fields))
 
@@ -101,13 +102,13 @@ def _allow(folder: RunFolder, fields: Sequence[str]) -> None:
 def cancel(
     runs: ManyRuns,
     grace: Annotated[
-        float, typer.Option(min=0.0, metavar="SECONDS", help="Time for a last checkpoint; then the worker is killed.")
+        float, typer.Option(min=0.0, metavar="SECONDS", help="Seconds for a last checkpoint, before the run is killed.")
     ] = 30.0,
     output: Format = Output.TABLE,
 ) -> None:
-    """Stop runs for good, with a last checkpoint. A run that is over stays as it is."""
+    """Stop runs after a last checkpoint. Runs that have ended do not change."""
     stopped = []
-    for folder in reversed(find_all(runs)):  # the last first, so that a queue starts none in between
+    for folder in reversed(find_all(runs)):  # stop the last first, so that a queue starts none in between
         ask_target(folder)
         before = folder.state()
         text = f"is {before} already" if before.over else str(reattach(folder).cancel(grace))
@@ -118,12 +119,12 @@ def cancel(
 
 def logs(
     run: OneRun,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run is over.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing new lines until the run ends.")] = False,
     output: Format = Output.TABLE,
 ) -> None:
-    """Show a run's progress and what its worker printed. Ctrl-C leaves the run alone."""
+    """Show a run's progress and what it printed. Ctrl-C does not stop the run."""
     job = reattach(find_one(run))
     code = watch(job, follow=follow)
     found = RunLog(run=describe_run(job.run), lines=list(job.logs()), text=describe_end(job))
-    tell(found, output, lambda _: None)  # each line was printed when it was there
+    tell(found, output, lambda _: None)  # each line was printed when it arrived
     raise typer.Exit(code)

@@ -1,4 +1,4 @@
-"""``sparsebp data``: what a recipe trains on, counted and shown; nothing is trained and no weights are loaded."""
+"""``sparsebp data``: count and show what a recipe trains on, without training or loading weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def data(
         Output, typer.Option("-o", "--output", help="A table and examples for people, or JSON with their token ids.")
     ] = Output.TABLE,
 ) -> None:
-    """Count what a recipe's data become, and show the first examples with what is trained; nothing is trained."""
+    """Show what a recipe trains on: counts, and the first examples with their trained tokens. Trains nothing."""
     from sparsebp_cli.cli.validate import load_checked
     from sparsebp_cli.cli.worker_answer import ask_worker
     from sparsebp_cli.plan import make_plan

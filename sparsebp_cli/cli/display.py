@@ -1,4 +1,4 @@
-"""The progress display of a run: a live picture in a terminal, a line every few seconds elsewhere."""
+"""Display a run's progress: a live picture in a terminal, otherwise a line every few seconds."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ SECONDS_BETWEEN_LINES = 5.0
 
 
 class Display(ABC):
-    """Shows one run."""
+    """A display of one run."""
 
     def __init__(self, progress: Progress) -> None:
         self.progress = progress
 
     def add(self, record: Record) -> None:
-        """Add one record of the journal, and print its notes."""
+        """Add one record of the event log, and print its notes."""
         self.progress.add(record)
         if record["kind"] == "note" and record["level"] != "detail":
             self.print_text(record["text"] if record["level"] == "info" else f"{record['level']}: {record['text']}")
@@ -32,7 +32,7 @@ class Display(ABC):
 
     @abstractmethod
     def refresh(self, waiting_for: str = "") -> None:
-        """Show the current progress; ``waiting_for`` names what comes after the last record, if anything."""
+        """Show the current progress. ``waiting_for`` names what follows the last record, if anything."""
 
     @abstractmethod
     def __enter__(self) -> Self: ...
@@ -68,7 +68,7 @@ class LiveDisplay(Display):
 
 @final
 class PlainDisplay(Display):
-    """One line at the start, at every evaluation, and every few seconds."""
+    """Lines at the start, at every evaluation, and every few seconds."""
 
     def __enter__(self) -> Self:
         self._shown, self._last, self._evaluated = time.monotonic(), "", False
@@ -101,5 +101,5 @@ class PlainDisplay(Display):
 
 
 def make_display(progress: Progress) -> Display:
-    """Return a live display for a terminal, lines for everything else."""
+    """Return a live display for a terminal, otherwise a display of lines."""
     return LiveDisplay(progress) if console().is_terminal else PlainDisplay(progress)

@@ -1,4 +1,4 @@
-"""Steps of a recipe that counts epochs."""
+"""Convert the epochs of a recipe to steps."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ KEY = ("training", "num_train_epochs")
 
 
 def derive_steps(placed: PlacedRecipe, origin: Path, unknown: Sequence[str]) -> Recipe:
-    """Return the recipe with ``max_steps`` in place of ``num_train_epochs``, and print the steps; a process of the
-    worker counts the training examples. A recipe without epochs is returned as it is. Raises ``RecipeError`` if
-    ``unknown`` says that the data or the tokenizer are not on this machine."""
+    """Return the recipe with ``max_steps`` instead of ``num_train_epochs``, and print the steps. A worker process
+    counts the training examples. A recipe without epochs is unchanged. Raise ``RecipeError`` if ``unknown`` says that
+    the data or the tokenizer are not on this machine."""
     from sparsebp_cli.plan import make_plan
 
     recipe, training = placed.recipe, placed.recipe.training

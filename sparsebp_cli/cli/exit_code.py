@@ -1,4 +1,4 @@
-"""What the command's exit codes mean: one table, for ``--help``, the page of errors and ``schema --all``."""
+"""Define the meaning of the command's exit codes in one table, for ``--help``, documentation and ``schema --all``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EXIT_CODES = {
 CHECK_FAILED = 1
 NOT_FINISHED = 101
 INTERRUPTED = {130, 143}
-# In the one line that `--help` has for all.
+# These share the one line that `--help` has for them.
 SHORT = (
     "Exit codes: 0 done, 1 a check or a condition failed, 2 wrong recipe or usage, 10 to 12 of `judge`, 100 failed, "
     "101 not finished, 102 not found, 103 cancelled, 104 diverged, 130 and 143 interrupted."

@@ -1,4 +1,4 @@
-"""Follows submitted runs by their journals until they are over or the user interrupts."""
+"""Follow submitted runs by their event logs until they are over or the user interrupts."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ KILLING = "ending it at once"
 
 @dataclass(frozen=True)
 class Followed:
-    """What became of runs that were followed."""
+    """The outcome of followed runs."""
 
     runs: tuple[RunFolder, ...]
-    codes: tuple[int, ...]  # of each run that was followed to its end: what it adds to the exit code
+    codes: tuple[int, ...]  # for each run followed to its end: its contribution to the exit code
     exit_code: int  # that of the first run that did not finish; 130 or 143 after a signal
 
     def answer(self) -> RunOutcomes:
-        """Return what became of each."""
+        """Return the outcome of each run."""
         codes = (*self.codes, *(NOT_FINISHED for _ in self.runs[len(self.codes) :]))
         return make_outcomes([make_outcome(run, code) for run, code in zip(self.runs, codes, strict=True)])
 
 
 def make_outcome(run: RunFolder, exit_code: int = 0, text: str | None = None) -> RunOutcome:
-    """Return what became of a run, with its own words for its end, or with others."""
+    """Return the outcome of a run. ``text`` replaces the run's own description of its end."""
     ends = History.load(run.path).ends
     line = describe_run(run)
     own = str(ends[-1]["text"] or "") if ends and run.state().over else ""
@@ -61,7 +61,7 @@ def make_outcome(run: RunFolder, exit_code: int = 0, text: str | None = None) ->
 
 
 def make_outcomes(outcomes: Sequence[RunOutcome]) -> RunOutcomes:
-    """Return outcomes with the commands that go on from there."""
+    """Return outcomes with the commands for the next steps."""
     states = {outcome.run.run_id: outcome.run.state for outcome in outcomes}
     finished = [run_id for run_id, state in states.items() if state == State.FINISHED]
     stopped = [run_id for run_id, state in states.items() if state in {State.INTERRUPTED, State.FAILED}]
@@ -76,10 +76,10 @@ def make_outcomes(outcomes: Sequence[RunOutcome]) -> RunOutcomes:
 def follow_all(
     jobs: Sequence[Job], interrupts: Interrupts, *, seen: Sequence[int] = (), is_brief: bool = False
 ) -> Followed:
-    """Show the runs of jobs in order, each with a summary. Ctrl-C and SIGTERM are forwarded to the worker.
-    ``interrupts`` is the context in which the jobs were submitted, so that no signal is lost in between. ``seen`` are
-    the bytes of each journal that belong to earlier attempts; empty: all journals are new. ``is_brief`` leaves out the
-    summaries of finished runs, which ``show`` has."""
+    """Show the runs of jobs in order, each with a summary. Forward Ctrl-C and SIGTERM to the worker. ``interrupts`` is
+    the context in which the jobs were submitted, so that no signal is lost in between. ``seen`` is the number of bytes
+    of each event log that belong to earlier attempts; empty if all logs are new. ``is_brief`` omits the summaries of
+    finished runs, which ``show`` has."""
     codes: list[int] = []
     runs = tuple(job.run for job in jobs)
     for number, job in enumerate(jobs):
@@ -92,8 +92,8 @@ def follow_all(
 
 
 def watch(job: Job, *, follow: bool) -> int:
-    """Show a run that another command submitted, so far or with ``follow`` until it is over. Ctrl-C leaves it running.
-    Returns 0; 130 or 143 after a signal."""
+    """Show a run that another command submitted, up to now or with ``follow`` until it is over. Ctrl-C leaves it
+    running. Return 0; 130 or 143 after a signal."""
     progress = begin_progress(job.run)
     with Interrupts() as interrupts, make_display(progress) if follow else PlainDisplay(progress) as display:
         offset, lines = 0, 0
@@ -116,13 +116,13 @@ def watch(job: Job, *, follow: bool) -> int:
 
 
 def begin_progress(run: RunFolder) -> Progress:
-    """Return the progress of a run before the first record of its journal."""
+    """Return the progress of a run before the first record of its event log."""
     recipe = run.read_plan()["recipe"]
     return Progress(recipe["name"], run.run_id, recipe["training"]["max_steps"])
 
 
 def describe_end(job: Job) -> str:
-    """Return the state of a run, and the reason for its end where the journal has one, in one line."""
+    """Return the state of a run, and the reason for its end if the event log has one, in one line."""
     ends = History.load(job.run.path).ends
     text = ends[-1]["text"] if ends and job.status().over else ""
     return f"{job.status()}: {text}" if text else str(job.status())
@@ -135,7 +135,7 @@ def _follow(job: Job, interrupts: Interrupts, seen: int) -> None:
             progress.add(record)
     with make_display(progress) as display:
         offset, handled, lost = seen, 0, False
-        # After a signal do not wait for the last upload: the watcher finishes it by itself.
+        # After a signal do not wait for the last upload: the local runner finishes it by itself.
         while not (job.status().over if interrupts.received else job.settled()):
             offset = _show_new(job, display, offset)
             for _ in interrupts.received[handled:]:
@@ -157,7 +157,7 @@ def _show_new(job: Job, display: Display, offset: int) -> int:
 
 
 def _report_connection(job: Job, display: Display, lost: bool) -> bool:
-    """Print once when a target stops answering and when it answers again; return whether it is lost."""
+    """Print once when a target stops answering and when it answers again. Return whether it is lost."""
     is_lost = job.status() is State.UNREACHABLE
     if is_lost and not lost:
         display.print_text(
@@ -169,8 +169,8 @@ def _report_connection(job: Job, display: Display, lost: bool) -> bool:
 
 
 def print_end(job: Job, *, together: Sequence[RunFolder] = (), is_brief: bool = False) -> int:
-    """Print the summary of a finished run, if it is not to be brief, or how else it ended, and return the exit code.
-    ``together``: see :func:`~sparsebp_cli.cli.summary.summarise`."""
+    """Print the summary of a finished run unless ``is_brief``, or how else it ended, and return the exit code. For
+    ``together`` see :func:`~sparsebp_cli.cli.summary.summarise`."""
     from sparsebp_cli.cli.summary import summarise
 
     state = job.status()
@@ -197,7 +197,7 @@ def print_end(job: Job, *, together: Sequence[RunFolder] = (), is_brief: bool = 
 
 
 def print_changes(changes: Sequence[Sequence[str]]) -> None:
-    """Print the changes for which something was refused: field, then, now."""
+    """Print the changes that were refused: field, then, now."""
     from rich.text import Text
 
     table = make_table("field", "then", "now")

@@ -1,4 +1,4 @@
-"""``sparsebp rm`` and ``prune``: delete runs, or what finished runs no longer need."""
+"""``sparsebp rm`` and ``prune``: delete runs, or files that finished runs no longer need."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from sparsebp_cli.errors import RunBusyError, UsageError
 from sparsebp_cli.run import RunFolder, State, home, list_runs, manifest
 from sparsebp_cli.run.folder import DELETED
 
-MOST_NAMED = 10  # runs that the question names
-MOST_ATTEMPTS = 3  # to delete a folder into which somebody writes meanwhile
+MOST_NAMED = 10  # number of runs that the question names
+MOST_ATTEMPTS = 3  # attempts to delete a folder while another process writes into it
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
 
 
 def rm(
     runs: ManyRuns,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
     output: Format = Output.TABLE,
 ) -> None:
-    """Delete runs: folder, checkpoints and model, and their record in MLflow, which `mlflow gc` then erases.
+    """Delete runs with their models, and mark their records in MLflow as deleted; `mlflow gc` erases these records.
 
-    A run that is queued, running, or whose target does not answer is refused, and then nothing is deleted.
+    If a run is queued or running, or its target does not answer, nothing is deleted.
     """
     folders = find_all(runs)
     for folder in folders:
@@ -59,19 +59,21 @@ def _print_deleted(found: FreedRuns) -> None:
 
 def prune(
     runs: Annotated[list[str] | None, typer.Argument(metavar="RUN", help=RUN_HELP, autocompletion=complete_run)] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be deleted.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would be deleted, and delete nothing.")
+    ] = False,
     output: Format = Output.TABLE,
 ) -> None:
-    """Delete the checkpoints of finished runs, by default of all. Model, metrics and report data stay.
+    """Delete the checkpoints of finished runs (default: of all). Keeps models, metrics and report data.
 
-    Checkpoints hold the optimizer's state beside the weights; only a run that is not finished goes on from them. If a
-    finished run has no model that matches its checksums, its newest whole checkpoint stays.
+    Only unfinished runs need their checkpoints, to continue. If the model of a finished run is damaged, its newest
+    valid checkpoint stays.
     """
     folders = find_all(runs) if runs else list_runs()[::-1]
     unfinished = [folder for folder in folders if folder.state() is not State.FINISHED]
     if runs and unfinished:
         folder = unfinished[0]
-        raise UsageError(f"run {folder.run_id} is {folder.state()}: only finished runs need no checkpoints")
+        raise UsageError(f"run {folder.run_id} is {folder.state()}: only finished runs can lose their checkpoints")
     freed = []
     for folder in folders:
         places = [] if folder in unfinished else _find_superfluous(folder)
@@ -99,8 +101,8 @@ def _print_pruned(found: FreedRuns) -> None:
 
 
 def _find_superfluous(folder: RunFolder) -> list[Path]:
-    """Return the checkpoints of a finished run that nothing needs: all if its model is whole, else all but the newest
-    whole one; without either, none."""
+    """Return the checkpoints of a finished run that are not needed: all if its model is intact, else all but the newest
+    intact one. Without an intact one, return none."""
     places = sorted((folder.path / "checkpoints").glob("step-*"))
     if not places:
         return []
@@ -117,13 +119,13 @@ def _find_superfluous(folder: RunFolder) -> list[Path]:
 def _refuse_alive(folders: Sequence[RunFolder]) -> None:
     for folder in folders:
         state, name = folder.state(), folder.run_id
-        if not state.over and folder.plan_file.exists():  # else another command has just deleted it
+        if not state.over and folder.plan_file.exists():  # otherwise another command has just deleted it
             raise RunBusyError(f"run {name} is {state}: `sparsebp cancel {name}` ends it; nothing was deleted")
 
 
 def _ask(folders: Sequence[RunFolder], size: int, *, can_ask: bool) -> None:
     if not can_ask or not sys.stdin.isatty():
-        raise UsageError("nobody can be asked here: give --yes to delete without a question; nothing was deleted")
+        raise UsageError("this is no terminal: add --yes to delete without a question; nothing was deleted")
     for folder in folders[:MOST_NAMED]:
         print_line(f"{folder.run_id} {folder.brief()[0]} ({folder.state()})")
     if len(folders) > MOST_NAMED:
@@ -132,30 +134,30 @@ def _ask(folders: Sequence[RunFolder], size: int, *, can_ask: bool) -> None:
 
 
 def _delete(folder: RunFolder) -> None:
-    """Delete one run, unless another command has done so meanwhile; it is gone as a whole or there as a whole, whenever
-    this process dies. Its new name is beside the old one: on the same file system, and with no need for a new folder
-    where a disk is full."""
+    """Delete one run, unless another command already did. If this process dies, the run either exists completely or is
+    gone. It is first renamed beside its old path: on the same file system, and without a new folder, which a full disk
+    may prevent."""
     gone = folder.path.with_name(f"{DELETED}{folder.run_id}")
     try:
         with _held(folder):
             if folder.plan_file.exists():
                 folder.path.rename(gone)
-            else:  # deleted between the search and the lock, which has made the folder again
+            else:  # deleted between search and lock, which created the folder again
                 gone = folder.path
             _destroy(gone)
-    except (FileNotFoundError, FileExistsError):  # the second, where it went away while the lock was making it
+    except (FileNotFoundError, FileExistsError):  # FileExistsError: the folder vanished while the lock was creating it
         return
 
 
 def _destroy(place: Path) -> None:
-    """Delete the record in MLflow and then the files of a run that has lost its name. Only what remains names the
-    record, so a deletion that dies midway can be finished by :func:`_finish_deletions`."""
+    """Delete the MLflow record and then the files of a renamed run. The files name the record, so
+    :func:`_finish_deletions` can finish an interrupted deletion."""
     from sparsebp_cli.tracking import delete_record
 
     if problem := delete_record(RunFolder(place)):
         name = place.name.removeprefix(DELETED)
         warn(f"{name}: its record in MLflow stays: {problem}")
-    # Again where another command, which finishes this deletion, has put its lock into the folder meanwhile.
+    # Repeat if another command, which finishes this deletion, has put its lock into the folder meanwhile.
     for _ in range(MOST_ATTEMPTS):
         shutil.rmtree(place.resolve(), ignore_errors=True)  # a run's folder may be a link to another disk
         if not place.exists():
@@ -163,33 +165,33 @@ def _destroy(place: Path) -> None:
     if place.is_symlink():
         place.unlink()
     elif place.exists():
-        shutil.rmtree(place)  # once more, to raise what prevents it
+        shutil.rmtree(place)  # once more, to raise the error that prevents it
 
 
 def _finish_deletions() -> None:
-    """Finish what an earlier command began to delete; what a living one deletes is left to it."""
+    """Finish deletions that an earlier command began. Leave those of living commands to them."""
     for place in (home() / "runs").glob(f"{DELETED}*"):
-        # Python says that a folder exists, where it went away while the lock was making it.
+        # Python reports FileExistsError if the folder vanished while the lock was creating it.
         with suppress(RunBusyError, FileNotFoundError, FileExistsError), _held(RunFolder(place)):
             _destroy(place)
 
 
 @contextmanager
 def _held(folder: RunFolder) -> Iterator[None]:
-    """Keep others from starting the run; raises RunBusyError if somebody works on it."""
+    """Keep others from starting the run. Raise RunBusyError if another process works on it."""
     with ExitStack() as locks:
         for role in ("target", "worker"):
             try:
                 locks.enter_context(folder.lock(role))
             except OSError as error:
-                # No room for the file of a lock: then there is none, and nobody holds it.
+                # No space for a lock file: then there is no lock, and no process holds it.
                 if error.errno not in NO_ROOM or (folder.path / f"{role}.lock").exists():
                     raise
         yield
 
 
 def _size(path: Path) -> int:
-    """Return the bytes of the files of a folder; a hard-linked file counts once."""
+    """Return the size of a folder's files in bytes. A hard-linked file counts once."""
     found: dict[tuple[int, int], int] = {}
     for file in path.rglob("*"):
         with suppress(FileNotFoundError):  # another command may delete it meanwhile

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM, recorded instead of raised, so that the worker can be stopped in order."""
+"""Record Ctrl-C and SIGTERM instead of raising them, so that the worker can be stopped in order."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Interrupts:
         return 128 + self.received[0] if self.received else 0
 
     def wait(self, seconds: float) -> None:
-        """Sleep so many seconds, or until a signal arrives."""
+        """Sleep for ``seconds``, or until a signal arrives."""
         self._arrived.wait(seconds)
         self._arrived.clear()
 
@@ -44,7 +44,7 @@ class Interrupts:
 
 @contextmanager
 def ending_on_sigterm() -> Iterator[None]:
-    """Let SIGTERM end the block by an exception, as Ctrl-C does, so that it leaves nothing half written."""
+    """Let SIGTERM end the block with an exception, as Ctrl-C does, so that it leaves nothing incomplete."""
 
     def end(number: int, _frame: FrameType | None) -> None:
         raise SystemExit(128 + number)

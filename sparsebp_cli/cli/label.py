@@ -1,4 +1,4 @@
-"""``sparsebp tag``: what people write on runs afterwards. Plan and journal stay as they are."""
+"""``sparsebp tag``: add tags and notes to runs. Plan and event log do not change."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ from sparsebp_cli.run.label import Labels, check_tag
 
 def tag(
     runs: ManyRuns,
-    name: Annotated[str, typer.Argument(metavar="NAME", help="A letter, then letters, digits, _ . or -.")],
-    remove: Annotated[bool, typer.Option("--remove", help="Take the tag away.")] = False,
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="Name of the tag: a letter, then letters, digits, _ . or -.")
+    ],
+    remove: Annotated[bool, typer.Option("--remove", help="Remove the tag.")] = False,
     output: Format = Output.TABLE,
 ) -> None:
-    """Give runs a tag, by which `@NAME` names them in every command, and `tag=NAME` in --where."""
+    """Give runs a tag. Select them later as `@NAME` in every command, or by --where tag=NAME."""
     check_tag(name)
     if not remove and (home() / "studies" / f"{name}.json").is_file():
         raise UsageError(f"@{name} is the study {name} in `compare`: choose another tag")
@@ -47,7 +49,7 @@ def _describe(folders: Sequence[RunFolder]) -> LabelList:
 def _change(folder: RunFolder, change: Callable[[Labels], Labels]) -> None:
     """Change the labels of a run here and, if the run is over and was sent there, in MLflow. A run that is alive sends
     its labels itself, at the latest when it ends."""
-    # Else two commands could both read before either writes.
+    # Otherwise two commands could both read before either writes.
     with folder.lock("labels"):
         change(Labels.load(folder.path)).save(folder.path)
     if (folder.path / "tracking.json").exists() and folder.state().over:

@@ -1,4 +1,4 @@
-"""Arguments and options that several verbs share."""
+"""Arguments and options that several commands share."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Like = Annotated[
     typer.Option(
         "--like",
         metavar="RUN",
-        help="In place of files: the recipe that this run keeps. No file is written.",
+        help="Train the recipe of this run, instead of a recipe file.",
         autocompletion=complete_run,
     ),
 ]
@@ -53,10 +53,12 @@ Changes = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="Change a key: training.max_steps=50; ~KEY takes it out. Can be repeated.",
+        help="Change a key of the recipe: training.max_steps=50; ~KEY removes it. Can be repeated.",
         autocompletion=complete_change,
     ),
 ]
-Seeds = Annotated[str | None, typer.Option("--seeds", metavar="LIST", help="One run a seed: 0-4 or 0,2,5.")]
+Seeds = Annotated[
+    str | None, typer.Option("--seeds", metavar="LIST", help="Train one run for each of these seeds: 0-4 or 0,2,5.")
+]
 Detach = Annotated[bool, typer.Option("--detach", "-d", help="Start, print the run's id, and return.")]
 Format = Annotated[Output, typer.Option("-o", "--output", help="A table for people, or JSON for programs.")]

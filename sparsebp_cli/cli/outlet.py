@@ -1,7 +1,7 @@
-"""Standard output and error of the command line: they may be closed, unread pipes, or files on a full disk.
+"""Protect commands from failing output: standard streams may be closed pipes, or files on a full disk.
 
-What a verb does, such as a run that it follows, matters more than what it prints. So the verb goes on without its
-output: silently behind a closed pipe, as of `| head`, and with one line and another exit code where output is lost.
+What a command does, such as following a run, matters more than its output. So it continues without output: silently if
+the pipe was closed, as by `| head`, otherwise with one line and another exit code.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO, cast
 
-HUNG_UP = {errno.EPIPE, errno.EIO, errno.ESHUTDOWN}  # a reader that has gone, a terminal that was closed
+HUNG_UP = {errno.EPIPE, errno.EIO, errno.ESHUTDOWN}  # the reader has gone, or the terminal was closed
 
 
 class _Outlet:
-    """A stream that drops what it cannot write; ``problem`` is the first error that says that output was lost."""
+    """A stream that drops what it cannot write. ``problem`` is the first error by which output was lost."""
 
     def __init__(self, stream: TextIO, *, tells: bool) -> None:
         self._stream, self._tells = stream, tells
@@ -46,7 +46,7 @@ class _Outlet:
 
     def _give_up(self, error: OSError) -> None:
         self._is_dead = True
-        with suppress(OSError, ValueError):  # what is buffered is written at the exit, and would fail once more
+        with suppress(OSError, ValueError):  # buffered text is written at exit, and would fail again
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, self._stream.fileno())
             os.close(null)
@@ -59,7 +59,7 @@ class _Outlet:
 
 
 class Outlets:
-    """A context in which the standard streams cannot end a verb."""
+    """A context in which the standard streams cannot end a command."""
 
     def __enter__(self) -> Self:
         self._before = sys.stdout, sys.stderr

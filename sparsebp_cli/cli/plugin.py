@@ -1,4 +1,4 @@
-"""Verbs of installed packages, by entry points of the group ``sparsebp.verbs``; each names a :class:`VerbEntry`."""
+"""Load commands of installed packages: each entry point of the group ``sparsebp.verbs`` names a :class:`VerbEntry`."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ GROUP = "sparsebp.verbs"
 @final
 @dataclass(frozen=True)
 class VerbEntry:
-    """A verb of a package. Its module is imported whenever ``sparsebp`` starts, so that nothing heavy may stand at its
-    top.
+    """A command of a package. Its module is imported whenever ``sparsebp`` starts, so it must import nothing heavy at
+    its top.
 
     Args:
-        function: ``module:name`` of the function that Typer makes a command of; it has the name of the verb.
-        panel: Heading of ``--help`` under which it stands.
-        answers: For each kind of document that it answers with, ``module:name`` of the record, and its version;
-            None: the record has a field ``schema``.
+        function: ``module:name`` of the function from which Typer makes the command; it has the command's name.
+        panel: Heading of ``--help`` under which the command is listed.
+        answers: For each kind of document with which it answers, ``module:name`` of the record, and its version; None
+            if the record has a field ``schema``.
         writes: Whether it writes runs or the store.
-        example: A use of it, without the word ``sparsebp``; ``--help`` ends with it.
-        described: Further modules of the records' classes, whose docstrings describe the fields.
+        example: Example without the word ``sparsebp``, shown at the end of ``--help``.
+        described: Additional modules of the records' classes, whose docstrings describe the fields.
     """
 
     function: str
@@ -43,12 +43,12 @@ class VerbEntry:
         return found
 
 
-BROKEN: dict[str, str] = {}  # verbs of packages that could not be loaded, and why
+BROKEN: dict[str, str] = {}  # commands of packages that could not be loaded, and why
 
 
 @cache
 def find_verbs() -> Mapping[str, VerbEntry]:
-    """Return the verbs of packages by name, without their functions. One that is broken takes no other with it."""
+    """Return the commands of packages by name; functions are not loaded. A broken one does not affect the others."""
     found = {}
     for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
         try:
@@ -59,12 +59,12 @@ def find_verbs() -> Mapping[str, VerbEntry]:
 
 
 def note_broken(verb: str, error: Exception) -> None:
-    """Keep why a verb is not there, for who calls it."""
+    """Record why a command is missing, for users who call it."""
     BROKEN[verb] = " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def load_verbs() -> Iterator[tuple[str, VerbEntry, Callable[..., None]]]:
-    """Yield the verbs of packages with their functions."""
+    """Yield the commands of packages with their functions."""
     for name, entry in find_verbs().items():
         try:
             yield name, entry, entry.load()

@@ -1,4 +1,4 @@
-"""``sparsebp policies``: the policies that a recipe can name under ``policy:``."""
+"""``sparsebp policies``: list the policies that a recipe can name under ``policy:``."""
 
 from __future__ import annotations
 
@@ -36,12 +36,15 @@ def policies(
     name: Annotated[
         str | None,
         typer.Argument(
-            metavar="NAME", help="One policy: its options.", show_default=False, autocompletion=complete_policy
+            metavar="NAME",
+            help="Describe this policy and its options.",
+            show_default=False,
+            autocompletion=complete_policy,
         ),
     ] = None,
     output: Format = Output.TABLE,
 ) -> None:
-    """List the installed policies, or the card and the options of one; a broken plugin is shown with its problem."""
+    """List the installed policies, or describe one with its options. Broken plug-ins are listed with their error."""
     from sparsebp_cli.policy.discovery import find_policies, find_policy
 
     found = [find_policy(name)] if name is not None else list(find_policies().values())
@@ -56,7 +59,7 @@ def _print_all(found: PolicyList) -> None:
     for line in found.policies:
         card = line.card or {}
         claims = [word.replace("by options", "varies") for word in _word_claims(line)]
-        source = line.source.split()[0]  # the version stands in `policies NAME`
+        source = line.source.split()[0]  # `policies NAME` shows the version
         cells = [
             line.name,
             line.kind,
@@ -98,8 +101,8 @@ def _word_claims(line: PolicyLine) -> list[str]:
 
 
 def describe_policy(found: FoundPolicy) -> PolicyLine:
-    """Return a policy's properties for the author of a recipe. ``exact`` and ``unbiased`` are None where they depend on
-    options that are no numbers."""
+    """Return a policy's properties for the author of a recipe. ``exact`` and ``unbiased`` are None if they depend on
+    options that are not numbers."""
     line: dict[str, Any] = {"name": found.name, "kind": found.kind, "source": found.source, "problem": found.problem}
     if found.policy_class is None:
         return PolicyLine(**line)
@@ -129,8 +132,8 @@ def describe_policy(found: FoundPolicy) -> PolicyLine:
 
 
 def _make_forms(policy_class: type[Policy], options: dict[str, Any], required: set[str]) -> Iterator[Policy]:
-    """Yield the policy with its defaults, and with each other value of each option that has few. A number without a
-    default is a half; what the policy refuses is left out."""
+    """Yield the policy with its defaults, and with each other value of each option that has few values. A number
+    without a default is set to 0.5. Forms that the policy refuses are left out."""
     values = {name: _list_values(option) for name, option in options.items()}
     needed = {name: values[name] or [0.5] for name in sorted(required)}
     for base in (dict(zip(needed, each, strict=True)) for each in product(*needed.values())):
@@ -141,7 +144,7 @@ def _make_forms(policy_class: type[Policy], options: dict[str, Any], required: s
 
 
 def _list_values(option: dict[str, Any]) -> list[object]:
-    """Return the words, or yes and no, that an option allows; empty for numbers and texts."""
+    """Return the words, or the booleans, that an option allows; empty for numbers and texts."""
     if "anyOf" in option:
         return [value for choice in option["anyOf"] for value in _list_values(choice)]
     if option.get("type") == "boolean":

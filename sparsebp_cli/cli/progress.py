@@ -1,4 +1,4 @@
-"""The progress of a run, built up from the records of its journal and shown as one line or as a live picture."""
+"""Track the progress of a run from the records of its event log, and show it as one line or as a live picture."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 RECENT_STEPS = 50
-EACH_STEP = {TRAIN_LOSS.name, STEP_SECONDS.name}  # a step whose memory is watched has no step time
+EACH_STEP = {TRAIN_LOSS.name, STEP_SECONDS.name}  # a step whose memory is traced has no step time
 PHASES = ((FORWARD_SECONDS, "forward"), (BACKWARD_SECONDS, "backward"), (OPTIMIZER_SECONDS, "optimizer"))
 
 
@@ -36,7 +36,7 @@ class Progress:
     phase: str
 
     def __init__(self, name: str, run_id: str, max_steps: int) -> None:
-        """Start without any record; ``max_steps`` are the optimizer steps in all."""
+        """Start without any record. ``max_steps`` is the planned number of optimizer steps."""
         self.name, self.run_id, self.max_steps = name, run_id, max_steps
         self.step = 0
         self.phase = "starting"
@@ -45,7 +45,7 @@ class Progress:
         self._recent: deque[tuple[float, int]] = deque(maxlen=RECENT_STEPS)
 
     def add(self, record: Record) -> None:
-        """Add one record of the journal."""
+        """Add one record of the event log."""
         match record["kind"]:
             case "attempt":
                 self._recent.clear()
@@ -63,14 +63,14 @@ class Progress:
                 self.phase = ""
 
     def seconds_left(self) -> float | None:
-        """Return the time to the end at the pace of the last steps, evaluations included; None when unknown."""
+        """Return the time to the end at the pace of the last steps, evaluations included; None if unknown."""
         if len(self._recent) < 2:
             return None
         (begin, first), (end, last) = self._recent[0], self._recent[-1]
         return (self.max_steps - last) * (end - begin) / max(1, last - first)
 
     def numbers(self) -> list[str]:
-        """Return loss, evaluation, kept share and throughput, each as ``name value``, where they are known."""
+        """Return loss, evaluation, fraction kept and throughput, each as ``name value``, if known."""
         shown = []
         if TRAIN_LOSS.name in self.latest:
             shown.append(f"loss {self.latest[TRAIN_LOSS.name]:.4f}")
@@ -83,14 +83,14 @@ class Progress:
         return shown
 
     def step_split(self) -> str:
-        """Return the last step's time and its phases; empty before the first."""
+        """Return the last step's time and its phases; empty before the first step."""
         if STEP_SECONDS.name not in self.latest:
             return ""
         parts = [f"{word} {show_seconds(self.latest[key.name])}" for key, word in PHASES if key.name in self.latest]
         return f"step {show_seconds(self.latest[STEP_SECONDS.name])}: {', '.join(parts)}"
 
     def line(self) -> str:
-        """Return everything in one plain line of at most 100 columns; the phases of a step without their names."""
+        """Return everything in one plain line of at most 100 columns, without the names of a step's phases."""
         left, numbers = self.seconds_left(), self.numbers()
         parts = [
             f"step {self.step}/{self.max_steps}",
@@ -106,7 +106,7 @@ class Progress:
         return "  ".join(parts)
 
     def picture(self, spinner: RenderableType) -> RenderableType:
-        """Return a bar and two lines of numbers for rich; the spinner turns while there is no number."""
+        """Return a bar and two lines of numbers for rich. The spinner turns while there is no number."""
         from rich.console import Group
         from rich.progress_bar import ProgressBar
         from rich.table import Table

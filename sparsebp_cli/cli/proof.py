@@ -1,4 +1,4 @@
-"""The journal's proof as a table: what a run's backward executed and stored, module by module."""
+"""Show an event log's proof as a table: what a run's backward executed and stored, module by module."""
 
 from __future__ import annotations
 
@@ -19,34 +19,32 @@ Row = dict[str, float | None]
 
 @dataclass
 class Modules:
-    """Modules whose names differ only in the layer's number; ``name`` has a star in its place."""
+    """Modules whose names differ only in the layer's number. ``name`` has a star instead of the number."""
 
     name: str
     rows: list[Row] = field(default_factory=list)
 
     def sum(self, column: str) -> float:
-        """Return a column's sum."""
         return sum(row.get(column) or 0.0 for row in self.rows)
 
     def mean(self, column: str) -> float | None:
-        """Return a column's mean over the modules that have it; None when none has."""
+        """Return a column's mean over the modules that have it; None if none has it."""
         known = [value for row in self.rows if (value := row.get(column)) is not None]
         return sum(known) / len(known) if known else None
 
     def share(self, column: str, of: str) -> float | None:
-        """Return one column's sum over another's; None when that is zero."""
+        """Return one column's sum over another's; None if that is zero."""
         whole = self.sum(of)
         return self.sum(column) / whole if whole else None
 
 
 def read_rows(proof: ProofValues) -> dict[str, Row]:
-    """Return a journal's proof as column to value, by module."""
+    """Return a stored proof as column to value, by module."""
     return {name: dict(zip(proof["columns"], row, strict=False)) for name, row in proof["modules"].items()}
 
 
 def gather(proof: ProofValues) -> Iterator[Modules]:
-    """Group the modules of all layers, and yield those that computed or stored anything, largest dense backward
-    first."""
+    """Group the modules of all layers. Yield those that computed or stored anything, largest dense backward first."""
     found: dict[str, Modules] = {}
     for name, row in read_rows(proof).items():
         star = re.sub(r"(^|.*?\.)\d+(?=\.|$)", "*", name, count=1) or "(model and loss)"
@@ -57,7 +55,7 @@ def gather(proof: ProofValues) -> Iterator[Modules]:
 
 
 def proof_table(proof: ProofValues, step: int) -> Table:
-    """Return the proof of this step as a table of rich; shares are of the dense pass on the same batch."""
+    """Return the proof of this step as a table of rich. Fractions are of the dense pass on the same batch."""
     gathered = list(gather(proof))
     columns = {
         "FLOP": [_count(modules.sum("backward_flops")) for modules in gathered],

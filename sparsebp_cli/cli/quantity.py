@@ -1,4 +1,4 @@
-"""Formats numbers for people."""
+"""Format numbers for people."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def show_count(value: float, unit: str = "") -> str:
 
 
 def show_share(share: float) -> str:
-    """Return a share in percent: ``10 %``, ``0.5 %``."""
+    """Return a fraction in percent: ``10 %``, ``0.5 %``."""
     return f"{100 * share:.3g} %"
 
 

@@ -1,4 +1,4 @@
-"""``sparsebp quickstart``: trains dense and with the same gradient for less work, and compares the two runs."""
+"""``sparsebp quickstart``: train dense, and with the same gradient for less work, and compare the two runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def quickstart(
     ids: Annotated[Path | None, typer.Option(metavar="FILE", help=IDS)] = None,
     output: Format = Output.TABLE,
 ) -> None:
-    """Train with every gradient computed (dense) and with the same gradient for less work, and compare the two."""
+    """Train a small model twice, the second time with less work for the same gradient, and compare the two runs."""
     from sparsebp_cli.compare import Question, compare_runs, load_all
     from sparsebp_cli.compare.choose import choose, local_candidates
     from sparsebp_cli.starter import find_shipped
@@ -39,19 +39,22 @@ def quickstart(
     run_ids = [plan.run_id for plan in plans]
     runs, _ = load_all(choose(local_candidates(None), run_ids, None, ""))
     console().print(*describe_lesson(compare_runs(runs, Question()), run_ids), sep="\n")
-    tell(followed.answer(), output, lambda _: None)  # `compare -o json` of these runs has what was seen
+    tell(followed.answer(), output, lambda _: None)  # `compare -o json` of these runs has the comparison
 
 
 def describe_lesson(comparison: Comparison, ids: Sequence[str]) -> list[str]:
-    """Return what was seen, in words of the comparison's statements; how to use it; and where the rest stands. ``ids``
-    are those of the runs, the baseline's first."""
+    """Return the result in the words of the comparison's statements, how to use it, and the commands that show more.
+    ``ids`` are the runs' ids, the baseline's first."""
     from sparsebp_cli.compare.report.board import find_main
     from sparsebp_cli.compare.words import say
 
     group = comparison.groups[-1]
     seen = "; ".join(map(say, find_main(group)))
+    time = group.find("step time")
+    withheld = [f"Step times are not shown: {time.reasons[0]}."] if time and time.reasons and not time.numbers else []
     return [
-        f"Seen: beside dense, which computes every gradient, {group.label} is {seen}.",
+        f"Result: compared with dense, which computes every gradient, {group.label} is {seen}.",
+        *withheld,
         'Use: `policy: lossless` in a recipe, `sbp.attach(model, "lossless")` in your own loop.',
         f"Next: `sparsebp compare {' '.join(ids)}` (every number), `sparsebp show {ids[-1]}` (the run and its notes), "
         "`sparsebp init study` (your model and data).",

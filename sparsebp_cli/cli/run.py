@@ -1,10 +1,9 @@
-"""``sparsebp run`` and ``sparsebp export``: execute recipes, or write them for another scheduler."""
+"""``sparsebp run``: execute recipes."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,14 +12,13 @@ import typer
 
 from sparsebp_cli import durable
 from sparsebp_cli.cli.answer import tell
-from sparsebp_cli.cli.answer.recipe_record import ExportedRuns
 from sparsebp_cli.cli.answer.run_record import PlannedRun, RunOutcomes, RunPlans
 from sparsebp_cli.cli.follow import Followed, follow_all, make_outcome, make_outcomes
 from sparsebp_cli.cli.interrupt import Interrupts
-from sparsebp_cli.cli.option import Changes, Detach, Format, Like, OptionalRecipes, Recipes, Seeds
+from sparsebp_cli.cli.option import Changes, Detach, Format, Like, OptionalRecipes, Seeds
 from sparsebp_cli.cli.screen import Output, print_line
 from sparsebp_cli.cli.stored_run import check_plans, find_one, submit_all
-from sparsebp_cli.cli.targets import complete_target
+from sparsebp_cli.cli.targets import as_change, complete_target
 from sparsebp_cli.cli.validate import load_checked
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.run import RunFolder, create_run, home
@@ -29,8 +27,8 @@ if TYPE_CHECKING:
     from sparsebp_cli.plan import Plan
 
 
-IDS = "Also write the ids of the runs to this file, one a line, as soon as they are known."
-UNTIL = "More seeds (of --seeds, else 0-9) until this margin is decided: eval/loss=0.01."
+IDS = "Also write the ids of the runs to this file, one per line, as soon as they are known."
+UNTIL = "Add seeds (of --seeds, else 0-9) until it is clear if the policy is worse by this margin: eval/loss=0.01."
 
 
 def run(  # noqa: PLR0913, PLR0917 - one parameter an option
@@ -38,38 +36,50 @@ def run(  # noqa: PLR0913, PLR0917 - one parameter an option
     like: Like = None,
     changes: Changes = None,
     seeds: Seeds = None,
-    name: Annotated[str | None, typer.Option(metavar="NAME", help="Another name for the runs.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print plan and command; write nothing.")] = False,
+    name: Annotated[str | None, typer.Option(metavar="NAME", help="Name of the runs, instead of the recipe's.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print plan and command; start and write nothing.")
+    ] = False,
     detach: Detach = False,
     target: Annotated[
         str | None,
         typer.Option(
-            "--target", "-t", metavar="TARGET", help="Where to run: a kind or a name.", autocompletion=complete_target
+            "--target",
+            "-t",
+            metavar="TARGET",
+            help="Where to train: a kind or a name of `sparsebp targets`.",
+            autocompletion=complete_target,
         ),
     ] = None,
     max_parallel: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Runs at once on a target; GPUs are shared out.")
+        int,
+        typer.Option(
+            min=1, metavar="N", help="Number of runs that train at once on a target; its GPUs are divided among them."
+        ),
     ] = 1,
     ids: Annotated[Path | None, typer.Option(metavar="FILE", help=IDS)] = None,
     with_baseline: Annotated[
-        bool, typer.Option("--with-baseline", help="Also run each recipe dense, alternating on one device.")
+        bool,
+        typer.Option(
+            "--with-baseline", help="Also train each recipe with policy dense; the two runs alternate on one device."
+        ),
     ] = False,
     until_ci: Annotated[str | None, typer.Option("--until-ci", metavar="METRIC=MARGIN", help=UNTIL)] = None,
     max_minutes: Annotated[
         float | None,
-        typer.Option(min=0.0, metavar="MINUTES", help="With --until-ci: begin no further round after so long."),
+        typer.Option(min=0.0, metavar="MINUTES", help="With --until-ci: start no more runs after this time."),
     ] = None,
     output: Format = Output.TABLE,
 ) -> None:
-    """Execute recipes: train, measure, track. Several recipes or seeds run one after the other."""
+    """Train the runs that recipes describe. Several recipes or seeds run one after the other."""
     files = _find_recipes(recipes or [], like)
-    if with_baseline and max_parallel > 1:  # it would make step times unfair
-        raise UsageError("--with-baseline interleaves on one device, one run at a time; it takes no --max-parallel")
-    changes = [*([f"target={target}"] if target else []), *(changes or [])]
+    if with_baseline and max_parallel > 1:  # parallel runs would make step times unfair
+        raise UsageError("--with-baseline trains one run at a time: leave out --max-parallel")
+    changes = [*as_change(target), *(changes or [])]
     changes += [f"name={name}"] if name else []
     if until_ci is not None:
         if dry_run or detach or with_baseline or ids is not None:
-            raise UsageError("--until-ci looks at results: not with --dry-run, --detach, --ids or --with-baseline")
+            raise UsageError("--until-ci waits for results: leave out --dry-run, --detach, --ids and --with-baseline")
         from sparsebp_cli.cli.until import print_answers, run_until
 
         def execute(plans: Sequence[Plan]) -> int:
@@ -100,8 +110,8 @@ def run(  # noqa: PLR0913, PLR0917 - one parameter an option
 
 def make_plans(recipes: Sequence[Path], changes: Sequence[str], seeds: str | None) -> list[Plan]:
     """Make the plans of all recipes before any is started: all seeds of the first recipe, then those of the second. A
-    ``plan.json`` stands for its recipe; ``--set`` changes apply to each. Without ``seeds``, one plan with the recipe's
-    own seed."""
+    ``plan.json`` can replace its recipe. ``--set`` changes apply to each. Without ``seeds``, make one plan per recipe
+    with its own seed."""
     from sparsebp_cli.plan import make_plan
     from sparsebp_cli.recipe import parse_seeds, with_seed
 
@@ -128,7 +138,7 @@ def print_ids(started: RunOutcomes) -> None:
 
 
 def execute_plans(plans: Sequence[Plan], max_parallel: int, *, is_brief: bool = False) -> Followed:
-    """Run plans to their end, without summaries if brief."""
+    """Run plans to their end, without summaries if ``is_brief``."""
     check_plans(plans)
     with Interrupts() as interrupts:
         jobs = submit_all([_write_plan(plan) for plan in plans], max_parallel)
@@ -173,16 +183,16 @@ def _print_plans(found: RunPlans) -> None:
 
 
 def _add_baselines(plans: Sequence[Plan], recipes: Sequence[Path], changes: Sequence[str]) -> list[Plan]:
-    """Add the dense plan of the same recipe and seed to each plan, and interleave the two. A machine drifts: it gets
-    warm, and others use it. So dense and sparse alternate, and the first of a pair changes each time. ``plans`` are all
-    seeds of the first recipe, then those of the second; plans with the same baseline share it. Raises ``UsageError`` if
-    every plan is dense already."""
+    """Add the dense plan of the same recipe and seed to each plan, and interleave the two. Machines drift: they get
+    warm, and others use them. So dense and sparse alternate, and the first of a pair changes each time. ``plans`` are
+    all seeds of the first recipe, then those of the second. Plans with the same baseline share it. Raise ``UsageError``
+    if every plan is already dense."""
     num_seeds = len(plans) // len(recipes)
     ordered: list[Plan] = []
     known = {(plan.group, plan.recipe.training.seed) for plan in plans}
     for number, plan in enumerate(plans):
         file = recipes[number // num_seeds]
-        # 58 characters: with -dense a name has 64 at most.
+        # 58 characters: with -dense a name has at most 64.
         dense_changes = [*changes, "policy=dense", f"name={plan.recipe.name[:58]}-dense"]
         (dense,) = make_plans([file], dense_changes, str(plan.recipe.training.seed))
         key = (dense.group, dense.recipe.training.seed)
@@ -193,38 +203,5 @@ def _add_baselines(plans: Sequence[Plan], recipes: Sequence[Path], changes: Sequ
         ordered += [dense, plan] if len(ordered) % 4 == 0 else [plan, dense]
     if len(ordered) == len(plans):
         raise UsageError("--with-baseline: every recipe is dense or already has its dense counterpart")
-    times = sorted(plan.created for plan in ordered)  # runs are listed by creation time: keep it their order of start
+    times = sorted(plan.created for plan in ordered)  # runs are listed by creation time: keep their order of start
     return [plan.model_copy(update={"created": time}) for plan, time in zip(ordered, times, strict=True)]
-
-
-class ExportFormat(StrEnum):
-    """The scheduler that the file is for."""
-
-    SBATCH = "sbatch"
-    K8S = "k8s"
-    SKY = "sky"
-    DSTACK = "dstack"
-
-
-def export(
-    recipes: Recipes,
-    form: Annotated[ExportFormat, typer.Option("--format", "-f", help="Slurm, Kubernetes, SkyPilot or dstack.")],
-    changes: Changes = None,
-    seeds: Seeds = None,
-    target: Annotated[
-        str | None,
-        typer.Option(
-            "--target", "-t", metavar="TARGET", help="Whose options are used.", autocompletion=complete_target
-        ),
-    ] = None,
-    max_parallel: Annotated[int, typer.Option(min=1, metavar="N", help="Runs at once, in an array of Slurm.")] = 1,
-    output: Format = Output.TABLE,
-) -> None:
-    """Print a recipe as a batch script, a manifest or a task, with the plan in it. Nothing is started or written."""
-    from sparsebp_cli.target.export import export_dstack, export_kubernetes, export_sbatch, export_sky
-
-    plans = make_plans(recipes, [*([f"target={target}"] if target else []), *(changes or [])], seeds)
-    writers = {"k8s": export_kubernetes, "sky": export_sky, "dstack": export_dstack}
-    text = export_sbatch(plans, max_parallel) if form is ExportFormat.SBATCH else writers[form.value](plans)
-    found = ExportedRuns(format=form.value, text=text, runs=[plan.run_id for plan in plans])
-    tell(found, output, lambda found: print_line(found.text.rstrip("\n")))

@@ -1,4 +1,4 @@
-"""``sparsebp runs``: the runs of this machine, or those that a condition chooses, in an order and with columns."""
+"""``sparsebp runs``: list the runs of this machine, or those that meet a condition, with chosen order and columns."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from sparsebp_cli.cli.interrupt import Interrupts
 from sparsebp_cli.cli.option import Format
 from sparsebp_cli.cli.quantity import show_age
 from sparsebp_cli.cli.screen import Output, console, make_table, print_line
+from sparsebp_cli.cli.stored_run import find_studies
 from sparsebp_cli.errors import RunNotFoundError, UsageError
 from sparsebp_cli.recipe.description import describe_policies
 from sparsebp_cli.run import RunFolder, home, list_runs
@@ -32,11 +33,11 @@ STYLES = {"finished": "green", "failed": "red", "running": "cyan", "interrupted"
 
 WATCH_SECONDS = 1.0
 
-WHERE = "Only runs that meet this: 'policy=topk and eval/loss<3', tag=best, state!=finished."
-SORT = "Order by a column: eval/loss; -eval/loss for the highest first. Runs without it come last."
-COLUMNS = "These columns: run,seed,training.learning_rate,eval/loss. Columns, keys of the recipe, metrics, tag.NAME."
+WHERE = "Show only runs that meet this condition: 'policy=topk and eval/loss<3', tag=best, state!=finished."
+SORT = "Sort by a column: eval/loss; -eval/loss for the highest first. Runs without a value come last."
+COLUMNS = "Columns to show: names, recipe keys, metrics, tag.NAME, such as run,seed,training.learning_rate,eval/loss."
 
-# The heading of a column to its value.
+# Map the heading of a column to its value.
 COLUMN: dict[str, Callable[[RunLine], object]] = {
     "run": lambda line: line.run_id,
     "name": lambda line: line.name,
@@ -53,7 +54,7 @@ COLUMN: dict[str, Callable[[RunLine], object]] = {
 USUAL = ("run", "name", "policy", "seed", "state", "step", "eval/loss", "age")
 OF_STUDY = ("arm", "combination", "role")
 USUAL_OF_STUDY = ("run", *OF_STUDY, "seed", "state", "step", "eval/loss", "age")
-WHOLE = {"run", "state", "seed", "step", "eval/loss"}  # ids are copied, and numbers are read: they are never wrapped
+WHOLE = {"run", "state", "seed", "step", "eval/loss"}  # never wrapped, because ids are copied and numbers are read
 
 
 def runs(
@@ -64,9 +65,9 @@ def runs(
     columns: Annotated[str | None, typer.Option(metavar="COLUMN,...", help=COLUMNS)] = None,
     study: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Only the trials of this study.", autocompletion=complete_study),
+        typer.Option(metavar="NAME", help="Show only the runs of this study.", autocompletion=complete_study),
     ] = None,
-    watch: Annotated[bool, typer.Option("--watch", help="List again every second, until Ctrl-C.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Repeat the list every second, until Ctrl-C.")] = False,
 ) -> None:
     """List runs, newest first."""
     list_once = partial(_list, output, limit, where, sort, columns, study)
@@ -114,7 +115,7 @@ def _list(
 
 
 class _Listing:
-    """The runs that are listed, and their values; each is read when it is needed."""
+    """The listed runs and their values. Each value is read when needed."""
 
     def __init__(self, runs: Sequence[RunFolder], trials: Mapping[str, Mapping[str, str]]) -> None:
         self.runs = list(runs)
@@ -129,7 +130,7 @@ class _Listing:
         return self._lines[run.run_id]
 
     def full_line(self, run: RunFolder, columns: Sequence[str]) -> RunLine:
-        """Return a run's plain values, with those of further columns."""
+        """Return a run's plain values, with those of additional columns."""
         more = {name: self.value(run, name) for name in columns if name not in COLUMN and name not in OF_STUDY}
         return self.line(run).model_copy(update={"columns": more})
 
@@ -147,7 +148,7 @@ class _Listing:
         candidates = [self._describe(run) for run in self.runs]
         try:
             kept = {candidate.run_id for candidate in choose(candidates, (), where, str(home()))}
-        except RunNotFoundError:  # none meets it: an empty list is an answer here
+        except RunNotFoundError:  # no run meets it: an empty list is a valid answer here
             kept = set()
         self.runs = [run for run in self.runs if run.run_id in kept]
 
@@ -168,7 +169,7 @@ class _Listing:
         )
 
     def sort(self, order: str) -> None:
-        """Order by a column: numbers before texts, and last the runs that have none."""
+        """Sort by a column: numbers before texts, and runs without a value last."""
         name = order.removeprefix("-")
         found = {run.run_id: self.value(run, name) for run in self.runs}
         with_value = [run for run in self.runs if _is_known(found[run.run_id])]
@@ -192,7 +193,7 @@ def find_value(line: RunLine, name: str) -> object:
 
 
 def print_runs(lines: Sequence[RunLine], columns: list[str], *, tags: bool) -> None:
-    """Print runs as a table, then the problems of their files; with ``tags``, show the tags if any run has one."""
+    """Print runs as a table, then the problems of their files. With ``tags``, show the tags if any run has one."""
     from rich.text import Text
 
     if tags and any(line.tags for line in lines):
@@ -228,7 +229,7 @@ def _show(line: RunLine, name: str) -> str | Text:
 
 
 def describe_run(folder: RunFolder) -> RunLine:
-    """Return what a table of runs shows of one; the state of a run with a damaged plan is ``damaged``."""
+    """Return a run's line in a table of runs. Its state is ``damaged`` if the plan is."""
     labels = Labels.load(folder.path)
     line: dict[str, Any] = {"run_id": folder.run_id, "name": "?", "policy": "?", "state": "damaged"}
     line |= {"step": 0, "max_steps": 0, "seed": None, "eval_loss": None, "created": 0.0, "folder": str(folder.path)}
@@ -254,11 +255,9 @@ def describe_run(folder: RunFolder) -> RunLine:
 
 def _find_trials(study: str) -> dict[str, dict[str, str]]:
     """Return the trials of a study by the ids of their runs."""
-    from sparsebp_cli.study.record import find_record
-
     return {
         trial.run_id: {"arm": trial.arm, "combination": trial.combination, "role": trial.role}
-        for trial in find_record(study).trials
+        for trial in find_studies("--study").find(study).trials
     }
 
 

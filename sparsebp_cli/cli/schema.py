@@ -1,4 +1,4 @@
-"""``sparsebp schema``: JSON schemas of what users write and of what verbs answer; the text that tells programs so."""
+"""``sparsebp schema``: print JSON schemas of user files and of answers, and the guide for programs."""
 
 from __future__ import annotations
 
@@ -13,25 +13,28 @@ from sparsebp_cli.cli.answer.recipe_record import SchemaList
 from sparsebp_cli.cli.exit_code import EXIT_CODES
 from sparsebp_cli.cli.option import Format
 from sparsebp_cli.cli.screen import Output, print_json, print_line
+from sparsebp_cli.cli.stored_run import find_studies
+from sparsebp_cli.entry_point import find_tool
 from sparsebp_cli.errors import UsageError
 
-SKILL = ("starter", "skill", "SKILL.md")  # below the package
+SKILL = ("starter", "skill", "SKILL.md")  # path inside the package
 
 
 def schema(
-    study: Annotated[bool, typer.Option("--study", help="That of the files of `sparsebp study`.")] = False,
+    study: Annotated[bool, typer.Option("--study", help="Print the schema of study files instead.")] = False,
     every: Annotated[
         bool,
-        typer.Option("--all", help="Those of recipes, studies and every document of `-o json`; exit codes."),
+        typer.Option(
+            "--all", help="Print the schemas of recipes, studies and every document of `-o json`, and the exit codes."
+        ),
     ] = False,
     skill: Annotated[
-        bool, typer.Option("--skill", help="Instead: the SKILL.md that tells an agent how to use this command.")
+        bool, typer.Option("--skill", help="Print a SKILL.md instead, which explains SparseBP to an AI agent.")
     ] = False,
-    output: Format = Output.TABLE,  # schemas are JSON in any case; programs may say so
+    output: Format = Output.TABLE,  # schemas are always JSON; programs may request it anyway
 ) -> None:
-    """Print the JSON schema of recipes, with the options of every installed policy, or another one, or all."""
+    """Print the JSON schema of recipes, with the options of every installed policy; or other schemas."""
     from sparsebp_cli.recipe import recipe_schema
-    from sparsebp_cli.study.schema import study_schema
 
     if study + every + skill > 1:
         raise UsageError("choose one of --study, --all, --skill")
@@ -43,14 +46,14 @@ def schema(
     elif every:
         tell(make_list(), Output.JSON, print_json)
     else:
-        speech.print(study_schema() if study else recipe_schema())
+        speech.print(find_studies("--study").make_schema() if study else recipe_schema())
 
 
 def make_list() -> SchemaList:
-    """Return every schema: of each kind of document, and of the files that users write."""
+    """Return every schema: of each kind of document, and of user files."""
     from sparsebp_cli.recipe import recipe_schema
-    from sparsebp_cli.study.schema import study_schema
 
+    tool = find_tool("study")
     verbs: dict[str, list[str]] = {}
     for kind in KINDS:
         for verb in kind.verbs:
@@ -58,6 +61,6 @@ def make_list() -> SchemaList:
     return SchemaList(
         documents={kind.name: document_schema(kind) for kind in KINDS},
         verbs=dict(sorted(verbs.items())),
-        files={"recipe": recipe_schema(), "study": study_schema()},
+        files={"recipe": recipe_schema()} | ({} if tool is None else {"study": tool.make_schema()}),
         exit_codes={str(code): meaning for code, meaning in EXIT_CODES.items()},
     )

@@ -1,8 +1,8 @@
-"""Prints everything: results on standard output, the rest on standard error.
+"""Print everything: results on standard output, the rest on standard error.
 
-Many of the texts come from elsewhere: a run's worker, a store, another machine. So everything that is printed here has
-its control characters and marks of writing direction escaped, and nothing in it is read as markup or as the name of an
-emoji; only `Text` and styles set colours.
+Many texts come from elsewhere: a run's worker, a store, another machine. So control characters and marks of writing
+direction are escaped in everything that is printed here. No text is read as markup or as the name of an emoji; only
+`Text` and styles set colours.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ MOST_LINES = 24  # of an answer
 
 
 class Output(StrEnum):
-    """Output formats of most verbs."""
+    """Output formats of most commands."""
 
     TABLE = "table"
     JSON = "json"
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Return a console of rich, as wide as the terminal, or 100 columns where there is none."""
+    """Return a console of rich, as wide as the terminal, or 100 columns without one."""
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() or "COLUMNS" in os.environ else WIDTH_WITHOUT_TERMINAL
     return _console_class()(stderr=stderr, width=width, highlight=False, soft_wrap=False, markup=False, emoji=False)
@@ -49,21 +49,21 @@ def print_line(text: str, *, stderr: bool = False) -> None:
 
 
 def print_error(error: SparseBPError) -> None:
-    """Print what is wrong to standard error: a line, or of a recipe a line for each thing."""
+    """Print an error to standard error: one line, or for a recipe one line per problem."""
     for one in (error, *getattr(error, "others", ())):
         print_line(f"error: {' '.join(str(one).split())}", stderr=True)
 
 
 def print_json(content: object, stream: TextIO | None = None) -> None:
-    """Print JSON for another program, by default to standard output; unknown values become text, numbers that are not
-    finite null."""
+    """Print JSON for another program, by default to standard output. Unknown values become text, numbers that are not
+    finite become null."""
     text = json.dumps(_finite(content), indent=2, default=str, ensure_ascii=False, allow_nan=False)
     print(make_visible(text), file=stream or sys.stdout, flush=True)
 
 
 def print_screenful(parts: Sequence[RenderableType], notes: Sequence[str], rest: str) -> None:
-    """Print parts, as many of the notes as a screen has lines for, and the line that says where the rest is. Parts that
-    are plain strings may have commands to copy: they are not wrapped."""
+    """Print parts, as many of the notes as fit a screen, and ``rest``, which begins with ``more:`` and says how to see
+    the others. Parts that are plain strings are not wrapped, because they may contain commands to copy."""
     from rich.text import Text
 
     screen = console()
@@ -74,21 +74,18 @@ def print_screenful(parts: Sequence[RenderableType], notes: Sequence[str], rest:
     room, left = MOST_LINES - sum(map(count, [*parts, Text(rest)])), 0
     for part in parts:
         screen.print(part, soft_wrap=isinstance(part, str))
-    for place, note in enumerate(notes):
-        later = 1 if left or place + 1 < len(notes) else 0
-        if (lines := count(Text(note))) > room - later:
+    for note in notes:
+        if (lines := count(Text(note))) > room:
             left += 1
             continue
         room -= lines
         level, colon, text = note.partition(": ")
         screen.print(Text.assemble((level + colon, "yellow" if level == "warning" else ""), text))
-    if left:
-        screen.print(f"and {left} more")
-    screen.print(rest)
+    screen.print(f"and {left} {rest}" if left else rest)
 
 
 def make_table(*columns: str, numbers: Sequence[str] = (), title: str = "") -> Table:
-    """Return an empty table with these headings; columns named in ``numbers`` are aligned to the right."""
+    """Return an empty table with these headings. Columns named in ``numbers`` are right-aligned."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -100,7 +97,7 @@ def make_table(*columns: str, numbers: Sequence[str] = (), title: str = "") -> T
 
 @cache
 def _console_class() -> type[Console]:
-    """Return a console of rich that escapes control characters in the texts, but not in rich's own commands."""
+    """Return a console class of rich that escapes control characters in texts, but not in rich's own commands."""
     from rich.console import Console
 
     class VisibleConsole(Console):

@@ -1,4 +1,4 @@
-"""``sparsebp show``: all data of one run."""
+"""``sparsebp show``: show all data of one run."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-REST = "more: --all (proof, memory, data, machine, recipe), -o json, -o yaml (recipe)"
-LONGEST = 160  # of a generated text in the table; JSON has more
+REST = "more: --all (FLOPs, memory, data, machine, recipe), -o json, -o yaml"
+LONGEST = 160  # characters of a generated text in the table; JSON has more
 
 
 class ShowFormat(StrEnum):
@@ -48,17 +48,17 @@ def show(
     run: OneRun,
     output: Annotated[
         ShowFormat,
-        typer.Option("-o", "--output", help="For people; JSON: everything; YAML: the recipe alone, for diff."),
+        typer.Option("-o", "--output", help="A table for people, JSON with everything, or YAML with the recipe only."),
     ] = ShowFormat.TABLE,
     everything: Annotated[
-        bool, typer.Option("--all", help="Also proof, memory, texts, data, machine and recipe.")
+        bool, typer.Option("--all", help="Also show counted FLOPs, memory, generated texts, data, machine and recipe.")
     ] = False,
     place: Annotated[
         str | None,
         typer.Option("--from", metavar="PLACE", help="Read the run from here: a folder of runs, or an archive."),
     ] = None,
 ) -> None:
-    """Show one run: recipe, numbers, proof, notes, machine, files."""
+    """Show one run: result, numbers, notes, files; with --all everything."""
     folder = find_one(run) if place is None else find_one_in(place, run)
     plan, history = folder.read_plan(), History.load(folder.path)
     if output is ShowFormat.YAML:
@@ -151,7 +151,7 @@ def _tables(history: History, census: Census | None) -> Iterator[Table]:
 
 
 def samples_table(history: History) -> Table:
-    """Return the generated texts of the first, the middle and the last generation beside what the data have there."""
+    """Return the generated texts of the first, the middle and the last generation beside the reference texts."""
     title = "generated: of the first validation prompts, at the first, middle and last generation"
     table = make_table("step", "prompt", "reference", "generated", numbers=["step"], title=title)
     for step, *texts in list_samples(history):
@@ -161,7 +161,7 @@ def samples_table(history: History) -> Table:
 
 
 def asked_table(history: History) -> Table:
-    """Return what the saved model was asked at the end, beside what the data have there."""
+    """Return the saved model's questions and answers at the end, beside the reference texts."""
     table = make_table("prompt", "reference", "answer", title="asked: the saved model, loaded by plain transformers")
     for texts in list_asked(history):
         prompt, *answers = (" ".join(text.split()) for text in texts)
@@ -176,7 +176,7 @@ def _to_yaml(content: object) -> str:
 
 
 def memory_table(values: CurveValues, step: int) -> Table:
-    """Return a table of a watched step's parts: at the peak, at their own highest, and at the peak of each phase."""
+    """Return a table of a traced step's parts: at the peak, at their own highest, and at the peak of each phase."""
     curve = MemoryCurve.from_values(values)
     peak, highest = curve.peak, dict(zip(PARTS, values["highest"], strict=True))
     by_phase = {phase: point.split for phase in PHASES if (point := curve.within(phase)) is not None}

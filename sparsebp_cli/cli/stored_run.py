@@ -1,44 +1,50 @@
-"""Stored runs: finding them, and their jobs on their targets."""
+"""Find stored runs, and their jobs on their targets."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from sparsebp_cli.entry_point import find_tool, tell_home
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.run import RunFolder, find_run, home, list_runs
 from sparsebp_cli.run.label import Labels
 
 if TYPE_CHECKING:
     from sparsebp_cli.plan import Plan
-    from sparsebp_cli.study.record import StudyRecord
     from sparsebp_cli.target import Job, Target
 
 
 def find_one(word: str) -> RunFolder:
-    """Return the run that a word names; the newest, if a name has several."""
+    """Return the run that a word names; the newest if a name has several."""
     return find_run(word)[-1]
 
 
 def find_all(words: list[str]) -> list[RunFolder]:
-    """Return every run that one of the words names, each once, in the order of the words. ``@STUDY`` names the trials
-    of a study."""
+    """Return every run that one of the words names, without duplicates, in the order of the words. ``@STUDY`` names the
+    trials of a study."""
     return list({run.run_id: run for word in words for run in _find_trials(word) or find_run(word)}.values())
 
 
-def find_study(word: str, place: Path | None = None) -> StudyRecord | None:
-    """Return the study of this machine, or of the folder of an archive, that ``@STUDY`` names; None if the word names
-    none, or the newest runs. Raise UsageError for a word that is a tag of this machine's runs as well."""
+def find_studies(what: str) -> Any:
+    """Return the tool that reads studies. Raise UsageError if it is missing; ``what`` names what needs it."""
+    if (tool := find_tool("study")) is None:
+        raise UsageError(f"{what} is {tell_home('sparsebp-lab')}")
+    return tool
+
+
+def find_study(word: str, place: Path | None = None) -> Any:
+    """Return the study of this machine, or of an archive's folder, that ``@STUDY`` names. Return None if the word names
+    no study, or the newest runs. Raise UsageError for a word that is also a tag of this machine's runs."""
     name = word.removeprefix("@")
     if not word.startswith("@") or name == "last" or name.isdecimal() or name != Path(name).name:
         return None
-    from sparsebp_cli.study.record import StudyRecord
-
-    if (record := StudyRecord.load(name, place)) is None:
+    tool = find_tool("study")
+    if tool is None or (record := tool.load(name, place)) is None:
         return None
     if place is None and any(name in Labels.load(run.path).tags for run in list_runs()):
-        raise UsageError(f"{word} is a study and a tag of runs: name the runs, or remove the tag")
+        raise UsageError(f"{word} is the name of a study and a tag: name the runs, or remove the tag")
     return record
 
 
@@ -58,20 +64,20 @@ def target_of(run: RunFolder) -> Target:
 
 
 def ask_target(run: RunFolder) -> None:
-    """Ask the target of a run elsewhere for its worker, if the folder here does not tell how its last start ended; a
-    worker that is found makes the run unreachable, until a dispatcher follows it again. Raise UnreachableError if the
-    target does not answer."""
+    """Ask a remote run's target for its worker, if the local folder does not say how its last start ended. If a worker
+    is found, the run becomes unreachable until a remote runner follows it again. Raise UnreachableError if the target
+    does not answer."""
     from sparsebp_cli.errors import RunNotFoundError
 
     try:
         target_of(run).recover(run)
     except RunNotFoundError:
-        return  # nobody can say where it is; its folder is all that there is
+        return  # its target is unknown; only the local folder remains
 
 
 def submit_all(folders: Sequence[RunFolder], max_parallel: int = 1) -> list[Job]:
-    """Submit runs, each to the target of its plan; runs of one target are one submission. At most ``max_parallel`` work
-    at once on each target. Returns one job a run, in order."""
+    """Submit runs, each to the target of its plan. Runs of one target are one submission. At most ``max_parallel`` work
+    at once on each target. Return one job per run, in order."""
     from sparsebp_cli.plan import Plan
     from sparsebp_cli.target import make_target
 
@@ -85,8 +91,8 @@ def submit_all(folders: Sequence[RunFolder], max_parallel: int = 1) -> list[Job]
 
 
 def check_plans(plans: Sequence[Plan]) -> None:
-    """Raise ``UsageError`` for a plan that its target cannot run, ``TrackingError`` for one whose store has an address
-    that cannot be used, before anything is written or started."""
+    """Raise ``UsageError`` for a plan that its target cannot run, and ``TrackingError`` for an unusable store address,
+    before anything is written or started."""
     from sparsebp_cli.target import make_target
     from sparsebp_cli.tracking import resolve_uri
 

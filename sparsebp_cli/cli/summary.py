@@ -1,4 +1,4 @@
-"""The summary of a finished run: one small table, and the command to type next."""
+"""Make the summary of a finished run: one small table, and the command to type next."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from sparsebp_cli.cli.quantity import show_clock, show_count, show_seconds, show_share
+from sparsebp_cli.entry_point import entry_points
 from sparsebp_cli.recipe.description import describe_policies
 from sparsebp_cli.run import History, RunFolder, State, metric
 from sparsebp_cli.run.journal import list_asked
@@ -54,7 +55,7 @@ STEP_MEMORY = (
 )
 SHOWN = 20  # characters of a text that the saved model was asked or answered
 BROKEN = "a policy left less out than it claimed; `show RUN --all` has the proof"
-# Rows of the short summary: the first word of a label, and how many rows begin with it.
+# Rows of the short summary: the first word of a label, and the number of rows beginning with it.
 BRIEF = {"eval": 2, "test": 2, "asked": 1, "training": 1, "cost": 1, "speed": 1, "memory": 1}
 
 
@@ -66,9 +67,9 @@ def summarise(
     warning: str = "",
     everything: bool = False,
 ) -> RenderableType:
-    """Return the summary for rich, at most 12 lines unless it has ``everything``. ``warning`` is a problem apart from
-    the run, such as metrics that were not sent. ``together`` are all runs of this command, given with its last one:
-    they are in the next command."""
+    """Return the summary for rich, at most 12 lines unless ``everything``. ``warning`` is a problem outside the run,
+    such as metrics that were not sent. ``together`` are all runs of this command, given only with the last run; the
+    next command names them."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -88,12 +89,14 @@ def summarise(
     head = Text.assemble((recipe["name"], "bold"), f" {run.run_id}  {run.state()}  ({describe_policies(recipe)})")
     last = []
     if together:
-        # Ids, because others may have started runs meanwhile, which @N would count.
+        # Use ids, because others may have started runs meanwhile, which @N would count.
         ids = [folder.run_id for folder in together]
         command = f"sparsebp compare {' '.join(ids)}" if len(ids) > 1 else f"sparsebp show {run.run_id}"
         last.append(Text.assemble("next: ", (command, "bold")))
     if (run.path / "model").is_dir():
-        last.append(Text.assemble("use the model: ", (f"sparsebp model {run.run_id}", "bold")))
+        has_verb = entry_points("sparsebp.verbs").select(name="model")  # of a package, may be missing
+        how = (f"sparsebp model {run.run_id}", "bold") if has_verb else f"from_pretrained reads {run.path / 'model'}"
+        last.append(Text.assemble("use the model: ", how))
     return Group(head, grid, *last)
 
 
@@ -108,8 +111,8 @@ def _choose(rows: Iterator[tuple[str, str]]) -> Iterator[tuple[str, str]]:
 
 
 def summary_rows(history: History, recipe: dict[str, Any], *, brief: bool = False) -> Iterator[tuple[str, str]]:
-    """Yield the known values of a run as label and text. What probes tell of each phase is averaged over the steps.
-    ``brief`` shortens cost and memory."""
+    """Yield the known values of a run as label and text. Probe results of phases are averaged over the steps. ``brief``
+    shortens cost and memory."""
     phases = read_phases(recipe)
     for key, label in zip(DURING, JUDGED, strict=True):
         if values := list(history.series(key.name).values()):
@@ -143,7 +146,7 @@ def summary_rows(history: History, recipe: dict[str, Any], *, brief: bool = Fals
 
 
 def _declared_rows(history: History) -> Iterator[tuple[str, str]]:
-    """Yield the metrics that are the recipe's own, as those of generated texts are."""
+    """Yield the recipe's own metrics, such as metrics of generated texts."""
     for name in history.facts.get("metrics", {}):
         values = list(history.series(name).values())
         if not values:
@@ -155,12 +158,12 @@ def _declared_rows(history: History) -> Iterator[tuple[str, str]]:
 
 
 def _last(history: History, which: Metric, phases: Phases[dict[str, Any]]) -> float | None:
-    """Return the last value of a metric, with a schedule the mean over the last ones of its phases; None without."""
+    """Return the last value of a metric; with a schedule, the mean of the phases' last values. None without values."""
     return weigh_series(history.series(which.name), phases, lambda values: values[-1])
 
 
 def _proof(history: History, phases: Phases[dict[str, Any]]) -> str:
-    """Describe the proof; a claim that any probe found broken is reported whenever it was."""
+    """Describe the proof. Report a claim that any probe found broken."""
     claimed, executed = (_last(history, which, phases) for which in (metric.CLAIMED_SHARE, metric.EXECUTED_SHARE))
     parts = []
     if claimed is not None and executed is not None:
@@ -175,12 +178,12 @@ def _proof(history: History, phases: Phases[dict[str, Any]]) -> str:
 
 
 def _is_broken(history: History) -> bool:
-    """Whether any probe found a claim of the policies broken."""
+    """Return whether any probe found a claim of the policies broken."""
     return max(history.series(metric.EXCESS_SHARE.name).values(), default=0.0) > 0
 
 
 def _fidelity(history: History) -> str:
-    """Describe medians over the steps, as a comparison does: a single step may be unusual."""
+    """Describe medians over the steps, as a comparison does, because a single step may be unusual."""
     parts = [f"{word} {value:.4f}" for which, word in FIDELITY if (value := history.median(which.name)) is not None]
     bias, chance, variance = (
         history.median(which.name) for which in (metric.BIAS, metric.BIAS_STANDARD_ERROR, metric.VARIANCE)
@@ -207,14 +210,15 @@ def _step_time(history: History) -> str:
 
 def _training(history: History) -> str:
     seconds = history.series(metric.STEP_SECONDS.name)
-    parts = [f"{show_clock(sum(seconds.values()))} for {len(seconds)} steps"]
+    timed = "timed " if len(seconds) < len(history.series(metric.TRAIN_LOSS.name)) else ""  # a traced step has no time
+    parts = [f"{show_clock(sum(seconds.values()))} for {len(seconds)} {timed}steps"]
     if tokens := _after_warmup(history, metric.TOKENS_PER_SECOND):
         parts.append(f"median {median(tokens):,.0f} tokens/s")
     return ", ".join(parts)
 
 
 def _cost(history: History, phases: Phases[dict[str, Any]], *, brief: bool) -> str:
-    """Return the FLOPs of all steps, and their share of dense's."""
+    """Return the FLOPs of all steps, and their fraction of dense's."""
     steps, dense = (history.series(name.name) for name in (metric.STEP_FLOPS, metric.DENSE_STEP_FLOPS))
     flops = sum(steps.values())
     if not flops or not dense:
@@ -226,26 +230,28 @@ def _cost(history: History, phases: Phases[dict[str, Any]], *, brief: bool) -> s
 
 
 def _after_warmup(history: History, key: Metric) -> list[float]:
-    """Leave out the first steps of every attempt, which are slower; a run of warm-up steps alone keeps them."""
+    """Leave out the first steps of every attempt, which are slower. A run with only warm-up steps keeps them."""
     warmup, series = int(history.facts.get("warmup_steps", 0)), history.series(key.name)
     cold = {step for _, start in history.warm for step in range(start + 1, start + 1 + warmup)}
     return [value for step, value in series.items() if step not in cold] or list(series.values())
 
 
 def _speed(history: History, recipe: dict[str, Any]) -> str:
-    """Describe the limit and how much of it was reached, as a comparison does."""
+    """Describe the speed-up limit and the fraction of it reached, as a comparison does."""
     from sparsebp_cli.compare.loaded import LoadedRun
     from sparsebp_cli.compare.saving import find_saving
 
     if is_dense(read_phases(recipe)):
-        return ""  # dense against dense measures the machine
+        return ""  # dense against dense only measures the machine
     steps = int(recipe["training"]["max_steps"])
     found = find_saving([LoadedRun("", "", None, "", recipe, 0.0, history, State.FINISHED, steps)])
-    parts = [f"limit {found.limit:.2f}x"] if found.limit is not None else []
+    parts = []
     if found.speed is not None:
-        how = f"by the time of a FLOP in {found.probes} probe{'s' * (found.probes > 1)}"
-        parts.append(f"about {found.speed:.2f}x as fast as dense {how}")
-    return ", ".join(parts)
+        how = f"FLOPs of all steps, times seconds per FLOP in {found.probes} probe{'s' * (found.probes > 1)}"
+        parts.append(f"about {found.speed:.2f}x as fast as dense ({how})")
+    if found.limit is not None:
+        parts.append(f"limit {found.limit:.2f}x if time falls as FLOPs do")
+    return "; ".join(parts)
 
 
 def _memory(history: History, *, brief: bool) -> str:

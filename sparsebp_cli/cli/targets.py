@@ -1,7 +1,8 @@
-"""``sparsebp targets`` and ``sparsebp doctor``: the targets for plans and this machine, and whether they work."""
+"""``sparsebp targets`` and ``sparsebp doctor``: list targets, and check whether they and this machine work."""
 
 from __future__ import annotations
 
+import re
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
@@ -33,15 +34,26 @@ def complete_target(incomplete: str) -> list[str]:
     return [line.name for line in describe_targets() if line.name.startswith(incomplete)]
 
 
+def as_change(target: str | None) -> list[str]:
+    """Return the recipe changes for ``--target``. Raise UsageError for an unknown name."""
+    from sparsebp_cli.recipe.target import find_target, named_targets
+
+    if target is None:
+        return []
+    if re.fullmatch(r"[\w.-]+", target) and target not in named_targets():
+        find_target(target)  # the recipe's own error would name a key that the user did not type
+    return [f"target={target}"]
+
+
 def targets(
-    action: Annotated[Action | None, typer.Argument(metavar="check", help="Test whether targets work.")] = None,
+    action: Annotated[Action | None, typer.Argument(metavar="check", help="Check that targets work.")] = None,
     names: Annotated[
         list[str] | None,
         typer.Argument(metavar="NAME", help="Kinds, or names of targets.yaml.", autocompletion=complete_target),
     ] = None,
     output: Format = Output.TABLE,
 ) -> None:
-    """List target kinds and the targets of targets.yaml; `check NAME` tests one. Exit code 1 if it cannot be used."""
+    """List target kinds and the targets of targets.yaml; `check NAME` tests one. Exits with 1 if it does not work."""
     if action is None:
         from sparsebp_cli.recipe.target import targets_file
 
@@ -88,7 +100,7 @@ def _check(name: str) -> list[CheckResult]:
 
 
 def _report(results: Mapping[str, Sequence[CheckResult]], output: Output) -> None:
-    """Answer with the results of checks by what was checked, and exit with 1 if any failed."""
+    """Answer with the results of checks, by subject, and exit with 1 if any failed."""
     checks = {name: [Checked(**result._asdict()) for result in found] for name, found in results.items()}
     is_usable = not any(one.level == "fail" for found in checks.values() for one in found)
     tell(CheckReport(is_usable=is_usable, checks=checks), output, _print_checks)
@@ -108,7 +120,7 @@ def _print_checks(report: CheckReport) -> None:
 
 
 def doctor(output: Format = Output.TABLE) -> None:
-    """Check this machine: packages, torch, disk, tracking store, plugins. Exit code 1 when something is broken."""
+    """Check this machine: packages, torch, disk, tracking store, plug-ins. Exits with 1 if something is broken."""
     from sparsebp_cli.cli.checkup import check_all
 
     _report({"this machine": check_all()}, output)

@@ -17,24 +17,27 @@ from sparsebp_cli.cli.stored_run import find_all
 from sparsebp_cli.errors import SparseBPError, TrackingError, UsageError
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.run import RunFolder, list_runs
-from sparsebp_cli.tracker.contract import STORE
+from sparsebp_cli.tracker.contract import STORE, find_feeder
 
-TO_HELP = "mlflow, tensorboard, trackio, or a package's tracker. Can be repeated. Default: mlflow and tracking.also."
+TO_HELP = (
+    "Send to mlflow, tensorboard, trackio or a plug-in's tracker. Can be repeated. Default: mlflow, tracking.also."
+)
 
 
 def sync(
     runs: Annotated[list[str] | None, typer.Argument(metavar="RUN", help=RUN_HELP, autocompletion=complete_run)] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Every run of this machine.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Send every run of this machine.")] = False,
     uri: Annotated[
         str | None,
         typer.Option(
-            metavar="URI", help="Another server or database than that of each run's recipe or this environment."
+            metavar="URI",
+            help="Send to this server or database, instead of the one in the run's recipe or in this environment.",
         ),
     ] = None,
     to: Annotated[list[str] | None, typer.Option("--to", metavar="NAME", help=TO_HELP)] = None,
     output: Format = Output.TABLE,
 ) -> None:
-    """Send unsent records of runs to MLflow and other trackers; safe to repeat."""
+    """Send missing numbers to MLflow and other trackers. Sending twice does no harm."""
     if bool(runs) == everything:
         raise UsageError("sync needs runs, or --all for every run")
     _check_trackers(to or [], uri)
@@ -49,21 +52,22 @@ def sync(
 
 
 def _check_trackers(names: Sequence[str], uri: str | None) -> None:
-    """Raise UsageError for a tracker that cannot be used here, or an address that is none."""
+    """Raise UsageError for a tracker that cannot be used here, or for an invalid address."""
     from sparsebp_cli.recipe.store_address import find_problem
     from sparsebp_cli.tracker import find_tracker
 
     for name in names:
         if name != STORE:
             find_tracker(name).require(name)
+            find_feeder()
     if uri is not None and names and STORE not in names:
-        raise UsageError(f"--uri is the address of MLflow's store, which --to {' '.join(names)} leaves out")
+        raise UsageError(f"--uri is the address of MLflow's store, but --to {' '.join(names)} leaves out")
     if uri is not None and (problem := find_problem(uri)):
         raise UsageError(f"--uri {problem}")
 
 
 def _find_also(folder: RunFolder) -> list[str]:
-    """Return the trackers that a run's recipe asks for; none if its plan cannot be read, which the store says."""
+    """Return the trackers that a run's recipe requests; none if its plan cannot be read (the store reports that)."""
     with suppress(SparseBPError):
         return Plan.load(folder.plan_file).recipe.tracking.also
     return []
@@ -87,9 +91,7 @@ def _send_to_store(folder: RunFolder, uri: str | None) -> SentRun:
 
 
 def _send_to_tracker(folder: RunFolder, name: str) -> SentRun:
-    from sparsebp_cli.tracking import send_to
-
-    door, problem = send_to(folder, name)
+    door, problem = find_feeder().send_to(folder, name)
     return SentRun(
         run_id=folder.run_id,
         name=folder.brief()[0],

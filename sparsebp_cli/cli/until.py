@@ -1,4 +1,4 @@
-"""``sparsebp run --until-ci``: adds seeds until a margin is decided, or seeds or time run out."""
+"""``sparsebp run --until-ci``: add seeds until a margin is decided, or seeds or time run out."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def run_until(
 ) -> tuple[MarginAnswers, int]:
     """Run recipes with more and more seeds until ``METRIC=MARGIN`` is decided.
 
-    ``seeds`` may be used, None: ten. No further round starts after ``max_minutes``. ``make_plans`` makes the plans of
-    all recipes from a list of seeds; ``execute`` runs plans to their end and returns the exit code. Returns the
-    answers, and 0 when every group is decided or nothing is left to spend, else the exit code of the run that did not
-    finish. Raises
-    ``UsageError`` for too few seeds, no recipe besides the baseline, or a metric without a better direction.
+    ``seeds`` are the allowed seeds; None means ten. No further round starts after ``max_minutes``. ``make_plans`` makes
+    the plans of all recipes from a list of seeds; ``execute`` runs plans to their end and returns the exit code. Return
+    the answers, and 0 if every group is decided or seeds or time are used up, else the exit code of the run that did
+    not finish. Raise ``UsageError`` for too few seeds, no recipe besides the baseline, or a metric without a better
+    direction.
     """
     from sparsebp_cli.compare import parse_margin
     from sparsebp_cli.compare.sequential import Looks, Trial
@@ -49,7 +49,7 @@ def run_until(
     way = _find_way(metric, first)
     baseline, *groups = _baseline_first(first)
     if not groups:
-        raise UsageError("--until-ci compares: give a recipe for the baseline and at least one more")
+        raise UsageError("--until-ci needs two recipes or more: the baseline's, and those to compare with it")
     trial = Trial(groups, len(pool), margin, worse_is_up=way == "lower")
     made: tuple[int, ...] = ()
     chosen: list[RunFolder] = []
@@ -84,30 +84,35 @@ def run_until(
 
 
 def _find_way(metric: str, plans: Sequence[Plan]) -> str:
-    """Return the better direction of a metric, which a recipe may declare; raise UsageError where nobody does."""
+    """Return the better direction of a metric, which a recipe may declare. Raise UsageError if it is unknown."""
     from sparsebp_cli.compare.question import better
     from sparsebp_cli.recipe.evaluation import declare_generated
 
     declared = {way.better for plan in plans if (way := declare_generated(plan.recipe).get(metric)) is not None}
     found = declared.pop() if len(declared) == 1 else better(metric)
     if not found:
-        raise UsageError(f"--until-ci: whether more of {metric} is better is not known")
+        raise UsageError(f"--until-ci: {metric} does not show if higher is better")
     return found
 
 
 def _baseline_first(plans: Sequence[Plan]) -> list[str]:
-    """The groups of the plans, first the one whose policies are all exact, by the rule of compare."""
+    """Return the groups of the plans with the baseline in front. As in ``sparsebp compare``, it is the first dense
+    group, else the first whose policies are all exact, else the first."""
     from sparsebp_cli.policy import make_policy
 
-    groups = list(dict.fromkeys(plan.group for plan in plans))
+    dense, exact = list[str](), list[str]()
     for plan in plans:
-        if all(make_policy(entry.name, **entry.options).exact for entry in plan.recipe.policies):
-            return [plan.group, *(group for group in groups if group != plan.group)]
-    return groups
+        phases = [plan.recipe.policy, *(phase.policy for phase in plan.recipe.schedule or ())]
+        entries = [entry for phase in phases for entry in phase]
+        if all(entry.name == "dense" for entry in entries):
+            dense.append(plan.group)
+        elif all(make_policy(entry.name, **entry.options).exact for entry in entries):
+            exact.append(plan.group)
+    return list(dict.fromkeys([*dense[:1], *exact[:1], *(plan.group for plan in plans)]))
 
 
 def _finished() -> dict[tuple[str, int], RunFolder]:
-    """Group and seed to the first finished run, which is the one that counts and is not repeated."""
+    """Map group and seed to the first finished run, which counts and is not repeated."""
     from sparsebp_cli.errors import RunNotFoundError
     from sparsebp_cli.plan import Plan
 
@@ -123,7 +128,7 @@ def _finished() -> dict[tuple[str, int], RunFolder]:
 
 
 def _compare_at(looks: Looks, runs: Sequence[RunFolder]) -> dict[str, NotWorse | None]:
-    """Save the looks into the runs and compare them; ``sparsebp compare`` reads them there and answers the same."""
+    """Save the looks into the runs and compare them. ``sparsebp compare`` reads them and answers the same."""
     from sparsebp_cli.compare import compare_runs
 
     for run in runs:
@@ -167,7 +172,7 @@ def _make_answers(trial: Trial, names: dict[str, str], metric: str, stopped: str
 
 
 def print_answers(found: MarginAnswers) -> None:
-    """Print the answer of each recipe, and what they rest on; nothing if a run did not finish, which has its line."""
+    """Print the answer of each recipe and its basis; nothing if a run did not finish, which is reported elsewhere."""
     if found.stopped == "failed":
         return
     for one in found.answers:

@@ -1,4 +1,4 @@
-"""``sparsebp validate``: check recipes and the files that they name; nothing is started."""
+"""``sparsebp validate``: check recipes and the files that they name, without starting anything."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ Probing = Annotated[
     bool,
     typer.Option(
         "--probe",
-        help="Also load model and data here and rehearse the first step: its cost against dense, what a kept token "
-        "must count for, and what choosing could gain at most. Nothing is trained.",
+        help="Also try the first step without training: print its cost against dense and the largest possible gain.",
     ),
 ]
 
@@ -38,8 +37,7 @@ Forecasting = Annotated[
     bool,
     typer.Option(
         "--memory",
-        help="Instead: what a step would need, by part, and what would need less. Nothing is loaded: a config.json is "
-        "enough.",
+        help="Only forecast a step's memory, and name changes that need less. Loads no weights: config.json is enough.",
         rich_help_panel=FORECAST,
     ),
 ]
@@ -48,7 +46,7 @@ Gpu = Annotated[
     typer.Option(
         "--gpu",
         metavar="NAME",
-        help="With --memory, on this device: h100-80gb, or a size such as 48gb (default: this machine's CPU).",
+        help="With --memory: the device, such as h100-80gb, or a memory size (48gb). Default: this machine's CPU.",
         rich_help_panel=FORECAST,
     ),
 ]
@@ -57,7 +55,7 @@ Rate = Annotated[
     typer.Option(
         "--rate",
         metavar="TFLOPS|RUN",
-        help="With --memory, how fast the device trains: in TFLOP/s, or as in a run of yours.",
+        help="With --memory: speed for the estimate of hours, in TFLOP/s, or a run that measured it.",
         rich_help_panel=FORECAST,
     ),
 ]
@@ -73,14 +71,12 @@ def validate(
     rate: Rate = None,
     output: Format = Output.TABLE,
 ) -> None:
-    """Check recipes and studies: each key, keys that conflict, and the files that they name; exit code 2 when one is
-    wrong."""
-    from sparsebp_cli.cli.study_check import check_study, describe
+    """Check recipes and studies: keys, values, combinations, and the files that they name. Exits with 2 on errors."""
     from sparsebp_cli.plan import make_plan
     from sparsebp_cli.recipe import parse_seeds
     from sparsebp_cli.recipe.loader import is_targets_file
-    from sparsebp_cli.study.loader import is_study
 
+    studies_tool = find_tool("study")
     for file in filter(is_targets_file, recipes):
         print_line(f"passed over {file}: named targets and no recipe")
     recipes = [file for file in recipes if not is_targets_file(file)]
@@ -96,11 +92,8 @@ def validate(
     num_runs, checked, studies = len(parse_seeds(seeds)) if seeds is not None else 1, [], []
     for file in recipes:
         try:
-            if is_study(file):
-                for found in check_study(file, changes or [], check_sources):
-                    studies.append(found)
-                    for line in describe(found):
-                        print_line(line)
+            if studies_tool is not None and studies_tool.is_study(file):
+                studies += studies_tool.check(file, changes or [], check_sources)
                 continue
             recipe, origin, unknown = load_checked(file, changes or [])
             notes = [*warn_of_device(recipe), *warn_of_data(recipe, origin, unknown)]
@@ -141,14 +134,14 @@ def _print_checked(found: CheckedRecipe) -> None:
 
 
 def preview(plan: Plan) -> list[str]:
-    """Return one or two lines: a step's cost against dense, and the largest possible gain of choosing. Nothing is
-    trained. Raises ``UsageError`` if model or data cannot be loaded as the recipe says, ``RunFailedError`` if the
-    process failed."""
+    """Return one or two lines: a step's cost against dense, and the largest possible gain of choosing. Train nothing.
+    Raise ``UsageError`` if model or data cannot be loaded as the recipe says, ``RunFailedError`` if the process failed.
+    """
     return [str(line) for line in ask_worker("preview", plan, "rehearses a step")["lines"]]
 
 
 def warn_of_device(recipe: Recipe) -> list[str]:
-    """Return a line where a recipe asks for a GPU of this machine and there is none."""
+    """Return a line if a recipe requests a GPU of this machine and there is none."""
     from sparsebp_cli.target.local import list_gpus
 
     if recipe.target.kind != HERE or recipe.target.device != "cuda" or Path("/dev/kfd").exists() or list_gpus():
@@ -157,8 +150,8 @@ def warn_of_device(recipe: Recipe) -> list[str]:
 
 
 def warn_of_data(recipe: Recipe, origin: Path, unknown: Sequence[str]) -> list[str]:
-    """Return a line on each thing that is wrong with what the data become, by tokenising them; nothing where they are
-    not on this machine, or no tokenizer is needed to tell. Raises ``UsageError`` if no example would be left."""
+    """Tokenise the data and return a line for each problem. Return nothing if the data are not on this machine, or no
+    tokenizer is needed to find problems. Raise ``UsageError`` if no example would be left."""
     from sparsebp_cli.plan import make_plan
     from sparsebp_cli.source import needs_tokens
 
@@ -171,13 +164,13 @@ def warn_of_data(recipe: Recipe, origin: Path, unknown: Sequence[str]) -> list[s
 
 
 PLAN = "plan.json"
-HERE = "local"  # the target kind that runs on this machine
+HERE = "local"  # the target kind for this machine
 
 
 def load_checked(file: Path, changes: Sequence[str]) -> tuple[Recipe, Path, list[str]]:
-    """Read a recipe, or the recipe in a ``plan.json``, apply ``--set`` changes, and check its model and data. Returns
-    the recipe, the file that its relative paths start from, and a sentence on each thing that cannot be checked from
-    this machine. Raises ``RecipeError`` with the place of what is wrong."""
+    """Read a recipe, or the recipe in a ``plan.json``, apply ``--set`` changes, and check its model and data. Return
+    the recipe, the file to which its paths are relative, and a sentence for each thing that this machine cannot check.
+    Raise ``RecipeError`` with the place of the problem."""
     from sparsebp_cli.cli.epochs import derive_steps
     from sparsebp_cli.recipe import load_placed, load_stored
 
@@ -187,14 +180,14 @@ def load_checked(file: Path, changes: Sequence[str]) -> tuple[Recipe, Path, list
         return derive_steps(placed, file, unknown), file, unknown
     stored = RunFolder(file.parent).read_plan()
     placed = load_stored(stored["recipe"], str(file), changes)
-    # The code is that of the working folder; paths became absolute when the first plan was made.
+    # The code is that of the working folder. Paths became absolute when the first plan was made.
     origin = Path.cwd() / str(stored.get("provenance", {}).get("recipe_file") or PLAN)
     return placed.recipe, origin, check_sources(placed, [origin.resolve().parent, Path.cwd()])
 
 
 def check_sources(placed: PlacedRecipe, folders: Sequence[Path]) -> list[str]:
-    """Check the model and the data of a recipe, whose relative paths are searched in the folders in order. Returns a
-    sentence on each thing that cannot be checked from this machine; raises ``RecipeError`` for what is wrong."""
+    """Check the model and the data of a recipe. Relative paths are searched in the folders in order. Return a sentence
+    for each thing that this machine cannot check. Raise ``RecipeError`` for problems."""
     from sparsebp_cli.policy.field_error import FieldError
     from sparsebp_cli.recipe.check import first_error
     from sparsebp_cli.recipe.composition import has_own_worker

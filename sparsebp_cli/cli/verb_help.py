@@ -1,4 +1,4 @@
-"""What ``--help`` says of a value: the word by which the user knows it, not the type that Python gives it."""
+"""Show in ``--help`` the word by which users know a value, instead of its Python type."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from sparsebp_cli.cli.plugin import BROKEN
 from sparsebp_cli.entry_point import tell_home
 from sparsebp_cli.errors import UsageError, did_you_mean
 
-# Verbs of 0.5, and what does their work now.
+# Commands of 0.5, and their replacements.
 REMOVED = {
     "diff": "`sparsebp compare RUN OTHER` shows what differs",
     "note": "`sparsebp tag RUN NAME` marks a run; notes that are there stay",
     "top": "`sparsebp runs --watch` shows what is running",
     "ui": "the last line of `sparsebp runs` is the command that opens MLflow's pages",
 }
-# Words of other tools for what a verb of ours does.
+# Words of other tools for our commands.
 MEANT = {
     "train": "run",
     "start": "run",
@@ -34,19 +34,24 @@ MEANT = {
     "check": "validate",
     "plot": "compare",
 }
-# Verbs of packages that come with SparseBP.
+# Commands of packages that come with SparseBP.
 HOMES = {
     "audit": "sparsebp-audit",
+    "bench": "sparsebp-tools",
+    "datasets": "sparsebp-tools",
     "evaluate": "sparsebp-tools",
+    "export": "sparsebp-tools",
     "fetch": "sparsebp-tools",
     "judge": "sparsebp-lab",
     "leaderboard": "sparsebp-lab",
     "model": "sparsebp-tools",
+    "models": "sparsebp-tools",
+    "rerun": "sparsebp-tools",
     "study": "sparsebp-lab",
     "worth": "sparsebp-lab",
 }
 
-# A use of each verb; a package says those of its own.
+# An example of each command; packages give their own.
 EXAMPLES = {
     "quickstart": "quickstart --set training.max_steps=20",
     "init": "init sums --task completion --data sums.jsonl",
@@ -58,14 +63,10 @@ EXAMPLES = {
     "new": "new policy peak-rows",
     "recipes": "recipes copy topk-rows here",
     "policies": "policies topk",
-    "models": "models",
-    "datasets": "datasets",
     "schema": "schema --all",
-    "export": "export topk-rows --format sbatch",
     "runs": "runs --watch",
     "logs": "logs @last",
     "resume": "resume @last",
-    "rerun": "rerun @last",
     "cancel": "cancel @last",
     "tag": "tag @2 figure-2",
     "archive": "archive @figure-2 --to figure-2.tar.gz",
@@ -73,16 +74,15 @@ EXAMPLES = {
     "rm": "rm @last --yes",
     "sync": "sync --all",
     "doctor": "doctor",
-    "bench": "bench topk --recipe topk-rows",
     "targets": "targets check gpu1",
 }
 
 
 def name_values(parameters: list[Any]) -> list[Any]:
-    """Make the column of types say nothing of flags, and of arguments that have a word of their own."""
+    """Hide the type of flags, and of arguments that have their own word, in the help."""
     for parameter in parameters:
         if getattr(parameter, "is_flag", False) or parameter.param_type_name == "argument":
-            # Typer would write <bool> beside a flag and <list[str]> beside RUN. Its older versions never ask.
+            # Otherwise Typer writes <bool> beside a flag and <list[str]> beside RUN. Older versions do not call this.
             parameter.display_type_rich = _no_type
     return parameters
 
@@ -92,22 +92,22 @@ def _no_type(ctx: Any) -> None:  # noqa: ARG001 - the signature of typer's metho
 
 
 class Verb(TyperCommand):
-    """A verb, whose help names what a value is."""
+    """A command whose help names its values."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Return the parameters, ``--help`` among them."""
+        """Return the parameters, including ``--help``."""
         return name_values(super().get_params(ctx))
 
 
 class Verbs(TyperGroup):
-    """The command above the verbs, the same for its own options."""
+    """The command that contains all commands. Its own options are named in the same way."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Return the parameters, ``--help`` among them."""
+        """Return the parameters, including ``--help``."""
         return name_values(super().get_params(ctx))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return the verb that the first word names; raise UsageError with the nearest for an unknown one."""
+        """Return the command that the first word names. Raise UsageError, with the nearest name, for an unknown one."""
         if args and args[0] in REMOVED:
             raise UsageError(f"`sparsebp {args[0]}` was removed: {REMOVED[args[0]]}")
         known = self.list_commands(ctx)

@@ -1,4 +1,4 @@
-"""The answer of a short process of the worker, which may load torch; the client does not."""
+"""Get an answer from a short worker process, which may load torch; the client does not."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ if TYPE_CHECKING:
 
 
 def ask_worker(module: str, plan: Plan, what: str) -> dict[str, Any]:
-    """Return what a module of the worker answers about a plan, which it rehearses on this machine in one process,
-    whatever its target. ``what`` says in an error what the process does. Raises ``UsageError`` if model or data cannot
-    be loaded as the recipe says, ``RunFailedError`` if the process failed."""
+    """Return a worker module's answer about a plan. The module always runs on this machine in one process, whatever the
+    plan's target. ``what`` says in errors what the process does. Raise ``UsageError`` if model or data cannot be loaded
+    as the recipe says, ``RunFailedError`` if the process failed."""
     with tempfile.TemporaryDirectory(prefix="sparsebp-") as folder:
         return ask(module, [plan.save(Path(folder))], what)
 
 
 def ask(module: str, files: Sequence[Path], what: str) -> dict[str, Any]:
-    """Do the same for a module that is given files or folders by absolute paths."""
+    """Do the same for a module whose arguments are files or folders, passed as absolute paths."""
     with tempfile.TemporaryDirectory(prefix="sparsebp-") as folder:
         command = interpreter.command("-m", f"sparsebp_cli.worker.{module}", *map(str, files))
         done = subprocess.run(
             command,
             env=interpreter.worker_environment(
                 {"SPARSEBP_HOME": str(home())}
-            ),  # a relative one is relative to this process
+            ),  # a relative path is relative to this process
             cwd=folder,
             capture_output=True,
             text=True,

@@ -1,4 +1,4 @@
-"""Starts a process of the worker that measures, shows its progress, and ends it on a signal."""
+"""Start a worker process that measures, show its progress, and end it on a signal."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SECONDS_TO_END = 5.0
 
 
 def measure_apart(module: str, request: str) -> dict[str, Any]:
-    """Return what a module, by its full name, measures for a request, one line, in a process of its own. Raises
+    """Run a module, given by its full name, in a separate process with a one-line request, and return its result. Raise
     ``UsageError`` if model or data cannot be loaded, ``RunFailedError`` if the process failed, and ``typer.Exit`` after
     Ctrl-C (130) or SIGTERM (143)."""
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors, Interrupts() as interrupts:
@@ -37,13 +37,13 @@ def measure_apart(module: str, request: str) -> dict[str, Any]:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,
-            env=interpreter.worker_environment({"SPARSEBP_HOME": str(home())}),  # a relative one is relative to here
+            env=interpreter.worker_environment({"SPARSEBP_HOME": str(home())}),  # relative ones are relative to here
             text=True,
-            start_new_session=True,  # Ctrl-C reaches this process only
+            start_new_session=True,  # Ctrl-C reaches only this process
         )
         try:
             assert process.stdin is not None
-            # A process that has ended already is told of below.
+            # A process that has already ended is reported below.
             with suppress(BrokenPipeError):
                 process.stdin.write(request + "\n")
                 process.stdin.flush()
@@ -62,9 +62,9 @@ def measure_apart(module: str, request: str) -> dict[str, Any]:
 
 
 def _follow(process: subprocess.Popen[str], interrupts: Interrupts) -> dict[str, Any] | None:
-    """Show progress until the last record, and return it; None when there is none."""
+    """Show progress until the last record, and return it; None if there is none."""
     records: queue.Queue[dict[str, Any] | None] = queue.Queue()
-    # By a thread: a signal, which is only recorded, would wait as long as the pipe is silent.
+    # Read in a thread: otherwise a recorded signal would wait as long as the pipe is silent.
     threading.Thread(target=_read, args=(process, records), daemon=True).start()
     with _Display() as display:
         while not interrupts.received:
@@ -88,7 +88,7 @@ def _read(process: subprocess.Popen[str], records: queue.Queue[dict[str, Any] | 
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Close its input, which ends it; then terminate it, then kill it."""
+    """End the process: close its input, then terminate it, then kill it."""
     assert process.stdin is not None
     with suppress(BrokenPipeError):
         process.stdin.close()
@@ -107,7 +107,7 @@ def _last_line(file: IO[str]) -> str:
 
 
 class _Display:
-    """A bar in a terminal, a line every few seconds elsewhere; on standard error, as the result may go into a pipe."""
+    """A bar in a terminal, else a line every few seconds; on standard error, since the result may go into a pipe."""
 
     def __init__(self) -> None:
         self._console = console(stderr=True)
@@ -123,7 +123,7 @@ class _Display:
                 SpinnerColumn(),
                 BarColumn(20),
                 TextColumn("{task.fields[left]:>13}"),
-                TextColumn("{task.description}", markup=False),  # the console's own markup=False does not reach it
+                TextColumn("{task.description}", markup=False),  # the console's own markup=False does not apply here
                 console=self._console,
                 transient=True,
             )
@@ -152,4 +152,4 @@ class _Display:
             print_line("  ".join(part for part in (passes, what, left) if part), stderr=True)
 
     def refresh(self) -> None:
-        """Do nothing: a terminal's spinner turns by itself."""
+        """Do nothing, because a terminal's spinner turns by itself."""

@@ -335,7 +335,7 @@ ROWS: dict[str, tuple[str, ...]] = {
                f"export MODEL -f sbatch {SHORT}", "export FAKE -f sbatch --target TEXT",
                "export FAKE -f sbatch --set TEXT"),
     "fetch": ("fetch nothing", "fetch TEXT"),
-    "init": ("init new-folder --task completion", "init TEXT"),
+    "init": ("init new-folder --task completion", "init new-folder --from RECIPE", "init TEXT"),
     "judge": ("judge FAKE --against FAKE", "judge RECIPE --against FAKE", "judge FAKE --against RECIPE",
               "judge DATA --against DATA", "judge TEXT --against FAKE", "judge TEXT --against TEXT --script true"),
     "leaderboard": ("leaderboard", "leaderboard check SUBMISSION", "leaderboard check TEXT"),

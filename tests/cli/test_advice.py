@@ -208,6 +208,8 @@ def meet_lists(reader: Reader) -> None:
     assert list(to.glob("*.yaml"))
     reader.meet("targets", "check")
     assert "docker" in reader.follow("cli/targets.py", "sparsebp targets")
+    reader.meet("run", "topk-rows", "--target", "nosuch")
+    assert "docker" in reader.follow("recipe/target.py", "sparsebp targets")
     reader.meet("policies")
     assert "keep" in reader.follow("cli/policies.py", "sparsebp policies NAME", NAME="topk")
 
@@ -238,7 +240,7 @@ def meet_next(reader: Reader) -> None:
 def meet_rerun(reader: Reader) -> None:
     run = write_run(reader.write_recipe())
     reader.meet("rerun", run.run_id)
-    reader.follow("cli/rerun.py", "sparsebp run --like {}")
+    reader.follow("verb/rerun.py", "sparsebp run --like {}")
     assert len(list_runs()) == 2
     assert reader.call("rerun", seal_run(run).run_id).returncode in {0, 2}  # it has a record of its code now
 
@@ -406,6 +408,7 @@ STORIES: dict[Callable[[Reader], None], tuple[tuple[str, str], ...]] = {
         ("starter/shipped.py", "sparsebp recipes"),
         ("cli/starter.py", "sparsebp recipes copy NAME [TO]"),
         ("cli/targets.py", "sparsebp targets"),
+        ("recipe/target.py", "sparsebp targets"),
         ("cli/policies.py", "sparsebp policies NAME"),
     ),
     meet_ends: (
@@ -413,7 +416,7 @@ STORIES: dict[Callable[[Reader], None], tuple[tuple[str, str], ...]] = {
         ("errors.py", "sparsebp resume {} {}"),
     ),
     meet_next: (("cli/summary.py", "sparsebp show {}"), ("cli/summary.py", "sparsebp compare {}")),
-    meet_rerun: (("cli/rerun.py", "sparsebp run --like {}"),),
+    meet_rerun: (("verb/rerun.py", "sparsebp run --like {}"),),
     meet_archive: (("compare/archive.py", "sparsebp archive"), ("cli/archive.py", "sparsebp compare --from {}")),
     meet_report: (
         ("compare/report/__init__.py", "sparsebp run {}"),
@@ -448,14 +451,14 @@ STORIES: dict[Callable[[Reader], None], tuple[tuple[str, str], ...]] = {
 # The tests that follow an advice whose state is dear to make: a training, a package index, a server.
 ELSEWHERE = {
     ("asset/fetched.py", "sparsebp fetch {}"): "asset/test_fetched.py::test_a_model_is_taken_out_of_its_package_once",
-    ("cli/assets.py", "sparsebp fetch {}"): "asset/test_fetched.py::test_a_model_is_taken_out_of_its_package_once",
+    ("verb/assets.py", "sparsebp fetch {}"): "asset/test_fetched.py::test_a_model_is_taken_out_of_its_package_once",
     ("report/kind.py", "sparsebp audit --apply"): (
         "plugins/sparsebp-audit/tests/test_apply.py::test_a_script_trains_to_the_same_losses_with_less_work"
     ),
     ("backward/kind/packing/verify.py", "sparsebp audit --examples"): (
         "plugins/sparsebp-audit/tests/test_shown_examples.py::test_trainers_and_collators_are_judged"
     ),
-    ("cli/bench_table.py", "sparsebp validate --probe RECIPE"): (
+    ("bench/table.py", "sparsebp validate --probe RECIPE"): (
         "cli/test_app.py::test_validate_with_probe_prints_what_a_step_costs_and_what_choosing_may_gain"
     ),
     ("cli/archive.py", "sparsebp archive @STUDY --thin --to FILE"): (
@@ -486,7 +489,7 @@ ELSEWHERE = {
     ("tracking/flush.py", "sparsebp sync {}"): (
         "tracking/test_moved.py::test_what_was_deleted_in_the_store_is_brought_back_by_the_command_of_the_warning"
     ),
-    ("tracking/door.py", "sparsebp sync {} --to {}"): (
+    ("tracker/door.py", "sparsebp sync {} --to {}"): (
         "cli/test_machine.py::test_the_command_of_a_trackers_warning_sends_what_the_tracker_lacks"
     ),
     ("tracking/flush.py", "sparsebp sync {} --uri {}"): (
@@ -524,11 +527,12 @@ ELSEWHERE = {
 # Texts that name a verb and advise nothing.
 MENTIONS = {
     ("release/card.py", "sparsebp rerun {}"),
-    ("cli/bench.py", "sparsebp policies"),
+    ("verb/bench.py", "sparsebp policies"),
     ("cli/option.py", "sparsebp recipes"),
     ("verb/study.py", "sparsebp recipes"),
     ("verb/study.py", "sparsebp targets"),
-    ("cli/schema.py", "sparsebp study"),
+    ("cli/run.py", "sparsebp targets"),
+    ("verb/export.py", "sparsebp targets"),
     ("policy/epoch.py", "sparsebp run"),
     ("recipe/json_schema.py", "sparsebp policies"),
     ("recipe/schema.py", "sparsebp policies"),

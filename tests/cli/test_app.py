@@ -225,6 +225,33 @@ def test_an_unforeseen_error_is_one_line_and_its_traceback_is_kept(cli: Cli, hom
     assert "Traceback" in cli("--debug", "runs", real=True, PYTHONPATH=str(tmp_path)).stderr
 
 
+@pytest.mark.parametrize("use", ["raise MemoryError", "bytearray(1 << 62)", "import numpy; numpy.empty(1 << 57)"])
+def test_memory_that_is_used_up_is_one_line_without_a_traceback(
+    cli: Cli, home_folder: Path, tmp_path: Path, use: str
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import sparsebp_cli.cli.runs as verb\ndef use():\n    {use}\nverb.list_runs = use\n"
+    )
+    done = cli("runs", real=True, PYTHONPATH=str(tmp_path))
+    assert done.returncode == 100
+    assert re.fullmatch(r"error: out of memory(: [^\n]+)?; end other programs, [^\n]*\n", done.stderr)
+    assert not (home_folder / "error.log").exists()
+    assert "Traceback" in cli("--debug", "runs", real=True, PYTHONPATH=str(tmp_path)).stderr
+
+
+def test_a_working_folder_that_was_deleted_is_named(cli: Cli, write_recipe: Write, tmp_path: Path) -> None:
+    recipe = write_recipe()
+    main = "import os, sys; os.mkdir('gone'); os.chdir('gone'); os.rmdir('../gone'); "
+    main += "from sparsebp_cli.cli.app import main; main()"
+    for words, code in ((["run", str(recipe)], 100), (["runs"], 0)):
+        done = subprocess.run(
+            [sys.executable, "-c", main, *words], capture_output=True, text=True, cwd=tmp_path, check=False
+        )
+        assert done.returncode == code
+        told = "error: this shell's working folder was deleted: cd to another one\n"
+        assert done.stderr == (told if code else "")
+
+
 def test_a_home_that_cannot_be_written_is_one_line(cli: Cli, write_recipe: Write, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     done = cli("run", write_recipe(), SPARSEBP_HOME=str(tmp_path / "file" / "home"))

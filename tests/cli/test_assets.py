@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from sparsebp_cli.cli.assets import describe_assets
 from sparsebp_cli.errors import AbsentDataError
-from sparsebp_cli.source.name import MODELS, TOOLS, find_source
+from sparsebp_cli.source.name import TOOLS, find_source
 from sparsebp_tools.asset.fetched import FETCHED, MOVIES, SNIPPETS
 
 from .conftest import Cli
@@ -45,12 +44,6 @@ def test_a_name_whose_package_is_not_installed_says_which_it_is(group: str, monk
         with pytest.raises(AbsentDataError, match=f"^{name} is in the package sparsebp-tools: python -m pip install"):
             find_source(name, group)
     assert {each for names in TOOLS.values() for each in names} == {*FETCHED}
-
-
-def test_lists_do_without_the_package_of_what_can_be_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sparsebp_cli.entry_point.find_tool", lambda name: None)
-    found = {one.name: one for one in describe_assets(MODELS)}
-    assert (found["austen-llama"].where, found["minilm-l6"].bytes) == ("package", None)
 
 
 def test_a_recipe_with_a_model_that_is_not_here_says_how_to_get_it(call: Cli, tmp_path: Path) -> None:

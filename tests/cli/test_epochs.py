@@ -73,4 +73,4 @@ def test_a_study_counts_steps(call, write, tmp_path: Path) -> None:
     study.write_text(f"version: 1\nstudy: s\nbase: {base.name}\n{arms}\nseeds: {{report: 0-2}}\n")
     done = call("validate", study)
     assert done.returncode == 2
-    assert "a study counts steps; give training.max_steps" in done.stderr
+    assert "a study needs training.max_steps" in done.stderr

@@ -32,7 +32,7 @@ def fill(write_recipe: Write, number: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.promise("R25")
-@pytest.mark.parametrize("verb", ["runs", "prune --dry-run"])
+@pytest.mark.parametrize("verb", ["runs", "prune --dry-run", "compare --where state=finished"])
 def test_four_times_the_runs_cost_a_verb_four_times_the_calls(
     verb: str, call: Cli, write_recipe: Write, record_property
 ) -> None:

@@ -202,8 +202,8 @@ class Ground:
             return
         if "raceback" in out + err:
             yield "crashed"
-        # A wrong option is told in a frame; of several runs each that goes wrong has its warning.
-        errors = [line for line in err.splitlines() if line.startswith(("error: ", "╭─ Error"))]
+        # Of several runs each that goes wrong has its warning.
+        errors = [line for line in err.splitlines() if line.startswith("error: ")]
         is_told = errors or "warning: " in err
         is_one = len(errors) < 2 or all(OF_A_KEY.match(line) for line in errors)  # of a file, all that is wrong with it
         if not is_one or (errors and not code) or (code >= 2 and not is_told):

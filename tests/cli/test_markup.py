@@ -13,10 +13,6 @@ from rich.table import Table
 from sparsebp_audit.report import AuditReport, Finding
 from sparsebp_audit.report.report import ModuleWork
 from sparsebp_audit.verb.audit_table import print_audit
-from sparsebp_cli.bench import Benchmark, BenchmarkRow
-from sparsebp_cli.bench.request import Request
-from sparsebp_cli.bench.result import BreakEven
-from sparsebp_cli.cli.bench_table import print_benchmark
 from sparsebp_cli.cli.display import LiveDisplay
 from sparsebp_cli.cli.follow import print_end
 from sparsebp_cli.cli.progress import Progress
@@ -24,6 +20,10 @@ from sparsebp_cli.cli.screen import console
 from sparsebp_cli.run import JournalWriter, RunFolder
 from sparsebp_cli.target.contract import CheckResult as Check
 from sparsebp_cli.target.local import LocalJob, LocalTarget
+from sparsebp_tools.bench import Benchmark, BenchmarkRow
+from sparsebp_tools.bench.request import Request
+from sparsebp_tools.bench.result import BreakEven
+from sparsebp_tools.bench.table import print_benchmark
 
 from .conftest import Cli, Write, write_run
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+import sparsebp_cli.cli.epochs
+import sparsebp_cli.cli.validate
 import sparsebp_cli.cli.worker_answer
 import sparsebp_cli.cli.worker_process
 import sparsebp_cli.target
@@ -18,13 +20,13 @@ from benchmarks import house
 from sparsebp_audit.report import AuditReport
 from sparsebp_audit.verb import audit_process
 from sparsebp_cli.asset.bundled import austen_llama
-from sparsebp_cli.bench import Benchmark
 from sparsebp_cli.cli.answer import wants_json
 from sparsebp_cli.cli.answer.kind import KINDS
 from sparsebp_cli.cli.app import VERBS
 from sparsebp_cli.cli.exit_code import EXIT_CODES
 from sparsebp_cli.errors import SparseBPError, did_you_mean, find_nearest
 from sparsebp_cli.run import RunFolder, manifest
+from sparsebp_tools.bench import Benchmark
 from tests.judge.here import HereDriver
 from tests.judge.here import write_recipe as write_judged
 
@@ -57,7 +59,7 @@ WORTH = {"format": 1, "recipe": "fake", "steps": [1], "batch": 4, "batches": 6, 
 WORTH |= {"dense_step_flops": 1e9, "policies": [POLICY], "left_out": [{"name": "vcas", "why": "needs rows"}]}
 TASK = {"version": 1.0, "hash": "ab", "examples": 4, "values": {"acc": {"value": 0.5, "better": "higher"}}}
 EVALUATION = {"version": "0.4.13", "tasks": {"colours": TASK | {"scores": {"acc": [1.0]}}}}
-BENCHMARK = ROOT / "benchmarks" / "results" / "branches-cpu.json"
+BENCHMARK = ROOT / "benchmarks" / "results" / "elements-cpu.json"
 AUDIT = dict.fromkeys(
     (
         *("steps", "wanted_steps", "backwards", "parameter_bytes", "gradient_bytes", "optimizer_bytes", "num_below"),
@@ -121,11 +123,11 @@ def machine(write_recipe: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
     monkeypatch.setattr(sparsebp_cli.target, "make_target", make_fake)
     measured = {"sparsebp_lab.worth": WORTH, "sparsebp_tools.harness": EVALUATION}
-    measured["sparsebp_cli.worker.bench"] = Benchmark.model_validate_json(
-        BENCHMARK.read_text(encoding="utf-8")
-    ).model_dump()
+    measured["sparsebp_tools.bench"] = Benchmark.model_validate_json(BENCHMARK.read_text(encoding="utf-8")).model_dump()
     monkeypatch.setattr(sparsebp_cli.cli.worker_process, "measure_apart", lambda module, _: dict(measured[module]))
-    monkeypatch.setattr(sparsebp_cli.cli.worker_answer, "ask_worker", lambda *_: dict(CENSUS))
+    # Each module that has a name of its own for it, or else takes this one for good when it is imported first here.
+    for module in (sparsebp_cli.cli.worker_answer, sparsebp_cli.cli.validate, sparsebp_cli.cli.epochs):
+        monkeypatch.setattr(module, "ask_worker", lambda *_: dict(CENSUS))
     monkeypatch.setattr(audit_process, "run_audited", give_report)
     monkeypatch.setattr("sparsebp_tools.asset.fetched.fetch", lambda asset: tmp_path / asset.name)
     write_recipe()

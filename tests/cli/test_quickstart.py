@@ -53,11 +53,11 @@ def test_the_quickstart_compares_its_own_two_runs_and_says_where_to_go(
     assert {plan.recipe.training.max_steps for plan in executed} == {12}
     assert (tmp_path / "ids").read_text().split() == [plan.run_id for plan in executed]
     assert "newcomer" not in done.stdout
-    assert done.stdout.startswith("Seen: ")  # the lesson, and no table
+    assert done.stdout.startswith("Result: ")  # the lesson, and no table
     lesson = done.stdout
     assert len(lesson.splitlines()) <= 8
     first_words = [line.split()[0] for line in lesson.splitlines()]
-    assert [word for word in first_words if word.endswith(":")] == ["Seen:", "Use:", "Next:"]
+    assert [word for word in first_words if word.endswith(":")] == ["Result:", "Use:", "Next:"]
     assert "quickstart is exact: what differs is rounding" in " ".join(lesson.split())
     assert "; cost 0.45 of the baseline's FLOPs" in " ".join(lesson.split())
     assert f"sparsebp compare {executed[0].run_id} {executed[1].run_id}" in " ".join(lesson.split())

@@ -8,13 +8,13 @@ import tarfile
 
 import pytest
 
-from sparsebp_cli.cli.rerun import compare_losses, find_changes, prepare, read_finished
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.plan.identity import find_code
 from sparsebp_cli.plan.seal import Seal
 from sparsebp_cli.run import History, JournalWriter, RunFolder, list_runs
 from sparsebp_cli.run.series import Series
 from sparsebp_cli.target.archive import pack
+from sparsebp_tools.verb.rerun import compare_losses, find_changes, prepare, read_finished
 
 from .conftest import Cli, Write, write_run
 

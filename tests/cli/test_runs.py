@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,9 @@ import pytest
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.run import History, RunFolder, State, create_run, home
 from sparsebp_cli.run.label import Labels
-from sparsebp_cli.study.record import StudyRecord
 from sparsebp_cli.target.archive import merge_into_run
 from sparsebp_cli.tracking.content import read_labels, tags
+from sparsebp_lab.study.record import StudyRecord
 
 from .conftest import Cli, Write, write_run
 
@@ -79,6 +80,14 @@ def test_a_name_that_no_run_has_is_refused_in_one_line(
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.parametrize("verb", ["show", "logs", "compare", "resume", "rm", "model"])
+def test_a_word_that_can_be_no_name_of_a_file_names_no_run(call: Cli, three: list[RunFolder], verb: str) -> None:
+    for word in ("\N{FOX FACE}" * 70, "a/" + "\N{FOX FACE}" * 70):
+        done = call(verb, word)
+        assert done.returncode in {2, 102}
+        assert re.fullmatch(r"error: [^\n]*\N{FOX FACE}[^\n]*\n", done.stderr)
+
+
 def test_every_line_of_the_list_fits_100_columns(call: Cli, write_recipe: Write) -> None:
     run = write_run(write_recipe(name="a-name-that-is-quite-long-for-a-table-of-100-columns"))
     Labels(("best", "the-main-figure-of-the-second-section"), "a note " * 40).save(run.path)
@@ -125,7 +134,7 @@ def test_a_word_that_is_a_study_too_means_the_same_in_every_command(call: Cli, t
         StudyRecord(name, "study.yaml", 0).save()
     for words in (["compare", "@best"], ["archive", "@best", "--to", "best.tar.gz"]):
         done = call(*words)
-        assert (done.returncode, done.stderr.count("@best is a study and a tag of runs")) == (2, 1)
+        assert (done.returncode, done.stderr.count("@best is the name of a study and a tag")) == (2, 1)
     last = json.loads(call("compare", "@last", "-o", "json").stdout)
     assert [run["run_id"] for run in last["runs"]] == [three[2].run_id]
 

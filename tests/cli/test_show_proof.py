@@ -115,20 +115,17 @@ def test_programs_are_given_every_module_and_layer(make_run, call: Cli) -> None:
     assert shown["layers"]["100"] == LAYERS
 
 
-@pytest.mark.parametrize("ending", ["png", "svg"])
-def test_layers_are_drawn(make_run, call: Cli, ending: str, tmp_path: Path) -> None:
-    file = tmp_path / f"layers.{ending}"
-    done = call("compare", make_run().run_id, "--layers", "--png", file)
-    assert (done.returncode, done.stderr.strip()) == (0, f"picture: {file}")
-    drawn = file.read_bytes()
-    assert drawn.startswith(b"\x89PNG") if ending == "png" else b"<svg" in drawn
-
-
-def test_a_picture_of_layers_with_another_ending_is_refused_in_one_line(make_run, call: Cli, tmp_path: Path) -> None:
-    name = "layers.jpg"
-    done = call("compare", make_run().run_id, "--layers", "--png", tmp_path / name)
+@pytest.mark.parametrize(
+    ("view", "ending", "text"),
+    [((), "jpg", "must end in .png, .svg, .pdf"), (("--layers",), "png", "leave out --layers; --html draws it")],
+)
+def test_a_picture_that_cannot_be_drawn_is_refused_in_one_line(
+    make_run, call: Cli, tmp_path: Path, view: tuple[str, ...], ending: str, text: str
+) -> None:
+    name = f"layers.{ending}"
+    done = call("compare", make_run().run_id, *view, "--png", tmp_path / name)
     assert done.returncode == 2
-    assert "must end in .png, .svg, .pdf" in done.stderr
+    assert text in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
     assert not (tmp_path / name).exists()
     none = call("compare", make_run(measured=False).run_id, "--layers")

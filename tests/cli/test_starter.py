@@ -214,7 +214,7 @@ def test_the_folder_names_the_data_of_the_package_where_none_are_given(call: Cli
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        ([], "init needs --task where no terminal can be asked; allowed: completion, chat, text, classification, glue"),
+        ([], "init needs --task if there is no terminal; allowed: completion, chat, text, classification, glue"),
         (["--task", "classification"], "needs --data"),
         (
             ["--task", "completion", "--columns", "a"],

@@ -93,6 +93,19 @@ def test_it_goes_on_until_the_seeds_are_spent_and_then_says_inconclusive(
     assert "inconclusive" in capsys.readouterr().out
 
 
+def test_the_baseline_is_that_of_compare_whatever_the_order(two_recipes: list[Path], write_recipe: Write) -> None:
+    exact, changing = write_recipe(name="exact"), write_recipe(name="changing")
+    policy = "policy: [{name: topk, keep: 0.1}]"
+    exact.write_text(exact.read_text().replace(policy, "policy: [{name: lossless}]"))
+    phases = "schedule: [{until: 0.5, policy: [{name: topk, keep: 0.1}]}, {policy: [{name: dense}]}]"
+    changing.write_text(changing.read_text().replace(policy, phases))
+    for recipes, wanted in (([changing, exact, *two_recipes], "dense"), ([changing, exact, two_recipes[0]], "exact")):
+        machine = Machine(recipes, noisy(0.0, 0.001))
+        answer, _ = run_until("eval/loss=0.01", "0-2", None, machine.make_plans, machine.execute)
+        names = {"dense", "exact", "changing", "sparse"} & {recipe.stem for recipe in recipes}
+        assert {one.name for one in answer.answers} == names - {wanted}
+
+
 def test_what_is_there_is_not_run_again(two_recipes: list[Path]) -> None:
     first = Machine(two_recipes, noisy(0.5, 0.001))
     first.until("eval/loss=0.01")
@@ -132,7 +145,7 @@ def test_no_round_begins_when_the_time_is_over(two_recipes: list[Path], capsys: 
     [
         ("eval/loss=0", "0-4", "--until-ci must be a number above 0"),
         ("eval/loss=0.1", "0-1", "--until-ci needs at least 3 seeds to choose from, got 2"),
-        ("train/grad_norm=0.1", "0-4", "whether more of train/grad_norm is better is not known"),
+        ("train/grad_norm=0.1", "0-4", "train/grad_norm does not show if higher is better"),
     ],
 )
 def test_what_cannot_be_decided_is_refused_before_anything_runs(
@@ -142,7 +155,7 @@ def test_what_cannot_be_decided_is_refused_before_anything_runs(
     with pytest.raises(UsageError, match=says):
         machine.until(condition, seeds)
     assert machine.done == []
-    with pytest.raises(UsageError, match="give a recipe for the baseline and at least one more"):
+    with pytest.raises(UsageError, match="needs two recipes or more"):
         Machine(two_recipes[:1], noisy(0.1, 0.1)).until("0.1")
 
 
@@ -201,5 +214,5 @@ def test_the_command_line_runs_it_and_refuses_what_does_not_go_with_it(cli: Cli,
     assert (document["kind"], document["stopped"], document["answers"][0]["answer"]) == ("margins", "decided", "yes")
     refused = cli("run", *two_recipes, "--until-ci", "0.01", "--detach")
     assert refused.returncode == 2
-    text = "error: --until-ci looks at results: not with --dry-run, --detach, --ids or --with-baseline\n"
+    text = "error: --until-ci waits for results: leave out --dry-run, --detach, --ids and --with-baseline\n"
     assert refused.stderr == text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import partial
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,7 +12,10 @@ from typing import Any
 import pytest
 
 from benchmarks import house
-from sparsebp_cli.cli import plugin, validate
+from sparsebp_cli.cli import plugin, stored_run, validate
+from sparsebp_cli.cli.compare import compare
+from sparsebp_cli.cli.runs import runs
+from sparsebp_cli.cli.schema import schema
 from sparsebp_cli.cli.verb_help import HOMES, Verbs
 from sparsebp_cli.errors import UsageError
 
@@ -42,6 +46,14 @@ def test_a_verb_whose_package_is_missing_says_how_to_get_it(verb: str) -> None:
     home = HOMES[verb]
     with pytest.raises(UsageError, match=f"`sparsebp {verb}` is in the package {home}: python -m pip install {home}"):
         Verbs(name="sparsebp", commands={}).resolve_command(type("Context", (), {"resilient_parsing": False})(), [verb])
+
+
+def test_a_study_without_its_package_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored_run, "find_tool", lambda name: None)
+    line = "--study is in the package sparsebp-lab: python -m pip install sparsebp-lab"
+    for ask in (partial(compare, study="tiny"), partial(runs, study="tiny"), partial(schema, study=True)):
+        with pytest.raises(UsageError, match=f"^{line}"):
+            ask()
 
 
 def test_a_forecast_whose_package_is_missing_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +97,7 @@ def test_every_process_that_a_verb_starts_is_a_module_that_exists() -> None:
                     first = node.args[0] if node.args else None
                     if isinstance(first, ast.Constant) and isinstance(first.value, str):
                         started.add(prefixes[node.func.id] + first.value)
-    assert started >= {"sparsebp_lab.worth", "sparsebp_cli.worker.bench", "sparsebp_cli.worker.preview"}
+    assert started >= {"sparsebp_lab.worth", "sparsebp_tools.bench", "sparsebp_cli.worker.preview"}
     assert [name for name in started if not find_runnable(name)] == []
 
 

@@ -1,6 +1,6 @@
-"""The kinds of documents that verbs answer with: name, version, record, verbs. A record is imported when it is needed.
+"""The kinds of documents with which commands answer: name, version, record, commands. A record is imported when needed.
 
-A version goes up when a field is removed or changes its meaning. New fields leave it as it is.
+A version increases when a field is removed or changes its meaning. New fields do not change it.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ HERE = "sparsebp_cli.cli.answer"
 
 
 @dataclass(frozen=True)
-class Kind:
+class DocumentKind:
     """One kind of document."""
 
-    name: str  # what the document's ``kind`` is
+    name: str  # the document's ``kind``
     record: str  # module:class
-    verbs: tuple[str, ...]  # that answer with it
-    version: int | None = 1  # None: the record has a field ``schema`` of its own
-    described: tuple[str, ...] = ()  # further modules of its classes, whose docstrings describe the fields
+    verbs: tuple[str, ...]  # commands that answer with it
+    version: int | None = 1  # None: the record has its own field ``schema``
+    described: tuple[str, ...] = ()  # additional modules of its classes, whose docstrings describe the fields
 
     def load(self) -> type[Any]:
         """Return the class of the record."""
@@ -38,54 +38,52 @@ class Kind:
 
 
 COMPARE = ("comparison", "measured", "margin", "statement", "statistics", "loaded")
-KINDS: tuple[Kind, ...] = (
-    Kind("error", f"{HERE}.record:ErrorAnswer", ()),
-    Kind("files", f"{HERE}.record:FileList", ("init", "new", "recipes")),
-    Kind("runs", f"{HERE}.run_record:RunList", ("runs",)),
-    Kind("outcomes", f"{HERE}.run_record:RunOutcomes", ("run", "resume", "rerun", "cancel", "quickstart")),
-    Kind("plans", f"{HERE}.run_record:RunPlans", ("run",)),
-    Kind("margins", f"{HERE}.run_record:MarginAnswers", ("run",)),
-    Kind("log", f"{HERE}.run_record:RunLog", ("logs",)),
-    Kind("labels", f"{HERE}.run_record:LabelList", ("tag",)),
-    Kind("archive", f"{HERE}.run_record:ArchiveFile", ("archive",)),
-    Kind("freed", f"{HERE}.run_record:FreedRuns", ("prune", "rm")),
-    Kind(
+KINDS: tuple[DocumentKind, ...] = (
+    DocumentKind("error", f"{HERE}.record:ErrorAnswer", ()),
+    DocumentKind("files", f"{HERE}.record:FileList", ("init", "new", "recipes")),
+    DocumentKind("runs", f"{HERE}.run_record:RunList", ("runs",)),
+    DocumentKind("outcomes", f"{HERE}.run_record:RunOutcomes", ("run", "resume", "rerun", "cancel", "quickstart")),
+    DocumentKind("plans", f"{HERE}.run_record:RunPlans", ("run",)),
+    DocumentKind("margins", f"{HERE}.run_record:MarginAnswers", ("run",)),
+    DocumentKind("log", f"{HERE}.run_record:RunLog", ("logs",)),
+    DocumentKind("labels", f"{HERE}.run_record:LabelList", ("tag",)),
+    DocumentKind("archive", f"{HERE}.run_record:ArchiveFile", ("archive",)),
+    DocumentKind("freed", f"{HERE}.run_record:FreedRuns", ("prune", "rm")),
+    DocumentKind(
         "comparison",
         "sparsebp_cli.compare.comparison:Comparison",
         ("compare",),
         None,
         (*(f"sparsebp_cli.compare.{name}" for name in COMPARE), "sparsebp_cli.run.memory"),
     ),
-    Kind("run", f"{HERE}.result_record:RunFacts", ("show",)),
-    Kind("sent", f"{HERE}.result_record:SentRuns", ("sync",)),
-    Kind("checked-recipes", f"{HERE}.recipe_record:CheckedRecipes", ("validate",)),
-    Kind("data", f"{HERE}.recipe_record:DataAnswer", ("data",)),
-    Kind("export", f"{HERE}.recipe_record:ExportedRuns", ("export",)),
-    Kind("recipes", f"{HERE}.recipe_record:ShippedList", ("recipes",)),
-    Kind("policies", f"{HERE}.recipe_record:PolicyList", ("policies",)),
-    Kind("assets", f"{HERE}.recipe_record:AssetList", ("models", "datasets")),
-    Kind("schemas", f"{HERE}.recipe_record:SchemaList", ("schema",)),
-    Kind("checks", f"{HERE}.machine_record:CheckReport", ("doctor", "targets")),
-    Kind("targets", f"{HERE}.machine_record:TargetList", ("targets",)),
-    Kind("benchmark", "sparsebp_cli.bench.result:Benchmark", ("bench",)),
+    DocumentKind("run", f"{HERE}.result_record:RunFacts", ("show",)),
+    DocumentKind("sent", f"{HERE}.result_record:SentRuns", ("sync",)),
+    DocumentKind("checked-recipes", f"{HERE}.recipe_record:CheckedRecipes", ("validate",)),
+    DocumentKind("data", f"{HERE}.recipe_record:DataAnswer", ("data",)),
+    DocumentKind("recipes", f"{HERE}.recipe_record:ShippedList", ("recipes",)),
+    DocumentKind("policies", f"{HERE}.recipe_record:PolicyList", ("policies",)),
+    DocumentKind("schemas", f"{HERE}.recipe_record:SchemaList", ("schema",)),
+    DocumentKind("checks", f"{HERE}.machine_record:CheckReport", ("doctor", "targets")),
+    DocumentKind("targets", f"{HERE}.machine_record:TargetList", ("targets",)),
 )
 FORECAST: VerbEntry | None = find_tool("forecast")
-KINDS += tuple(
-    Kind(kind, record, (verb,), version, entry.described)
-    for verb, entry in [*find_verbs().items(), *([("validate", FORECAST)] if FORECAST is not None else [])]
-    for kind, (record, version) in entry.answers.items()
-)
+OF_PACKAGES: dict[str, DocumentKind] = {}
+for verb, entry in [*find_verbs().items(), *([("validate", FORECAST)] if FORECAST is not None else [])]:
+    for name, (record, version) in entry.answers.items():
+        others = OF_PACKAGES[name].verbs if name in OF_PACKAGES else ()
+        OF_PACKAGES[name] = DocumentKind(name, record, (*others, verb), version, entry.described)
+KINDS += tuple(OF_PACKAGES.values())
 BY_NAME = {kind.name: kind for kind in KINDS}
 
 
-def find_kind(record: object) -> Kind:
+def find_kind(record: object) -> DocumentKind:
     """Return the kind of a record."""
     place = f"{type(record).__module__}:{type(record).__qualname__}"
     return next(kind for kind in KINDS if kind.record == place)
 
 
 def make_document(record: object, warnings: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return a record as plain values, with its kind and version, and with warnings if it has none of its own."""
+    """Return a record as plain values, with its kind and version. Add the warnings if it has none of its own."""
     kind = find_kind(record)
     content: dict[str, Any] = TypeAdapter[Any](type(record)).dump_python(record, mode="json", fallback=str)
     head = {"schema": content.pop("schema") if kind.version is None else kind.version, "kind": kind.name}
@@ -94,7 +92,7 @@ def make_document(record: object, warnings: tuple[str, ...] = ()) -> dict[str, A
     return {**head, **content}
 
 
-def document_schema(kind: Kind) -> dict[str, Any]:
+def document_schema(kind: DocumentKind) -> dict[str, Any]:
     """Return the JSON schema of a kind's documents."""
     record = kind.load()
     made = TypeAdapter[Any](record).json_schema(mode="serialization")
@@ -110,9 +108,9 @@ def document_schema(kind: Kind) -> dict[str, Any]:
     if "warnings" not in properties:
         text = "What is wrong beside the answer, one line each."
         properties["warnings"] = {"description": text, "items": {"type": "string"}, "type": "array"}
-    if kind.version is None:  # a file that the record's own room has written is as good
+    if kind.version is None:  # a file that the record's own package has written is valid too
         made |= {"properties": properties, "required": sorted({*made.get("required", ()), "schema"})}
-    else:  # a field with a default is always written, too
+    else:  # fields with a default are always written too
         made |= {"properties": properties, "required": list(properties)}
     return {"$schema": DRAFT} | made | {"title": f"sparsebp: {kind.name}"}
 

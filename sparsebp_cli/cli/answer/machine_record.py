@@ -1,4 +1,4 @@
-"""Records of this machine and of others."""
+"""Records about this machine and others."""
 
 from __future__ import annotations
 
@@ -6,33 +6,33 @@ from sparsebp_cli.cli.answer.record import Answer, Checked
 
 
 class CheckReport(Answer):
-    """What was checked."""
+    """Results of checks."""
 
     is_usable: bool
-    """Whether nothing failed; then the exit code is 0, else 1."""
+    """Whether no check failed. The exit code is then 0, else 1."""
     checks: dict[str, list[Checked]]
-    """By what was checked: ``this machine``, or the name of a target."""
+    """Checks by subject: ``this machine``, or the name of a target."""
 
 
 class TargetLine(Answer):
-    """A place where runs can be."""
+    """A place where runs can train."""
 
     name: str
-    """As recipes write it."""
+    """Name in recipes."""
     kind: str
-    """Its kind."""
+    """Kind of the target."""
     source: str
-    """Package that has the kind, or ``targets.yaml``."""
+    """Package that provides the kind, or ``targets.yaml``."""
     broken: bool
-    """Whether its plugin cannot be used."""
+    """Whether its plug-in cannot be used."""
     text: str
-    """What it is, its options, or why it is broken."""
+    """Its description, its options, or why it is broken."""
 
 
 class TargetList(Answer):
-    """Places where runs can be."""
+    """Places where runs can train."""
 
     targets: list[TargetLine]
-    """Kinds, then the names of ``targets.yaml``."""
+    """Kinds, followed by the names in ``targets.yaml``."""
     file: str
-    """Where ``targets.yaml`` is read from."""
+    """Path of ``targets.yaml``."""

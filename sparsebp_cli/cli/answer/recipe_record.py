@@ -1,4 +1,4 @@
-"""Records of recipes, and of what recipes can name."""
+"""Records about recipes, and about what recipes can name."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ class ShippedLine(Answer):
     """A recipe that ships."""
 
     name: str
-    """Full name, with its folder; every verb that reads recipes accepts it."""
+    """Full name, with its folder. Every command that reads recipes accepts it."""
     short_name: str
-    """The same without the folder."""
+    """Name without the folder."""
     summary: str
-    """What it shows."""
+    """What the recipe shows."""
     file: str
-    """Where it is."""
+    """Path of its file."""
 
 
 class ShippedList(Answer):
@@ -33,83 +33,72 @@ class CheckedRecipe(Answer):
     """A recipe that was checked."""
 
     file: str
-    """As it was given."""
+    """File as given on the command line."""
     is_right: bool
-    """Whether it can run; then ``error`` is null, else the facts of the recipe are."""
+    """Whether the recipe can run. If so, ``error`` is null, else the facts about the recipe are null."""
     error: Problem | None = None
     """What is wrong."""
     name: str | None = None
     """Name of the recipe."""
     model: str | None = None
-    """Its model."""
+    """Name of its model."""
     dataset: str | None = None
-    """Its data."""
+    """Name of its data."""
     policy: str | None = None
     """Its policies and their options, in one line."""
     max_steps: int | None = None
-    """Optimizer steps of a run."""
+    """Number of optimizer steps of a run."""
     num_runs: int | None = None
-    """Runs that ``--seeds`` would make."""
+    """Number of runs that ``--seeds`` would make."""
     unknown: list[str] = Field(default_factory=list)
-    """What cannot be checked from this machine."""
+    """What this machine cannot check."""
     notes: list[str] = Field(default_factory=list)
-    """What is wrong with what the data become, and what ``--probe`` measured."""
+    """Problems of the resulting data, and the results of ``--probe``."""
 
 
 class CheckedStudy(Answer):
-    """A study that was checked and is right, or its small form."""
+    """A checked and valid study, or its small form."""
 
     file: str
-    """As it was given."""
+    """File as given on the command line."""
     is_scaled: bool
     """Whether it is the small study of its key ``scale``."""
     study: str
     """Name of the study."""
     arms: list[str]
-    """Its arms, in the order of the file."""
+    """Names of its variants, in the order of the file."""
     model: str
-    """Model of the first arm."""
+    """Model of the first variant."""
     dataset: str
-    """Its data."""
+    """Name of its data."""
     max_steps: int
-    """Optimizer steps of a run of it."""
+    """Number of optimizer steps of one of its runs."""
     seeds: list[int]
-    """Seeds that are reported."""
+    """Seeds of the reported runs."""
     unknown: list[str] = Field(default_factory=list)
-    """What cannot be checked from this machine."""
+    """What this machine cannot check."""
 
 
 class CheckedRecipes(Answer):
     """Recipes and studies that were checked."""
 
     recipes: list[CheckedRecipe]
-    """In the order in which they were given, with the studies that are wrong."""
+    """In the given order, with invalid studies."""
     studies: list[CheckedStudy] = Field(default_factory=list)
-    """The studies that are right."""
+    """The valid studies."""
 
 
 class DataAnswer(Answer):
-    """What a recipe's data become."""
+    """The data that result from a recipe."""
 
     splits: dict[str, dict[str, Any]]
     """By split: rows, examples, tokens, targets, lengths, classes, and what was dropped and cut, with reasons."""
     shared: dict[str, int]
-    """By pair of splits: rows that stand in both."""
+    """By pair of splits: number of rows in both."""
     warnings: list[tuple[str, str]]
-    """Level and text."""
+    """Pairs of level and text."""
     first: dict[str, list[dict[str, Any]]]
-    """By split: the first examples, with token ids and what is trained."""
-
-
-class ExportedRuns(Answer):
-    """Runs for another scheduler."""
-
-    format: str
-    """``sbatch``, ``k8s``, ``sky`` or ``dstack``."""
-    text: str
-    """The script, manifest or task, with the plans in it."""
-    runs: list[str]
-    """Ids that the runs will have."""
+    """By split: the first examples, with token ids and trained parts."""
 
 
 class PolicyOption(Answer):
@@ -118,38 +107,38 @@ class PolicyOption(Answer):
     name: str
     """Key in a recipe."""
     allowed: str
-    """Range, and the default, in one line."""
+    """Range and default, in one line."""
     range: str
-    """What is allowed."""
+    """Allowed values."""
     required: bool
-    """Whether it must be given."""
+    """Whether a recipe must give it."""
     common: bool
     """Whether every policy of the kind has it."""
     default: Any
-    """What it is if it is not given."""
+    """Value if a recipe does not give it."""
     description: str
-    """What it means."""
+    """Meaning of the option."""
 
 
 class PolicyLine(Answer):
     """An installed policy."""
 
     name: str
-    """As recipes write it."""
+    """Name in recipes."""
     kind: str
-    """Its kind."""
+    """Kind of the policy."""
     source: str
-    """Package and version that has it."""
+    """Package that provides it, and its version."""
     problem: str
     """Why it is broken; empty if it works."""
     summary: str = ""
-    """One line."""
+    """Description in one line."""
     options: list[PolicyOption] = Field(default_factory=list)
-    """Its options."""
+    """Options of the policy."""
     exact: bool | None = None
-    """Whether its gradient is the dense one; null where options decide, or it is broken."""
+    """Whether its gradient equals the dense one; null if this depends on options, or the policy is broken."""
     unbiased: bool | None = None
-    """Whether its gradient is the dense one on average; null as above."""
+    """Whether its gradient equals the dense one on average; null as for ``exact``."""
     card: dict[str, Any] | None = None
     """When to use it, what it saves, what was claimed and measured."""
 
@@ -158,41 +147,17 @@ class PolicyList(Answer):
     """Installed policies."""
 
     policies: list[PolicyLine]
-    """By name."""
-
-
-class AssetLine(Answer):
-    """A model or dataset that recipes can name without a path or a hub."""
-
-    name: str
-    """As recipes write it."""
-    where: str
-    """``package``, ``here``, ``to fetch``, or the package that has it."""
-    bytes: int | None
-    """Its size, or that of the download; null where unknown."""
-    licence: str | None
-    """Its licence; null where unknown."""
-    summary: str | None
-    """What it is; null where unknown."""
-
-
-class AssetList(Answer):
-    """Models or datasets."""
-
-    group: str
-    """``models`` or ``datasets``."""
-    assets: list[AssetLine]
-    """By name."""
+    """Policies, sorted by name."""
 
 
 class SchemaList(Answer):
-    """Every schema, and what else a program needs."""
+    """All schemas, and other facts that programs need."""
 
     documents: dict[str, dict[str, Any]]
     """By ``kind``: JSON schema of a document of ``-o json``."""
     verbs: dict[str, list[str]]
-    """By verb: kinds of the documents that it answers with, besides ``error``."""
+    """By command: kinds of its answers, in addition to ``error``."""
     files: dict[str, dict[str, Any]]
-    """By kind of file that users write: JSON schema of recipes and of studies."""
+    """By kind of user file: JSON schema of recipes and of studies."""
     exit_codes: dict[str, str]
     """By exit code: its meaning."""

@@ -1,4 +1,4 @@
-"""The base of the records that verbs answer with: tables for people and JSON for programs are made from the same."""
+"""Base of the records with which commands answer. Tables for people and JSON for programs are both made from it."""
 
 from __future__ import annotations
 
@@ -8,53 +8,54 @@ from pydantic import BaseModel, ConfigDict, WithJsonSchema
 
 from sparsebp_cli.errors import RecipeError, SparseBPError, find_nearest
 
-# A number that may be infinite or none at all, for which JSON has no word: a document has null there.
+# A number that may be infinite or NaN. JSON cannot represent these, so documents have null.
 Number = Annotated[float, WithJsonSchema({"type": ["number", "null"]})]
 
 
 class Answer(BaseModel):
-    """Facts that a verb found. ``kind.py`` has the name and the version of each."""
+    """Facts that a command found. ``kind.py`` defines the name and version of each record."""
 
-    # Deferred: no verb pays for the records of the others. The schema's descriptions are the docstrings below fields.
+    # Defer building, so that no command loads other commands' records. Docstrings below fields are the schema's
+    # descriptions.
     model_config: ClassVar[ConfigDict] = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, defer_build=True
     )
 
 
 class FieldChange(Answer):
-    """A value that is not what it was."""
+    """A value that has changed."""
 
     field: str
     """Dotted name, such as ``training.seed``, ``code`` or ``data``."""
     then: str
-    """Its value then."""
+    """Earlier value."""
     now: str
-    """Its value now."""
+    """Current value."""
 
 
 class Problem(Answer):
-    """Why something was refused or failed."""
+    """Why a command refused or failed."""
 
     type: str
-    """Class of the error, as the page of errors lists it; ``Interrupted`` after a signal, ``Crash`` for a defect."""
+    """Class of the error, as in the documentation of errors; ``Interrupted`` after a signal, ``Crash`` for a bug."""
     exit_code: int
     """Exit code of the error."""
     text: str
     """One line: what is wrong, the value got, what is allowed."""
     file: str | None = None
-    """File that is wrong, as it was given, or the ``--set KEY=VALUE``."""
+    """File with the problem, as given on the command line, or the ``--set KEY=VALUE``."""
     line: int | None = None
     """Line in the file, counted from 1."""
     column: int | None = None
     """Column in the line, counted from 1."""
     key: str | None = None
-    """Dotted path of the key that is wrong: ``policy.0.keep``."""
+    """Dotted path of the wrong key: ``policy.0.keep``."""
     nearest: str | None = None
-    """The accepted name that is nearest to the one that was given."""
+    """The nearest allowed name to the given one."""
     changes: tuple[FieldChange, ...] = ()
-    """What differs, where a run is not what it was."""
+    """The differences, if a run has changed."""
     others: tuple[Problem, ...] = ()
-    """What else is wrong with a recipe, in the order of the file."""
+    """Other problems of a recipe, in the order of the file."""
 
     @classmethod
     def of(cls, error: SparseBPError) -> Problem:
@@ -71,29 +72,29 @@ class Problem(Answer):
 
 
 class ErrorAnswer(Answer):
-    """The verb failed; nothing else is answered."""
+    """The command failed. There is no other answer."""
 
     error: Problem
-    """Why."""
+    """The reason."""
 
 
 class Checked(Answer):
     """One property that was checked."""
 
     level: str
-    """``ok``, ``warn`` (it works all the same) or ``fail``."""
+    """``ok``, ``warn`` (it still works) or ``fail``."""
     what: str
     """The property, such as ``disk``."""
     text: str
-    """What was found."""
+    """The finding."""
     hint: str
-    """What to do; empty where nothing has to be done."""
+    """What to do; empty if nothing has to be done."""
 
 
 class FileList(Answer):
     """Files that were written."""
 
     files: list[str]
-    """Their paths, in the order in which they were written."""
+    """Paths of the files, in the order in which they were written."""
     next: list[str]
-    """Commands that go on from here."""
+    """Commands for the next steps."""

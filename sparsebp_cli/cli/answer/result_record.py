@@ -1,4 +1,4 @@
-"""Records of results: of one run, of two, of an evaluation, and what was sent."""
+"""Records of results: of one run, of two, of an evaluation, and of sending to trackers."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from sparsebp_cli.cli.answer.record import Answer, Number
 
 
 class MetricRange(Answer):
-    """A metric of a run: its ends. The journal has every value."""
+    """First and last value of a run's metric. The event log has every value."""
 
     points: int
-    """How many values there are."""
+    """Number of values."""
     first_step: int
-    """Step of the first."""
+    """Step of the first value."""
     first: Number
-    """The first value; null where it is not finite."""
+    """The first value; null if it is not finite."""
     last_step: int
-    """Step of the last."""
+    """Step of the last value."""
     last: Number
-    """The last value."""
+    """The last value; null if it is not finite."""
 
 
 class Note(Answer):
-    """What a worker noted."""
+    """A note of a worker."""
 
     attempt: int
-    """Which start of the run it was, counted from 1."""
+    """Number of the attempt, counted from 1."""
     level: str
     """``detail``, ``info`` or ``warning``."""
     text: str
@@ -37,58 +37,58 @@ class RunFacts(Answer):
     """Everything about one run. Mappings by step have the step as text."""
 
     run_id: str
-    """Its id."""
+    """Id of the run."""
     name: str
     """Name of its recipe."""
     labels: dict[str, Any]
     """``tags`` and ``note``."""
     state: str
-    """Its state."""
+    """State of the run."""
     plan: dict[str, Any]
     """Content of ``plan.json``."""
     facts: dict[str, Any]
-    """What its worker found out, such as the census of the data."""
+    """Facts that its worker recorded, such as data statistics."""
     environments: list[dict[str, Any]]
     """Machine and packages of each attempt."""
     metrics: dict[str, MetricRange]
-    """By name."""
+    """First and last values, by metric."""
     layers: dict[str, Any]
-    """By metric: kept share and fidelity by layer and step."""
+    """By metric: fraction kept and fidelity by layer and step."""
     memory: dict[str, Any]
-    """By step: live bytes over a step, in parts."""
+    """By step: live bytes over a step, by part."""
     samples: dict[str, Any]
-    """By step: texts that were generated."""
+    """By step: generated texts."""
     proofs: dict[str, dict[str, dict[str, Number | None]]]
     """By step and module: what its backward executed and stored."""
     notes: list[Note]
-    """In their order."""
+    """Notes in their order."""
     ends: list[dict[str, Any]]
     """How each attempt ended."""
     files: dict[str, str]
-    """Its files, by name."""
+    """Paths of its files, by name."""
 
 
 class SentRun(Answer):
     """What MLflow or another tracker has of a run."""
 
     run_id: str
-    """The run."""
+    """Id of the run."""
     name: str
     """Name of its recipe."""
     tracker: str
-    """Who has it: mlflow, or the name of a tracker."""
+    """``mlflow``, or the name of a tracker."""
     points_sent: int
-    """Values that were sent now; to a tracker all, of which it keeps those that it lacks."""
+    """Number of values sent now. A tracker is sent all values, and keeps those that it lacks."""
     is_complete: bool
-    """Whether it has all."""
+    """Whether it has all values."""
     problem: str
-    """Why not; empty where it has all."""
+    """Why it lacks values; empty if it has all."""
     uri: str
-    """The store, without a password, or the tracker's place."""
+    """The store's address without a password, or the tracker's location."""
     mlflow_run_id: str
-    """The run in MLflow; empty of another tracker."""
+    """Id of the run in MLflow; empty for another tracker."""
     next: str
-    """What sends it to another store, where its own is refused; else empty."""
+    """Command that sends the run to another store, if its own is refused; else empty."""
 
 
 class SentRuns(Answer):

@@ -13,97 +13,97 @@ class RunLine(Answer):
     """One run."""
 
     run_id: str
-    """Id, which never changes; every verb accepts it."""
+    """Id of the run. It never changes, and every command accepts it."""
     name: str
-    """Name of its recipe; ``?`` of a damaged plan."""
+    """Name of its recipe; ``?`` if the plan is damaged."""
     policy: str
     """Its policies and their options, in one line."""
     state: str
     """``queued``, ``running``, ``finished``, ``failed``, ``interrupted``, ``cancelled``, ``unreachable``; ``damaged``
     without a plan."""
     step: int
-    """Optimizer steps that are done."""
+    """Number of optimizer steps done."""
     max_steps: int
-    """Optimizer steps in all."""
+    """Number of planned optimizer steps."""
     seed: int | None
     """Seed of the training."""
     eval_loss: Number | None
-    """Last loss on validation data; null without one, or where it is not finite."""
+    """Last loss on validation data; null if there is none, or it is not finite."""
     created: float
-    """Seconds since 1970 at which its plan was made."""
+    """Time at which its plan was made, in seconds since 1970."""
     folder: str
-    """Where its files are."""
+    """Folder of its files."""
     tags: list[str] = Field(default_factory=list)
-    """Its tags; ``@TAG`` names its runs."""
+    """Its tags; ``@TAG`` names all runs with a tag."""
     note: str = ""
-    """What somebody wrote on it."""
+    """Note of a user."""
     problem: str = ""
-    """What of its files cannot be read; empty where all can."""
+    """Unreadable parts of its files; empty if all are readable."""
     arm: str | None = None
-    """Arm of the study that was asked for."""
+    """Variant of the requested study."""
     combination: str | None = None
     """Varied values in that study."""
     role: str | None = None
     """``rehearse``, ``tune``, ``report`` or ``control`` in that study."""
     columns: dict[str, Any] = Field(default_factory=dict)
-    """Values of the columns that ``--columns`` asked for beyond these fields."""
+    """Values of additional columns requested with ``--columns``."""
 
 
 class RunList(Answer):
-    """Runs of this machine, in the order that was asked for."""
+    """Runs of this machine, in the requested order."""
 
     runs: list[RunLine]
-    """The first ``--limit`` of them."""
+    """The first ``--limit`` runs."""
     not_shown: int
-    """How many more there are."""
+    """Number of further runs."""
 
 
 class Losses(Answer):
-    """Whether two runs have the same losses to the bit."""
+    """Whether two runs have bit-identical losses."""
 
     same: bool
-    """Whether all are equal."""
+    """Whether all losses are equal."""
     text: str
-    """How many, or where they first differ."""
+    """Number of equal losses, or the first difference."""
 
 
 class RunOutcome(Answer):
-    """What became of a run that a verb started, continued or stopped."""
+    """The outcome of a run that a command started, continued or stopped."""
 
     run: RunLine
-    """The run, at the end of the verb."""
+    """The run at the end of the command."""
     exit_code: int
-    """What this run adds to the verb's exit code: 0 where nothing is wrong, or it was only started."""
+    """What this run contributes to the command's exit code: 0 if nothing is wrong, or it was only started."""
     text: str
-    """How it ended, or what was done to it; empty where there is no more to say than its state."""
+    """How it ended, or what was done to it; empty if its state says enough."""
     log_file: str
-    """Output of its worker."""
+    """Path of its worker's output."""
     changes: list[FieldChange] = Field(default_factory=list)
-    """Why it was refused, where it is no longer what it was."""
+    """The changes for which it was refused."""
     repeats: str | None = None
     """Id of the run that it repeats."""
     losses: Losses | None = None
-    """How its losses compare with those of the run that it repeats."""
+    """How its losses compare with those of the repeated run."""
 
 
 class RunOutcomes(Answer):
-    """What became of runs, in their order."""
+    """Outcomes of runs, in their order."""
 
     runs: list[RunOutcome]
-    """One for each run that was named or made."""
+    """One for each named or new run."""
     next: list[str]
-    """Commands that go on from here."""
+    """Commands for the next steps."""
 
 
 class PlannedRun(Answer):
-    """A run that was planned, and nothing else."""
+    """A run that was only planned."""
 
     run_id: str
-    """Id that the plan has; no run has it yet."""
+    """Id in the plan; no run has it yet."""
     plan: dict[str, Any]
     """Content of ``plan.json``."""
     files: dict[str, str]
-    """Files that its target would get beside the plan, by name."""
+    """Additional files that its target would get, by name."""
     command: list[str]
     """Command that would be started."""
 
@@ -112,7 +112,7 @@ class RunPlans(Answer):
     """Plans; nothing was written or started."""
 
     plans: list[PlannedRun]
-    """In the order in which they would run."""
+    """Plans in the order in which they would run."""
 
 
 class MarginAnswer(Answer):
@@ -132,21 +132,21 @@ class MarginAnswers(Answer):
     """Answers of ``run --until-ci``."""
 
     metric: str
-    """The quality metric."""
+    """Name of the quality metric."""
     margin: float
-    """How much worse still counts as not worse."""
+    """By how much a worse result still counts as not worse."""
     looks: list[int]
     """Numbers of seeds after which it looks."""
     level: float
-    """Chance of error of each look; over all looks and groups together it is 5 % at most."""
+    """Chance of error of each look. Over all looks and groups together it is at most 5 %."""
     stopped: str
     """``decided``, ``seeds`` (all were used), ``minutes`` (no time was left) or ``failed`` (a run did not finish)."""
     answers: list[MarginAnswer]
     """One for each recipe besides the baseline."""
     runs: list[str]
-    """Ids of the runs that were looked at."""
+    """Ids of the evaluated runs."""
     next: list[str]
-    """Commands that go on from here."""
+    """Commands for the next steps."""
 
 
 class RunLog(Answer):
@@ -155,7 +155,7 @@ class RunLog(Answer):
     run: RunLine
     """The run."""
     lines: list[str]
-    """What its worker printed."""
+    """Output of its worker, line by line."""
     text: str
     """Its state, and why it ended."""
 
@@ -164,7 +164,7 @@ class Labelled(Answer):
     """Tags and note of a run."""
 
     run_id: str
-    """The run."""
+    """Id of the run."""
     tags: list[str]
     """Its tags."""
     note: str
@@ -175,16 +175,16 @@ class LabelList(Answer):
     """Tags and notes of runs, after the change."""
 
     runs: list[Labelled]
-    """In the order in which they were named."""
+    """In the order in which the runs were named."""
 
 
 class ArchiveFile(Answer):
     """An archive of runs."""
 
     file: str
-    """Where it is."""
+    """Path of the archive."""
     bytes: int
-    """Its size."""
+    """Size of the archive in bytes."""
     runs: list[str]
     """Ids of the runs in it."""
     next: list[str]
@@ -192,42 +192,22 @@ class ArchiveFile(Answer):
 
 
 class FreedRun(Answer):
-    """Room that a run gave back."""
+    """Space that a run freed."""
 
     run_id: str
-    """The run."""
+    """Id of the run."""
     name: str
     """Name of its recipe."""
     bytes: int
-    """Size of what was deleted."""
+    """Size of the deleted files."""
 
 
 class FreedRuns(Answer):
-    """What was deleted, or with ``--dry-run`` would be."""
+    """The deleted files, or with ``--dry-run`` the files that would be deleted."""
 
     runs: list[FreedRun]
-    """Runs of which something is deleted."""
+    """Runs with deleted files."""
     bytes: int
-    """Their sum."""
+    """Total size."""
     is_dry: bool
     """Whether nothing was deleted."""
-
-
-class TrialLine(Answer):
-    """One trial of a study."""
-
-    run_id: str
-    """Its run."""
-    role: str
-    """``rehearse``, ``tune``, ``report`` or ``control``."""
-    arm: str
-    """Its arm."""
-    combination: str
-    """Varied values; empty where nothing is varied."""
-    seed: int
-    """Its seed."""
-    status: str
-    """``waiting``, ``running``, ``finished``, ``diverged``, ``failed``, ``interrupted``, ``cancelled``,
-    ``unreachable``, ``paused`` or ``pruned``."""
-    problem: str
-    """Why it failed or could not be started; empty where nothing is wrong."""

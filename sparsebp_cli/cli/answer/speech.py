@@ -1,7 +1,7 @@
-"""How a verb answers: a table for people, or one JSON document on standard output for programs.
+"""Print a command's answer: a table for people, or one JSON document on standard output for programs.
 
-With ``-o json`` everything that is meant for people, such as progress, goes to standard error, whoever prints it, and
-standard output has one document: the verb's answer, or the error that kept it from one.
+With ``-o json``, everything for people, such as progress, goes to standard error. Standard output has one document: the
+command's answer, or the error that prevented it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ JSON = "json"
 
 
 def wants_json(words: Sequence[str]) -> bool:
-    """Whether the words of a command line ask for JSON. Words after ``--`` belong to another program. Read before they
-    are parsed, since a mistake in them is told as JSON, too."""
+    """Return whether the words of a command line request JSON. Words after ``--`` belong to another program. This runs
+    before the words are parsed, because parse errors are reported as JSON too."""
     ours = list(words[: words.index("--")]) if "--" in words else list(words)
     if {"-h", "--help", "--version"} & set(ours):
         return False
@@ -35,22 +35,22 @@ def wants_json(words: Sequence[str]) -> bool:
 
 
 class Speech:
-    """What this process has answered so far."""
+    """The answers of this process so far."""
 
     def __init__(self) -> None:
-        """Speak to people until :meth:`in_json` is entered."""
-        self._document: TextIO | None = None  # the real standard output, while a program listens
+        """Answer for people until :meth:`in_json` is entered."""
+        self._document: TextIO | None = None  # the real standard output, in JSON mode
         self._is_told = False
         self._warnings: list[str] = []
 
     @property
     def is_json(self) -> bool:
-        """Whether a program listens."""
+        """Whether the process answers in JSON."""
         return self._document is not None
 
     @contextmanager
     def in_json(self) -> Iterator[None]:
-        """Send what is printed for people to standard error, and documents to standard output."""
+        """Send prints for people to standard error, and documents to standard output."""
         before = sys.stdout
         self._document, self._is_told, self._warnings = before, False, []
         sys.stdout = sys.stderr
@@ -60,14 +60,14 @@ class Speech:
             sys.stdout, self._document = before, None
 
     def tell(self, record: object) -> None:
-        """Print a record as JSON. Nothing is printed after the first one: a later error has its line and exit code."""
+        """Print a record as JSON, but only the first: later errors print a line and set the exit code."""
         if self.is_json and self._is_told:
             return
         self._is_told = True
         print_json(make_document(record, tuple(self._warnings)), self._document)
 
     def print(self, content: object) -> None:
-        """Print JSON that is no record, such as a schema, which has a version of its own."""
+        """Print JSON that is not a record, such as a schema, which has its own version."""
         self._is_told = True
         print_json(content, self._document)
 
@@ -77,7 +77,7 @@ class Speech:
         print_line(f"warning: {text}", stderr=True)
 
     def end(self, exit_code: int) -> None:
-        """Answer with an error if the verb ended without any answer, as after a signal."""
+        """Answer with an error if the command ended without an answer, as after a signal."""
         if self.is_json and not self._is_told:
             kind = "Interrupted" if exit_code in INTERRUPTED else "Exit"
             text = "ended before there was an answer; standard error has the reason"
@@ -88,7 +88,7 @@ speech: Speech = Speech()
 
 
 def tell(record: A, output: str, show: Callable[[A], object]) -> None:
-    """Answer with a record: as JSON where ``output`` is ``json``, else as ``show`` prints it."""
+    """Answer with a record: as JSON if ``output`` is ``json``, else through ``show``."""
     if output == JSON:
         speech.tell(record)
     else:
@@ -96,5 +96,5 @@ def tell(record: A, output: str, show: Callable[[A], object]) -> None:
 
 
 def warn(text: str) -> None:
-    """Print a warning to standard error; the document of ``-o json`` has it, too, if it comes later."""
+    """Print a warning to standard error. A later document of ``-o json`` includes it too."""
     speech.warn(text)
